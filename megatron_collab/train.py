@@ -10,10 +10,11 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 
-from megatron_collab.runtime import process, signals
+from megatron_collab.runtime import gpu_environment, process, signals
 
 if __name__ == "__main__":
     signals.begin()
+    gpu_environment.reload()
     process.imports_begin()  # those below take seconds
 
 from megatron_collab import patches

@@ -10,6 +10,7 @@ from importlib import import_module
 
 from megatron_collab import __version__
 from megatron_collab.commands import EXIT_BAD_INPUT
+from megatron_collab.runtime import gpu_environment
 from megatron_collab.runtime.redact import redact_output
 
 COMMANDS = {
@@ -50,6 +51,8 @@ def main() -> int:
         return EXIT_BAD_INPUT
     if name in PROGRAMS:
         os.execv(sys.executable, [sys.executable, "-m", f"megatron_collab.{name.replace('-', '_')}", *arguments])
+    if name == "doctor":  # imports what a run imports
+        gpu_environment.reload()
     return run(name, arguments)
 
 

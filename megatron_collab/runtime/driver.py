@@ -18,7 +18,7 @@ _FIRST_DRIVERS = {12: 525, 13: 580}  # by CUDA's major version: "Minimum Require
 _TEXT_LENGTH = 256
 
 
-class Device(NamedTuple):
+class CudaDevice(NamedTuple):
     """A visible CUDA device: name and compute capability, as (9, 0)."""
 
     name: str
@@ -32,7 +32,7 @@ class Driver(NamedTuple):
     without that library.
     """
 
-    devices: tuple[Device, ...] = ()
+    devices: tuple[CudaDevice, ...] = ()
     fault: str = ""
     version: str = ""
     cuda: int = 0
@@ -45,7 +45,7 @@ def driver() -> Driver:
     if process.returncode != 0:
         return Driver(fault=f"the driver's library ended the process that asked it, with code {process.returncode}")
     answer = json.loads(process.stdout)
-    devices = tuple(Device(name, (major, minor)) for name, major, minor in answer.pop("devices"))
+    devices = tuple(CudaDevice(name, (major, minor)) for name, major, minor in answer.pop("devices"))
     return Driver(devices, **answer)
 
 

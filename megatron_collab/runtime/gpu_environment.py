@@ -7,6 +7,7 @@ begin is set before: `enter` comes before anything that asks torch for devices.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -37,15 +38,22 @@ def environment(inherited: Mapping[str, str], config: Config | None = None) -> d
 
 
 def enter(config: Config | None = None) -> None:
-    """Give this process, and what it starts, that environment.
-
-    The loader has read LD_LIBRARY_PATH already. torch and TransformerEngine do without: they find the wheels' libraries
-    by paths of their own, before that one.
-    """
+    """Give this process, and what it starts, that environment; but for LD_LIBRARY_PATH, which the loader has read."""
     variables = environment(os.environ, config)
     for name in os.environ.keys() - variables.keys():
         del os.environ[name]
     os.environ.update(variables)
+
+
+def reload() -> None:
+    """Start this program again, once, if the loader has read another LD_LIBRARY_PATH than that environment's.
+
+    TransformerEngine names parts of cuDNN and has no path to them: those of a module's cuDNN would join the wheels'.
+    Called before slow imports. Signals that are blocked stay so, and pending ones wait.
+    """
+    path = toolkit.library_path(os.environ.get("LD_LIBRARY_PATH"))
+    if toolkit.wheels() and path != os.environ.get("LD_LIBRARY_PATH"):
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "LD_LIBRARY_PATH": path})
 
 
 def _of_ranks(config: Config) -> dict[str, str]:

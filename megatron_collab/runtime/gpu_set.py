@@ -83,12 +83,20 @@ class Preload(NamedTuple):
 def mapped() -> dict[str, list[str]]:
     """By name, the files of CUDA's libraries in a process that imported torch, and TransformerEngine if it can.
 
-    It has the environment of a run's processes. Of one library there should be one file.
+    It has the environment of a run's processes. One file is right, or more of one folder; of parts of a library, as
+    cuDNN's, those are listed that are from another folder than the library.
     """
     command = [sys.executable, "-c", _IMPORTS + _MAPPED]
     process = subprocess.run(command, env=gpu_environment.environment(os.environ), capture_output=True, text=True)
     files = process.stdout.splitlines()
-    return {name: [file for file in files if Path(file).name.startswith(f"lib{name}.so")] for name in _CUDA_LIBRARIES}
+    return {name: _of_library(name, files) for name in _CUDA_LIBRARIES}
+
+
+def _of_library(name: str, files: list[str]) -> list[str]:
+    whole = [file for file in files if Path(file).name.startswith(f"lib{name}.so")]
+    folders = {Path(file).parent for file in whole}
+    parts = (file for file in files if Path(file).name.startswith(f"lib{name}"))
+    return whole + [part for part in parts if Path(part).parent not in folders]
 
 
 def saver_hook() -> Path | None:

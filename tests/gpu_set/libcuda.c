@@ -5,7 +5,8 @@
  *
  * With STAND_IN_DEVICES=N it names N devices that can compute nothing, of a driver for CUDA STAND_IN_CUDA (13000: 13.0).
  * With STAND_IN_LOG=FOLDER every process writes a file there when CUDA begins in it, which is its first cuInit: a line with its
- * command, and the environment as CUDA reads it then, as /proc/PID/environ shows that of a start.
+ * command, and the environment as CUDA reads it then. The loader's, which it read at the start of the process, is in a second
+ * file, whose name ends in .start.
  */
 
 #define _GNU_SOURCE
@@ -24,18 +25,25 @@ static int setting(const char *name, int otherwise) {
 
 static int devices(void) { return setting("STAND_IN_DEVICES", 0); }
 
+static void copy(const char *from, FILE *file, int separator) {
+    FILE *source = fopen(from, "r");
+    for (int letter; source && (letter = getc(source)) != EOF;) putc(letter ? letter : separator, file);
+    if (source) fclose(source);
+}
+
 static void record(const char *folder) {
     char path[4096];
-    int letter;
     snprintf(path, sizeof path, "%s/%d", folder, getpid());
-    FILE *file = fopen(path, "wx"), *command = fopen("/proc/self/cmdline", "r");
-    if (file && command) {
-        while ((letter = getc(command)) != EOF) putc(letter ? letter : ' ', file);
-        putc('\n', file);
-        for (char **entry = environ; *entry; entry++) fwrite(*entry, 1, strlen(*entry) + 1, file);
-    }
-    if (file) fclose(file);
-    if (command) fclose(command);
+    FILE *file = fopen(path, "wx");
+    if (!file) return;
+    copy("/proc/self/cmdline", file, ' ');
+    putc('\n', file);
+    for (char **entry = environ; *entry; entry++) fwrite(*entry, 1, strlen(*entry) + 1, file);
+    fclose(file);
+    snprintf(path, sizeof path, "%s/%d.start", folder, getpid());
+    if (!(file = fopen(path, "w"))) return;
+    copy("/proc/self/environ", file, 0);
+    fclose(file);
 }
 
 #define NO_DEVICE(function) \

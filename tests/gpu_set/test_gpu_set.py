@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -23,7 +24,7 @@ from megatron_collab.config import Config
 from megatron_collab.inference import SCORES_FLAG
 from megatron_collab.inference import server as server_module
 from megatron_collab.inference.server import Part, Serves
-from megatron_collab.runtime import device, toolkit
+from megatron_collab.runtime import device, gpu_environment, toolkit
 from tests.ranks import EXPERTS, HF
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -232,9 +233,9 @@ def test_ranks_have_their_environment_when_cuda_begins(launch: str, tmp_path: Pa
     command = [sys.executable, *LAUNCHES[launch], f"run.dir={tmp_path}/run", f"data.dir={tmp_path}/world"]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=800)
     ranks = {}
-    for began in log.iterdir():
+    for began in (file for file in log.iterdir() if not file.suffix):
         line, _, variables = began.read_text().partition("\n")
-        known = dict(variable.partition("=")[::2] for variable in variables.split("\0"))
+        known = by_name(variables) | {"loader": by_name(began.with_suffix(".start").read_text())["LD_LIBRARY_PATH"]}
         if "LOCAL_RANK" in known and "driver.py" not in line:  # which asks for them in a process of its own
             ranks[known["LOCAL_RANK"]] = known
     assert ranks.keys() == {"0", "1"}, done.stdout + done.stderr
@@ -242,7 +243,28 @@ def test_ranks_have_their_environment_when_cuda_begins(launch: str, tmp_path: Pa
         assert known["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and "CUDA_PATH" not in known
         assert known["CUDA_HOME"] == str(toolkit.wheels())
         assert known["CUDNN_HOME"] == str(toolkit.wheels().parent / "cudnn")
-        assert known["LD_LIBRARY_PATH"].split(":")[0] == str(toolkit.wheels() / "lib")
+        assert known["loader"].split(":")[0] == str(toolkit.wheels() / "lib")
+
+
+def by_name(variables: str) -> dict[str, str]:
+    return dict(variable.partition("=")[::2] for variable in variables.split("\0"))
+
+
+# TransformerEngine names parts of cuDNN and has no path to them.
+PARTS = """
+import contextlib, json, torch
+with contextlib.suppress(AssertionError):  # its compiled part is not needed here
+    import transformer_engine.common
+print(json.dumps(sorted({line.split()[-1] for line in open("/proc/self/maps") if "libcudnn_cnn" in line})))
+"""
+
+
+def test_no_part_of_a_modules_cudnn_joins_the_wheels(tmp_path: Path) -> None:
+    part = toolkit.wheels().parent / "cudnn/lib/libcudnn_cnn.so.9"
+    (module := tmp_path / "module").mkdir()
+    shutil.copy(part, module)
+    modules = os.environ | {"CUDNN_HOME": str(module), "LD_LIBRARY_PATH": f"{module}:{os.environ['LD_LIBRARY_PATH']}"}
+    assert asked(PARTS, environment=gpu_environment.environment(modules)) == [str(part)]
 
 
 def test_a_driver_that_is_too_old_is_named_in_the_refusal(tmp_path: Path) -> None:

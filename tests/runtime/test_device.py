@@ -139,7 +139,7 @@ def test_cuda_where_there_is_none_names_the_setting(monkeypatch: pytest.MonkeyPa
 
 def test_an_old_driver_is_named_in_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolkit, "torch_cuda", lambda: "13.0")
-    devices = (driver.Device("NVIDIA H100", (9, 0)),)
+    devices = (driver.CudaDevice("NVIDIA H100", (9, 0)),)
     monkeypatch.setattr(driver, "driver", lambda: driver.Driver(devices, "", "550.54.14", 12040))
     with pytest.raises(
         ValueError, match=r"launch\.device=cuda: driver 550\.54\.14 found, .* needs 580 or newer: update the"
@@ -149,7 +149,7 @@ def test_an_old_driver_is_named_in_the_refusal(monkeypatch: pytest.MonkeyPatch) 
 
 
 def with_devices(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int], fault: str = "") -> None:
-    devices = tuple(driver.Device("NVIDIA H100", capability) for capability in capabilities)
+    devices = tuple(driver.CudaDevice("NVIDIA H100", capability) for capability in capabilities)
     monkeypatch.setattr(toolkit, "torch_cuda", lambda: "13.0")
     monkeypatch.setattr(driver, "driver", lambda: driver.Driver(devices, fault, "580.95.05", 13000))
 

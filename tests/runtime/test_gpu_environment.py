@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,3 +87,26 @@ def test_what_is_set_for_ranks_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "capability", lambda: (9, 0))
     inherited = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     assert gpu_environment.environment(inherited, configured(Config(), {"parallel.tp": 2})) == inherited
+
+
+RELOADS = """
+import os, sys
+from pathlib import Path
+from megatron_collab.runtime import gpu_environment, toolkit
+toolkit.wheels, toolkit.libraries = lambda: Path("/wheels/cu13"), lambda: ["/wheels/cu13/lib"]
+print("started", os.getpid())
+sys.stdout.flush()
+gpu_environment.reload()
+read = dict(entry.partition("=")[::2] for entry in Path("/proc/self/environ").read_text().split(chr(0)))
+print("loader", read["LD_LIBRARY_PATH"], sys.argv[1:])
+"""
+
+
+@pytest.mark.processes
+def test_a_program_starts_again_once_if_its_loader_has_read_another_path() -> None:
+    environment = os.environ | {"LD_LIBRARY_PATH": "/opt/cudnn/lib"}
+    command = [sys.executable, "-c", RELOADS, "an argument"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    first, second, loader = done.stdout.splitlines()
+    assert first == second and first.startswith("started ")  # the same process
+    assert loader == "loader /wheels/cu13/lib:/opt/cudnn/lib ['an argument']"

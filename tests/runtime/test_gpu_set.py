@@ -191,10 +191,15 @@ def test_on_a_login_node_no_hook_is_tried(monkeypatch: pytest.MonkeyPatch, hook:
 def test_the_files_of_cudas_libraries_are_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of a process of its own, which finds them in the wheels' folders."""
     (tmp_path / "empty.c").touch()
-    for name in ("libcudart.so.13", "libcudart_other.so.1", "libnccl.so.2"):
-        subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / name, tmp_path / "empty.c"], check=True)
-    names = [path.name for path in tmp_path.glob("*.so.*")]
+    (wheels := tmp_path / "wheels").mkdir()
+    (module := tmp_path / "module").mkdir()
+    cudnn, nccl, stranger = wheels / "libcudnn.so.9", wheels / "libnccl.so.2", module / "libcudnn_ops.so.9"
+    libraries = [cudnn, wheels / "libcudnn_graph.so.9", nccl, stranger]
+    for library in libraries:
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "empty.c"], check=True)
+    names = [library.name for library in libraries]
     monkeypatch.setattr(gpu_set, "_IMPORTS", f"import ctypes\nfor name in {names}: ctypes.CDLL(name)\n")
-    with_libraries(monkeypatch, tmp_path)
-    listed = {"cudart": [f"{tmp_path}/libcudart.so.13"], "nccl": [f"{tmp_path}/libnccl.so.2"]}
-    assert gpu_set.mapped() == {"cublas": [], "cudnn": [], "nvrtc": []} | listed
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(module))
+    with_libraries(monkeypatch, wheels)
+    listed = {"cudnn": [str(cudnn), str(stranger)], "nccl": [str(nccl)]}
+    assert gpu_set.mapped() == {"cudart": [], "cublas": [], "nvrtc": []} | listed
