@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 # The set-up leaves byte-compiling to the first import; without a cache every process would compile again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup test-fast test test-exhaustive test-slurm test-gpu test-gpu-set quickstart quickstart-compare lint docs
+.PHONY: setup test-fast test test-exhaustive test-clone test-slurm test-gpu test-gpu-set quickstart quickstart-compare lint docs
 
 # Its settings: PYTHON=, GPU=1, TORCH_INDEX=, MAX_JOBS=.
 setup:
@@ -31,6 +31,12 @@ test: setup
 # The wide matrices, the injected faults, the long runs.
 test-exhaustive: setup
 	$(PYTEST) -m "slow and not gpu and not slurm"
+
+# What is committed, as a stranger gets it: a clone with nothing beside it. All files of tests are collected, which
+# imports them; of those without processes the ones run that read a published data set if it is there.
+test-clone: setup
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && git clone --quiet . "$$folder/clone" && cd "$$folder/clone" && \
+		$(CURDIR)/.venv/bin/python -m pytest tests -q -m "dataset and not gpu and not slurm and not slow and not processes"
 
 # Needs root, and the package manager where Slurm is not installed: it starts a cluster of two nodes on this machine.
 test-slurm: setup

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,9 @@ gpu_environment.enter()
 sys.meta_path.insert(0, PatchOnImport("megatron", "litellm"))
 settings.register_profile("busy", deadline=None)  # of an example: a machine may be busy with others
 settings.load_profile("busy")
+
+
+DATASETS = Path(__file__).resolve().parents[2] / "shared" / "data"  # which no clone has
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -85,7 +88,23 @@ def pytest_sessionfinish() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole programs and benches first: no worker is left with the longest file at the end."""
+    for item in items:
+        if "dataset" in getattr(item, "fixturenames", ()):
+            item.add_marker("dataset")
     items.sort(key=lambda item: {"e2e", "tools"}.isdisjoint(item.path.parts))
+
+
+@pytest.fixture(scope="session")
+def dataset() -> Callable[[str], Path]:
+    """The file or folder of a published data set, by its name beside the checkout; without it the test is skipped."""
+    return find_dataset
+
+
+def find_dataset(name: str) -> Path:
+    path = DATASETS / name
+    if not path.exists():
+        pytest.skip(f"{path}: not on this machine")
+    return path
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 PIECE = 64 << 20
 
 
-class Span(NamedTuple):
+class PieceSlice(NamedTuple):
     """Bytes [start, end) of piece number `piece`."""
 
     piece: int
@@ -32,13 +32,13 @@ def piece_count(nbytes: float) -> int:
     return math.ceil(nbytes / PIECE)
 
 
-def spans(sizes: Iterable[int]) -> list[list[Span]]:
+def spans(sizes: Iterable[int]) -> list[list[PieceSlice]]:
     """For each storage of so many bytes (above 0), its spans: storages follow one another without gaps."""
     placed, begin = [], 0
     for size in sizes:
         end = begin + size
         cuts = [begin, *range((begin // PIECE + 1) * PIECE, end, PIECE), end]
-        placed.append([Span(start // PIECE, start % PIECE, (stop - 1) % PIECE + 1) for start, stop in pairwise(cuts)])
+        placed.append([PieceSlice(start // PIECE, start % PIECE, (stop - 1) % PIECE + 1) for start, stop in pairwise(cuts)])
         begin = end
     return placed
 

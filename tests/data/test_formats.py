@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,6 @@ from megatron_collab.environments import gsm8k
 from megatron_collab.reward.metrics.pass_rate import PassRate
 from megatron_collab.types import Conversation, Finish, Message, Task, Turn
 
-SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
-GSM8K, HUMAN_EVAL = SHARED / "gsm8k", SHARED / "humaneval" / "HumanEval.jsonl.gz"
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 SYSTEM = {"role": "system", "content": "Be kind."}
 COLLABLLM = {
@@ -232,18 +231,18 @@ def test_columns_of_no_format_are_refused(tmp_path: Path) -> None:
         recognise("text", ["text"], {"text": "a"}, "conversation", "data.train=x")
 
 
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not on this machine")
-def test_all_of_gsm8k(tmp_path: Path) -> None:
-    tasks = load_tasks(GSM8K / "test.jsonl")
+def test_all_of_gsm8k(dataset: Callable[[str], Path]) -> None:
+    file = dataset("gsm8k/test.jsonl")
+    tasks = load_tasks(file)
     assert tasks.format == "question_answer" and len(tasks) == 1319
-    assert [task.answer for task in tasks] == [task.answer for task in gsm8k.tasks(GSM8K / "test.jsonl")]
+    assert [task.answer for task in tasks] == [task.answer for task in gsm8k.tasks(file)]
 
 
-@pytest.mark.skipif(not HUMAN_EVAL.is_file(), reason="HumanEval is not on this machine")
 @pytest.mark.processes
-def test_reference_solutions_of_human_eval_pass(tmp_path: Path) -> None:
+def test_reference_solutions_of_human_eval_pass(dataset: Callable[[str], Path]) -> None:
     """Compressed as it is published; of all 164, the first few in the sandbox."""
-    tasks, conversations = load_tasks(HUMAN_EVAL), load_conversations(HUMAN_EVAL)
+    file = dataset("humaneval/HumanEval.jsonl.gz")
+    tasks, conversations = load_tasks(file), load_conversations(file)
     assert tasks.format == conversations.format == "humaneval" and len(list(tasks)) == 164
     assert {passed(task, conversation) for task, conversation in zip(tasks[:6], conversations[:6], strict=True)} == {
         1.0

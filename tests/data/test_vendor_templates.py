@@ -7,7 +7,7 @@ this table in words.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,6 @@ from megatron_collab.config import ConfigError, RolloutConfig
 from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.environments import tiny_model
 from megatron_collab.types import Conversation, Finish, Message, Turn
-
-TEMPLATES = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "chat_templates"
-pytestmark = pytest.mark.skipif(not TEMPLATES.is_dir(), reason="the vendors' templates are not on this machine")
 
 MARKS = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end|>"]
 SCHEMA = {
@@ -84,13 +81,23 @@ CASES = [
 ]
 
 
-def renderer(folder: Path, name: str, arguments: Mapping[str, Any], tools: bool = True) -> ChatRenderer:
-    tokenizer = tiny_model.byte_tokenizer([text for _, text in SAID if text] * 4, 300)
-    tokenizer.add_special_tokens({"additional_special_tokens": MARKS, "bos_token": "<|begin|>"})
-    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])  # as in Qwen3's, no special ones
-    tokenizer.chat_template = DEEPSEEK if name == "deepseek" else (TEMPLATES / f"{name}.jinja").read_text()
-    tokenizer.save_pretrained(folder)
-    return ChatRenderer(str(folder), [SCHEMA] if tools else [], arguments)
+Renderer = Callable[..., ChatRenderer]
+
+
+@pytest.fixture
+def renderer(dataset: Callable[[str], Path], tmp_path: Path) -> Renderer:
+    """Makes the one of a template: renderer(NAME, ARGUMENTS, tools=True)."""
+
+    def make(name: str, arguments: Mapping[str, Any], tools: bool = True) -> ChatRenderer:
+        template = DEEPSEEK if name == "deepseek" else dataset(f"chat_templates/{name}.jinja").read_text()
+        tokenizer = tiny_model.byte_tokenizer([text for _, text in SAID if text] * 4, 300)
+        tokenizer.add_special_tokens({"additional_special_tokens": MARKS, "bos_token": "<|begin|>"})
+        tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])  # as in Qwen3's, no special ones
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(tmp_path)
+        return ChatRenderer(str(tmp_path), [SCHEMA] if tools else [], arguments)
+
+    return make
 
 
 def play(
@@ -134,14 +141,14 @@ def as_template(text: str, difference: str, last: str) -> str:
 @pytest.mark.parametrize("strip", [False, True], ids=["kept", "stripped"])
 @pytest.mark.parametrize(("name", "call", "thinks", "said", "kept", "stripped"), CASES)
 def test_the_stream_is_what_the_template_renders(
-    tmp_path: Path, name: str, call: str | None, thinks: bool, said: str, kept: str, stripped: str, strip: bool
+    renderer: Renderer, name: str, call: str | None, thinks: bool, said: str, kept: str, stripped: str, strip: bool
 ) -> None:
     arguments = dict(ARGUMENTS[said])
     if name == "qwen3_8":
         arguments["preserve_thinking"] = not strip
     if name == "llama3_2":
         arguments["date_string"] = "26 Jul 2024"  # it takes that of the day, else
-    chat = renderer(tmp_path, name, arguments, tools=call is not None)
+    chat = renderer(name, arguments, tools=call is not None)
     chat.check_thinking(RolloutConfig(strip_thoughts=strip))
     conversation, seen = play(chat, call, thinks, strip)
     difference = stripped if strip else kept
@@ -167,21 +174,21 @@ def test_the_stream_is_what_the_template_renders(
         assert any(sequence[: len(whole)].tolist() == list(whole) for sequence in sequences)
 
 
-def test_a_template_that_keeps_thoughts_is_refused_where_they_are_to_be_stripped(tmp_path: Path) -> None:
-    chat = renderer(tmp_path, "qwen3_8", {})
+def test_a_template_that_keeps_thoughts_is_refused_where_they_are_to_be_stripped(renderer: Renderer) -> None:
+    chat = renderer("qwen3_8", {})
     why = "rollout.strip_thoughts=true: the chat template of .* keeps the thoughts of earlier turns; set it to false, "
     with pytest.raises(ConfigError, match=f"{why}or model.chat_template_args.preserve_thinking=false"):
         chat.check_thinking(RolloutConfig(strip_thoughts=True))
 
 
-def test_the_first_of_llama_3_knows_no_tools(tmp_path: Path) -> None:
+def test_the_first_of_llama_3_knows_no_tools(renderer: Renderer) -> None:
     with pytest.raises(ValueError, match=r"does not tell the policy of rollout\.tools"):
-        renderer(tmp_path, "llama3", {})
+        renderer("llama3", {})
 
 
-def test_turns_that_think_and_turns_that_do_not(tmp_path: Path) -> None:
+def test_turns_that_think_and_turns_that_do_not(renderer: Renderer) -> None:
     """rollout.future.enable_thinking=false after a trained turn that thinks."""
-    chat = renderer(tmp_path, "qwen3_5_think", {}, tools=False)
+    chat = renderer("qwen3_5_think", {}, tools=False)
     asked = [Message("user", ASKED[0])]
     prompt = chat.first(asked, True)
     assert chat.opens_thought(prompt) and not chat.opens_thought(chat.first(asked, False))
@@ -206,9 +213,9 @@ def test_turns_that_think_and_turns_that_do_not(tmp_path: Path) -> None:
     ],
 )
 def test_where_a_thought_ends_within_a_token_the_reply_is_written_again(
-    tmp_path: Path, tokens: tuple[str, ...], text: str
+    renderer: Renderer, tokens: tuple[str, ...], text: str
 ) -> None:
-    chat = renderer(tmp_path, "qwen3", {}, tools=False)
+    chat = renderer("qwen3", {}, tools=False)
     ids = tuple(token for piece in tokens for token in chat.tokens(piece))
     sampled = "".join(tokens)
     turn = Turn((1,), ids, (-1.0,) * len(ids), (0,) * len(ids), Finish.LENGTH, sampled)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
 
-
-def test_five_steps_with_every_metric_and_every_transcript(tmp_path: Path) -> None:
+def test_five_steps_with_every_metric_and_every_transcript(tmp_path: Path, dataset: Callable[[str], Path]) -> None:
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "megatron_collab.train", "experiment=gsm8k", f"data.path={DATA}"]
+    command = [sys.executable, "-m", "megatron_collab.train", "experiment=gsm8k", f"data.path={dataset('gsm8k')}"]
     command += [f"run.dir={run}", f"data.dir={tmp_path}/world", "train.eval_tasks=4"]
     with (tmp_path / "console.log").open("w") as log:
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=400).returncode

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -9,8 +10,6 @@ import pytest
 from megatron_collab.config.extension import NoOptions
 from megatron_collab.environments import gsm8k
 from megatron_collab.environments.gsm8k import Gsm8k
-
-DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
 
 
 @pytest.mark.parametrize(
@@ -30,8 +29,8 @@ def test_a_problem_is_cut_into_question_and_facts(problem: str, question: str, f
 
 
 @pytest.mark.parametrize(("name", "uncut"), [("train", 76), ("test", 16)])
-def test_every_row_of_gsm8k_keeps_every_word(name: str, uncut: int) -> None:
-    file = DATA / f"{name}.jsonl"
+def test_every_row_of_gsm8k_keeps_every_word(name: str, uncut: int, dataset: Callable[[str], Path]) -> None:
+    file = dataset(f"gsm8k/{name}.jsonl")
     tasks = gsm8k.tasks(file)
     problems = [json.loads(line)["question"] for line in file.read_text().splitlines()]
     assert len(tasks) == len(problems)

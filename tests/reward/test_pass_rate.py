@@ -4,7 +4,7 @@ import asyncio
 import gzip
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from megatron_collab.reward.sandbox import SandboxError
 from megatron_collab.runtime.ray_cluster import ray_session
 from megatron_collab.types import Conversation, Finish, Message, Missing, Score, Task, Turn
 
-HUMAN_EVAL = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "humaneval" / "HumanEval.jsonl.gz"
 TWICE = {"test": "def check(candidate):\n    assert candidate(2) == 4\n", "entry_point": "twice"}
 CODE = "def twice(x):\n    return 2 * x\n"
 
@@ -331,35 +330,39 @@ def test_a_ray_worker_outlives_what_it_runs(local_ray: None) -> None:
     assert ray.get(worker.score.remote(*played(TWICE, reply(CODE)))) == 1.0
 
 
-PROBLEMS = [json.loads(line) for line in gzip.decompress(HUMAN_EVAL.read_bytes()).splitlines()]
+@pytest.fixture(scope="module")
+def problems(dataset: Callable[[str], Path]) -> list[dict[str, Any]]:
+    """All of HumanEval."""
+    lines = gzip.decompress(dataset("humaneval/HumanEval.jsonl.gz").read_bytes()).splitlines()
+    return [json.loads(line) for line in lines]
 
 
-def failing(replies: Sequence[str]) -> list[str]:
+def failing(problems: Sequence[Mapping[str, Any]], replies: Sequence[str]) -> list[str]:
     """Which problems of HumanEval do not score 1, given a reply to each."""
 
     async def scores() -> list[Score | None]:
         pass_rate = metric()
-        pairs = [played(problem, text) for problem, text in zip(PROBLEMS, replies, strict=True)]
+        pairs = [played(problem, text) for problem, text in zip(problems, replies, strict=True)]
         return await asyncio.gather(*(pass_rate.score(*pair) for pair in pairs))
 
-    return [problem["task_id"] for problem, score in zip(PROBLEMS, asyncio.run(scores()), strict=True) if score != 1.0]
+    return [problem["task_id"] for problem, score in zip(problems, asyncio.run(scores()), strict=True) if score != 1.0]
 
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_every_solution_of_human_eval_passes_whole() -> None:
-    assert len(PROBLEMS) == 164
-    assert failing([reply(problem["prompt"] + problem["canonical_solution"]) for problem in PROBLEMS]) == []
+def test_every_solution_of_human_eval_passes_whole(problems: list[dict[str, Any]]) -> None:
+    assert len(problems) == 164
+    assert failing(problems, [reply(problem["prompt"] + problem["canonical_solution"]) for problem in problems]) == []
 
 
 @pytest.mark.processes
-def test_every_solution_of_human_eval_passes_as_what_follows_its_prompt() -> None:
-    assert failing([reply(problem["canonical_solution"]) for problem in PROBLEMS]) == []
+def test_every_solution_of_human_eval_passes_as_what_follows_its_prompt(problems: list[dict[str, Any]]) -> None:
+    assert failing(problems, [reply(problem["canonical_solution"]) for problem in problems]) == []
 
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_no_solution_of_human_eval_passes_that_returns_something_else() -> None:
-    spoilt = [re.sub(r"\breturn\b(.*)", r"return 'wrong'", problem["canonical_solution"]) for problem in PROBLEMS]
-    passing = len(PROBLEMS) - len(failing([reply(code) for code in spoilt]))
+def test_no_solution_of_human_eval_passes_that_returns_something_else(problems: list[dict[str, Any]]) -> None:
+    spoilt = [re.sub(r"\breturn\b(.*)", r"return 'wrong'", problem["canonical_solution"]) for problem in problems]
+    passing = len(problems) - len(failing(problems, [reply(code) for code in spoilt]))
     assert passing == 0

@@ -45,7 +45,9 @@ HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in BENCHES])
-def test_a_bench_runs(name: str) -> None:
+def test_a_bench_runs(name: str, dataset: Callable[[str], Path]) -> None:
+    if name == "accuracy":
+        dataset("gsm8k")
     command = [sys.executable, f"tools/bench/{name}.py", "--smoke"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert run.returncode == 0, run.stdout[-1000:] + run.stderr[-3000:]

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_collab.config import Config
 from megatron_collab.planning.rehearsal.ledger import PINNED, Ledger
 from megatron_collab.trainer import host_memory
-from megatron_collab.trainer.host_memory import PIECE, HostMemory, Span, piece_count, spans
+from megatron_collab.trainer.host_memory import PIECE, HostMemory, PieceSlice, piece_count, spans
 
 
 def test_a_piece_is_a_power_of_two() -> None:
@@ -31,7 +31,7 @@ def test_storages_follow_one_another_over_all_pieces(sizes: list[int]) -> None:
 
 
 def test_a_storage_is_cut_only_where_a_piece_ends() -> None:
-    assert spans([10, 2 * PIECE]) == [[Span(0, 0, 10)], [Span(0, 10, PIECE), Span(1, 0, PIECE), Span(2, 0, 10)]]
+    assert spans([10, 2 * PIECE]) == [[PieceSlice(0, 0, 10)], [PieceSlice(0, 10, PIECE), PieceSlice(1, 0, PIECE), PieceSlice(2, 0, 10)]]
 
 
 def test_what_is_placed_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
