@@ -38,7 +38,8 @@ def spans(sizes: Iterable[int]) -> list[list[PieceSlice]]:
     for size in sizes:
         end = begin + size
         cuts = [begin, *range((begin // PIECE + 1) * PIECE, end, PIECE), end]
-        placed.append([PieceSlice(start // PIECE, start % PIECE, (stop - 1) % PIECE + 1) for start, stop in pairwise(cuts)])
+        slices = [PieceSlice(start // PIECE, start % PIECE, (stop - 1) % PIECE + 1) for start, stop in pairwise(cuts)]
+        placed.append(slices)
         begin = end
     return placed
 

@@ -31,7 +31,8 @@ def test_storages_follow_one_another_over_all_pieces(sizes: list[int]) -> None:
 
 
 def test_a_storage_is_cut_only_where_a_piece_ends() -> None:
-    assert spans([10, 2 * PIECE]) == [[PieceSlice(0, 0, 10)], [PieceSlice(0, 10, PIECE), PieceSlice(1, 0, PIECE), PieceSlice(2, 0, 10)]]
+    cut = [PieceSlice(0, 10, PIECE), PieceSlice(1, 0, PIECE), PieceSlice(2, 0, 10)]
+    assert spans([10, 2 * PIECE]) == [[PieceSlice(0, 0, 10)], cut]
 
 
 def test_what_is_placed_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

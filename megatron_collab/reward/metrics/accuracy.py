@@ -71,6 +71,12 @@ class Checker:
                 return Missing(f"math-verify ended with exit code {child.wait()} on {text[-80:]!r}")
             return Verdict(line.strip())
 
+    def close(self) -> None:
+        """End the child, which otherwise ends with this process."""
+        with self._lock:
+            if self._child is not None:
+                self._child.communicate()
+
 
 _CHECKER = Checker()
 
