@@ -173,8 +173,12 @@ def test_private_names_of_libraries_are_in_the_register() -> None:
 
 
 def test_devices_are_named_in_one_place() -> None:
-    """Elsewhere a device comes from runtime/device.py; the choices of launch.device stand with the option."""
-    naming = {PACKAGE / "runtime" / "device.py", PACKAGE / "config" / "schema.py"}
+    """Elsewhere a device comes from runtime/device.py; the choices of launch.device stand with the option.
+
+    Three files of runtime/ are about CUDA itself: its driver, its compiler, its libraries.
+    """
+    naming = {PACKAGE / "runtime" / name for name in ("device.py", "driver.py", "toolkit.py", "gpu_set.py")}
+    naming.add(PACKAGE / "config" / "schema.py")
     names = [
         f"{file}:{number}"
         for file in sorted(PACKAGE.rglob("*.py"))
