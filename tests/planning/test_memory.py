@@ -14,16 +14,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_collab.config import CONF, Config, ConfigError, compose
-from megatron_collab.models import parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.planning import activations, memory
-from megatron_collab.planning.rehearsal.ledger import PINNED
-from megatron_collab.planning.rehearsal.world import rank_on_paper
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.host_memory import PIECE
 from megatron_collab.trainer.losses import apply_head
-from megatron_collab.trainer.megatron import model, parallel
-from megatron_collab.trainer.network import Trainable
+from megatron_collab.trainer.megatron import parallel
 from tests import gpus
 from tests.planning.held import held
 from tests.ranks import make_config, run_ranks
@@ -335,28 +331,6 @@ def test_train_70b_fits_128_gpus_of_80_gib_with_room() -> None:
     assert len(found) == 4 and all(memory.peak(stage) < 65 * memory.GIB for stage in found)
     config.parallel.pp = 1
     assert memory.peak(memory.plan_memory(config, shape_of("Llama-3.3-70B-Instruct"))[0]) > 80 * memory.GIB
-
-
-# Layers without TransformerEngine, in which this process has imported Megatron: they have the same parameters.
-LOCAL = ["launch.device=cpu", "model.fp8=null", "model.fp8_recipe=delayed", "rollout.server.fp8=false"]
-
-
-@pytest.mark.parametrize("experiment", ["train_8b", "train_70b", "qwen3_0_6b"])
-def test_a_node_pins_what_is_planned(experiment: str) -> None:
-    """What torch's allocator reserves for the storages of the run's own optimizer, first the masters alone."""
-    config, shape = memory.read_run([f"experiment={experiment}", *LOCAL])
-    stages = memory.plan_memory(config, shape)
-    fullest = max(range(len(stages)), key=lambda stage: sum(part.host for part in stages[stage]))
-    with rank_on_paper(config, shape, fullest * parallel_layout.ranks(config) // len(stages)) as ledger:
-        trainable = Trainable(config, model.build(config, shape))
-        with trainable.offloaded():
-            masters = ledger.held.now[PINNED]
-        for optimizer in trainable.optimizer.chained_optimizers:
-            optimizer._init_optimizer_states_with_dummy_values()
-        with trainable.offloaded():
-            pinned = ledger.held.now[PINNED]
-    assert 0 < masters < pinned * 0.4
-    assert memory.host_memory(config, stages) == pytest.approx(pinned * config.launch.nproc_per_node, rel=0.05)
 
 
 def test_the_fullest_node_counts() -> None:

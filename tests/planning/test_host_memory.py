@@ -1,0 +1,33 @@
+"""The plan of a node's pinned memory against what torch's allocator would reserve for the run's own optimizer."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_collab.models import parallel_layout
+from megatron_collab.planning import memory
+from megatron_collab.planning.rehearsal.ledger import PINNED
+from megatron_collab.planning.rehearsal.world import rank_on_paper
+from megatron_collab.trainer.megatron import model
+from megatron_collab.trainer.network import Trainable
+
+# Layers without TransformerEngine, in which this process has imported Megatron: they have the same parameters.
+LOCAL = ["launch.device=cpu", "model.fp8=null", "model.fp8_recipe=delayed", "rollout.server.fp8=false"]
+
+
+@pytest.mark.parametrize("experiment", ["train_8b", "train_70b", "qwen3_0_6b"])
+def test_a_node_pins_what_is_planned(experiment: str) -> None:
+    """What torch's allocator reserves for the storages of the run's own optimizer, first the masters alone."""
+    config, shape = memory.read_run([f"experiment={experiment}", *LOCAL])
+    stages = memory.plan_memory(config, shape)
+    fullest = max(range(len(stages)), key=lambda stage: sum(part.host for part in stages[stage]))
+    with rank_on_paper(config, shape, fullest * parallel_layout.ranks(config) // len(stages)) as ledger:
+        trainable = Trainable(config, model.build(config, shape))
+        with trainable.offloaded():
+            masters = ledger.held.now[PINNED]
+        for optimizer in trainable.optimizer.chained_optimizers:
+            optimizer._init_optimizer_states_with_dummy_values()
+        with trainable.offloaded():
+            pinned = ledger.held.now[PINNED]
+    assert 0 < masters < pinned * 0.4
+    assert memory.host_memory(config, stages) == pytest.approx(pinned * config.launch.nproc_per_node, rel=0.05)
