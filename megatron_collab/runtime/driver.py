@@ -76,9 +76,9 @@ def _ask() -> dict[str, Any]:
     number, text = ctypes.c_int(), ctypes.c_char_p()
     if not library.cuDriverGetVersion(ctypes.byref(number)):
         answer["cuda"] = number.value
-    if error := library.cuInit(0):
-        library.cuGetErrorString(error, ctypes.byref(text))
-        return answer | {"fault": f"{(text.value or b'').decode()} ({error})"}
+    if code := library.cuInit(0):
+        library.cuGetErrorString(code, ctypes.byref(text))
+        return answer | {"fault": f"{(text.value or b'').decode()} ({code})"}
     library.cuDeviceGetCount(ctypes.byref(number))
     return answer | {"devices": [_device(library, index) for index in range(number.value)]}
 

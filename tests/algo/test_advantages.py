@@ -80,9 +80,10 @@ def garbage(rng: np.random.Generator, samples: Sequence[Sample], scale: float = 
 
 def test_grpo_by_hand() -> None:
     # mean 2, population variance (1 + 0 + 1 + 4 + 4) / 5 = 2
-    found = advantages(one_credit(1, 2, 3, 0, 4), AlgoConfig())
     expected = [[value / (math.sqrt(2) + 1e-6)] * 2 for value in (-1, 0, 1, -2, 2)]
-    np.testing.assert_allclose(found, expected, rtol=1e-7)
+    for name in ("grpo", "gdpo"):  # the same of one group
+        found = advantages(one_credit(1, 2, 3, 0, 4), AlgoConfig(advantage=name))
+        np.testing.assert_allclose(found, expected, rtol=1e-7)
 
 
 def test_dr_grpo_and_rloo_by_hand() -> None:
@@ -123,10 +124,20 @@ def test_grouped_estimators_equal_their_formulas(seed: int) -> None:
             np.testing.assert_allclose(row, expected, rtol=1e-6, atol=1e-9, err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce++"])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gdpo", "rloo", "reinforce++"])
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, 1e6])
-def test_equal_rewards_teach_nothing_at_all(name: str, reward: float) -> None:
-    assert advantages(one_credit(*[reward] * 7), AlgoConfig(advantage=name)) == [[0.0, 0.0]] * 7
+@pytest.mark.parametrize("count", [3, 7])
+def test_equal_rewards_teach_nothing_at_all(name: str, reward: float, count: int) -> None:
+    """Even if their mean is not equal to them: (0.1 + 0.1 + 0.1) / 3 > 0.1."""
+    assert advantages(one_credit(*[reward] * count), AlgoConfig(advantage=name)) == [[0.0, 0.0]] * count
+
+
+def test_two_rewards_are_a_standard_deviation_from_their_mean() -> None:
+    """Whatever they are apart."""
+    for name in ("grpo", "gdpo", "reinforce++"):
+        for apart in (0.5, 1.0, 2.0):
+            first, second = advantages(one_credit(apart, 0), AlgoConfig(advantage=name))
+            assert [*first, *second] == pytest.approx([1, 1, -1, -1], abs=1e-5)
 
 
 def test_a_credit_without_tokens_is_compared_with_and_trains_nothing() -> None:
@@ -150,6 +161,20 @@ def test_reinforce_plus_plus_by_hand() -> None:
     scale = math.sqrt(1.5 / 4) + 1e-6
     found = advantages(one_credit(1, 0), algo, kl=kl)
     np.testing.assert_allclose(found, [[0, 1 / scale], [-0.5 / scale, -0.5 / scale]], rtol=1e-7, atol=1e-9)
+
+
+def test_a_kl_that_is_in_the_loss_or_of_no_reference_is_not_in_the_reward() -> None:
+    samples, kl = one_credit(1, 0), [np.array([0, 0.5, 0.25])] * 2
+    for name in ("grpo", "reinforce++"):
+        plain = advantages(samples, AlgoConfig(advantage=name))
+        in_loss = AlgoConfig(advantage=name, kl_in="loss", kl_coef=2.0)
+        assert advantages(samples, in_loss, kl=kl) == plain
+        assert advantages(samples, AlgoConfig(advantage=name, kl_in="reward", kl_coef=2.0)) == plain
+
+
+def test_what_is_learned_from_without_advantages_stays_as_it_is() -> None:
+    batch = Scored(tuple(one_credit(1, 0)))
+    assert with_advantages(batch, AlgoConfig(objective="sft")) is batch
 
 
 def reference_kl(log_ratio: float, estimate: str) -> float:
@@ -260,12 +285,14 @@ def test_the_sum_over_a_constant() -> None:
 @pytest.mark.parametrize("average", ["token", "sequence", "constant"])
 def test_later_turns_have_a_mean_of_their_own(average: str) -> None:
     """However many they are: two trained turns, then three sequences of later ones, one of them without a token."""
-    masks = [*MASKS[:2], np.ones(9, np.float32), np.ones(2, np.float32), np.zeros(3, np.float32)]
+    masks = [*MASKS[:2], np.ones(9, np.float32), np.ones(1, np.float32), np.zeros(3, np.float32)]
     later = [False, False, True, True, True]
     found = token_weights(masks, average, longest=10, later=later, later_weight=0.25)
     alone = [token_weights(part, average, longest=10) for part in (masks[:2], masks[2:])]
     expected = [row * 0.8 for row in alone[0]] + [row * 0.2 for row in alone[1]]
     np.testing.assert_allclose(np.concatenate(found), np.concatenate(expected), rtol=1e-6)
+    halves = token_weights(masks, average, longest=10, later=later)
+    np.testing.assert_allclose(np.concatenate(halves), np.concatenate([*alone[0], *alone[1]]) / 2, rtol=1e-6)
     only = token_weights(masks[2:], average, longest=10, later=later[2:], later_weight=0.25)
     np.testing.assert_allclose(np.concatenate(only), np.concatenate(alone[1]), rtol=1e-6)
 

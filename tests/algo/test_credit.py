@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_collab.algo.advantages import token_weights, with_advantages
-from megatron_collab.algo.credit import fresh, samples_of, teaches, whole
+from megatron_collab.algo.credit import fresh, samples_of, teaches, whole, without_overlong
 from megatron_collab.algo.credit import sample as laid_out
 from megatron_collab.config import Config, RewardConfig
 from megatron_collab.types import (
@@ -243,6 +243,16 @@ def test_an_overlong_reply_is_worth_less(length: int, cost: float) -> None:
     assert group.rollouts[0].reward.value == 0.75
 
 
+def test_an_overlong_credit_costs_what_its_longest_turn_does() -> None:
+    given = config(overlong=0.2)
+    given.rollout.turn.max_new_tokens = 10
+    credits = Credit(((3, 11), (13, 22)), 1.0, "g", "g"), Credit((), 1.0, "g", "g")
+    mask = np.zeros(22, np.float32)
+    assert [one.value for one in without_overlong(Sample(mask, mask, mask, credits), given).credits] == [0.5, 1.0]
+    given.algo.overlong, given.rollout.turn.max_new_tokens = 1.0, 1
+    assert [one.value for one in without_overlong(Sample(mask, mask, mask, credits), given).credits] == [0.0, 1.0]
+
+
 def test_later_turns_have_the_limit_of_futures_and_are_marked() -> None:
     given = config(overlong=0.5, train_turns="all", futures=2)
     given.rollout.turn.max_new_tokens, given.rollout.future.max_new_tokens = 100, 2
@@ -336,6 +346,18 @@ def test_what_closed_a_thought_is_seen_and_not_trained() -> None:
     found = laid_out([turn], [Credit(((3, 8),), 1.0, "g", "g")])
     assert found.token_ids.tolist() == [1, 2, 3, 10, 11, 12, 13, 14]
     assert found.loss_mask.tolist() == [0, 0, 0, 1, 0, 0, 1, 1]
+
+
+def test_a_sample_is_as_old_as_the_oldest_weights_that_sampled_any_of_it() -> None:
+    first, second = conversation(2).turns
+    turns = replace(first, versions=(5, 4)), replace(second, versions=(3, 6))
+    assert laid_out(turns, []).version == 3 and laid_out(turns[:1], []).version == 4
+
+
+def test_a_single_turn_has_the_reward_of_its_conversation_alone() -> None:
+    options = config(mode="single_turn", futures=0)
+    good, bad = samples_of(Group(TASK, (played(1.0, [0.5]), played(0.0, [0.25]))), options, 0)
+    assert [one.value for one in (*good.credits, *bad.credits)] == [1.0, 0.0]
 
 
 def test_overlong_counts_thought_and_reply() -> None:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
-from megatron_collab.reward.multiturn import malformed_last, turn_reward
-from megatron_collab.types import Conversation, Ending, Future, Missing, Reward, Rollout, Score
+from megatron_collab.config import RewardConfig
+from megatron_collab.reward.multiturn import malformed_last, reward_function, turn_reward
+from megatron_collab.runtime.process import RunStopped
+from megatron_collab.types import Conversation, Ending, Failed, Future, Missing, Reward, Rollout, Score
 
 DOWN = Missing("judge is down")
 
@@ -108,3 +111,50 @@ def test_a_malformed_turn_has_at_most_the_worst_reward(
     rewards: list[tuple[Score, bool]], expected: list[Score]
 ) -> None:
     assert [rollout.reward.value for rollout in malformed_last(group(*rewards))] == expected
+
+
+OUTSIDE = """
+from megatron_collab.reward.multiturn import RewardFunction
+from megatron_collab.runtime.process import RunStopped
+from megatron_collab.types import Missing, Reward
+
+def raises(futures, weights):
+    raise ValueError("no such\\n  thing")
+
+def number(futures, weights):
+    return 1.0
+
+def infinite(futures, weights):
+    return Reward(float("inf"))
+
+def missing(futures, weights):
+    return Reward(Missing("later"))
+
+def finite(futures, weights):
+    return Reward(weights["right"])
+
+def stops(futures, weights):
+    raise RunStopped("enough")
+
+class Empty(RewardFunction):
+    pass
+"""
+
+
+def test_a_function_from_outside_that_fails_gives_a_reward_that_has_failed(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OUTSIDE)
+
+    def reward(name: str) -> Reward:
+        return reward_function(RewardConfig(f"{file}:{name}", weights={"right": 0.5}))([])
+
+    for name, reason in (
+        ("raises", "ValueError: no such thing"),
+        ("number", "TypeError: gave float; return a Reward"),
+        ("infinite", "ValueError: a reward of inf; give a finite number, or Missing"),
+        ("Empty", "NotImplementedError: "),
+    ):
+        assert reward(name) == Reward(Failed(f"reward.mode={file}:{name}: {reason}"), missing=1)
+    assert reward("missing") == Reward(Missing("later")) and reward("finite") == Reward(0.5)
+    with pytest.raises(RunStopped, match="enough"):
+        reward("stops")

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from megatron_collab import types
-from megatron_collab.rollout.journal import Journal, WeightDigests, entries
+from megatron_collab.rollout.journal import Journal, WeightDigests, conversations, entries, failed, scored
 from megatron_collab.runtime import signals
 from megatron_collab.runtime.process import Preempted
-from megatron_collab.types import Batch, Ending, Group, Message, Missing, Task
+from megatron_collab.types import Batch, Ending, Future, Group, Message, Missing, Rollout, Score, Task
 from tests.rollout.simulated import DIFFERENT, EQUAL, PROMPTS, World, rollout
 
 TASK = Task("7", (Message("user", "hi"),), "goal", "answer", "scripted/booking", {"day": "friday"})
@@ -37,9 +37,10 @@ def opened(folder: Path, *losses: float) -> Journal:
 
 
 def test_a_group_comes_back_to_the_last_bit(tmp_path: Path) -> None:
-    opened(tmp_path).write(3, {"train-3-0": GROUP})
-    assert opened(tmp_path).find("train-3-0", TASK) == GROUP
-    assert opened(tmp_path).find("train-3-1", TASK) is None
+    folder = tmp_path / "run" / "journal"  # which it makes
+    opened(folder).write(3, {"train-3-0": GROUP})
+    assert opened(folder).find("train-3-0", TASK) == GROUP
+    assert opened(folder).find("train-3-1", TASK) is None
     given = replace(TASK, messages=())
     begun = replace(GROUP, task=given.play_on(*TASK.messages))  # by the user
     opened(tmp_path).write(3, {"train-3-2": begun})
@@ -98,6 +99,35 @@ def test_what_lacks_a_reward_or_ended_with_an_error_is_played_again(tmp_path: Pa
     }
     opened(tmp_path).write(0, lost)
     assert not list(tmp_path.iterdir())
+
+
+def branched(start: Ending, *ends: tuple[Ending, Score]) -> Rollout:
+    """A trained turn that has ended so, with futures that have ended so and have this score."""
+    one = rollout(0.5, 2, start)
+    futures = tuple(Future(one.start.end(end), {"right": score, "style": 1.0}) for end, score in ends)
+    return replace(one, futures=futures)
+
+
+def test_one_conversation_with_an_error_makes_a_failed_group(tmp_path: Path) -> None:
+    """The trained turn or any future of any rollout."""
+    well = branched(Ending.USER_DONE, (Ending.USER_DONE, 1.0), (Ending.LENGTH, 0.0))
+    assert [one.ending for one in conversations(Group(TASK, (well,)))] == ["user_done", "user_done", "length"]
+    assert not failed(Group(TASK, (well, well)))
+    journal = opened(tmp_path)
+    for broken in (
+        branched(Ending.ERROR, (Ending.USER_DONE, 1.0)),
+        branched(Ending.USER_DONE, (Ending.USER_DONE, 1.0), (Ending.ERROR, 0.0)),
+    ):
+        group = Group(TASK, (well, broken, well))
+        assert failed(group)
+        journal.write(0, {"train-0-0": group})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_group_is_scored_if_no_score_is_missing() -> None:
+    well = branched(Ending.USER_DONE, (Ending.USER_DONE, 1.0), (Ending.LENGTH, 0.0))
+    partly = branched(Ending.USER_DONE, (Ending.USER_DONE, 1.0), (Ending.USER_DONE, Missing("down")))
+    assert scored(Group(TASK, (well, well))) and not scored(Group(TASK, (well, partly)))
 
 
 @pytest.mark.parametrize("cut", [1, 5, 14, 20, 60, "damaged"])

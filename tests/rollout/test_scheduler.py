@@ -8,19 +8,22 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from ray.exceptions import RayTaskError
 
 from megatron_collab.config import Config
 from megatron_collab.rollout import scheduler as ahead
-from megatron_collab.rollout.scheduler import Slot, group_seconds, window
-from megatron_collab.runtime.process import RunStopped
-from megatron_collab.types import Ending, Group, Missing, Task
+from megatron_collab.rollout.journal import Journal, WeightDigests
+from megatron_collab.rollout.scheduler import Flight, Slot, group_seconds, window
+from megatron_collab.runtime.process import Hung, RunStopped
+from megatron_collab.types import Ending, Group, Message, Missing, Task
 from tests.helpers import configured
 from tests.ranks import run_ranks
-from tests.rollout.simulated import DIFFERENT, EQUAL, PROMPTS, FakeRay, World, rollout
+from tests.rollout.simulated import DIFFERENT, EQUAL, PROMPTS, FakeRay, Method, Reference, World, rollout
 
 STEPS = 5
 Maker = Callable[..., World]
@@ -392,3 +395,226 @@ def test_judges_have_their_deadline_and_wait_for_the_limiter() -> None:
     judged.llm.requests_per_minute = 60
     judged.reward.judge.attempts, judged.user.attempts, judged.rollout.max_user_turns = 6, 3, 2
     assert group_seconds(judged, 1) == 2 * (100 + 110 + 150 + 20 + 12 * (6 + 3 * 3)), "a call a second"
+
+
+def test_tokens_a_minute_bound_it_too() -> None:
+    """12 conversations with two judgements each, and two messages of a user: those who may take most count."""
+    judged = {"interactivity": 1.0, "accuracy": 1.0}
+    slow = settings(reward__weights=judged, reward__metrics={"accuracy": {"judge": True}})
+    slow.reward.judge.deadline, slow.reward.judge.attempts, slow.reward.judge.max_tokens = 50.0, 2, 100
+    slow.user.attempts, slow.user.max_tokens, slow.rollout.max_user_turns = 3, 50, 1
+    slow.users = {"patient": {"attempts": 5, "max_tokens": 20}, "verbose": {"attempts": 1, "max_tokens": 80}}
+    slow.rollout.context_length, slow.llm.tokens_per_minute = 1000, 6000
+    judgements, messages = 24 * 2, 12 * 2 * 5
+    tokens = judgements * 100 + messages * 80 + (judgements + messages) * 1000
+    assert group_seconds(slow, 1) == pytest.approx(2 * (100 + 110 + 2 * 50 + 20 + 60 * tokens / 6000))
+
+
+def test_answers_of_actors_come_in_order_or_the_silent_are_named(fake_ray: FakeRay) -> None:
+    assert ahead.answers({"one": Reference(1), "two": Reference(2)}, 60.0) == [1, 2]
+    calls = {"its counters": Reference(1), "its spending": Reference(2, lambda: False)}
+    with pytest.raises(Hung, match=r"^rank 0 has waited 60 s \(half of launch.timeout\) for its spending$"):
+        ahead.answers(calls, 60.0)
+    assert ahead.answered(list(calls.values()), 60.0) == [1] and ahead.answered([], 60.0) == []
+
+
+def test_what_stops_a_run_is_raised_without_the_workers_between() -> None:
+    stop, fault = RunStopped("enough"), ValueError("no such task")
+
+    def through_two_workers(cause: Exception) -> Exception:
+        inner = RayTaskError("score", "a trace", cause, "worker", 1, "127.0.0.1")
+        return RayTaskError("play", "a trace", inner, "worker", 1, "127.0.0.1")
+
+    assert ahead.raised(through_two_workers(stop)) is stop
+    outer = through_two_workers(fault)
+    assert ahead.raised(outer) is outer and ahead.raised(fault) is fault
+
+
+class Simulated:
+    """Flights of groups with numbers, of which those in `finished` are there, at the time `clock` in seconds.
+
+    `groups`: what is played other than a group with a reward, by number. `gone`: no server is left. `calls`: how often
+    a number was played. `asked`: folders of stacks. `shown`: steps of the bar, 0 when it is closed. `waits`: number and
+    timeout of each wait.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock, self.folder, self.gone = 1000.0, folder, False
+        self.finished: set[int] = set()
+        self.groups: dict[int, Group] = {}
+        self.calls: Counter[int] = Counter()
+        self.asked: list[Path] = []
+        self.shown: list[int] = []
+        self.waits: list[tuple[int, float]] = []
+        self.digests = WeightDigests(8)
+        self.digests.begin(0)
+        monkeypatch.setattr(ahead, "time", SimpleNamespace(monotonic=lambda: self.clock))
+        monkeypatch.setattr(ahead.stacks, "ask", self.asked.append)
+        bar = SimpleNamespace(update=self.shown.append, close=lambda: self.shown.append(0))
+        monkeypatch.setattr(ahead, "progress", lambda title, count: bar)
+        ray = FakeRay()
+        wait = ray.wait
+
+        def watched(pending: list[Reference], num_returns: int, timeout: float) -> Any:
+            self.waits.append((num_returns, timeout))
+            return wait(pending, num_returns, timeout)
+
+        monkeypatch.setattr(ray, "wait", watched)
+        monkeypatch.setattr(ahead, "ray", ray)
+
+    def flight(self, **more: Any) -> Flight:
+        config = settings(run__dir=str(self.folder))
+        worker = SimpleNamespace(play=Method(self.play))
+        return Flight(config, [worker], Journal(self.folder / "journal", self.digests), lambda: self.gone, **more)
+
+    def play(self, task: Task, stream: str, one: object) -> Reference:
+        number = int(task.id)
+        self.calls[number] += 1
+        group = self.groups.get(number) or Group(task, (rollout(1.0, 0),))
+        return Reference(group, lambda: number in self.finished)
+
+    def begin(self, flight: Flight, *numbers: int) -> None:
+        for number in numbers:
+            task = Task(str(number), (Message("user", "hi"),), "g", "", "u")
+            flight.begin(ahead.Asked(Slot(0, 0, number), f"train-0-{number}", task))
+
+
+@pytest.fixture
+def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simulated:
+    return Simulated(tmp_path, monkeypatch)
+
+
+ONE, TWO = 2 * (100 + 110 + 10 + 20), 2 * (100 + 110 + 20 + 20)  # seconds of `settings()` for so many groups
+
+
+def test_groups_none_of_which_is_finished_in_time_are_hung(simulated: Simulated) -> None:
+    """Counted from when the last one was begun, or was waited for."""
+    flight = simulated.flight()
+    simulated.begin(flight, 0)
+    simulated.clock += 300
+    simulated.begin(flight, 1)
+    simulated.clock += 200
+    flight.wait_for(2, "training")
+    simulated.clock += TWO
+    assert flight.look() == "playing" and not simulated.asked
+    simulated.clock += 1
+    with pytest.raises(Hung) as error:
+        flight.look()
+    assert str(error.value).startswith("rank 0 has waited 500 s for any of 2 groups, longer than one can take by")
+    assert f": train-0-0, train-0-1, asked of conversation-0; stacks are in {simulated.folder}/stacks" in str(
+        error.value
+    )
+    assert simulated.asked == [simulated.folder / "stacks"]
+
+
+def test_a_group_that_is_begun_has_its_whole_time(simulated: Simulated) -> None:
+    flight = simulated.flight()
+    flight.wait_for(1, "training")
+    simulated.clock += 300
+    simulated.begin(flight, 0)
+    simulated.clock += ONE
+    assert flight.look() == "playing"
+
+
+def test_a_finished_group_gives_the_others_their_whole_time(simulated: Simulated) -> None:
+    flight = simulated.flight()
+    simulated.begin(flight, 0, 1)
+    flight.wait_for(2, "training")
+    simulated.finished = {0}
+    simulated.clock += TWO + 100
+    assert flight.look() == "playing"
+    simulated.clock += ONE
+    assert flight.look() == "playing"
+    simulated.clock += 1
+    with pytest.raises(Hung, match=r"^rank 0 has waited 480 s for any of 1 groups.*: train-0-1, asked"):
+        flight.look()
+
+
+def test_the_wait_for_servers_does_not_count(simulated: Simulated) -> None:
+    """Nor does it for the groups that stay in flight beside those that are waited for."""
+    training = simulated.flight()
+    evaluation = simulated.flight(beside=training)
+    simulated.begin(training, 0)
+    simulated.begin(evaluation, 1, 2)
+    evaluation.wait_for(2, "evaluation")
+    simulated.clock += 400
+    simulated.gone = True
+    assert evaluation.look() == "servers lost"
+    simulated.clock += 10_000
+    simulated.gone = False
+    assert evaluation.look() == "playing"
+    simulated.clock += TWO + ONE
+    assert evaluation.look() == "playing", "they share their workers"
+    simulated.clock += 1
+    with pytest.raises(Hung, match="980 s for any of 2 groups"):
+        evaluation.look()
+    training.wait_for(1, "training")
+    simulated.finished = {0}
+    assert training.look() == "finished" and simulated.calls[0] == 1
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_failed_in_an_outage_is_played_again_until_it_does_not(simulated: Simulated, beside: bool) -> None:
+    other = simulated.flight()
+    flight = simulated.flight(beside=other)
+    lost = other if beside else flight
+    simulated.groups[0] = Group(Task("0", (), "g", "", "u"), (rollout(1.0, 0), rollout(1.0, 0, Ending.ERROR)))
+    simulated.begin(lost, 0)
+    flight.wait_for(1, "training")
+    simulated.gone = True
+    assert flight.look() == "servers lost"
+    simulated.gone, simulated.finished = False, {0}
+    lost.wait_for(1, "training")
+    assert lost.look() == "playing" and simulated.calls[0] == 2
+    assert lost.look() == "finished", "the second failure is none of an outage"
+    assert simulated.calls[0] == 2 and simulated.shown == [1, 0]
+
+
+def test_what_lacks_a_score_after_an_outage_is_played_once_more_and_not_twice(simulated: Simulated) -> None:
+    flight = simulated.flight()
+    simulated.groups[0] = Group(Task("0", (), "g", "", "u"), (rollout(Missing("down"), 0),))
+    simulated.begin(flight, 0)
+    flight.wait_for(1, "training")
+    simulated.gone = True
+    assert flight.look() == "servers lost"
+    simulated.gone, simulated.finished = False, {0}
+    assert flight.look() == "playing" and simulated.calls[0] == 2
+    simulated.gone = True
+    assert flight.look() == "servers lost"
+    simulated.gone = False
+    assert flight.look() == "finished" and simulated.calls[0] == 2
+
+
+def test_as_many_groups_are_taken_as_are_waited_for_in_the_order_they_were_begun(simulated: Simulated) -> None:
+    flight = simulated.flight()
+    simulated.begin(flight, 4, 3, 2, 1, 0)
+    flight.wait_for(3, "training")
+    simulated.finished = {1, 2}
+    assert flight.look() == "playing" and flight.slots == [Slot(0, 0, number) for number in (0, 3, 4)]
+    simulated.finished = {0, 1, 2, 3, 4}
+    assert flight.look() == "finished" and len(flight) == 2
+    assert list(flight.take()) == [Slot(0, 0, number) for number in (1, 2, 4)]
+    assert simulated.shown == [1, 1, 1, 0], "the bar grows by each and is closed"
+
+
+def test_a_look_waits_for_the_first_group_unless_one_is_there(simulated: Simulated) -> None:
+    flight = simulated.flight()
+    simulated.begin(flight, 0, 1, 2)
+    flight.wait_for(1, "training")
+    flight.look()
+    assert simulated.waits == [(1, ahead.POLL_SECONDS), (3, 0)]
+    simulated.finished, simulated.waits = {0, 1}, []
+    assert flight.look() == "finished"
+    flight.wait_for(2, "training")
+    simulated.waits = []
+    assert flight.look() == "playing" and simulated.waits == [(1, 0.0), (1, 0)], "one was left over"
+
+
+def test_a_group_of_the_journal_is_not_played(simulated: Simulated) -> None:
+    flight = simulated.flight()
+    simulated.begin(flight, 0)
+    simulated.finished = {0}
+    flight.collect(0.0)
+    again = simulated.flight()
+    simulated.begin(again, 0, 1)
+    assert again.from_journal == 1 and simulated.calls == {0: 1, 1: 1}

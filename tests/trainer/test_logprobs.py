@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_collab.config import Config
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.logprobs import head_log_probs
+from megatron_collab.trainer.losses import apply_head
 from megatron_collab.trainer.megatron import parallel
 from tests.ranks import make_config, run_ranks
 
@@ -103,6 +105,17 @@ def test_one_result_alone(given: dict, one_rank: Config, silent: str) -> None:
     used, weight = (entropy, "of_entropy") if silent == "of_log_prob" else (log_probs, "of_log_prob")
     (used * torch.from_numpy(given[weight])).sum().backward()
     np.testing.assert_allclose(hidden.grad, expected(alone, 0.7)["hidden_grad"], atol=1e-5)
+
+
+def test_labels_are_predicted_at_their_positions(given: dict, one_rank: Config) -> None:
+    """By the head of the model inside its wrappers; other positions have no part in it."""
+    at = [5, 0, 3]
+    hidden, head, labels = (torch.from_numpy(given[name]) for name in ("hidden", "head", "labels"))
+    network: Any = SimpleNamespace(module=SimpleNamespace(head=head))
+    micro_batch: Any = SimpleNamespace(positions=torch.tensor(at), labels=labels[at])
+    found = apply_head(network, 0.7, VOCAB, micro_batch, hidden[None])
+    for values, name in zip(found, ("log_probs", "entropy"), strict=True):
+        np.testing.assert_allclose(values, expected(given, 0.7)[name][at], atol=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +15,14 @@ from torch import Tensor
 from megatron_collab.algo.policy_loss import PolicyTerms
 from megatron_collab.config import AlgoConfig
 from megatron_collab.trainer.losses import (
+    Report,
     importance_weights,
     kl,
     policy_loss,
+    policy_objective,
+    report,
+    reported,
+    supervised_objective,
     value_loss,
 )
 
@@ -146,8 +153,21 @@ def test_no_gap_makes_a_loss_or_a_gradient_infinite(algo: AlgoConfig) -> None:
     old, advantages = torch.tensor([-1e4, 0.0, -1e4, 0.0]), torch.tensor([-1.0, -1.0, 1.0, 1.0])
     terms = policy_loss(algo)(log_probs, old, advantages, torch.arange(4), 4)
     terms.loss.sum().backward()
-    assert terms.loss.isfinite().all() and terms.ratio.isfinite().all()
+    assert terms.loss.isfinite().all()
+    assert terms.ratio.tolist() == pytest.approx([math.exp(20), math.exp(-20)] * 2), "20 either way"
     assert log_probs.grad is not None and log_probs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("algo", [PPO, GSPO, CISPO, AlgoConfig(clip_dual=0)], ids=str)
+def test_an_advantage_of_nothing_has_no_loss(algo: AlgoConfig) -> None:
+    none = torch.zeros(N, dtype=torch.float64)
+    terms = policy_loss(algo)(torch.tensor(NEW), torch.tensor(OLD), none, torch.tensor(SEQUENCE), SEQUENCES)
+    assert (terms.loss == 0).all()
+
+
+def test_the_ratio_of_a_sequence_of_one_token_is_that_of_the_token() -> None:
+    terms = policy_loss(GSPO)(*map(torch.tensor, (NEW, OLD, ADVANTAGES)), torch.arange(N), N)
+    np.testing.assert_allclose(terms.ratio, np.exp(NEW - OLD), rtol=1e-12)
 
 
 @pytest.mark.parametrize("level", ["sequence", "geometric"])
@@ -179,6 +199,12 @@ def test_importance_weights() -> None:
         weights = importance_weights(old, engine, torch.tensor(SEQUENCE), SEQUENCES, algo)
         assert not weights.requires_grad
         np.testing.assert_allclose(weights, wanted, rtol=1e-12)
+
+
+def test_a_weight_at_a_bound_is_kept() -> None:
+    at_one = AlgoConfig(correction="masked", correction_low=1.0, correction_high=1.0)
+    same = torch.tensor(OLD)
+    assert (importance_weights(same, same, torch.tensor(SEQUENCE), SEQUENCES, at_one) == 1).all()
 
 
 def test_importance_weights_do_not_overflow() -> None:
@@ -261,3 +287,113 @@ def test_value_loss() -> None:
     np.testing.assert_allclose(values.grad, reference, rtol=1e-6, atol=1e-8)
     assert values.grad is not None and 0 < clipped.sum() < N
     assert (values.grad[clipped > 0] == 0).all() and (values.grad[clipped == 0] != 0).all()
+
+
+REFERENCE_LOG_PROBS, ENGINE = OLD + 0.3 * np.cos(np.arange(N)), OLD + 0.5 * np.sin(np.arange(N))
+ENTROPY, WEIGHTS = 1.0 + np.sin(np.arange(N)) ** 2, 0.01 * (1 + np.arange(N) % 5)
+
+
+def objective_of(algo: AlgoConfig, without: str = "") -> tuple[float, np.ndarray, Report]:
+    """The loss of a micro-batch, its gradient in the log-probs, and its report; `without` a column."""
+    arrays = {
+        "weights": WEIGHTS,
+        "advantages": ADVANTAGES,
+        "old_log_probs": OLD,
+        "log_probs": ENGINE,
+        "reference_log_probs": REFERENCE_LOG_PROBS,
+    }
+    columns = {name: torch.tensor(array) for name, array in arrays.items() if name != without}
+    micro_batch: Any = SimpleNamespace(columns=columns, sequence=torch.tensor(SEQUENCE), samples=SEQUENCES)
+    log_probs = torch.tensor(NEW, requires_grad=True)
+    total, found = policy_objective(lambda *_: (log_probs, torch.tensor(ENTROPY)), algo)(micro_batch, torch.empty(0))
+    total.backward()
+    assert log_probs.grad is not None
+    return total.item(), log_probs.grad.numpy(), found
+
+
+def full_token(t: int, new: float, algo: AlgoConfig) -> float:
+    """Every term of a token's loss: the policy's, corrected, the KL's k2 and the entropy's."""
+    correction = math.exp(OLD[t] - ENGINE[t])
+    if algo.correction == "truncated":
+        correction = min(correction, algo.correction_high)
+    elif not algo.correction_low <= correction <= algo.correction_high:
+        correction = 0.0
+    penalty = algo.kl_coef * (new - REFERENCE_LOG_PROBS[t]) ** 2 / 2
+    return ppo_token(new, OLD[t], ADVANTAGES[t]) * correction + penalty - algo.entropy_coef * ENTROPY[t]
+
+
+@pytest.mark.parametrize("correction", ["truncated", "masked"])
+def test_the_objective_is_the_weighted_sum_of_all_terms(correction: str) -> None:
+    algo = AlgoConfig(
+        **{name: getattr(PPO, name) for name in ("clip_low", "clip_high", "clip_dual")},
+        correction=correction,
+        correction_low=0.8,
+        correction_high=1.3,
+        kl="k2",
+        kl_coef=0.3,
+        entropy_coef=0.05,
+    )
+    total, gradient, (loss, sums, maxima) = objective_of(algo)
+
+    def expected(new: np.ndarray) -> float:
+        return float(WEIGHTS @ [full_token(t, new[t], algo) for t in range(N)])
+
+    assert total == loss == pytest.approx(expected(NEW), rel=1e-12)
+    np.testing.assert_allclose(gradient, differences(expected, NEW), rtol=1e-6, atol=1e-8)
+    ratios, gaps = np.exp(NEW - OLD), np.exp(OLD - ENGINE)
+    bounded = np.minimum(gaps, 1.3) if correction == "truncated" else np.where((gaps < 0.8) | (gaps > 1.3), 0.0, gaps)
+    clipped = [
+        clip(r, PPO) * a < r * a or (a < 0 and r > PPO.clip_dual) for r, a in zip(ratios, ADVANTAGES, strict=True)
+    ]
+    assert {name: value.item() for name, value in sums.items()} == pytest.approx(
+        {
+            "entropy": ENTROPY.sum(),
+            "ratio_mean": ratios.sum(),
+            "clip_fraction": sum(clipped),
+            "correction/weight": bounded.sum(),
+            "correction/masked": (bounded == 0).sum(),
+            "kl": ((NEW - REFERENCE_LOG_PROBS) ** 2 / 2).sum(),
+            "mismatch/k3": (gaps - 1 - np.log(gaps)).sum(),
+        }
+    )
+    assert {name: value.item() for name, value in maxima.items()} == pytest.approx(
+        {"ratio_max_deviation": np.abs(ratios - 1).max(), "mismatch/max_abs": np.abs(ENGINE - OLD).max()}
+    )
+    assert (bounded == 0).any() == (correction == "masked")
+
+
+def test_the_objective_without_a_correction_and_with_the_kl_in_the_reward_is_the_policy_loss() -> None:
+    plain = float(WEIGHTS @ list(map(ppo_token, NEW, OLD, ADVANTAGES)))
+    algo = AlgoConfig(**{name: getattr(PPO, name) for name in ("clip_low", "clip_high", "clip_dual")}, kl_in="reward")
+    total, _, (_, sums, _) = objective_of(algo)
+    assert total == pytest.approx(plain) and sums["kl"] > 0, "it is reported all the same"
+
+
+def test_without_old_log_probs_they_are_those_of_the_forward_pass() -> None:
+    _, gradient, (_, sums, maxima) = objective_of(AlgoConfig(kl_coef=0.0), without="old_log_probs")
+    np.testing.assert_allclose(gradient, -WEIGHTS * ADVANTAGES, rtol=1e-12)
+    assert sums["ratio_mean"] == N and maxima["ratio_max_deviation"] == 0
+    assert maxima["mismatch/max_abs"] == pytest.approx(np.abs(NEW - ENGINE).max())
+
+
+@pytest.mark.parametrize("correction", ["none", "truncated"])
+@pytest.mark.parametrize("reference", [True, False])
+def test_ranks_without_a_report_know_its_names(correction: str, reference: bool) -> None:
+    algo = AlgoConfig(correction=correction)
+    _, _, (_, sums, maxima) = objective_of(algo, without="" if reference else "reference_log_probs")
+    names, largest = reported(algo, reference)
+    assert (sorted(names), sorted(largest)) == (sorted(sums), sorted(maxima))
+
+
+def test_the_supervised_objective_is_the_weighted_negative_log_likelihood() -> None:
+    micro_batch: Any = SimpleNamespace(columns={"weights": torch.tensor(WEIGHTS)})
+    log_probs = torch.tensor(NEW)
+    total, found = supervised_objective(lambda *_: (log_probs, log_probs))(micro_batch, torch.empty(0))
+    assert total.item() == pytest.approx(-(WEIGHTS * NEW).sum()) and found == (total, {}, {})
+
+
+def test_the_report_of_no_token_is_nothing_and_outlives_what_is_done_to_the_loss() -> None:
+    total = torch.tensor(3.0)
+    loss, sums, maxima = report(total, {"a": torch.zeros(0)}, {"b": torch.zeros(0)})
+    total /= 2
+    assert (loss, sums, maxima) == (3.0, {"a": 0.0}, {"b": 0.0})

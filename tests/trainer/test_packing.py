@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_collab.trainer.microbatches import collate, context_slice, pack, requested
+from megatron_collab.config import Config
+from megatron_collab.trainer import microbatches
+from megatron_collab.trainer.microbatches import (
+    MicroBatch,
+    collate,
+    context_slice,
+    make_micro_batches,
+    pack,
+    requested,
+)
 from megatron_collab.trainer.prefix_tree import Tree, cost, plan_trees, positions, prefix_trees
 
 
@@ -51,6 +62,12 @@ def test_plan_by_hand() -> None:
     assert pack([6, 3, 6, 4], 1, 10) == [[(2, 1), (0, 3)]], "4 goes where 6 leaves 4, 3 beside the other 6"
     assert pack([3, 3, 3], 1, 8, align=4) == [[(2,), (0, 1)]], "each counts as 4"
     assert pack([5, 4, 3], 3, 100) == [[(0,)], [(1,)], [(2,)]], "one would do, three ranks need three"
+
+
+def test_what_is_too_little_for_all_ranks_is_split_evenly_the_costliest_first() -> None:
+    """Of one bin that would take all: the longest first, each to the half that costs less so far."""
+    assert pack([1, 1, 1], 2, 3, costs=[3.0, 2.5, 2.5]) == [[(1, 2)], [(0,)]]
+    assert pack([1] * 4, 3, 4, costs=[5.0, 4.0, 3.0, 3.0]) == [[(1, 2)], [(0,)], [(3,)]], "8 and 7, then 5, 3 and 7"
 
 
 def test_few_micro_batches() -> None:
@@ -173,3 +190,91 @@ def test_context_ranks_share_positions_and_work(chunks: list[int], cp: int) -> N
     assert sorted(np.concatenate(slices).tolist()) == list(range(cu_seqlens[-1]))
     position = np.concatenate([np.arange(2 * cp * chunk) for chunk in chunks])
     assert len({position[kept].sum() for kept in slices}) == 1, "a query at position i sees i + 1 keys"
+
+
+def micro_batches_of(
+    columns: Mapping[str, Sequence[np.ndarray]],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    dp: int = 1,
+    cp: int = 1,
+    pairs: bool = False,
+    budget: int = 64,
+    pp: int = 1,
+    vpp: int = 1,
+) -> dict[tuple[int, int], list[MicroBatch]]:
+    """By data parallel and context parallel rank."""
+    config = Config()
+    config.train.tokens_per_micro_batch = budget
+    config.parallel.cp, config.parallel.pp, config.parallel.vpp = cp, pp, vpp
+    state, found = microbatches.parallel_state, {}
+    monkeypatch.setattr(state, "get_data_parallel_world_size", lambda: dp)
+    monkeypatch.setattr(state, "get_context_parallel_world_size", lambda: cp)
+    for rank in np.ndindex(dp, cp):
+        monkeypatch.setattr(state, "get_data_parallel_rank", lambda rank=rank: rank[0])
+        monkeypatch.setattr(state, "get_context_parallel_rank", lambda rank=rank: rank[1])
+        found[rank] = make_micro_batches(config, columns, torch.device("cpu"), pairs)
+    return found
+
+
+def random_columns(count: int, seed: int) -> dict[str, list[np.ndarray]]:
+    """Samples of 2 to 60 tokens, every second of which begins as the one before; experts follow from the token."""
+    rng = np.random.default_rng(seed)
+    tokens: list[np.ndarray] = []
+    for number, length in enumerate(rng.integers(2, 41, count)):
+        begun = tokens[-1][:20] if number % 2 else np.zeros(0, int)
+        tokens.append(np.concatenate([begun, rng.integers(1, 500, length)]))
+    return {
+        "token_ids": tokens,
+        "loss_mask": [(np.arange(len(row)) > 0) * rng.integers(0, 2, len(row)).astype(np.float32) for row in tokens],
+        "values": [rng.normal(size=len(row)).astype(np.float32) for row in tokens],
+        "routing": [np.stack([row % 200, row % 7], 1).astype(np.uint8) for row in tokens],
+    }
+
+
+@pytest.mark.parametrize(("dp", "cp", "pp", "vpp"), [(1, 1, 1, 1), (2, 1, 2, 2), (3, 2, 1, 1), (1, 3, 2, 1)])
+def test_ranks_predict_every_trained_token_once(
+    dp: int, cp: int, pp: int, vpp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the token before it, at its place in its sample, on one of the ranks, with what the columns say of it."""
+    columns = random_columns(17, seed=dp + cp)
+    flat = {name: np.concatenate(rows) for name, rows in columns.items()}
+    sample = np.repeat(np.arange(17), list(map(len, columns["token_ids"])))
+    depth = np.concatenate([np.arange(len(row)) for row in columns["token_ids"]])
+    ranks = micro_batches_of(columns, monkeypatch, dp=dp, cp=cp, pp=pp, vpp=vpp)
+    every = [micro_batch for rank in ranks.values() for micro_batch in rank]
+    assert sorted(np.concatenate([one.where for one in every])) == np.flatnonzero(flat["loss_mask"]).tolist()
+    (number,) = {len(rank) for rank in ranks.values()}
+    assert number % (pp if vpp > 1 else 1) == 0
+    computed = sum(one.token_ids.shape[1] for one in every)
+    assert (computed < len(depth) - 17) == (cp == 1), "what samples share is computed once, but not with cp"
+    for one in every:
+        at, before = one.positions, one.where - 1
+        assert one.token_ids.shape == one.position_ids.shape == (1, len(one.routing))
+        np.testing.assert_array_equal(one.token_ids[0, at], flat["token_ids"][before])
+        np.testing.assert_array_equal(one.position_ids[0, at], depth[before])
+        np.testing.assert_array_equal(one.routing[at], flat["routing"][before])
+        np.testing.assert_array_equal(one.labels, flat["token_ids"][one.where])
+        assert one.columns.keys() == {"loss_mask", "values"}
+        np.testing.assert_array_equal(one.columns["values"], flat["values"][one.where])
+        pairs = set(zip(one.sequence.tolist(), sample[one.where].tolist(), strict=True))
+        assert len({number for number, _ in pairs}) == len({own for _, own in pairs}) == len(pairs) <= one.samples
+
+
+def test_context_parallel_ranks_fill_a_budget_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = {"token_ids": [np.arange(9 * n, 9 * n + 9) for n in range(4)], "loss_mask": [np.arange(9) > 0] * 4}
+    (alone,) = micro_batches_of(columns, monkeypatch, budget=16).values()
+    assert [one.token_ids.shape[1] for one in alone] == [16, 16] and alone[0].routing is None
+    for rank in micro_batches_of(columns, monkeypatch, budget=16, cp=2).values():
+        assert [one.token_ids.shape[1] for one in rank] == [16]
+
+
+def test_pairs_stay_together_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = [np.full(4 + number, number + 1) for number in range(6)]
+    columns = {"token_ids": tokens, "loss_mask": [np.arange(len(row)) > 0 for row in tokens]}
+    pairs = []
+    for rank in micro_batches_of(columns, monkeypatch, dp=2, pairs=True).values():
+        for one in rank:
+            numbers = dict(zip(one.sequence.tolist(), (one.labels - 1).tolist(), strict=True))
+            pairs += [(numbers[k], numbers[k + 1]) for k in range(0, one.samples, 2)]
+    assert sorted(pairs) == [(0, 1), (2, 3), (4, 5)]

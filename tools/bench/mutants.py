@@ -145,7 +145,7 @@ def mutants(file: str) -> Iterator[Mutant]:
 
     def visit(node: Any, statement: Any) -> Iterator[Mutant]:
         for attribute, value, replaced, text in changes(node):
-            holder = replaced if isinstance(replaced, ast.stmt) else statement
+            holder: Any = replaced if isinstance(replaced, ast.stmt) else statement
             block = getattr(holder, "body", None)
             last = max(holder.lineno, block[0].lineno - 1) if block else holder.end_lineno
             lines = {*range(holder.lineno, last + 1), *range(replaced.lineno, replaced.end_lineno + 1)}
@@ -174,8 +174,8 @@ def changes(node: ast.AST) -> Iterator[tuple[str, Any, Any, str]]:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             yield "operand", ast.UnaryOp(ast.Not(), operand), node, ast.unparse(operand)
         case ast.Compare(ops=ops):
-            for place, op in enumerate(ops):
-                yield changed("ops", [*ops[:place], OPERATORS[type(op)](), *ops[place + 1 :]])
+            for place, comparison in enumerate(ops):
+                yield changed("ops", [*ops[:place], OPERATORS[type(comparison)](), *ops[place + 1 :]])
         case ast.If(test=test) | ast.IfExp(test=test) if not isinstance(test, ast.Compare | ast.BoolOp | ast.UnaryOp):
             yield "test", ast.UnaryOp(ast.Not(), test), test, f"not {ast.unparse(test)}"
         case ast.Constant(value=bool() as value):
@@ -191,7 +191,7 @@ def changes(node: ast.AST) -> Iterator[tuple[str, Any, Any, str]]:
         case ast.Attribute(attr=name) if name in NAMES:
             yield changed("attr", NAMES[name])
     for block in ("body", "orelse", "finalbody"):
-        statements = getattr(node, block, None)
+        statements: Any = getattr(node, block, None)
         for place, statement in enumerate(statements if isinstance(statements, list) else []):
             if removable(statement, node):
                 yield block, [*statements[:place], ast.Pass(), *statements[place + 1 :]], statement, "pass"
@@ -283,7 +283,7 @@ class Suite:
 
     def beside(self, covering: set[str]) -> list[str]:
         """The tests of the files of these. Each file stays together; `covering` first, then what takes least time."""
-        totals = Counter[str]()
+        totals: defaultdict[str, float] = defaultdict(float)
         for name in covering:
             totals[file_of(name)] += self.seconds[name]
         names = [name for name in self.seconds if file_of(name) in totals]
@@ -352,7 +352,7 @@ def measured(tests: Iterable[str]) -> Suite:
 def killer(session: Any, names: Sequence[str]) -> str:
     """The first of these tests that fails; empty if all pass."""
     items = {item.nodeid: item for item in session.items}
-    for name, following in pairwise([*names, None]):
+    for name, following in zip(names, [*names[1:], None], strict=True):
         item = items[name]
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=items.get(following))
         if session.testsfailed:
@@ -400,11 +400,13 @@ def in_fork(function: Callable[..., Any], *arguments: Any, seconds: float) -> An
         process = multiprocessing.get_context("fork").Process(target=child, args=(folder,))
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             process.start()  # threads of libraries are none of the child's concern
+        pid = process.pid
+        assert pid is not None
         sender.close()
         asleep = 0
         try:
             while not receiver.poll(1.0):
-                asleep = asleep + 1 if psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING else 0
+                asleep = asleep + 1 if psutil.Process(pid).status() == psutil.STATUS_SLEEPING else 0
                 if asleep > ASLEEP:
                     return None
             return receiver.recv()
@@ -415,7 +417,7 @@ def in_fork(function: Callable[..., Any], *arguments: Any, seconds: float) -> An
             return None
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(pid, signal.SIGKILL)
             process.join()
 
 
@@ -445,7 +447,8 @@ def main() -> None:
     parser.add_argument("--mutants", type=int, default=400, help="how many are sampled")
     parser.add_argument("--smoke", action="store_true", help="10 mutants of one file: shows that it runs, no figures")
     options = parser.parse_args()
-    targets, tests, number = TARGETS, covering_tests(), options.mutants
+    targets: Sequence[str] = TARGETS
+    tests, number = covering_tests(), options.mutants
     if options.smoke:
         targets, tests, number = SMOKE[:1], [*SMOKE[1:]], 10
     everything = [mutant for file in TARGETS for mutant in mutants(file)]
