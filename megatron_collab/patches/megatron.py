@@ -178,6 +178,14 @@ def count_padding(model: Any) -> None:
         buffer.numel_unpadded = buffer.numel
 
 
+def _pickle_as_torch() -> None:
+    """Have pickles name Megatron's function by torch's name for it, under which it stands in torch.storage."""
+    from megatron.core.safe_globals import safe_load_from_bytes
+
+    safe_load_from_bytes.__module__ = "torch.storage"
+    safe_load_from_bytes.__name__ = safe_load_from_bytes.__qualname__ = "_load_from_bytes"
+
+
 @contextmanager
 def load_planner(planner: type) -> Iterator[None]:
     """Within it, checkpoints are loaded by `planner`, a subclass of Megatron's MCoreLoadPlanner."""
@@ -328,5 +336,15 @@ PATCHES = (
         until="dist_checkpointing.load takes a planner",
         test="tests/checkpoint/test_checkpointer.py::test_ranks_move_while_they_save_and_load",
         uses=("megatron.core.dist_checkpointing.strategies.torch.MCoreLoadPlanner",),
+    ),
+    _megatron(
+        "pickled tensors",
+        why="Its import replaces torch.storage._load_from_bytes, and a pickled tensor then names Megatron: SGLang refuses "
+        "to read it, and Ray's workers would import Megatron.",
+        upstream="megatron/core/__init__.py:58",
+        until="Megatron-Core leaves torch's function in its place",
+        test="tests/patches/test_megatron.py::test_a_pickled_tensor_names_torch_alone",
+        apply=_pickle_as_torch,
+        uses=("megatron.core.safe_globals.safe_load_from_bytes",),
     ),
 )

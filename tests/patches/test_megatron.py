@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import pickle
 import subprocess
 import sys
 
@@ -85,3 +86,12 @@ def test_an_optimizer_state_without_step_can_be_set(one_rank: Config) -> None:
         with torch.no_grad():
             optimizer._set_main_param_and_optimizer_states(parameter, state)
         assert float(optimizer._get_main_param_and_optimizer_states(parameter)["step"]) == 2.0
+
+
+def test_a_pickled_tensor_names_torch_alone() -> None:
+    """Else only processes with Megatron could read it."""
+    import megatron.core  # noqa: F401
+
+    pickled = pickle.dumps(torch.arange(3.0))
+    assert b"megatron" not in pickled and b"_load_from_bytes" in pickled
+    assert torch.equal(pickle.loads(pickled), torch.arange(3.0))
