@@ -339,8 +339,8 @@ PATCHES = (
     ),
     _megatron(
         "pickled tensors",
-        why="Its import replaces torch.storage._load_from_bytes, and a pickled tensor then names Megatron: SGLang refuses "
-        "to read it, and Ray's workers would import Megatron.",
+        why="Its import replaces torch.storage._load_from_bytes, and a pickled tensor then names Megatron: SGLang "
+        "refuses to read it, and Ray's workers would import Megatron.",
         upstream="megatron/core/__init__.py:58",
         until="Megatron-Core leaves torch's function in its place",
         test="tests/patches/test_megatron.py::test_a_pickled_tensor_names_torch_alone",
