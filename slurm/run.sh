@@ -167,6 +167,13 @@ give_back() {
   kill -USR1 "$ranks" 2>/dev/null || true
 }
 
+# No client asks a node of the job through a proxy; each node is an entry, as megatron_collab/runtime/network.py says.
+bypass_proxies() {
+  local hosts
+  hosts=localhost,127.0.0.1,::1,$(IFS=,; echo "${address[*]}")
+  export no_proxy="${no_proxy-${NO_PROXY-}},$hosts" NO_PROXY="${NO_PROXY-${no_proxy-}},$hosts"
+}
+
 # --- The job -------------------------------------------------------------------------------------------------------
 
 ranks='' ray=() save_until=''
@@ -179,6 +186,8 @@ if $dry_run; then
   for ((i = 0; i < node_count; i++)); do address+=("$mark$i"); done
   show mkdir -p "$logs"
   echo "mapfile -t address < <($(show "${addresses[@]}") | sort -n | sed 's/.*: //')"
+  declare -f bypass_proxies
+  echo bypass_proxies
   show export OMP_NUM_THREADS="$OMP_NUM_THREADS" RAY_worker_niceness=0 \
     RAY_raylet_start_wait_time_s="$RAY_raylet_start_wait_time_s"
   echo "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=\"\$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')\""
@@ -187,6 +196,7 @@ else
   mkdir -p "$logs"
   found=$("${addresses[@]}") || refuse "the nodes have no address to talk over; see above"
   mapfile -t address < <(sort -n <<<"$found" | sed 's/.*: //')
+  bypass_proxies
   RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
   export RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_ADDRESS=${address[0]}:$first_port
   say "attempt $attempt, logs in $logs"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from importlib import import_module
 
 from megatron_collab import __version__
 from megatron_collab.commands import EXIT_BAD_INPUT
-from megatron_collab.runtime import gpu_environment
+from megatron_collab.runtime import gpu_environment, network
 from megatron_collab.runtime.redact import redact_output
 
 COMMANDS = {
@@ -45,10 +44,6 @@ def main() -> int:
     if name == "--version":
         print(f"megatron-collab {__version__}")
         return 0
-    if name not in COMMANDS:
-        nearest = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0)[0]
-        print(f"megatron-collab: no command {name!r}; did you mean {nearest}? (all commands: --help)", file=sys.stderr)
-        return EXIT_BAD_INPUT
     if name in PROGRAMS:
         os.execv(sys.executable, [sys.executable, "-m", f"megatron_collab.{name.replace('-', '_')}", *arguments])
     if name == "doctor":  # imports what a run imports
@@ -57,11 +52,13 @@ def main() -> int:
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """One of COMMANDS but train. What it refuses ends it with one line and exit code 2."""
+    """One of COMMANDS but PROGRAMS. What it refuses ends it with one line and exit code 2."""
+    os.environ |= network.without_proxy()
     try:
-        command = import_module(f"megatron_collab.commands.{name.replace('-', '_')}")
-        from megatron_collab.config import ConfigError
+        from megatron_collab.config import ConfigError, nearest, require
 
+        require(name in COMMANDS, f"no command {name!r}{nearest(name, COMMANDS)} (all commands: --help)")
+        command = import_module(f"megatron_collab.commands.{name.replace('-', '_')}")
         return int(command.main(arguments))
     except ModuleNotFoundError as error:
         extra = "logs" if name == "users-from-logs" and error.name in _OF_LOGS else "cpu or gpu"

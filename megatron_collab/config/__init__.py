@@ -1,6 +1,7 @@
 """The settings of a run: the schema (schema.py), how it is composed (load.py), and what a run may go on with."""
 
 from megatron_collab.config.extension import Extension, lookup, make, make_absolute, resolve
+from megatron_collab.config.hint import nearest
 from megatron_collab.config.history import (
     SETTINGS,
     Change,
@@ -11,7 +12,7 @@ from megatron_collab.config.history import (
     recorded_values,
 )
 from megatron_collab.config.load import COMMAND_LINE, CONF, build, compose, groups, layers, settings
-from megatron_collab.config.option import ConfigError, check_declared, declared, nearest, option, require
+from megatron_collab.config.option import ConfigError, check_declared, declared, option, require
 from megatron_collab.config.prompt import SUFFIX, Prompt, PromptError, read_prompt
 from megatron_collab.config.schema import (
     AlgoConfig,

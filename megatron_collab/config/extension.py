@@ -13,8 +13,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
+from megatron_collab.config.hint import nearest
 from megatron_collab.config.load import build
-from megatron_collab.config.option import ConfigError, nearest, require
+from megatron_collab.config.option import ConfigError, require
 from megatron_collab.config.prompt import prompt_file
 
 _FILE = re.compile(r"(?P<before>(?:scripted/)?)(?P<file>[^:]+\.py)(?P<name>:\w+(?:/.*)?)")

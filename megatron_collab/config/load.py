@@ -19,7 +19,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from megatron_collab.config.option import ConfigError, check_declared, declared, nearest, require
+from megatron_collab.config.hint import nearest
+from megatron_collab.config.option import ConfigError, check_declared, declared, require
 from megatron_collab.config.schema import Config
 
 # In the package where it is installed from a wheel, beside it in a checkout.
@@ -213,11 +214,12 @@ def _kind(name: str) -> str:
 
 def _nearest_option(name: str) -> str:
     """Of its own group, where there is one, whose names are told."""
-    group, names = name.rpartition(".")[0], [option for option, _, _ in declared(Config)]
-    own = [option for option in names if group and option.rpartition(".")[0] == group]
-    if not own:
-        return nearest(name, [*names, *groups()], cutoff=0)
-    return f"{nearest(name, own, 0.7)}; {group} has {', '.join(option.rpartition('.')[2] for option in own)}"
+    (group, _, last), names = name.rpartition("."), [option for option, _, _ in declared(Config)]
+    members = [option.rpartition(".")[2] for option in names if group and option.rpartition(".")[0] == group]
+    if not members:
+        with_entries = [option for option, default, _ in declared(Config) if isinstance(default, dict)]
+        return nearest(name, [*names, *groups()]) or nearest(group, with_entries)
+    return f"{nearest(last, members, f'{group}.')}; {group} has {', '.join(members)}"
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

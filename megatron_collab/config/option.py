@@ -5,14 +5,15 @@ What several options must fulfil together is checked in launch/validate.py.
 
 from __future__ import annotations
 
-import difflib
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any
+
+from megatron_collab.config.hint import nearest
 
 MANY = 10_000_000  # steps, tokens, seconds, …: more of anything is a slip, where the option does not say otherwise
 _KEY = "declared"  # in the metadata of a field
@@ -121,9 +122,3 @@ def check_declared(options: Any, prefix: str = "") -> None:
         for setting, entry in entries:
             fault = rule.fault(entry)
             require(fault is None, f"{setting}={entry}: {fault}")
-
-
-def nearest(value: str, options: Iterable[str], cutoff: float = 0.5) -> str:
-    """ "; the nearest is NAME" for a mistyped `value`; empty where no option is similar."""
-    found = difflib.get_close_matches(value, list(options), n=1, cutoff=cutoff)
-    return f"; the nearest is {found[0]}" if found else ""

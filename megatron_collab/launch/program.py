@@ -25,6 +25,7 @@ def run(module: str, description: str | None, arguments: list[str], prepared: Pr
     (run.dir's lock) is held until the program ends, also as torchrun.
     """
     redact_output()
+    os.environ |= network.without_proxy()
     if process.under_torchrun():
         keys.put_away()  # ours has done so
     with ExitStack() as held:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ from megatron_collab.llm.caller import ask_as, caller
 from megatron_collab.llm.served import ServedModel
 from megatron_collab.llm.tape import open_tape
 from megatron_collab.reward import metrics
-from megatron_collab.runtime import gpu_environment, keys, stacks
+from megatron_collab.runtime import gpu_environment, keys, network, stacks
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.runtime.redact import redact_output
 from megatron_collab.types import Conversation, Ending, Missing, Score, Task
@@ -58,6 +59,7 @@ class RewardWorker:
         `served`: by name, the models that the run serves.
         """
         keys.take()
+        os.environ |= network.without_proxy(url for model in served.values() for url, _ in model.addresses)
         if name:
             gpu_environment.enter()
             redact_output()

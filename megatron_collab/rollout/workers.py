@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from megatron_collab.data import assistants
 from megatron_collab.data.evaluation import EvaluationSet, settings_of
 from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout.tools.toolbox import make_tools, schemas
-from megatron_collab.runtime import gpu_environment, keys, stacks
+from megatron_collab.runtime import gpu_environment, keys, network, stacks
 from megatron_collab.runtime.process import imports_done
 from megatron_collab.runtime.ray_cluster import start_actor
 from megatron_collab.runtime.redact import redact_output
@@ -50,6 +51,8 @@ class ConversationWorker:
         """
         keys.take()
         gpu_environment.enter()
+        beside = [address for model in served.values() for address in model.addresses]
+        os.environ |= network.without_proxy(url for url, _ in [*servers, *beside])
         redact_output()
         stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
         gc.disable()  # imports make no garbage, and looking for it takes a quarter of their time

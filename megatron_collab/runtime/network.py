@@ -1,23 +1,27 @@
-"""Addresses and ports of a run, by launch.interface."""
+"""Addresses and ports of a run, by launch.interface, and which of them are asked without a proxy."""
 
 from __future__ import annotations
 
 import os
 import random
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import psutil
 
-from megatron_collab.config import Config
 from megatron_collab.runtime.process import RunStopped, wait_for
 
-if TYPE_CHECKING:  # the launcher, which checks the interface, does without
+if TYPE_CHECKING:  # which take seconds, and the commands and the launcher do without
     import torch.distributed as dist
+
+    from megatron_collab.config import Config
 
 LOOPBACK = "lo"
 HOST = "127.0.0.1"
+_LOOPBACK_HOSTS = ("localhost", HOST, "::1")
 FIRST_PORT = 20_000
 _TRIES = 100
 _KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -94,6 +98,32 @@ def alone(setting: str) -> dict[str, str]:
 
 
 def variables(config: Config) -> dict[str, str]:
-    """Environment variables that bind gloo and NCCL to launch.interface; read with a process's first group."""
+    """Environment variables of a process of the run on this node, for which no proxy is between it and the node.
+
+    They also bind gloo and NCCL to launch.interface, which is read with a process's first group.
+    """
     name = config.launch.interface or LOOPBACK
-    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # NCCL takes a prefix without =
+    bound = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # NCCL takes a prefix without =
+    return bound | without_proxy([f"http://{address(config)}"])
+
+
+def without_proxy(urls: Iterable[str] = ()) -> dict[str, str]:
+    """no_proxy and NO_PROXY with which HTTP clients ask loopback and the hosts of `urls` directly.
+
+    Entries of the user stay. Every host is an entry of its own: httpx, which LiteLLM and MCP use, and urllib know no
+    networks such as 10.0.0.0/8. Most clients read the lower-case name first, and the other one where that is not set.
+    httpx reads both when a client is made, so a process sets them before it makes one.
+    """
+    hosts = [*_LOOPBACK_HOSTS, *(host for url in urls if (host := urlsplit(url).hostname))]
+    upper, lower = os.environ.get("NO_PROXY"), os.environ.get("no_proxy")
+    return {
+        "no_proxy": _with_hosts(upper if lower is None else lower, hosts),
+        "NO_PROXY": _with_hosts(lower if upper is None else upper, hosts),
+    }
+
+
+def _with_hosts(entries: str | None, hosts: Iterable[str]) -> str:
+    listed = [entry.strip() for entry in (entries or "").split(",") if entry.strip()]
+    if "*" in listed:  # all hosts; urllib takes it only if it is alone
+        return "*"
+    return ",".join(dict.fromkeys([*listed, *hosts]))

@@ -14,6 +14,7 @@ import ray
 
 from megatron_collab.config import Config
 from megatron_collab.patches.ray import start_without_monitors, stay_on_loopback
+from megatron_collab.runtime import network
 from megatron_collab.runtime.files import ScratchFolder
 from megatron_collab.runtime.process import RunStopped, beat, raise_if_preempted, wait_for
 
@@ -29,6 +30,7 @@ def ray_session(config: Config) -> Iterator[None]:
     A cluster is joined through a Ray node on this machine; RunStopped where it has fewer nodes than the run after
     rollout.server.start_timeout seconds. Ray's ports need its token; a local cluster is on loopback, with a new one.
     """
+    os.environ |= network.without_proxy()  # Ray's own processes and its workers inherit it
     quiet = {"log_to_driver": False, "logging_level": "error"}
     with ExitStack() as stack:
         if "RAY_ADDRESS" in os.environ:

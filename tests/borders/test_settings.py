@@ -56,8 +56,8 @@ REFUSED = {
     "launch.nproc_per_node=5000": "launch.nproc_per_node=5000: must be at least 1 and at most 1024",
     "parallel.tp=3": "parallel.tp=3 x parallel.pp=1 x parallel.cp=1 does not divide the 1 ranks",
     # Words
-    "foo.bar=1": "foo.bar: no such option; the nearest is ",
-    "+foo.bar=1": "foo.bar: no such option; the nearest is ",
+    "foo.bar=1": "foo.bar: no such option (all options: --help)",
+    "+foo.bar=1": "foo.bar: no such option (all options: --help)",
     "++optim.lerning_rate=5": "optim.lerning_rate: no such option; optim has lr, ",
     "--hepl": "--hepl: no such argument; there are --help, --cfg and option=value",
     "-m": "-m: no such argument; there are --help, --cfg and option=value",

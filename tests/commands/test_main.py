@@ -55,17 +55,6 @@ def test_what_torchrun_runs_is_a_program_of_its_own() -> None:
         assert "parallel.pq" in done.stderr
 
 
-@pytest.mark.parametrize(("word", "nearest"), [("trian", "train"), ("plan_sync", "plan-sync"), ("?", "")])
-def test_an_unknown_command_is_one_line(
-    word: str, nearest: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["megatron-collab", word])
-    assert program.main() == 2
-    printed, line = capsys.readouterr()
-    assert printed == "" and line.count("\n") == 1
-    assert f"no command {word!r}; did you mean {nearest}" in line
-
-
 @pytest.mark.processes
 def test_a_library_that_is_not_installed_is_one_line() -> None:
     """As after an installation without one of the extras."""

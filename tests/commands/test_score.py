@@ -16,6 +16,7 @@ from megatron_collab.data.datasets import task_row, write_jsonl
 from megatron_collab.observability.folder import append, rows_of
 from megatron_collab.types import Group
 from tests.llm.endpoint import Endpoint, in_thread, says
+from tests.proxy import recording_proxy
 from tests.rollout.published import GOLDEN, play, preset, verdict
 
 
@@ -35,15 +36,18 @@ def ran(folder: Path, name: str, *groups: Group, **settings: Any) -> Path:
 
 @pytest.fixture
 def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
-    """A judge behind HTTP, in a thread of its own."""
+    """A judge behind HTTP, in a thread of its own, and a proxy in the environment, which is not asked."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-nothing-at-all")
 
     async def judged(request: web.Request) -> web.StreamResponse:
         body = await request.json()
         return await says(verdict(body["messages"][-1]["content"]))(request)
 
-    with in_thread(Endpoint(judged)) as endpoint:
+    with in_thread(Endpoint(judged)) as endpoint, recording_proxy() as proxy:
+        for name, value in proxy.environment().items():
+            monkeypatch.setenv(name, value)
         yield endpoint
+        assert proxy.requests == []
 
 
 @pytest.mark.processes

@@ -104,7 +104,7 @@ def test_a_user() -> None:
         assert (reply.message, reply.reward) == (Message("user", words), 0.25)
     config = Config()
     config.user.options = {"word": "maybe"}
-    assert check_user(spec, config) == "user.options.word=maybe: choose one of no, yes; the nearest is yes"
+    assert check_user(spec, config) == "user.options.word=maybe: choose one of no, yes"
     assert check_user("llm/openai/x", config) is None, "options are for users that have some"
     assert str(check_user("collab_extras:Terse", Config())).startswith("user=collab_extras:Terse: collab_extras has no")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import Config, ConfigError, build, check_declared, declared, nearest, option
+from megatron_collab.config import Config, ConfigError, build, check_declared, declared, option
 from megatron_collab.config.schema import TOOL_PARSERS
 
 
@@ -83,11 +83,6 @@ def test_settings_of_a_metric_have_the_types_of_its_options() -> None:
         with pytest.raises(ConfigError) as error:
             build(Options, given, "x.")
         assert str(error.value).startswith(said)
-
-
-def test_the_nearest_is_named_only_where_it_is_near() -> None:
-    assert nearest("bokking", ["gsm8k", "booking"]) == "; the nearest is booking"
-    assert nearest("zzz", ["gsm8k", "booking"]) == ""
 
 
 def test_the_parsers_of_tool_calls_are_those_of_sglang() -> None:

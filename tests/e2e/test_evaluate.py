@@ -26,6 +26,7 @@ from tests.e2e.test_booking import Program, lines, start
 from tests.helpers import make_reward_model
 from tests.hub import StandInHub, serving
 from tests.llm.endpoint import Endpoint, says
+from tests.proxy import RecordingProxy, recording_proxy
 
 pytestmark = pytest.mark.processes
 __all__ = ["start"]  # a fixture
@@ -140,7 +141,7 @@ def test_conversations_are_built_by_several_assistants_and_uploaded(root: Path) 
     more = (f"data.eval={root}/world/eval.jsonl", "train.eval_tasks=3", "build.candidates=3", "rollout.futures=1")
     more = (*more, "rollout.max_messages=6", "build.parquet=true", "build.push_to_hub=me/bookings")
 
-    async def build(hub: StandInHub, token: str) -> tuple[int, str, list[dict[str, Any]]]:
+    async def build(hub: StandInHub, proxy: RecordingProxy, token: str) -> tuple[int, str, list[dict[str, Any]]]:
         async with Endpoint(says("a table for 2 people on monday at 6pm .")) as endpoint:
             url = f"http://127.0.0.1:{endpoint.port}/v1"
             other = f"{{model: openai/m, temperature: 0.3, api_base: '{url}', max_tokens: 30}}"
@@ -148,6 +149,7 @@ def test_conversations_are_built_by_several_assistants_and_uploaded(root: Path) 
             cast = ["build.assistants={policy: policy, other: " + other + "}", prices, f"model.path={root}/sft/hf"]
             command = [sys.executable, "-m", "megatron_collab.build_dataset", *arguments(root, "cast", *more, *cast)]
             environment = hub.environment(root / "home", OPENAI_API_KEY="sk-test", HF_TOKEN=token)
+            environment |= proxy.environment()
             log = root / "cast.log"
             with log.open("w") as stream:
                 process = await asyncio.create_subprocess_exec(
@@ -156,8 +158,8 @@ def test_conversations_are_built_by_several_assistants_and_uploaded(root: Path) 
                 code = await asyncio.wait_for(process.wait(), 300)
             return code, log.read_text(), endpoint.requests
 
-    with serving() as hub:
-        code, log, requests = asyncio.run(build(hub, "hf_NobodysToken123"))
+    with serving() as hub, recording_proxy() as proxy:
+        code, log, requests = asyncio.run(build(hub, proxy, "hf_NobodysToken123"))
         assert code == EXIT_STOPPED, log[-5000:]
         assert f"{run}/built: not uploaded to me/bookings (HfHubHTTPError: " in log and "NobodysToken" not in log
         assert "3 conversations: at most 54 replies, 30 messages of users, 0 judgements; at most " in log
@@ -176,12 +178,13 @@ def test_conversations_are_built_by_several_assistants_and_uploaded(root: Path) 
         settings = json.loads((run / "config.json").read_text())["build"]["assistants"]
         assert [*settings] == ["policy", "other"]
 
-        code, log, requests = asyncio.run(build(hub, hub.token))
+        code, log, requests = asyncio.run(build(hub, proxy, hub.token))
         assert (code, requests) == (0, []) and "uploaded to me/bookings at " in log, log[-5000:]
         (files,) = hub.repos["dataset", "me/bookings"].commits.values()
         assert files == {file.name: file.read_bytes() for file in (run / "built").iterdir()}
-        code, log, _ = asyncio.run(build(hub, hub.token))
+        code, log, _ = asyncio.run(build(hub, proxy, hub.token))
         assert code == 0 and "all conversations are built" in log
+        assert proxy.requests == [], "all that is asked is on loopback"
 
 
 async def _evaluated(
@@ -201,12 +204,23 @@ async def _evaluated(
         text = booking.ask(["people", "day", "time"]) if not asked else "a table for 2 people on monday at 6pm ."
         return await says(text)(request)
 
-    async with Endpoint(reply) as endpoint:
+    endpoint = Endpoint(reply)
+    with recording_proxy() as proxy:
+        environment = {**os.environ, **proxy.environment(), "OPENAI_API_KEY": "sk-test"}
+        requests = await _requests(arguments, log, endpoint, environment)
+        assert proxy.requests == [], "all that is asked is on loopback"
+    return requests
+
+
+async def _requests(
+    arguments: list[str], log: Path, endpoint: Endpoint, environment: dict[str, str]
+) -> list[dict[str, Any]]:
+    async with endpoint:
         model = ["assistant.model=openai/m", f"assistant.api_base=http://127.0.0.1:{endpoint.port}/v1"]
         command = [sys.executable, "-m", "megatron_collab.evaluate", *arguments, *model]
         with log.open("w") as stream:
             process = await asyncio.create_subprocess_exec(
-                *command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, "OPENAI_API_KEY": "sk-test"}
+                *command, stdout=stream, stderr=subprocess.STDOUT, env=environment
             )
             assert await asyncio.wait_for(process.wait(), 300) == 0, log.read_text()[-5000:]
         return endpoint.requests

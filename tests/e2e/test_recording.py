@@ -20,7 +20,8 @@ from aiohttp import web
 from megatron_collab.llm.recording import Recording
 from tests.e2e.test_booking import lines, parameters
 from tests.helpers import make_model
-from tests.llm.endpoint import Endpoint, says
+from tests.llm.endpoint import Endpoint, Reply, says
+from tests.proxy import recording_proxy
 
 pytestmark = pytest.mark.processes
 
@@ -51,7 +52,10 @@ SETTINGS = [
 
 
 async def _trained(arguments: list[str], log: Path, endpoint: bool, **environment: str) -> int:
-    """How many requests a training made to an endpoint that never says the same twice, or that is not there."""
+    """How many requests a training made to an endpoint that never says the same twice, or that is not there.
+
+    In its environment is a proxy, which must not be asked: all that is asked is on loopback.
+    """
     numbers, drawn = count(), random.Random(0)
 
     async def reply(request: web.Request) -> web.StreamResponse:
@@ -60,6 +64,13 @@ async def _trained(arguments: list[str], log: Path, endpoint: bool, **environmen
         values = {"current_answer": "", "thought": "", "response": f"say {number} more", "accuracy": number % 2}
         return await says(values)(request)
 
+    with recording_proxy() as proxy:
+        requests = await _requests(arguments, log, reply, endpoint, {**proxy.environment(), **environment})
+        assert proxy.requests == []
+    return requests
+
+
+async def _requests(arguments: list[str], log: Path, reply: Reply, endpoint: bool, environment: dict[str, str]) -> int:
     async with Endpoint(reply) as server:
         base = f"http://127.0.0.1:{server.port}/v1" if endpoint else "http://127.0.0.1:9/v1"
         command = [sys.executable, "-m", "megatron_collab.train", *SETTINGS, *arguments]

@@ -6,6 +6,7 @@ On a GPU its weights leave the device whenever the trainer takes it, and come ba
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from tests import gpus
 from tests.helpers import make_model
+from tests.proxy import recording_proxy
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -84,9 +86,13 @@ def test_a_model_of_the_runs_own_is_user_and_judge(tmp_path: Path, device_type: 
         "llm.requests_per_minute=1",  # which holds for others alone
     ]
     command = [sys.executable, "-m", "megatron_collab.train", *settings]
-    with (tmp_path / "console.log").open("w") as log:
-        code = subprocess.run(command, cwd=tmp_path, stdout=log, stderr=log, timeout=SECONDS[device_type]).returncode
+    with (tmp_path / "console.log").open("w") as log, recording_proxy() as proxy:
+        environment, seconds = {**os.environ, **proxy.environment()}, SECONDS[device_type]
+        code = subprocess.run(
+            command, cwd=tmp_path, stdout=log, stderr=log, env=environment, timeout=seconds
+        ).returncode
     assert code == 0, (tmp_path / "console.log").read_text()[-5000:]
+    assert proxy.requests == [], "all that is asked is on loopback"
 
     transcripts = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
     assert len(transcripts) == 2 * 2 * 2

@@ -53,6 +53,20 @@ def test_a_dry_run_prints_every_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+def test_the_nodes_of_a_job_are_asked_without_a_proxy(tmp_path: Path) -> None:
+    """By Ray's own processes too, which are started on each node."""
+    done = dry_run("train_8b.sh", f"run.dir={tmp_path}")
+    body = re.search(r"^bypass_proxies ?\(\).*?^bypass_proxies$", done.stdout, re.M | re.S)
+    assert body, done.stderr
+    shown = f'address=(10.0.0.1 10.0.0.2)\n{body[0]}\necho "$no_proxy $NO_PROXY"'
+    hosts = "localhost,127.0.0.1,::1,10.0.0.1,10.0.0.2"
+    for name, value in (("no_proxy", "example.org"), ("NO_PROXY", "example.org"), ("OTHER", "")):
+        environment = {"PATH": os.environ["PATH"], name: value}
+        said = subprocess.run(["bash", "-euc", shown], capture_output=True, text=True, check=True, env=environment)
+        assert said.stdout.split() == [f"{value},{hosts}"] * 2
+
+
+@pytest.mark.processes
 def test_an_override_comes_through_unchanged(tmp_path: Path) -> None:
     override = f"""run.dir="{tmp_path}/it's $HOME, ADDRESS_0 & (more)\""""
     done = dry_run("train_8b.sh", override)

@@ -79,8 +79,8 @@ def in_thread(endpoint: Endpoint) -> Iterator[Endpoint]:
 class Endpoint:
     """Gives the replies one after the other, the last one for ever; `requests` are the bodies it was sent."""
 
-    def __init__(self, *replies: Reply, port: int = 0) -> None:
-        self.port = port
+    def __init__(self, *replies: Reply, port: int = 0, host: str = "127.0.0.1") -> None:
+        self.host, self.port = host, port
         self.replies = list(replies)
         self.requests: list[dict[str, Any]] = []
         application = web.Application()
@@ -94,7 +94,7 @@ class Endpoint:
 
     async def __aenter__(self) -> Endpoint:
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        await web.TCPSite(self._runner, self.host, self.port).start()
         self.port = self._runner.addresses[0][1]
         return self
 
@@ -105,4 +105,4 @@ class Endpoint:
 
     def config(self, **changes: Any) -> EndpointConfig:
         """How to reach it; `changes` replace what EndpointConfig has by default."""
-        return EndpointConfig(**{"model": "openai/m", "api_base": f"http://127.0.0.1:{self.port}/v1", **changes})
+        return EndpointConfig(**{"model": "openai/m", "api_base": f"http://{self.host}:{self.port}/v1", **changes})

@@ -21,7 +21,7 @@ def check(candidate):
     },
     "unittest": {
         "entry_point": "twice",
-        "test": """import unittest
+        "test": """import io, unittest
 from unittest.mock import MagicMock, patch
 class TestTwice(unittest.TestCase):
     def test_numbers(self):
@@ -34,6 +34,9 @@ class TestTwice(unittest.TestCase):
     def test_methods(self):
         self.assertTrue(twice("a").startswith("aa"))
         self.assertFalse(set(twice([1])).difference({1}))
+    @patch("sys.stdout", new_callable=io.StringIO)
+    def test_nothing_is_printed(self, out):
+        self.assertEqual((twice(5), out.getvalue()), (10, ""))
     @patch("time.time", return_value=3)
     def test_clock(self, clock):
         self.assertEqual(twice(4), 8)

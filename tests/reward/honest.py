@@ -178,6 +178,148 @@ def run(command):
         self.assertEqual(run(["echo", "hi"]), (0, "hi\\n"))
 """),
     ),
+    "printed text that tests capture": (
+        """import io, sys
+def task_func(rows):
+    print("rows", len(rows))
+    for row in rows:
+        print(row, end=";")
+def fails(text):
+    print("before")
+    print(text, file=sys.stderr)
+    sys.stdout.write("after")
+    raise ValueError(text)
+class Part:
+    def write(self, text):
+        pass
+def in_parts(function):
+    before, sys.stdout = sys.stdout, Part()
+    print("unseen")
+    found = function()
+    sys.stdout = before
+    print("seen", found)
+""",
+        cases("""    def test_redirected(self):
+        import contextlib
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            task_func([1, "a"])
+        self.assertEqual(out.getvalue(), "rows 2\\n1;a;")
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+            with self.assertRaises(ValueError):
+                fails("bad")
+        self.assertEqual(out.getvalue(), "before\\nbad\\nafter")
+        with contextlib.redirect_stdout(None):
+            task_func([])
+    def test_assigned(self):
+        out = sys.stdout = io.StringIO()
+        task_func([])
+        sys.stdout = sys.__stdout__
+        task_func([1])
+        self.assertEqual(out.getvalue(), "rows 0\\n")
+    def test_a_class_that_captures(self):
+        class Lines(list):
+            def __enter__(self):
+                self.before, sys.stdout = sys.stdout, self
+                return self
+            def write(self, text):
+                self.append(text)
+            def __exit__(self, *raised):
+                sys.stdout = self.before
+        with Lines() as lines:
+            in_parts(lambda: 3)
+        self.assertEqual(lines, ["seen", " ", "3", "\\n"])
+"""),
+    ),
+    "printed text that tests capture by a patch": (
+        """import sys
+def task_func():
+    print("a", 1, flush=True)
+def asks():
+    return input("name? "), sys.stdin.read()
+""",
+        cases("""    @patch("sys.stdout", new_callable=io.StringIO)
+    def test_a_stream(self, out):
+        task_func()
+        self.assertEqual(out.getvalue(), "a 1\\n")
+    def test_of_an_object(self):
+        with patch.object(sys, "stdout", io.StringIO()) as out, patch("sys.stdin", io.StringIO("bob\\nx\\ny")):
+            self.assertEqual(asks(), ("bob", "x\\ny"))
+        self.assertEqual(out.getvalue(), "name? ")
+    @patch("sys.stdout")
+    def test_a_mock(self, out):
+        task_func()
+        self.assertEqual(out.mock_calls, [*map(call.write, ["a", " ", "1", "\\n"]), call.flush()])
+    @patch("sys.stdout.write")
+    def test_a_method(self, write):
+        task_func()
+        write.assert_any_call("a")
+    @patch("builtins.print")
+    def test_the_function(self, printed):
+        task_func()
+        printed.assert_called_once_with("a", 1, flush=True)
+    @patch("sys.stdin", **{"readline.side_effect": ["joe\\n"], "read.return_value": "z"})
+    def test_a_mock_that_is_read(self, given):
+        self.assertEqual(asks(), ("joe", "z"))
+"""),
+    ),
+    "text that is printed by other acts than a call": (
+        """import asyncio
+def task_func(items):
+    for item in items:
+        print("item", item)
+        yield item
+async def later():
+    print("begins")
+    await asyncio.sleep(0)
+    print("ends")
+class Shop:
+    def __enter__(self):
+        print("enter")
+        return self
+    def __exit__(self, *raised):
+        print("exit")
+    def __str__(self):
+        print("text")
+        return "shop"
+    @property
+    def size(self):
+        print("size")
+        return 4
+def each(items):
+    print("first")
+    for item in items:
+        print(item)
+""",
+        cases("""    def setUp(self):
+        self.before = sys.stdout
+    def tearDown(self):
+        sys.stdout = self.before
+    def said(self, act):
+        sys.stdout = io.StringIO()
+        act()
+        return sys.stdout.getvalue()
+    def test_a_generator(self):
+        made = task_func([1, 2, 3])
+        self.assertEqual(self.said(lambda: next(made)), "item 1\\n")
+        self.assertEqual(self.said(lambda: list(made)), "item 2\\nitem 3\\n")
+    def test_a_coroutine(self):
+        self.assertEqual(self.said(lambda: asyncio.run(later())), "begins\\nends\\n")
+    def test_an_object(self):
+        shop = Shop()
+        self.assertEqual(self.said(lambda: str(shop)), "text\\n")
+        self.assertEqual(self.said(lambda: shop.size), "size\\n")
+        self.assertEqual(self.said(lambda: shop.__class__), "")
+        def enter():
+            with shop:
+                pass
+        self.assertEqual(self.said(enter), "enter\\nexit\\n")
+    def test_the_order_of_what_both_print(self):
+        def items():
+            print("ours")
+            yield 1
+        self.assertEqual(self.said(lambda: each(items())), "first\\nours\\n1\\n")
+"""),
+    ),
     "random numbers that tests seed": (
         """import random
 import numpy as np

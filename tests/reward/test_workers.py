@@ -12,6 +12,7 @@ import pytest
 from megatron_collab.config import Config, LlmConfig, RewardConfig
 from megatron_collab.config.schema import RunConfig
 from megatron_collab.llm import limiter
+from megatron_collab.llm.served import ServedModel
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.workers import Job, RewardWorker, Scores
 from megatron_collab.runtime.ray_cluster import start_actor
@@ -41,6 +42,15 @@ def test_a_metric_has_the_settings_of_its_name_and_no_judge_where_it_needs_none(
     config = RewardConfig(weights={"words": 1.0}, metrics={"words": {"metric": "token_amount", "count": "words"}})
     metric = RewardWorker(Config(reward=config)).metrics["words"]
     assert (metric.options.count, metric.judge) == ("words", None)
+
+
+def test_what_the_run_serves_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("no_proxy", "NO_PROXY")
+    for name in names:
+        monkeypatch.setenv(name, "example.org")
+    served = {"m": ServedModel("/m", (("http://10.1.0.7:20000", "k"),))}
+    RewardWorker(Config(reward=settings("token_amount")), served=served)
+    assert {os.environ[name] for name in names} == {"example.org,localhost,127.0.0.1,::1,10.1.0.7"}
 
 
 def test_a_metric_that_takes_too_long_is_missing_and_the_others_are_not(stand_ins: None) -> None:

@@ -28,6 +28,7 @@ from megatron_collab.environments import booking, tiny_model
 from megatron_collab.inference.client import EngineError
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.llm.limiter import BudgetSpent
+from megatron_collab.llm.served import ServedModel
 from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout import scheduler
 from megatron_collab.rollout.conversation import Player
@@ -39,6 +40,8 @@ from megatron_collab.runtime.process import Hung
 from megatron_collab.runtime.ray_cluster import ray_session, start_actor
 from megatron_collab.types import Ending, Group, Message, Missing, Task
 from tests.helpers import free_port
+from tests.llm.endpoint import Endpoint, in_thread, says
+from tests.proxy import RecordingProxy, recording_proxy
 from tests.rollout.fakes import CharacterRenderer, FakePolicy, config
 
 pytestmark = pytest.mark.processes
@@ -102,7 +105,16 @@ def options() -> Config:
 
 
 @pytest.fixture(scope="module")
-def session(options: Config) -> Iterator[None]:
+def proxy() -> Iterator[RecordingProxy]:
+    """The variables of the environment, and so of Ray's workers, name a proxy for all addresses but example.org."""
+    with recording_proxy() as proxy, pytest.MonkeyPatch.context() as patch:
+        for name, value in proxy.environment().items():
+            patch.setenv(name, value)
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def session(options: Config, proxy: RecordingProxy) -> Iterator[None]:
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     with ray_session(options):
         yield
@@ -224,18 +236,35 @@ class FakeServer(BaseHTTPRequestHandler):
         """Quiet."""
 
 
+OTHER_NODE = "127.0.0.2"  # stands for the address of one
+
+
+@pytest.fixture
+def helper() -> Iterator[Endpoint]:
+    """A server of a model beside the policy."""
+    reply = says({"current_answer": "", "thought": "", "response": "please wait"})
+    with in_thread(Endpoint(reply, host=OTHER_NODE)) as endpoint:
+        yield endpoint
+
+
 @pytest.fixture
 def server() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), FakeServer) as server:
+    with ThreadingHTTPServer((OTHER_NODE, 0), FakeServer) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"http://{OTHER_NODE}:{server.server_port}"
         server.shutdown()
         thread.join()
 
 
 def test_a_conversation_worker_speaks_to_the_server(
-    session: None, options: Config, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    session: None,
+    options: Config,
+    server: str,
+    helper: Endpoint,
+    proxy: RecordingProxy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tokenizer = tiny_model.word_tokenizer(booking.words())
     tokenizer.save_pretrained(tmp_path)
@@ -248,7 +277,9 @@ def test_a_conversation_worker_speaks_to_the_server(
     settings = replace(options, run=RunConfig(str(tmp_path)), model=replace(options.model, path=str(tmp_path)))
     settings = replace(settings, users={"guest": {"class": booking.USER}})
     settings.rollout = replace(options.rollout, system_prompt=str(tmp_path / "system.j2"))
-    workers = start_workers(settings, [(nobody, KEY), (server, KEY)], {})
+    settings.user = replace(options.user, model="served/helper")
+    served = {"helper": ServedModel("/models/helper", ((f"http://{OTHER_NODE}:{helper.port}", KEY),))}
+    workers = start_workers(settings, [(nobody, KEY), (server, KEY)], served)
     (worker,) = workers.conversations
     ray.get(worker.use_servers.remote([1]), timeout=60)
     group = ray.get(worker.play.remote(task, "train-0-0"), timeout=60)
@@ -267,6 +298,11 @@ def test_a_conversation_worker_speaks_to_the_server(
     assert counted["servers_lost"] == 0
     assert (counted["user/guest/turns"], counted["user/guest/turn_limit"]) == (4 * 3 * 2, 4 * 3)
     assert answered([reward.take_counters.remote() for reward in workers.rewards], 60) == [{}]
+    asked = ray.get(worker.play.remote(replace(task, user="llm"), "train-0-1"), timeout=60)
+    said = {future.conversation.messages[2:3] for rollout in asked.rollouts for future in rollout.futures}
+    assert said == {(Message("user", "please wait"),)}, asked.rollouts[0].futures[0].conversation
+    assert helper.requests
+    assert proxy.requests == [], "the run's servers, on whatever node, are asked directly"
     assert KEY not in json.dumps(ray.get_runtime_context().runtime_env)
     assert_secret(KEY, os.environ["RAY_AUTH_TOKEN"])
     monkeypatch.setattr(scheduler, "group_seconds", lambda config, groups: 2.0 * groups)

@@ -1,21 +1,42 @@
-"""The interface decides addresses, an unknown one is refused; free ports lie below the kernel's ephemeral range."""
+"""The interface decides addresses, an unknown one is refused; free ports lie below the kernel's ephemeral range.
+
+No client asks an address of the run through a proxy.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
+import httpx2
+import litellm
 import psutil
 import pytest
+import requests
 import torch.distributed as dist
+from openai import OpenAIError
 
 from megatron_collab.config import Config
 from megatron_collab.runtime import network
 from megatron_collab.runtime.network import HOST
 from megatron_collab.runtime.process import RunStopped
 from tests.helpers import configured, free_port, refused
+from tests.proxy import VARIABLES, RecordingProxy, recording_proxy
+
+OTHER_NODE = "127.0.0.2"  # stands for the address of one: a client knows nothing of it, and here nothing listens there
+
+
+@pytest.fixture(autouse=True)
+def without_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*VARIABLES, "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
@@ -38,8 +59,10 @@ def on(interface: str | None, **launch: object) -> Config:
 def test_the_address_is_that_of_the_interface(machine: None) -> None:
     assert network.address(on("ib0")) == "10.1.0.7"
     assert network.address(on(None)) == HOST
-    assert network.variables(on("ib0")) == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=ib0"}
-    assert network.variables(on(None)) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    variables = network.variables(on("ib0"))
+    assert variables["no_proxy"] == variables["NO_PROXY"] == "localhost,127.0.0.1,::1,10.1.0.7"
+    assert variables.items() >= {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=ib0"}.items()
+    assert network.variables(on(None)).items() >= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}.items()
 
 
 @pytest.mark.parametrize("interface", ["ib7", "eth1"])
@@ -94,3 +117,79 @@ def test_a_kernel_that_hands_out_all_of_them_is_named(kernel: Path) -> None:
     with pytest.raises(ValueError, match=r"^rollout\.server\.port=0: the kernel's ephemeral ports begin at 15000"):
         network.bindable("rollout.server.port", 0)
     assert network.bindable("rollout.server.port", given) == given
+
+
+@pytest.mark.parametrize(
+    "lower, upper, both",
+    [
+        (None, None, ["", ""]),
+        ("a.org, 10.0.0.0/8", None, ["a.org,10.0.0.0/8,", "a.org,10.0.0.0/8,"]),
+        (None, ".b.org,", [".b.org,", ".b.org,"]),
+        ("a.org", "b.org", ["a.org,", "b.org,"]),
+        ("", "b.org", ["", "b.org,"]),  # clients that read the lower-case name know no b.org
+    ],
+)
+def test_the_hosts_that_the_user_excludes_from_the_proxy_stay(
+    lower: str | None, upper: str | None, both: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("no_proxy", lower), ("NO_PROXY", upper)):
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    urls = [f"http://{OTHER_NODE}:20000", f"http://{OTHER_NODE}:20001", "http://127.0.0.1:20000", "http://[fd00::7]:80"]
+    hosts = f"localhost,127.0.0.1,::1,{OTHER_NODE},fd00::7"
+    assert [*network.without_proxy(urls).values()] == [entries + hosts for entries in both]
+    for name, value in network.without_proxy().items():
+        monkeypatch.setenv(name, value)
+    assert [*network.without_proxy(urls).values()] == [entries + hosts for entries in both], "each once"
+
+
+@pytest.mark.parametrize("name", ["no_proxy", "NO_PROXY"])
+def test_a_user_who_wants_no_proxy_at_all_gets_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "*")
+    assert network.without_proxy() == {"no_proxy": "*", "NO_PROXY": "*"}, "urllib knows no * beside others"
+
+
+@pytest.fixture
+def proxy() -> Iterator[RecordingProxy]:
+    with recording_proxy() as proxy:
+        yield proxy
+
+
+def _litellm(url: str) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    asyncio.run(litellm.acompletion("hosted_vllm/m", messages, api_base=url, max_retries=0, timeout=5))
+
+
+# Unverified: loading certificates takes long, and nothing answers.
+CLIENTS: dict[str, Callable[[str], object]] = {
+    "httpx": lambda url: httpx.get(url, verify=False),
+    "httpx2": lambda url: httpx2.get(url, verify=False),
+    "requests": lambda url: requests.get(url, timeout=5),
+    "urllib": lambda url: urllib.request.build_opener().open(url, timeout=5),
+    "litellm": _litellm,
+}
+
+
+@pytest.mark.parametrize("case", [str.lower, str.upper])
+@pytest.mark.parametrize("client", CLIENTS)
+def test_no_client_asks_an_address_of_the_run_through_a_proxy(
+    client: str, case: Callable[[str], str], proxy: RecordingProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(host: str) -> None:
+        for scheme in ("http", "https"):
+            with suppress(OSError, httpx.HTTPError, httpx2.HTTPError, OpenAIError):
+                CLIENTS[client](f"{scheme}://{host}:{port}/v1")
+
+    port = free_port()  # where nothing listens: what is asked directly has no connection
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(case(name), proxy.url)
+    monkeypatch.setenv(case("no_proxy"), "127.0.0.0/8,example.org")  # which clients do not take for a network
+    for name, value in network.without_proxy([f"http://{OTHER_NODE}:20000"]).items():
+        monkeypatch.setenv(name, value)
+    for host in ("127.0.0.1", "localhost", OTHER_NODE):
+        ask(host)
+    if client != "urllib":  # which knows only an entry in brackets, and that is an error to httpx
+        ask("[::1]")
+    assert proxy.requests == []
+    ask("10.255.255.1")
+    assert len(proxy.requests) == 2, "what is elsewhere is asked through it, as the user wants"

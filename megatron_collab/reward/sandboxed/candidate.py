@@ -13,10 +13,11 @@ import os
 import sys
 import types
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from .classes import names_of
-from .wire import ACTS, Remote, WirePeer, ask, read_message, write_message
+from .wire import ACTS, Remote, WirePeer, read_message, write_message
 
 LOADED = b"loaded"
 _MODULE = "solution"  # the tests' name of the module
@@ -41,26 +42,26 @@ def run(sources_pipe: int, reading: int, writing: int) -> NoReturn:
         sys.__excepthook__(*sys.exc_info())
         leave(1)
     write_message(writing, LOADED)
-    WirePeer(reading, writing, Agent(module), lambda error: leave(0)).serve()
+    Agent(module, reading, writing).peer.serve()
     leave(0)
 
 
 def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(Exception):
             stream.flush()
-        except Exception:
-            continue
     os._exit(code)
 
 
 class Agent:
     """The `WireHost` of the candidate."""
 
-    def __init__(self, module: types.ModuleType) -> None:
+    def __init__(self, module: types.ModuleType, reading: int, writing: int) -> None:
         self.module = module
         self.patched: dict[tuple[str, str, str], list[Any]] = {}
-        self.peer: WirePeer | None = None
+        self.peer = WirePeer(reading, writing, self, lambda error: leave(0))
+        self.printed: list[str | None] = []  # not sent yet: in turn a stream, and a text for it or None to flush it
+        self.streams = {name: Stream(self, name) for name in ("stdin", "stdout", "stderr")}
 
     def describe(self, value: Any) -> list[Any]:
         able = "callable" if callable(value) else "awaitable" if hasattr(value, "__await__") else ""
@@ -69,34 +70,45 @@ class Agent:
     def adopt(self, peer: WirePeer, number: int, *told: Any) -> Any:
         if number < 0:
             return self.found(*told)
-        self.peer = peer
         kind, name, can_be_called = told
-        return (CallableGuest if can_be_called else Guest)(peer, number, kind, name)
+        return (CallableGuest if can_be_called else Guest)(self, number, kind, name)
 
     def do(self, act: str, target: Any, arguments: tuple[Any, ...]) -> Any:
-        if act == "call":
-            return self.call(target, *arguments)
-        if act == "await":
-            return importlib.import_module("asyncio").run(_awaited(target))
-        return getattr(self, act)(*arguments) if act in ("names", "patch", "unpatch") else ACTS[act](target, *arguments)
+        try:
+            if act == "call":
+                positional, named = arguments
+                return target(*positional, **named)
+            if act == "await":
+                return importlib.import_module("asyncio").run(_awaited(target))
+            if act in ("names", "follow", "patch", "unpatch"):
+                return getattr(self, act)(*arguments)
+            return ACTS[act](target, *arguments)
+        finally:
+            self.flush()
+
+    def ask(self, guest: Guest | None, act: str, *arguments: Any) -> Any:
+        """`WirePeer.ask`, after what was printed so far: the tests may print, or look at it."""
+        self.flush()
+        return self.peer.ask(act, guest, *arguments)
+
+    def flush(self) -> None:
+        """Let the tests have what was printed, at once: a message for each text would take long."""
+        printed, self.printed = self.printed, []
+        if printed:
+            self.peer.ask("print", None, tuple(printed))
+        for standard in (sys.__stdout__, sys.__stderr__):
+            with suppress(Exception):  # the policy's code may have closed it
+                standard.flush()  # type: ignore[union-attr]
 
     def names(self, wanted: tuple[str, ...]) -> dict[str, Any]:
         return {name: vars(self.module)[name] for name in wanted if name in vars(self.module)}
 
-    def call(self, target: Any, positional: Any, named: Mapping[str, Any], situation: Mapping[str, Any]) -> Any:
-        self.follow(situation)
-        try:
-            return target(*positional, **named)
-        finally:
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-
     def follow(self, situation: Mapping[str, Any]) -> None:
         """Take over what the tests changed around us."""
         if "streams" in situation:
-            for name in ("stdin", "stdout", "stderr"):
+            for name in self.streams:
                 replaced = name in situation["streams"]
-                setattr(sys, name, Stream(self.peer, name) if replaced else getattr(sys, f"__{name}__"))
+                setattr(sys, name, self.streams[name] if replaced else getattr(sys, f"__{name}__"))
         if "environment" in situation:
             os.environ.clear()
             os.environ.update(situation["environment"])
@@ -136,27 +148,25 @@ async def _awaited(awaitable: Any) -> Any:
 
 
 class Stream(io.TextIOBase):
-    """A standard stream that the tests replaced by one of their own."""
+    """A standard stream that the tests replaced by one of their own, which gets the same calls in the same order."""
 
-    def __init__(self, peer: Any, name: str) -> None:
-        self._peer, self._name, self._text = peer, name, ""
+    def __init__(self, agent: Agent, name: str) -> None:
+        self._agent, self._name = agent, name
 
     def write(self, text: str) -> int:
         if not isinstance(text, str):
             raise TypeError(f"string argument expected, got {type(text).__name__!r}")
-        self._text += text
+        self._agent.printed += (self._name, text)
         return len(text)
 
     def flush(self) -> None:
-        text, self._text = self._text, ""
-        if text:
-            self._peer.ask("write", None, self._name, text)
+        self._agent.printed += (self._name, None)
 
     def readline(self, size: int = -1) -> str:  # type: ignore[override]
-        return self._peer.ask("read line", None)
+        return self._agent.ask(None, "read line")
 
     def read(self, size: int | None = -1) -> str:
-        return "".join(self)
+        return self._agent.ask(None, "read")
 
     def readable(self) -> bool:
         return self._name == "stdin"
@@ -168,8 +178,9 @@ class Stream(io.TextIOBase):
 class Guest(Remote):
     """Stands for an object of the tests."""
 
-    def __init__(self, peer: WirePeer, number: int, kind: str, name: str) -> None:
-        super().__init__(peer, number)
+    def __init__(self, agent: Agent, number: int, kind: str, name: str) -> None:
+        super().__init__(agent.peer, number)
+        object.__setattr__(self, "_agent", agent)
         object.__setattr__(self, "_told", (kind, name))
 
     def __getattr__(self, name: str) -> Any:
@@ -229,6 +240,9 @@ class CallableGuest(Guest):
     """A function of the tests, a class of theirs, or a mock."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # before what the tests write themselves
         return ask(self, "call", arguments, named)
+
+
+def ask(guest: Guest, act: str, *arguments: Any) -> Any:
+    """`Agent.ask`, of the one that adopted it."""
+    return object.__getattribute__(guest, "_agent").ask(guest, act, *arguments)

@@ -86,4 +86,4 @@ def _check_name(target: Any, kind: str, name: Any, value: Any = None) -> None:
         raise AttributeError(f"{type(target).__name__} of the tests has no {name!r} for the candidate")
 
 
-_DESK: dict[str, Callable[..., Any]] = {"write": mirror.write, "read line": mirror.read_line}
+_DESK: dict[str, Callable[..., Any]] = {"print": mirror.print_all, "read line": mirror.read_line, "read": mirror.read}

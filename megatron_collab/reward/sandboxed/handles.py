@@ -12,9 +12,10 @@ import types
 from collections.abc import Generator, Iterator
 from typing import Any
 
+from . import mirror
 from .classes import find_class
 from .values import TYPES, Violation
-from .wire import Remote, WirePeer, ask
+from .wire import Remote, WirePeer
 
 _DATA = (*TYPES.values(), collections.deque)
 # Methods that compare with what they are given, of types whose values cross as data.
@@ -102,9 +103,7 @@ class Callable(Handle):
     """One that can be called, a function or a class."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        from .mirror import situation
-
-        found = ask(self, "call", arguments, named, situation())
+        found = ask(self, "call", arguments, named)
         made = ("builtins", "type") in object.__getattribute__(self, "_bases")
         return subject(found) if made and object.__getattribute__(self, "_subject") else found
 
@@ -157,6 +156,14 @@ def _exactly(kind: Any, value: Any) -> Any:
     if type(value) is not kind:
         raise TypeError(f"the candidate's object gives {type(value).__name__} for {kind.__name__}")
     return value
+
+
+def ask(handle: Handle, act: str, *arguments: Any) -> Any:
+    """`WirePeer.ask`, once the candidate has taken over what the tests changed around it: any act may run its code."""
+    peer = object.__getattribute__(handle, "_peer")
+    if new := mirror.situation():
+        peer.ask("follow", None, new)
+    return peer.ask(act, handle, *arguments)
 
 
 def adopt(peer: WirePeer, number: int, told: tuple[Any, ...]) -> Handle:

@@ -1,6 +1,6 @@
 """What tests change around the candidate is changed in its process as well, since that is another one.
 
-Patches of unittest.mock are made in both. Each call brings along, where they have changed: which of the standard
+Patches of unittest.mock are made in both. Before each act it is told, if they have changed: which of the standard
 streams the tests replaced, the environment, the folder, and the state of random generators that they seeded.
 """
 
@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 import types
+from copy import copy
 from typing import Any
 
 from .classes import find_class
@@ -23,17 +24,24 @@ _told: dict[str, Any] = {}
 
 
 def situation() -> dict[str, Any]:
-    """What is new since the last call."""
-    streams = [name for name in _STREAMS if getattr(sys, name) is not _own[name]]
-    now: dict[str, Any] = {"streams": streams, "environment": dict(os.environ), "folder": _getcwd(), "argv": sys.argv}
+    """What is new since the last time."""
+    streams = [name for name in _STREAMS if _replaced(name)]
+    now: dict[str, Any] = {"streams": streams, "folder": _getcwd(), "argv": sys.argv}
+    now["environment"] = getattr(os.environ, "_data", os.environ)  # not decoded, which takes long
     if "random" in _seeded:
         now["random"] = sys.modules["random"].getstate()
     if "numpy" in _seeded:
         now["numpy"] = tuple(sys.modules["numpy"].random.get_state())
     new = {name: value for name, value in now.items() if name in _dirty or not _equal(_told.get(name), value)}
     _dirty.clear()
-    _told.update({name: list(value) if isinstance(value, list) else value for name, value in new.items()})
-    return new
+    _told.update({name: copy(value) for name, value in new.items()})
+    return new | ({"environment": dict(os.environ)} if "environment" in new else {})
+
+
+def _replaced(name: str) -> bool:
+    """Whether a standard stream is the tests' own, or its write is, as by patch("sys.stdout.write")."""
+    stream = getattr(sys, name)
+    return stream is not _own[name] or "write" in vars(stream)
 
 
 def _equal(before: Any, now: Any) -> bool:
@@ -107,12 +115,23 @@ def follow_patches(peer: WirePeer, modules: dict[Any, str]) -> None:
     kind.__enter__, kind.__exit__ = entered, left
 
 
-def write(stream: str, text: str) -> None:
-    """What the candidate printed to a stream that the tests replaced."""
-    if stream in _STREAMS[1:]:
-        getattr(sys, stream).write(str.__str__(text))
+def print_all(printed: Any) -> None:
+    """What the candidate did to streams that the tests replaced: in turn the name, and what it wrote, None to flush."""
+    if type(printed) is not tuple:
+        raise TypeError("no texts")
+    for name, text in zip(printed[::2], printed[1::2], strict=True):
+        stream = getattr(sys, name) if name in _STREAMS[1:] else None
+        if text is None and stream is not None:
+            stream.flush()
+        elif stream is not None:
+            stream.write(str.__str__(text))
 
 
 def read_line() -> Any:
     """A line of what the tests put in the place of stdin."""
     return sys.stdin.readline()
+
+
+def read() -> Any:
+    """The rest of what the tests put in the place of stdin."""
+    return sys.stdin.read()

@@ -214,11 +214,6 @@ class Remote:
         object.__setattr__(self, "_number", number)
 
 
-def ask(remote: Any, act: str, *arguments: Any) -> Any:
-    """`WirePeer.ask`, of the one that a handle came from."""
-    return object.__getattribute__(remote, "_peer").ask(act, remote, *arguments)
-
-
 ACTS: Mapping[str, Callable[..., Any]] = {
     "attribute": getattr,
     "set attribute": setattr,

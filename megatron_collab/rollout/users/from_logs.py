@@ -8,6 +8,7 @@ which is then replaced in all that is written.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from megatron_collab.llm.limiter import local_limiter
 from megatron_collab.llm.price import Prices, tokens_at_most
 from megatron_collab.llm.tape import open_tape
 from megatron_collab.observability.run import progress
+from megatron_collab.runtime import network
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import Message, Task
 
@@ -183,6 +185,7 @@ def _client(config: Config, cache: Path) -> Iterator[LlmClient]:
             while not servers.ready(config.launch.timeout):
                 pass
             served[name] = servers.model
+            os.environ |= network.without_proxy(url for url, _ in servers.model.addresses)
         limiter = local_limiter(config.llm, cache / "spend.json")
         stack.callback(limiter.write)
         yield LlmClient(limiter, answers, served=served, prices=config.llm.prices, tape=open_tape(config))

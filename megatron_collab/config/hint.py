@@ -1,0 +1,64 @@
+"""Which of the known names somebody may have meant: one that is near in spelling or in its words, else none."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+
+_MISSPELT = 0.75  # difflib's ratio for four letters, two of which are exchanged
+_ANOTHER_WORD, _BEGINNING = 0.7, 0.6  # how near a name with one word more or less is, and one that is cut off
+_SHARED = 0.55  # least share of the letters of both that is in words of both
+_SHORTEST_BEGINNING = 4  # letters
+_AS_NEAR, _MOST_NAMES = 0.2, 3
+
+
+def nearest(value: str, names: Iterable[str], group: str = "") -> str:
+    """ "; the nearest is NAME" for names of `group` that `value` misspells, cuts off or has with a word more or less.
+
+    Empty if there is none. Of a name's parts, separated by dots, the last ones alone may be meant; of the value's parts
+    the last one alone only if it has several words, since a single one means something else elsewhere.
+    """
+    ranked = sorted((-near, place, name) for place, name in enumerate(names) if (near := _nearness(value, name)))
+    shown = [group + name for near, _, name in ranked if near < ranked[0][0] + _AS_NEAR][:_MOST_NAMES]
+    return f"; the nearest {'is' if len(shown) == 1 else 'are'} {', '.join(shown)}" if shown else ""
+
+
+def _nearness(value: str, name: str) -> float:
+    """1 for the same, 0 if neither letters nor words speak for it."""
+    value_parts, name_parts = _parts(value), _parts(name)
+    forms = [_joined(value_parts), *([value_parts[-1]] if len(value_parts[-1]) > 1 else [])]
+    endings = [_joined(name_parts[start:]) for start in range(len(name_parts))]
+    if spelling := max(_spelling(form, ending) for form in forms for ending in endings):
+        return spelling
+    value_words, name_words = {*forms[-1]}, {*name_parts[-1]}
+    shared, letters = value_words & name_words, len("".join(value_words | name_words))
+    one_apart = len(value_words ^ name_words) == 1
+    if one_apart and len(shared) > 1 and len("".join(shared)) >= _SHARED * letters:
+        return _ANOTHER_WORD
+    beginning, whole = ("".join(words) for words in (value_parts[-1], name_parts[-1]))
+    begins = len(value_parts) == 1 and len(beginning) >= _SHORTEST_BEGINNING and whole.startswith(beginning)
+    return _BEGINNING if begins else 0.0
+
+
+def _parts(name: str) -> list[list[str]]:
+    """The words of each part: [[rollout], [max, messages]]."""
+    return [re.split(r"[-_ ]", part) for part in re.split(r"[./]", name.lower())]
+
+
+def _joined(parts: list[list[str]]) -> list[str]:
+    return [word for part in parts for word in part]
+
+
+def _spelling(a: list[str], b: list[str]) -> float:
+    """How alike the words of two names are where they differ most; 0 if a word is no misspelling of the other."""
+    if len(a) != len(b):
+        return float("".join(a) == "".join(b))
+    return min(map(_likeness, a, b))
+
+
+def _likeness(a: str, b: str) -> float:
+    """Of two words: 1 for the same, 0 for different ones. A name of two letters, or a first letter, is no slip."""
+    ratio = difflib.SequenceMatcher(None, a, b).ratio()
+    slip = ratio >= _MISSPELT and a[:1] == b[:1] and max(len(a), len(b)) > 2
+    return ratio if a == b or slip else 0.0
