@@ -28,7 +28,8 @@ def programs() -> str:
 def torch_cuda() -> str | None:
     """The CUDA that torch was built with, as 13.0, without importing it; None for a build for CPUs, or no torch."""
     spec = find_spec("torch")
-    return runpy.run_path(str(Path(spec.origin).parent / "version.py"))["cuda"] if spec and spec.origin else None
+    file = Path(spec.origin).parent / "version.py" if spec and spec.origin else None
+    return runpy.run_path(str(file))["cuda"] if file and file.is_file() else None
 
 
 def _major() -> str:
