@@ -82,9 +82,11 @@ def serve(connection: socket.socket, engine: bool) -> None:
     environment, the number of ranks and a pickled function with its arguments, and then how the ranks ended.
     """
     imports_begin()
+    given = dict(os.environ)
     if engine:
         install()
     patches.apply("megatron", "litellm")
+    variables_of_patches = dict(os.environ.items() - given.items())
     for module in _PRELOADED:
         import_module(module)
     imports_done()
@@ -92,18 +94,18 @@ def serve(connection: socket.socket, engine: bool) -> None:
         file, streams, *_ = socket.recv_fds(connection, 4096, 2)
         if not file:
             return
-        child = forked(_do, Path(file.decode()), streams)
+        child = forked(_do, Path(file.decode()), streams, variables_of_patches)
         for stream in streams:
             os.close(stream)
         connection.send(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])).encode())
 
 
-def _do(call: Path, streams: list[int]) -> None:
+def _do(call: Path, streams: list[int], variables_of_patches: dict[str, str]) -> None:
     for stream, target in zip(streams, (sys.stdout, sys.stderr), strict=True):
         os.dup2(stream, target.fileno())
     environment, ranks, work = pickle.loads(call.read_bytes())
     os.environ.clear()
-    os.environ |= environment
+    os.environ |= environment | variables_of_patches
     function, arguments = pickle.loads(work)
     call.write_bytes(pickle.dumps(fork(function, ranks, *arguments)))
 

@@ -17,14 +17,19 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.processes
 
 
+OF_LITELLM = "LITELLM_LOCAL_MODEL_COST_MAP"  # which a patch sets, and the test's process may not have
+
+
 def place(word: str) -> tuple[int, int, str, bool]:
-    """As a rank: who it is a fork of, its number, a variable of the test's, whether Megatron was imported before."""
+    """As a rank: who it is a fork of, its number, a variable of the test's, whether libraries are changed."""
     print(f"{word} of rank {os.environ['RANK']}", file=sys.stderr)
     (server,) = [parent.pid for parent in psutil.Process().parents() if "tests.forked" in parent.cmdline()][-1:]
-    return server, int(os.environ["RANK"]), os.environ["OF_THE_TEST"], "megatron.core" in sys.modules
+    changed = "megatron.core" in sys.modules and OF_LITELLM in os.environ
+    return server, int(os.environ["RANK"]), os.environ["OF_THE_TEST"], changed
 
 
 def test_calls_share_a_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv(OF_LITELLM, raising=False)
     found = []
     for number in range(2):
         monkeypatch.setenv("OF_THE_TEST", str(number))

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 
 _MISSPELT = 0.75  # difflib's ratio for four letters, two of which are exchanged
+_A_PART_LEFT_OUT = 0.9
 _ANOTHER_WORD, _BEGINNING = 0.7, 0.6  # how near a name with one word more or less is, and one that is cut off
 _SHARED = 0.55  # least share of the letters of both that is in words of both
 _SHORTEST_BEGINNING = 4  # letters
@@ -16,10 +17,12 @@ _AS_NEAR, _MOST_NAMES = 0.2, 3
 def nearest(value: str, names: Iterable[str], group: str = "") -> str:
     """ "; the nearest is NAME" for names of `group` that `value` misspells, cuts off or has with a word more or less.
 
-    Empty if there is none. Of a name's parts, separated by dots, the last ones alone may be meant; of the value's parts
-    the last one alone only if it has several words, since a single one means something else elsewhere.
+    Empty if there is none. Of a name's parts, separated by dots or slashes, the last ones alone may be meant, or a part
+    between the first and the last left out; of the value's parts the last one alone only if it has several words, since
+    a single one means something else elsewhere.
     """
-    ranked = sorted((-near, place, name) for place, name in enumerate(names) if (near := _nearness(value, name)))
+    distinct = enumerate(dict.fromkeys(names))
+    ranked = sorted((-near, place, name) for place, name in distinct if (near := _nearness(value, name)))
     shown = [group + name for near, _, name in ranked if near < ranked[0][0] + _AS_NEAR][:_MOST_NAMES]
     return f"; the nearest {'is' if len(shown) == 1 else 'are'} {', '.join(shown)}" if shown else ""
 
@@ -31,6 +34,8 @@ def _nearness(value: str, name: str) -> float:
     endings = [_joined(name_parts[start:]) for start in range(len(name_parts))]
     if spelling := max(_spelling(form, ending) for form in forms for ending in endings):
         return spelling
+    if len(name_parts) > len(value_parts) > 1 and [name_parts[0], name_parts[-1]] == [value_parts[0], value_parts[-1]]:
+        return _A_PART_LEFT_OUT
     value_words, name_words = {*forms[-1]}, {*name_parts[-1]}
     shared, letters = value_words & name_words, len("".join(value_words | name_words))
     one_apart = len(value_words ^ name_words) == 1

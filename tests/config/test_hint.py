@@ -146,6 +146,8 @@ def test_the_hint_for_a_command(word: str, monkeypatch: pytest.MonkeyPatch, caps
         ("dapo", ["ppo", "gspo", "cispo"], ""),
         ("clip", ["lr", "clip_low", "clip_high"], "; the nearest are clip_low, clip_high"),
         ("", ["", "a"], "; the nearest is "),
+        ("eval/accuracy", ["eval/m/reward", "eval/m/accuracy"], "; the nearest is eval/m/accuracy"),
+        ("lvel", ["level", "level"], "; the nearest is level"),
     ],
 )
 def test_what_is_near(value: str, names: list[str], hint: str) -> None:

@@ -186,7 +186,7 @@ def test_what_fp8_cannot_go_with(engine: None, settings: dict[str, Any], said: s
             {"model.lora.targets": ["q_proj", "w1"]},
             "model.lora.targets=w1: choose one of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
         ),
-        ({"model.lora.targets": ["query_proj"]}, "; the nearest is "),
+        ({"model.lora.targets": ["query_proj"]}, "model.lora.targets=query_proj: choose one of q_proj, k_proj, "),
         ({"model.lora.targets": []}, "model.lora.targets=[]: nothing would be trained"),
         ({"model.lora.targets": ["q_proj", "q_proj"]}, "model.lora.targets: q_proj is named twice; name it once"),
         ({"model.lora.dropout": 1.0}, "model.lora.dropout=1.0: must be at least 0 and below 1"),

@@ -289,6 +289,8 @@ def recorded_by_wandb(file: Path) -> list[Any]:
 def test_weights_and_biases_gets_one_run_over_all_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"API_KEY": "0" * 40, "MODE": "offline", "SILENT": "true"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
+    import wandb
+
     settings = config(tmp_path)
     settings.run.wandb_project, settings.run.wandb_name = "p", "first evening"
     settings.run.wandb_group, settings.run.wandb_tags = "g", ["a", "b"]
@@ -298,6 +300,7 @@ def test_weights_and_biases_gets_one_run_over_all_starts(tmp_path: Path, monkeyp
             run.record(start, METRICS)
             _ = 1 / start  # the first start fails
         time.sleep(1)  # its folders are named by the second, and a second start within it would have none
+    wandb.teardown()
     (tables, scalars), ids, codes = ([], {}), set(), []
     for file in sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime):
         for record in recorded_by_wandb(file):

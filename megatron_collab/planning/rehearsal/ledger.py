@@ -71,8 +71,7 @@ class Ledger(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 if pinned:
                     self._pin(tensor)
-                else:
-                    self._book(tensor, self.part)
+                self._book(tensor, HOST if pinned else self.part)  # a view of a pinned tensor is booked nowhere else
         return made
 
     def _pin(self, tensor: Tensor) -> None:

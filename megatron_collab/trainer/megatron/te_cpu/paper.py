@@ -24,6 +24,7 @@ def stand_ins() -> Iterator[tuple[Any, str, Any]]:
     """What cannot work on tensors without values, as (owner, name, stand-in); nothing without TransformerEngine."""
     if not with_reference_kernels():
         return
+    from megatron.core.extensions.transformer_engine import TEGroupedLinear
     from transformer_engine.pytorch import GroupedLinear
     from transformer_engine.pytorch.cpp_extensions import gemm
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
@@ -35,6 +36,7 @@ def stand_ins() -> Iterator[tuple[Any, str, Any]]:
     yield gemm, "get_cublas_workspace", _kept(gemm.get_cublas_workspace.__wrapped__)
     for module in (TransformerEngineBaseModule, BasicOperation):
         yield module, "get_extra_state", _no_scales
+    yield TEGroupedLinear, "_split_extra_state", lambda experts, state: [state] * experts.num_gemms
     yield FakeTensor, "__torch_dispatch__", _of_a_part(FakeTensor.__torch_dispatch__)
 
 
