@@ -123,7 +123,8 @@ class _Planned:
         self.task, self.folder = study.tasks[name], given.out / name
         self._builds = given.build or self.task.build
         self._held_out = 0.0 if self.task.eval_source else self.task.eval_share
-        self._trained = list(dict.fromkeys(arm for chosen in given.arms for arm in study.chain(chosen)))
+        needed = [*self._makers(), *given.arms]
+        self._trained = list(dict.fromkeys(trained for arm in needed for trained in study.chain(arm)))
 
     def __iter__(self) -> Iterator[Stage]:
         own = [arm for arm in self._trained if self.study.arms[arm].rows is None]
@@ -139,6 +140,12 @@ class _Planned:
                 yield self._training(arm)
             if arm in self.given.arms:
                 yield self._evaluation(arm)
+
+    def _makers(self) -> list[str]:
+        """Arms on which all others depend: they are trained on no rows of the task, whose world or model they make."""
+        if not any(FOLDER in made for made in (self.task.source, self.given.model)):
+            return []
+        return [name for name, arm in self.study.arms.items() if arm.train and arm.rows is None]
 
     def _first(self, own: Sequence[str]) -> Iterator[Stage]:
         """`own`: arms that are trained on other data than the task's, which may make its world."""

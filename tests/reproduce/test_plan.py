@@ -99,6 +99,22 @@ def test_an_arm_brings_what_it_begins_with_and_data_come_first() -> None:
     assert built["math/rows_sft"].arguments[1] == "out/math/build/built"
 
 
+@pytest.mark.parametrize("arms", [["sft", "ppo"], *([arm] for arm in read("booking").arms)], ids=",".join)
+def test_any_arms_alone_have_all_that_they_read(arms: list[str]) -> None:
+    """What a program reads in the folder of its task is of a program before it; the first one makes the world."""
+    study = read("booking")
+    made = {"world"}
+    planned = stages(study, given(study, arms=arms))
+    assert planned[0].title == "booking/base"
+    for stage in planned:
+        names = re.findall("out/booking/(\\w+)", " ".join(stage.arguments))
+        assert set(names) - {stage.folder.name} <= made, stage.title
+        made.add(stage.folder.name)
+    assert [stage.title for stage in planned if "_eval" in stage.title and not stage.prepares] == [
+        f"booking/{arm}_eval" for arm in arms
+    ]
+
+
 def test_steps_are_those_of_the_epochs(tmp_path: Path) -> None:
     study = read("collabllm")
     of_sft = by_name(stages(study, given(study, out=tmp_path, tasks=["math"])))["math/sft"]
