@@ -23,6 +23,7 @@ SMALL = (
     "train.steps=2 train.prompts_per_step=2 train.rollouts_per_prompt=2 train.eval_tasks=4 optim.warmup_steps=1 "
     "rollout.futures=2 reward.malformed=null"
 )
+ONE_RANK = "launch.nproc_per_node=1 parallel.tp=1"  # the booking world's experiments have two
 # And for a model of the Hub on this machine, in training and in evaluation.
 ON_CPU = (
     "launch.device=cpu model.dtype=float32 run.wandb_project=null rollout.context_length=512 "
@@ -66,7 +67,7 @@ def test_the_first_run_and_a_metric_of_ones_own(tmp_path: Path) -> None:
     assert len(commands) == 5
     for block in commands:
         trains = block.startswith(("megatron-collab quickstart", "megatron-collab train")) and "--cfg" not in block
-        follow(f"{block.rstrip()} {SMALL}" if trains else block, tmp_path)
+        follow(f"{block.rstrip()} {SMALL} {ONE_RANK}" if trains else block, tmp_path)
 
     brief = rows(tmp_path / "runs/brief/metrics.jsonl")
     assert [step["step"] for step in brief] == [0, 1]

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_booking import Program, kill, lines, parameters, steps_done
+from tests.e2e.test_booking import RANDOM, Program, kill, lines, parameters, steps_done
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 RL = ["experiment=booking", "train.steps=3", "train.checkpoint_every=1", "train.prompts_per_step=4"]
-RL += ["train.rollouts_per_prompt=4", "rollout.futures=2", "train.eval_tasks=0", "optim.lr=1e-2"]
-RL += ["reward.malformed=null", "reward.weights.token_amount=-0.01"]  # the random model ends no turn by itself
+RL += ["train.rollouts_per_prompt=4", "rollout.futures=2", "train.eval_tasks=0", "optim.lr=1e-2", *RANDOM]
 RL += ["model.lora.rank=8", "model.lora.serve=adapters", "publish.verify=1"]
 SAME = ("reward", "turn_tokens", "loss", "grad_norm", "mismatch/max_abs")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -37,6 +36,9 @@ RL = [
     "train.eval_tasks=8",
     "train.eval_every=2",
 ]
+
+
+RANDOM = ["reward.malformed=null", "reward.weights.token_amount=-0.01"]  # a random model ends no turn by itself
 
 
 class Program:
@@ -212,6 +214,11 @@ def rl(root: Path, name: str) -> list[str]:
     return [*RL, f"run.dir={root}/{name}", f"data.dir={root}/world", f"model.path={root}/sft/hf"]
 
 
+def rl_at_random(root: Path, name: str) -> list[str]:
+    """As `rl`, from a random model, which needs no run before it."""
+    return [*rl(root, name), f"model.path={root}/world/model", *RANDOM]
+
+
 def lines(file: Path) -> list[dict]:
     """The whole lines of a file that may be written to at this moment."""
     text = file.read_text() if file.exists() else ""
@@ -292,11 +299,9 @@ def test_a_fork_goes_on_from_the_training_state_of_another_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algo", ["online_dpo", "best_of_n"])
-def test_the_best_of_a_group_is_learned_from(
-    root: Path, supervised: Path, start: Callable[..., Program], algo: str
-) -> None:
-    run = root / algo
-    start([*rl(root, algo), f"algo={algo}", "train.steps=2", "train.prompts_per_step=8", "train.eval_tasks=0"]).finish()
+def test_the_best_of_a_group_is_learned_from(root: Path, start: Callable[..., Program], algo: str) -> None:
+    run, few = root / algo, ["train.steps=2", "train.prompts_per_step=8", "train.eval_tasks=0"]
+    start([*rl_at_random(root, algo), f"algo={algo}", *few]).finish()
     first, second = lines(run / "metrics.jsonl")
     assert first["reward"] == first["reward"] and second["grad_norm"] > 0
     if algo == "best_of_n":
@@ -315,24 +320,6 @@ def test_what_is_sampled_is_what_is_trained(trained: Path) -> None:
     assert abs(metrics[0]["ratio_mean"] - 1) <= 1e-4
     assert abs(metrics[0]["kl"]) <= 1e-6
     assert metrics[-1]["kl"] > 1e-9, "three updates have moved the policy"
-
-
-@pytest.mark.slow
-def test_pipeline_parallel_trains_the_same_and_ctrl_c_leaves_no_process_behind(
-    root: Path, trained: Path, start: Callable[[list[str]], Program]
-) -> None:
-    """Two ranks as PP2: same samples, same update as TP2."""
-    run = root / "pp2"
-    program = start([*rl(root, "pp2"), "train.eval_tasks=0", "parallel.tp=1", "parallel.pp=2"])
-    program.when(lambda: steps_done(run) >= 2)
-    os.killpg(program.process.pid, signal.SIGINT)
-    assert program.wait() != 0
-    assert program.gone() == []
-    for ours, theirs in zip(lines(run / "metrics.jsonl")[:2], lines(trained / "metrics.jsonl")[:2], strict=True):
-        assert ours["mismatch/max_abs"] <= 1e-4
-        assert ours["reward"] == theirs["reward"]
-        assert ours["turn_tokens"] == theirs["turn_tokens"]
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
 
 def test_every_number_and_transcript_is_in_place(trained: Path) -> None:
@@ -404,14 +391,14 @@ def test_a_finished_run_is_not_trained_again(trained: Path, root: Path, start: C
 
 
 @pytest.mark.slow
-def test_sampling_runs_ahead_of_training(root: Path, trained: Path, start: Callable[[list[str]], Program]) -> None:
+def test_sampling_runs_ahead_of_training(root: Path, start: Callable[[list[str]], Program]) -> None:
     """Weights are put into the servers in the middle of requests, and every sample is at most a version behind.
 
     Two ranks as DP2; what a server holds is compared with what was sent at every publish.
     """
     ahead = ["rollout.max_staleness=1", "rollout.server.colocated=false", "algo.correction=truncated"]
     options = [*ahead, "parallel.tp=1", "publish.verify=1", "train.eval_tasks=0"]
-    start([*rl(root, "ahead"), *options]).finish()
+    start([*rl_at_random(root, "ahead"), *options]).finish()
     metrics = lines(root / "ahead" / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [0, 1, 2, 3]
     assert metrics[0]["staleness/max"] == 0 and metrics[0]["mismatch/max_abs"] <= 1e-4  # nothing else was there

@@ -19,8 +19,11 @@ from tests.helpers import make_model
 from tests.hub import serving
 
 __all__ = ["endpoint", "start"]  # fixtures
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(2400)]  # twenty programs, on a busy machine
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(2400)]  # many programs, on a busy machine
 MODULE = "megatron_collab.reproduce"
+
+
+ARMS = ("base", "sft", "ppo", "offline_dpo")  # of all kinds of rows; tests/reproduce/test_plan.py has the others
 
 
 def small_booking(folder: Path) -> Path:
@@ -29,6 +32,7 @@ def small_booking(folder: Path) -> Path:
     study["tasks"]["booking"]["eval_tasks"] = 8
     study["build"] += ["train.eval_tasks=12"]
     study["settings"] += ["train.rollouts_per_prompt=8", "rollout.futures=2"]
+    study["settings"] += ["launch.nproc_per_node=1", "parallel.tp=1"]
     for name, arm in study["arms"].items():
         if "train" in arm:
             arm["train"] += [f"train.steps={150 if name == 'base' else 2}", "train.eval_tasks=0"]
@@ -39,7 +43,7 @@ def small_booking(folder: Path) -> Path:
 
 def test_the_booking_study_goes_on_where_it_was_killed(tmp_path: Path, start: Callable[..., Program]) -> None:
     out = tmp_path / "out"
-    command = [str(small_booking(tmp_path)), "--out", str(out), "--seeds", "2"]
+    command = [str(small_booking(tmp_path)), "--out", str(out), "--seeds", "2", "--arms", ",".join(ARMS)]
     killed = start(command, module=MODULE)
     killed.when(lambda: any(file.stat().st_size for file in (out / "booking").glob("build/journal/*.groups")))
     killed.process.kill()
@@ -51,10 +55,19 @@ def test_the_booking_study_goes_on_where_it_was_killed(tmp_path: Path, start: Ca
     assert (out / "booking" / "base" / "result.json").stat().st_mtime_ns == base, "what is done stays"
     assert "expected of all: 0 USD\n" in resumed.log.read_text(), "nobody is paid"
     table = (out / "page.md").read_text()
-    for arm in read("booking").arms.values():
-        assert re.search(rf"^\| {arm.title} (\| \d+\.\d+ ± \d+\.\d+ ){{2}}\| ", table, re.MULTILINE), table
+    arms = read("booking").arms
+    for name in ARMS:
+        assert re.search(rf"^\| {arms[name].title} (\| \d+\.\d+ ± \d+\.\d+ ){{2}}\| ", table, re.MULTILINE), table
     again = start(command, module=MODULE)
-    assert again.wait() == 0 and "20/20 booking/grpo_eval: done" in again.log.read_text()
+    assert again.wait() == 0 and re.search(r"(\d+)/\1 booking/offline_dpo_eval: done", again.log.read_text())
+
+
+def small_paper(folder: Path) -> Path:
+    """The shipped study, in which GRPO begins with the model itself."""
+    study: dict[str, Any] = yaml.safe_load((STUDIES / "collabllm.yaml").read_text())
+    del study["arms"]["grpo"]["from"]
+    (folder / "collabllm.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
+    return folder / "collabllm.yaml"
 
 
 def test_the_paper_is_recorded_and_replayed_without_key_or_network(
@@ -69,13 +82,13 @@ def test_the_paper_is_recorded_and_replayed_without_key_or_network(
     settings = [
         *SMALL,
         *SMALL_RL,
-        "launch.nproc_per_node=2",
+        "launch.nproc_per_node=1",
         "rollout.max_user_turns=1",
         "rollout.max_assistant_turns=2",
     ]
     paid = [f"user.api_base={endpoint}", f"reward.judge.api_base={endpoint}"]
     paid += ["llm.prices={openai/gpt-4o-mini: [1, 2], openai/judge: [1, 2]}", "reward.judge.model=openai/judge"]
-    command = ["collabllm", "--tasks", "math", "--arms", "base,grpo", "--seeds", "1", "--pilot", "2"]
+    command = [str(small_paper(tmp_path)), "--tasks", "math", "--arms", "base,grpo", "--seeds", "1", "--pilot", "2"]
     with serving() as hub:
         hub.add("model", study.model, tmp_path / "model")
         hub.add("dataset", study.tasks["math"].source, tmp_path / "data")

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,14 +25,13 @@ from megatron_collab.rollout.journal import JournalEntry, entries
 from megatron_collab.runtime.files import ScratchFolder
 from megatron_collab.runtime.signals import EXIT_PREEMPTED, PREEMPTION
 from tests.e2e.hosts import train_on_two_hosts
-from tests.e2e.test_booking import Program, kill, lines, parameters, steps_done
+from tests.e2e.test_booking import RANDOM, Program, kill, lines, parameters, steps_done
 from tests.helpers import free_port
 
 pytestmark = pytest.mark.processes
 
 RL = ["experiment=booking", "train.steps=3", "train.checkpoint_every=1", "train.prompts_per_step=4"]
-RL += ["train.rollouts_per_prompt=4", "rollout.futures=2", "train.eval_tasks=0"]
-RL += ["reward.malformed=null", "reward.weights.token_amount=-0.01"]  # the random model ends no turn by itself
+RL += ["train.rollouts_per_prompt=4", "rollout.futures=2", "train.eval_tasks=0", *RANDOM]
 SAME = ("reward", "turn_tokens", "loss", "grad_norm", "missing", "ending/error")
 # On PYTHONPATH: every Python process sees the wall clock jump by a day, forth and back, every second, and says so.
 JUMPING = """
@@ -173,6 +173,24 @@ def test_a_preemption_notice(root: Path, undisturbed: Path, start: Callable[...,
     assert lines(run / "metrics.jsonl")[learned]["count/from_journal"] == len(found)
     assert (run / "transcripts.jsonl").read_text() == (undisturbed / "transcripts.jsonl").read_text()
     same(run, undisturbed)
+
+
+@pytest.mark.slow
+def test_pipeline_parallel_trains_the_same_and_ctrl_c_leaves_no_process_behind(
+    root: Path, undisturbed: Path, start: Callable[..., Program]
+) -> None:
+    """Two ranks as PP2: same samples, same update as TP2."""
+    run = root / "pp2"
+    program = start([*rl(root, "pp2"), "parallel.tp=1", "parallel.pp=2"])
+    program.when(lambda: steps_done(run) >= 2)
+    os.killpg(program.process.pid, signal.SIGINT)
+    assert program.wait() != 0
+    assert program.gone() == []
+    for ours, theirs in zip(lines(run / "metrics.jsonl")[:2], lines(undisturbed / "metrics.jsonl")[:2], strict=True):
+        assert ours["mismatch/max_abs"] <= 1e-4
+        assert ours["reward"] == theirs["reward"]
+        assert ours["turn_tokens"] == theirs["turn_tokens"]
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
 
 Nodes = tuple[str, psutil.Process, dict[str, str]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -46,27 +47,42 @@ def test_a_start_of_ray_that_fails_is_tried_again_and_leaves_no_process(
             process.wait()
 
 
-def test_workers_have_the_priority_of_the_process_that_started_ray() -> None:
+Sockets = dict[psutil.Process, set[tuple[str, int]]]
+
+
+def family() -> list[psutil.Process]:
+    """This process and all that it has started, directly or not."""
+    this = psutil.Process()
+    return [this, *this.children(recursive=True)]
+
+
+@pytest.fixture(scope="module")
+def before() -> Sockets:
+    """Where the family listens before Ray starts: an earlier test's store of torch, for one."""
+    return listening(family())
+
+
+@pytest.fixture(scope="module")
+def session(before: Sockets) -> Iterator[None]:
     with ray_cluster.ray_session(Config(reward=RewardConfig(workers=1))):
-        assert ray.get(ray.remote(lambda: os.nice(0)).options(num_cpus=0).remote()) == os.nice(0)
+        yield
 
 
-def test_ray_starts_without_monitors() -> None:
+def test_workers_have_the_priority_of_the_process_that_started_ray(session: None) -> None:
+    assert ray.get(ray.remote(lambda: os.nice(0)).options(num_cpus=0).remote()) == os.nice(0)
+
+
+def test_ray_starts_without_monitors(session: None) -> None:
     """No autoscaler, no copier of logs, no dashboard: only what an actor needs."""
-    with ray_cluster.ray_session(Config(reward=RewardConfig(workers=1))):
-        ours = psutil.Process().children(recursive=True)
-        commands = " ".join(word for process in ours for word in process.cmdline())
+    commands = " ".join(word for process in family() for word in process.cmdline())
     assert "gcs_server" in commands and "dashboard/agent.py" in commands
     assert [file for file in ("monitor.py", "log_monitor.py", "dashboard/dashboard.py") if file in commands] == []
 
 
-def test_nothing_of_ray_listens_beyond_loopback() -> None:
-    this = psutil.Process()
-    before = listening([this, *this.children(recursive=True)])  # an earlier test's store of torch, for one
-    with ray_cluster.ray_session(Config(reward=RewardConfig(workers=1))):
-        ray.get(ray.remote(lambda: None).options(num_cpus=0).remote())
-        after = listening([this, *this.children(recursive=True)])
-        names = {process: " ".join(process.cmdline())[:100] for process in after}
+def test_nothing_of_ray_listens_beyond_loopback(before: Sockets, session: None) -> None:
+    ray.get(ray.remote(lambda: None).options(num_cpus=0).remote())
+    after = listening(family())
+    names = {process: " ".join(process.cmdline())[:100] for process in after}
     opened = {process: sockets - before.get(process, set()) for process, sockets in after.items()}
     assert sum(bool(sockets) for sockets in opened.values()) >= 5, "this process, the store, the node, agents, a worker"
     hosts = {(names[process], host) for process, sockets in opened.items() for host, _ in sockets}
