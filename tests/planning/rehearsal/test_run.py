@@ -27,7 +27,7 @@ LLAMA = {
     "model_type": "llama",
     "hidden_size": 256,
     "intermediate_size": 1024,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 32,
@@ -39,7 +39,7 @@ LLAMA = {
 # Expert parallel ranks get a few tokens more than others: 6 do not divide those of a micro-batch.
 EXPERTS = {
     "model_type": "qwen3_moe",
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_experts": 6,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 256,
@@ -149,7 +149,7 @@ def test_a_critic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_classes_that_differ_in_what_they_save_share_a_step(tmp_path: Path) -> None:
-    path = folder(tmp_path, EXPERTS | {"num_hidden_layers": 2, "num_experts": 8})
+    path = folder(tmp_path, EXPERTS | {"num_experts": 8})
     layout = ["parallel.tp=1", "parallel.pp=1", "parallel.sequence_parallel=false", "parallel.ep=2"]
     config, shape, hf = given([*LOCAL, f"model.path={path}", "train.stage=sft", *layout])
     with mock.patch.object(rehearsal, "step", wraps=rehearsal.step) as steps:
@@ -184,7 +184,7 @@ def test_a_server_that_is_not_as_the_plan_has_it(options: list[str]) -> None:
 
 
 def test_a_parameter_that_the_table_lacks(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    name, entries = "decoder.layers.4.mlp.linear_fc2.weight", hf_to_megatron.table
+    name, entries = "decoder.layers.2.mlp.linear_fc2.weight", hf_to_megatron.table
     monkeypatch.setattr(
         hf_to_megatron, "table", lambda shape: [entry for entry in entries(shape) if entry.megatron != name]
     )
