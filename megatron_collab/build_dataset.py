@@ -1,10 +1,10 @@
 """Conversations built turn by turn: `python -m megatron_collab.build_dataset experiment=NAME run.dir=OUT …`.
 
-About each task of data.eval a conversation is played: at every turn build.candidates replies are sampled, each is
-played on in rollout.futures futures and scored, and the best one goes on, with the user's answer in one of them.
-The assistant is that of an evaluation (model.path, or assistant.model), and so are users, judges, limits and budget.
+Builds a conversation for each task of data.eval: at every turn, build.candidates replies are sampled, each is continued
+in rollout.futures futures and scored, and the best one is kept, with the user's answer in one of its futures. The
+assistant (model.path or assistant.model), users, judges, limits and budget are configured as for an evaluation.
 OUT/built has all candidates as rows with the columns of CollabLLM's data, and a card; build.push_to_hub uploads it.
-Interrupted, the same command goes on.
+After an interruption, the same command resumes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_collab.runtime import gpu_environment, process, signals
 if __name__ == "__main__":
     signals.begin()
     gpu_environment.reload()
-    process.imports_begin()  # those below take seconds
+    process.imports_begin()  # the imports below take seconds
 
 from megatron_collab.config import Config
 from megatron_collab.data.built import FOLDER
@@ -32,17 +32,17 @@ from megatron_collab.runtime import files, hub, keys
 from megatron_collab.runtime.redact import redact
 
 MODULE = "megatron_collab.build_dataset"
-UPLOADED = "uploaded.json"  # in run.dir: what the Hub has
+UPLOADED = "uploaded.json"  # in run.dir: the digests of the uploaded files
 
 
-def prepared(arguments: list[str], held: ExitStack) -> program.Prepared | str:
-    """The settings and what the ranks do, all checked; or that it is done. Raises ConfigError.
+def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
+    """The checked configuration and the function that ranks run; or a message if all is done. Raises ConfigError.
 
-    `held` then has run.dir's lock.
+    Enters the lock of run.dir into `stack`.
     """
     with inherited.settings(arguments) as defaults:
         config = evaluation.load(arguments, defaults, builds=True)
-        held.enter_context(prepare.locked(config))
+        stack.enter_context(prepare.locked(config))
         evaluation.pin(config, MODULE)
         if evaluation.done(config):
             if not _uploaded(config):
@@ -60,13 +60,13 @@ def _build(config: Config, serving: Config, step: int) -> None:
 
 
 def _uploaded(config: Config) -> bool:
-    """Whether build.push_to_hub has the rows as they are here."""
+    """Whether build.push_to_hub is unset or already has the current files."""
     marker = Path(config.run.dir) / UPLOADED
     return config.build.push_to_hub is None or (marker.is_file() and json.loads(marker.read_text()) == _state(config))
 
 
 def _state(config: Config) -> dict[str, Any]:
-    """Where the files of the data set go, and by name the digest of each."""
+    """The target repository of the data set, and the digest of each file by name."""
     built = sorted((Path(config.run.dir) / FOLDER).iterdir())
     return {
         "repo": config.build.push_to_hub,
@@ -75,13 +75,13 @@ def _state(config: Config) -> dict[str, Any]:
 
 
 def _upload(config: Config) -> None:
-    """Raises RunStopped, having said why."""
+    """Upload the data set if it is not uploaded yet. Raises RunStopped after printing the reason."""
     repo = config.build.push_to_hub
     if repo is None or process.global_rank() or _uploaded(config):
         return
     run_dir = Path(config.run.dir)
     try:
-        with keys.lent():
+        with keys.in_environment():
             commit = hub.upload(run_dir / FOLDER, repo, private=not config.build.public)
     except hub.UploadFailed as error:
         print(f"megatron-collab: {redact(str(error))}", file=sys.stderr)

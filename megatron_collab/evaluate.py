@@ -2,8 +2,9 @@
 
 Plays the tasks of data.eval with the users, judges and metrics of a run, and writes the same files and a report. The
 assistant is model.path (a Hugging Face folder, or a checkpoint as RUN, RUN@STEP or RUN@best), or with assistant.model
-any model of LiteLLM's, also a running server by assistant.api_base. A checkpoint is played and scored as its run was,
-where nothing else is given. Settings of training are ignored. Interrupted, the same command goes on.
+any LiteLLM model, including a running server at assistant.api_base. If it is a checkpoint, its run's settings of
+conversations and rewards are the defaults. Settings of training are ignored. After an interruption, the same command
+resumes.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from megatron_collab.runtime import gpu_environment, process, signals
 if __name__ == "__main__":
     signals.begin()
     gpu_environment.reload()
-    process.imports_begin()  # those below take seconds
+    process.imports_begin()  # the imports below take seconds
 
 from megatron_collab import patches
 from megatron_collab.config import Config
 from megatron_collab.launch import evaluation, inherited, prepare, program
 
-# Imported in the function: what needs Megatron, Ray or SGLang, which only a rank does.
+# Modules that need Megatron, Ray or SGLang are imported in the function, since only ranks need them.
 
 
 def evaluate(config: Config, serving: Config, step: int, builds: bool = False) -> None:
-    """Evaluate the sets of data.eval that are not recorded yet; every rank runs it, and the first one does the work.
+    """Evaluate the sets of data.eval that are not recorded yet; runs on every rank, and rank 0 does the work.
 
-    `serving` is `config` with the model as servers load it; `step`: of its weights in their run. `builds`:
-    conversations are built, see build_dataset.py.
+    `serving`: `config` with the model in the form that servers load; `step`: the training step of its weights.
+    `builds`: build conversations instead, see build_dataset.py.
     """
     patches.apply("megatron")
     from megatron_collab.observability.folder import RunFolder
@@ -49,7 +50,7 @@ def evaluate(config: Config, serving: Config, step: int, builds: bool = False) -
         serve = partial(servers.serve_loaded, version=step)
         evaluator = (Synthesis if builds else Evaluator)(serving, run, restore=serve)
         if run.leader:
-            session.enter(evaluator.alone(servers, step))
+            session.enter(evaluator.standalone(servers, step))
         serve()
         evaluator.evaluate(step)
         if run.leader:
@@ -57,19 +58,19 @@ def evaluate(config: Config, serving: Config, step: int, builds: bool = False) -
             shutil.rmtree(Path(config.run.dir) / evaluation.FOLDER, ignore_errors=True)
 
 
-def prepared(arguments: list[str], held: ExitStack) -> program.Prepared | str:
-    """The settings of an evaluation and what its ranks do, all checked; or that it is done. Raises ConfigError.
+def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
+    """The checked configuration and the function that ranks run; or a message if all is done. Raises ConfigError.
 
-    `held` then has run.dir's lock.
+    Enters the lock of run.dir into `stack`.
     """
     with inherited.settings(arguments) as defaults:
         config = evaluation.load(arguments, defaults)
-        held.enter_context(prepare.locked(config))
+        stack.enter_context(prepare.locked(config))
         evaluation.pin(config)
         if evaluation.done(config):
-            what = config.assistant.model or config.model.path
-            there = "see report.html there, or choose another run.dir"
-            return f"{config.run.dir}: all sets are evaluated of {what}; {there}"
+            model = config.assistant.model or config.model.path
+            hint = "see report.html there, or choose another run.dir"
+            return f"{config.run.dir}: all sets are evaluated of {model}; {hint}"
         serving, step = evaluation.prepared(config)
     return config, partial(evaluate, config, serving, step)
 

@@ -15,7 +15,7 @@ from megatron_collab.runtime import gpu_environment, process, signals
 if __name__ == "__main__":
     signals.begin()
     gpu_environment.reload()
-    process.imports_begin()  # those below take seconds
+    process.imports_begin()  # the imports below take seconds
 
 from megatron_collab import patches
 from megatron_collab.algo.advantages import with_advantages
@@ -24,11 +24,11 @@ from megatron_collab.launch import prepare, program
 from megatron_collab.launch.validate import load
 from megatron_collab.observability.run import Stopwatch
 
-# Imported in the functions: what needs Megatron, Ray or SGLang, which only a rank does.
+# Modules that need Megatron, Ray or SGLang are imported in the functions, since only ranks need them.
 
 
 def train_rl(config: Config) -> None:
-    """Sample from the policy, score, learn: from the last checkpoint in run.dir, or from model.path, to train.steps."""
+    """Sample from the policy, score, update: from the last checkpoint in run.dir, or model.path, to train.steps."""
     patches.apply("megatron")
     from megatron_collab.rollout.manager import RolloutManager
     from megatron_collab.rollout.servers import Servers
@@ -38,7 +38,7 @@ def train_rl(config: Config) -> None:
     from megatron_collab.weight_sync.sync import WeightSync
 
     with Session(config) as session:
-        servers = session.enter(Servers(config))  # colocated ones have given the devices back by then
+        servers = session.enter(Servers(config))  # colocated servers have released the GPUs when it returns
         session.enter(init_parallel(config))
         trainer = PolicyTrainer(config)  # policy, reference, critic
         step = session.resume(trainer)
@@ -57,7 +57,7 @@ def train_rl(config: Config) -> None:
                         clock.lap("evaluation")
                     batch = rollouts.collect(step)  # turns -> futures -> rewards -> credits
                     clock.lap("rollout")
-                clock.lap("publish")  # memory that moves between servers and trainer counts as that
+                clock.lap("publish")  # memory transfers between servers and trainer count as publish
                 # 2. Learn
                 scored = trainer.score(batch)  # old and reference log-probs, values
                 scored = with_advantages(scored, config.algo)
@@ -81,7 +81,7 @@ def train_rl(config: Config) -> None:
 
 
 def train_supervised(config: Config) -> None:
-    """Learn from conversations (sft) or pairs (dpo): as `train_rl` from the last checkpoint, to train.steps."""
+    """Train on conversations (sft) or pairs (dpo), from the last checkpoint or from model.path to train.steps."""
     patches.apply("megatron")
     from megatron_collab.data.datasets import SupervisedData
     from megatron_collab.trainer.megatron.parallel import init_parallel
@@ -113,13 +113,13 @@ def train_supervised(config: Config) -> None:
         session.finish(trainer)
 
 
-def prepared(arguments: list[str], held: ExitStack) -> program.Prepared | str:
-    """The settings of a run and what its ranks do, all checked; or that it is done already. Raises ConfigError.
+def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
+    """The checked configuration and the function that ranks run; or a message if the run is done. Raises ConfigError.
 
-    `held` then has run.dir's lock.
+    Enters the lock of run.dir into `stack`.
     """
     config = load(arguments)
-    held.enter_context(prepare.locked(config))
+    stack.enter_context(prepare.locked(config))
     prepare.prepare(config)
     if done := prepare.finished(config):
         return f"{config.run.dir}: all {done} steps are done; raise train.steps to train on, or choose another run.dir"

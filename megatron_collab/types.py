@@ -1,7 +1,7 @@
-"""The nouns of the program: frozen records without any framework import.
+"""The data types of the program: frozen records without any framework import.
 
-A `Task` is played into a `Conversation`; the policy's generations in it are `Turn`s. The trained turn is played on
-several times, each time to a `Future`. `Sample` and `Batch` are what the loss sees.
+A `Task` is played into a `Conversation`; the policy's generations in it are `Turn`s. The trained turn is continued
+several times, each time to a `Future`. `Sample` and `Batch` are the inputs of the loss.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
 
 def visible(text: str) -> str:
-    """`text` without thoughts, which a policy writes between `<think>` and `</think>` for itself alone.
+    """`text` without thoughts, which a policy writes between `<think>` and `</think>` and only the policy sees.
 
-    Templates may open the thought in the prompt, and a budget may cut it: all up to a `</think>` without its
-    `<think>`, and all after a `<think>` without its `</think>`, is thought as well.
+    If the template opens the thought in the prompt, everything up to the unmatched `</think>` counts as thought. If a
+    budget cuts the thought, everything after the unmatched `<think>` does.
     """
     text = _THOUGHT.sub("", text)
     if "</think>" in text:
@@ -44,7 +44,7 @@ class ToolCall:
 class Message:
     """One message of a conversation: `role` is system, user, assistant or tool.
 
-    `tool_calls`: of written messages; in what the policy samples, calls are a part of the content.
+    `tool_calls` is set in messages from the data; in messages that the policy samples, calls are part of the content.
     """
 
     role: str
@@ -52,7 +52,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """As OpenAI's interface and chat templates take it."""
+        """The message in the format of OpenAI's API and of chat templates."""
         row: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.tool_calls:
             functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in self.tool_calls]
@@ -64,9 +64,9 @@ class Message:
 class Task:
     """What a user wants, and how the conversation about it begins.
 
-    `messages` ends with a user message and is all that the policy sees; without one the user opens the conversation.
-    `goal` is seen by the simulated user alone, `answer` by the metrics alone. `user` names who plays the user; NAME?
-    counts where the configuration has that name. `played`: how many of the last messages the data do not have.
+    `messages` ends with a user message and is all that the policy sees; if it has none, the user opens the
+    conversation. Only the simulated user sees `goal`, only the metrics see `answer`. `user` names the simulated user;
+    NAME? applies if the configuration has that name. `played`: how many of the last messages are not from the data.
     """
 
     id: str
@@ -79,21 +79,21 @@ class Task:
 
     @property
     def unopened(self) -> bool:
-        """Whether the user opens the conversation: there is no message but a system one."""
+        """Whether the user opens the conversation, since the task has no messages except system messages."""
         return all(message.role == "system" for message in self.messages)
 
     @property
-    def given(self) -> Task:
-        """The task as the data have it."""
+    def original(self) -> Task:
+        """The task as the data have it, without the messages that were played."""
         return replace(self, messages=self.messages[: len(self.messages) - self.played], played=0)
 
-    def under(self, prompt: str) -> Task:
-        """The task with this system message in place of its own."""
-        said = tuple(message for message in self.messages if message.role != "system")
-        return replace(self, messages=(Message("system", prompt), *said))
+    def with_system_prompt(self, prompt: str) -> Task:
+        """The task with its system message replaced by `prompt`."""
+        messages = tuple(message for message in self.messages if message.role != "system")
+        return replace(self, messages=(Message("system", prompt), *messages))
 
     def play_on(self, *messages: Message) -> Task:
-        """The task with further messages, which were played."""
+        """The task with played messages appended."""
         return replace(self, messages=(*self.messages, *messages), played=self.played + len(messages))
 
 
@@ -110,13 +110,13 @@ class Turn:
     """One generation of the policy, exactly as the engine sampled it.
 
     `log_probs[i]` is the natural log-probability of `token_ids[i]` under the sampling distribution (temperature folded
-    in); `versions[i]` is the number of the weights that sampled it, which may change in the middle of a turn. `text`
-    is the decoded reply without its end-of-turn token, thoughts included, with a `<think>` that the prompt has opened.
-    `forced` is (start, stop) in `token_ids` of what closed a thought at the end of its budget: these tokens were not
-    sampled, have a log-probability of 0 here, and are not trained.
+    in); `versions[i]` is the version of the weights that sampled it, which may change in the middle of a turn. `text`
+    is the decoded reply without its end-of-turn token; it includes thoughts, and the `<think>` if the prompt opened it.
+    `forced` is the span (start, stop) in `token_ids` that closed a thought at the end of its budget: these tokens were
+    not sampled, have a log-probability of 0 here, and are not trained.
 
-    `routing` (rollout.routing_replay, of turns that are trained): the experts that the engine sent tokens to, unsigned
-    integers [R, layers * experts of a token], of the R tokens before the last one of prompt and reply together.
+    `routing` (only of trained turns, if rollout.routing_replay): the experts that the engine routed tokens to, unsigned
+    integers [R, layers * experts of a token], for the R tokens before the last one of prompt and reply together.
     """
 
     prompt_ids: tuple[int, ...]
@@ -135,7 +135,7 @@ class Turn:
 
     @property
     def stream(self) -> tuple[int, ...]:
-        """What it saw, and what it said."""
+        """The tokens of the prompt and of the reply."""
         return self.prompt_ids + self.token_ids
 
     def fault(self) -> str | None:
@@ -163,13 +163,13 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, the policy's turns among them, and the token stream they were sampled from.
+    """Messages, including the policy's turns, and the token stream from which these were sampled.
 
-    `token_ids` is what the policy sees: every token so far, sampled ones as they were sampled; with
-    rollout.strip_thoughts without the thoughts of earlier turns. No sampled token is ever rendered again.
+    `token_ids` is what the policy sees: every token so far, sampled tokens unchanged; if rollout.strip_thoughts, it
+    lacks the thoughts of earlier turns. Sampled tokens are never rendered again.
 
-    `messages` is what the others see: no thoughts. An assistant message that a tool message follows is a call of
-    tools and no reply. `turn_rewards[i]` is what users and tools gave for `turns[i]`.
+    `messages` is what users, tools and metrics see: no thoughts. An assistant message followed by a tool message is a
+    tool call, not a reply. `turn_rewards[i]` is the sum of the rewards that users and tools gave for `turns[i]`.
     """
 
     messages: tuple[Message, ...]
@@ -181,21 +181,21 @@ class Conversation:
 
     @property
     def replies(self) -> tuple[str, ...]:
-        """What the policy said to the user since the task's messages, in order; `replies[-1]` is its last word."""
+        """The policy's replies to the user after the task's messages, in order; tool calls are no replies."""
         roles = [message.role for message in self.messages]
-        mine = [at for at, role in enumerate(roles) if role == "assistant"]
-        replies = [at for at in mine[len(mine) - len(self.turns) :] if roles[at + 1 : at + 2] != ["tool"]]
+        positions = [at for at, role in enumerate(roles) if role == "assistant"]
+        replies = [at for at in positions[len(positions) - len(self.turns) :] if roles[at + 1 : at + 2] != ["tool"]]
         return tuple(self.messages[at].content for at in replies)
 
     @property
-    def said(self) -> int:
-        """The messages of the user and the policy's replies to it, those of the task included."""
+    def message_count(self) -> int:
+        """Number of messages of the user and of replies to the user, including those of the task."""
         roles = [message.role for message in self.messages]
         calls = sum(role == "assistant" and after == "tool" for role, after in pairwise(roles))
         return roles.count("user") + roles.count("assistant") - calls
 
     def add_turn(self, turn: Turn) -> Conversation:
-        """Append the policy's turn; its prompt must be the stream so far."""
+        """Append the policy's turn. Raises ValueError if its prompt is not the token stream so far."""
         if turn.prompt_ids != self.token_ids:
             raise ValueError("a turn was sampled from another prompt than this conversation's tokens")
         return replace(
@@ -207,18 +207,21 @@ class Conversation:
         )
 
     def add_messages(self, messages: Sequence[Message], token_ids: tuple[int, ...]) -> Conversation:
-        """Append what a user or tools say; `token_ids` closes the last turn, renders them and opens the next turn."""
+        """Append messages of a user or tools; `token_ids` closes the last turn, renders them and opens the next."""
         return self.begin_anew(messages, self.token_ids + token_ids)
 
     def begin_anew(self, messages: Sequence[Message], token_ids: tuple[int, ...]) -> Conversation:
-        """Append what a user or tools say; `token_ids` is all that the next turn sees."""
+        """Append messages of a user or tools; `token_ids` replaces the token stream, as the next turn's prompt."""
         return replace(self, messages=(*self.messages, *messages), token_ids=token_ids)
 
     def add_reward(self, value: float, turn: int = -1) -> Conversation:
-        """Add what a user or a tool gave for a turn, by its number in `turns`; negative ones count from the last."""
+        """Add a reward for a turn, by its index in `turns`; negative indexes count from the last.
+
+        Raises ValueError if there is no such turn, or the reward is not finite.
+        """
         if not -len(self.turns) <= turn < len(self.turns):
             raise ValueError(f"a reward for turn {turn}, but the conversation has {len(self.turns)} turns")
-        if not math.isfinite(value):  # it would spread to every weight, without a word
+        if not math.isfinite(value):  # it would silently spread to every weight
             raise ValueError(f"a reward of {value} for turn {turn}; give a finite number")
         rewards = list(self.turn_rewards)
         rewards[turn] += value
@@ -230,13 +233,13 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Missing:
-    """A missing score, and why. Never a number: an outage is not a 0."""
+    """A missing score and the reason. It is never a number: an outage must not count as 0."""
 
     why: str
 
 
 class Failed(Missing):
-    """Missing, since a function that a setting names has failed."""
+    """A score that is missing because a function that a setting names failed."""
 
 
 Score = float | Missing
@@ -244,7 +247,7 @@ Score = float | Missing
 
 @dataclass(frozen=True)
 class Future:
-    """One way the conversation went on after the trained turn, with a score per metric."""
+    """One continuation of the conversation after the trained turn, with a score per metric."""
 
     conversation: Conversation
     scores: Mapping[str, Score]
@@ -252,7 +255,7 @@ class Future:
 
 @dataclass(frozen=True)
 class Reward:
-    """The reward of a trained turn, the standard error of the mean over its futures (0 where there is one future), the
+    """The reward of a trained turn, the standard error of the mean over its futures (0 if there is one future), the
     weighted contribution of each metric, and the number of missing scores."""
 
     value: Score
@@ -263,7 +266,7 @@ class Reward:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The trained turns of `start` and their reward. For a whole conversation the one future is `start` itself."""
+    """The trained turns of `start` and their reward. If whole conversations are trained, the only future is `start`."""
 
     start: Conversation
     futures: tuple[Future, ...]
@@ -271,7 +274,7 @@ class Rollout:
 
     @property
     def malformed(self) -> bool:
-        """Whether a malformed turn has ended it, so that it has no scores; see reward.malformed."""
+        """Whether a malformed turn ended a future, which then has no scores; see reward.malformed."""
         return any(future.conversation.ending is Ending.MALFORMED for future in self.futures)
 
 
@@ -285,10 +288,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Credit:
-    """What some trained tokens of a sample, with (start, stop) in `spans`, are worth together.
+    """The return of some trained tokens of a sample, those in the (start, stop) ranges of `spans`.
 
-    `value` is their return. Credits with the same `peers` are compared with each other (the baseline); those with the
-    same `scale` share a measure of spread. Without spans it trains nothing and is only compared with.
+    `value` is their return. Credits with the same `peers` share a baseline; credits with the same `scale` share a
+    standard deviation. A credit without spans trains no tokens and only contributes to the baseline.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -299,14 +302,15 @@ class Credit:
 
 @dataclass(frozen=True)
 class Sample:
-    """The trained turns of a conversation for the loss, with all that they saw: S tokens; arrays are [S].
+    """The trained turns of a conversation for the loss, with their prompts: S tokens; arrays are [S].
 
-    `token_ids` int64; `loss_mask` float32, 1 where the token is trained; `log_probs` float32, the engine's (0 where not
-    trained); `credits`: none in sft; `version`: of the oldest weights which sampled a trained token (0 in sft);
-    `later`: of turns after the trained one; `cuts`: where a further token sequence begins, in order, since later turns
-    have not seen the thoughts of earlier ones. Sequences are apart in the model and together in all else: as one
-    sample they are compared, averaged and drawn to a mini-batch. `routing` (rollout.routing_replay): the experts of
-    each token, unsigned integers [S, layers * experts of a token], 0 for a sequence's last token, which is never read.
+    `token_ids` int64; `loss_mask` float32, 1 if the token is trained; `log_probs` float32, the engine's (0 if not
+    trained); `credits`: empty in sft; `version`: the oldest weights that sampled a trained token (0 in sft); `later`:
+    whether the sample has the turns after the trained one; `cuts`: start positions of further token sequences, in
+    order, which exist if later turns do not see the thoughts of earlier ones. The model processes the sequences
+    separately; baselines, means and mini-batches treat them as one sample. `routing` (if rollout.routing_replay): the
+    experts of each token, unsigned integers [S, layers * experts of a token]; 0 for a sequence's last token, which is
+    never read.
     """
 
     token_ids: np.ndarray
@@ -321,7 +325,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of one update, the same on every rank; `metrics` describe where they came from."""
+    """The samples of one update, the same on every rank; `metrics` describe the rollouts they came from."""
 
     samples: tuple[Sample, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -333,10 +337,12 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Scored(Batch):
-    """A batch with what the networks say of its tokens before any of it is learned: per sample float32 [S], 0 where
-    untrained. `old_log_probs` are the policy's where they are needed apart from the loss's own forward pass,
-    `reference_log_probs` the first policy's; `advantages` and the critic's `returns` are from algo.advantages."""
+class ScoredBatch(Batch):
+    """A batch with the networks' outputs for its tokens before the update: per sample float32 [S], 0 if untrained.
+
+    `old_log_probs` are the policy's, if the algorithm needs them besides the loss's own forward pass;
+    `reference_log_probs` the first policy's; `advantages` and the critic's `returns` are from algo.advantages.
+    """
 
     old_log_probs: Sequence[np.ndarray] | None = None
     reference_log_probs: Sequence[np.ndarray] | None = None

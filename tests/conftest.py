@@ -1,4 +1,4 @@
-"""What the whole session shares: SGLang servers, which take a quarter of a minute each to start."""
+"""Fixtures and hooks of the whole session, such as SGLang servers, which take 15 seconds each to start."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from tests.fork_server import end_fork_servers
 from tests.helpers import free_port, make_model
 from tests.patched import PatchOnImport
 
-# Ray reads the token once in a process, and tests that set the environment take away what they find new in it.
+# Ray reads the token once per process, and tests that set the environment remove variables that are new to it.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault(*files.COMPILE_CACHE)
 os.environ.setdefault(*ROW_BY_ROW)  # as servers on a CPU have it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 gpu_environment.enter()
 sys.meta_path.insert(0, PatchOnImport("megatron", "litellm"))
-settings.register_profile("busy", deadline=None)  # of an example: a machine may be busy with others
+settings.register_profile("busy", deadline=None)  # no time limit per example: the machine may be busy
 settings.load_profile("busy")
 
 
-DATASETS = Path(__file__).resolve().parents[2] / "shared" / "data"  # which no clone has
+DATASETS = Path(__file__).resolve().parents[2] / "shared" / "data"  # absent beside a clone
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Test files import what takes long; from then on no garbage is looked for among what they have imported."""
+    """Test files import slow libraries; afterwards the garbage collector ignores the imported objects."""
     process.imports_begin()
     try:
         return (yield)
@@ -56,14 +56,14 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Marked `gpu`, a test is skipped where what it needs is not here."""
+    """Skip a test marked `gpu` if this machine lacks what it needs."""
     for mark in item.iter_markers("gpu"):
         if lacking := gpus.lacking(*mark.args, **mark.kwargs):
             pytest.skip(lacking)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_process_is_left() -> Iterator[None]:
+def no_process_survives() -> Iterator[None]:
     """Fails the last test of the session if a process that any test started is still alive; names both."""
     processes.mark()
     yield
@@ -76,7 +76,7 @@ def no_process_is_left() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
-    """End what a test has started that fails; fixtures end what they have started."""
+    """End the processes of a failed test; fixtures end their own."""
     report = yield
     if report.failed and call.when == "call":
         processes.end(f"{item.nodeid} (call)")
@@ -84,12 +84,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
 
 
 def pytest_sessionfinish() -> None:
-    """What was left by processes that tests have killed."""
+    """Remove the files of processes that tests have killed."""
     files.remove_abandoned()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole programs and benches first: no worker is left with the longest file at the end."""
+    """Whole programs and benches run first, so that no worker starts the longest file last."""
     for item in items:
         if "dataset" in getattr(item, "fixturenames", ()):
             item.add_marker("dataset")
@@ -98,7 +98,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def dataset() -> Callable[[str], Path]:
-    """The file or folder of a published data set, by its name beside the checkout; without it the test is skipped."""
+    """Find a published data set (file or folder) by its name beside the checkout; skip the test if it is missing."""
     return find_dataset
 
 
@@ -119,7 +119,7 @@ class Served:
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device_type(request: pytest.FixtureRequest) -> str:
-    """For tests, and fixtures of their files, that say the same of a CPU and of a GPU."""
+    """Run a test and its fixtures on a CPU and on a GPU."""
     return str(request.param)
 
 
@@ -133,17 +133,17 @@ def serving_config(folder: Path, device_type: str = "cpu") -> Config:
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Served]]:
-    """Two random Qwen3, untied and tied, whose servers start side by side."""
+    """Servers of two random Qwen3 models, untied and tied, that start at the same time."""
     folder = tmp_path_factory.mktemp("served")
     with ExitStack() as stack:
-        found: dict[str, Served] = {}
+        running: dict[str, Served] = {}
         for name, tied in (("untied", False), ("tied", True)):
             config = serving_config(make_model(folder / name, tied=tied))
             server = stack.enter_context(SGLangServer(config, folder / f"{name}.log"))
-            found[name] = Served(server, folder / name)
-        for served in found.values():
+            running[name] = Served(server, folder / name)
+        for served in running.values():
             served.server.wait_healthy(400.0)
-        yield found
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def one_rank() -> Iterator[Config]:
 
 @pytest.fixture(scope="module")
 def one_gpu() -> Iterator[Config]:
-    """As `one_rank`, on a GPU, for tests that are marked `gpu`."""
+    """Like `one_rank`, but on a GPU; for tests marked `gpu`."""
     yield from _single_rank("cuda")
 
 

@@ -1,4 +1,4 @@
-"""Processes that have imported what ranks need, once in a session of tests; ranks are forks of them."""
+"""Processes that import what ranks need once per test session; ranks are forks of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
-_servers: dict[bool, ForkServer] = {}  # by whether it has TransformerEngine
+_servers: dict[bool, ForkServer] = {}  # key: with TransformerEngine?
 
 
 class ForkServer:
@@ -27,7 +27,7 @@ class ForkServer:
         return self._process.poll() is None
 
     def do(self, call: Path, seconds: float) -> None:
-        """Have the call in that file done; RuntimeError if that fails, TimeoutError after `seconds`."""
+        """Run the call in that file; RuntimeError if it fails, TimeoutError after `seconds`."""
         self._connection.settimeout(seconds)
         try:
             sys.stdout.flush()
@@ -40,14 +40,14 @@ class ForkServer:
             raise RuntimeError(f"the process that starts the ranks ended with code {code or self._process.wait()}")
 
     def end(self) -> None:
-        """End it, and the ranks with it."""
+        """End the process and its ranks."""
         self._process.kill()
         self._process.wait()
         self._connection.close()
 
 
 def fork_server(engine: bool) -> ForkServer:
-    """The one of this session, which is started if there is none; with TransformerEngine over reference kernels."""
+    """The fork server of this session, started on first use; `engine`: TransformerEngine over reference kernels."""
     if engine not in _servers or not _servers[engine].alive():
         _servers[engine] = ForkServer(engine)
     return _servers[engine]

@@ -1,6 +1,6 @@
 """Ranks that are forks of one process, which imports once; `python -m tests.forked` is what tests.fork_server starts.
 
-On GPUs each is a process that imports for itself, since CUDA works in no fork of a process that has used it.
+On GPUs each rank is a separate process with its own imports: CUDA does not work in a fork of a process that used it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from megatron_collab.runtime.process import die_with_parent, imports_begin, impo
 from megatron_collab.trainer.megatron.te_cpu.install import install
 from tests.helpers import free_port
 
-# What nearly all functions of ranks need.
+# Imports of nearly all rank functions.
 _PRELOADED = ("megatron_collab.trainer.trainer", "megatron_collab.checkpoint.checkpointer", "tests.ranks")
-Ended = tuple[int | None, Any]  # exit code, -N: by signal N, None: it was stopped; what its function returned, if 0
+Ended = tuple[int | None, Any]  # (exit code, -N for signal N, None if stopped; the function's result if the code is 0)
 
 
 def fork(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Ended]:
-    """How `function(*arguments)` ended on every rank. os.killpg(0, …) by one of them is for all."""
+    """Run `function(*arguments)` on every rank; how each ended. os.killpg(0, …) by one rank reaches all of them."""
     return start(lambda file: pickle.dump(function(*arguments), file), ranks)
 
 
 def start(act: Callable[[IO[bytes]], None], ranks: int) -> list[Ended]:
-    """How `act` ended in a process of each rank, which writes what it returns to the file that it is given."""
+    """Run `act` in one process per rank; how each ended. `act` writes its result to the file it receives."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     group, ended = 0, list[Ended]()
     with ExitStack() as stack:
@@ -59,7 +59,7 @@ def _act_as_rank(act: Callable[[IO[bytes]], None], rank: int, group: int, file: 
 
 
 def forked(act: Callable[..., None], *arguments: Any) -> int:
-    """The process id of a fork of this process, which does `act` and ends with it: code 0, or 1 if it raised."""
+    """Fork a process that runs `act` and exits with code 0, or 1 if it raised; return its process id."""
     parent = os.getpid()
     if child := os.fork():
         return child
@@ -76,17 +76,17 @@ def forked(act: Callable[..., None], *arguments: Any) -> int:
 
 
 def serve(connection: socket.socket, engine: bool) -> None:
-    """Do calls, each in a fork of this process, until the connection is closed; answer each with its exit code.
+    """Run calls, each in a fork of this process, until the connection is closed; answer each with its exit code.
 
-    A message is the file of a call, with standard output and error of the process that asks. The file holds the
+    A message is the file of a call, with standard output and error of the calling process. The file holds the
     environment, the number of ranks and a pickled function with its arguments, and then how the ranks ended.
     """
     imports_begin()
-    given = dict(os.environ)
+    environment = dict(os.environ)
     if engine:
         install()
     patches.apply("megatron", "litellm")
-    variables_of_patches = dict(os.environ.items() - given.items())
+    variables_of_patches = dict(os.environ.items() - environment.items())
     for module in _PRELOADED:
         import_module(module)
     imports_done()
@@ -111,7 +111,7 @@ def _do(call: Path, streams: list[int], variables_of_patches: dict[str, str]) ->
 
 
 def spawn(call: Path) -> None:
-    """As `_do`, with an interpreter of its own for each rank."""
+    """Like `_do`, with a separate interpreter for each rank."""
     _, ranks, _ = pickle.loads(call.read_bytes())
 
     def become(file: IO[bytes]) -> None:
@@ -122,7 +122,7 @@ def spawn(call: Path) -> None:
 
 
 def be_a_rank(call: Path, output: int) -> None:
-    """The one of `spawn`: what the function of the call returns goes to the file of that number."""
+    """A rank of `spawn`: write the result of the call's function to the file descriptor `output`."""
     patches.apply("megatron", "litellm")
     function, arguments = pickle.loads(pickle.loads(call.read_bytes())[2])
     with open(output, "wb") as file:

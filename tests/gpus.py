@@ -1,4 +1,4 @@
-"""What tests marked `gpu` need, and the report of a session of them (`make test-gpu`)."""
+"""Requirements of tests marked `gpu`, and the report of a session that runs them (`make test-gpu`)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import pytest
 from megatron_collab.runtime import device
 
 VERSIONS = ("torch", "megatron-core", "transformer-engine", "sglang", "torch-memory-saver", "ray")
-HOPPER = (9, 0)  # FP8 in blocks, for the trainer's layers and the servers'
+HOPPER = (9, 0)  # for FP8 in blocks, in the trainer and in the servers
 
 
 def lacking(devices: int = 1, capability: tuple[int, int] = (0, 0), engine: bool = False) -> str:
-    """What this machine lacks of so many GPUs, this compute capability and TransformerEngine; '' for nothing."""
+    """Why this machine cannot run a test with these requirements; '' if it can."""
     import torch
 
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found < devices:
-        return f"needs {devices} GPU{'s' * (devices > 1)}, {found} here"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < devices:
+        return f"needs {devices} GPU{'s' * (devices > 1)}, {count} here"
     if (has := device.capability() or (0, 0)) < capability:
         return f"needs compute capability {capability[0]}.{capability[1]}, {has[0]}.{has[1]} here"
     engine_here = device.probe("transformer_engine")
-    return f"needs TransformerEngine: {engine_here.detail}" if engine and not engine_here.found else ""
+    return f"needs TransformerEngine: {engine_here.detail}" if engine and not engine_here.available else ""
 
 
 class Report:
@@ -33,16 +33,16 @@ class Report:
 
     def __init__(self, path: Path) -> None:
         self.path, self.began = path, time.monotonic()
-        self.said: dict[str, str] = {}  # by test, what it proves: the first line of its docstring
-        self.found: dict[str, tuple[str, float, str]] = {}  # by test: result, seconds, figures or why it was skipped
+        self.summaries: dict[str, str] = {}  # by test: the first paragraph of its docstring
+        self.results: dict[str, tuple[str, float, str]] = {}  # by test: result, seconds, figures or skip reason
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         text = getattr(getattr(item, "obj", None), "__doc__", None) or ""
-        self.said[item.nodeid] = " ".join(text.strip().split("\n\n")[0].split())
+        self.summaries[item.nodeid] = " ".join(text.strip().split("\n\n")[0].split())
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Called for set-up, call and tear-down: their seconds are added, and the worst result counts."""
-        result, seconds, before = self.found.get(report.nodeid, ("passed", 0.0, ""))
+        result, seconds, before = self.results.get(report.nodeid, ("passed", 0.0, ""))
         why = (
             report.longrepr[2].removeprefix("Skipped: ")
             if report.skipped and isinstance(report.longrepr, tuple)
@@ -50,7 +50,7 @@ class Report:
         )
         figures = why or ", ".join(f"{name} {value}" for name, value in report.user_properties) or before
         outcome = result if report.passed else report.outcome
-        self.found[report.nodeid] = (outcome, seconds + report.duration, figures)
+        self.results[report.nodeid] = (outcome, seconds + report.duration, figures)
 
     def pytest_sessionfinish(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,12 +60,12 @@ class Report:
         import torch
 
         count = {
-            name: sum(found[0] == name for found in self.found.values()) for name in ("passed", "failed", "skipped")
+            name: sum(result[0] == name for result in self.results.values()) for name in ("passed", "failed", "skipped")
         }
         total = ", ".join(f"{number} {name}" for name, number in count.items())
         rows = (
-            " | ".join([f"| `{name}`", self.said.get(name, ""), result, f"{seconds:.1f}", f"{figures} |"])
-            for name, (result, seconds, figures) in sorted(self.found.items())
+            " | ".join([f"| `{name}`", self.summaries.get(name, ""), result, f"{seconds:.1f}", f"{figures} |"])
+            for name, (result, seconds, figures) in sorted(self.results.items())
         )
         return "\n".join(
             [

@@ -1,4 +1,4 @@
-"""What several tests need: a tiny random Hugging Face model on disk, a free port, where processes listen."""
+"""Shared helpers: tiny random Hugging Face models on disk, a free port, listening addresses of processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def configured(config: Config, settings: Mapping[str, object]) -> Config:
 
 
 def refused(*overrides: str) -> str:
-    """What is said of overrides of experiment=gsm8k that cannot work: one line."""
+    """The one-line error message for invalid overrides of experiment=gsm8k."""
     with pytest.raises(ConfigError) as error:
         load(["experiment=gsm8k", *overrides])
     assert "\n" not in str(error.value)
@@ -54,17 +54,19 @@ def refused(*overrides: str) -> str:
 
 
 def listening(processes: Iterable[psutil.Process]) -> dict[psutil.Process, set[tuple[str, int]]]:
-    """By process, the addresses and ports of TCP at which it listens; those that have ended are left out."""
-    found = {}
+    """TCP addresses and ports at which each process listens; processes that have ended are omitted."""
+    addresses = {}
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             sockets = process.net_connections("tcp")
-            found[process] = {tuple(one.laddr) for one in sockets if one.status == psutil.CONN_LISTEN}
-    return found
+            addresses[process] = {
+                tuple(connection.laddr) for connection in sockets if connection.status == psutil.CONN_LISTEN
+            }
+    return addresses
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on, below those that the kernel gives to connections."""
+    """A free port of the loopback interface, below the kernel's range of ephemeral ports."""
     return bindable("port", 0)
 
 
@@ -85,7 +87,7 @@ def make_model(
 ) -> Path:
     """Write a random fp32 model of `family` (qwen3, qwen2, llama, mistral, qwen3_moe) with tokenizer; return `folder`.
 
-    `settings` are further fields of config.json; a model with experts has four of width 16, two for a token.
+    `settings` are further fields of config.json; a model with experts has four of width 16, two per token.
 
     Weights are wide enough (0.2) that log-probs differ clearly between seeds; norms and biases are perturbed,
     so that a weight that lands in the wrong place is noticed.
@@ -129,22 +131,22 @@ def make_model(
 
 
 def write_weights(folder: Path) -> None:
-    """Give the folder with this config.json its weights: zeros."""
+    """Write all-zero weights into a folder that has a config.json."""
     config = json.loads((folder / "config.json").read_text())
     shapes = hf_shapes(ModelShape.from_hf(config))
     save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, folder / "model.safetensors")
 
 
-def nats_apart(one: Path, other: Path) -> float:
-    """From what one model says of the next token to what another does (KL), on random texts."""
+def nats_apart(first: Path, second: Path) -> float:
+    """KL divergence of next-token distributions from the first model to the second, in nats, on random texts."""
     import torch
     from transformers import AutoModelForCausalLM
 
     texts = torch.randint(3, 500, (4, 48), generator=torch.Generator().manual_seed(0))
-    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (one, other)]
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (first, second)]
     with torch.no_grad():
-        own, others = (model(texts).logits.log_softmax(-1) for model in models)
-    return float((own.exp() * (own - others)).sum(-1).mean())
+        log_p, log_q = (model(texts).logits.log_softmax(-1) for model in models)
+    return float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
 
 
 def make_reward_model(folder: Path, *, family: str = "qwen3", positions: int = 2048) -> Path:

@@ -1,6 +1,6 @@
-"""A stand-in of the Hugging Face Hub's HTTP interface on loopback: what huggingface_hub and datasets ask for.
+"""A stand-in for the Hugging Face Hub's HTTP API on loopback, as far as huggingface_hub and datasets use it.
 
-`with serving() as hub: hub.add("model", "owner/name", folder)`; processes that are to use it get
+`with serving() as hub: hub.add("model", "owner/name", folder)`; processes that use it need
 `hub.environment(home)`, since both libraries read HF_ENDPOINT when they are imported.
 """
 
@@ -29,7 +29,7 @@ _RESOLVE = re.compile(r"(?P<kind>/datasets)?/(?P<repo>[^/]+/[^/]+)/resolve/(?P<r
 
 @dataclass
 class Repo:
-    """Commits in their order, each {path: content}; `gated`: only with the token."""
+    """Commits in order, each {path: content}; `gated`: readable only with the token."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     gated: bool = False
@@ -42,7 +42,7 @@ class Repo:
 
 @dataclass
 class StandInHub:
-    """`requests` are method and path of all that was asked, in order; the next `fails` commits fail with a 503."""
+    """`requests`: method and path of every request, in order; the next `fails` commits fail with a 503."""
 
     url: str = ""
     token: str = "hf_StandInToken123"
@@ -51,20 +51,20 @@ class StandInHub:
     fails: int = 0
 
     def add(self, kind: str, repo: str, folder: Path, *, gated: bool = False) -> str:
-        """A commit on the main branch with the files of `folder`; its id."""
-        found = self.repos.setdefault((kind, repo), Repo(gated=gated))
+        """Commit the files of `folder` to the main branch; return the commit id."""
+        repository = self.repos.setdefault((kind, repo), Repo(gated=gated))
         files = {
             str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()
         }
-        return self.commit(repo, found, files)
+        return self.commit(repo, repository, files)
 
-    def commit(self, repo: str, found: Repo, files: dict[str, bytes]) -> str:
-        commit = hashlib.sha1(f"{repo} {len(found.commits)}".encode()).hexdigest()
-        found.commits[commit] = files
+    def commit(self, repo: str, repository: Repo, files: dict[str, bytes]) -> str:
+        commit = hashlib.sha1(f"{repo} {len(repository.commits)}".encode()).hexdigest()
+        repository.commits[commit] = files
         return commit
 
     def environment(self, home: Path, **other: str) -> dict[str, str]:
-        """The environment of a process that takes this for the Hub, with its caches in `home`."""
+        """The environment of a process that uses this server as the Hub, with its caches in `home`."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         return {**inherited, "HF_ENDPOINT": self.url, "HF_HOME": str(home), **other}
 
@@ -98,10 +98,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        if found := _API.fullmatch(path):
-            self._api(**found.groupdict())
-        elif found := _RESOLVE.fullmatch(path):
-            self._file("dataset" if found["kind"] else "model", found["repo"], found["revision"], found["path"])
+        if match := _API.fullmatch(path):
+            self._api(**match.groupdict())
+        elif match := _RESOLVE.fullmatch(path):
+            self._file("dataset" if match["kind"] else "model", match["repo"], match["revision"], match["path"])
         else:
             self._refuse(404, "EntryNotFound")
 
@@ -113,8 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not upload and path not in ("/api/repos/create", "/api/validate-yaml"):
             return self.do_GET()
         # A commit comes in chunks, without a length.
-        asked = self._chunks() if "chunked" in self.headers.get("Transfer-Encoding", "") else None
-        lines = (asked or self.rfile.read(int(self.headers.get("Content-Length", 0)))).splitlines()
+        body = self._chunks() if "chunked" in self.headers.get("Transfer-Encoding", "") else None
+        lines = (body or self.rfile.read(int(self.headers.get("Content-Length", 0)))).splitlines()
         if self.headers.get("Authorization") != f"Bearer {self.served.token}":
             self._refuse(401, "Unauthorized")
         elif upload:
@@ -134,13 +134,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _create(self, name: str, organization: str, type: str, visibility: str, **_: Any) -> None:
         repo = f"{organization}/{name}"
-        there = (type, repo) in self.served.repos
+        exists = (type, repo) in self.served.repos
         self.served.repos.setdefault((type, repo), Repo(private=visibility == "private"))
         body = json.dumps({"url": f"{self.served.url}/{type}s/{repo}"}).encode()
-        self._send(409 if there else 200, body, {"Content-Type": "application/json"})
+        self._send(409 if exists else 200, body, {"Content-Type": "application/json"})
 
     def _upload(self, repo: str, call: str, lines: list[dict[str, Any]]) -> None:
-        found = self.served.repos[("dataset", repo)]
+        repository = self.served.repos[("dataset", repo)]
         if call == "preupload":
             files = lines[0]["files"]
             modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
@@ -149,24 +149,24 @@ class _Handler(BaseHTTPRequestHandler):
             self.served.fails -= 1
             return self._refuse(503, "Unavailable")
         files = {line["value"]["path"]: line["value"]["content"] for line in lines if line["key"] == "file"}
-        commit = self.served.commit(repo, found, {path: b64decode(content) for path, content in files.items()})
+        commit = self.served.commit(repo, repository, {path: b64decode(content) for path, content in files.items()})
         self._answer({"commitUrl": f"{self.served.url}/datasets/{repo}/commit/{commit}", "commitOid": commit})
 
     def _api(self, kind: str, repo: str, call: str | None, revision: str | None, path: str | None) -> None:
-        found = self._open(kind, repo, revision or "main")
-        if found is None:
+        opened = self._open(kind, repo, revision or "main")
+        if opened is None:
             return
-        commit, files = found
-        asked = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        commit, files = opened
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
         if call in ("tree", "paths-info"):
             names = [name for name in files if not path or name.startswith(f"{path}/")]
             if call == "paths-info":
-                wanted = json.loads(asked)["paths"]
-                names = [name for name in files if name in wanted]
+                paths = json.loads(body)["paths"]
+                names = [name for name in files if name in paths]
             folders = {str(parent) for name in names for parent in list(Path(name).parents)[:-1]}
             listed = [{"type": "directory", "path": name, "oid": _oid(name.encode())} for name in sorted(folders)]
             if call == "paths-info":
-                listed = [entry for entry in listed if entry["path"] in wanted]
+                listed = [entry for entry in listed if entry["path"] in paths]
             listed += [
                 {"type": "file", "path": name, "size": len(files[name]), "oid": _oid(files[name])} for name in names
             ]
@@ -178,36 +178,36 @@ class _Handler(BaseHTTPRequestHandler):
             )
 
     def _file(self, kind: str, repo: str, revision: str, path: str) -> None:
-        found = self._open(kind, repo, revision)
-        if found is None:
+        opened = self._open(kind, repo, revision)
+        if opened is None:
             return
-        commit, files = found
+        commit, files = opened
         if path not in files:
             return self._refuse(404, "EntryNotFound")
         content = files[path]
         begin, status = 0, 200
-        if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            begin, status = int(asked[1]), 206
-            content = content[begin : int(asked[2]) + 1 if asked[2] else None]
+        if byte_range := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            begin, status = int(byte_range[1]), 206
+            content = content[begin : int(byte_range[2]) + 1 if byte_range[2] else None]
         headers = {"ETag": f'"{_oid(files[path])}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         if status == 206:
             headers["Content-Range"] = f"bytes {begin}-{begin + len(content) - 1}/{len(files[path])}"
         self._send(status, content, headers)
 
     def _open(self, kind: str, repo: str, revision: str) -> tuple[str, dict[str, bytes]] | None:
-        """The commit and its files; an error is sent where there is none, or the token may not read it."""
-        found = self.served.repos.get((kind, repo))
-        if found is None:
-            self._refuse(401, "RepoNotFound")  # as the Hub says to those without a token
+        """The commit and its files; None, after an error response, if it is missing or may not be read."""
+        repository = self.served.repos.get((kind, repo))
+        if repository is None:
+            self._refuse(401, "RepoNotFound")  # as the Hub answers clients without a token
             return None
-        if found.gated and self.headers.get("Authorization") != f"Bearer {self.served.token}":
+        if repository.gated and self.headers.get("Authorization") != f"Bearer {self.served.token}":
             self._refuse(403, "GatedRepo")
             return None
-        commit = found.find(revision)
+        commit = repository.find(revision)
         if commit is None:
             self._refuse(404, "RevisionNotFound")
             return None
-        return commit, found.commits[commit]
+        return commit, repository.commits[commit]
 
     def _refuse(self, status: int, code: str) -> None:
         self._send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code})

@@ -1,4 +1,4 @@
-"""Libraries are changed on their first import: tests that need none of them wait for none."""
+"""Libraries are patched on their first import, so that tests that need none of them do not wait for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PatchOnImport(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in self._pending:
             return None
-        self._pending.remove(fullname)  # the changes import it themselves
+        self._pending.remove(fullname)  # the patches import it themselves
         patches.apply(fullname)
         if fullname not in sys.modules:
             return None
@@ -30,7 +30,7 @@ class PatchOnImport(MetaPathFinder):
 
 
 class _Imported(Loader):
-    """Gives the import that waits the module that the changes have imported."""
+    """Hands the module that the patches imported to the pending import."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__

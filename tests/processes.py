@@ -1,4 +1,4 @@
-"""Processes that tests have started: every one of them ends with its test, also if the test fails."""
+"""Processes started by tests: all of them end with their test, even if it fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TEST = "PYTEST_CURRENT_TEST"  # pytest sets it
 
 
 def mark() -> None:
-    """From here on whatever this process starts can be told from other processes, by its environment."""
+    """From here on, mark the environment so that descendants of this process can be recognized."""
     os.environ[_MARK] = secrets.token_hex(8)
 
 
@@ -26,7 +26,7 @@ def alive(seconds: float = 0.0) -> dict[psutil.Process, str]:
 
 
 def end(test: str) -> None:
-    """Kill what `test` has started, with what that has started."""
+    """Kill the processes that `test` started, and their descendants."""
     for process, starter in alive().items():
         if starter == test:
             with suppress(psutil.NoSuchProcess):
@@ -34,7 +34,7 @@ def end(test: str) -> None:
 
 
 def _test(process: psutil.Process, descendant: bool) -> str | None:
-    """The test by which `process` was started; None if this process has not started it, or if the two end together."""
+    """The test that started `process`; None if this process did not start it, or if both end together."""
     with suppress(psutil.Error):
         environment, command = process.environ(), " ".join(process.cmdline())
         ours = descendant or environment.get(_MARK) == os.environ[_MARK]

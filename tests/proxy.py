@@ -1,4 +1,4 @@
-"""An HTTP proxy on loopback that records what it is asked, and passes nothing on."""
+"""An HTTP proxy on loopback that records requests and forwards none."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROX
 
 
 class RecordingProxy:
-    """`requests`: method and target of all that it was asked, in order."""
+    """`requests`: method and target of every request, in order."""
 
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.requests: list[str] = []
 
     def environment(self, no_proxy: str = "example.org") -> dict[str, str]:
-        """Variables with which every client of a process asks it for all but the hosts of `no_proxy`."""
+        """Variables that make every client of a process use this proxy, except for the hosts of `no_proxy`."""
         return {**dict.fromkeys(VARIABLES, self.url), "no_proxy": no_proxy, "NO_PROXY": no_proxy}
 
 

@@ -1,4 +1,4 @@
-"""What the tests of updates and checkpoints share: ranks as processes, a tiny model, samples, a configuration."""
+"""Helpers for tests of updates and checkpoints: ranks as processes, a tiny model, samples, a configuration."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ HF = {
 def run_ranks(
     function: Callable[..., Any], ranks: int, *arguments: Any, engine: bool = False, device_type: str = "cpu"
 ) -> list[Any]:
-    """What `function(*arguments)` returns on each of so many ranks, which are processes; all of them must return."""
+    """Results of `function(*arguments)` on `ranks` processes, by rank; all of them must return."""
     ended = end_ranks(function, ranks, *arguments, engine=engine, device_type=device_type)
     codes = [code for code, _ in ended]
     assert codes == [0] * ranks, f"exit codes {codes}"
-    return [found for _, found in ended]
+    return [result for _, result in ended]
 
 
 def run_side_by_side(function: Callable[..., Any], cases: Mapping[str, int], *arguments: Any) -> dict[str, list[Ended]]:
-    """How `function(case, *arguments)` ends on each of so many ranks of every case; all cases run at the same time."""
+    """How `function(case, *arguments)` ends on each rank of every case; all cases run at the same time."""
     places = []
     for case, ranks in cases.items():
         shared = {"WORLD_SIZE": str(ranks), "MASTER_PORT": str(free_port())}
@@ -65,7 +65,7 @@ def run_side_by_side(function: Callable[..., Any], cases: Mapping[str, int], *ar
 
 
 def _run_case(function: Callable[..., Any], places: Sequence[tuple[str, dict[str, str]]], arguments: Any) -> Any:
-    """As one of the ranks of all cases: take its place in its own case."""
+    """As one rank of all cases: set the environment of its own case, then call the function."""
     case, environment = places[int(os.environ["RANK"])]
     os.environ |= environment
     return function(case, *arguments)
@@ -74,11 +74,10 @@ def _run_case(function: Callable[..., Any], places: Sequence[tuple[str, dict[str
 def end_ranks(
     function: Callable[..., Any], ranks: int, *arguments: Any, engine: bool = False, device_type: str = "cpu"
 ) -> list[Ended]:
-    """How `function(*arguments)` ends on each of so many ranks, whose output is that of the test.
+    """How `function(*arguments)` ends on each of `ranks` processes, which share the output of the test.
 
-    With `engine` they have TransformerEngine: on a CPU over the reference kernels of te_cpu, on GPUs the compiled one,
-    which is there for all. Ranks import the module of `function` in the place of the test's, so that one file holds a
-    test and its ranks.
+    With `engine` they have TransformerEngine: on a CPU over the reference kernels of te_cpu, on GPUs the compiled one.
+    Ranks import the module of `function`, so one file can hold a test and the function of its ranks.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     if device_type == "cpu":
@@ -86,7 +85,7 @@ def end_ranks(
     else:
         if lacking := gpus.lacking(ranks, engine=engine):
             pytest.skip(lacking)
-        # A function may train in one layout after another, and CUDA begins once: the ranks have what any of them needs.
+        # A function may train in several layouts, but CUDA starts once: set the variables that any layout needs.
         every = {"parallel.tp": 2, "parallel.cp": 2, "model.fp8": "hybrid", "model.fp8_recipe": "delayed"}
         environment = gpu_environment.environment(environment, configured(Config(), {"launch.device": "cuda"} | every))
     with tempfile.NamedTemporaryFile() as file:
@@ -96,7 +95,7 @@ def end_ranks(
             fork_server(engine).do(call, TIMEOUT)
         else:
             command = [sys.executable, "-m", "tests.forked", "spawn", call]
-            subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, timeout=TIMEOUT)  # ranks end with it
+            subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, timeout=TIMEOUT)  # and its ranks
         return pickle.loads(call.read_bytes())
 
 
@@ -122,7 +121,7 @@ def make_model(folder: Path, seed: int = 0, tied: bool = True, experts: bool = F
 
 
 def make_samples(count: int, seed: int) -> tuple[Sample, ...]:
-    """Random sequences of 6 to 24 tokens; what is trained begins anywhere after the first token."""
+    """Random sequences of 6 to 24 tokens; the trained part begins anywhere after the first token."""
     rng = np.random.default_rng(seed)
     samples = []
     for number, length in enumerate(rng.integers(6, 25, size=count)):
@@ -141,7 +140,7 @@ def make_samples(count: int, seed: int) -> tuple[Sample, ...]:
 
 
 def make_pairs(count: int, seed: int) -> tuple[Sample, ...]:
-    """Pairs of random replies to prompts of 4 to 40 tokens, the chosen one first; some have words in common."""
+    """Pairs of random replies to prompts of 4 to 40 tokens, chosen first; both begin with the same two tokens."""
     rng = np.random.default_rng(seed)
     samples = []
     for prompt in rng.integers(4, 41, size=count):
@@ -154,7 +153,7 @@ def make_pairs(count: int, seed: int) -> tuple[Sample, ...]:
 
 
 def make_config(folder: Path, settings: Mapping[str, object]) -> Config:
-    """A configuration where every term of the update matters, with `settings` by their dotted names."""
+    """A configuration in which every term of the update matters, changed by `settings` (dotted names)."""
     config = Config()
     config.launch.device, config.launch.timeout = "cpu", 60.0
     config.model.path, config.model.dtype = str(folder), "float32"
@@ -166,7 +165,7 @@ def make_config(folder: Path, settings: Mapping[str, object]) -> Config:
 
 
 def learn(trainer: Any, batch: Batch) -> dict[str, float]:
-    """One step of a PolicyTrainer, as train.py makes it."""
+    """One step of a PolicyTrainer, as in train.py."""
     if trainer.objective != "sft":
         batch = trainer.score(batch)
     if trainer.objective == "policy":

@@ -1,4 +1,4 @@
-"""A clone with nothing beside it: what a test reads from outside of the repository it has by the fixture `dataset`."""
+"""A bare clone passes its tests: files outside of the repository are read only through the fixture `dataset`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests import conftest
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = re.compile(r"ROOT\.parent|parents\[\d\]\.parent|PROJECT\.parent|[\"'/]shared[/\"']\s*/|\.\./shared")
-# The fixture; the cluster's script, which is for a machine with Slurm; benches, which say where they look.
+# The fixture itself; the Slurm test, which needs a cluster; benches, which print where they look.
 EXEMPT = {"tests/conftest.py", "tests/slurm/test_slurm.py", "tools/bench/accuracy.py", "tools/bench/sandbox.py"}
 
 

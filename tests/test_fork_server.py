@@ -1,4 +1,4 @@
-"""Ranks of tests are forks of a process that has imported once, with the environment and the output of the test."""
+"""Ranks of tests are forks of one process, with the environment and the output of the test."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.processes
 
 
-OF_LITELLM = "LITELLM_LOCAL_MODEL_COST_MAP"  # which a patch sets, and the test's process may not have
+OF_LITELLM = "LITELLM_LOCAL_MODEL_COST_MAP"  # set by a patch; may be missing in the test's process
 
 
 def place(word: str) -> tuple[int, int, str, bool]:
-    """As a rank: who it is a fork of, its number, a variable of the test's, whether libraries are changed."""
+    """As a rank: its fork server, its number, a variable of the test, whether libraries are patched."""
     print(f"{word} of rank {os.environ['RANK']}", file=sys.stderr)
     (server,) = [parent.pid for parent in psutil.Process().parents() if "tests.forked" in parent.cmdline()][-1:]
     changed = "megatron.core" in sys.modules and OF_LITELLM in os.environ
@@ -30,14 +30,14 @@ def place(word: str) -> tuple[int, int, str, bool]:
 
 def test_calls_share_a_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv(OF_LITELLM, raising=False)
-    found = []
+    places = []
     for number in range(2):
         monkeypatch.setenv("OF_THE_TEST", str(number))
-        found += run_ranks(place, 2, f"call {number}")
-    (server,) = {server for server, *_ in found}
-    assert found == [(server, rank, call, True) for call in ("0", "1") for rank in range(2)]
-    said = sorted(capfd.readouterr().err.splitlines())
-    assert said == [f"call {call} of rank {rank}" for call in (0, 1) for rank in (0, 1)]
+        places += run_ranks(place, 2, f"call {number}")
+    (server,) = {server for server, *_ in places}
+    assert places == [(server, rank, call, True) for call in ("0", "1") for rank in range(2)]
+    lines = sorted(capfd.readouterr().err.splitlines())
+    assert lines == [f"call {call} of rank {rank}" for call in (0, 1) for rank in (0, 1)]
 
 
 def wait(seconds: float, file: Path) -> None:
@@ -45,7 +45,7 @@ def wait(seconds: float, file: Path) -> None:
     time.sleep(seconds)
 
 
-def test_what_takes_too_long_is_ended_and_the_next_call_is_done(
+def test_a_call_that_takes_too_long_is_ended_and_the_next_one_succeeds(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     files = [tmp_path / name for name in ("first", "late", "next")]

@@ -1,4 +1,4 @@
-"""Tests for GPUs are found and imported where there is none, and say what they lack; their ranks and their report."""
+"""GPU tests can be collected without a GPU and name what they lack; their ranks and their report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.processes
-def test_without_a_gpu_every_test_for_one_says_what_it_lacks(tmp_path: Path) -> None:
+def test_every_gpu_test_without_a_gpu_names_what_it_lacks(tmp_path: Path) -> None:
     page = tmp_path / "report.md"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
@@ -30,7 +30,7 @@ def test_without_a_gpu_every_test_for_one_says_what_it_lacks(tmp_path: Path) -> 
     assert all(row[4].startswith("needs ") and " GPU" in row[4] for row in rows)
 
 
-def test_the_report_says_what_was_measured(tmp_path: Path) -> None:
+def test_the_report_lists_what_was_measured(tmp_path: Path) -> None:
     report = gpus.Report(tmp_path / "new" / "report.md")
     for when, outcome, seconds in (("setup", "passed", 1.0), ("call", "failed", 2.0), ("teardown", "passed", 0.5)):
         report.pytest_runtest_logreport(
@@ -52,16 +52,16 @@ def test_the_report_says_what_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_ranks_on_gpus_are_interpreters_of_their_own(tmp_path: Path) -> None:
+def test_ranks_on_gpus_are_separate_interpreters(tmp_path: Path) -> None:
     call = tmp_path / "call"
     call.write_bytes(pickle.dumps((dict(os.environ), 2, pickle.dumps((place, (10,))))))
     subprocess.run([sys.executable, "-m", "tests.forked", "spawn", str(call)], cwd=ROOT, check=True, timeout=300)
     ended = pickle.loads(call.read_bytes())
     assert [code for code, _ in ended] == [0, 0]
-    assert [found[0] for _, found in ended] == [10, 11]
+    assert [result[0] for _, result in ended] == [10, 11]
     assert all(command[:-1] == [sys.executable, "-m", "tests.forked", "rank", str(call)] for _, (_, command) in ended)
 
 
 def place(more: int) -> tuple[int, list[str]]:
-    """As a rank: its number and `more`, and the command that it is."""
+    """As a rank: its number plus `more`, and its command line."""
     return more + int(os.environ["RANK"]), Path("/proc/self/cmdline").read_text().split("\0")[:-1]

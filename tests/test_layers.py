@@ -1,4 +1,4 @@
-"""The layout of the package: one-way layers, no import circles, no hidden imports, names that tell things apart."""
+"""The layout of the package: one-way layers, no import cycles, no hidden imports, unambiguous names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "megatron_collab"
 
 # Modules with an import of the package within a function, and why it cannot be at the top.
-# None of these hides a circle: the test above follows them too.
+# None of these hides a cycle: the test on cycles follows them too.
 LAZY = {
     "commands.__main__": "--help and --version answer before Hydra is imported",
     "commands.convert": "answers --help and wrong arguments before torch is imported",
@@ -59,7 +59,7 @@ def test_packages_import_only_packages_below_them() -> None:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    """Neither within a package nor through its __init__, of which the contract on siblings knows nothing."""
+    """Neither within a package nor through its __init__, which the contract on siblings does not cover."""
     graph = grimp.build_graph(PACKAGE, cache_dir=None)
     circles = [
         f"{module} -> {imported}"
@@ -71,20 +71,20 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 def test_imports_of_the_package_are_at_the_top() -> None:
-    found: dict[str, set[str]] = defaultdict(set)
+    lazy_imports: dict[str, set[str]] = defaultdict(set)
     for name, tree in modules():
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
         for node in (node for function in functions for node in ast.walk(function)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
-                found[name].add(str(node.module))
+                lazy_imports[name].add(str(node.module))
             if isinstance(node, ast.Import):
-                found[name] |= {alias.name for alias in node.names if alias.name.startswith(PACKAGE)}
-    hidden = [f"{name}: {', '.join(sorted(lazy))}" for name, lazy in found.items() if lazy and name not in LAZY]
+                lazy_imports[name] |= {alias.name for alias in node.names if alias.name.startswith(PACKAGE)}
+    hidden = [f"{name}: {', '.join(sorted(lazy))}" for name, lazy in lazy_imports.items() if lazy and name not in LAZY]
     assert not hidden, "\n".join(hidden)
-    assert all(found[name] for name in LAZY), "an exception that is no longer needed"
+    assert all(lazy_imports[name] for name in LAZY), "an exception that is no longer needed"
 
 
-def test_a_public_class_has_a_name_of_its_own() -> None:
+def test_public_class_names_are_unique() -> None:
     owners: dict[str, list[str]] = defaultdict(list)
     for name, tree in modules():
         for node in tree.body:
@@ -94,7 +94,7 @@ def test_a_public_class_has_a_name_of_its_own() -> None:
     assert not shared, "\n".join(shared)
 
 
-def test_a_public_function_says_what_it_checks_plans_or_finds() -> None:
+def test_a_public_function_names_what_it_checks_plans_or_finds() -> None:
     bare = [
         f"{name}.{node.name}"
         for name, tree in modules()

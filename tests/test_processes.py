@@ -1,4 +1,4 @@
-"""Processes that a test leaves are ended if it has failed, and are noticed at the end of the session."""
+"""Processes that a test leaves behind are ended if it failed, and reported at the end of the session otherwise."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def test_that_passes():
 
 
 def test_a_process_is_known_by_the_test_that_started_it() -> None:
-    """Also one that a program has started, which has ended since."""
+    """Even if its parent was another program that has ended since."""
     orphan = subprocess.run(["setsid", "--fork", "sleep", "600"], check=False)
     with subprocess.Popen(["sleep", "601"]) as child:
-        found = {tuple(process.cmdline()): (process, test) for process, test in processes.alive().items()}
+        started = {tuple(process.cmdline()): (process, test) for process, test in processes.alive().items()}
         child.kill()
-    grandchild, test = found["sleep", "600"]
+    grandchild, test = started["sleep", "600"]
     grandchild.kill()
     grandchild.wait(10)
-    assert orphan.returncode == 0 and found["sleep", "601"][1] == test
+    assert orphan.returncode == 0 and started["sleep", "601"][1] == test
     assert test.startswith("tests/test_processes.py::test_a_process_is_known_by_the_test_that_started_it")
     assert grandchild not in processes.alive()
 
@@ -47,9 +47,11 @@ def test_a_session_ends_what_a_failed_test_leaves_and_fails_for_what_others_leav
     file.write_text(LEAVES)
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", str(file)]
     session = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    (left,) = (process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"][2:] == [str(file)])
-    left.kill()
-    assert left.info["cmdline"][1] == "-f", "of the test that passed"
+    (leftover,) = (
+        process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"][2:] == [str(file)]
+    )
+    leftover.kill()
+    assert leftover.info["cmdline"][1] == "-f", "of the test that passed"
     assert "1 failed, 1 passed, 1 error" in session.stdout, session.stdout
-    assert f"test_leaves.py::test_that_passes (call) left {left.pid}: " in session.stdout
+    assert f"test_leaves.py::test_that_passes (call) left {leftover.pid}: " in session.stdout
     assert "test_that_fails (" not in session.stdout

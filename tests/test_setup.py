@@ -1,4 +1,4 @@
-"""The set-up: pinned locks, extras, and one line for everything that can stand in its way."""
+"""The setup: pinned locks, extras, and a one-line message for everything that can go wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A Python that is asked for its version, its headers, pip's version and for installations, and notes the latter.
+# A stand-in for Python: answers questions about its version, headers and pip, and records installations.
 STUB = """#!/bin/sh
 case "$*" in
     -c*sysconfig*) echo {include} ;;
@@ -33,7 +33,7 @@ esac
 """
 
 
-# What stands for pip: it keeps the list of packages, and makes an empty wheel where one is asked for.
+# A stand-in for pip: keeps the list of packages, and creates an empty wheel on request.
 WHEEL = "build/wheels/torch==2.14.1/transformer_engine_torch-2.20.2-cp312-cp312-linux_x86_64.whl"
 PIP = f"""case "$*" in
     *"pip wheel"*) mkdir -p $(dirname {WHEEL}); touch {WHEEL} ;;
@@ -41,12 +41,12 @@ PIP = f"""case "$*" in
 esac"""
 
 
-# What the set-up calls beside a Python and a compiler, for a PATH without the Pythons of this machine.
+# Programs that the setup calls besides Python and a compiler, for a PATH without the Pythons of this machine.
 PROGRAMS = "awk bash cat cp cut dirname du getconf grep head make mkdir nproc rm sed sha256sum sort tail touch uname"
 
 
 class Place:
-    """A copy of what the set-up reads, with stubs for every program it calls."""
+    """A copy of the files that the setup reads, with stubs for the programs it calls."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.bin, self.calls = folder / "project", folder / "bin", folder / "calls"
@@ -76,7 +76,7 @@ class Place:
         self.stub(self.folder / ".venv" / "bin" / "python", text)
 
     def system_python(self, path: Path, version: str) -> None:
-        """A Python of the machine; an environment that it makes has a copy of it, and `path` is noted in `calls`."""
+        """A Python of the machine; it copies itself into environments it creates, and records `path` in `calls`."""
         make = f'echo {path} >> {self.calls}; mkdir -p .venv/bin; cp "$0" .venv/bin/python'
         text = STUB.format(version=version, include=self.folder.parent, calls=self.calls, install="true")
         self.stub(path, text.replace("    *) exit 1", f'    "-m venv"*) {make} ;;\n    *) exit 1'))
@@ -101,7 +101,7 @@ class Place:
         return self.calls.read_text().splitlines() if self.calls.exists() else []
 
     def packages(self) -> set[str]:
-        """The lines of the last list of packages that was installed; where PIP stands for pip."""
+        """The lines of the last list of packages that was installed, if PIP is the stand-in for pip."""
         return set((self.folder / "packages").read_text().splitlines())
 
 
@@ -111,7 +111,7 @@ def place(tmp_path: Path) -> Place:
 
 
 def refused(done: subprocess.CompletedProcess[str]) -> str:
-    """The one line of a set-up that ended with 1."""
+    """The one-line message of a setup that exited with code 1."""
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert len(lines) == 1 and lines[0].startswith("setup: "), done.stderr
@@ -128,7 +128,7 @@ def test_every_line_of_a_lock_is_one_version(lock: str) -> None:
 
 
 def pins(*locks: str) -> dict[str, str]:
-    """Of each package of the locks its version."""
+    """The version of each package in the locks."""
     lines = [line for lock in locks for line in (ROOT / "requirements" / lock).read_text().splitlines()]
     return {canonicalize_name(line.split("==")[0]): line.split("==")[1] for line in lines if "==" in line}
 
@@ -145,16 +145,16 @@ def test_the_two_locks_are_one_resolution_of_the_list() -> None:
 
 
 def test_a_cpu_build_of_torch_is_without_the_libraries_of_cuda() -> None:
-    """gpu.lock alone names them, so that an index with CPU builds gives an environment without."""
+    """Only gpu.lock names them, so an index of CPU builds gives an environment without them."""
     assert not [name for name in pins("base.lock") if re.match("nvidia-|cuda-|triton", name)]
     assert {"nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "triton"} <= pins("gpu.lock").keys()
 
 
 def test_extras_are_requirements_and_gpu_pins_its_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))
+    setup_arguments: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: setup_arguments.update(arguments))
     runpy.run_path(str(ROOT / "setup.py"))
-    extras = {name: [Requirement(line) for line in lines] for name, lines in given["extras_require"].items()}
+    extras = {name: [Requirement(line) for line in lines] for name, lines in setup_arguments["extras_require"].items()}
     assert set(extras) == {"cpu", "gpu", "logs", "dev", "bench"}
     for requirement in extras["cpu"] + extras["logs"] + extras["dev"]:
         assert str(requirement.specifier).startswith("==")
@@ -162,16 +162,18 @@ def test_extras_are_requirements_and_gpu_pins_its_set(monkeypatch: pytest.Monkey
     versions = {"sglang": "==0.5.23", "megatron-core": "==0.19.2", "ray": "==2.60.0", "transformer-engine": "==2.20.2"}
     assert {name: str(gpu[name].specifier) for name in versions} == versions
     assert gpu["transformer-engine"].extras == {"pytorch", "core_cu13"}
-    assert "megatron_collab" in given["packages"] and "tests" not in given["packages"]
-    pythons = SpecifierSet(given["python_requires"])
+    assert "megatron_collab" in setup_arguments["packages"] and "tests" not in setup_arguments["packages"]
+    pythons = SpecifierSet(setup_arguments["python_requires"])
     assert ["3.11.9" in pythons, "3.12.0" in pythons, "3.13.9" in pythons, "3.14.0" in pythons] == [0, 1, 1, 0]
 
 
 def test_rays_agent_is_the_same_everywhere() -> None:
-    """Without its extra `default` it starts without a part of its services, another program than in the tests."""
-    wanted = map(Requirement, metadata.requires("ray") or [])
+    """Without its extra `default` Ray's agent lacks some services, and users would run another program than tests."""
+    requirements = map(Requirement, metadata.requires("ray") or [])
     extra = {
-        canonicalize_name(each.name) for each in wanted if each.marker and each.marker.evaluate({"extra": "default"})
+        canonicalize_name(requirement.name)
+        for requirement in requirements
+        if requirement.marker and requirement.marker.evaluate({"extra": "default"})
     }
     assert len(extra) > 8 and extra <= pins("base.lock").keys()
 
@@ -186,7 +188,7 @@ def test_torch_comes_first_then_the_locks_without_dependencies_then_the_project(
     assert "--constraint requirements/base.lock --constraint requirements/gpu.lock" in torch
     assert "--no-deps" in locks and {"sglang==0.5.23", "pytest==9.2.0"} <= place.packages()
     assert not {"sglang-kernel==0.4.10", "nvidia-cublas==13.1.1.3"} & place.packages()
-    # Without its compiled part it must not be where every process finds it.
+    # Without its compiled part it must not be importable by every process.
     assert "transformer-engine==2.20.2" not in place.packages()
     assert engine.endswith("--target .venv/transformer-engine transformer-engine==2.20.2")
     assert compared.endswith("--target .venv/compared -r requirements/bench.lock")
@@ -195,17 +197,17 @@ def test_torch_comes_first_then_the_locks_without_dependencies_then_the_project(
 
 
 @pytest.mark.processes
-def test_versions_are_those_of_the_locks_in_a_container_that_keeps_its_own(place: Place) -> None:
+def test_versions_are_those_of_the_locks_in_a_container_with_its_own_constraints(place: Place) -> None:
     assert place.run(PIP_CONSTRAINT="/etc/pip/constraint.txt").returncode == 0
     assert len(place.installed()) == 5 and not any("/etc/pip" in call for call in place.installed())
 
 
 @pytest.mark.processes
-def test_again_installs_nothing_and_a_changed_lock_installs(place: Place) -> None:
+def test_a_second_run_installs_nothing_and_a_changed_lock_installs(place: Place) -> None:
     place.run()
     place.calls.unlink()
-    again = place.run()
-    assert (again.returncode, again.stdout, again.stderr, place.installed()) == (0, "", "", [])
+    repeated = place.run()
+    assert (repeated.returncode, repeated.stdout, repeated.stderr, place.installed()) == (0, "", "", [])
     with (place.folder / "requirements" / "base.lock").open("a") as lock:
         lock.write("another==1.0\n")
     assert place.run().returncode == 0
@@ -213,7 +215,7 @@ def test_again_installs_nothing_and_a_changed_lock_installs(place: Place) -> Non
 
 
 @pytest.mark.processes
-def test_a_half_finished_set_up_goes_on(place: Place) -> None:
+def test_a_half_finished_setup_is_completed(place: Place) -> None:
     place.python('case "$*" in *--no-deps*) exit 1 ;; esac')
     assert "pip failed" in refused(place.run())
     assert not (place.folder / ".venv" / "setup.stamp").exists()
@@ -223,7 +225,7 @@ def test_a_half_finished_set_up_goes_on(place: Place) -> None:
 
 @pytest.mark.processes
 def test_transformer_engine_is_compiled_once(place: Place) -> None:
-    """In an environment made anew, as on another node that has the same folder, the wheel is taken."""
+    """A new environment, as on another node with the same folder, reuses the wheel."""
     place.python(PIP)
     done = place.run(GPU="1", MAX_JOBS="3")
     assert done.returncode == 0, done.stderr
@@ -232,7 +234,7 @@ def test_transformer_engine_is_compiled_once(place: Place) -> None:
     assert "torch==2.14.1" in torch and "--no-deps" not in torch
     assert {"sglang-kernel==0.4.10", "pytest==9.2.0", "transformer-engine-cu13==2.20.2"} <= place.packages()
     assert {"sglang==0.5.23", "transformer-engine==2.20.2"} <= place.packages()
-    assert "transformer-engine-torch==2.20.2" not in place.packages()  # of which there is no wheel
+    assert "transformer-engine-torch==2.20.2" not in place.packages()  # there is no wheel of it
     assert compared.endswith("--target .venv/compared -r requirements/bench.lock")
     assert wheel.endswith("--wheel-dir build/wheels/torch==2.14.1 transformer-engine-torch==2.20.2")
     assert wheel.startswith("1 -m pip wheel") and "--no-build-isolation" in wheel and "--no-cache-dir" in wheel
@@ -245,7 +247,7 @@ def test_transformer_engine_is_compiled_once(place: Place) -> None:
 
 
 @pytest.mark.processes
-def test_what_was_compiled_for_another_python_is_not_taken(place: Place) -> None:
+def test_a_wheel_for_another_python_is_not_used(place: Place) -> None:
     other = place.folder / WHEEL.replace("cp312", "cp313")
     place.stub(other, "")
     place.python(PIP)
@@ -255,7 +257,7 @@ def test_what_was_compiled_for_another_python_is_not_taken(place: Place) -> None
 
 @pytest.mark.processes
 def test_the_packages_for_gpus_are_added_and_stay(place: Place) -> None:
-    """`make test` after `make setup GPU=1` keeps what is there, and a changed lock reaches it."""
+    """`make test` after `make setup GPU=1` keeps them, and a changed lock updates them."""
     place.python(PIP)
     assert place.run().returncode == 0
     place.calls.unlink()
@@ -272,26 +274,26 @@ def test_the_packages_for_gpus_are_added_and_stay(place: Place) -> None:
 
 
 @pytest.mark.processes
-def test_torch_of_another_index(place: Place) -> None:
-    """From there come torch and torchvision alone, now and when a lock changes; what torch needs comes as always."""
+def test_torch_from_another_index(place: Place) -> None:
+    """Only torch and torchvision come from there, now and when a lock changes; dependencies come as usual."""
     index = "https://packages.example/cpu"
     place.run(TORCH_INDEX=index)
-    build, dependencies, *others = place.installed()
+    build, dependencies, *remaining = place.installed()
     assert build.endswith(f"--no-deps --only-binary=:all: --index-url {index} torch==2.14.1 torchvision==0.29.2")
     assert "--no-deps" not in dependencies and "torch==2.14.1" in dependencies
-    assert not any("--index-url" in call for call in [dependencies, *others])
+    assert not any("--index-url" in call for call in [dependencies, *remaining])
     place.calls.unlink()
     assert place.run().stdout == ""
     with (place.folder / "requirements" / "base.lock").open("a") as lock:
         lock.write("another==1.0\n")
     place.run()
     assert place.installed()[0] == build
-    said = "torch in .venv is from another index than TORCH_INDEX; remove .venv and run make setup again"
-    assert said in refused(place.run(TORCH_INDEX="https://packages.example/other"))
+    message = "torch in .venv is from another index than TORCH_INDEX; remove .venv and run make setup again"
+    assert message in refused(place.run(TORCH_INDEX="https://packages.example/other"))
 
 
 def add_wheel(index: Path, name: str, version: str, requires: str = "") -> None:
-    """A package without content, in a folder that pip takes for an index."""
+    """An empty package, in a folder that pip can use as an index."""
     stem, page = f"{name.replace('-', '_')}-{version}", index / name / "index.html"
     info, file = f"{stem}.dist-info", f"{stem}-py3-none-any.whl"
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -306,7 +308,7 @@ def add_wheel(index: Path, name: str, version: str, requires: str = "") -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_an_index_of_cpu_builds_gives_an_environment_without_cuda(place: Place) -> None:
-    """With pip itself, which takes 2.14.1+cpu for the version of the locks and keeps it when it looks elsewhere."""
+    """With real pip, which accepts 2.14.1+cpu as the version of the locks and keeps it when it uses another index."""
     folder = place.folder.parent
     versions = {"setuptools": "84.2.1", "torchvision": "0.29.2", "nvidia-cublas": "13.1.1.3"}
     for name, version in versions.items():
@@ -337,7 +339,7 @@ def test_a_cpu_build_of_torch_gets_no_packages_for_gpus(place: Place) -> None:
 
 
 @pytest.mark.processes
-def test_what_the_packages_for_gpus_need_is_seen_before_anything_is_installed(place: Place) -> None:
+def test_requirements_of_the_gpu_packages_are_checked_before_anything_is_installed(place: Place) -> None:
     place.disk(12 * 1024 * 1024)
     assert "16 GB are needed; free some space and run make setup GPU=1 again" in refused(place.run(GPU="1"))
     place.disk(100 * 1024 * 1024)
@@ -350,7 +352,7 @@ def test_what_the_packages_for_gpus_need_is_seen_before_anything_is_installed(pl
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("output", "said"),
+    ("output", "message"),
     [
         (
             "c++: fatal error: Killed signal terminated program cc1plus",
@@ -363,21 +365,21 @@ def test_what_the_packages_for_gpus_need_is_seen_before_anything_is_installed(pl
         ),
     ],
 )
-def test_what_the_compiler_stumbled_over_is_one_line(place: Place, output: str, said: str) -> None:
+def test_a_compiler_error_is_reported_in_one_line(place: Place, output: str, message: str) -> None:
     (place.folder / "output").write_text(f"{output}\n  ERROR: Failed building wheel for transformer-engine-torch\n")
     place.python(f'case "$*" in *"pip wheel"*) cat {place.folder}/output; exit 1 ;; esac')
-    assert said in refused(place.run(GPU="1"))
+    assert message in refused(place.run(GPU="1"))
     assert len(place.installed()) == 4
 
 
 @pytest.mark.processes
-def test_a_python_that_is_not_there(place: Place) -> None:
+def test_a_missing_python(place: Place) -> None:
     line = refused(place.run(PYTHON="python3.12-nowhere"))
     assert "python3.12-nowhere is not there; install Python 3.12" in line and "make setup PYTHON=" in line
 
 
 PYENV = "pyenv/versions"
-# As pyenv has in PATH for a version that is installed and not selected.
+# pyenv's command in PATH for a version that is installed but not selected.
 SHIM = "#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2\nexit 127\n"
 
 
@@ -400,8 +402,8 @@ SHIM = "#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2\nexit 127\n"
         ({"bin/python3": "3.14", f"{PYENV}/3.13.0t/bin/python": "3.13t", "uv/python": "3.13"}, "uv/python"),
     ],
 )
-def test_a_python_is_looked_for(place: Place, pythons: dict[str, str], chosen: str) -> None:
-    """On PATH, where a shim of pyenv that runs nothing does not count, then under pyenv, then among uv's own."""
+def test_the_search_for_a_python(place: Place, pythons: dict[str, str], chosen: str) -> None:
+    """On PATH, except for pyenv shims that run nothing, then under pyenv, then among those of uv."""
     folder = place.folder.parent
     shutil.rmtree(place.folder / ".venv")
     for name, version in pythons.items():
@@ -417,12 +419,12 @@ def test_a_python_is_looked_for(place: Place, pythons: dict[str, str], chosen: s
     assert place.installed()[0] == str(folder / chosen)
 
 
-# The Python of these tests, as a free-threaded build; for such ones there are no wheels.
+# The Python of these tests, posing as a free-threaded build, for which there are no wheels.
 FREE_THREADED = f"exec {sys.executable} -c 'import sys; sys.abiflags = \"t\"; exec(sys.argv[1])' \"$2\""
 
 
 @pytest.mark.processes
-def test_no_python_is_one_line(place: Place) -> None:
+def test_no_python_is_reported_in_one_line(place: Place) -> None:
     shutil.rmtree(place.folder / ".venv")
     place.stub(place.bin / "python3.12", SHIM)
     line = refused(place.run())
@@ -432,12 +434,12 @@ def test_no_python_is_one_line(place: Place) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("command", "said"), [("echo 3.11", "is Python 3.11"), ("exit 1", "is no Python"), (FREE_THREADED, "t, 3.12 or")]
+    ("command", "message"), [("echo 3.11", "is Python 3.11"), ("exit 1", "is no Python"), (FREE_THREADED, "t, 3.12 or")]
 )
-def test_a_python_of_another_version(place: Place, command: str, said: str) -> None:
+def test_a_python_of_another_version(place: Place, command: str, message: str) -> None:
     place.stub(place.bin / "python3", f"#!/bin/sh\n{command}\n")
     line = refused(place.run(PYTHON="python3"))
-    assert said in line and "3.12 or 3.13 is needed" in line and "make setup PYTHON=" in line
+    assert message in line and "3.12 or 3.13 is needed" in line and "make setup PYTHON=" in line
     assert place.installed() == []
 
 
@@ -447,16 +449,16 @@ def test_an_environment_keeps_its_python(place: Place) -> None:
     place.system_python(place.bin / "python3.12", "3.12")
     done = place.run()
     assert done.returncode == 0 and "environment in .venv, Python 3.13" in done.stdout, done.stderr
-    line = refused(place.run(PYTHON="python3.12"))  # also of one that is complete
+    line = refused(place.run(PYTHON="python3.12"))  # even if it is complete
     assert ".venv was made with Python 3.13, python3.12 is 3.12; remove .venv" in line
 
 
 @pytest.mark.processes
 def test_an_environment_of_another_python(place: Place) -> None:
-    """As an earlier version of the project made it, or of a Python that was uninstalled."""
+    """Created by an earlier version of the project, or by a Python that was uninstalled."""
     place.python("true", version="3.11")
-    said = ".venv was made with Python 3.11, 3.12 or 3.13 is needed; remove .venv and run make setup again"
-    assert said in refused(place.run())
+    message = ".venv was made with Python 3.11, 3.12 or 3.13 is needed; remove .venv and run make setup again"
+    assert message in refused(place.run())
     python = place.folder / ".venv" / "bin" / "python"
     python.unlink()
     python.symlink_to("/nowhere/python3.12")
@@ -471,7 +473,7 @@ def test_no_compiler(place: Place) -> None:
 
 
 @pytest.mark.processes
-def test_a_full_disk_is_seen_before_anything_is_installed(place: Place) -> None:
+def test_a_full_disk_is_detected_before_anything_is_installed(place: Place) -> None:
     place.disk(2 * 1024 * 1024)
     line = refused(place.run())
     assert "2048 MB free" in line and "10 GB are needed" in line
@@ -490,23 +492,23 @@ OUTPUTS = [
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("output", "said"), OUTPUTS)
-def test_what_pip_stumbled_over_is_one_line(place: Place, output: str, said: str) -> None:
+@pytest.mark.parametrize(("output", "message"), OUTPUTS)
+def test_a_pip_error_is_reported_in_one_line(place: Place, output: str, message: str) -> None:
     (place.folder / "output").write_text(output + "\n")
     place.python(f"cat {place.folder}/output; exit 1")
-    assert said in refused(place.run())
+    assert message in refused(place.run())
 
 
 @pytest.mark.processes
 def test_a_missing_wheel_is_named(place: Place) -> None:
-    """With pip itself, so that its wording is what the script looks for."""
+    """With real pip, so that the script matches its actual wording."""
     place.python(f"exec {sys.executable} -m pip download --no-index --no-deps a-package-of-ours==7.7")
     line = refused(place.run())
     assert "no wheel of a-package-of-ours==7.7" in line and "PIP_INDEX_URL" in line
 
 
 @pytest.mark.processes
-def test_make_stops_where_the_set_up_does(place: Place) -> None:
+def test_make_stops_if_the_setup_fails(place: Place) -> None:
     shutil.copy(ROOT / "Makefile", place.folder)
     done = subprocess.run(
         ["make", "test", "PYTHON=python3.12-nowhere"],

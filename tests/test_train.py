@@ -1,4 +1,4 @@
-"""How a run that cannot go on ends."""
+"""How a run ends that cannot continue."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_budget_that_is_used_up_stops_the_run(alone: None) -> None:
         from_leader(lambda: refuse(BudgetSpent("llm.budget_usd=5 is used up")))
 
 
-def test_other_failures_are_what_they_are(alone: None) -> None:
+def test_other_failures_are_raised_unchanged(alone: None) -> None:
     with pytest.raises(KeyError):
         from_leader(lambda: refuse(KeyError("bug")))
     with pytest.raises(Hung):
@@ -47,12 +47,12 @@ def test_other_failures_are_what_they_are(alone: None) -> None:
     assert from_leader(lambda: 7) == 7
 
 
-def test_a_stopped_run_says_why_in_one_line(
+def test_a_stopped_run_prints_its_reason_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Before the other ranks hear that rank 0 is done: torchrun ends all once one of them has ended."""
-    said: list[str] = []
-    store = SimpleNamespace(set=lambda *_: said.append(capsys.readouterr().err))
+    """Before the other ranks learn that rank 0 has finished: torchrun ends all ranks once one of them exits."""
+    messages: list[str] = []
+    store = SimpleNamespace(set=lambda *_: messages.append(capsys.readouterr().err))
     monkeypatch.setattr(parallel, "run_store", lambda: (store, 0, 1))
 
     def stopped(config: Config) -> None:
@@ -66,6 +66,6 @@ def test_a_stopped_run_says_why_in_one_line(
     monkeypatch.setattr(train.process, "under_torchrun", lambda: True)
     code = train.main(["experiment=booking_sft", f"run.dir={tmp_path}/run", f"data.dir={tmp_path}/world"])
     assert code == train.process.EXIT_STOPPED == 3
-    assert said == ["megatron-collab: llm.budget_usd=5 is used up\n"]
+    assert messages == ["megatron-collab: llm.budget_usd=5 is used up\n"]
     assert capsys.readouterr().err == ""
     assert "RANK" not in os.environ

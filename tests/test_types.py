@@ -17,15 +17,17 @@ def test_a_conversation_holds_the_tokens_as_they_were_sampled() -> None:
     assert begun.token_ids == (1, 2, 3), "a conversation is never changed in place: futures share it"
 
 
-def test_replies_are_what_was_said_to_the_user_since_the_task() -> None:
+def test_replies_are_the_assistant_texts_since_the_task() -> None:
     history = (Message("user", "hi"), Message("assistant", "old"), Message("user", "and?"))
-    said = Conversation(history, (1,)).add_turn(Turn((1,), (2,), (-1.0,), (0,), Finish.STOP, "<think>x</think>call"))
-    said = said.add_messages([Message("tool", "42")], (3,))
-    said = said.add_turn(Turn((1, 2, 3), (4,), (-1.0,), (0,), Finish.STOP, "it is 42"))
-    said = said.add_messages([Message("user", "thanks")], (5,))
-    assert said.replies == ("it is 42",)
-    assert said.messages[3].content == "call"
-    assert said.add_turn(turn((1, 2, 3, 4, 5), (6,))).replies == ("it is 42", "hello")
+    conversation = Conversation(history, (1,)).add_turn(
+        Turn((1,), (2,), (-1.0,), (0,), Finish.STOP, "<think>x</think>call")
+    )
+    conversation = conversation.add_messages([Message("tool", "42")], (3,))
+    conversation = conversation.add_turn(Turn((1, 2, 3), (4,), (-1.0,), (0,), Finish.STOP, "it is 42"))
+    conversation = conversation.add_messages([Message("user", "thanks")], (5,))
+    assert conversation.replies == ("it is 42",)
+    assert conversation.messages[3].content == "call"
+    assert conversation.add_turn(turn((1, 2, 3, 4, 5), (6,))).replies == ("it is 42", "hello")
     assert Conversation(history, (1,)).replies == ()
 
 
@@ -88,5 +90,5 @@ def test_thoughts_are_hidden(text: str, shown: str) -> None:
         ("<think>a<think>b</think></think>c", "nested <think>"),
     ],
 )
-def test_what_no_user_should_see_is_named(text: str, why: str | None) -> None:
+def test_a_faulty_reply_is_named(text: str, why: str | None) -> None:
     assert Turn((), (), (), (), Finish.STOP, text).fault() == why

@@ -1,4 +1,4 @@
-"""The wheel: installed into a fresh environment it trains from any folder, without the checkout."""
+"""The wheel: installed into a fresh environment, it trains from any folder without the checkout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SOURCES = (
 
 
 def run(*command: object, cwd: Path) -> str:
-    """The output of a program that must succeed and sees nothing of the checkout."""
+    """The output of a program that must succeed without seeing the checkout."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([str(word) for word in command], cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -40,7 +40,7 @@ def run(*command: object, cwd: Path) -> str:
 
 
 def copy_sources(folder: Path) -> Path:
-    """A checkout in which a build may leave its files."""
+    """A copy of the checkout that a build may write to."""
     checkout = folder / "checkout"
     checkout.mkdir()
     for name in SOURCES:
@@ -68,7 +68,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "venv"
 
 
-def test_the_wheel_holds_what_is_no_module(environment: Path) -> None:
+def test_the_wheel_contains_files_that_are_not_modules(environment: Path) -> None:
     package = next(environment.glob("lib/python*/site-packages/megatron_collab"))
     packed = {str(file.relative_to(package)) for file in package.rglob("*") if file.suffix not in (".py", ".pyc")}
     conf = {str(file.relative_to(ROOT)) for file in (ROOT / "conf").rglob("*")}

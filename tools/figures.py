@@ -1,7 +1,7 @@
 """Draws docs/figures/architecture.svg and step.svg: `python tools/figures.py`.
 
-Plain SVG with a background of its own, so that both are readable on a light and on a dark page; where the reader's
-system is dark, so are they.
+Plain SVG with its own background, so that both are readable on a light and on a dark page. If the reader's system is
+in dark mode, so are the figures.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Drawing:
         ]
 
     def text(self, x: float, y: float, words: str, *, size: int = 13, weight: int = 400, kind: str = "") -> None:
-        """One line, centred at x; y is its base line."""
+        """One line, centered at x; y is its base line."""
         self.parts.append(
             f'<text x="{x}" y="{y}" class="{kind}" text-anchor="middle" font-size="{size}" '
             f'font-weight="{weight}">{escape(words)}</text>'
@@ -52,7 +52,7 @@ class Drawing:
         self.parts.append(f'<text x="{x}" y="{y}" class="soft" font-size="{size}">{escape(words)}</text>')
 
     def box(self, x: float, y: float, width: float, height: float, colour: str, *lines: str) -> None:
-        """A rectangle with centred lines, the first of them bold."""
+        """A rectangle with centered lines, of which the first is bold."""
         self.parts.append(
             f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="7" '
             f'style="fill: var(--{colour}); stroke: var(--line); stroke-width: 1"/>'

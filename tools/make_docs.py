@@ -79,7 +79,7 @@ _USERS = """
 
 
 def options_page() -> str:
-    """docs/reference/options.md: options by their groups, the groups of conf/, and what has settings of its own."""
+    """docs/reference/options.md: options by group, the groups of conf/, then settings of sources, metrics and users."""
     page = _INTRODUCTION
     by_group = itertools.groupby(declared(Config), key=lambda option: option[0].partition(".")[0])
     for group, options in by_group:

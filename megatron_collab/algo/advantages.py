@@ -9,33 +9,33 @@ from itertools import accumulate
 import numpy as np
 
 from megatron_collab.config import AlgoConfig
-from megatron_collab.types import Credit, Sample, Scored
+from megatron_collab.types import Credit, Sample, ScoredBatch
 
-GROUPED = ("grpo", "dr_grpo", "gdpo", "rloo")  # compare a credit with its peers; the others need none
+GROUPED = ("grpo", "dr_grpo", "gdpo", "rloo")  # compare a credit with its peers; the other estimators do not
 EPSILON = 1e-6
-K3_TANGENT = 3.0  # log(reference / policy) above which the estimate k3 goes on as its tangent
+K3_TANGENT = 3.0  # log(reference / policy) above which the estimate k3 continues as its tangent
 
 
-def with_advantages(batch: Scored, algo: AlgoConfig) -> Scored:
-    """The batch with the advantages of its tokens by the estimator algo.advantage, and with gae the critic's targets.
+def with_advantages(batch: ScoredBatch, algo: AlgoConfig) -> ScoredBatch:
+    """The batch with per-token advantages of the estimator algo.advantage and, with gae, the critic's targets.
 
-    With algo.kl_in=reward the estimate algo.kl of the KL to the reference, times algo.kl_coef, is subtracted from the
-    reward. Only trained tokens are read. ValueError on a credit that is no finite number. What is learned from without
-    advantages (algo.objective) stays as it is.
+    With algo.kl_in=reward the KL penalty to the reference (estimator algo.kl, times algo.kl_coef) is subtracted from
+    the reward. Only trained tokens are read. Raises ValueError if a credit is not finite. If algo.objective needs no
+    advantages, the batch is returned unchanged.
     """
     if algo.objective != "policy":
         return batch
     samples = batch.samples
-    worth = [credit.value for sample in samples for credit in sample.credits]
-    if not np.isfinite(worth).all():
-        raise ValueError(f"rewards must be finite numbers, not {worth}; leave out samples without a reward")
+    values = [credit.value for sample in samples for credit in sample.credits]
+    if not np.isfinite(values).all():
+        raise ValueError(f"rewards must be finite numbers, not {values}; leave out samples without a reward")
     costs = [np.zeros(np.count_nonzero(sample.loss_mask)) for sample in samples]
     if algo.kl_in == "reward" and batch.reference_log_probs is not None:
         assert batch.old_log_probs is not None
         log_ratios = [old - ref for old, ref in zip(batch.old_log_probs, batch.reference_log_probs, strict=True)]
         costs = [algo.kl_coef * kl_estimate(row, algo.kl) for row in _trained(samples, log_ratios)]
     if algo.advantage in GROUPED:
-        return replace(batch, advantages=_placed(samples, _compared(samples, costs, algo.advantage)))
+        return replace(batch, advantages=_placed(samples, _grouped_advantages(samples, costs, algo.advantage)))
     if algo.advantage == "reinforce++":
         raw = [returns_to_go(*pair) for pair in zip(samples, costs, strict=True)]
         return replace(batch, advantages=_placed(samples, whitened(raw)))
@@ -48,37 +48,37 @@ def with_advantages(batch: Scored, algo: AlgoConfig) -> Scored:
 
 
 def grpo(values: np.ndarray, peers: Sequence[str], scale: Sequence[str]) -> np.ndarray:
-    """(v - mean(peers)) / (std(same scale) + 1e-6) for C credits, float64 [C]; exactly 0 where the peers are equal.
+    """(v - mean(peers)) / (std(same scale) + 1e-6) for C credits, float64 [C]; exactly 0 if the peers are equal.
 
     Outcome supervision of GRPO, with the population standard deviation (Shao et al. 2024, DeepSeekMath,
-    arXiv:2402.03300, section 4.1.2). There peers and scale are both the group.
+    arXiv:2402.03300, section 4.1.2). In the paper, peers and scale are both the group.
     """
-    return dr_grpo(values, peers) / (_over(scale, np.std, values) + EPSILON)
+    return dr_grpo(values, peers) / (_per_label(scale, np.std, values) + EPSILON)
 
 
 def dr_grpo(values: np.ndarray, peers: Sequence[str]) -> np.ndarray:
-    """v - mean(peers) for C credits, float64 [C]; exactly 0 where the peers are equal.
+    """v - mean(peers) for C credits, float64 [C]; exactly 0 if the peers are equal.
 
     Liu et al. 2025, Understanding R1-Zero-Like Training, arXiv:2503.20783, section 3.2.
     """
     # The mean of equal floats may differ from them in the last bit.
-    return np.where(_over(peers, np.ptp, values) == 0, 0.0, values - _over(peers, np.mean, values))
+    return np.where(_per_label(peers, np.ptp, values) == 0, 0.0, values - _per_label(peers, np.mean, values))
 
 
 def rloo(values: np.ndarray, peers: Sequence[str]) -> np.ndarray:
-    """v - mean(the other peers) for C credits, float64 [C]; 0 where there is no other.
+    """v - mean(the other peers) for C credits, float64 [C]; 0 if there are no other peers.
 
     REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740, section 3). Of n peers the mean of the others is
     (n mean - v) / (n - 1), so this is n / (n - 1) (v - mean).
     """
-    n = _over(peers, len, values)
+    n = _per_label(peers, len, values)
     return dr_grpo(values, peers) * n / np.maximum(n - 1, 1)
 
 
 def gdpo(values: np.ndarray) -> np.ndarray:
-    """(v - mean) / (std + 1e-6) over the C credits of a batch, float64 [C]; exactly 0 where all are equal.
+    """(v - mean) / (std + 1e-6) over the C credits of a batch, float64 [C]; exactly 0 if all are equal.
 
-    Of `decoupled` values; GDPO's normalisation of the batch (Liu et al. 2026, arXiv:2601.05242).
+    GDPO's batch normalization, applied to `decoupled` values (Liu et al. 2026, arXiv:2601.05242).
     """
     equal = bool(np.ptp(values) == 0)
     return np.zeros_like(values) if equal else (values - values.mean()) / (values.std() + EPSILON)
@@ -86,10 +86,10 @@ def gdpo(values: np.ndarray) -> np.ndarray:
 
 def decoupled(parts_C: Sequence[Mapping[str, float]], weights: Mapping[str, float]) -> np.ndarray:
     """sum_m |w_m| (p_m - mean(p_m)) / (std(p_m) + 1e-6) for the parts p_m = w_m s_m of C rewards of one group, float64
-    [C]: each metric normalised before the sum; one whose parts are equal gives exactly 0.
+    [C]: each metric is normalized before the sum; a metric whose parts are equal gives exactly 0.
 
-    Group reward-decoupled normalisation of GDPO (Liu et al. 2026, arXiv:2601.05242), with the population's standard
-    deviation. In a sum that is normalised as a whole, as by `grpo`, the metric that spreads most hides the others.
+    Group reward-decoupled normalization of GDPO (Liu et al. 2026, arXiv:2601.05242), with the population standard
+    deviation. If the sum is normalized instead, as by `grpo`, the metric with the largest spread hides the others.
     """
     group = [""] * len(parts_C)
     columns = ((weight, np.array([parts[name] for parts in parts_C])) for name, weight in weights.items())
@@ -99,15 +99,15 @@ def decoupled(parts_C: Sequence[Mapping[str, float]], weights: Mapping[str, floa
 def returns_to_go(sample: Sample, costs: np.ndarray) -> np.ndarray:
     """A_t = r - sum_{k >= t} cost_k, float64 [T], for the T trained tokens of a sample and their costs.
 
-    REINFORCE++ before its normalisation, cost_k = beta KL_k (Hu et al. 2025, arXiv:2501.03262). r is the value of
-    the token's credit: the paper has one reward a sequence; of several credits each is a return already, so they are
-    not added up. The costs run on to the end of the sample.
+    REINFORCE++ before its normalization, cost_k = beta KL_k (Hu et al. 2025, arXiv:2501.03262). r is the value of
+    the token's credit. The paper has one reward per sequence; if a sample has several credits, each is already a
+    return, so they are not summed. Costs are summed to the end of the sample.
     """
     return _credited(sample, slice(None)) - costs[::-1].cumsum()[::-1]
 
 
 def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, gae_lambda: float) -> np.ndarray:
-    """Generalised advantage estimates, float64 [T], from rewards and values [T] of a sequence's trained tokens.
+    """Generalized advantage estimates, float64 [T], from rewards and values [T] of a sequence's trained tokens.
 
     A_t = d_t + gamma lambda A_{t+1}, d_t = r_t + gamma V_{t+1} - V_t, with V and A 0 after the last token (Schulman
     et al. 2015, arXiv:1506.02438, equation 16). A trained token is a step, even if other messages precede it.
@@ -120,8 +120,8 @@ def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, gae_lambda: float
 def whitened(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
     """(A - mean) / (std + 1e-6) over all rows, float64, of the trained tokens of a batch; exactly 0 if all are equal.
 
-    The global normalisation of REINFORCE++ (arXiv:2501.03262) and, once the critic's returns are made, of GAE in PPO
-    on language models (as in the code of Ziegler et al. 2019, arXiv:1909.08593).
+    The global normalization of REINFORCE++ (arXiv:2501.03262) and, once the critic's returns are computed, of GAE in
+    PPO on language models (as in the code of Ziegler et al. 2019, arXiv:1909.08593).
     """
     advantages = np.concatenate(rows)
     equal = bool(np.ptp(advantages) == 0)
@@ -132,7 +132,7 @@ def whitened(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
 def kl_estimate(log_ratio: np.ndarray, estimate: str) -> np.ndarray:
     """k1, k2 or k3 of KL(pi || ref) from log pi - log ref (Schulman 2020, joschu.net/blog/kl-approx.html).
 
-    k3 goes on as its tangent where the reference is far more likely, as in trainer.losses.kl.
+    If the reference is far more likely, k3 continues as its tangent, as in trainer.losses.kl.
     """
     if estimate == "k1":
         return log_ratio
@@ -152,8 +152,8 @@ def token_weights(
 ) -> list[np.ndarray]:
     """Weights, float32 [S] for each of the masks [S] of a mini-batch, so that its loss is sum(weight * token's loss).
 
-    `masks` are 1 where a token is trained, and those of the whole mini-batch, so the loss does not depend on how the
-    sequences are packed, spread or cut. Weights are 0 where nothing is trained.
+    `masks` are 1 for trained tokens and cover the whole mini-batch, so the loss does not depend on how the sequences
+    are packed, distributed over ranks or split. Untrained tokens have weight 0.
 
     token     1 / T, T the trained tokens of all sequences (DAPO, arXiv:2503.14476, equation 8)
     sequence  1 / (B T_i), T_i the trained tokens of sequence i, B the sequences that have any (GRPO,
@@ -161,50 +161,50 @@ def token_weights(
     constant  1 / (B L), L the tokens of the `longest` reply that may be sampled (Dr. GRPO, arXiv:2503.20783,
               section 3.1)
 
-    Where some sequences are of `later` turns, the mean over them and that over the others are taken apart and added
-    with weights that are as `later_weight` to 1: there are several later turns for each trained one, among which the
-    multiturn-aware reward would be lost.
+    If some sequences hold `later` turns, their mean and the mean of the other sequences are computed separately and
+    added in the ratio `later_weight` to 1. A trained turn has several later turns, which would otherwise drown the
+    multiturn-aware reward.
 
-    ValueError where no token is trained.
+    Raises ValueError if no token is trained.
     """
     tokens = np.array([mask.sum(dtype=np.float64) for mask in masks])
     if not tokens.any():
         raise ValueError("a mini-batch has no trained token; lower algo.mini_batches or look at the loss masks")
-    of_later = np.asarray(later, bool) if len(later) else np.zeros(len(masks), bool)
-    kinds = [((tokens > 0) & ~of_later, 1.0), ((tokens > 0) & of_later, later_weight)]
-    kinds = [(kind, weight) for kind, weight in kinds if kind.any()]
-    whole = sum(weight for _, weight in kinds)
+    is_later = np.asarray(later, bool) if len(later) else np.zeros(len(masks), bool)
+    parts = [((tokens > 0) & ~is_later, 1.0), ((tokens > 0) & is_later, later_weight)]
+    parts = [(part, weight) for part, weight in parts if part.any()]
+    total = sum(weight for _, weight in parts)
     shares = np.zeros(len(masks))
-    for kind, weight in kinds:
-        count = np.count_nonzero(kind)
-        divisors = {"token": tokens[kind].sum(), "sequence": count * tokens[kind], "constant": count * longest}
-        shares[kind] = weight / whole / divisors[average]
+    for part, weight in parts:
+        count = np.count_nonzero(part)
+        divisors = {"token": tokens[part].sum(), "sequence": count * tokens[part], "constant": count * longest}
+        shares[part] = weight / total / divisors[average]
     return [(mask * share).astype(np.float32) for mask, share in zip(masks, shares, strict=True)]
 
 
-def _compared(samples: Sequence[Sample], costs: Sequence[np.ndarray], advantage: str) -> list[np.ndarray]:
-    """Each credit, less the costs from its first token on, compared with its peers, at its tokens."""
+def _grouped_advantages(samples: Sequence[Sample], costs: Sequence[np.ndarray], advantage: str) -> list[np.ndarray]:
+    """Advantages of the credits at their tokens: credit less the costs from its first token on, against its peers."""
     rows = [np.zeros_like(cost) for cost in costs]
-    owned = [
+    entries = [
         (credit, _tokens(sample, credit), cost, row)
         for sample, cost, row in zip(samples, costs, rows, strict=True)
         for credit in sample.credits
     ]
-    values = np.array([credit.value - (cost[own[0] :].sum() if own.size else 0.0) for credit, own, cost, _ in owned])
-    peers = [credit.peers for credit, *_ in owned]
+    values = np.array([credit.value - (cost[at[0] :].sum() if at.size else 0.0) for credit, at, cost, _ in entries])
+    peers = [credit.peers for credit, *_ in entries]
     if advantage == "grpo":
-        found = grpo(values, peers, [credit.scale for credit, *_ in owned])
+        advantages = grpo(values, peers, [credit.scale for credit, *_ in entries])
     elif advantage == "gdpo":
-        found = gdpo(values)
+        advantages = gdpo(values)
     else:
-        found = (rloo if advantage == "rloo" else dr_grpo)(values, peers)
-    for (_, own, _, row), value in zip(owned, found, strict=True):
-        row[own] = value
+        advantages = (rloo if advantage == "rloo" else dr_grpo)(values, peers)
+    for (_, at, _, row), value in zip(entries, advantages, strict=True):
+        row[at] = value
     return rows
 
 
 def _credited(sample: Sample, part: slice) -> np.ndarray:
-    """The value of each credit at this part of its tokens, float64, 0 at other trained tokens."""
+    """Per trained token, float64: the credit's value at this part of its tokens, 0 at the others."""
     values = np.zeros(np.count_nonzero(sample.loss_mask))
     for credit in sample.credits:
         values[_tokens(sample, credit)[part]] = credit.value
@@ -212,27 +212,27 @@ def _credited(sample: Sample, part: slice) -> np.ndarray:
 
 
 def _tokens(sample: Sample, credit: Credit) -> np.ndarray:
-    """Where the credit's tokens stand among the trained tokens of its sample, int64, in order."""
-    own: np.ndarray = np.zeros(len(sample.loss_mask), bool)
+    """Indices, int64 and ascending, of the credit's tokens among the trained tokens of its sample."""
+    credited: np.ndarray = np.zeros(len(sample.loss_mask), bool)
     for start, stop in credit.spans:
-        own[start:stop] = True
-    return np.flatnonzero(own[sample.loss_mask > 0])
+        credited[start:stop] = True
+    return np.flatnonzero(credited[sample.loss_mask > 0])
 
 
-def _over(labels: Sequence[str], statistic: Callable[[np.ndarray], float], values: np.ndarray) -> np.ndarray:
-    """At each value: `statistic` of all values with its label."""
+def _per_label(labels: Sequence[str], statistic: Callable[[np.ndarray], float], values: np.ndarray) -> np.ndarray:
+    """For each value, the `statistic` of all values with the same label."""
     names, index = np.unique(np.array(labels), return_inverse=True)
     return np.array([statistic(values[index == name]) for name in range(len(names))])[index]
 
 
 def _trained(samples: Sequence[Sample], rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The trained tokens of rows [S], float64."""
+    """The entries of rows [S] at trained tokens, float64."""
     return [row[sample.loss_mask > 0].astype(np.float64) for sample, row in zip(samples, rows, strict=True)]
 
 
 def _placed(samples: Sequence[Sample], rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Rows of the trained tokens, float32 [S] each, 0 elsewhere."""
+    """Rows over all tokens, float32 [S], from rows over trained tokens; 0 at the other tokens."""
     placed = [np.zeros_like(sample.loss_mask) for sample in samples]
-    for sample, whole, row in zip(samples, placed, rows, strict=True):
-        whole[sample.loss_mask > 0] = row
+    for sample, target, row in zip(samples, placed, rows, strict=True):
+        target[sample.loss_mask > 0] = row
     return placed

@@ -1,4 +1,4 @@
-"""Credit assignment: from rewarded rollouts to samples, with the trained turns, their credits and their peers."""
+"""Credit assignment: from rollouts with rewards to samples, each with its trained turns, their credits and peers."""
 
 from __future__ import annotations
 
@@ -14,59 +14,59 @@ from megatron_collab.config import Config, RewardConfig
 from megatron_collab.reward.multiturn import reward_function
 from megatron_collab.types import Credit, Group, Missing, Reward, Rollout, Sample, Turn
 
-_WHOLE, _MALFORMED = "<reward>", "<malformed>"  # parts of rewards, beside those of metrics
+_WHOLE, _MALFORMED = "<reward>", "<malformed>"  # names of reward parts that belong to no metric
 
 
 def samples_of(group: Group, config: Config, number: int) -> list[Sample]:
     """The trained sequences of a group with their credits; rollouts without a reward are dropped.
 
-    `number` is that of the group in the batch, since the same task may be played twice. Where rollouts are compared
-    with each other, a group with fewer than two rewards gives no samples. For dpo they are a pair, the
+    `number` is the group's index in the batch; it tells two groups of the same task apart. If the estimator compares
+    rollouts with each other, a group with fewer than two rewards gives no samples. For dpo the samples are a pair, the
     better one first.
     """
     rollouts = [rollout for rollout in group.rollouts if not isinstance(rollout.reward.value, Missing)]
     if config.objective != "policy":
-        rollouts = chosen(rollouts, config)
-    if len(rollouts) < _fewest(config):
+        rollouts = select_rollouts(rollouts, config)
+    if len(rollouts) < _min_rewards(config):
         return []
     if config.objective == "policy" and config.algo.advantage == "gdpo":
         rollouts = _decoupled(rollouts, config.reward)
     name = f"{number}/{group.task.id}"
     if config.reward.mode != "single_turn" and config.rollout.futures == 0:
-        samples = [whole(rollout, config.reward, name) for rollout in rollouts]
+        samples = [conversation_sample(rollout, config.reward, name) for rollout in rollouts]
     else:
         samples = _with_futures(rollouts, config, name)
     overlong = config.objective == "policy" and config.algo.overlong
-    return [without_overlong(one, config) for one in samples] if overlong else samples
+    return [penalize_overlong(sample, config) for sample in samples] if overlong else samples
 
 
-def chosen(rollouts: Sequence[Rollout], config: Config) -> list[Rollout]:
-    """The first of the best rollouts for algo.objective=sft, and for dpo after it the first of the worst.
+def select_rollouts(rollouts: Sequence[Rollout], config: Config) -> list[Rollout]:
+    """For algo.objective=sft the first of the best rollouts; for dpo also the first of the worst, after it.
 
-    None where nothing is to be learned: the best one is malformed; or no worse than the worst one, or by less than
-    algo.dpo.gap, or word for word the same.
+    Empty if there is nothing to learn: the best rollout is malformed; or, for dpo, best and worst have equal rewards,
+    differ by less than algo.dpo.gap, or have the same tokens.
 
     sft: RAFT (Dong et al. 2023, arXiv:2304.06767, algorithm 1). dpo: online DPO (Guo et al. 2024, arXiv:2402.04792),
-    there of two replies.
+    which compares two replies.
     """
-    best, worst = max(rollouts, key=_worth, default=None), min(rollouts, key=_worth, default=None)
+    best, worst = max(rollouts, key=_total_reward, default=None), min(rollouts, key=_total_reward, default=None)
     if best is None or worst is None or best.malformed:
         return []
     if config.objective == "sft":
         return [best]
-    gap = _worth(best) - _worth(worst)
+    gap = _total_reward(best) - _total_reward(worst)
     differ = [turn.token_ids for turn in best.start.turns] != [turn.token_ids for turn in worst.start.turns]
     return [best, worst] if gap > 0 and gap >= config.algo.dpo.gap and differ else []
 
 
-def _worth(rollout: Rollout) -> float:
-    """Its reward, with what users and tools gave for its turns."""
+def _total_reward(rollout: Rollout) -> float:
+    """The rollout's reward plus the rewards that users and tools gave for its turns."""
     assert not isinstance(rollout.reward.value, Missing)
     return rollout.reward.value + sum(rollout.start.turn_rewards)
 
 
-def teaches(samples: Sequence[Sample]) -> bool:
-    """Whether some credit of trained tokens differs from its peers, so that there is a gradient."""
+def has_gradient(samples: Sequence[Sample]) -> bool:
+    """Whether some credit of trained tokens differs from its peers, so that the loss has a gradient."""
     credits = [credit for sample in samples for credit in sample.credits]
     values: dict[str, set[float]] = defaultdict(set)
     for credit in credits:
@@ -74,23 +74,23 @@ def teaches(samples: Sequence[Sample]) -> bool:
     return any(credit.spans and len(values[credit.peers]) > 1 for credit in credits)
 
 
-def fresh(samples: Sequence[Sample], oldest: int, config: Config) -> list[Sample]:
-    """The samples of a group of version `oldest` or newer that still have enough peers among these."""
-    kept, fewest = [sample for sample in samples if sample.version >= oldest], _fewest(config)
+def drop_stale(samples: Sequence[Sample], oldest: int, config: Config) -> list[Sample]:
+    """The samples of a group from version `oldest` or newer that still have enough peers among them."""
+    kept, minimum = [sample for sample in samples if sample.version >= oldest], _min_rewards(config)
     while True:
         peers = Counter(name for sample in kept for name in {credit.peers for credit in sample.credits})
-        before, kept = kept, [s for s in kept if any(c.spans and peers[c.peers] >= fewest for c in s.credits)]
+        before, kept = kept, [s for s in kept if any(c.spans and peers[c.peers] >= minimum for c in s.credits)]
         if len(kept) == len(before):
             return kept
 
 
-def whole(rollout: Rollout, reward: RewardConfig, name: str) -> Sample:
-    """A whole conversation with its credits, compared with all others of this `name`.
+def conversation_sample(rollout: Rollout, reward: RewardConfig, name: str) -> Sample:
+    """A complete conversation as one sample; its credits are compared with all others of the group `name`.
 
-    The turns' own rewards r_t come from users and tools, and the conversation's reward R at its end. `last` gives
-    sum_t r_t + R to the last turn alone, `equal` to all turns together, so that conversations are compared (GRPO as
-    in verl's multi-turn rollout). `reward_to_go` gives turn t sum_{k >= t} gamma^(k-t) r_k (gamma: reward.turn_gamma),
-    where the last r includes R, and all turns of the group are compared (UserRL, arXiv:2509.19736, section 3).
+    Users and tools give the turn rewards r_t; the conversation's reward R comes at its end. reward.turn_credit decides:
+    `last` gives sum_t r_t + R to the last turn only, `equal` gives it to all turns together; both compare conversations
+    (GRPO as in verl's multi-turn rollout). `reward_to_go` gives turn t sum_{k >= t} gamma^(k-t) r_k (gamma:
+    reward.turn_gamma; the last r includes R) and compares all turns of the group (UserRL, arXiv:2509.19736, section 3).
     """
     conversation, value = rollout.start, rollout.reward.value
     assert not isinstance(value, Missing)
@@ -98,17 +98,17 @@ def whole(rollout: Rollout, reward: RewardConfig, name: str) -> Sample:
     if reward.turn_credit != "reward_to_go":
         credited = turns if reward.turn_credit == "equal" else turns[-1:]
         return sample(credited, [Credit(_spans(credited), sum(rewards), name, name)])
-    returns = [*accumulate(reversed(rewards), lambda following, own: own + reward.turn_gamma * following)][::-1]
+    returns = [*accumulate(reversed(rewards), lambda following, r: r + reward.turn_gamma * following)][::-1]
     pairs = zip(_spans(turns), returns, strict=True)
-    return sample(turns, [Credit((span,), worth, name, name) for span, worth in pairs])
+    return sample(turns, [Credit((span,), turn_return, name, name) for span, turn_return in pairs])
 
 
-def without_overlong(sample: Sample, config: Config) -> Sample:
-    """The sample with less value where a turn takes the last `algo.overlong` of the tokens that it may have.
+def penalize_overlong(sample: Sample, config: Config) -> Sample:
+    """The sample with lower credits for turns that reach into the last share `algo.overlong` of their token limit.
 
-    A credit loses what its longest turn of n tokens costs: with the limit L, of which c = overlong L are at its end,
-    0 up to L - c, then (n - (L - c)) / c, which is 1 at L (soft overlong punishment of DAPO, arXiv:2503.14476,
-    equation 13). The credit alone loses it, not the reward that is recorded.
+    With the limit L, c = overlong L and n tokens in the credit's longest turn, the penalty is 0 up to n = L - c, then
+    (n - (L - c)) / c, which is 1 at L (soft overlong punishment of DAPO, arXiv:2503.14476, equation 13). It lowers the
+    credit only, not the recorded reward.
     """
     limit = (config.rollout.future if sample.later else config.rollout.turn).longest
     cost = config.algo.overlong * limit
@@ -121,10 +121,10 @@ def without_overlong(sample: Sample, config: Config) -> Sample:
 
 
 def sample(turns: Sequence[Turn], credits: Sequence[Credit], *, before: Sequence[Turn] = ()) -> Sample:
-    """Trained turns of a conversation, each after the prompt that it saw, with the `credits` of their `_spans`.
+    """Trained turns of a conversation, each after the prompt it was sampled from, with the `credits` of their `_spans`.
 
-    A turn whose prompt goes on from the turn before is in the same token sequence; the others begin sequences of their
-    own (rollout.strip_thoughts). `before`: the turns up to the trained one, where these are later.
+    A turn is in the same token sequence as the turn before it if its prompt continues that turn; else it begins a new
+    sequence (rollout.strip_thoughts). `before`: the turns up to the trained one, if `turns` are later ones.
     """
     streams = _streams(turns)
     token_ids = np.concatenate([np.array(stream, np.int64) for stream in streams])
@@ -141,9 +141,10 @@ def sample(turns: Sequence[Turn], credits: Sequence[Credit], *, before: Sequence
 
 
 def _decoupled(rollouts: Sequence[Rollout], reward: RewardConfig) -> list[Rollout]:
-    """The rollouts of a group with rewards that are `decoupled` from their parts; those that are recorded stay.
+    """Copies of a group's rollouts with rewards `decoupled` from their parts; the recorded rewards do not change.
 
-    A malformed turn has no parts: it has the worst of each metric, and reward.malformed counts as one more metric.
+    A malformed turn has no parts. It gets the group's worst part of each metric, and reward.malformed counts as one
+    more metric.
     """
     scored = [_parts(rollout.reward) for rollout in rollouts if not rollout.malformed]
     names = sorted(set.intersection(*map(set, scored))) if scored else []
@@ -160,18 +161,18 @@ def _decoupled(rollouts: Sequence[Rollout], reward: RewardConfig) -> list[Rollou
 
 
 def _parts(reward: Reward) -> dict[str, float]:
-    """Its parts by metric; all of it where a reward function of the user's own names none."""
+    """The reward's parts by metric; one part for all of it if a custom reward function returns no parts."""
     assert not isinstance(reward.value, Missing)
     return dict(reward.parts) or {_WHOLE: float(reward.value)}
 
 
 def _with_futures(rollouts: Sequence[Rollout], config: Config, name: str) -> list[Sample]:
-    """The trained turn of each rollout, then, with rollout.train_turns=all, the later turns of their futures.
+    """The trained turn of each rollout, followed, with rollout.train_turns=all, by the later turns of the futures.
 
-    The later turns of a future have its reward and are compared with its siblings: futures of the same trained turn.
-    The scale is that of the whole group: few siblings give no good one, and small differences between them stay small.
-    Futures in which nothing is trained (those that end with the trained turn, and those that have no sibling to be
-    compared with) give the rollout's sample a credit without spans.
+    The later turns of a future get its reward. Their peers are the future's siblings: the futures of the same trained
+    turn. Their scale is the group's, because a few siblings give a poor estimate of it, and small differences between
+    them stay small. A future without trained tokens (it ends with the trained turn, or has no sibling to compare with)
+    adds a credit without spans to the rollout's sample.
     """
     first, later = [], []
     for number, rollout in enumerate(rollouts):
@@ -183,25 +184,25 @@ def _with_futures(rollouts: Sequence[Rollout], config: Config, name: str) -> lis
             scored = [(future.conversation, reward([future]).value) for future in rollout.futures]
             known = [(conversation, value) for conversation, value in scored if not isinstance(value, Missing)]
             for conversation, value in known:
-                own = conversation.turns[len(turns) :] if len(known) >= _fewest(config) else ()
-                credit = Credit(_spans(own), value, f"{name}/later/{number}", f"{name}/later")
-                if own:
-                    later.append(sample(own, [credit], before=turns))
+                trained = conversation.turns[len(turns) :] if len(known) >= _min_rewards(config) else ()
+                credit = Credit(_spans(trained), value, f"{name}/later/{number}", f"{name}/later")
+                if trained:
+                    later.append(sample(trained, [credit], before=turns))
                 else:
                     credits.append(credit)
         first.append(sample(turns, credits))
     return first + later
 
 
-def _fewest(config: Config) -> int:
-    """Fewest rewards of a group that give a gradient."""
+def _min_rewards(config: Config) -> int:
+    """Smallest number of rewards in a group that can give a gradient."""
     if config.objective != "policy":
         return 2 if config.objective == "dpo" else 1
     return 2 if config.algo.advantage in GROUPED else 1
 
 
 def _spans(turns: Sequence[Turn]) -> tuple[tuple[int, int], ...]:
-    """Where each turn's tokens stand in the sample of these turns."""
+    """The span of each turn's tokens in the sample of these turns."""
     spans, begin = list[tuple[int, int]](), 0
     for before, turn in pairwise([None, *turns]):
         assert turn is not None
@@ -213,16 +214,16 @@ def _spans(turns: Sequence[Turn]) -> tuple[tuple[int, int], ...]:
 
 
 def _streams(turns: Sequence[Turn]) -> list[tuple[int, ...]]:
-    """The token sequences of the sample: each up to the last of the turns that go on from one another."""
+    """The token sequences of the sample; each ends with the last of a run of turns that continue one another."""
     ends = [turn for turn, after in pairwise([*turns, None]) if turn and not (after and _goes_on(turn, after))]
     return [turn.stream for turn in ends]
 
 
 def _routing(stream: tuple[int, ...], turns: Sequence[Turn]) -> np.ndarray | None:
-    """The experts of each token of `stream`, as in Sample; of the first of `turns` that has them, None where none has.
+    """The experts of each token of `stream`, as in Sample, from the first of `turns` that has them; None if none has.
 
-    That is the turn that has sampled the token, or was asked with it. A later one reads it again where the engine's
-    cache has lost it, and it may then go to other experts.
+    The first turn is the one that sampled the token or had it in its prompt. A later turn recomputes the token if the
+    engine's cache evicted it, and may then route it to other experts.
     """
     parts, known = list[np.ndarray](), 0
     for turn in turns:
@@ -236,5 +237,5 @@ def _routing(stream: tuple[int, ...], turns: Sequence[Turn]) -> np.ndarray | Non
 
 
 def _goes_on(before: Turn, turn: Turn) -> bool:
-    """Whether the prompt of `turn` begins with all of `before`."""
+    """Whether the prompt of `turn` begins with the complete stream of `before`."""
     return turn.prompt_ids[: len(before.stream)] == before.stream

@@ -1,4 +1,4 @@
-"""What a policy loss is. Apart from the losses, so that settings can be checked without importing torch."""
+"""Interface of policy losses, apart from the losses so that settings can be checked without importing torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class PolicyTerms(NamedTuple):
-    """Per token: the loss, the importance ratio (without gradient), and where the clip takes effect 1, else 0."""
+    """Per token: the loss, the importance ratio (without gradient), and 1 if the clip takes effect, else 0."""
 
     loss: Tensor
     ratio: Tensor
@@ -23,9 +23,9 @@ PolicyLossFunction = Callable[["Tensor", "Tensor", "Tensor", "Tensor", int], Pol
 
 
 class PolicyLoss(Extension):
-    """Base of the losses that algo.loss may name as package.module:Class; a function will do as well.
+    """Base of the losses that algo.loss may name as package.module:Class; a plain function works too.
 
-    `whole_sequences`: it needs all trained tokens of a sequence on one rank, which parallel.cp > 1 does not give.
+    `whole_sequences`: the loss needs all trained tokens of a sequence on one rank, so it excludes parallel.cp > 1.
     """
 
     whole_sequences: ClassVar[bool] = False
@@ -35,6 +35,6 @@ class PolicyLoss(Extension):
     ) -> PolicyTerms:
         """The terms of the trained tokens of a micro-batch.
 
-        The first three are float [N], `sequence` int64 [N]: the number, below `sequences`, of each token's sequence.
+        The first three are float [N]; `sequence` is int64 [N], each token's sequence index, below `sequences`.
         """
         raise NotImplementedError

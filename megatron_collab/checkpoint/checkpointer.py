@@ -1,7 +1,7 @@
-"""Checkpoints of the networks: weights, optimizers, RNG of every rank, and the caller's state.
+"""Checkpoints of the networks: weights, optimizers, RNG state of every rank, and the caller's state.
 
-`save` copies to CPU memory and returns; a thread of each rank writes beside the next training steps. Files and
-folders are storage.py's. All ranks must see the same file system.
+`save` copies to CPU memory and returns; a thread of each rank writes during the next training steps. storage.py
+manages files and folders. All ranks must see the same file system.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from megatron_collab.checkpoint import storage
 from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.checkpoint.sharded_state import MAIN, Checkpointable, load_weights, read_sharded, restore, snapshot
-from megatron_collab.checkpoint.torch_dist import CheckpointWriter, SaveItems, Written
+from megatron_collab.checkpoint.torch_dist import CheckpointWriter, SaveItems, WriteRequest
 from megatron_collab.runtime import hang_detector
 from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import shared
 
 COMMON = "common.pt"
-_OWNED = re.compile(r"(?:__|random_)(\d+)(?:_\d+\.distcp|\.pkl)")  # files that carry the number of their rank
+_RANK_FILE = re.compile(r"(?:__|random_)(\d+)(?:_\d+\.distcp|\.pkl)")  # the number is the rank that wrote the file
 
 
 class Checkpoints(AbstractContextManager["Checkpoints"]):
     """The checkpoints in `folder`; the newest `keep` stay on disk.
 
-    Made, and called, by all ranks together. The writing threads talk to each other in a process group of their
-    own, one save at a time: their collectives cannot mix with those of the training.
+    The constructor and all methods are collective. The writing threads use a separate process group, one save at a
+    time, so their collectives cannot mix with those of the training.
 
     `on_disk`: step and state of the newest checkpoint that is known to be complete on disk.
     """
 
     def __init__(self, folder: Path, keep: int, timeout: float) -> None:
-        """`timeout`: launch.timeout."""
+        """`timeout`: launch.timeout in seconds."""
         self.folder, self._keep = folder, keep
         self._group = dist.new_group(backend="gloo", timeout=hang_detector.collective_timeout(timeout))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -61,29 +61,29 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self.on_disk: tuple[int, dict[str, Any]] = 0, {}
 
     def __exit__(self, *_: object) -> None:
-        """Wait for a save in progress, also after an error."""
+        """Wait for a save in progress, even after an error."""
         self.finish()
         self._thread.shutdown()
 
     def save(self, step: int, networks: Mapping[str, Checkpointable], state: dict[str, Any]) -> None:
-        """Start writing the checkpoint after `step` updates. `state` (JSON) is that of rank 0.
+        """Start writing the checkpoint after `step` updates. Only rank 0's `state` (JSON) is used.
 
-        Waits for the save before; RunStopped if that one failed. Until it is written, a rank keeps in CPU memory
-        what it writes: the first rank of a data parallel group the weights of its shard, each its part of the
-        optimizer's state (12 bytes for every parameter of the shard, over the data parallel ranks).
+        Waits for the previous save; raises RunStopped if that one failed. Until it is written, a rank keeps what it
+        writes in CPU memory: the first rank of a data parallel group the weights of its shard, and every rank its part
+        of the optimizer's state (12 bytes per parameter of the shard, divided by the data parallel size).
         """
         self.finish()
         beat(f"saving step {step}")
         items, common = snapshot(networks)
         generators = pickle.dumps({name: get() for name, (get, _) in _generators().items()})
         policy = unwrap(networks[MAIN].chunks[0])
-        told = {"state": state, "model": asdict(policy.shape)}
+        record = {"state": state, "model": asdict(policy.shape)}
         if policy.lora is not None:
-            told["lora"] = asdict(policy.lora)
-        self._writing = self._thread.submit(self._write, step, items, common, generators, json.dumps(told))
+            record["lora"] = asdict(policy.lora)
+        self._writing = self._thread.submit(self._write, step, items, common, generators, json.dumps(record))
 
     def finish(self) -> None:
-        """Wait until the last save is on disk; RunStopped if it failed, with its files removed."""
+        """Wait until the last save is on disk. If it failed, its files are removed; RunStopped for a write error."""
         if self._writing is None:
             return
         beat("waiting for the last checkpoint to be written")
@@ -100,15 +100,15 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             ) from error
 
     def load_latest(self, networks: Mapping[str, Checkpointable]) -> tuple[int, dict[str, Any]] | None:
-        """Load the newest intact checkpoint into `networks`: its step and state on every rank; None if there is none.
+        """Load the newest intact checkpoint into `networks`; its step and state on every rank, None if there is none.
 
-        One with a missing, short or corrupt file is reported, and the previous one is used; RunStopped if none is
-        intact. On another number of ranks the RNG states are not restored.
+        If a checkpoint has a missing, short or corrupt file, it is reported and the previous one is used; raises
+        RunStopped if none is intact. RNG states are not restored if the number of ranks has changed.
         """
         self.finish()
         beat(f"loading from {self.folder}")
-        found = shared(lambda: storage.candidates(self.folder))
-        for checkpoint in found:
+        checkpoints = shared(lambda: storage.candidates(self.folder))
+        for checkpoint in checkpoints:
             saved = shared(partial(storage.read_state, checkpoint))
             damage: list[list[str]] = [[]] * dist.get_world_size()
             dist.all_gather_object(damage, storage.damage(checkpoint, saved, dist.get_rank(), len(damage)))
@@ -116,22 +116,22 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 self.on_disk = _load(checkpoint, saved, networks)
                 return self.on_disk
             _say(f"{checkpoint}: is damaged ({'; '.join(chain(*damage))}); using the previous one")
-        if found:
+        if checkpoints:
             raise RunStopped(f"{self.folder}: contains no intact checkpoint; restore one, or remove the folder")
         return None
 
     def _write(
-        self, step: int, items: Sequence[Written], common: Mapping[str, Any], generators: bytes, text: str
+        self, step: int, items: Sequence[WriteRequest], common: Mapping[str, Any], generators: bytes, text: str
     ) -> tuple[int, dict[str, Any]]:
-        """In the thread: write this rank's files; rank 0 commits the checkpoint once every rank has.
+        """In the thread: write this rank's files; rank 0 commits the checkpoint once every rank has written its files.
 
-        Returns what is on disk then. An error of one rank is raised on all of them.
+        Returns the new value of `on_disk`. An error of one rank is raised on all ranks.
         """
         ranks = _DistWrapper(self._group, use_dist=True, coordinator_rank=0)
         temporary, state = self.folder / f"step_{step}.tmp", json.loads(text)["state"]
 
-        def write_rest() -> storage.Files:
-            """What is not a tensor; the checksums of all files of this rank."""
+        def write_other_files() -> storage.Files:
+            """Write everything that is not a tensor; return the checksums of all files of this rank."""
             rank = dist.get_rank()
             _random_file(temporary).write_bytes(generators)
             if rank == 0:
@@ -141,18 +141,18 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
         def commit(files: list[storage.Files]) -> None:
             saved = {"step": step, "ranks": len(files), **json.loads(text)}
-            storage.commit(temporary, saved, {name: sums for some in files for name, sums in some.items()})
+            storage.commit(temporary, saved, {name: sums for part in files for name, sums in part.items()})
             storage.discard(self.folder, step, self._keep)
 
         try:
             ranks.broadcast("prepare", lambda: storage.begin(self.folder, step))
             torch_checkpoint.save(
-                {},  # the planner has it all
+                {},  # the planner has all items
                 storage_writer=CheckpointWriter(temporary, per_thread_copy_ahead=0),
                 planner=SaveItems(items),
                 process_group=self._group,
             )
-            ranks.all_reduce("commit", write_rest, commit)
+            ranks.all_reduce("commit", write_other_files, commit)
             return step, state
         except CheckpointException:
             if dist.get_rank() == 0:
@@ -161,7 +161,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
 
 def _owner(name: str) -> int:
-    match = _OWNED.fullmatch(name)
+    match = _RANK_FILE.fullmatch(name)
     return int(match[1]) if match else 0
 
 
@@ -198,7 +198,7 @@ def _random_file(folder: Path) -> Path:
 
 
 def _generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
-    """How the state of each random generator is read and set."""
+    """Getter and setter of the state of each random generator."""
     return {
         "python": (random.getstate, random.setstate),
         "numpy": (np.random.get_state, np.random.set_state),

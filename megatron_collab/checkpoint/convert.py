@@ -1,7 +1,7 @@
 """Converts a training checkpoint to a Hugging Face folder and back, in one process, without ranks or a GPU.
 
-One parameter after the other is read, taken apart or put together by the pieces of `hf_to_megatron.table`, and
-written: the model as a whole is never in memory. What is written is read again, and compared with what it is from.
+Parameters are read, split or combined by the pieces of `hf_to_megatron.table`, and written one by one, so the full
+model is never in memory. The output is read back and compared with its source.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from megatron_collab.checkpoint import hf, storage
 from megatron_collab.checkpoint.adapters import StoredAdapters, write_peft
 from megatron_collab.checkpoint.hf import HFTensors
-from megatron_collab.checkpoint.stored import FUSED, METADATA, Location, Stored, locate
+from megatron_collab.checkpoint.stored import FUSED, METADATA, Location, StoredWeights, locate
 from megatron_collab.checkpoint.torch_dist import SaveItems, write_item
 from megatron_collab.config import ConfigError
 from megatron_collab.models import hf_to_megatron
@@ -32,16 +32,16 @@ from megatron_collab.models.hf_to_megatron import LAYER, ModelShape, TensorCut, 
 from megatron_collab.models.lora import from_state
 
 EMBEDDING = "embedding.word_embeddings.weight"
-_WAY_OUT = "give the model that the run started from"
+_HINT = "give the model that the run started from"
 
 
 def to_hf(checkpoint: Path, folder: Path, source: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
     """Write the weights of `checkpoint` (a step_N folder) as a Hugging Face folder; all other files come from `source`.
 
-    Adapters are merged into the weights of `source`. Files have at most `file_bytes`; `dtype` is that of the checkpoint
-    unless given. ConfigError where `folder` exists, the checkpoint is damaged, it holds another model than `source`
-    describes, or what was written is not what was read. Memory: one file, one Megatron parameter and one stored part
-    of it.
+    Adapters are merged into the weights of `source`. Files have at most `file_bytes`; `dtype` defaults to the
+    checkpoint's. Raises ConfigError if `folder` exists, if the checkpoint is damaged or holds another model than
+    `source` describes, or if the output differs when read back. Memory: one file, one Megatron parameter and one stored
+    part of it.
     """
     shape, stored = _read(checkpoint, folder, source)
     dtype = dtype or stored.dtype(EMBEDDING)
@@ -54,10 +54,10 @@ def to_hf(checkpoint: Path, folder: Path, source: Path, dtype: torch.dtype | Non
 
 
 def to_peft(checkpoint: Path, folder: Path, source: Path, base: str, dtype: torch.dtype | None) -> None:
-    """Write the adapters of `checkpoint` as a folder of PEFT, for the model in `source` by the name of `base`.
+    """Write the adapters of `checkpoint` as a PEFT folder for the model in `source`, which it names `base`.
 
-    `dtype` is that of the checkpoint unless given. ConfigError as in `to_hf`, and where it holds whole weights. Memory:
-    all adapters.
+    `dtype` defaults to the checkpoint's. Raises ConfigError as `to_hf` does, and if the checkpoint holds full weights
+    instead of adapters. Memory: all adapters.
     """
     _, stored = _read(checkpoint, folder, source)
     if not isinstance(stored, StoredAdapters):
@@ -66,8 +66,8 @@ def to_peft(checkpoint: Path, folder: Path, source: Path, base: str, dtype: torc
         write_peft(partial, stored.lora, stored.factors(dtype), base)
 
 
-def _read(checkpoint: Path, folder: Path, source: Path) -> tuple[ModelShape, Stored | StoredAdapters]:
-    """What is to be written to `folder`, which must not exist: the checkpoint, checked against `source`."""
+def _read(checkpoint: Path, folder: Path, source: Path) -> tuple[ModelShape, StoredWeights | StoredAdapters]:
+    """Open the checkpoint and check it against `source`; `folder`, the output, must not exist."""
     if folder.exists():
         raise ConfigError(f"{folder}: exists; give another folder, or remove it")
     saved = storage.read_state(checkpoint)
@@ -76,7 +76,7 @@ def _read(checkpoint: Path, folder: Path, source: Path) -> tuple[ModelShape, Sto
         damage = [f"{METADATA} is missing"]
     if damage:
         raise ConfigError(f"{checkpoint}: is damaged ({'; '.join(damage)}); give another checkpoint")
-    shape, stored, lora = hf.read_shape(source), Stored(checkpoint), from_state(saved or {})
+    shape, stored, lora = hf.read_shape(source), StoredWeights(checkpoint), from_state(saved or {})
     _check_described((saved or {}).get("model"), shape, source)
     if lora is not None:
         return shape, StoredAdapters(stored, lora, HFTensors(source, shape), shape, source)
@@ -87,9 +87,8 @@ def _read(checkpoint: Path, folder: Path, source: Path) -> tuple[ModelShape, Sto
 def to_checkpoint(source: Path, folder: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
     """Write the Hugging Face folder `source` as a folder of checkpoints that a run can start from at step 0.
 
-    It holds weights alone. `dtype` is that of `source` unless given. ConfigError where `folder` exists or `source`
-    is not a whole model, or what was written is not what was read. Memory: one file of at most `file_bytes` and two
-    parameters.
+    It holds only weights. `dtype` defaults to that of `source`. Raises ConfigError if `folder` exists, `source` is not
+    a complete model, or the output differs when read back. Memory: one file of at most `file_bytes` and two parameters.
     """
     if folder.exists():
         raise ConfigError(f"{folder}: exists; give another folder, or remove it")
@@ -101,7 +100,7 @@ def to_checkpoint(source: Path, folder: Path, dtype: torch.dtype | None, file_by
         step = storage.begin(partial, 0)
         writer = FileSystemWriter(step)
         writer.set_up_storage_writer(is_coordinator=True)
-        # Each file as though another rank had written it: the writer keeps what a file holds until it is closed.
+        # Each file gets a plan as if another rank wrote it: the writer keeps the contents of a file until it is closed.
         plans, metadata = create_default_global_save_plan(list(planner.plans(file_bytes)))
         results = [writer.write_data(plan, planner).wait() for plan in writer.prepare_global_plan(plans)]
         writer.finish(metadata, results)
@@ -109,7 +108,7 @@ def to_checkpoint(source: Path, folder: Path, dtype: torch.dtype | None, file_by
         save_config(CheckpointingConfig("torch_dist"), str(step))
         state = {"step": 0, "ranks": 0, "state": {}, "weights_only": True, "model": asdict(shape)}
         storage.commit(step, state, storage.checksums(step.iterdir()))
-        _check_written(Stored(storage.find_checkpoint(partial)), tensors, shape, planner.dtype)
+        _check_written(StoredWeights(storage.find_checkpoint(partial)), tensors, shape, planner.dtype)
 
 
 def _exported(shape: ModelShape) -> list[WeightEntry]:
@@ -117,55 +116,57 @@ def _exported(shape: ModelShape) -> list[WeightEntry]:
 
 
 def _check_described(trained: Any, shape: ModelShape, source: Path) -> None:
-    """`trained`: the shape of the model in the checkpoint; those of earlier versions have tensors alone."""
+    """`trained`: the model shape recorded in the checkpoint; None in checkpoints of earlier versions."""
     if trained is None:
         return
-    given = json.loads(json.dumps(asdict(shape)))
-    for name in given:
-        before = trained.get(name) if isinstance(trained, dict) else None
-        if given[name] != before:
-            said = f"has {name}={given[name]}, and the model in the checkpoint {name}={before}"
-            raise ConfigError(f"--model={source}: {said}; {_WAY_OUT}")
+    values = json.loads(json.dumps(asdict(shape)))
+    for name in values:
+        recorded = trained.get(name) if isinstance(trained, dict) else None
+        if values[name] != recorded:
+            difference = f"has {name}={values[name]}, and the model in the checkpoint {name}={recorded}"
+            raise ConfigError(f"--model={source}: {difference}; {_HINT}")
 
 
-def _check_model(stored: Stored, shape: ModelShape, source: Path) -> None:
-    """Each has the tensors of the other, in the same shapes."""
+def _check_model(stored: StoredWeights, shape: ModelShape, source: Path) -> None:
+    """Raises ConfigError unless the checkpoint and the model have the same tensors in the same shapes."""
     for entry in _exported(shape):
-        found, wanted = stored.shape(entry.megatron), hf_to_megatron.shard_shape(entry, tp=1)
-        if entry.cut is TensorCut.VOCABULARY and found and found[0] > wanted[0]:
-            padded = not stored.read(entry.megatron)[wanted[0] :].any()
-            found = (wanted[0], *found[1:]) if padded else found
-        if found != wanted:
-            there = f"has shape {found}" if found else "is missing"
+        actual, expected = stored.shape(entry.megatron), hf_to_megatron.shard_shape(entry, tp=1)
+        if entry.cut is TensorCut.VOCABULARY and actual and actual[0] > expected[0]:
+            padded = not stored.read(entry.megatron)[expected[0] :].any()
+            actual = (expected[0], *actual[1:]) if padded else actual
+        if actual != expected:
+            state = f"has shape {actual}" if actual else "is missing"
             raise ConfigError(
-                f"--model={source}: {entry.megatron} has shape {wanted}; in the checkpoint it {there}; {_WAY_OUT}"
+                f"--model={source}: {entry.megatron} has shape {expected}; in the checkpoint it {state}; {_HINT}"
             )
         if not (dtype := stored.dtype(entry.megatron)).is_floating_point:
             raise ConfigError(f"{stored.folder}: {entry.megatron} has dtype {dtype}, and weights are floating numbers")
     if stored.shape(f"decoder.layers.{shape.layers}.input_layernorm.weight"):
-        raise ConfigError(f"--model={source}: has {shape.layers} layers, the checkpoint has more; {_WAY_OUT}")
-    if others := stored.beside(entry.megatron for entry in _exported(shape)):
-        raise ConfigError(f"--model={source}: has no {others[0]}, or less of it, than the checkpoint; {_WAY_OUT}")
+        raise ConfigError(f"--model={source}: has {shape.layers} layers, the checkpoint has more; {_HINT}")
+    if extra := stored.beside(entry.megatron for entry in _exported(shape)):
+        raise ConfigError(f"--model={source}: has no {extra[0]}, or less of it, than the checkpoint; {_HINT}")
 
 
-def _check_written(stored: Stored | StoredAdapters, tensors: HFTensors, shape: ModelShape, dtype: torch.dtype) -> None:
-    """Both hold the same numbers in `dtype`, the one that was written: to the last bit."""
+def _check_written(
+    stored: StoredWeights | StoredAdapters, tensors: HFTensors, shape: ModelShape, dtype: torch.dtype
+) -> None:
+    """Raises ConfigError unless both hold the same values, bit for bit, in `dtype`, the dtype of the output."""
     for entry in _exported(shape):
         parameter = stored.read(entry.megatron)
         for piece in hf_to_megatron.pieces(entry, shape, tp=1, tp_rank=0):
             blocks = parameter[piece.shard_index], tensors.read(piece.hf, piece.hf_index)
-            one, other = (block.to(dtype).contiguous().view(torch.uint8) for block in blocks)
-            if not torch.equal(one, other):
+            stored_bytes, hf_bytes = (block.to(dtype).contiguous().view(torch.uint8) for block in blocks)
+            if not torch.equal(stored_bytes, hf_bytes):
                 raise ConfigError(f"{piece.hf}: what was written is not what was read; check this host's memory")
 
 
 @contextmanager
 def _refusing(folder: Path) -> Iterator[None]:
-    """ConfigError if writing to the disk fails within it."""
+    """Raise ConfigError if writing to the disk fails within the block."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        # torch.save meets the full disk, then fails once more while it closes its file.
+        # If the disk is full, torch.save fails a second time when it closes its file.
         reason = error.__context__ if isinstance(error, RuntimeError) else error
         if not isinstance(reason, OSError | SafetensorError):
             raise
@@ -173,7 +174,7 @@ def _refusing(folder: Path) -> Iterator[None]:
 
 
 class _Convert(SaveItems):
-    """Writes the parameters of a Hugging Face folder, converting one at a time."""
+    """Save planner for the parameters of a Hugging Face folder; converts one at a time."""
 
     def __init__(self, tensors: HFTensors, shape: ModelShape, dtype: torch.dtype | None) -> None:
         self._tensors, self._shape = tensors, shape
@@ -181,7 +182,7 @@ class _Convert(SaveItems):
         super().__init__(list(self._requests()))
 
     def plans(self, file_bytes: int) -> Iterator[SavePlan]:
-        """The parameters in files of at most `file_bytes`, a larger one alone."""
+        """A plan for each file: parameters of at most `file_bytes` in total, or a single larger one."""
         sizes = (prod(item.tensor_data.chunk.sizes) * self.dtype.itemsize for item in self._items)
         return map(SavePlan, hf.grouped(zip(self._items, sizes, strict=True), file_bytes))
 
@@ -199,12 +200,12 @@ class _Convert(SaveItems):
             key, index = locations[entry.megatron]
             shard = hf_to_megatron.shard_shape(entry, tp=1)
             offsets, sizes = (*index, *(0 for _ in shard)), (*(1 for _ in index), *shard)
-            whole = (*(last + 1 for last in stacks[key]), *shard)
-            yield write_item(key, whole, offsets, sizes, self.dtype), entry
+            global_shape = (*(last + 1 for last in stacks[key]), *shard)
+            yield write_item(key, global_shape, offsets, sizes, self.dtype), entry
 
 
 def _locations(names: Iterable[str]) -> dict[str, Location]:
-    """Where Megatron-Core looks for each parameter: layers are stacked if all of them have the same parameters."""
+    """Megatron-Core's location of each parameter: layers are stacked if all of them have the same parameters."""
     names = list(names)
     layers: dict[str, set[str]] = {}
     for match in filter(None, map(LAYER.fullmatch, names)):
@@ -212,7 +213,7 @@ def _locations(names: Iterable[str]) -> dict[str, Location]:
     apart = len(set(map(frozenset, layers.values()))) > 1
 
     def fused(name: str) -> bool:
-        """Whether this norm precedes a linear layer (before experts it does not)."""
+        """Whether this norm precedes a linear layer; norms before experts do not."""
         match = LAYER.fullmatch(name)
         return match is not None and f"{FUSED.get(match[2], '').rpartition('.')[0]}.weight" in layers[match[1]]
 

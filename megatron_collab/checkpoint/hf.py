@@ -1,6 +1,6 @@
-"""Reading and writing Hugging Face folders, from and to the shards of the ranks.
+"""Reads and writes Hugging Face folders, to and from the shards of the ranks.
 
-models/hf_to_megatron.py says which tensor belongs where.
+models/hf_to_megatron.py maps the tensors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _EXPERT = re.compile(
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """The shape of the model in `folder`; ConfigError if there is none, or it is not supported."""
+    """The shape of the model in `folder`. Raises ConfigError if there is none or it is not supported."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: contains no config.json; give the folder of a Hugging Face model")
     try:
@@ -50,7 +50,7 @@ class HFTensors:
     """The tensors of a Hugging Face folder, read without mapping files into memory."""
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
-        """ConfigError for a file or a tensor that is missing, or not what models/hf_weights.py takes for one."""
+        """Raises ConfigError if a file or tensor is missing or not valid for models/hf_weights.py."""
         try:
             stored = hf_weights.of_model(folder, shape)
             files = {tensor.file for tensor in stored.values()}
@@ -60,7 +60,7 @@ class HFTensors:
         self._file_of = {name: opened[tensor.file] for name, tensor in stored.items()}
 
     def read(self, tensor: str, index: Index) -> torch.Tensor:
-        """The block of the tensor at `index`; no more of it is read."""
+        """The block of the tensor at `index`; only that block is read."""
         return self._file_of[tensor].get_slice(tensor)[index]
 
     def shard(self, entry: WeightEntry, shape: ModelShape, tp: int, tp_rank: int, dtype: torch.dtype) -> torch.Tensor:
@@ -72,7 +72,7 @@ class HFTensors:
 
 
 def grouped[Item](sizes: Iterable[tuple[Item, int]], most: int) -> Iterator[list[Item]]:
-    """Items, each with its size, in groups of at most `most`, a larger one alone."""
+    """Items, given with their sizes, in groups of total size at most `most`; a larger item is a group by itself."""
     group: list[Item] = []
     filled = 0
     for item, size in sizes:
@@ -85,13 +85,13 @@ def grouped[Item](sizes: Iterable[tuple[Item, int]], most: int) -> Iterator[list
 
 
 def partial_of(folder: Path) -> Path:
-    """Where `folder` is while it is being written."""
+    """The temporary name of `folder` while it is being written."""
     return folder.with_name(f".{folder.name}.partial")
 
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """An empty folder that takes the place of `folder` at the end of the block; removed where the block fails."""
+    """An empty folder that replaces `folder` at the end of the block; it is removed if the block fails."""
     partial, old = partial_of(folder), folder.with_name(f".{folder.name}.old")
     for leftover in (partial, old):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -110,8 +110,8 @@ def replacing(folder: Path) -> Iterator[Path]:
 class HFWriter:
     """Writes a model into an empty folder from its shards; each file as soon as its tensors are complete.
 
-    Holds the tensors that are begun: one file at most where shards come in the order of `hf_to_megatron.table`.
-    Several may write one model, each the shards of some of its `stages`.
+    Incomplete tensors are in memory: at most one file if shards come in the order of `hf_to_megatron.table`. Several
+    writers may write one model, each the shards of some of its `stages`.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class HFWriter:
         file_bytes: int,
         stages: Sequence[Collection[str]] | None = None,
     ) -> None:
-        """Files have at most `file_bytes`, a larger tensor has one of its own; none has tensors of two stages."""
+        """Files have at most `file_bytes`; a larger tensor has a separate file; no file has tensors of two stages."""
         self._folder, self._dtype = folder, dtype
         self._shapes = hf_shapes(shape)
         sizes = {name: prod(sides) * dtype.itemsize for name, sides in self._shapes.items()}
@@ -148,18 +148,18 @@ class HFWriter:
                 save_file(tensors, self._folder / file, {"format": "pt"})
 
     def check(self) -> None:
-        """RuntimeError where a tensor was begun and is not complete."""
+        """Raises RuntimeError if a tensor is incomplete."""
         if self._open:
             raise RuntimeError(f"{self._folder}: incomplete tensors, the first is {min(self._open)}")
 
     def finish(self, source: Path) -> None:
-        """Add the index, and all that the folder `source` has beside weights; config.json names the dtype."""
+        """Add the index, and all files of the folder `source` except weights; config.json gets the dtype."""
         self.check()
         for file in source.iterdir():
             if file.is_file() and not _WEIGHT_FILE.fullmatch(file.name):
                 shutil.copy2(file, self._folder)
         config = json.loads((source / "config.json").read_text())
-        config.pop("torch_dtype", None)  # how transformers 4 wrote it
+        config.pop("torch_dtype", None)  # the name in transformers 4
         config["dtype"] = str(self._dtype).removeprefix("torch.")
         (self._folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if len(self._files) > 1:
@@ -176,9 +176,9 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def named_shards(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """This rank's parameters, named as in `hf_to_megatron.table`: layers and experts are counted globally.
+    """This rank's parameters, named as in `hf_to_megatron.table`: layers and experts have global numbers.
 
-    Without the adapters of those that have any (trainer/megatron/lora.py).
+    Adapters (trainer/megatron/lora.py) are left out.
     """
     for chunk in chunks:
         policy = unwrap(chunk)
@@ -188,7 +188,7 @@ def named_shards(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch
             layer = hf_to_megatron.LAYER.fullmatch(name)
             if layer:
                 module, local = policy.decoder.layers[int(layer[1])], layer[2]
-                if expert := _EXPERT.fullmatch(local):  # counted from the rank's first one
+                if expert := _EXPERT.fullmatch(local):  # numbered from the rank's first expert
                     number = module.mlp.local_expert_indices[int(expert["local"] or expert["grouped"])]
                     local = f"mlp.experts.{number}.{expert['linear']}.weight"
                 local = hf_to_megatron.FUSED_NAMES.get(local, local)
@@ -205,29 +205,29 @@ def named_factors(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torc
 
 
 def values(shard: torch.nn.Parameter, merge: bool = True) -> torch.Tensor:
-    """The values of a parameter, detached, dequantised if it is kept in FP8; `merge`: with its adapters merged."""
-    found = dequantize_fp8_tensor(shard.detach()) if is_float8tensor(shard) else shard.detach()
-    return shard.adapters.merged(found).detach() if merge and hasattr(shard, "adapters") else found
+    """The values of a parameter, detached, dequantized if it is stored in FP8; `merge`: with its adapters merged."""
+    weight = dequantize_fp8_tensor(shard.detach()) if is_float8tensor(shard) else shard.detach()
+    return shard.adapters.merged(weight).detach() if merge and hasattr(shard, "adapters") else weight
 
 
 def computed(shard: torch.nn.Parameter, merge: bool = True) -> bool:
-    """Whether its `values` are made anew at every call, and are not the parameter itself."""
+    """Whether `values` computes a new tensor instead of returning the parameter itself."""
     return is_float8tensor(shard) or (merge and hasattr(shard, "adapters"))
 
 
 def load_hf(chunks: Sequence[torch.nn.Module], folder: Path) -> None:
-    """Fill this rank's parameters from `folder`; collective. Only its own slices are read, by one replica of each.
+    """Fill this rank's parameters from `folder`; collective. Only the needed slices are read, by one replica of each.
 
-    ConfigError if the folder lacks a tensor, has one too many or one of another shape.
+    Raises ConfigError if a tensor is missing, superfluous, or has another shape.
     """
     fill(chunks, HFTensors(folder, unwrap(chunks[0]).shape))
 
 
 def fill(chunks: Sequence[torch.nn.Module], tensors: HFTensors) -> None:
-    """Fill this rank's parameters; collective. ValueError for one that the table lacks, or has in another shape.
+    """Fill this rank's parameters; collective. Raises ValueError if the table lacks one, or has another shape.
 
-    The replicas take turns: else every data parallel rank would read the model from what the nodes share. The padding
-    of the vocabulary becomes zero.
+    Replicas take turns in reading; otherwise every data parallel rank would read the full model from the shared file
+    system. The padding of the vocabulary becomes zero.
     """
     tp, tp_rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     shape = unwrap(chunks[0]).shape
@@ -240,9 +240,9 @@ def fill(chunks: Sequence[torch.nn.Module], tensors: HFTensors) -> None:
             if name not in entries:
                 raise ValueError(f"{name}: the table of weights has no such parameter")
             entry = entries[name]
-            if parameter.shape != (wanted := hf_to_megatron.shard_shape(entry, tp)):
-                raise ValueError(f"{name} has shape {tuple(parameter.shape)}, the table says {wanted}")
-            # Made in full before it is copied: FP8 parameters are scaled as a whole.
+            if parameter.shape != (expected := hf_to_megatron.shard_shape(entry, tp)):
+                raise ValueError(f"{name} has shape {tuple(parameter.shape)}, the table says {expected}")
+            # Built in full before it is copied, since the FP8 scale depends on the full parameter.
             replicas = experts if entry.expert else dense
             reader = number % replicas.size()
             if replicas.rank() == reader:
@@ -252,7 +252,8 @@ def fill(chunks: Sequence[torch.nn.Module], tensors: HFTensors) -> None:
             if replicas.size() > 1:
                 dist.broadcast(loaded, group=replicas, group_src=reader)
             parameter.copy_(loaded)
-            # Beside an FP8 parameter TransformerEngine keeps, on the host, what the optimizer's master begins with.
+            # For an FP8 parameter TransformerEngine keeps a copy on the host that initializes the optimizer's master
+            # weights.
             if hasattr(parameter, "get_high_precision_init_val"):
                 if parameter.requires_grad:
                     parameter.get_high_precision_init_val().copy_(loaded)
@@ -261,10 +262,10 @@ def fill(chunks: Sequence[torch.nn.Module], tensors: HFTensors) -> None:
 
 
 def save_hf(chunks: Sequence[torch.nn.Module], folder: Path, source: Path) -> None:
-    """Write the model as a Hugging Face folder; collective. `folder` is replaced only once all is written.
+    """Write the model as a Hugging Face folder; collective. `folder` is replaced only after everything is written.
 
-    The first rank of each pipeline stage, where one file is enough rank 0 alone, receives the stage's tensors one by
-    one, and holds one file of them at a time. config.json, tokenizer and other small files come from `source`.
+    The first rank of each pipeline stage (only rank 0 if one file is enough) receives the stage's tensors one by one
+    and holds one file of them at a time. config.json, tokenizer and other small files come from `source`.
     """
     beat(f"exporting to {folder}")
     tp, tp_rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
@@ -277,15 +278,15 @@ def save_hf(chunks: Sequence[torch.nn.Module], folder: Path, source: Path) -> No
     offers = {entry.megatron: tp_rank for entry in exported if entry.megatron in shards}
     rank, size = dist.get_rank(), sum(map(prod, hf_shapes(shape).values())) * example.dtype.itemsize
     stage = parallel_state.get_pipeline_model_parallel_rank() if size > FILE_BYTES else 0
-    of_ranks: list[tuple[int, dict[str, int]]] = [(0, {})] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (stage, offers))
-    peers = {peer: offered for peer, (at, offered) in enumerate(of_ranks) if at == stage}
+    by_rank: list[tuple[int, dict[str, int]]] = [(0, {})] * dist.get_world_size()
+    dist.all_gather_object(by_rank, (stage, offers))
+    peers = {peer: offered for peer, (peer_stage, offered) in enumerate(by_rank) if peer_stage == stage}
     writer_rank = min(peers)
     with replacing(folder) if rank == 0 else nullcontext(partial_of(folder)) as partial:
-        dist.barrier()  # the folder is there
-        writer = HFWriter(partial, shape, example.dtype, FILE_BYTES, _tensors_of_stages(shape, of_ranks))
+        dist.barrier()  # the folder exists
+        writer = HFWriter(partial, shape, example.dtype, FILE_BYTES, _tensors_of_stages(shape, by_rank))
         if rank != writer_rank:
-            for name in offers:  # in the order of the table, as they are asked for
+            for name in offers:  # in the order of the table, like the receives
                 dist.send(values(shards[name]).contiguous(), writer_rank)
         else:
             for entry, (peer, offered) in product(table, peers.items()):
@@ -295,8 +296,8 @@ def save_hf(chunks: Sequence[torch.nn.Module], folder: Path, source: Path) -> No
                 if peer == rank:
                     shard = values(shards[entry.megatron])
                 else:
-                    wanted = hf_to_megatron.shard_shape(entry, tp)
-                    shard = torch.empty(wanted, dtype=example.dtype, device=example.device)
+                    sides = hf_to_megatron.shard_shape(entry, tp)
+                    shard = torch.empty(sides, dtype=example.dtype, device=example.device)
                     dist.recv(shard, peer)
                 writer.fill(shard, hf_to_megatron.pieces(entry, shape, tp, offered[entry.megatron]))
             writer.check()
@@ -306,11 +307,11 @@ def save_hf(chunks: Sequence[torch.nn.Module], folder: Path, source: Path) -> No
     dist.barrier()
 
 
-def _tensors_of_stages(shape: ModelShape, of_ranks: Sequence[tuple[int, Mapping[str, int]]]) -> list[set[str]]:
-    """The tensors of each pipeline stage, from the stage of each rank and the parameters that it has."""
+def _tensors_of_stages(shape: ModelShape, by_rank: Sequence[tuple[int, Mapping[str, int]]]) -> list[set[str]]:
+    """The tensors of each pipeline stage, from the stage and the parameters of each rank."""
     entries = {entry.megatron: entry for entry in hf_to_megatron.table(shape)}
-    found: dict[int, set[str]] = defaultdict(set)
-    for stage, offered in of_ranks:
+    by_stage: dict[int, set[str]] = defaultdict(set)
+    for stage, offered in by_rank:
         for name in offered:
-            found[stage] |= {piece.hf for piece in hf_to_megatron.pieces(entries[name], shape, 1, 0)}
-    return [found[stage] for stage in sorted(found)]
+            by_stage[stage] |= {piece.hf for piece in hf_to_megatron.pieces(entries[name], shape, 1, 0)}
+    return [by_stage[stage] for stage in sorted(by_stage)]

@@ -1,8 +1,7 @@
-"""The trained networks as global tensors: copied to CPU memory for a checkpoint, and filled from one.
+"""The trained networks as global tensors: copied to CPU memory for a checkpoint, and restored from one.
 
-Keys are Megatron-Core's (`fully_reshardable`), so any layout loads what another has saved. Megatron would gather
-the optimizer's state on one rank of each data parallel group before anything is written; here each rank writes
-the part that it holds.
+Keys are Megatron-Core's (`fully_reshardable`), so a checkpoint can be loaded in any layout. Megatron would gather the
+optimizer's state on one rank of each data parallel group before writing; here each rank writes the part that it holds.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 
 from megatron_collab.checkpoint.hf import unwrap, values
-from megatron_collab.checkpoint.torch_dist import Written, rectangles, write_item
+from megatron_collab.checkpoint.torch_dist import WriteRequest, rectangles, write_item
 from megatron_collab.patches.megatron import load_planner
 from megatron_collab.runtime.process import beat
 
 MAIN = "policy"  # its keys in a checkpoint have no prefix
 _SHARDING = "fully_reshardable"
-_EXTRA = "_extra_state"  # of a module: what TransformerEngine keeps beside weights, as the scales of FP8
+_EXTRA = "_extra_state"  # of a module: TransformerEngine's state besides weights, for example FP8 scales
 
 
 class Checkpointable(Protocol):
-    """A network on this rank: its chunks (one, or one a virtual pipeline stage) and their optimizer.
+    """A network on this rank: its chunks (one per virtual pipeline stage) and their optimizer.
 
-    Of one that never `moves` a checkpoint has what TransformerEngine keeps beside weights, nothing else. One without
-    optimizer does not learn.
+    If its weights never change (`moves` is false), a checkpoint only has TransformerEngine's extra state of it. A
+    network without an optimizer does not learn.
     """
 
     @property
@@ -58,12 +57,12 @@ class Checkpointable(Protocol):
     def moves(self) -> bool: ...
 
 
-def snapshot(networks: Mapping[str, Checkpointable]) -> tuple[list[Written], dict[str, Any]]:
-    """Copy the current networks: what this rank writes, and what all ranks have in common; not collective.
+def snapshot(networks: Mapping[str, Checkpointable]) -> tuple[list[WriteRequest], dict[str, Any]]:
+    """Copy the networks to CPU memory: this rank's write requests, and the state common to all ranks; not collective.
 
-    It is in CPU memory and shares nothing with the training.
+    The copies share no memory with the training.
     """
-    items: list[Written] = []
+    items: list[WriteRequest] = []
     common: dict[str, Any] = {}
     for name, network in networks.items():
         prefix = "" if name == MAIN else f"{name}."
@@ -86,68 +85,68 @@ def snapshot(networks: Mapping[str, Checkpointable]) -> tuple[list[Written], dic
         states = [{**optimizer.state_dict(), "param_state_sharding_type": _SHARDING} for optimizer in optimizers]
         if not states:
             continue
-        own = {"optimizer": copy.deepcopy(states[0] if len(states) == 1 else dict(enumerate(states)))}
-        common.update(own if name == MAIN else {name: own})
+        groups = {"optimizer": copy.deepcopy(states[0] if len(states) == 1 else dict(enumerate(states)))}
+        common.update(groups if name == MAIN else {name: groups})
     return items, common
 
 
-def _block(key: str, part: ShardedTensor, offsets: Sequence[int], tensor: Tensor) -> Written:
-    """`tensor` is the block at `offsets` of a global tensor, which `part` is of or has the shape of."""
+def _block(key: str, part: ShardedTensor, offsets: Sequence[int], tensor: Tensor) -> WriteRequest:
+    """The request to write `tensor` as the block at `offsets` of a global tensor; `part` gives the global shape."""
     return write_item(key, part.global_shape, offsets, tensor.shape, tensor.dtype), tensor
 
 
 def _optimizer_blocks(
     optimizer: MegatronOptimizer, shards: Mapping[Tensor, ShardedTensor | ShardedTensorFactory], prefix: str
-) -> Iterator[Written]:
-    """This rank's part of the float32 weights and the moments: a range of elements of each parameter's shard."""
-    buckets = [bucket for buffer in optimizer.gbuf_ranges for one_dtype in buffer.values() for bucket in one_dtype]
+) -> Iterator[WriteRequest]:
+    """This rank's part of the float32 weights and moments: a range of elements of each parameter's shard."""
+    buckets = [bucket for buffer in optimizer.gbuf_ranges for same_dtype in buffer.values() for bucket in same_dtype]
     for parameter, ranges in ((parameter, r) for bucket in buckets for parameter, r in bucket["param_map"].items()):
-        entry, sizes_alone = shards[parameter], torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        *replica, _ = entry.replica_id  # the last counts data parallel ranks: each has another range
+        entry, without_data = shards[parameter], torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        *replica, _ = entry.replica_id  # the last is the data parallel rank: each has another range
         if not is_main_replica(tuple(replica)):
             continue
         start, end = ranges["param"].start, ranges["param"].end
         for kind, state in optimizer._get_main_param_and_optimizer_states(parameter).items():
-            if kind == "step":  # torch's AdamW; Megatron keeps it with the groups
+            if kind == "step":  # torch's AdamW has it here; Megatron stores it with the parameter groups
                 continue
             copied = state.detach().to("cpu", torch.float32, copy=True)
-            done = 0  # elements of the shard in the parts before
-            for part in _parts(entry, sizes_alone):
+            done = 0  # elements of the shard in earlier parts
+            for part in _parts(entry, without_data):
                 size = part.data.numel()
                 first, last = (min(max(at - done, 0), size) for at in (start, end))
                 for offsets, sizes in rectangles(first, last, part.local_shape):
                     count = torch.Size(sizes).numel()
                     tensor, copied = copied[:count].reshape(_stacked(part, sizes)), copied[count:]
-                    where = [a + b for a, b in zip(part.global_offset, _stacked(part, offsets, 0), strict=True)]
-                    yield _block(f"{prefix}optimizer.state.{kind}.{part.key}", part, where, tensor)
+                    begin = [a + b for a, b in zip(part.global_offset, _stacked(part, offsets, 0), strict=True)]
+                    yield _block(f"{prefix}optimizer.state.{kind}.{part.key}", part, begin, tensor)
                 done += size
 
 
 def _parts(entry: ShardedTensor | ShardedTensorFactory, tensor: Tensor) -> list[ShardedTensor]:
     """The global tensors that a parameter consists of, in the order of its rows: gate and up are separate.
 
-    They have the data of `tensor`, in the place of the parameter, which may be in FP8.
+    Their data is that of `tensor`, since the parameter itself may be in FP8.
     """
     entry = replace(entry, data=tensor)
     return entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
 
 
-def _stacked(part: ShardedTensor, sizes: Sequence[int], before: int = 1) -> tuple[int, ...]:
-    """`sizes`, preceded by the axes along which Megatron stacks layers and experts."""
-    return (before,) * part.prepend_axis_num + tuple(sizes)
+def _stacked(part: ShardedTensor, sizes: Sequence[int], stack_size: int = 1) -> tuple[int, ...]:
+    """`sizes` with the axes in front along which Megatron stacks layers and experts, each of size `stack_size`."""
+    return (stack_size,) * part.prepend_axis_num + tuple(sizes)
 
 
 def restore(networks: Mapping[str, Checkpointable], read: Callable[[dict[str, Any]], Any]) -> None:
-    """Fill networks and optimizers with what `read` makes of the sharded state that they want; collective."""
-    wanted: dict[str, Any] = {}
+    """Fill networks and optimizers: `read` loads the values of their sharded state; collective."""
+    sharded: dict[str, Any] = {}
     for name, network in networks.items():
-        parts = _wanted(network)
+        parts = _sharded_state(network)
         if name == MAIN:
-            wanted |= parts
+            sharded |= parts
         else:
             add_prefix_for_sharding(parts, f"{name}.")
-            wanted[name] = parts
-    loaded = read(wanted)
+            sharded[name] = parts
+    loaded = read(sharded)
     for name, network in networks.items():
         parts = loaded if name == MAIN else loaded[name]
         _load(network.chunks, parts, strict=network.moves)
@@ -156,23 +155,23 @@ def restore(networks: Mapping[str, Checkpointable], read: Callable[[dict[str, An
             network.optimizer.load_state_dict(parts["optimizer"])
 
 
-def _wanted(network: Checkpointable) -> dict[str, Any]:
-    """The sharded state that fills the network and its optimizer."""
+def _sharded_state(network: Checkpointable) -> dict[str, Any]:
+    """The sharded state of the network and its optimizer, to be loaded into."""
     chunks = _sharded_chunks(network.chunks)
     if not network.moves:
         return _beside_weights(chunks)
     if network.optimizer is None:
         return _with_room(chunks)
     for optimizer in network.optimizer.chained_optimizers:
-        optimizer._init_optimizer_states_with_dummy_values()  # there must be state for the load to fill
+        optimizer._init_optimizer_states_with_dummy_values()  # the load needs existing state to fill
     state = network.optimizer.sharded_state_dict(chunks, is_loading=True, metadata=_metadata())
     return {**_with_room(chunks), "optimizer": state}
 
 
 def _complete_groups(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
-    """Give parameter groups that another Adam has saved (torch's, TransformerEngine's) the settings they lack.
+    """Add missing settings to parameter groups that another Adam saved (torch's or TransformerEngine's).
 
-    And the number of steps as an integer, as TransformerEngine's kernel takes it; torch's was a float.
+    The number of steps becomes an integer, as TransformerEngine's kernel needs it; torch saves a float.
     """
     parts = optimizer.chained_optimizers
     for number, part in enumerate(parts):
@@ -185,66 +184,66 @@ def _complete_groups(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> Non
 def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: Path) -> None:
     """Fill the chunks of a model from the main network of `checkpoint`; collective.
 
-    What TransformerEngine keeps beside weights (scales of FP8) stays as it is: a converted checkpoint has none.
+    TransformerEngine's extra state (FP8 scales) is not changed: a converted checkpoint has none.
     """
     _load(chunks, _read(_with_room(_sharded_chunks(chunks)), checkpoint, lambda entry: True))
 
 
 class _MovingPlanner(MCoreLoadPlanner):
-    """Gives a heartbeat for every part of a tensor that is read."""
+    """A load planner that gives a heartbeat for every part of a tensor."""
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         beat()
         return super().resolve_tensor(read_item)
 
 
-def read_sharded(checkpoint: Path, wanted: dict[str, Any]) -> Any:
-    """The sharded state `wanted`, with its values in `checkpoint`, of a run with TransformerEngine or without.
+def read_sharded(checkpoint: Path, state: dict[str, Any]) -> Any:
+    """The sharded `state` with its values in `checkpoint`; collective.
 
-    Collective.
+    The checkpoint may be of a run with or without TransformerEngine.
     """
     stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    # TransformerEngine's norms have an extra state too, Megatron's local layers have none.
-    return _read(wanted, checkpoint, lambda entry: entry.key.endswith(_EXTRA) and entry.unique_key not in stored)
+    # TransformerEngine's norms have extra state too; Megatron's local layers have none.
+    return _read(state, checkpoint, lambda entry: entry.key.endswith(_EXTRA) and entry.unique_key not in stored)
 
 
-def _read(wanted: dict[str, Any], checkpoint: Path, kept: Callable[[ShardedObject], bool]) -> Any:
-    """What is `wanted`, from the checkpoint; objects that are `kept` stay what they are."""
-    own, wanted = extract_matching_values(wanted, lambda entry: isinstance(entry, ShardedObject) and kept(entry))
+def _read(state: dict[str, Any], checkpoint: Path, keep: Callable[[ShardedObject], bool]) -> Any:
+    """The sharded `state` with values of the checkpoint; objects for which `keep` is true keep their current value."""
+    current, state = extract_matching_values(state, lambda entry: isinstance(entry, ShardedObject) and keep(entry))
     with load_planner(_MovingPlanner):
-        loaded = dist_checkpointing.load(wanted, str(checkpoint))
-    return merge(loaded, dict_list_map_inplace(lambda entry: entry.data, own))
+        loaded = dist_checkpointing.load(state, str(checkpoint))
+    return merge(loaded, dict_list_map_inplace(lambda entry: entry.data, current))
 
 
 def _load(chunks: Sequence[torch.nn.Module], parts: Mapping[str, Any], strict: bool = True) -> None:
-    """`strict`: the parts are complete, but for what adapters are added to."""
+    """`strict`: `parts` must be complete, unless the model has adapters."""
     for key, model in _models(chunks).items():
         model.load_state_dict(parts[key], strict=strict and not _factors(model))
 
 
 def _sharded_chunks(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """All parameters of the chunks; of those with adapters (models/lora.py) these, and what else is trained.
+    """All parameters of the chunks; if a model has adapters (models/lora.py), only these and other trained parameters.
 
-    With what TransformerEngine keeps beside weights.
+    TransformerEngine's extra state is included.
     """
-    found = {}
+    by_model = {}
     for key, model in _models(chunks).items():
         state, factors = model.sharded_state_dict(metadata=_metadata()), _factors(model)
         if factors:
-            kept = (name for name in state if name not in factors)
-            others = {n: state[n] for n in kept if isinstance(state[n], ShardedObject) or state[n].data.requires_grad}
-            state = others | {name: _sharded_factor(parameter) for name, parameter in factors.items()}
-        found[key] = state
-    return found
+            names = (name for name in state if name not in factors)
+            base = {n: state[n] for n in names if isinstance(state[n], ShardedObject) or state[n].data.requires_grad}
+            state = base | {name: _sharded_factor(parameter) for name, parameter in factors.items()}
+        by_model[key] = state
+    return by_model
 
 
 def _factors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters of adapters, by their names in `model`."""
+    """The adapters' parameters by their names in `model`."""
     return {name: parameter for name, parameter in model.named_parameters() if hasattr(parameter, "factor")}
 
 
 def _sharded_factor(parameter: torch.nn.Parameter) -> ShardedTensor:
-    """An A or a B as the part of a global tensor, which is of one layer: a checkpoint has it as PEFT does."""
+    """An A or B as part of a global tensor of a single layer, as in PEFT; layers are not stacked."""
     rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     copies = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     cuts, copy = [(parameter.factor.axis, rank, size)], 0
@@ -254,19 +253,19 @@ def _sharded_factor(parameter: torch.nn.Parameter) -> ShardedTensor:
 
 
 def _beside_weights(chunks: Mapping[str, Any]) -> dict[str, Any]:
-    """What there is of the sharded `chunks` that is no tensor: TransformerEngine's extra states."""
+    """The entries of the sharded `chunks` that are not tensors: TransformerEngine's extra state."""
     return {
         key: {name: entry for name, entry in state.items() if isinstance(entry, ShardedObject)}
         for key, state in chunks.items()
     }
 
 
-def _with_room(wanted: dict[str, Any]) -> dict[str, Any]:
-    """`wanted`, to be read into tensors in the place of parameters that are kept in FP8."""
-    for entry in nested_values(wanted):
+def _with_room(state: dict[str, Any]) -> dict[str, Any]:
+    """`state` with FP8 parameters replaced by empty tensors of their unquantized dtype, to load into."""
+    for entry in nested_values(state):
         if is_float8tensor(entry.data):
             entry.data = torch.empty(entry.data.shape, dtype=entry.data.dtype, device=entry.data.device)
-    return wanted
+    return state
 
 
 def _models(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:

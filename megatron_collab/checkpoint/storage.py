@@ -1,6 +1,6 @@
-"""Folders of checkpoints on disk: listing, verifying, committing and discarding them. Files only, no ranks.
+"""Checkpoint folders on disk: list, verify, commit and discard them. Files only, no ranks.
 
-A checkpoint is a folder step_N. It is written as step_N.tmp and renamed when it is whole; then the file `latest`
+A checkpoint is a folder step_N. It is written as step_N.tmp and renamed when it is complete; then the file `latest`
 names it. `state.json` is written last in the folder and records size and CRC-32 of every other file.
 """
 
@@ -23,22 +23,22 @@ STATE = "state.json"
 _FOLDER = re.compile(r"step_(\d+)")
 _READ_BYTES = 1 << 20
 
-_PARTS = {"step": int, "ranks": int, "state": dict}  # what every state.json has
+_PARTS = {"step": int, "ranks": int, "state": dict}  # keys that every state.json has, and their types
 
 Files = dict[str, tuple[int, int]]
 
 
 def checksums(files: Iterable[Path]) -> Files:
     """Name -> size in bytes and CRC-32 of each file."""
-    found: Files = {}
+    sums: Files = {}
     for file in files:
         size = crc = 0
         with file.open("rb") as content:
             while block := content.read(_READ_BYTES):
                 beat()
                 size, crc = size + len(block), zlib.crc32(block, crc)
-        found[file.name] = size, crc
-    return found
+        sums[file.name] = size, crc
+    return sums
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -52,25 +52,25 @@ def begin(folder: Path, step: int) -> Path:
 def commit(temporary: Path, state: Mapping[str, Any], files: Files) -> None:
     """Make step_N.tmp, which contains all `files`, the newest checkpoint: step_N."""
     replace(temporary / STATE, json.dumps({**state, "files": files}))
-    final, before = temporary.with_suffix(""), temporary.with_suffix(".old")
-    if final.exists():  # a step that is saved again; removed only once the new one stands in its place
-        final.rename(before)
+    final, previous = temporary.with_suffix(""), temporary.with_suffix(".old")
+    if final.exists():  # the step is saved again; the old folder is removed only after the new one has replaced it
+        final.rename(previous)
     temporary.rename(final)
     replace(final.parent / LATEST, final.name)
-    shutil.rmtree(before, ignore_errors=True)
+    shutil.rmtree(previous, ignore_errors=True)
 
 
 def discard(folder: Path, step: int, keep: int) -> None:
-    """Remove incomplete folders, and of the checkpoints before `step` all but the newest `keep` - 1 and the best."""
+    """Remove incomplete folders, and all checkpoints before `step` except the newest `keep` - 1 and the best."""
     for leftover in [*folder.glob("step_*.tmp"), *folder.glob("step_*.old")]:
         shutil.rmtree(leftover)
-    older = [found for number, found in _folders(folder).items() if number < step and number != best(folder.parent)]
-    for old in older[keep - 1 :]:
-        shutil.rmtree(old)
+    older = [path for number, path in _folders(folder).items() if number < step and number != best(folder.parent)]
+    for path in older[keep - 1 :]:
+        shutil.rmtree(path)
 
 
 def best(run: Path) -> int | None:
-    """The step whose checkpoint train.keep_best keeps. ConfigError where the file does not say it."""
+    """The step whose checkpoint train.keep_best keeps; None without one. Raises ConfigError if best.json is invalid."""
     file = run / BEST
     try:
         return int(json.loads(file.read_text())["step"]) if file.is_file() else None
@@ -78,36 +78,36 @@ def best(run: Path) -> int | None:
         raise ConfigError(f"{file}: names no step; remove it: the run writes it again, or give RUN@STEP") from error
 
 
-def find_checkpoint(given: Path) -> Path:
-    """The checkpoint that RUN (the newest), RUN@STEP, RUN@best, RUN/checkpoints or a step_N folder names.
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that `path` names: RUN (the newest), RUN@STEP, RUN@best, RUN/checkpoints or a step_N folder.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if it does not exist.
     """
-    folder, step = split(given)
+    folder, step = split(path)
     run, folder = (folder, folder / "checkpoints") if (folder / "checkpoints").is_dir() else (folder.parent, folder)
-    there = ", ".join(str(number) for number in _folders(folder))
+    steps = ", ".join(str(number) for number in _folders(folder))
     if step:
         number = best(run) if step == "best" else step
-        found = folder / f"step_{number}"
-        hint = f"it keeps those of the steps {there}" if there else "it has no checkpoints"
-        require(number is not None, f"{given}: the run keeps no best checkpoint; train with train.keep_best, or {hint}")
-        require(found.is_dir(), f"{given}: no checkpoint of that step; {hint}")
-        return found
-    of_folder = [folder] if folder.name.startswith("step_") else candidates(folder)
+        checkpoint = folder / f"step_{number}"
+        hint = f"it keeps those of the steps {steps}" if steps else "it has no checkpoints"
+        require(number is not None, f"{path}: the run keeps no best checkpoint; train with train.keep_best, or {hint}")
+        require(checkpoint.is_dir(), f"{path}: no checkpoint of that step; {hint}")
+        return checkpoint
+    checkpoints = [folder] if folder.name.startswith("step_") else candidates(folder)
     hint = "give a run, RUN@STEP, a step_N folder, or the folder that contains them"
-    require(bool(of_folder) and of_folder[0].is_dir(), f"{given}: contains no checkpoint; {hint}")
-    return of_folder[0]
+    require(bool(checkpoints) and checkpoints[0].is_dir(), f"{path}: contains no checkpoint; {hint}")
+    return checkpoints[0]
 
 
-def split(given: Path) -> tuple[Path, str]:
-    """RUN and STEP of RUN@STEP; `given` and "" for another path, which may have an @ in its folders or be one."""
-    name, at, step = given.name.rpartition("@")
-    return (given.parent / name, step) if at and not given.is_dir() else (given, "")
+def split(path: Path) -> tuple[Path, str]:
+    """RUN and STEP of RUN@STEP; `path` and "" for any other path. An existing folder may have an @ in its name."""
+    name, at, step = path.name.rpartition("@")
+    return (path.parent / name, step) if at and not path.is_dir() else (path, "")
 
 
-def run_of(given: Path) -> Path | None:
-    """The run of the checkpoint that `given` names as in `find_checkpoint`; None where it names something else."""
-    folder, _ = split(given)
+def run_of(path: Path) -> Path | None:
+    """The run folder of the checkpoint that `path` names (see `find_checkpoint`); None if it names something else."""
+    folder, _ = split(path)
     if folder.name.startswith("step_"):
         return folder.parent.parent
     if folder.name == "checkpoints":
@@ -118,41 +118,41 @@ def run_of(given: Path) -> Path | None:
 def candidates(folder: Path) -> list[Path]:
     """The checkpoints in `folder`: first the one that `latest` names, then from newest to oldest."""
     latest = folder / LATEST
-    named = latest.read_text(errors="replace").strip() if latest.is_file() else None
-    return sorted(_folders(folder).values(), key=lambda one: one.name != named)
+    name = latest.read_text(errors="replace").strip() if latest.is_file() else None
+    return sorted(_folders(folder).values(), key=lambda checkpoint: checkpoint.name != name)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any] | None:
     """The content of `state.json`; None if it is missing or invalid."""
     try:
-        found = json.loads((checkpoint / STATE).read_text())
-        files = dict(found.get("files", {})).values()  # earlier versions recorded none
-        whole = all(type(found[name]) is kind for name, kind in _PARTS.items())
-        return found if whole and all([*map(type, sums)] == [int, int] for sums in files) else None
+        state = json.loads((checkpoint / STATE).read_text())
+        files = dict(state.get("files", {})).values()  # earlier versions recorded none
+        valid = all(type(state[name]) is kind for name, kind in _PARTS.items())
+        return state if valid and all([*map(type, sums)] == [int, int] for sums in files) else None
     except (FileNotFoundError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return None
 
 
 def damage(checkpoint: Path, saved: Mapping[str, Any] | None, rank: int = 0, ranks: int = 1) -> list[str]:
-    """What is wrong with the files that its state `saved` records, a few words each; empty if they are intact.
+    """Faults of the files that the checkpoint's state `saved` records, a few words each; empty if they are intact.
 
-    Each of several `ranks` reads its part of them. Checkpoints of earlier versions recorded none.
+    Each of the `ranks` checks its part of the files. Checkpoints of earlier versions recorded none.
     """
     if saved is None:
         return [f"no valid {STATE}"] if rank == 0 else []
-    found = []
+    faults = []
     for name, (size, crc) in sorted(saved.get("files", {}).items())[rank::ranks]:
         file = checkpoint / name
         if not file.is_file():
-            found.append(f"{name} is missing")
+            faults.append(f"{name} is missing")
         elif file.stat().st_size != size:
-            found.append(f"{name} has {file.stat().st_size} of {size} bytes")
+            faults.append(f"{name} has {file.stat().st_size} of {size} bytes")
         elif checksums([file])[name] != (size, crc):
-            found.append(f"{name} is corrupt")
-    return found
+            faults.append(f"{name} is corrupt")
+    return faults
 
 
 def _folders(folder: Path) -> dict[int, Path]:
     """The checkpoints by step, from newest to oldest."""
-    found = {int(match[1]): one for one in folder.glob("step_*") if (match := _FOLDER.fullmatch(one.name))}
-    return dict(sorted(found.items(), reverse=True))
+    by_step = {int(match[1]): path for path in folder.glob("step_*") if (match := _FOLDER.fullmatch(path.name))}
+    return dict(sorted(by_step.items(), reverse=True))

@@ -1,4 +1,4 @@
-"""The parameters in a checkpoint under the names of `hf_to_megatron.table`, read one by one without ranks."""
+"""Reads parameters of a checkpoint one by one, without ranks, by the names of `hf_to_megatron.table`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from megatron_collab.config import ConfigError
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_to_megatron import LAYER, Shape
 
-METADATA = ".metadata"  # of torch.distributed.checkpoint: which tensor lies where
+METADATA = ".metadata"  # of torch.distributed.checkpoint: the file and offset of each tensor
 FUSED = {norm: fused for fused, norm in hf_to_megatron.FUSED_NAMES.items()}
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
-_OTHERS = ("optimizer.", "critic.", "reference.")  # how keys begin that are not of the policy's weights
+_NOT_WEIGHTS = ("optimizer.", "critic.", "reference.")  # prefixes of keys that are not weights of the policy
 
 Location = tuple[str, tuple[int, ...]]
 
 
 def locate(name: str, apart: bool, fused: bool) -> Location:
-    """Key of a parameter in a checkpoint, and its index there: layer, expert, as far as they are stacked.
+    """Key of a parameter in a checkpoint, and its index in that tensor: layer and expert, if they are stacked.
 
-    `apart`: layers are not stacked, as Megatron-Core does it where they are not alike. `fused`: a norm goes by
-    the name of the linear layer that it precedes, as all of Megatron-Core's dense layers have it.
+    `apart`: layers are not stacked; Megatron-Core does that if they are not alike. `fused`: a norm has the name of the
+    linear layer that it precedes, as in all of Megatron-Core's dense layers.
     """
     layer = LAYER.fullmatch(name)
     if not layer:
@@ -46,26 +46,26 @@ def locate(name: str, apart: bool, fused: bool) -> Location:
     return (f"decoder.layers.{number}.{local}", index) if apart else (f"decoder.layers.{local}", (number, *index))
 
 
-class Stored:
+class StoredWeights:
     """The parameters of the main network in the step_N folder `checkpoint`.
 
-    A checkpoint holds global tensors, whatever layout wrote it. What `hf_to_megatron.table` calls a parameter on one
-    tensor-parallel rank is such a tensor, or a slice of one where Megatron-Core stacks layers or experts.
+    A checkpoint holds global tensors, whatever layout wrote it. A parameter of `hf_to_megatron.table` for one
+    tensor-parallel rank is such a tensor, or a slice of one if Megatron-Core stacks layers or experts.
     """
 
     def __init__(self, checkpoint: Path) -> None:
-        """ConfigError where it cannot be read."""
+        """Raises ConfigError if it cannot be read."""
         self.folder = checkpoint
         self._reader = FileSystemReader(checkpoint)
         try:
             metadata = self._reader.read_metadata()
-        except Exception as error:  # a pickle: it raises whatever is in it
+        except Exception as error:  # a pickle: it may raise anything
             raise ConfigError(f"{checkpoint}: is damaged ({METADATA} is corrupt); give another checkpoint") from error
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._tensors = {
-            key: found
-            for key, found in metadata.state_dict_metadata.items()
-            if isinstance(found, TensorStorageMetadata)
+            key: tensor
+            for key, tensor in metadata.state_dict_metadata.items()
+            if isinstance(tensor, TensorStorageMetadata)
         }
         self._parts: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
 
@@ -73,7 +73,7 @@ class Stored:
         return self._tensors[self._locate(name)[0]].properties.dtype
 
     def shape(self, name: str) -> Shape | None:
-        """Shape of a parameter as on one tensor-parallel rank, the vocabulary padded; None where there is none."""
+        """Shape of a parameter on one tensor-parallel rank, the vocabulary padded; None if it is not stored."""
         key, index = self._locate(name)
         if key not in self._tensors:
             return None
@@ -81,7 +81,7 @@ class Stored:
         return tuple(size) if all(i < n for i, n in zip(index, stack, strict=True)) else None
 
     def beside(self, names: Iterable[str]) -> list[str]:
-        """The tensors of which it holds more than the parameters `names`."""
+        """Keys of the tensors that are not fully covered by the parameters `names`."""
         read: dict[str, set[tuple[int, ...]]] = defaultdict(set)
         for key, index in map(self._locate, names):
             read[key].add(index)
@@ -90,37 +90,37 @@ class Stored:
             stacked = len(next(iter(read[key]), ()))
             return len(read[key]) == prod(self._tensors[key].size[:stacked])
 
-        return sorted(key for key in self._tensors if not key.startswith(_OTHERS) and not complete(key))
+        return sorted(key for key in self._tensors if not key.startswith(_NOT_WEIGHTS) and not complete(key))
 
     def read(self, name: str) -> torch.Tensor:
-        """A parameter as a whole."""
+        """The full parameter."""
         key, index = self._locate(name)
         tensor = self._tensors[key]
-        beyond = tensor.size[len(index) :]
-        wanted = ChunkStorageMetadata(
-            torch.Size((*index, *(0 for _ in beyond))), torch.Size((*(1 for _ in index), *beyond))
+        shape = tensor.size[len(index) :]
+        chunk = ChunkStorageMetadata(
+            torch.Size((*index, *(0 for _ in shape))), torch.Size((*(1 for _ in index), *shape))
         )
         parts = TensorStorageMetadata(tensor.properties, tensor.size, self._parts_at(key, index))
-        target = torch.empty(wanted.sizes, dtype=tensor.properties.dtype)
-        plan = LoadPlan(create_read_items_for_chunk_list(key, parts, [wanted]))
+        target = torch.empty(chunk.sizes, dtype=tensor.properties.dtype)
+        plan = LoadPlan(create_read_items_for_chunk_list(key, parts, [chunk]))
         self._reader.read_data(plan, _Into(target)).wait()
         return target[(0,) * len(index)]
 
     def _locate(self, name: str) -> Location:
         options = [locate(name, apart, fused) for apart, fused in product((False, True), repeat=2)]
-        return next((found for found in options if found[0] in self._tensors), options[0])
+        return next((location for location in options if location[0] in self._tensors), options[0])
 
     def _parts_at(self, key: str, index: tuple[int, ...]) -> list[ChunkStorageMetadata]:
-        """The stored parts of one slice; grouped once per key, which has as many as layers x experts."""
+        """The stored chunks of one slice. They are grouped once per key: a key has up to layers x experts slices."""
         if key not in self._parts:
-            found = self._parts[key] = {}
+            groups = self._parts[key] = {}
             for part in self._tensors[key].chunks:
-                found.setdefault(tuple(part.offsets[: len(index)]), []).append(part)
+                groups.setdefault(tuple(part.offsets[: len(index)]), []).append(part)
         return self._parts[key][index]
 
 
 class _Into(DefaultLoadPlanner):
-    """Reads into one tensor."""
+    """A load planner that reads into a single tensor."""
 
     def __init__(self, target: torch.Tensor) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""How a torch_dist checkpoint is written: rectangular blocks of global tensors, flushed to disk piece by piece.
+"""Writes torch_dist checkpoints: rectangular blocks of global tensors, flushed to disk piece by piece.
 
-One flush of a whole file can take longer than a rank may go without a heartbeat.
+Flushing a whole file at once can take longer than the limit between two heartbeats.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ Shape = Sequence[int]
 PIECE_BYTES = 1 << 26
 
 
-# What to write, and its content: a tensor or bytes.
-Written = tuple[WriteItem, torch.Tensor | io.BytesIO]
+# A write item and its content: a tensor or bytes.
+WriteRequest = tuple[WriteItem, torch.Tensor | io.BytesIO]
 
 
-def write_item(key: str, whole: Shape, offsets: Shape, sizes: Shape, dtype: torch.dtype) -> WriteItem:
-    """torch's request to write the block of `sizes` that begins at `offsets` of the tensor `key` of shape `whole`."""
+def write_item(key: str, global_shape: Shape, offsets: Shape, sizes: Shape, dtype: torch.dtype) -> WriteItem:
+    """torch's item for the block of `sizes` at `offsets` of the tensor `key`, whose shape is `global_shape`."""
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(whole))
+    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(global_shape))
     return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 def rectangles(start: int, end: int, shape: Shape) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of the blocks that make up elements [start, end) of a row-major tensor, in their order.
+    """Offsets and sizes of the blocks that make up elements [start, end) of a row-major tensor, in order.
 
-    At most 2 n - 1 for n dimensions: a part of a row, whole rows, a part of a row.
+    There are at most 2 n - 1 blocks for n dimensions: a part of a row, full rows, a part of a row.
     """
     if start == end:
         return
     row = prod(shape[1:])
-    first, last = -(-start // row), end // row  # whole rows
+    first, last = -(-start // row), end // row  # full rows
     if first > last:
         yield from _within(last, start, end, shape)
         return
@@ -61,7 +61,7 @@ def _within(row: int, start: int, end: int, shape: Shape) -> Iterator[tuple[tupl
 
 
 class SaveItems(DefaultSavePlanner):
-    """The save plan of this rank: its items with their contents."""
+    """The save planner of this rank: its write items with their contents."""
 
     def __init__(self, items: Sequence[tuple[WriteItem, Any]]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -77,7 +77,7 @@ class SaveItems(DefaultSavePlanner):
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes a rank's file; raises the error of the operating system where it cannot."""
+    """Writes a rank's file; raises the OSError itself if the write fails."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -94,7 +94,7 @@ class CheckpointWriter(FileSystemWriter):
 
 
 class _FlushedFiles(FileSystem):
-    """Files to write; a FileSystemWriter reads none."""
+    """A file system for writing only; a FileSystemWriter never reads."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -108,7 +108,7 @@ class _Pieces(io.FileIO):
     unflushed = 0
 
     def write(self, content: Any) -> int:
-        """Write at most one piece of `content`; return the number of bytes."""
+        """Write at most PIECE_BYTES of `content`; return the number of bytes written."""
         written = super().write(memoryview(content)[:PIECE_BYTES])
         self.unflushed += written
         if self.unflushed >= PIECE_BYTES:

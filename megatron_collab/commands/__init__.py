@@ -1,6 +1,6 @@
-"""The commands of the program `megatron-collab`, one a module: each has `main(arguments)`, which gives the exit code.
+"""The commands of the program `megatron-collab`, one per module, whose `main(arguments)` returns the exit code.
 
-What they share. Nothing heavy is imported here, so that --help and --version answer at once.
+This module has what they share. It imports nothing heavy, so that --help and --version answer at once.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import argparse
 import math
 from typing import NoReturn
 
-EXIT_BAD_INPUT = 2  # as runtime/process.py has it, which takes longer to import
+EXIT_BAD_INPUT = 2  # the same as in runtime/process.py, which takes longer to import
 GPU_GIB = 79.6  # of an H100 with 80 GB: 81,559 MiB, as nvidia-smi reports it
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Refuses in one line, with exit code 2, where argparse would also print the usage."""
+    """Prints an error in one line and exits with code 2; argparse would also print the usage."""
 
     def __init__(self, command: str, description: str | None) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
@@ -25,7 +25,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> float:
-    """The number that an argument gives."""
+    """The type of an argument that is a finite number above 0."""
     number = float(text)
     if not 0 < number < math.inf:
         raise ValueError(text)

@@ -31,7 +31,7 @@ COMMANDS = {
 # These replace this process, to block the preemption signal before they import.
 PROGRAMS = ("train", "evaluate", "build-dataset", "reproduce")
 
-_OF_LOGS = ("presidio_analyzer", "sklearn", "datasketch", "spacy")  # which are heavy, and of one command alone
+_OF_LOGS = ("presidio_analyzer", "sklearn", "datasketch", "spacy")  # heavy, and needed by one command only
 
 
 def main() -> int:
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """One of COMMANDS but PROGRAMS. What it refuses ends it with one line and exit code 2."""
+    """Run a command of COMMANDS that is not in PROGRAMS. If it refuses its input: one line, and exit code 2."""
     os.environ |= network.without_proxy()
     try:
         from megatron_collab.config import ConfigError, nearest, require

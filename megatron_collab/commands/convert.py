@@ -32,10 +32,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--shard-size", type=_bytes, default=_bytes("5GB"), help="size of the largest file [5GB]")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="dtype of the result [that of the source]")
     parser.add_argument("--verify", action="store_true", help="compare log-probs of source and result")
-    given = parser.parse_args(arguments)
-    if given.to_megatron == (given.model is not None):
+    options = parser.parse_args(arguments)
+    if options.to_megatron == (options.model is not None):
         parser.error("give --model HF to convert a checkpoint, or --to-megatron to convert a Hugging Face folder")
-    if given.peft and given.to_megatron:
+    if options.peft and options.to_megatron:
         parser.error("--peft writes the adapters of a checkpoint; remove --to-megatron")
     import torch
 
@@ -46,22 +46,22 @@ def main(arguments: Sequence[str]) -> int:
     from megatron_collab.runtime import hub
 
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, about names that Megatron-Core uses
-    dtype = getattr(torch, given.dtype) if given.dtype else None
-    if given.to_megatron:
-        convert.to_checkpoint(given.source, given.out, dtype, given.shard_size)
-        checkpoint, folder = storage.find_checkpoint(given.out), given.source
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    if options.to_megatron:
+        convert.to_checkpoint(options.source, options.out, dtype, options.shard_size)
+        checkpoint, folder = storage.find_checkpoint(options.out), options.source
     else:
-        checkpoint, folder = storage.find_checkpoint(given.source), given.out
-        began = hub.download(given.model, "--model") if hub.named(given.model) else Path(given.model)
+        checkpoint, folder = storage.find_checkpoint(options.source), options.out
+        began = hub.download(options.model, "--model") if hub.parse(options.model) else Path(options.model)
         adapters = "lora" in (storage.read_state(checkpoint) or {})
-        if given.verify and (given.peft or adapters):
+        if options.verify and (options.peft or adapters):
             raise ConfigError("--verify: is for whole weights; of adapters every number is compared anyway")
-        if given.peft:
-            convert.to_peft(checkpoint, folder, began, given.model, dtype)
+        if options.peft:
+            convert.to_peft(checkpoint, folder, began, options.model, dtype)
         else:
-            convert.to_hf(checkpoint, folder, began, dtype, given.shard_size)
-    print(f"{given.out}: written from {checkpoint if folder is given.out else folder}")
-    if not given.verify:
+            convert.to_hf(checkpoint, folder, began, dtype, options.shard_size)
+    print(f"{options.out}: written from {checkpoint if folder is options.out else folder}")
+    if not options.verify:
         return 0
     difference = verify.largest_difference(checkpoint, folder, dtype)
     same = difference <= verify.TOLERANCE

@@ -1,8 +1,8 @@
 """What this machine provides, how much GPU memory a run needs, how data is read, or whether users and judges answer.
 
 `megatron-collab doctor` prints one row for each library and device: whether it was found, what it enables and what is
-used without it; a run uses the same probes. Of a half-installed set for GPUs it names every part that is missing, of
-another version or broken, with what mends it. Exit code 1 if there is one, or something required is missing.
+used without it; a run uses the same probes. If the GPU libraries are half installed, it names every part that is
+missing, of another version or broken, and how to mend it. Exit code 1 if there is one, or a required part is missing.
 
 `megatron-collab doctor --plan experiment=NAME [option=value …]` takes the options of train and prints the memory of the
 fullest GPU by part. It needs neither GPU nor data nor weights: the model's shape is read from model.path, else from
@@ -11,10 +11,10 @@ conf/shapes. Exit code 1 if the run does not fit, 2 for settings that cannot wor
 `megatron-collab doctor --data SOURCE` takes what data.train and data.eval take: a file, a folder, a glob, a name of the
 Hub, settings as '{source: NAME, subset: NAME, split: NAME}', or a list of these. It reads every row and prints for each
 source which format it is in and why, how many rows are taken and left out, and five of them: as pairs, as tasks, or as
-conversations where they are neither.
+conversations if they are neither.
 
 `megatron-collab doctor --llm experiment=NAME [option=value …]` makes one real call to each language model that the run
-would ask, users, judge and metrics' own, and prints latency, tokens and price. Exit code 1 if one does not answer.
+would call (users, judge, metrics' own), and prints latency, tokens and price. Exit code 1 if one does not answer.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--gpu-gib", type=positive, default=GPU_GIB, help=f"memory of a GPU in GiB [{GPU_GIB}]")
     parser.add_argument("--data", metavar="SOURCE", help="print how these rows are read")
     parser.add_argument("--llm", nargs="+", metavar="OPTION=VALUE", help="call the users and judges of this run once")
-    given = parser.parse_args(arguments)
-    if given.data is not None:
-        return print_data(given.data)
-    if given.llm is not None:
-        return print_endpoints(given.llm)
-    return print_probes() if given.plan is None else print_plan(given.plan, given.gpu_gib)
+    options = parser.parse_args(arguments)
+    if options.data is not None:
+        return print_data(options.data)
+    if options.llm is not None:
+        return print_endpoints(options.llm)
+    return print_probes() if options.plan is None else print_plan(options.plan, options.gpu_gib)
 
 
 def print_probes() -> int:
-    """A table of the probes; the last column says what is used in place of a missing one."""
+    """Print a table of the probes; its last column says what is used if a library or device is missing."""
     device.probe("nvcc")  # says which compilers of modules are passed over; a run's processes do not have them
     gpu_environment.enter()
-    found = device.probes()
+    probes = device.probes()
     rows = [("", "found", "enables", "without it"), ("python", platform.python_version(), "everything", "-")]
-    for probe in found:
-        used = "-" if probe.found else f"-> {probe.fallback or 'nothing: required'}"
-        state = probe.detail if probe.found else f"missing: {probe.detail}"
-        rows.append((probe.name, state, probe.enables, used))
+    for probe in probes:
+        fallback = "-" if probe.available else f"-> {probe.fallback or 'nothing: required'}"
+        state = probe.detail if probe.available else f"missing: {probe.detail}"
+        rows.append((probe.name, state, probe.enables, fallback))
     _print_table(rows)
-    lacking = [probe.name for probe in found if not probe.found and not probe.fallback]
+    lacking = [probe.name for probe in probes if not probe.available and not probe.fallback]
     if lacking:
         print(f"\nRequired and missing: {', '.join(lacking)}. Run make setup.")
         return 1
@@ -81,27 +81,31 @@ def print_probes() -> int:
 
 
 def _print_libraries() -> None:
-    """CUDA's files in a process of a run, and in one that is started as colocated servers start their schedulers."""
+    """Print CUDA's files in a process of a run, and in one started as colocated servers start their schedulers."""
     if not toolkit.torch_cuda():
         return
     print("\nCUDA's libraries in a process of a run:")
     _print_table([(name, ", ".join(files) or "none") for name, files in gpu_set.mapped().items()])
     if (hook := gpu_set.saver_hook()) is None:
         return
-    seen = gpu_set.preload(hook)
-    runtime = ", ".join(library for library in seen.libraries if "libcudart" in library)
-    detail = "not tried, as it needs the driver's library" if seen.skipped else f"a process started, with {runtime}"
+    preload_result = gpu_set.preload(hook)
+    runtime = ", ".join(library for library in preload_result.libraries if "libcudart" in library)
+    detail = (
+        "not tried, as it needs the driver's library"
+        if preload_result.skipped
+        else f"a process started, with {runtime}"
+    )
     print(f"\ntorch-memory-saver preloaded, as in servers: {detail}")
 
 
 def print_plan(overrides: Sequence[str], gpu_gib: float) -> int:
-    """The plan: the GPUs, the parts of the fullest one, the sums of the others, the host's memory."""
+    """Print the plan: the GPUs, the parts of the fullest one, the sums of the others, the host's memory."""
     try:
         patches.apply("megatron")
         from megatron_collab.launch.servers import idle_gpus
         from megatron_collab.models.parallel_layout import ranks
         from megatron_collab.planning.memory import GIB, host_memory, peak, plan_memory, read_run
-    except Exception as error:  # libraries raise anything where they cannot work, as OSError without their driver
+    except Exception as error:  # libraries raise anything if they cannot work, OSError without their driver
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"--plan: torch or Megatron-Core cannot be imported on this machine: {text}") from error
 
@@ -129,23 +133,23 @@ def print_plan(overrides: Sequence[str], gpu_gib: float) -> int:
     print(f"The largest part is {max(parts, key=lambda part: max(part.training, part.sampling)).name}.")
     for line in idle_gpus(config) if launch.device != "cpu" else ():
         print(line)
-    left = gpu_gib - peaks[fullest]
-    if left < 0:
-        print(f"Does not fit a GPU of {gpu_gib:g} GiB: needs {-left:.1f} GiB more.")
+    headroom = gpu_gib - peaks[fullest]
+    if headroom < 0:
+        print(f"Does not fit a GPU of {gpu_gib:g} GiB: needs {-headroom:.1f} GiB more.")
         return 1
     print(
-        f"Fits a GPU of {gpu_gib:g} GiB: {left:.1f} GiB remain for what is not counted "
+        f"Fits a GPU of {gpu_gib:g} GiB: {headroom:.1f} GiB remain for what is not counted "
         "(CUDA contexts, NCCL, SGLang's graphs and workspace, temporaries)."
     )
     return 0
 
 
 def print_data(text: str) -> int:
-    """Format, counts and the first rows of each source."""
+    """Print format, counts and the first rows of each source."""
     from megatron_collab.data.evaluation import EvaluationSet
-    from megatron_collab.data.sources import TrainingSource, given_sources
+    from megatron_collab.data.sources import TrainingSource, parse_sources
 
-    for number, source in enumerate(given_sources(text, "--data", (TrainingSource, EvaluationSet))):
+    for number, source in enumerate(parse_sources(text, "--data", (TrainingSource, EvaluationSet))):
         print("\n" * (number > 0), end="")
         _print_source(source)
     return 0
@@ -159,14 +163,14 @@ def _print_source(source: Source) -> None:
 
     try:
         examples = load_any(source, "--data")
-        found = survey(examples, 0, lambda messages: 0, lambda example: 0)
+        report = survey(examples, 0, lambda messages: 0, lambda example: 0)
     except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    examples.leave_out(found.left_out)
+    examples.leave_out(report.left_out)
     columns = ", ".join(examples.rows.column_names)
     split = "+".join(examples.splits)
     print(f"{source.source}: read as {examples.format}, since {examples.why}; split {split}, columns {columns}")
-    left_out = "".join(f"; left out: {count} {reason}" for reason, count in found.dropped.items())
+    left_out = "".join(f"; left out: {count} {reason}" for reason, count in report.dropped.items())
     print(f"{len(examples.rows)} rows, {len(examples)} {examples.use}s{left_out}")
     for example in examples[:_SHOWN]:
         if isinstance(example, Task):
@@ -193,7 +197,7 @@ def _print_texts(messages: Sequence[Message]) -> None:
 
 
 def print_endpoints(overrides: Sequence[str]) -> int:
-    """A row for each language model that the run asks, as it answers its one call, and a line for each that failed."""
+    """Call each language model of the run once; print a row for each when it answers, and a line if it failed."""
     from megatron_collab.launch import endpoints, prepare, validate
     from megatron_collab.rollout import asked_models
 
@@ -207,19 +211,19 @@ def print_endpoints(overrides: Sequence[str]) -> int:
         prepare.check_users(config, names)
     except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    asked = [*asked_models.of_users(config, names), *asked_models.of_judges(config)]
-    if not asked:
+    targets = [*asked_models.user_endpoints(config, names), *asked_models.judge_endpoints(config)]
+    if not targets:
         print("This run asks no language model.")
         return 0
     endpoints.check_recordings(config)
     if config.llm.offline:
-        models = ", ".join(dict.fromkeys(str(each.endpoint.model) for each in asked))
+        models = ", ".join(dict.fromkeys(str(target.endpoint.model) for target in targets))
         print(f"Recorded calls answer for {models} (llm.replay={config.llm.replay}); nothing is called.")
         return 0
-    unpriced = endpoints.check_prices(config, asked)
-    endpoints.check_support(config, asked)
+    unpriced = endpoints.check_prices(config, targets)
+    endpoints.check_support(config, targets)
     print("".join(f"{line}\n" for line in unpriced), end="")
-    labels = [("", "model"), *((each.setting, str(each.endpoint.model)) for each in asked)]
+    labels = [("", "model"), *((target.setting, str(target.endpoint.model)) for target in targets)]
     widths = [*(max(map(len, column)) for column in zip(*labels, strict=True)), 7, 6, 0]
     _print_row((*labels[0], "seconds", "tokens", "USD"), widths)
 
@@ -229,7 +233,7 @@ def print_endpoints(overrides: Sequence[str]) -> int:
         return fault and f"{setting}: {fault}"
 
     async def call_all() -> list[str | None]:
-        return await asyncio.gather(*(call(each.setting, each.endpoint) for each in asked))
+        return await asyncio.gather(*(call(target.setting, target.endpoint) for target in targets))
 
     faults = [fault for fault in asyncio.run(call_all()) if fault]
     for line in faults:
@@ -238,44 +242,44 @@ def print_endpoints(overrides: Sequence[str]) -> int:
 
 
 def _surveys(config: Config) -> list[tuple[Config, str, Any]]:
-    """The users that tasks of data.train and data.eval name; nothing where a world makes them in the first run."""
+    """(settings, label, survey) of the tasks of data.train and data.eval; none if the first run makes their world."""
     from megatron_collab.data.evaluation import evaluation_sets, settings_of
     from megatron_collab.data.examples import load_tasks
     from megatron_collab.data.sources import TrainingSource, sources
     from megatron_collab.data.survey import survey
 
     training = sources(config.data.train, "data.train", TrainingSource)
-    given: list[tuple[Config, str, Source]] = [(config, "data.train", source) for source in training]
-    given += [(settings_of(config, one), one.setting, one) for one in evaluation_sets(config)]
-    if config.data.world is not None and not all(Path(source.source).exists() for _, _, source in given):
+    inputs: list[tuple[Config, str, Source]] = [(config, "data.train", source) for source in training]
+    inputs += [(settings_of(config, eval_set), eval_set.setting, eval_set) for eval_set in evaluation_sets(config)]
+    if config.data.world is not None and not all(Path(source.source).exists() for _, _, source in inputs):
         return []
-    found = list[tuple[Config, str, Any]]()
-    for settings, option, source in given:
+    surveys = list[tuple[Config, str, Any]]()
+    for settings, option, source in inputs:
         tasks = load_tasks(source, option, config.data)
-        found.append((settings, f"{option}={source.source}", survey(tasks, 0, lambda messages: 0, lambda task: 0)))
-    return found
+        surveys.append((settings, f"{option}={source.source}", survey(tasks, 0, lambda messages: 0, lambda task: 0)))
+    return surveys
 
 
 async def _call(
     endpoint: EndpointConfig, prices: Mapping[str, Sequence[float]]
 ) -> tuple[tuple[str, str, str], str | None]:
-    """Seconds, tokens and price of one call in the form of those of a run, and what failed."""
+    """(seconds, tokens, price) of one call in the form that a run uses, and the error if it failed."""
     from megatron_collab.llm.answer import Field, LlmError
     from megatron_collab.llm.client import LlmClient
-    from megatron_collab.llm.endpoint import of_run
+    from megatron_collab.llm.endpoint import served_by_run
 
-    if of_run(endpoint.model):
+    if served_by_run(endpoint.model):
         return ("-", "-", "the run's own servers"), None
     client, began, fault = LlmClient(prices=prices), time.monotonic(), None
     question = [{"role": "user", "content": 'Answer with this JSON object and nothing else: {"answer": "yes"}'}]
     try:
-        # As if there were others to ask: a server that is not there is not waited for.
+        # As if there were a fallback: the client does not wait for a server that is down.
         once = replace(endpoint, attempts=1, deadline=endpoint.timeout)
-        await client.ask(once, question, [Field("answer", str)], others=True)
+        await client.ask(once, question, [Field("answer", str)], has_fallback=True)
     except LlmError as error:
         fault = str(error)
-    price = "unknown" if client.took["unpriced"] else f"{client.took['usd']:.6f}"
-    return (f"{time.monotonic() - began:.2f}", f"{client.took['tokens']:.0f}", "failed" if fault else price), fault
+    price = "unknown" if client.totals["unpriced"] else f"{client.totals['usd']:.6f}"
+    return (f"{time.monotonic() - began:.2f}", f"{client.totals['tokens']:.0f}", "failed" if fault else price), fault
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:

@@ -6,7 +6,7 @@ Takes the options of train. It needs neither GPU nor data nor weights: the model
 from conf/shapes. Colocated servers use the trainer's devices in order, others use further devices: of the same node if
 the trainer has only one, else of further nodes. Only transfers are counted: a round takes as long as the busiest link
 of a device in one direction. The floor is the time that the links of all server ranks need for what they receive.
-With model.lora.serve=adapters this is the first sync; what later ones send is said below it.
+With model.lora.serve=adapters this is the first sync; what later ones send is printed below it.
 Exit code 2 for settings that cannot work.
 """
 
@@ -25,7 +25,7 @@ BANDWIDTHS = [1500.0, 400.0, 45.0]  # H100: 90% of HBM3 (device to itself), NVLi
 
 def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser("plan-sync", __doc__)
-    parser.add_argument("options", nargs="+", metavar="OPTION=VALUE", help="settings of the run, as for train")
+    parser.add_argument("settings", nargs="+", metavar="OPTION=VALUE", help="settings of the run, as for train")
     parser.add_argument(
         "--bandwidth",
         nargs=3,
@@ -34,29 +34,29 @@ def main(arguments: Sequence[str]) -> int:
         metavar=("MEMORY", "NODE", "NETWORK"),
         help="GB/s of a device in one direction: within its memory, within its node, to other nodes [1500 400 45]",
     )
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     patches.apply("megatron")
     from megatron_collab.planning.memory import read_run
     from megatron_collab.planning.weight_sync_cost import Bandwidth, Sharding, sync_cost
     from megatron_collab.trainer.megatron.config import DTYPES
     from megatron_collab.weight_sync.plan import first_round, plan_sync, server_layout, trainer_layout
 
-    config, shape = read_run(given.options)
+    config, shape = read_run(options.settings)
     require(config.train.stage == "rl", "<train.stage>: has no servers to sync weights to; set train.stage=rl", config)
     trainer, parallel, server = trainer_layout(config), config.parallel, config.rollout.server
     layout = server_layout(config)
     plan = plan_sync(shape, trainer, layout, DTYPES[config.model.dtype].itemsize)
-    speeds = {link: GB * speed for link, speed in zip(Bandwidth, given.bandwidth, strict=True)}
+    speeds = {link: GB * speed for link, speed in zip(Bandwidth, options.bandwidth, strict=True)}
     cost = sync_cost(config, shape, plan, speeds)
 
     buckets = [bucket for row in plan for bucket in row]
     largest = max(bucket.size for bucket in buckets) / MIB
-    where = "on the trainer's devices" if server.colocated else "on further devices"
+    location = "on the trainer's devices" if server.colocated else "on further devices"
     print(
         f"{Path(config.model.path).name}: trainer of {trainer.ranks} ranks, tp={parallel.tp} pp={parallel.pp} "
         f"vpp={parallel.vpp} cp={parallel.cp} ep={parallel.ep}\n"
         f"-> {server.replicas} servers of tp={server.tp} ep={server.ep} {'FP8' if server.fp8 else config.model.dtype} "
-        f"{where}\n\n"
+        f"{location}\n\n"
         f"{len(plan)} rounds, a bucket of at most {largest:.1f} MiB for each "
         f"rank of a server, {sum(len(bucket.slices) for bucket in buckets):,} slices\n\n"
         f"{'GB to all servers':24}{Sharding.SAME.value:>12}{Sharding.OTHER.value:>12}"

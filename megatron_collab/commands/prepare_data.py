@@ -1,4 +1,4 @@
-"""Write rows to train on from data as it is published: train and eval, and a summary of what was kept and dropped.
+"""Write training rows from published data: train and eval, and a summary of what was kept and dropped.
 
     megatron-collab prepare-data collabllm/collabllm-multiturn-math-hard --to rl --out data/math --system-prompt FILE
 
@@ -36,69 +36,71 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", help="folder or name of the model whose tokens are counted")
     parser.add_argument("--gap", type=positive, default=0.02, help="dpo: least difference of two scores [0.02]")
     parser.add_argument("--parquet", action="store_true", help="write Parquet in place of JSONL")
-    given = parser.parse_args(arguments)
-    require(0 <= given.eval_share < 1, f"--eval-share={given.eval_share:g}: must be at least 0 and below 1")
-    require((given.max_tokens is None) == (given.model is None), "--max-tokens and --model: give both or neither")
-    message = f"--max-tokens={given.max_tokens}: tasks that the user opens have no prompt; remove it"
-    require(given.max_tokens is None or given.to != "opened", message)
-    require(given.max_tokens is None or given.max_tokens > 0, f"--max-tokens={given.max_tokens}: must be above 0")
-    require(not (given.out / SUMMARY).exists(), f"--out={given.out}: holds prepared data; remove it, or give another")
-    system = given.system_prompt
+    options = parser.parse_args(arguments)
+    require(0 <= options.eval_share < 1, f"--eval-share={options.eval_share:g}: must be at least 0 and below 1")
+    require((options.max_tokens is None) == (options.model is None), "--max-tokens and --model: give both or neither")
+    message = f"--max-tokens={options.max_tokens}: tasks that the user opens have no prompt; remove it"
+    require(options.max_tokens is None or options.to != "opened", message)
+    require(options.max_tokens is None or options.max_tokens > 0, f"--max-tokens={options.max_tokens}: must be above 0")
+    require(
+        not (options.out / SUMMARY).exists(), f"--out={options.out}: holds prepared data; remove it, or give another"
+    )
+    system = options.system_prompt
     require(system is None or system.is_file(), f"--system-prompt={system}: no such file")
 
-    # Hugging Face's libraries take seconds to import, which wrong arguments need not wait for.
+    # Hugging Face's libraries take seconds to import, so arguments are checked first.
     from jinja2 import TemplateError
 
     from megatron_collab.data.chat_template import ChatRenderer
     from megatron_collab.data.datasets import to_parquet
     from megatron_collab.data.preparation import Preparation, groups_of_eval
-    from megatron_collab.data.sources import given_sources
+    from megatron_collab.data.sources import parse_sources
     from megatron_collab.runtime import hub
 
-    source, *others = given_sources(given.source, "SOURCE")
-    require(not others, f"SOURCE={given.source}: prepare one source at a time, and mix them in data.train")
+    source, *more_sources = parse_sources(options.source, "SOURCE")
+    require(not more_sources, f"SOURCE={options.source}: prepare one source at a time, and mix them in data.train")
     try:
-        if given.model and hub.named(given.model):
-            hub.download(given.model, "--model")
-        renderer = ChatRenderer(given.model, setting="--model") if given.model else None
+        if options.model and hub.parse(options.model):
+            hub.download(options.model, "--model")
+        renderer = ChatRenderer(options.model, setting="--model") if options.model else None
         text = system.read_text().strip() if system else ""
-        prepared = Preparation(source, given.to, text, given.gap, renderer, given.max_tokens or 0)
-        groups = Counter(each.group for each in prepared)
-        require(bool(groups), f"SOURCE={source.source}: nothing is left: {_said(prepared.dropped)}")
-        dropped = dict(prepared.dropped)
-        held_out = groups_of_eval(groups, given.eval_share, given.seed)
-        given.out.mkdir(parents=True, exist_ok=True)
+        preparation = Preparation(source, options.to, text, options.gap, renderer, options.max_tokens or 0)
+        groups = Counter(example.group for example in preparation)
+        require(bool(groups), f"SOURCE={source.source}: nothing is left: {_joined_counts(preparation.dropped)}")
+        dropped = dict(preparation.dropped)
+        held_out = groups_of_eval(groups, options.eval_share, options.seed)
+        options.out.mkdir(parents=True, exist_ok=True)
         counts = {"train": 0} | ({"eval": 0} if held_out else {})
         with ExitStack() as stack:
-            files = {side: stack.enter_context((given.out / f"{side}.jsonl").open("w")) for side in counts}
-            for each in prepared:
-                side = "eval" if each.group in held_out else "train"
-                files[side].write(json.dumps(each.row, ensure_ascii=False) + "\n")
+            files = {side: stack.enter_context((options.out / f"{side}.jsonl").open("w")) for side in counts}
+            for example in preparation:
+                side = "eval" if example.group in held_out else "train"
+                files[side].write(json.dumps(example.row, ensure_ascii=False) + "\n")
                 counts[side] += 1
-        if given.parquet:
+        if options.parquet:
             for side in counts:
-                to_parquet(given.out / f"{side}.jsonl")
+                to_parquet(options.out / f"{side}.jsonl")
     except (ValueError, OSError, TemplateError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    examples = prepared.examples
+    examples = preparation.examples
     summary = {
         "source": source.source,
         "format": examples.format,
         "why": examples.why,
-        "to": given.to,
+        "to": options.to,
         "splits": list(examples.splits),
         "rows": len(examples.rows),
         "conversations": len(groups),
         "kept": counts,
         "dropped": {reason: count for reason, count in dropped.items() if count},
     }
-    (given.out / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
+    (options.out / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
     rows = f"{len(examples.rows)} rows (split {'+'.join(examples.splits)})"
     print(f"{source.source}: {rows}, read as {examples.format} ({examples.why})")
     kept = ", ".join(f"{count} for {side}" for side, count in counts.items())
-    print(f"{given.out}: {kept}, of {len(groups)} conversations; dropped: {_said(dropped) or 'none'}")
+    print(f"{options.out}: {kept}, of {len(groups)} conversations; dropped: {_joined_counts(dropped) or 'none'}")
     return 0
 
 
-def _said(dropped: dict[str, int] | Counter[str]) -> str:
+def _joined_counts(dropped: dict[str, int] | Counter[str]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)

@@ -22,9 +22,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--root", type=Path, default=Path("runs/quickstart"), help="folder of the runs [%(default)s]")
     parser.add_argument("--compare", action="store_true", help="also train on the reward of the trained turn alone")
     parser.add_argument("overrides", nargs="*", metavar="option=value", help="settings of every run")
-    given = parser.parse_args(arguments)
-    root = given.root / f"seed{given.seed}"
-    common = [f"run.seed={given.seed}", f"data.dir={root}/world", *given.overrides]
+    options = parser.parse_args(arguments)
+    root = options.root / f"seed{options.seed}"
+    common = [f"run.seed={options.seed}", f"data.dir={root}/world", *options.overrides]
     second_stage = ["experiment=booking", f"model.path={root}/sft/hf", *common]
 
     print(f"1. Supervised training on mixed behaviour -> {root}/sft", flush=True)
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     train(*second_stage, f"run.dir={root}/rl")
     result = read(root / "rl")
     result["train_minutes"] = round(read(root / "sft")["train_minutes"] + result["train_minutes"], 2)
-    if given.compare:
+    if options.compare:
         print(f"3. GRPO with the reward of the trained turn alone -> {root}/single_turn", flush=True)
         train(*second_stage, f"run.dir={root}/single_turn", "reward.mode=single_turn")
         result["single_turn_ask_after"] = read(root / "single_turn")["ask_when_missing_after"]

@@ -1,14 +1,14 @@
-"""Recorded calls of language models (llm.record): what is in them, several as one, and without what should not be in.
+"""Recorded calls of language models (llm.record): show them, merge several recordings, remove private texts.
 
     megatron-collab recording show FOLDER … [--calls N]
     megatron-collab recording merge FOLDER … --out FOLDER
     megatron-collab recording scrub FOLDER … --out FOLDER [--pattern REGEX …] [--field NAME …]
 
-`show` prints for each model its calls, tokens, price, percentiles of latency and versions, and of N calls what was
-asked and answered. `merge` writes one shard; of calls that a later one supersedes, as those of a conversation that was
-played again, only the last. `scrub` does the same and writes *** for what a regular expression matches, and for all
-texts of a field (messages, or a value of an answer as thought). Keys that the environment holds are removed in any
-case. Questions are still found as they were asked; answers are replayed as they are then.
+`show` prints for each model its calls, tokens, price, percentiles of latency and versions, and the question and answer
+of N calls. `merge` writes one shard; if a later call supersedes others, as when a conversation was played again, it
+keeps only the last. `scrub` does the same and writes *** for what a regular expression matches, and for all texts of a
+field (messages, or a value of an answer such as thought). Keys in the environment are removed in any case. A replay
+still finds a call by its original question, and gives the scrubbed answer.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="merge, scrub: folder to write, which is new")
     parser.add_argument("--pattern", action="append", default=[], metavar="REGEX", help="scrub: what is removed")
     parser.add_argument("--field", action="append", default=[], metavar="NAME", help="scrub: whose texts are removed")
-    given = parser.parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     from megatron_collab.llm.recording import Recording
 
     try:
-        recording = Recording(*given.folder)
+        recording = Recording(*options.folder)
         for torn in recording.torn:
             print(torn)
-        if given.action == "show":
-            _show(recording, given.calls)
-        elif given.action == "merge":
-            _write(recording, given)
+        if options.action == "show":
+            _show(recording, options.calls)
+        elif options.action == "merge":
+            _write(recording, options)
         else:
-            scrub = Scrub([_pattern(text) for text in given.pattern], set(given.field))
-            _write(recording, given, scrub)
+            scrub = Scrub([_pattern(text) for text in options.pattern], set(options.field))
+            _write(recording, options, scrub)
             print(scrub.report())
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -77,21 +77,21 @@ def _show(recording: Recording, shown: int) -> None:
 
 
 def _lines(calls: Sequence[Call]) -> Iterator[str]:
-    """What the calls of a model were, what they took and cost."""
-    made = [call for call in calls if not call.taken.cached]
+    """Lines about the calls of a model: counts, tokens, price, seconds, versions."""
+    uncached = [call for call in calls if not call.taken.cached]
     failed = Counter(call.failed[0] for call in calls if call.failed)
-    yield f"calls     {len(calls)}: {len(calls) - len(made)} cached, {failed.total()} failed{_counts(failed)}"
+    yield f"calls     {len(calls)}: {len(calls) - len(uncached)} cached, {failed.total()} failed{_counts(failed)}"
     yield f"requests  {sum(call.taken.requests for call in calls)}"
     prompt, answer = (sum(getattr(call.taken, f"{of}_tokens") for call in calls) for of in ("prompt", "answer"))
     yield f"tokens    {prompt} of prompts, {answer} of answers"
     unpriced = sum(call.taken.usd is None for call in calls)
     price = f"{sum(call.taken.usd or 0.0 for call in calls):.4f} USD"
     yield f"price     {price}{f', and {unpriced} calls whose price is not known' if unpriced else ''}"
-    if made:
-        seconds = sorted(call.taken.seconds for call in made)
+    if uncached:
+        seconds = sorted(call.taken.seconds for call in uncached)
         shares = [f"p{share} {seconds[(len(seconds) - 1) * share // 100]:.3f}" for share in _PERCENTILES]
         yield f"seconds   {', '.join(shares)}, longest {seconds[-1]:.3f}"
-    versions = Counter(call.taken.version for call in made if call.taken.version)
+    versions = Counter(call.taken.version for call in uncached if call.taken.version)
     yield f"versions  {', '.join(versions) or 'not said'}"
 
 
@@ -118,7 +118,7 @@ def _short(value: Any) -> str:
 
 
 class Scrub:
-    """Replaces texts of calls by ***, and counts them by the field that they are in."""
+    """Replaces texts of calls by ***, and counts the replacements by field."""
 
     def __init__(self, patterns: Sequence[re.Pattern[str]], fields: set[str]) -> None:
         self._patterns, self._fields = patterns, fields
@@ -143,11 +143,11 @@ class Scrub:
             return [self._walk(value, field) for value in part]
         if not isinstance(part, str):
             return part
-        found = HIDDEN if field in self._fields else redact(part)
+        scrubbed = HIDDEN if field in self._fields else redact(part)
         for pattern in self._patterns:
-            found = pattern.sub(HIDDEN, found)
-        self._counts[field] += found != part
-        return found
+            scrubbed = pattern.sub(HIDDEN, scrubbed)
+        self._counts[field] += scrubbed != part
+        return scrubbed
 
 
 def _pattern(text: str) -> re.Pattern[str]:
@@ -157,14 +157,18 @@ def _pattern(text: str) -> re.Pattern[str]:
         raise ConfigError(f"--pattern={text}: is no regular expression ({error})") from error
 
 
-def _write(recording: Recording, given: argparse.Namespace, change: Callable[[Call], Call] = lambda call: call) -> None:
-    """The calls that count, by time, as one shard in a new folder."""
+def _write(
+    recording: Recording, options: argparse.Namespace, change: Callable[[Call], Call] = lambda call: call
+) -> None:
+    """Write the calls that are not superseded, in order of time, as one shard in a new folder."""
     from megatron_collab.llm.recording import Shard
 
-    require(given.out is not None, f"{given.action}: give the folder to write as --out=FOLDER")
-    require(not given.out.exists() or not any(given.out.iterdir()), f"--out={given.out}: is not empty; give a new one")
+    require(options.out is not None, f"{options.action}: give the folder to write as --out=FOLDER")
+    require(
+        not options.out.exists() or not any(options.out.iterdir()), f"--out={options.out}: is not empty; give a new one"
+    )
     superseded = recording.superseded()
-    shard = Shard(given.out, ", ".join(sorted(recording.runs)))
+    shard = Shard(options.out, ", ".join(sorted(recording.runs)))
     numbers = [number for number in range(len(recording)) if number not in superseded]
     for number in numbers:
         stored = recording.stored(number)

@@ -1,12 +1,12 @@
-"""A run on paper, rank by rank: built, loaded, stepped, published and saved by its own code, on no device at all.
+"""Rehearse a run rank by rank without a device: its own code builds, loads, steps, publishes and saves.
 
     megatron-collab rehearse experiment=train_70b [option=value …] [--ranks all] [--gpu-gib 79.6]
 
 Takes the options of train. It needs neither GPU nor data nor weights: the model's shape is read from model.path, else
-from conf/shapes. The layers are TransformerEngine's own Python over kernels that give shapes alone; with
-launch.device=cpu they are those of a CPU. Ranks that hold the same are one class, of which one is taken. A table shows
-what was counted in every part of the memory beside what `doctor --plan` says. Exit code 2 with the first rank and
-tensor that does not fit.
+from conf/shapes. The layers are TransformerEngine's own Python over kernels that only return shapes; with
+launch.device=cpu they are those of a CPU. Ranks that hold the same form a class, and one rank of each class is
+rehearsed. A table shows the counted size of every part of the memory beside the estimate of `doctor --plan`. Exit code
+2 with the first rank and tensor if it does not fit.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from megatron_collab.trainer.megatron.te_cpu.install import install
 
 def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser("rehearse", __doc__)
-    parser.add_argument("options", nargs="+", metavar="OPTION=VALUE", help="settings of the run, as for train")
+    parser.add_argument("settings", nargs="+", metavar="OPTION=VALUE", help="settings of the run, as for train")
     parser.add_argument("--ranks", choices=("distinct", "all"), default="distinct", help="one of a class, or all")
     parser.add_argument("--gpu-gib", type=positive, default=GPU_GIB, help=f"memory of a GPU in GiB [{GPU_GIB}]")
-    given = parser.parse_args(arguments)
-    if compose(given.options).launch.device != "cpu":
+    options = parser.parse_args(arguments)
+    if compose(options.settings).launch.device != "cpu":
         # Before Megatron is imported: it takes the layers and the optimizer of TransformerEngine, as on a GPU.
         try:
             install()
@@ -39,18 +39,18 @@ def main(arguments: Sequence[str]) -> int:
     from megatron_collab.planning.rehearsal.run import rehearse
 
     began = time.monotonic()
-    config, shape = read_run(given.options)
+    config, shape = read_run(options.settings)
     hf = json.loads(described(config.model.path).read_text())
     plan, count = plan_memory(config, shape), 0
-    for one in rehearse(config, shape, hf, every=given.ranks == "all"):
-        print(compare.table(one, plan[one.kind.stage]), end="\n\n", flush=True)
+    for rehearsed in rehearse(config, shape, hf, all_ranks=options.ranks == "all"):
+        print(compare.table(rehearsed, plan[rehearsed.kind.stage]), end="\n\n", flush=True)
         count += 1
-        needed = max(one.peak, sum(part.sampling for part in one.parts))
-        if needed > given.gpu_gib * GIB:
-            largest = max(one.parts, key=lambda part: max(part.training, part.sampling)).name
+        needed = max(rehearsed.peak, sum(part.sampling for part in rehearsed.parts))
+        if needed > options.gpu_gib * GIB:
+            largest = max(rehearsed.parts, key=lambda part: max(part.training, part.sampling)).name
             raise ConfigError(
-                f"rank {one.rank} needs {needed / GIB:.1f} GiB, and a GPU has {given.gpu_gib:g}; the largest part is "
-                f"{largest}"
+                f"rank {rehearsed.rank} needs {needed / GIB:.1f} GiB, and a GPU has {options.gpu_gib:g}; "
+                f"the largest part is {largest}"
             )
-    print(f"{count} {'ranks' if given.ranks == 'all' else 'classes of ranks'}, {time.monotonic() - began:.0f} s.")
+    print(f"{count} {'ranks' if options.ranks == 'all' else 'classes of ranks'}, {time.monotonic() - began:.0f} s.")
     return 0

@@ -14,7 +14,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser("report", __doc__)
     parser.add_argument("run", type=Path, help="folder of the run")
     folder = parser.parse_args(arguments).run
-    found = any((folder / name).exists() for name in ("metrics.jsonl", evaluations.FILE))
-    require(found, f"{folder}: has no metrics.jsonl or {evaluations.FILE}; give the folder of a run")
+    is_run = any((folder / name).exists() for name in ("metrics.jsonl", evaluations.FILE))
+    require(is_run, f"{folder}: has no metrics.jsonl or {evaluations.FILE}; give the folder of a run")
     print(report.write(folder))
     return 0

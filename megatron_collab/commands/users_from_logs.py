@@ -4,12 +4,12 @@
     megatron-collab users-from-logs LOG --realism RUN [--step N | --evaluation NAME]
 
 LOG is a file, a folder, a glob or a name of the Hub, with a conversation a row: messages {role, content}, or
-conversations {from, value}. Personal data is replaced before any text goes to a model; conversations that are there
-twice are left out; the model, asked with the settings of reward.judge and llm, describes each user; OUT gets
-train.jsonl and eval.jsonl, which have no person in common, and README.md. Interrupted, the same command goes on; exit
-code 3 where llm.budget_usd is spent or the model does not answer.
+conversations {from, value}. Personal data is replaced before any text goes to a model. Duplicate conversations are left
+out. The model, called with the settings of reward.judge and llm, describes each user. OUT gets train.jsonl and
+eval.jsonl, which have no person in common, and README.md. If it is interrupted, the same command continues. Exit code 3
+if llm.budget_usd is spent or the model does not answer.
 
---realism measures whether the simulated users of a run can be told from the users of the log; it asks no model.
+--realism measures whether simulated users of a run can be told from users of the log; it calls no model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron_collab.config import (
 from megatron_collab.runtime.process import EXIT_STOPPED, RunStopped
 
 if TYPE_CHECKING:
-    from megatron_collab.data.logs import Logged
+    from megatron_collab.data.logs import LoggedConversation
     from megatron_collab.data.personal import PersonalData
 
 _PROMPT = "user_of_log"
@@ -61,142 +61,141 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--step", type=int, help="--realism: step of training [the last one]")
     parser.add_argument("--evaluation", metavar="NAME", help="--realism: in place of a step: before, SET/step_20, …")
     parser.add_argument("option", nargs="*", help="an option of a run, as reward.judge.model=… or llm.budget_usd=…")
-    given = parser.parse_intermixed_args(arguments)
-    require(0 <= given.eval_share < 1, f"--eval-share={given.eval_share:g}: must be at least 0 and below 1")
-    require(given.step is None or given.evaluation is None, "--step and --evaluation: give one of them")
-    require(given.realism is not None or given.out is not None, "--out: not set; give the folder to write")
+    options = parser.parse_intermixed_args(arguments)
+    require(0 <= options.eval_share < 1, f"--eval-share={options.eval_share:g}: must be at least 0 and below 1")
+    require(options.step is None or options.evaluation is None, "--step and --evaluation: give one of them")
+    require(options.realism is not None or options.out is not None, "--out: not set; give the folder to write")
     try:
-        return _compare(given) if given.realism else _make(given)
+        return _compare(options) if options.realism else _make(options)
     except RunStopped as stopped:
         print(f"megatron-collab: {stopped}", file=sys.stderr)
         return EXIT_STOPPED
 
 
-def _make(given: argparse.Namespace) -> int:
+def _make(options: argparse.Namespace) -> int:
     """Write tasks."""
-    out = given.out
+    out = options.out
     require(not (out / "README.md").exists(), f"--out={out}: holds tasks; remove it, or give another")
-    config = compose(given.option, {"run.dir": str(out), "model.path": "none", "data.train": "none"})
+    config = compose(options.option, {"run.dir": str(out), "model.path": "none", "data.train": "none"})
     config.run.dir = str(out)
     require(bool(config.reward.judge.model), f"{_MODEL}: not set; give the model that describes the users")
-    prompt = read_prompt("--prompt", given.prompt, _PROMPT, ("conversation",))
-    require("conversation" in prompt.used, f"{prompt.said}: shows no {{{{ conversation }}}} to the model; put it in")
+    prompt = read_prompt("--prompt", options.prompt, _PROMPT, ("conversation",))
+    require("conversation" in prompt.used, f"{prompt.label}: shows no {{{{ conversation }}}} to the model; put it in")
     _check_model(config)
 
-    # LiteLLM, Presidio and the libraries of data take seconds to import, which wrong arguments need not wait for.
+    # LiteLLM, Presidio and the libraries of data take seconds to import, so arguments are checked first.
     from megatron_collab.data import logs
     from megatron_collab.data.datasets import task_row
     from megatron_collab.data.personal import PersonalData
     from megatron_collab.data.preparation import groups_of_eval
     from megatron_collab.rollout.users.from_logs import cost, describe_all, question_about
 
-    logged, dropped, by = _read(given, PersonalData(given.spacy))
-    named = {one.name: one for one in logged}
-    before = {one.name: one.placeholders.counts for one in logged}
+    logged, dropped, person_column = _read(options, PersonalData(options.spacy))
+    by_name = {conversation.name: conversation for conversation in logged}
+    placeholder_counts = {conversation.name: conversation.placeholders.counts for conversation in logged}
     try:
-        questions = {name: question_about(prompt, one) for name, one in named.items()}
+        questions = {name: question_about(prompt, conversation) for name, conversation in by_name.items()}
     except PromptError as error:
         raise ConfigError(str(error)) from error
     print(cost(config, list(questions.values())), flush=True)
     cache = Path(config.llm.cache or out / "llm_cache")
-    tasks = asyncio.run(describe_all(config, cache, named, questions, given.user_opens, dropped))
-    require(bool(tasks), f"LOG={given.log}: no conversation is left: {_said(dropped)}")
+    tasks = asyncio.run(describe_all(config, cache, by_name, questions, options.user_opens, dropped))
+    require(bool(tasks), f"LOG={options.log}: no conversation is left: {_joined_counts(dropped)}")
 
-    held_out = groups_of_eval({named[task.id].person for task in tasks}, given.eval_share, given.seed)
+    held_out = groups_of_eval({by_name[task.id].person for task in tasks}, options.eval_share, options.seed)
     sides: dict[str, list[dict[str, Any]]] = {side: [] for side in ("train", *(["eval"] if held_out else []))}
     for task in tasks:
-        sides["eval" if named[task.id].person in held_out else "train"].append(task_row(task))
-    logs.write(out, sides, named, by, before, dropped, str(config.reward.judge.model))
-    if not config.llm.cache:  # it holds the names that the model has told
+        sides["eval" if by_name[task.id].person in held_out else "train"].append(task_row(task))
+    logs.write(out, sides, by_name, person_column, placeholder_counts, dropped, str(config.reward.judge.model))
+    if not config.llm.cache:  # it holds the answers of the model, which may name people
         shutil.rmtree(cache, ignore_errors=True)
     counts = ", ".join(f"{len(rows)} for {side}" for side, rows in sides.items())
-    print(f"{out}: {counts}; left out: {_said(dropped) or 'none'}")
+    print(f"{out}: {counts}; left out: {_joined_counts(dropped) or 'none'}")
     return 0
 
 
-def _read(given: argparse.Namespace, data: PersonalData) -> tuple[list[Logged], Counter[str], str | None]:
-    """The conversations of the log, each once and without what is personal, what was left out, and the column that
-    says whose they are. ConfigError."""
+def _read(options: argparse.Namespace, data: PersonalData) -> tuple[list[LoggedConversation], Counter[str], str | None]:
+    """The distinct conversations of the log without personal data, counts of those left out, and the column that
+    names the person. Raises ConfigError."""
     from megatron_collab.data import logs
     from megatron_collab.data.rows import ALL, open_rows
-    from megatron_collab.data.sources import given_sources
+    from megatron_collab.data.sources import parse_sources
     from megatron_collab.observability.run import progress
 
-    source, *others = given_sources(given.log, "LOG")
-    require(not others, f"LOG={given.log}: give one log at a time")
+    source, *more_sources = parse_sources(options.log, "LOG")
+    require(not more_sources, f"LOG={options.log}: give one log at a time")
     dropped = Counter[str]()
     try:
         rows = open_rows(replace(source, split=source.split or ALL), "LOG")
-        person = _person(given, rows.column_names)
+        person = _person(options, rows.column_names)
         with closing(progress("replacing personal data", len(rows), "conversation")) as bar:
-            found = logs.read_log(rows, data, person, dropped, bar.update)
+            conversations = logs.read_log(rows, data, person, dropped, bar.update)
     except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    logged = logs.distinct(found, dropped)
-    people = len({one.person for one in logged})
+    logged = logs.distinct(conversations, dropped)
+    people = len({conversation.person for conversation in logged})
     whose = f" by {person}" if person else ""
     print(f"{source.source}: {len(rows)} rows, {len(logged)} conversations of {people} people{whose}")
-    require(bool(logged), f"LOG={given.log}: no conversation is left: {_said(dropped)}")
+    require(bool(logged), f"LOG={options.log}: no conversation is left: {_joined_counts(dropped)}")
     return logged, dropped, person
 
 
-def _person(given: argparse.Namespace, columns: Sequence[str]) -> str | None:
-    """The column that says whose a conversation is."""
+def _person(options: argparse.Namespace, columns: Sequence[str]) -> str | None:
+    """The column that names the person of a conversation; None if there is none."""
     from megatron_collab.data.logs import PERSON_COLUMNS
 
-    wanted = given.person
-    fault = (
-        f"--person={wanted}: the log has no such column{nearest(wanted or '', columns)}; it has {', '.join(columns)}"
-    )
-    require(wanted is None or wanted in columns, fault)
-    found: str | None = wanted or next((column for column in PERSON_COLUMNS if column in columns), None)
-    if found is None:
+    requested = options.person
+    hint = nearest(requested or "", columns)
+    fault = f"--person={requested}: the log has no such column{hint}; it has {', '.join(columns)}"
+    require(requested is None or requested in columns, fault)
+    person_column: str | None = requested or next((column for column in PERSON_COLUMNS if column in columns), None)
+    if person_column is None:
         print("no column says whose a conversation is (--person): each counts as one of another person")
-    return found
+    return person_column
 
 
 def _check_model(config: Config) -> None:
-    """ConfigError for a model that cannot be asked."""
+    """Raises ConfigError if the model cannot be called."""
     from megatron_collab import patches
     from megatron_collab.launch import endpoints, models, prepare
     from megatron_collab.llm.endpoint import POLICY
 
     patches.apply("litellm")
     endpoints.check_settings(config)
-    asked = [endpoints.AskedModel(_MODEL, "reward.judge", config.reward.judge)]
+    judges = [endpoints.NamedEndpoint(_MODEL, "reward.judge", config.reward.judge)]
     require(config.reward.judge.model != POLICY, f"{_MODEL}={POLICY}: no policy is served here; choose another model")
-    endpoints.check_served(config, asked)
+    endpoints.check_served(config, judges)
     endpoints.check_recordings(config)
-    for line in endpoints.check_prices(config, asked):
+    for line in endpoints.check_prices(config, judges):
         print(line)
-    endpoints.check_support(config, asked)
+    endpoints.check_support(config, judges)
     prepare.fetch_served_models(config)
     models.check_served(config)
 
 
-def _compare(given: argparse.Namespace) -> int:
-    """Print how far simulated users can be told from those of the log."""
-    config = compose(given.option, recorded_values(given.realism))
-    require(config.train.stage == "rl", f"{given.realism}: its train.stage is {config.train.stage}, without users")
+def _compare(options: argparse.Namespace) -> int:
+    """Print how well simulated users can be told from those of the log."""
+    config = compose(options.option, recorded_values(options.realism))
+    require(config.train.stage == "rl", f"{options.realism}: its train.stage is {config.train.stage}, without users")
     from megatron_collab.data.personal import PersonalData
     from megatron_collab.rollout import recorded
     from megatron_collab.rollout.users import realism
 
-    what, groups = recorded.played(config, given.realism, given.step, given.evaluation)
-    data = PersonalData(given.spacy)
-    logged, *_ = _read(given, data)
-    simulated = realism.simulated(groups, config.user.stop, data)
-    real = realism.real(logged)
-    print(f"simulated: {given.realism}, {what}\n")
+    title, groups = recorded.played_groups(config, options.realism, options.step, options.evaluation)
+    data = PersonalData(options.spacy)
+    logged, *_ = _read(options, data)
+    simulated = realism.run_messages(groups, config.user.stop, data)
+    real = realism.log_messages(logged)
+    print(f"simulated: {options.realism}, {title}\n")
     try:
-        found = realism.compare(real, simulated, given.seed)
+        comparison = realism.compare(real, simulated, options.seed)
     except ValueError as error:
-        raise ConfigError(f"--realism={given.realism}: {error}") from error
-    print(realism.shown(found))
-    if given.out:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+        raise ConfigError(f"--realism={options.realism}: {error}") from error
+    print(realism.comparison_text(comparison))
+    if options.out:
+        options.out.write_text(json.dumps(comparison, indent=1) + "\n")
     return 0
 
 
-def _said(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {what}" for what, count in sorted(counts.items()) if count)
+def _joined_counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()) if count)

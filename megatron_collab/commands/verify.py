@@ -1,4 +1,4 @@
-"""One model in two forms, a checkpoint and a Hugging Face folder, gives the same log-probabilities."""
+"""Checks that a checkpoint and a Hugging Face folder of one model give the same log-probabilities."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron_collab.checkpoint import hf
 from megatron_collab.checkpoint.sharded_state import load_weights
 from megatron_collab.config import Config
-from megatron_collab.runtime.network import alone
+from megatron_collab.runtime.network import single_rank
 from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel
 
 SEQUENCES, LENGTH = 4, 64
-# Both compute in float32 with equal weights; what is left is the order of sums. A tensor in a wrong place: > 0.1.
+# Both compute in float32 with equal weights, so only the order of sums differs. A misplaced tensor gives > 0.1.
 TOLERANCE = 1e-3
 
 
 def largest_difference(checkpoint: Path, folder: Path, dtype: torch.dtype | None) -> float:
-    """Largest difference of the log-probabilities (nats) of random tokens, Megatron-Core's to transformers'.
+    """Largest difference (nats) between Megatron-Core's and transformers' log-probabilities of random tokens.
 
-    Both run on the CPU in float32, one after the other: memory for one model in float32 is needed. The weights of
-    both are rounded to `dtype`, to which one may have been converted from the other.
+    Both run on the CPU in float32, one after the other, so memory for one float32 model is needed. The weights of both
+    are rounded to `dtype`, since one may have been converted from the other in it.
     """
     vocab = hf.read_shape(folder).vocab
     tokens = torch.randint(vocab, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -47,7 +47,7 @@ def _transformers(folder: Path, dtype: torch.dtype | None, tokens: torch.Tensor)
 def _megatron(checkpoint: Path, folder: Path, dtype: torch.dtype | None, tokens: torch.Tensor) -> torch.Tensor:
     config = Config()
     config.launch.device, config.model.dtype = "cpu", "float32"
-    os.environ |= alone("--verify")
+    os.environ |= single_rank("--verify")
     shape = hf.read_shape(folder)
     with parallel.init_parallel(config):
         chunks = policies.build(config, shape)

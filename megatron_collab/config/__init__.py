@@ -1,4 +1,4 @@
-"""The settings of a run: the schema (schema.py), how it is composed (load.py), and what a run may go on with."""
+"""Settings of a run: the schema (schema.py), composition (load.py) and changes on resume (history.py)."""
 
 from megatron_collab.config.extension import Extension, lookup, make, make_absolute, resolve
 from megatron_collab.config.hint import nearest

@@ -1,4 +1,4 @@
-"""Classes and functions from outside the package, named in a setting as `package.module:Class` or `./file.py:Class`."""
+"""Loads the extensions that settings name as `package.module:Class` or `./file.py:Class`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NoOptions:
 
 
 class Extension:
-    """Base of what a setting may name. `Options` is a frozen dataclass, whose fields `option` may declare."""
+    """Base class of extensions. `Options` is a frozen dataclass; its fields may be declared with `option`."""
 
     Options: ClassVar[type] = NoOptions
 
@@ -37,39 +37,39 @@ class Extension:
 
 
 def resolve(spec: str, setting: str, base: type, *, functions: bool = False) -> Any:
-    """The class that `spec` names, derived from `base`, or with `functions`, or a callable `base`, a function.
+    """The subclass of `base` that `spec` names. With `functions`, or if `base` is callable, it may be a function.
 
-    Raises ConfigError naming `setting` where the module or the name does not exist, or is something else.
+    Raises ConfigError naming `setting` if the module or the name does not exist or is something else.
     """
-    where, _, name = spec.rpartition(":")
-    module = _load(where, f"{setting}={spec}")
-    found = getattr(module, name, None)
-    require(found is not None, f"{setting}={spec}: {where} has no {name}{nearest(name, vars(module))}")
+    location, _, name = spec.rpartition(":")
+    module = _load(location, f"{setting}={spec}")
+    target = getattr(module, name, None)
+    require(target is not None, f"{setting}={spec}: {location} has no {name}{nearest(name, vars(module))}")
     called = functions or "__call__" in vars(base)
-    derived = issubclass(found, base) if isinstance(found, type) else called and callable(found)
+    derived = issubclass(target, base) if isinstance(target, type) else called and callable(target)
     also = " or a function" if called else ""
     require(derived, f"{setting}={spec}: must be a subclass of {base.__module__}.{base.__name__}{also}")
-    return found
+    return target
 
 
-def make(spec: str, setting: str, base: type, given: Mapping[str, Any], prefix: str) -> Any:
-    """`resolve`, and of a class the instance with the options `given`, which are set as `prefix` and their name."""
-    found = resolve(spec, setting, base)
-    if isinstance(found, type):
-        return found(build(found.Options, given, prefix))  # type: ignore[attr-defined]  # derived from `base`
-    require(not given, f"{prefix.removesuffix('.')}: {setting}={spec} is a function, which takes no options")
-    return found
+def make(spec: str, setting: str, base: type, options: Mapping[str, Any], prefix: str) -> Any:
+    """As `resolve`, but instantiates a class with `options`, which messages call `prefix` plus their name."""
+    target = resolve(spec, setting, base)
+    if isinstance(target, type):
+        return target(build(target.Options, options, prefix))  # type: ignore[attr-defined]  # derived from `base`
+    require(not options, f"{prefix.removesuffix('.')}: {setting}={spec} is a function, which takes no options")
+    return target
 
 
 def lookup(name: str, setting: str, table: Mapping[str, str], base: type, *, functions: bool = False) -> Any:
-    """The class called `name` in `table`, whose values are specs, or what a spec from outside names (see `resolve`)."""
+    """The class for `name`: an entry of `table`, which maps names to specs, or itself a spec (see `resolve`)."""
     known = f"known are {', '.join(sorted(table))}, or package.module:Class{nearest(name, table)}"
     require(name in table or ":" in name, f"{setting}={name}: no such name; {known}")
     return resolve(table.get(name, name), setting, base, functions=functions)
 
 
 def make_absolute(value: Any) -> Any:
-    """`value`, settings or a part of them, with absolute files of specs and prompts: workers may run elsewhere."""
+    """`value` (settings or a part) with absolute paths in specs and prompts, since workers may run in other folders."""
     if is_dataclass(value):
         for name, entry in vars(value).items():
             setattr(value, name, make_absolute(entry))
@@ -77,27 +77,27 @@ def make_absolute(value: Any) -> Any:
         return {make_absolute(key): make_absolute(entry) for key, entry in value.items()}
     if isinstance(value, list):
         return [make_absolute(entry) for entry in value]
-    if isinstance(value, str) and (found := _FILE.fullmatch(value)):
-        return f"{found['before']}{Path(found['file']).resolve()}{found['name']}"
+    if isinstance(value, str) and (match := _FILE.fullmatch(value)):
+        return f"{match['before']}{Path(match['file']).resolve()}{match['name']}"
     if isinstance(value, str) and _PROMPT.fullmatch(value):
         return str(prompt_file(value).resolve())
     return value
 
 
-def _load(where: str, said: str) -> ModuleType:
-    file = Path(where).resolve()
-    require(file.suffix != ".py" or file.is_file(), f"{said}: no such file")
+def _load(location: str, label: str) -> ModuleType:
+    file = Path(location).resolve()
+    require(file.suffix != ".py" or file.is_file(), f"{label}: no such file")
     try:
-        return _load_file(file) if file.suffix == ".py" else importlib.import_module(where)
+        return _load_file(file) if file.suffix == ".py" else importlib.import_module(location)
     except Exception as error:
-        fault = f"importing {where} failed: {type(error).__name__}: {error}"
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{where}.".startswith(f"{error.name}."):
+        fault = f"importing {location} failed: {type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{location}.".startswith(f"{error.name}."):
             fault = f"no module {error.name}; install its package, or give ./FILE.py:NAME"
-        raise ConfigError(f"{said}: {fault}") from error
+        raise ConfigError(f"{label}: {fault}") from error
 
 
 def _load_file(file: Path) -> ModuleType:
-    """The module in `file`, once a process."""
+    """The module in `file`, loaded once per process."""
     name = f"{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)

@@ -1,4 +1,4 @@
-"""Which of the known names somebody may have meant: one that is near in spelling or in its words, else none."""
+"""Suggests known names that are close to an unknown one in spelling or in words."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import difflib
 import re
 from collections.abc import Iterable
 
-_MISSPELT = 0.75  # difflib's ratio for four letters, two of which are exchanged
+_MISSPELT = 0.75  # difflib's ratio for four letters with two of them swapped
 _A_PART_LEFT_OUT = 0.9
-_ANOTHER_WORD, _BEGINNING = 0.7, 0.6  # how near a name with one word more or less is, and one that is cut off
-_SHARED = 0.55  # least share of the letters of both that is in words of both
+_ANOTHER_WORD, _BEGINNING = 0.7, 0.6  # similarity of a name with one word more or less, and of a truncated one
+_SHARED = 0.55  # smallest share of all letters that is in common words
 _SHORTEST_BEGINNING = 4  # letters
 _AS_NEAR, _MOST_NAMES = 0.2, 3
 
 
 def nearest(value: str, names: Iterable[str], group: str = "") -> str:
-    """ "; the nearest is NAME" for names of `group` that `value` misspells, cuts off or has with a word more or less.
+    """ "; the nearest is NAME" for names of `group` that `value` misspells, truncates, or has with a word more or less.
 
-    Empty if there is none. Of a name's parts, separated by dots or slashes, the last ones alone may be meant, or a part
-    between the first and the last left out; of the value's parts the last one alone only if it has several words, since
-    a single one means something else elsewhere.
+    Empty if there is none. Names have parts separated by dots or slashes. `value` may consist of a name's last parts
+    only, or omit a part between the first and the last. The last part of `value` is compared by itself only if it has
+    several words, since a single word can mean something else in another group.
     """
     distinct = enumerate(dict.fromkeys(names))
     ranked = sorted((-near, place, name) for place, name in distinct if (near := _nearness(value, name)))
@@ -28,7 +28,7 @@ def nearest(value: str, names: Iterable[str], group: str = "") -> str:
 
 
 def _nearness(value: str, name: str) -> float:
-    """1 for the same, 0 if neither letters nor words speak for it."""
+    """Similarity: 1 for the same, 0 if neither letters nor words match."""
     value_parts, name_parts = _parts(value), _parts(name)
     forms = [_joined(value_parts), *([value_parts[-1]] if len(value_parts[-1]) > 1 else [])]
     endings = [_joined(name_parts[start:]) for start in range(len(name_parts))]
@@ -41,8 +41,8 @@ def _nearness(value: str, name: str) -> float:
     one_apart = len(value_words ^ name_words) == 1
     if one_apart and len(shared) > 1 and len("".join(shared)) >= _SHARED * letters:
         return _ANOTHER_WORD
-    beginning, whole = ("".join(words) for words in (value_parts[-1], name_parts[-1]))
-    begins = len(value_parts) == 1 and len(beginning) >= _SHORTEST_BEGINNING and whole.startswith(beginning)
+    beginning, last_part = ("".join(words) for words in (value_parts[-1], name_parts[-1]))
+    begins = len(value_parts) == 1 and len(beginning) >= _SHORTEST_BEGINNING and last_part.startswith(beginning)
     return _BEGINNING if begins else 0.0
 
 
@@ -56,14 +56,14 @@ def _joined(parts: list[list[str]]) -> list[str]:
 
 
 def _spelling(a: list[str], b: list[str]) -> float:
-    """How alike the words of two names are where they differ most; 0 if a word is no misspelling of the other."""
+    """Similarity of the two words that differ most; 0 if one is no misspelling of the other."""
     if len(a) != len(b):
         return float("".join(a) == "".join(b))
     return min(map(_likeness, a, b))
 
 
 def _likeness(a: str, b: str) -> float:
-    """Of two words: 1 for the same, 0 for different ones. A name of two letters, or a first letter, is no slip."""
+    """Similarity of two words; 0 if not a misspelling, as with two-letter words or different first letters."""
     ratio = difflib.SequenceMatcher(None, a, b).ratio()
     slip = ratio >= _MISSPELT and a[:1] == b[:1] and max(len(a), len(b)) > 2
     return ratio if a == b or slip else 0.0

@@ -1,4 +1,4 @@
-"""From overrides to a `Config`: Hydra composes the schema, `conf/` and the command line; nothing is checked yet."""
+"""Builds a `Config` from overrides: Hydra composes the schema, `conf/` and the command line, without cross-checks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from megatron_collab.config.hint import nearest
 from megatron_collab.config.option import ConfigError, check_declared, declared, require
 from megatron_collab.config.schema import Config
 
-# In the package where it is installed from a wheel, beside it in a checkout.
+# Inside the package if installed from a wheel, beside it in a checkout.
 _FOLDERS = [folder / "conf" for folder in Path(__file__).resolve().parents[1:3]]
 CONF = next((folder for folder in _FOLDERS if folder.is_dir()), _FOLDERS[0])
 
 COMMAND_LINE = "command line"
 
-# Other names of options on the command line: no field of a dataclass can be called by a keyword of Python.
+# Aliases of options on the command line: a dataclass field cannot have the name of a Python keyword.
 ALIASES = {"run.from": "run.fork"}
 
 _schema = OmegaConf.structured(Config)
@@ -40,10 +40,10 @@ ConfigStore.instance().store(name="schema", node=_schema)
 
 
 def compose(overrides: Sequence[str], defaults: Mapping[str, Any] = {}) -> Config:
-    """Compose `conf/config.yaml` with Hydra overrides; whether the values can work is for launch.validate to say.
+    """Compose `conf/config.yaml` with Hydra overrides; launch.validate checks the values.
 
-    `defaults`: values of options, by dotted name, in place of those of the schema.
-    Raises ConfigError for an unknown option, a value of the wrong type, or a required one that is not set.
+    `defaults`: values of options by dotted name, in place of the schema's.
+    Raises ConfigError for an unknown option, a value of the wrong type, or a required option that is not set.
     """
     with _schema_with(defaults):
         node = _composed(overrides)
@@ -54,25 +54,25 @@ def compose(overrides: Sequence[str], defaults: Mapping[str, Any] = {}) -> Confi
 
 
 def settings(overrides: Sequence[str]) -> list[tuple[str, Any, str]]:
-    """Name, value and source of every option that `compose` gives; required ones not set are omegaconf.MISSING.
+    """Name, value and source of every option; required options that are not set are omegaconf.MISSING.
 
-    The source is "default", the file under conf/ that sets it, or "command line".
+    The source is "default", the file under conf/ that sets the option, or "command line".
     """
-    found = {name: (value, "default") for name, value in leaves(OmegaConf.to_container(_composed(overrides)))}
+    options = {name: (value, "default") for name, value in leaves(OmegaConf.to_container(_composed(overrides)))}
     for source, names in layers(overrides):
-        for name, (value, _) in found.items():
+        for name, (value, _) in options.items():
             if any(f"{name}.".startswith(f"{prefix}.") for prefix in names):
-                found[name] = value, source
-    return [(name, *entry) for name, entry in found.items()]
+                options[name] = value, source
+    return [(name, *entry) for name, entry in options.items()]
 
 
 def layers(overrides: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """What sets options beside the schema (files under conf/, COMMAND_LINE), and which; later ones win."""
+    """Sources of settings beside the schema (files under conf/, COMMAND_LINE) with the options they set; later wins."""
     overrides = _plain(overrides)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
-        found = loader.compute_defaults_list("config", overrides, RunMode.RUN).defaults
-    for default in found:
+        default_files = loader.compute_defaults_list("config", overrides, RunMode.RUN).defaults
+    for default in default_files:
         path = f"{default.config_path}.yaml"
         if (CONF / path).is_file():
             prefix = f"{default.package}." if default.package else ""
@@ -83,38 +83,38 @@ def layers(overrides: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def groups() -> dict[str, list[str]]:
-    """The names that each group of `conf/` has, as {"experiment": ["booking", …]}."""
-    found: dict[str, list[str]] = {}
+    """The names in each group of `conf/`, e.g. {"experiment": ["booking", …]}."""
+    names: dict[str, list[str]] = {}
     for file in sorted(CONF.glob("*/*.yaml")):
-        found.setdefault(file.parent.name, []).append(file.stem)
-    return found
+        names.setdefault(file.parent.name, []).append(file.stem)
+    return names
 
 
-def build[Options](kind: type[Options], given: Mapping[str, Any], prefix: str) -> Options:
-    """`kind`, a dataclass of options, from settings that are called `prefix` and their name.
+def build[Options](kind: type[Options], values: Mapping[str, Any], prefix: str) -> Options:
+    """An instance of `kind`, a dataclass of options, with `values`; messages call a setting `prefix` plus its name.
 
-    Raises ConfigError for an unknown one, a value of the wrong type, and one that its declaration refuses.
+    Raises ConfigError for an unknown setting, a value of the wrong type, or one that its declaration rejects.
     """
     names = [spec.name for spec in fields(kind)]  # type: ignore[arg-type]  # a dataclass
     node = OmegaConf.structured(kind)
-    OmegaConf.set_readonly(node, False)  # which that of a frozen dataclass is
-    for name, value in given.items():
-        there = f"there are {', '.join(names) or 'none'}"
-        require(name in names, f"{prefix}{name}: no such setting{nearest(name, names)}; {there}")
+    OmegaConf.set_readonly(node, False)  # the node of a frozen dataclass is read-only
+    for name, value in values.items():
+        available = f"there are {', '.join(names) or 'none'}"
+        require(name in names, f"{prefix}{name}: no such setting{nearest(name, names)}; {available}")
         try:
             node[name] = value
         except OmegaConfBaseException as error:
             raise ConfigError(f"{prefix}{name}={value}: {str(error).splitlines()[0]}") from error
     try:
-        made: Any = OmegaConf.to_object(node)
+        options: Any = OmegaConf.to_object(node)
     except ValueError as error:  # of its __post_init__
         raise ConfigError(f"{prefix.removesuffix('.')}: {error}") from error
-    check_declared(made, prefix)
-    return made
+    check_declared(options, prefix)
+    return options
 
 
 def _composed(overrides: Sequence[str]) -> DictConfig:
-    """The composed node, interpolations resolved; ConfigError for what Hydra or the schema refuses."""
+    """The composed node with interpolations resolved. Raises ConfigError if Hydra or the schema rejects an override."""
     for override in overrides:
         _refuse_syntax(override)
     overrides = _plain(overrides)
@@ -130,7 +130,7 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
 
 @contextmanager
 def _schema_with(defaults: Mapping[str, Any]) -> Iterator[None]:
-    if not defaults:  # a schema that is stored is copied, which takes a quarter of the time of compose
+    if not defaults:  # storing a schema copies it, which takes a quarter of the time of compose
         yield
         return
     node = _schema.copy()
@@ -146,18 +146,18 @@ def _schema_with(defaults: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _plain(overrides: Sequence[str]) -> list[str]:
-    """Overrides without + and ++, which add what nothing would read, and with ~ after = as the home folder."""
+    """Overrides without + and ++ (added options would not be read), aliases resolved, and =~/ as the home folder."""
     parts = (override.lstrip("+").partition("=") for override in overrides)
     named = (f"{ALIASES.get(name, name)}{sign}{value}" for name, sign, value in parts)
     return [re.sub(r"(?<==)~(?=/)", str(Path.home()), override, count=1) for override in named]
 
 
 def _refuse_syntax(override: str) -> None:
-    """What Hydra could read and a run has no use for, or Hydra would answer with advice that is refused here."""
-    name, given, value = override.lstrip("+").partition("=")
+    """Raises ConfigError for syntax that is valid for Hydra but useless here, or gets misleading advice from Hydra."""
+    name, sign, value = override.lstrip("+").partition("=")
     require(override[:1] != "-", f"{override}: no such argument; there are --help, --cfg and option=value")
     require(override[:1] != "~", f"{override}: options cannot be taken away; give another value instead")
-    require(bool(given and name), f"{override}: give option=value")
+    require(bool(sign and name), f"{override}: give option=value")
     owner = re.split(r"[./]", name)[0]
     require(owner != "hydra", f"{override.lstrip('+')}: Hydra's own settings are not used; remove it")
     require("@" not in name, f"{override}: a group of settings has one place; give {name.partition('@')[0]}=NAME")
@@ -165,7 +165,7 @@ def _refuse_syntax(override: str) -> None:
     require(logical, f"{override}: must be true or false")
     try:
         sweeps = OverridesParser.create().parse_override(override).is_sweep_override()
-    except HydraException:  # which says so once more when it composes
+    except HydraException:  # raised again by compose
         return
     require(not sweeps, f"{override}: a run has one value of each option, and no sweeps; start a run for every value")
 
@@ -175,28 +175,28 @@ _TYPES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or 
 
 
 def _reason(error: Exception, overrides: Sequence[str]) -> str:
-    """What Hydra refuses, in one line that names the override."""
+    """Hydra's error as one line that names the override."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
-        there = groups().get(group, [])
-        return f"{group}={name}: not in conf/{group}{nearest(name, there)}; there are {', '.join(there)}"
+        names = groups().get(group, [])
+        return f"{group}={name}: not in conf/{group}{nearest(name, names)}; there are {', '.join(names)}"
     if isinstance(error, OverrideParseException):
         name, _, value = error.override.partition("=")
         return f"{error.override}: cannot be read; quote special characters: '{name}=\"{value}\"'"
     cause = error.__cause__
-    if isinstance(cause, ConfigAttributeError | ConfigKeyError):  # Hydra would recommend to add it with a +
-        missing = str(cause.full_key)  # the first part of a name that is not there, or a key of a value in braces
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError):  # Hydra would recommend adding it with a +
+        missing = str(cause.full_key)  # the first unknown part of a name, or a key of a value in braces
         for name in (override.partition("=")[0] for override in overrides):
             if f"{name}.".startswith(f"{missing}.") or missing.startswith(f"{name}."):
                 name = max(name, missing, key=len)
                 return f"{name}: no such option{_nearest_option(name)}"
-    said = [str(part).splitlines()[0] for part in (error, cause) if part]
-    text = ": ".join(said).removeprefix("Error merging override ")
+    lines = [str(part).splitlines()[0] for part in (error, cause) if part]
+    text = ": ".join(lines).removeprefix("Error merging override ")
     text = re.sub(r"field '\S+' is not Optional", "cannot be null", text)
     text = re.sub(r"Interpolation key '(\S+)' not found", r"no option \1 that ${\1} could stand for", text)
     if "nterpolation" in text or "${" in text:
-        given = next((override for override in overrides if "${" in override), "")
-        return f"{given}: {text}".removeprefix(": ")
+        interpolated = next((override for override in overrides if "${" in override), "")
+        return f"{interpolated}: {text}".removeprefix(": ")
     if other := re.match(r"(\S+?=.*?): (Invalid \w+ assigned|Cannot assign|Value .* is incompatible)", text):
         return f"{other[1]}: must be {_kind(other[1].partition('=')[0])}"
     if converted := re.match(r"(.*?): Value .* could not be converted to (\w+)", text):
@@ -205,7 +205,7 @@ def _reason(error: Exception, overrides: Sequence[str]) -> str:
 
 
 def _kind(name: str) -> str:
-    """What an option, or a group of them, takes that was given something else."""
+    """The kind of value that an option or a group takes, for messages about a wrong one."""
     default = next((value for option, value, _ in declared(Config) if option == name), None)
     if isinstance(default, list):
         return "a list in brackets, as [a, b]"
@@ -213,7 +213,7 @@ def _kind(name: str) -> str:
 
 
 def _nearest_option(name: str) -> str:
-    """Of its own group, where there is one, whose names are told."""
+    """A hint at the nearest option: within the same group if it exists, with the names of its members."""
     (group, _, last), names = name.rpartition("."), [option for option, _, _ in declared(Config)]
     members = [option.rpartition(".")[2] for option in names if group and option.rpartition(".")[0] == group]
     if not members:
@@ -223,7 +223,7 @@ def _nearest_option(name: str) -> str:
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values; an empty dict is a value."""
+    """Dotted names and values of a nested dict; an empty dict is a value."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from leaves(value, f"{prefix}{key}.")

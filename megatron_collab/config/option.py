@@ -1,6 +1,6 @@
-"""How an option is declared, once: default, help, allowed values, and whether a run may go on with another one.
+"""Declaration of an option: default, help, allowed values, and whether a resumed run may change it.
 
-What several options must fulfil together is checked in launch/validate.py.
+Constraints between several options are checked in launch/validate.py.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Any
 
 from megatron_collab.config.hint import nearest
 
-MANY = 10_000_000  # steps, tokens, seconds, …: more of anything is a slip, where the option does not say otherwise
+MANY = 10_000_000  # default upper bound of steps, tokens, seconds, …: more is a typing error
 _KEY = "declared"  # in the metadata of a field
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work; the message is one line that names it and the way out."""
+    """A setting that cannot work; the message is one line that names the setting and a fix."""
 
 
 def require(holds: bool, message: str, config: Any = None) -> None:
-    """Raises ConfigError(message) unless the condition holds; <run.dir> in it becomes run.dir=VALUE of `config`."""
+    """Raises ConfigError(message) unless `holds`; with `config`, <run.dir> in the message becomes run.dir=VALUE."""
 
-    def given(found: re.Match[str]) -> str:
-        value = operator.attrgetter(found[1])(config)
-        return f"{found[1]}={str(value).lower() if isinstance(value, bool) else value}"
+    def expand(match: re.Match[str]) -> str:
+        value = operator.attrgetter(match[1])(config)
+        return f"{match[1]}={str(value).lower() if isinstance(value, bool) else value}"
 
     if not holds:
-        raise ConfigError(re.sub(r"<(\w+\.[\w.]+)>", given, message) if config else message)
+        raise ConfigError(re.sub(r"<(\w+\.[\w.]+)>", expand, message) if config else message)
 
 
-# attribute of Declared: in words, and the comparison of a value with it
+# attribute of Declared: its wording, and the comparison of a value with the bound
 _BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
     "ge": ("at least", operator.ge),
     "gt": ("above", operator.gt),
@@ -45,10 +45,10 @@ _BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 @dataclass(frozen=True)
 class Declared:
-    """What an option may be. Of an option that is a dict or a list, every entry.
+    """Help and allowed values of an option; for a dict or a list, of every entry.
 
-    `choices` are the allowed values; where it is `extensible`, so is `package.module:Class`. Numbers keep to the
-    bounds, and are finite. `may_change`: a run may go on with another value; `comes`: with more or fewer entries too.
+    `choices`: the allowed values; if `extensible`, package.module:Class is also allowed. Numbers must be finite and
+    within the bounds. `may_change`: a resumed run may change the value; `entries_may_change`: and add or remove keys.
     """
 
     help: str
@@ -59,17 +59,17 @@ class Declared:
     le: float | None = None
     lt: float | None = None
     may_change: bool = False
-    comes: bool = False
+    entries_may_change: bool = False
 
     def allowed(self, separator: str = " | ") -> str:
-        """The allowed values in words, as "at least 0 and below 1"; empty where every value of the type is."""
+        """The allowed values in words, e.g. "at least 0 and below 1"; empty if every value of the type is allowed."""
         if self.choices:
             return separator.join([*self.choices, *(["package.module:Class"] if self.extensible else [])])
         bounds = ((words, getattr(self, name)) for name, (words, _) in _BOUNDS.items())
         return " and ".join(f"{words} {bound}" for words, bound in bounds if bound is not None)
 
     def fault(self, value: Any) -> str | None:
-        """Why this value is refused; None where it is allowed."""
+        """The reason why `value` is rejected; None if it is allowed."""
         if isinstance(value, int | float):
             if not math.isfinite(value):
                 return f"must be finite and {self.allowed()}".removesuffix(" and ")
@@ -82,9 +82,9 @@ class Declared:
 
 
 def option(default: Any, help: str, **declaration: Any) -> Any:
-    """A field of a dataclass of options; the other arguments are the fields of `Declared`.
+    """A field of a dataclass of options; `declaration`: other fields of `Declared`.
 
-    A number with a lower bound alone is at most MANY.
+    If a number has only a lower bound, its upper bound is MANY.
     """
     if {"ge", "gt"} & declaration.keys() and not {"le", "lt"} & declaration.keys():
         declaration["le"] = MANY
@@ -94,11 +94,14 @@ def option(default: Any, help: str, **declaration: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-mutable = partial(option, may_change=True)  # a run may go on with another value
+mutable = partial(option, may_change=True)  # a resumed run may change the value
 
 
 def declared(options: Any, prefix: str = "") -> Iterator[tuple[str, Any, Declared]]:
-    """Dotted name, value (a class's default) and declaration (empty if not by `option`) of a dataclass's options."""
+    """Dotted name, value and declaration of each option of a dataclass, or of its class: then the value is the default.
+
+    The declaration is empty if the field was not declared with `option`.
+    """
     for spec in fields(options):
         if isinstance(options, type):
             value = spec.default_factory() if callable(spec.default_factory) else spec.default
@@ -111,7 +114,7 @@ def declared(options: Any, prefix: str = "") -> Iterator[tuple[str, Any, Declare
 
 
 def check_declared(options: Any, prefix: str = "") -> None:
-    """Raises ConfigError for the first value of the dataclass `options` that its declaration refuses, or that is ''."""
+    """Raises ConfigError for the first value of the dataclass `options` that its declaration rejects, or that is ''."""
     defaults = {name: default for name, default, _ in declared(type(options), prefix)}
     for name, value, rule in declared(options, prefix):
         require(value != "" or defaults[name] == "", f"{name}=: is empty; give a value")

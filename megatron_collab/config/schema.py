@@ -1,7 +1,7 @@
-"""Every option of a run: one owner, one default, one line of help, and what it may be.
+"""Every option of a run: one owner, one default, one line of help, and its allowed values.
 
-The dataclasses are the schema; `conf/` holds only what differs from them. Those that are `mutable` only extend a run or
-leave its results as they are: a run may go on with other values of them (config/history.py).
+The dataclasses are the schema; `conf/` contains only values that differ from their defaults. Options that are `mutable`
+extend a run or do not affect its results, so a resumed run may change them (config/history.py).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LaunchConfig:
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters, which are trained in place of the model's weights."""
+    """Low-rank adapters, trained in place of the model's weights."""
 
     rank: int | None = option(None, "rank of adapters (LoRA), alone trained; none: all weights are", ge=1, le=4096)
     alpha: float = option(16.0, "what adapters add is multiplied by alpha / rank", gt=0, le=100_000)
@@ -84,7 +84,7 @@ class ModelConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 
-# Of the layout may change what a checkpoint is resharded over in a test.
+# Mutable sizes are those over which a test reshards a checkpoint.
 @dataclass
 class ParallelConfig:
     tp: int = mutable(1, "tensor parallel size of the trainer", ge=1, le=1024)
@@ -114,7 +114,7 @@ class OptimConfig:
 
 @dataclass
 class DpoConfig:
-    """Learning from pairs: train.stage=dpo, and in rl algo.objective=dpo."""
+    """Learning from pairs: train.stage=dpo, or algo.objective=dpo in rl."""
 
     loss: str = option(
         "sigmoid",
@@ -230,7 +230,7 @@ class ServerConfig:
         600.0, "seconds until the servers must be healthy; on GPUs the first start compiles kernels", gt=0
     )
     args: dict[str, Any] = mutable(
-        {}, "other arguments of SGLang, as {schedule-policy: lpm}; true: no value", comes=True
+        {}, "other arguments of SGLang, as {schedule-policy: lpm}; true: no value", entries_may_change=True
     )
 
 
@@ -247,7 +247,7 @@ class ServedConfig:
     max_total_tokens: int | None = mutable(
         None, "tokens in a KV cache; required where colocated on GPUs", ge=1, le=10**10
     )
-    args: dict[str, Any] = mutable({}, "other arguments of SGLang, as in rollout.server.args", comes=True)
+    args: dict[str, Any] = mutable({}, "other arguments of SGLang, as in rollout.server.args", entries_may_change=True)
 
 
 @dataclass
@@ -267,7 +267,7 @@ class SamplingConfig:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest turn that may be sampled, thought and reply."""
+        """Tokens of the longest turn that may be sampled, thought and reply together."""
         return (self.thinking_budget or 0) + self.max_new_tokens
 
 
@@ -349,7 +349,7 @@ class UserConfig(EndpointConfig):
 
 @dataclass
 class AssistantConfig(EndpointConfig):
-    """A model in place of the policy, for `megatron-collab evaluate` alone."""
+    """A model in place of the policy, only for `megatron-collab evaluate`."""
 
     model: str | None = option(None, "LiteLLM model that `megatron-collab evaluate` evaluates in place of model.path")
     temperature: float | None = option(
@@ -362,7 +362,7 @@ class AssistantConfig(EndpointConfig):
 
 @dataclass
 class BuildConfig:
-    """Conversations that `megatron-collab build-dataset` builds about the tasks of data.eval."""
+    """Conversations that `megatron-collab build-dataset` builds from the tasks of data.eval."""
 
     candidates: int = option(4, "replies that are compared at every turn", ge=1, le=1000)
     assistants: dict[str, Any] = option(
@@ -404,7 +404,7 @@ class RewardConfig:
 
 @dataclass
 class LlmConfig:
-    """All calls of users and judges together, over all nodes."""
+    """Limits, prices and recordings for all calls of users and judges together, over all nodes."""
 
     requests_per_minute: int | None = mutable(None, "requests a minute; none: no limit", ge=1)
     tokens_per_minute: int | None = mutable(
@@ -427,7 +427,7 @@ class LlmConfig:
 
     @property
     def offline(self) -> bool:
-        """Whether no call is made: recorded ones alone answer."""
+        """Whether no live call is made: all answers come from a recording."""
         return self.replay is not None and self.replay_missing == "error"
 
 
@@ -476,17 +476,17 @@ class Config:
 
     @property
     def objective(self) -> str:
-        """What the policy learns by: policy (advantages), sft (likelihood) or dpo (pairs)."""
+        """What the policy learns from: policy (advantages), sft (likelihood) or dpo (pairs)."""
         return self.algo.objective if self.train.stage == "rl" else self.train.stage
 
     @property
     def refers(self) -> bool:
-        """Whether the loss needs log-probs of a reference, which is the first policy."""
+        """Whether the loss needs log-probs of a reference, the first policy."""
         return self.objective == "dpo" or (self.objective == "policy" and self.algo.kl_coef > 0)
 
     @property
     def copies_reference(self) -> bool:
-        """Whether the reference is a model of its own beside the policy, and not the policy without its adapters."""
+        """Whether the reference is a separate model beside the policy, rather than the policy without its adapters."""
         stored = self.train.stage == "dpo" and self.algo.dpo.precompute
         return self.refers and not stored and self.model.lora.rank is None
 

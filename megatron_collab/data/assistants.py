@@ -1,4 +1,4 @@
-"""Which assistant gives which candidate where conversations are built: those of build.assistants, dealt in turn."""
+"""Assistants of a data set build: the entries of build.assistants, assigned to candidates in rotation."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ POLICY = "policy"  # model.path
 _SETTINGS = tuple(spec.name for spec in fields(AssistantConfig))
 
 
-class Dealt(NamedTuple):
-    """Who gives a candidate, and its futures; `proactive`: asked by build.prompt to involve the user."""
+class CandidateAssistant(NamedTuple):
+    """Assistant of a candidate and its futures; `proactive`: build.prompt asks it to involve the user."""
 
     assistant: str
     proactive: bool
 
 
-def named(config: Config) -> dict[str, AssistantConfig | None]:
-    """The entries of build.assistants, None for the policy. Raises ConfigError naming what is refused.
+def assistant_configs(config: Config) -> dict[str, AssistantConfig | None]:
+    """The config of each entry of build.assistants by name, None for the policy.
 
-    What an entry does not set it has from `assistant`.
+    Settings that an entry leaves out come from `assistant`. Raises ConfigError naming the invalid entry.
     """
-    found = dict[str, AssistantConfig | None]()
+    configs = dict[str, AssistantConfig | None]()
     defaults = {setting: getattr(config.assistant, setting) for setting in _SETTINGS}
     for name, entry in config.build.assistants.items():
         group = f"build.assistants.{name}"
         require(re.fullmatch(r"[\w-]+", name) is not None, f"{group}: name it with letters, digits, - and _")
-        own = dict(entry) if isinstance(entry, Mapping) else {"model": entry}
-        model = own.get("model")
+        settings = dict(entry) if isinstance(entry, Mapping) else {"model": entry}
+        model = settings.get("model")
         require(isinstance(model, str) and bool(model), f"{group}={entry}: names no model; give policy or a model")
         message = f"{group}: policy is model.path and takes no settings; set those of rollout"
-        require(model != POLICY or own.keys() == {"model"}, message)
-        found[name] = None if model == POLICY else build(AssistantConfig, {**defaults, **own}, f"{group}.")
-    return found
+        require(model != POLICY or settings.keys() == {"model"}, message)
+        configs[name] = None if model == POLICY else build(AssistantConfig, {**defaults, **settings}, f"{group}.")
+    return configs
 
 
-def written_out(assistants: Mapping[str, AssistantConfig | None]) -> dict[str, Any]:
-    """build.assistants with all settings of each, which are then no matter of `assistant` any more."""
-    return {name: asdict(each) if each else {"model": POLICY} for name, each in assistants.items()}
+def with_all_settings(assistants: Mapping[str, AssistantConfig | None]) -> dict[str, Any]:
+    """build.assistants with all settings of every entry, so that none is taken from `assistant` any more."""
+    return {name: asdict(entry) if entry else {"model": POLICY} for name, entry in assistants.items()}
 
 
-def dealt(config: Config) -> list[Dealt]:
-    """Of each candidate by its number who gives it; the first share of build.proactive is proactive."""
-    names = list(named(config)) or [config.assistant.model or Path(config.model.path).name]
+def candidate_assistants(config: Config) -> list[CandidateAssistant]:
+    """The assistant of each candidate, by number. The first share of build.proactive is proactive."""
+    names = list(assistant_configs(config)) or [config.assistant.model or Path(config.model.path).name]
     count = config.train.rollouts_per_prompt
-    under = round(config.build.proactive * count)
-    return [Dealt(names[number % len(names)], number < under) for number in range(count)]
+    proactive_count = round(config.build.proactive * count)
+    return [CandidateAssistant(names[number % len(names)], number < proactive_count) for number in range(count)]

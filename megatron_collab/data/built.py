@@ -1,4 +1,4 @@
-"""Built conversations as rows with the columns of CollabLLM's published data, and what a card says of them."""
+"""Rows of a built data set, with the columns of CollabLLM's published data, and its data set card."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_collab.config import Config
-from megatron_collab.data.assistants import Dealt, dealt, named
+from megatron_collab.data.assistants import CandidateAssistant, assistant_configs, candidate_assistants
 from megatron_collab.data.datasets import to_parquet, write_jsonl
 from megatron_collab.runtime import files
 from megatron_collab.types import Group, Missing, Rollout
@@ -43,18 +43,18 @@ and `proactive`, whether it was asked to involve the user; `conv_id` and `turn_i
 """
 
 
-def rows_of(conversation: Sequence[Group], given: Sequence[Dealt]) -> Iterator[dict[str, Any]]:
-    """Every candidate with a reward, of the turns of a conversation in order; `given`: by whom, by its number."""
+def rows_of(conversation: Sequence[Group], assistants: Sequence[CandidateAssistant]) -> Iterator[dict[str, Any]]:
+    """The row of every candidate with a reward, turn by turn; `assistants`: those of the candidates, by number."""
     for turn, group in enumerate(conversation):
-        for rollout, by in zip(group.rollouts, given, strict=True):
+        for rollout, assistant in zip(group.rollouts, assistants, strict=True):
             if not isinstance(rollout.reward.value, Missing) and rollout.start.replies:
-                yield _row(group, rollout, turn) | by._asdict()
+                yield _row(group, rollout, turn) | assistant._asdict()
 
 
 def _row(group: Group, rollout: Rollout, turn: int) -> dict[str, Any]:
-    task, begins = group.task, len(rollout.start.messages)
-    scored = [future.scores for future in rollout.futures]
-    names = sorted({name for scores in scored for name in scores})
+    task, start_length = group.task, len(rollout.start.messages)
+    future_scores = [future.scores for future in rollout.futures]
+    names = sorted({name for scores in future_scores for name in scores})
     return {
         "prompt": [message.as_dict() for message in task.messages],
         "completion": rollout.start.replies[-1],
@@ -65,9 +65,9 @@ def _row(group: Group, rollout: Rollout, turn: int) -> dict[str, Any]:
         "single_turn_completion": task.answer,
         "single_turn_metadata": json.dumps(dict(task.metadata)),
         "sessions": [
-            [message.as_dict() for message in future.conversation.messages[begins:]] for future in rollout.futures
+            [message.as_dict() for message in future.conversation.messages[start_length:]] for future in rollout.futures
         ],
-        "rewards": json.dumps({name: [_number(scores.get(name)) for scores in scored] for name in names}),
+        "rewards": json.dumps({name: [_number(scores.get(name)) for scores in future_scores] for name in names}),
     } | ({"user": task.user} if task.user else {})
 
 
@@ -75,24 +75,26 @@ def _number(score: Any) -> float | None:
     return None if score is None or isinstance(score, Missing) else float(score)
 
 
-def _shares(given: Sequence[Dealt], rows: Sequence[Mapping[str, Any]], models: Mapping[str, Any]) -> Iterator[str]:
-    """Of each assistant, and whether it is proactive, its share of the rows and the mean of their rewards."""
-    for by in sorted(set(given)):
-        rewards = [row["score"] for row in rows if (row["assistant"], row["proactive"]) == by]
-        name = f"{by.assistant} ({models[by.assistant]})" if by.assistant in models else by.assistant
+def _shares(
+    assistants: Sequence[CandidateAssistant], rows: Sequence[Mapping[str, Any]], models: Mapping[str, Any]
+) -> Iterator[str]:
+    """The share of the rows and the mean reward of each assistant, split by `proactive`."""
+    for assistant, proactive in sorted(set(assistants)):
+        rewards = [row["score"] for row in rows if (row["assistant"], row["proactive"]) == (assistant, proactive)]
+        name = f"{assistant} ({models[assistant]})" if assistant in models else assistant
         mean = f", reward {np.mean(rewards):.3f}" if rewards else ""
         share = len(rewards) / max(1, len(rows))
-        yield f"{name}{', proactive' * by.proactive}: {share:.0%} of the candidates{mean}"
+        yield f"{name}{', proactive' * proactive}: {share:.0%} of the candidates{mean}"
 
 
 def write(folder: Path, name: str, conversations: Sequence[Sequence[Group]], config: Config) -> None:
-    """NAME.jsonl (build.parquet: NAME.parquet) in `folder`, and README.md, the card of all that is there."""
+    """Writes NAME.jsonl (NAME.parquet if build.parquet) and README.md, the card that lists all files of `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    given, policy = dealt(config), Path(config.model.path).name
-    models = {name: each.model if each else policy for name, each in named(config).items()}
-    rows = [row for conversation in conversations for row in rows_of(conversation, given)]
+    assistants, policy = candidate_assistants(config), Path(config.model.path).name
+    models = {name: entry.model if entry else policy for name, entry in assistant_configs(config).items()}
+    rows = [row for conversation in conversations for row in rows_of(conversation, assistants)]
     groups = [group for conversation in conversations for group in conversation]
-    scores = [[row["score"] for row in rows_of([group], given)] for group in groups]
+    scores = [[row["score"] for row in rows_of([group], assistants)] for group in groups]
     unfinished = folder / f".{name}.jsonl"
     write_jsonl(unfinished, rows)
     if config.build.parquet and rows:
@@ -110,7 +112,7 @@ def write(folder: Path, name: str, conversations: Sequence[Sequence[Group]], con
         rows=len(rows),
         candidates=config.train.rollouts_per_prompt,
         futures=config.rollout.futures,
-        assistants="; ".join(_shares(given, rows, models)),
+        assistants="; ".join(_shares(assistants, rows, models)),
         user=config.user.name or config.user.model or "as each task names it",
         mode=config.reward.mode,
         weights=", ".join(f"{name} ({weight:g})" for name, weight in config.reward.weights.items()),

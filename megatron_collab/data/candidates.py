@@ -1,4 +1,4 @@
-"""Pairs of scored candidates: of each prompt of a conversation the best against the worst."""
+"""Pairs of scored candidates: the best against the worst candidate of each prompt of a conversation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_collab.data.survey import candidates_of
 
 
 class Extremes(NamedTuple):
-    """Of the candidates of a prompt: the numbers of the rows of the first of the best and the first of the worst."""
+    """Row numbers of the first best and the first worst candidate of a prompt, and their scores."""
 
     best: int
     worst: int
@@ -21,41 +21,41 @@ class Extremes(NamedTuple):
 
 
 def extremes(examples: Examples[Any]) -> Iterator[Extremes]:
-    """Of every prompt, in the order of the rows; best and worst are the same row where there is one candidate."""
+    """One entry per prompt, in the order of the rows. A single candidate is both best and worst."""
     turns: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for number, candidate, prompt in candidates_of(examples, FORMATS[examples.format]):
         turns.setdefault((candidate.conversation, prompt), []).append((number, candidate.score))
-    for scored in turns.values():
-        best, worst = max(scored, key=lambda one: one[1]), min(scored, key=lambda one: one[1])
+    for candidates in turns.values():
+        best, worst = max(candidates, key=lambda entry: entry[1]), min(candidates, key=lambda entry: entry[1])
         yield Extremes(best[0], worst[0], (best[1], worst[1]))
 
 
 def pair_of(best: Any, worst: Any, scores: tuple[float, float]) -> Pair:
-    """The pair of two conversations that differ in their last message."""
+    """The pair of two conversations that differ in their last message only."""
     return Pair(best[:-1], best[-1:], worst[-1:], scores)
 
 
-def paired(examples: Examples[Any]) -> Examples[Pair]:
-    """The pairs of a source of candidates."""
-    found = list(extremes(examples))
+def pairs_of_candidates(examples: Examples[Any]) -> Examples[Pair]:
+    """The pairs of a source of scored candidates."""
+    best_and_worst = list(extremes(examples))
 
     def read(row: tuple[Any, Any], number: int) -> Pair:
-        one = found[number]
-        if one.scores[0] == one.scores[1]:
+        extreme = best_and_worst[number]
+        if extreme.scores[0] == extreme.scores[1]:
             raise Unfit("whose candidates are not better and worse")
-        best, worst = (examples.read(side, at) for side, at in zip(row, one[:2], strict=True))
-        return pair_of(best, worst, one.scores)
+        best, worst = (examples.read(side, row_number) for side, row_number in zip(row, extreme[:2], strict=True))
+        return pair_of(best, worst, extreme.scores)
 
     def at(number: int) -> str:
-        return examples.at(found[number].best)
+        return examples.at(best_and_worst[number].best)
 
     why = f"{examples.why}, best against worst of {len(examples.rows)} candidates"
-    rows = _Rows(examples.rows, found)
+    rows = _Rows(examples.rows, best_and_worst)
     return Examples(examples.source, rows, read, at, "pair", examples.format, why, examples.splits, distinct=True)
 
 
 class _Rows(Sequence[Any]):
-    """The rows of best and worst."""
+    """One row per pair: the rows of its best and its worst candidate."""
 
     def __init__(self, rows: Any, extremes: Sequence[Extremes]) -> None:
         self._rows, self._extremes = rows, extremes

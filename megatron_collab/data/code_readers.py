@@ -1,4 +1,4 @@
-"""Readers of single rows of benchmarks of code: the tests go to the task's metadata. They raise ValueError."""
+"""Row readers of code benchmarks; the tests go to the task's metadata. They raise ValueError."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def human_eval_task(row: Row, number: int) -> Task:
 
 
 def human_eval_conversation(row: Row) -> Messages:
-    return _coded(human_eval_task(row, 0))
+    return _code_conversation(human_eval_task(row, 0))
 
 
 def big_code_bench_task(row: Row, number: int) -> Task:
-    """`code_prompt` are imports, constants and the function's header; with a body they are code by themselves."""
+    """`code_prompt` holds imports, constants and the function header; with `pass` as its body it is valid code."""
     request, opening = text_of(row, "instruct_prompt"), text_of(row, "code_prompt")
     prompt = f"{opening.rstrip()}\n    pass\n"
     metadata = {"prompt": prompt, "test": text_of(row, "test"), "entry_point": text_of(row, "entry_point")}
@@ -29,8 +29,8 @@ def big_code_bench_task(row: Row, number: int) -> Task:
 
 
 def big_code_bench_conversation(row: Row) -> Messages:
-    return _coded(big_code_bench_task(row, 0))
+    return _code_conversation(big_code_bench_task(row, 0))
 
 
-def _coded(task: Task) -> Messages:
+def _code_conversation(task: Task) -> Messages:
     return (*task.messages, Message("assistant", f"```python\n{task.answer.strip()}\n```"))

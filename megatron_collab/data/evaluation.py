@@ -1,4 +1,4 @@
-"""The sets of data.eval: which tasks, how often each is played, by which user and under which budgets."""
+"""The sets of data.eval: their tasks, how often each is played, by which user and under which budgets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAME = re.compile(r"[\w.-]+")  # part of the names of files and metrics
 
 @dataclass(frozen=True)
 class EvaluationSet(Source):
-    """An entry of data.eval; where that is a single source, the one set has no name."""
+    """An entry of data.eval. If data.eval is a single source, its set has no name."""
 
     preferred: ClassVar[tuple[str, ...]] = ("validation", "test", "train")
 
@@ -31,58 +31,59 @@ class EvaluationSet(Source):
 
     @property
     def digest(self) -> str:
-        """Of the settings under which a task is played: other samples, users or budgets have another."""
+        """Digest of the settings under which a task is played, such as samples, user and budgets."""
         return hashlib.sha256(repr(replace(self, name="", tasks=None)).encode()).hexdigest()[:16]
 
     @property
     def setting(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return f"data.eval[{self.name}]" if self.name else "data.eval"
 
 
 def evaluation_sets(config: Config) -> tuple[EvaluationSet, ...]:
-    """The sets of data.eval that have rows to be used. ConfigError names the entry that is refused."""
-    given = config.data.eval
-    if given is None:
+    """The sets of data.eval that have tasks to play. Raises ConfigError naming the invalid entry."""
+    entries = config.data.eval
+    if entries is None:
         return ()
-    sets = sources(given, "data.eval", EvaluationSet)
-    if isinstance(given, list):
-        sets = [replace(one, name=one.title) for one in sets]
-    names = [one.name for one in sets]
+    sets = sources(entries, "data.eval", EvaluationSet)
+    if isinstance(entries, list):
+        sets = [replace(eval_set, name=eval_set.title) for eval_set in sets]
+    names = [eval_set.name for eval_set in sets]
     for number, name in enumerate(names):
-        setting = f"data.eval[{number}]" if isinstance(given, list) else "data.eval"
-        allowed = bool(_NAME.fullmatch(name)) or (not isinstance(given, list) and not name)
+        setting = f"data.eval[{number}]" if isinstance(entries, list) else "data.eval"
+        allowed = bool(_NAME.fullmatch(name)) or (not isinstance(entries, list) and not name)
         require(allowed, f"{setting}.name={name}: use letters, digits and - . _ only")
         require(names.count(name) == 1, f"data.eval: two sets are called {name}; give each a name of its own")
-    limited = (replace(one, tasks=one.tasks or config.train.eval_tasks) for one in sets)
-    return tuple(one for one in limited if one.tasks)
+    limited = (replace(eval_set, tasks=eval_set.tasks or config.train.eval_tasks) for eval_set in sets)
+    return tuple(eval_set for eval_set in limited if eval_set.tasks)
 
 
-def settings_of(config: Config, one: EvaluationSet) -> Config:
-    """The settings under which the set's conversations are played: each as one rollout with one future.
+def settings_of(config: Config, eval_set: EvaluationSet) -> Config:
+    """The settings under which the conversations of a set are played: each is one rollout with one future.
 
-    A malformed turn is played on as a user would see it, and so is what reward.mode=single_turn would end.
+    Conversations that end early in training, by a malformed turn or reward.mode=single_turn, are played on as a user
+    would see them.
     """
     rollout, reward = config.rollout, config.reward
     rollout = replace(
         rollout,
         futures=1,
         routing_replay=False,
-        turn=_sampling(rollout.turn, one),
-        future=_sampling(rollout.future, one),
-        max_user_turns=one.max_user_turns or rollout.max_user_turns,
-        max_assistant_turns=one.max_assistant_turns or rollout.max_assistant_turns,
-        max_messages=one.max_messages or rollout.max_messages,
+        turn=_sampling(rollout.turn, eval_set),
+        future=_sampling(rollout.future, eval_set),
+        max_user_turns=eval_set.max_user_turns or rollout.max_user_turns,
+        max_assistant_turns=eval_set.max_assistant_turns or rollout.max_assistant_turns,
+        max_messages=eval_set.max_messages or rollout.max_messages,
     )
     return replace(
         config,
         rollout=rollout,
-        train=replace(config.train, rollouts_per_prompt=one.samples),
+        train=replace(config.train, rollouts_per_prompt=eval_set.samples),
         reward=replace(reward, malformed=None, mode="mr" if reward.mode == "single_turn" else reward.mode),
-        user=replace(config.user, name=one.user or config.user.name),
+        user=replace(config.user, name=eval_set.user or config.user.name),
     )
 
 
-def _sampling(sampling: SamplingConfig, one: EvaluationSet) -> SamplingConfig:
-    temperature = sampling.temperature if one.temperature is None else one.temperature
-    return replace(sampling, temperature=temperature, max_new_tokens=one.max_new_tokens or sampling.max_new_tokens)
+def _sampling(sampling: SamplingConfig, eval_set: EvaluationSet) -> SamplingConfig:
+    temperature = sampling.temperature if eval_set.temperature is None else eval_set.temperature
+    return replace(sampling, temperature=temperature, max_new_tokens=eval_set.max_new_tokens or sampling.max_new_tokens)

@@ -1,4 +1,4 @@
-"""The rows of one source as tasks or conversations, each read when it is asked for."""
+"""The rows of one source as tasks, conversations or pairs, each read when it is accessed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_collab.config import ConfigError, DataConfig, Extension, make, nearest, require
-from megatron_collab.data.formats import FORMATS, Use, natural_use, recognise
+from megatron_collab.data.formats import FORMATS, Use, natural_use, recognize
 from megatron_collab.data.readers import Unfit, checked_task
 from megatron_collab.data.rows import open_rows
 from megatron_collab.data.sources import Source
@@ -20,7 +20,7 @@ _Read = TypeVar("_Read")
 
 
 class TaskReader(Extension):
-    """Base of the readers that data.format may name as package.module:Class; a function will do as well."""
+    """Base class of the readers that data.format may name as package.module:Class; a function works too."""
 
     def __call__(self, path: Path) -> Iterable[Task]:
         """The tasks in data.train or data.eval. Raises ValueError."""
@@ -28,9 +28,9 @@ class TaskReader(Extension):
 
 
 class Examples(Sequence[_Read]):
-    """The rows of a source, without those that are left out, read as `use`; `format` and `why` say how.
+    """The rows of a source, without those left out, read as `use`; `format` and `why` say how.
 
-    Raises ValueError for a bad row, naming setting, file and row, where it is asked for.
+    Raises ValueError, naming setting, file and row, when a bad row is accessed.
     """
 
     def __init__(
@@ -45,9 +45,8 @@ class Examples(Sequence[_Read]):
         splits: Sequence[str] = (),
         distinct: bool = False,
     ) -> None:
-        """`rows`: Rows, or tasks of a reader of the user's own. `read` takes a row and its number; `at` says where.
-
-        `distinct`: of a prompt that several rows have, one is taken already.
+        """`rows`: Rows, or tasks of a user's own reader. `read`: makes the example from a row and its number. `at`: the
+        location of a row, for messages. `distinct`: of rows with the same prompt, one is already chosen.
         """
         self.source, self.rows, self.at, self.splits = source, rows, at, splits
         self.use, self.format, self.why, self.distinct = use, format, why, distinct
@@ -55,7 +54,7 @@ class Examples(Sequence[_Read]):
         self._kept: np.ndarray | None = None
 
     def leave_out(self, numbers: Sequence[int]) -> None:
-        """From now on without the rows of these numbers."""
+        """Leaves out the rows of these numbers from now on."""
         self._kept = np.delete(np.arange(len(self.rows)), numbers) if numbers else None
 
     def __len__(self) -> int:
@@ -72,11 +71,11 @@ class Examples(Sequence[_Read]):
         return (self.read(row, number) for number, row in self.numbered() if kept is None or kept[number])
 
     def numbered(self) -> Iterator[tuple[int, Any]]:
-        """All rows and their numbers, those that are left out too."""
+        """All rows with their numbers, including those left out."""
         return enumerate(self.rows)
 
     def read(self, row: Any, number: int) -> _Read:
-        """The row of a number, read. Raises Unfit too."""
+        """The example of a row. Raises ValueError, and Unfit if nothing can be learned from the row."""
         try:
             return self._read(row, number)
         except Unfit:
@@ -88,23 +87,23 @@ class Examples(Sequence[_Read]):
             raise ValueError(f"{self.at(number)}: is no row of the format {self.format} ({reason})") from error
 
     def sort_keys(self, by: str) -> np.ndarray:
-        """Whole numbers that sort the rows by a column, descending for `-column`. Raises ConfigError."""
+        """Integer keys that sort the rows by a column, descending for `-column`. Raises ConfigError."""
         column, sign = by.removeprefix("-"), -1 if by[:1] == "-" else 1
-        there, said = getattr(self.rows, "column_names", []), f"data.train={self.source.source}: sort_by={by}"
-        fault = f"no such column{nearest(column, there)}; there are {', '.join(there) or 'none'}"
-        require(column in there, f"{said}: {fault}")
-        given = [row[column] for row in self.rows]
-        values: np.ndarray = np.empty(len(given), dtype=object)
-        values[:] = _numbers(given) or given
+        columns, where = getattr(self.rows, "column_names", []), f"data.train={self.source.source}: sort_by={by}"
+        fault = f"no such column{nearest(column, columns)}; there are {', '.join(columns) or 'none'}"
+        require(column in columns, f"{where}: {fault}")
+        cells = [row[column] for row in self.rows]
+        values: np.ndarray = np.empty(len(cells), dtype=object)
+        values[:] = _numbers(cells) or cells
         values = values if self._kept is None else values[self._kept]
         kinds = {"text" if isinstance(value, str) else "number" for value in values}
         sortable = len(kinds) == 1 and all(isinstance(value, str | int | float) and value == value for value in values)
-        require(sortable, f"{said}: its values must be all numbers or all texts, without a gap; choose another column")
+        require(sortable, f"{where}: its values must be all numbers or all texts, without a gap; choose another column")
         return sign * np.unique(values, return_inverse=True)[1]
 
 
 def _numbers(texts: Sequence[Any]) -> list[float] | None:
-    """Texts as numbers, as those of a table are; None where some are none."""
+    """Texts as numbers, because tables hold texts; None if any is not a number."""
     try:
         return [float(text) for text in texts] if all(isinstance(text, str) for text in texts) else None
     except ValueError:
@@ -114,25 +113,25 @@ def _numbers(texts: Sequence[Any]) -> list[float] | None:
 def load_tasks(
     source: Source | Path | str, setting: str = "data.train", data: DataConfig | None = None, cache: Path | None = None
 ) -> Examples[Task]:
-    """The tasks of a source, in its order, in any format that is read as tasks, or by the reader of data.format.
+    """The tasks of a source in its order, in any format that is read as tasks, or by the reader of data.format.
 
-    Arrow is written to `cache`, or for this process alone. Raises ConfigError for a source or reader that cannot be,
-    ValueError for what cannot be read.
+    The rows are stored as Arrow in `cache`, by default in a temporary folder. Raises ConfigError for an invalid source
+    or reader, ValueError if the data cannot be read.
     """
     source = source if isinstance(source, Source) else Source(source=str(source))
     if data is None or ":" not in data.format:
         return _examples(source, setting, data, cache, "task")
     where = f"{setting}={source.source}"
     read = make(data.format, "data.format", TaskReader, data.format_options, "data.format_options.")
-    named = hub.named(source.source) is not None
-    path = hub.download(source.source, setting, "dataset", ["*"]) if named else Path(source.source)
+    is_on_hub = hub.parse(source.source) is not None
+    path = hub.download(source.source, setting, "dataset", ["*"]) if is_on_hub else Path(source.source)
     try:
         tasks = list(read(path))
     except ConfigError:
         raise
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    except Exception as error:  # of a reader from anywhere
+    except Exception as error:  # a user's reader may raise anything
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ValueError(f"{where}: data.format={data.format} fails on it ({reason}); correct one of them") from error
     if not tasks:
@@ -147,31 +146,31 @@ def load_tasks(
 def load_conversations(
     source: Source | Path | str, setting: str = "data.train", data: DataConfig | None = None, cache: Path | None = None
 ) -> Examples[tuple[Message, ...]]:
-    """The conversations of a source, in its order, in any format that is read as conversations; as `load_tasks`."""
+    """The conversations of a source in its order, in any format that is read as conversations. As `load_tasks`."""
     source = source if isinstance(source, Source) else Source(source=str(source))
     return _examples(source, setting, data, cache, "conversation")
 
 
 def load_any(source: Source, setting: str) -> Examples[Any]:
-    """What the rows of a source are: tasks where they can be read as tasks, else conversations. As `load_tasks`."""
+    """The rows of a source as what they are: pairs, else tasks if possible, else conversations. As `load_tasks`."""
     return _examples(source, setting, None, None, None)
 
 
 def load_pairs(source: Source, setting: str, data: DataConfig, cache: Path | None = None) -> Examples[Any]:
-    """Pairs; conversations where the source has scored candidates, of which pairs are made yet. As `load_tasks`."""
+    """Pairs, or conversations if the source holds scored candidates that are not paired yet. As `load_tasks`."""
     return _examples(source, setting, data, cache, "pair")
 
 
 def _examples(
     source: Source, setting: str, data: DataConfig | None, cache: Path | None, use: Use | None
 ) -> Examples[Any]:
-    opened = open_rows(source, setting, cache)
-    asked, columns, first = data.format if data else "auto", opened.column_names, opened[0]
+    rows = open_rows(source, setting, cache)
+    requested, columns, first = data.format if data else "auto", rows.column_names, rows[0]
     use = use or natural_use(columns, first)
-    format, why = recognise(asked, columns, first, use, f"{setting}={source.source}")
+    format, why = recognize(requested, columns, first, use, f"{setting}={source.source}")
     reader: Any = getattr(FORMATS[format], use) or FORMATS[format].conversation
 
     def read(row: Any, number: int) -> Any:
         return checked_task(reader(row, number)) if use == "task" else reader(row)
 
-    return Examples(source, opened, read, opened.at, use, format, why, opened.splits)
+    return Examples(source, rows, read, rows.at, use, format, why, rows.splits)

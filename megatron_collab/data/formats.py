@@ -1,4 +1,4 @@
-"""The formats of rows as they are published: a table, in which a data set is recognised by its columns."""
+"""The formats of published data sets: a table, in which a data set is recognized by its columns."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ STAGES: dict[str, Use] = {"rl": "task", "sft": "conversation", "dpo": "pair"}
 
 @dataclass(frozen=True)
 class Format:
-    """How rows with these columns are read; None where they are not read as that. `fits`: whether a row looks like it.
+    """How rows with these columns are read; None for a use that they do not have. `fits`: whether a row looks like it.
 
-    `candidate`: rows are scored candidates for a turn, several of one prompt. For rl one row is taken per prompt, for
-    sft the best of the last turn of each conversation, for dpo the best and the worst of a prompt.
+    `candidate`: rows are scored candidates of a turn, several per prompt. rl takes one row per prompt, sft the best of
+    the last turn of each conversation, dpo the best and the worst of each prompt.
     """
 
     columns: tuple[str, ...]
@@ -35,11 +35,11 @@ class Format:
     def reads(self, use: Use) -> bool:
         return getattr(self, use) is not None or (use == "pair" and self.candidate is not None)
 
-    def recognises(self, columns: Collection[str], first: Row) -> bool:
+    def recognizes(self, columns: Collection[str], first: Row) -> bool:
         return set(self.columns) <= set(columns) and self.fits(first)
 
 
-# Of those that are read as what is asked for, the first whose columns are there and that the first row fits is taken.
+# The first format with the requested use is taken if its columns exist and the first row fits.
 FORMATS: dict[str, Format] = {
     "task": Format(("prompt", "goal"), readers.task),
     "messages": Format(("messages",), readers.messages_task, readers.messages_conversation),
@@ -71,26 +71,26 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def recognise(name: str, columns: Collection[str], first: Row, use: Use, where: str) -> tuple[str, str]:
-    """The format that `name`, data.format, asks for, and why it is that one. Raises ValueError, ConfigError."""
-    known = [each for each, format in FORMATS.items() if format.reads(use)]
+def recognize(name: str, columns: Collection[str], first: Row, use: Use, where: str) -> tuple[str, str]:
+    """The format for `name` (data.format), and the reason for that format. Raises ValueError, ConfigError."""
+    known = [format_name for format_name, format in FORMATS.items() if format.reads(use)]
     if name != "auto":
         require(
             name in known, f"data.format={name}: reads no {use}s{nearest(name, known)}; there are {', '.join(known)}"
         )
         return name, f"data.format={name}"
-    recognised = [each for each, format in FORMATS.items() if format.recognises(columns, first)]
-    for each in recognised:
-        if each in known:
-            return each, f"it has {', '.join(FORMATS[each].columns)}"
-    for each, (stage, other) in itertools.product(recognised, STAGES.items()):
-        if use in STAGES.values() and FORMATS[each].reads(other):
-            fault = f"these are rows of the format {each}, which train.stage={stage} reads as {other}s"
+    recognized = [format_name for format_name, format in FORMATS.items() if format.recognizes(columns, first)]
+    for format_name in recognized:
+        if format_name in known:
+            return format_name, f"it has {', '.join(FORMATS[format_name].columns)}"
+    for format_name, (stage, other) in itertools.product(recognized, STAGES.items()):
+        if use in STAGES.values() and FORMATS[format_name].reads(other):
+            fault = f"these are rows of the format {format_name}, which train.stage={stage} reads as {other}s"
             raise ValueError(f"{where}: {fault}; give rows that are read as {use}s, or choose that stage")
-    usual = {"task": "task", "conversation": "messages", "pair": "preference"}[use]
-    if FORMATS[usual].columns[0] in columns or ("goal" in columns and use != "pair"):
-        # Its rows are told what they lack.
-        return usual, f"it has {FORMATS[usual].columns[0]}"
+    closest = {"task": "task", "conversation": "messages", "pair": "preference"}[use]
+    if FORMATS[closest].columns[0] in columns or ("goal" in columns and use != "pair"):
+        # Reading its rows then names what they lack.
+        return closest, f"it has {FORMATS[closest].columns[0]}"
     raise ValueError(
         f"{where}: the columns {', '.join(columns)} are those of no known format of {use}s ({', '.join(known)}); set "
         "data.format to one of them or to a reader package.module:Class, or give other rows"
@@ -98,8 +98,8 @@ def recognise(name: str, columns: Collection[str], first: Row, use: Use, where: 
 
 
 def natural_use(columns: Collection[str], first: Row) -> Use:
-    """What rows of these columns are: pairs, else tasks where they can be read as tasks, else conversations."""
-    known = [format for format in FORMATS.values() if format.recognises(columns, first)]
+    """What rows with these columns are read as: pairs, else tasks if possible, else conversations."""
+    known = [format for format in FORMATS.values() if format.recognizes(columns, first)]
     if known and known[0].pair:
         return "pair"
     if not any(format.reads("task") for format in known) and any(format.reads("conversation") for format in known):

@@ -1,7 +1,7 @@
-"""Conversations of a product's log: read, without what is personal and what is there twice, split by person, described.
+"""Conversations of a product's log: read, freed of personal data and duplicates, described in a data set card.
 
-A log is messier than data to train on: the user may have the last word, or two in a row, and tools speak between. What
-counts here are the messages of the user and of the assistant.
+A log is messier than training data: the user may speak last, or twice in a row, and tools speak in between. Only the
+messages of the user and of the assistant are used.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from megatron_collab.data.tool_messages import content_of
 from megatron_collab.runtime import files
 from megatron_collab.types import Message
 
-PERSON_COLUMNS = ("user_id", "user", "person", "customer_id")  # in which the person is looked for where none is named
-NEAR = 0.8  # Jaccard similarity of two users' words from which on the later conversation is dropped
+PERSON_COLUMNS = ("user_id", "user", "person", "customer_id")  # tried for the person if no column is named
+NEAR = 0.8  # Jaccard similarity of two users' words; from here on the later conversation is dropped
 _SHINGLE, _PERMUTATIONS = 3, 128  # words; hashes of a MinHash
-_SHORTEST_NAME = 4  # characters of what a log calls a person, to be looked for in texts
-_AGAIN, _REPEATED, _NEAR = (
+_SHORTEST_NAME = 4  # characters; shorter names of a person in the log are not searched for in texts
+_CONTINUED, _REPEATED, _NEAR = (
     "that were logged again as they went on",
     "whose user says the same as another one's",
     f"whose user says nearly the same as another one's (from {NEAR:g} of the words on)",
@@ -73,10 +73,10 @@ did not tell, as a name that it overlooked, is still there: look at the rows bef
 
 
 @dataclass(frozen=True)
-class Logged:
-    """A conversation of the log, without what is personal: whose it is, the messages of user and assistant.
+class LoggedConversation:
+    """A conversation of the log without personal data: its person, and the messages of user and assistant.
 
-    `placeholders` know more as more is told of what is personal in it.
+    `placeholders` grow as more personal data in it becomes known.
     """
 
     person: str
@@ -84,21 +84,21 @@ class Logged:
     placeholders: Placeholders
 
     @property
-    def said(self) -> list[str]:
-        """What the user says."""
+    def user_texts(self) -> list[str]:
+        """The texts of the user's messages."""
         return [message.content for message in self.messages if message.role == "user"]
 
     @property
     def opening(self) -> list[str]:
-        """What the user says first, without the greeting of an assistant before it: a message, or several in a row."""
-        unsaid = dropwhile(lambda message: message.role != "user", self.messages)
-        return [message.content for message in takewhile(lambda message: message.role == "user", unsaid)]
+        """The user's first message, or several in a row, without a greeting of the assistant before it."""
+        from_user = dropwhile(lambda message: message.role != "user", self.messages)
+        return [message.content for message in takewhile(lambda message: message.role == "user", from_user)]
 
     @property
     def name(self) -> str:
-        """A digest of the messages, to find them by in the log."""
-        said = json.dumps([message.as_dict() for message in self.messages])
-        return hashlib.blake2b(said.encode(), digest_size=6).hexdigest()
+        """A digest of the messages, to find the conversation in the log."""
+        text = json.dumps([message.as_dict() for message in self.messages])
+        return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
 def read_log(
@@ -107,13 +107,13 @@ def read_log(
     person: str | None,
     dropped: Counter[str],
     done: Callable[[int], object] = lambda rows: None,
-) -> list[Logged]:
-    """The conversations of `rows`; `dropped` counts those that hold none, and `done` is told of each row.
+) -> list[LoggedConversation]:
+    """The conversations of `rows`; `dropped` counts rows without one, by reason, and `done` is called for each row.
 
-    `person`: the column that says whose it is; None: each is of another person, and so is one without a value. Raises
-    ValueError for the first bad row, which it names.
+    `person`: the column with the person. If it is None, or empty in a row, the conversation counts as another person's.
+    Raises ValueError naming the first bad row.
     """
-    found = list[Logged]()
+    conversations = list[LoggedConversation]()
     for number, row in enumerate(rows):
         done(1)
         try:
@@ -123,14 +123,14 @@ def read_log(
             continue
         except ValueError as error:
             raise ValueError(f"{rows.at(number)}: {error}") from error
-        told = row.get(person) if person else None
-        called = "" if told is None else str(told)
-        placeholders = Placeholders(data, [called] if len(called) >= _SHORTEST_NAME else [])
+        value = row.get(person) if person else None
+        person_name = "" if value is None else str(value)
+        placeholders = Placeholders(data, [person_name] if len(person_name) >= _SHORTEST_NAME else [])
         for message in messages:
             placeholders.read(message.content)
         clean = tuple(Message(message.role, placeholders.replaced(message.content)) for message in messages)
-        found.append(Logged(called or f"row {number}", clean, placeholders))
-    return found
+        conversations.append(LoggedConversation(person_name or f"row {number}", clean, placeholders))
+    return conversations
 
 
 def _messages(row: Row) -> Messages:
@@ -140,53 +140,53 @@ def _messages(row: Row) -> Messages:
         column = next((name for name in ("messages", "conversation") if row.get(name) is not None), None)
         if column is None:
             raise ValueError("no messages; give a list of messages {role, content}, or conversations of {from, value}")
-        given = row[column]
-        if isinstance(given, list):
-            given = [message for message in given if not isinstance(message, dict) or _is_said(message, column)]
-        messages = messages_of(given, column) if given or not isinstance(given, list) else ()
+        entries = row[column]
+        if isinstance(entries, list):
+            entries = [message for message in entries if not isinstance(message, dict) or _has_text(message, column)]
+        messages = messages_of(entries, column) if entries or not isinstance(entries, list) else ()
     messages = tuple(message for message in messages if message.role != "system")
     if not any(message.role == "user" for message in messages):
         raise Unfit("without a message of the user")
     return messages
 
 
-def _is_said(message: Mapping[str, Any], column: str) -> bool:
-    """Whether it is a message of user or assistant with a text, or a wrong one; not a call of tools or its answer."""
+def _has_text(message: Mapping[str, Any], column: str) -> bool:
+    """Whether it is a message of user or assistant with a text, or an invalid one; not a tool call or its result."""
     if message.get("role") in ("system", "developer", "tool", "function"):
         return False
     try:
         content = content_of(message, column)
-    except ValueError as error:  # a picture
+    except ValueError as error:  # an image
         raise Unfit("with content that is no text") from error
     return content is not None and (not isinstance(content, str) or bool(content.strip()))
 
 
-def distinct(logged: Sequence[Logged], dropped: Counter[str]) -> list[Logged]:
-    """Without conversations that are the beginning of another one, and those whose user says the same, or nearly the
-    same, as that of an earlier one: of N words in a row, both have NEAR of all that either has (Jaccard).
+def distinct(logged: Sequence[LoggedConversation], dropped: Counter[str]) -> list[LoggedConversation]:
+    """Removes conversations that another one continues, and those whose user text equals or nearly equals that of an
+    earlier one: the Jaccard similarity of their shingles (of 3 words) is NEAR or more.
 
-    Candidates for the latter are found by MinHash (Broder, 1997), and compared in full. `dropped` counts them.
+    MinHash (Broder, 1997) finds candidates for the latter, which are compared exactly. `dropped` counts removals.
     """
-    begun = {digest for one in logged for digest in _prefixes(one.messages[:-1])}
-    kept = list[Logged]()
-    there, near = set[str](), _NearDuplicates()
-    for one in logged:
-        words = [_normal(text) for text in one.said]
+    prefixes = {digest for conversation in logged for digest in _prefixes(conversation.messages[:-1])}
+    kept = list[LoggedConversation]()
+    seen, near = set[str](), _NearDuplicates()
+    for conversation in logged:
+        words = [_normal(text) for text in conversation.user_texts]
         text = "\n".join(words)
-        if list(_prefixes(one.messages))[-1] in begun:
-            dropped[_AGAIN] += 1
-        elif text in there:
+        if list(_prefixes(conversation.messages))[-1] in prefixes:
+            dropped[_CONTINUED] += 1
+        elif text in seen:
             dropped[_REPEATED] += 1
         elif not near.add(_shingles(" ".join(words).split())):
             dropped[_NEAR] += 1
         else:
-            there.add(text)
-            kept.append(one)
+            seen.add(text)
+            kept.append(conversation)
     return kept
 
 
 def _prefixes(messages: Messages) -> Iterator[bytes]:
-    """A digest of each beginning, the whole last."""
+    """A digest of each prefix, that of the full conversation last."""
     digest = hashlib.blake2b(digest_size=16)
     for message in messages:
         digest.update(json.dumps([message.role, message.content]).encode())
@@ -194,7 +194,7 @@ def _prefixes(messages: Messages) -> Iterator[bytes]:
 
 
 def _normal(text: str) -> str:
-    """Its words and placeholders, without case, punctuation and the form of characters."""
+    """The words and placeholders of a text, NFKC-normalized, without case and punctuation."""
     return " ".join(re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold()))
 
 
@@ -204,66 +204,66 @@ def _shingles(words: Sequence[str]) -> frozenset[str]:
 
 class _NearDuplicates:
     def __init__(self) -> None:
-        from datasketch import MinHashLSH  # which takes a second
+        from datasketch import MinHashLSH  # takes a second
 
-        # Candidates from a little below on: MinHash estimates.
+        # A slightly lower threshold, because MinHash only estimates.
         self._index = MinHashLSH(threshold=NEAR - 0.1, num_perm=_PERMUTATIONS)
-        self._there = list[frozenset[str]]()
+        self._shingles = list[frozenset[str]]()
 
     def add(self, shingles: frozenset[str]) -> bool:
-        """Add one, unless another that was added has NEAR of the shingles of both; returns whether it was added."""
+        """Adds the shingles, unless their similarity to earlier ones is NEAR or more. Returns whether it added them."""
         from datasketch import MinHash
 
         hashed = MinHash(_PERMUTATIONS)
         hashed.update_batch([shingle.encode() for shingle in sorted(shingles)])
-        candidates = (self._there[number] for number in self._index.query(hashed))
+        candidates = (self._shingles[number] for number in self._index.query(hashed))
         if any(len(shingles & other) >= NEAR * len(shingles | other) for other in candidates):
             return False
-        self._index.insert(len(self._there), hashed)
-        self._there.append(shingles)
+        self._index.insert(len(self._shingles), hashed)
+        self._shingles.append(shingles)
         return True
 
 
 def write(
     folder: Path,
     sides: Mapping[str, Sequence[Row]],
-    logged: Mapping[str, Logged],
-    by: str | None,
+    logged: Mapping[str, LoggedConversation],
+    column: str | None,
     before: Mapping[str, Mapping[str, int]],
     dropped: Mapping[str, int],
     model: str,
 ) -> None:
-    """SIDE.jsonl in `folder` for each of `sides`, which hold rows of tasks, and README.md, the data set's card.
+    """Writes SIDE.jsonl for each of `sides`, which hold rows of tasks, and README.md, the data set card, to `folder`.
 
-    `logged`: the conversation of each row, by its id; `by`: the column that says whose it is; `before`: by the id, and
-    by kind, how much was replaced in it before `model` was asked.
+    `logged`: the conversation of each row, by its id; `column`: the column with the person; `before`: by id and
+    kind, the number of replacements made before `model` was asked.
     """
     rows = [row for side in sides.values() for row in side]
-    about = [row["metadata"] for row in rows]
-    first, all_of = Counter[str](), Counter[str]()
+    metadata = [row["metadata"] for row in rows]
+    first, total = Counter[str](), Counter[str]()
     for row in rows:
         first.update(before[row["id"]])
-        all_of.update(logged[row["id"]].placeholders.counts)
-    messages = sorted(each["messages"] for each in about)
-    reached = Counter(each["reached"] for each in about)
-    opened = any(row["prompt"] for row in rows)
+        total.update(logged[row["id"]].placeholders.counts)
+    messages = sorted(entry["messages"] for entry in metadata)
+    reached = Counter(entry["reached"] for entry in metadata)
+    has_openings = any(row["prompt"] for row in rows)
     card = CARD.format(
         files="\n".join(f"  - split: {side}\n    path: {side}.jsonl" for side in sides),
         kept=len(rows),
-        people=f" of {len({logged[row['id']].person for row in rows})} people" if by else "",
-        split="No person\nis in both files." if by else "No column\nsays whose they are: a person may be in both.",
+        people=f" of {len({logged[row['id']].person for row in rows})} people" if column else "",
+        split="No person\nis in both files." if column else "No column\nsays whose they are: a person may be in both.",
         model=model,
         reached=", ".join(f"{name} {count}" for name, count in sorted(reached.items())),
-        gave_up=f"{sum(each['gave_up'] for each in about)} of {len(about)}",
+        gave_up=f"{sum(entry['gave_up'] for entry in metadata)} of {len(metadata)}",
         messages=f"{messages[0]} to {messages[-1]}, the median {messages[len(messages) // 2]}",
-        prompt="the user's first message" if opened else "empty: the simulated user opens the conversation",
+        prompt="the user's first message" if has_openings else "empty: the simulated user opens the conversation",
         dropped="\n".join(f"- {count} {reason}" for reason, count in sorted(dropped.items())) or "Nothing.",
-        scrubbed="\n".join(f"| {kind} | {first[kind]} | {all_of[kind] - first[kind]} |" for kind in sorted(all_of))
+        scrubbed="\n".join(f"| {kind} | {first[kind]} | {total[kind] - first[kind]} |" for kind in sorted(total))
         or "| none | 0 | 0 |",
     )
     folder.mkdir(parents=True, exist_ok=True)
-    for side, given in sides.items():
+    for side, side_rows in sides.items():
         unfinished = folder / f".{side}.jsonl"
-        write_jsonl(unfinished, given)
+        write_jsonl(unfinished, side_rows)
         unfinished.replace(folder / f"{side}.jsonl")
     files.replace(folder / "README.md", card)

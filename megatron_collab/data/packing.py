@@ -1,4 +1,4 @@
-"""What a file is by its name, and by its first bytes; its content, unpacked where it is compressed."""
+"""The kind of a file by its name and by its first bytes; its content, decompressed if necessary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = {
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 CUT = "it may be cut off or of another format; write it again, or correct its name"
 _TABLES = ("parquet", "arrow")
-# By first bytes what a file is, and the suffix that says so.
+# First bytes: what the file is, and its suffix.
 _PACKED = {
     b"\x1f\x8b": ("compressed with gzip", ".gz"),
     b"BZh": ("compressed with bzip2", ".bz2"),
@@ -43,34 +43,34 @@ _WIDE = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF
 
 
 def suffix_of(file: Path | str) -> str:
-    """The suffix that says the format, without that of a compression."""
+    """The suffix of the format, without that of a compression."""
     path = Path(file)
     return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
 
 
 def kind_of(file: Path | str) -> str:
-    """How a file is read by its name: as JSON where that does not say."""
+    """How a file is read, by its name; as JSON if the suffix is unknown."""
     return KINDS.get(suffix_of(file), "json")
 
 
 def misnamed(file: Path) -> str | None:
-    """What the first bytes of `file` say that its name does not, with the way out; None where they agree."""
+    """How the first bytes of `file` contradict its name, with a remedy; None if they agree."""
     packed = file.suffix if file.suffix in COMPRESSED else ""
     with file.open("rb") as raw:
         head = raw.read(64)
-    found = next((of for magic, of in _PACKED.items() if head.startswith(magic)), None)
-    if head and packed and (not found or found[1] != packed):
+    compression = next((description for magic, description in _PACKED.items() if head.startswith(magic)), None)
+    if head and packed and (not compression or compression[1] != packed):
         return f"is not compressed as {packed} says; correct its name, or copy it again"
-    if found and not packed:
-        return f"is {found[0]}, which its name does not say; call it {file.name}{found[1]}"
+    if compression and not packed:
+        return f"is {compression[0]}, which its name does not say; call it {file.name}{compression[1]}"
     if packed:
         return None
-    named = next((of for magic, of in _OTHER.items() if head.startswith(magic)), None)
+    other = next((description for magic, description in _OTHER.items() if head.startswith(magic)), None)
     if kind_of(file) in _TABLES:
-        return None  # whose readers say what is wrong
-    if named:
-        out = f"call it {file.stem}{named[1]}" if named[1] else "give the files in it, as JSONL, CSV or Parquet"
-        return f"is {named[0]}, and no text; {out}"
+        return None  # the readers of tables report the fault
+    if other:
+        remedy = f"call it {file.stem}{other[1]}" if other[1] else "give the files in it, as JSONL, CSV or Parquet"
+        return f"is {other[0]}, and no text; {remedy}"
     wide = next((name for magic, name in _WIDE.items() if head.startswith(magic)), None)
     halves = [half for half in (head[::2], head[1::2]) if half]
     if wide is None and len(head) > 3 and any(not any(half) for half in halves) and any(head):
@@ -80,7 +80,7 @@ def misnamed(file: Path) -> str | None:
 
 @contextmanager
 def content(file: Path) -> Iterator[Any]:
-    """The bytes of `file`, unpacked: a stream; of a table in a compressed file all at once, to seek in."""
+    """The bytes of `file`, decompressed, as a stream. A compressed table is read into memory to be seekable."""
     import pyarrow as pa
 
     openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}

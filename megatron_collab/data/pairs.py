@@ -1,4 +1,4 @@
-"""Readers of preferences: from a row to a pair of replies, and from its prompt to a task. They raise ValueError."""
+"""Row readers of preferences: a row as a pair of replies, its prompt as a task. They raise ValueError."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _APART = "whose chosen and rejected are not replies of the assistant to the same
 
 
 class Pair(NamedTuple):
-    """Two replies to a prompt, of which the first is the better one, and their scores where there are any."""
+    """Two replies to a prompt, the better one first, and their scores if known."""
 
     prompt: Messages
     chosen: Messages
     rejected: Messages
     scores: tuple[float, float] | None = None
-    tools: Tools | None = None  # schemas; None where there are no calls either
+    tools: Tools | None = None  # schemas; None if there are no calls either
 
 
 def pair(row: Row) -> Pair:
-    """Of a row whose sides differ; as `_read`."""
-    read = _read(row)
-    if read.chosen == read.rejected:
+    """The pair of a row, as `_read`. Raises Unfit if both sides are the same."""
+    result = _read(row)
+    if result.chosen == result.rejected:
         raise Unfit("whose chosen and rejected are the same")
-    return read
+    return result
 
 
 def _read(row: Row) -> Pair:
-    """Each side is a reply or the whole conversation; the prompt stands alone or is what both begin with.
+    """Each side is a reply or the whole conversation; the prompt is a column, or what both sides begin with.
 
-    The prompt goes up to the last message before they differ that the assistant replies to. With `tools`, and with
-    calls of tools in its messages, a row is as those of `messages`.
+    The prompt ends with the last message before they differ that the assistant replies to. A row with `tools`, or with
+    tool calls in its messages, is read like one of the format `messages`.
     """
     sides = _conversations(row)
     shared = 0
@@ -48,14 +48,14 @@ def _read(row: Row) -> Pair:
     if not shared:
         raise Unfit(_APART)
     tools = sides[0].tools if isinstance(sides[0], ToolConversation) else None
-    named = ("score_chosen", "chosen_score"), ("score_rejected", "rejected_score")
-    scores = [next((row[name] for name in names if isinstance(row.get(name), int | float)), None) for names in named]
-    both = (float(scores[0]), float(scores[1])) if None not in scores else None  # type: ignore[arg-type]
-    return Pair(sides[0][:shared], sides[0][shared:], sides[1][shared:], both, tools)
+    columns = ("score_chosen", "chosen_score"), ("score_rejected", "rejected_score")
+    scores = [next((row[name] for name in names if isinstance(row.get(name), int | float)), None) for names in columns]
+    pair_scores = (float(scores[0]), float(scores[1])) if None not in scores else None  # type: ignore[arg-type]
+    return Pair(sides[0][:shared], sides[0][shared:], sides[1][shared:], pair_scores, tools)
 
 
 def conversations(pair: Pair) -> tuple[Messages, Messages]:
-    """Both whole, the chosen one first."""
+    """Both full conversations, the chosen one first."""
     sides = (*pair.prompt, *pair.chosen), (*pair.prompt, *pair.rejected)
     if pair.tools is None:
         return sides
@@ -71,7 +71,7 @@ def preference_conversation(row: Row) -> Messages:
 
 
 def _as_messages(value: Any, role: str) -> list[Any]:
-    """Messages as a row has them; a text is one of `role`."""
+    """The messages of a row; a text becomes one message of `role`."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
@@ -80,20 +80,20 @@ def _as_messages(value: Any, role: str) -> list[Any]:
 
 
 def _prompt(row: Row) -> Messages:
-    """In the columns prompt, or question, and system."""
-    asked = opening(row if row.get("prompt") else {"prompt": row.get("question")})
+    """The prompt in the columns prompt, or question, and system."""
+    messages = opening(row if row.get("prompt") else {"prompt": row.get("question")})
     system = text_of(row, "system", "").strip()
-    return (Message("system", system), *asked) if system and asked[0].role != "system" else asked
+    return (Message("system", system), *messages) if system and messages[0].role != "system" else messages
 
 
 def _conversations(row: Row) -> list[Messages]:
     """The chosen conversation and the rejected one, with the prompt."""
     columns = ("chosen", "rejected")
     if any(has_tools({"messages": row.get(column), "tools": row.get("tools")}) for column in columns):
-        given = [_as_messages(row.get(column), "assistant") for column in columns]
-        alone = [message.get("role") == "assistant" for message in given[0][:1]] == [True]
-        asked = _as_messages(row.get("prompt"), "user") if alone else []
-        return [tool_conversation({"messages": [*asked, *side], "tools": row.get("tools")}) for side in given]
+        raw_sides = [_as_messages(row.get(column), "assistant") for column in columns]
+        are_replies = [message.get("role") == "assistant" for message in raw_sides[0][:1]] == [True]
+        prefix = _as_messages(row.get("prompt"), "user") if are_replies else []
+        return [tool_conversation({"messages": [*prefix, *side], "tools": row.get("tools")}) for side in raw_sides]
     sides = [_side(row.get(column), column) for column in columns]
     if sides[0][0].role == sides[1][0].role == "assistant":
         prompt = _prompt(row)

@@ -1,9 +1,9 @@
-"""Personal data in the texts of a conversation, replaced by placeholders as <EMAIL_1>, the same one in all its texts.
+"""Replaces personal data in the texts of a conversation by placeholders such as <EMAIL_1>, the same in all its texts.
 
-What has a form is found by Presidio's recognisers, with checksums where there are any; they need no model. A name has
-no form. It is found where a text introduces it ("my name is …"), by a spaCy model where one is installed, or by the
-model that describes the conversation, which lists the names it has read (`Placeholders.add`). Presidio's analyser is
-left out: it loads a language model, and asks the network for the domains that e-mail addresses may end with.
+Presidio's recognizers find data with a fixed form, with checksums if there are any; they need no model. Names have no
+fixed form. They are found if a text introduces them ("my name is …"), by a spaCy model if one is installed, or by the
+model that describes the conversation, which lists the names it has read (`Placeholders.add`). Presidio's analyzer is
+not used: it loads a language model, and looks up the domains of e-mail addresses in the network.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_collab.config import ConfigError
 from megatron_collab.runtime.redact import redact
 
 PERSON = "PERSON"
-KINDS = {  # of what has a form, by Presidio's name
+KINDS = {  # data with a fixed form, by Presidio's name
     "EMAIL_ADDRESS": "EMAIL",
     "PHONE_NUMBER": "PHONE",
     "CREDIT_CARD": "CARD",
@@ -28,13 +28,13 @@ KINDS = {  # of what has a form, by Presidio's name
     "CRYPTO": "WALLET",
     "URL": "URL",
 }
-_LEAST = 0.4  # Presidio's score of a phone number; below are patterns that only words around them could confirm
+_LEAST = 0.4  # Presidio's score of a phone number; patterns with a lower score need context words
 _PLACEHOLDER = r"<[A-Z]+_\d+>"
-_SPELLED_AS_IS = ("EMAIL", "URL", PERSON)  # in the others spaces, dots and brackets do not count
+_SPELLED_AS_IS = ("EMAIL", "URL", PERSON)  # the spelling of other kinds ignores spaces, dots and brackets
 _SEPARATORS = re.compile(r"[\s().\-/]+")
 _TITLES = r"(?:Mr|Mrs|Ms|Miss|Dr|Prof)\b\.?"
 _NAME = r"[^\W\d_a-z][\w'\u2019-]+"  # begins with a capital, or a letter of a script without any
-# Presidio's own pattern ends at a host within a company, and leaves what follows it. A bare main.py is a file.
+# Presidio's own pattern stops after an internal host name and leaves the rest. A bare main.py is a file.
 _ADDRESS = (
     r"(?:\b[a-z][a-z0-9+.\-]{1,20}://|\bwww\.)[^\s<>\"'`]*[^\s<>\"'`.,;:!?)\]}]"
     r"|(?<![\w.@/])(?:[\w\-]{1,63}\.){1,8}[a-z]{2,}(?:/[^\s<>\"'`?]*)?\?[^\s<>\"'`=]+=[^\s<>\"'`]*[^\s<>\"'`.,;:!?)\]}]"
@@ -43,7 +43,7 @@ _INTRODUCED = re.compile(
     rf"(?:(?i:\b(?:my|full|first|last) name(?: is|'s|\u2019s|:)|\bname:|\b(?:regards|sincerely|cheers|yours),)\s+"
     rf"(?:{_TITLES}\s+)?|\b{_TITLES}[ ]+)({_NAME}(?:[ ]+(?:[a-z]{{2,3}}[ ]+)?{_NAME}){{0,2}})"
 )
-# In small letters only where a clause ends after it, for much else follows "my name is".
+# In lower case only if a clause ends after it, because "my name is" precedes many other words.
 _NO_NAME = r"(?:a|already|also|an|at|in|not|no|on|still|the|this|too|wrong)\b"
 _INTRODUCED_SMALL = re.compile(
     rf"\b(?:my (?:(?:full|first|last) )?name(?: is|'s|\u2019s|:)|name:)\s+(?!{_NO_NAME})"
@@ -54,7 +54,7 @@ _PARTS = re.compile(r"[^\W\d_]{3,}")
 
 
 class Span(NamedTuple):
-    """Where in a text something of a kind stands."""
+    """The position of personal data in a text, and its kind."""
 
     begin: int
     end: int
@@ -62,96 +62,95 @@ class Span(NamedTuple):
 
 
 class PersonalData:
-    """Finds what is personal in a text, in a process."""
+    """Finds personal data in texts."""
 
     def __init__(self, spacy_model: str | None = None) -> None:
-        """`spacy_model`: a package or a folder, which finds names of people. ConfigError where there is none."""
-        from presidio_analyzer import Pattern  # which takes seconds
-        from presidio_analyzer import predefined_recognizers as given
+        """`spacy_model`: a package or a folder; it finds names of people. Raises ConfigError if it cannot be loaded."""
+        from presidio_analyzer import Pattern  # takes seconds
+        from presidio_analyzer import predefined_recognizers as presidio
 
-        class AnyEmail(given.EmailRecognizer):
+        class AnyEmail(presidio.EmailRecognizer):
             def validate_result(self, pattern_text: str) -> None:
-                """Presidio's own asks the network whether there is such a domain; one within a company counts too."""
+                """Accepts every domain: Presidio's own looks it up in the network, and internal domains count too."""
 
-        self._recognisers = [
-            *(AnyEmail(), given.PhoneRecognizer(), given.CreditCardRecognizer(), given.IbanRecognizer()),
-            *(given.UsSsnRecognizer(), given.IpRecognizer(), given.MacAddressRecognizer(), given.CryptoRecognizer()),
-            given.UrlRecognizer(patterns=[Pattern("address", _ADDRESS, 0.6)]),
+        self._recognizers = [
+            *(AnyEmail(), presidio.PhoneRecognizer(), presidio.CreditCardRecognizer(), presidio.IbanRecognizer()),
+            *(presidio.UsSsnRecognizer(), presidio.IpRecognizer(), presidio.MacAddressRecognizer()),
+            *(presidio.CryptoRecognizer(), presidio.UrlRecognizer(patterns=[Pattern("address", _ADDRESS, 0.6)])),
         ]
-        self._model = _loaded(spacy_model) if spacy_model else None
+        self._model = _load_spacy(spacy_model) if spacy_model else None
 
     def spans(self, text: str) -> list[Span]:
-        """What has a form, in order; of what overlaps the longest, and of equally long ones the surer."""
-        found = [
-            (each.end - each.start, each.score, Span(each.start, each.end, KINDS[each.entity_type]))
-            for recogniser in self._recognisers
-            for each in recogniser.analyze(text, recogniser.supported_entities, None)
-            if each.score >= _LEAST and not _is_code(text[each.start : each.end])
+        """Data with a fixed form, in order. Of overlapping matches the longest is kept, then that of the best score."""
+        matches = [
+            (result.end - result.start, result.score, Span(result.start, result.end, KINDS[result.entity_type]))
+            for recognizer in self._recognizers
+            for result in recognizer.analyze(text, recognizer.supported_entities, None)
+            if result.score >= _LEAST and not _is_code(text[result.start : result.end])
         ]
         kept = list[Span]()
-        for *_, span in sorted(found, key=lambda each: (-each[0], -each[1], each[2])):
+        for *_, span in sorted(matches, key=lambda match: (-match[0], -match[1], match[2])):
             if all(span.end <= other.begin or other.end <= span.begin for other in kept):
                 kept.append(span)
         return sorted(kept)
 
     def names(self, text: str) -> Iterator[str]:
-        """Names of people, as far as they can be told."""
-        for introduced in (_INTRODUCED, _INTRODUCED_SMALL):
-            yield from (found[1] for found in introduced.finditer(text))
+        """Names of people, as far as they are recognized."""
+        for pattern in (_INTRODUCED, _INTRODUCED_SMALL):
+            yield from (match[1] for match in pattern.finditer(text))
         if self._model:
             yield from (entity.text for entity in self._model(text).ents if entity.label_ in ("PERSON", "PER"))
 
 
 class Placeholders:
-    """Those of one conversation: what was found in any of its texts is replaced in all of them."""
+    """The placeholders of one conversation: personal data found in any of its texts is replaced in all of them."""
 
     def __init__(self, data: PersonalData, known: Iterable[str] = ()) -> None:
-        """`known`: what the person is called in the log."""
+        """`known`: names of the person in the log."""
         self._data = data
         self._placeholders: dict[tuple[str, str], str] = {}  # by kind and spelling
-        self._told: dict[str, tuple[str, str]] = {}  # what is looked for word by word: kind and whole name by spelling
+        self._entities: dict[str, tuple[str, str]] = {}  # searched as whole words: kind and full text by spelling
         self._pattern: re.Pattern[str] | None = None
         for text in known:
             self.add(text)
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """By kind how many were needed so far."""
+        """The number of placeholders so far, by kind."""
         return Counter(kind for kind, _ in self._placeholders)
 
     def read(self, text: str) -> None:
-        """Note the names in a text."""
+        """Adds the names in a text."""
         for name in self._data.names(text):
             self.add(name)
 
     def add(self, text: str, kind: str = PERSON) -> None:
-        """Replace `text` from now on wherever it stands as whole words, in any case; of a person also parts of the
-        name."""
+        """Replaces `text` from now on if it stands as whole words, in any case; of a person also parts of the name."""
         text = " ".join(re.sub(_PLACEHOLDER, " ", text).split()).strip(".,;:!?\"'()")
         if len(text) < 2:
             return
         parts = _PARTS.findall(text) if kind == PERSON else []
         spellings = [text, *(part for part in parts if part[0].isupper() or text.islower())]
-        known = (self._told.get(spelling.casefold()) for spelling in (text, *parts[:1]))
-        whole = next(filter(None, known), (kind, text))
+        known = (self._entities.get(spelling.casefold()) for spelling in (text, *parts[:1]))
+        entity = next(filter(None, known), (kind, text))
         for spelling in spellings:
-            self._told.setdefault(spelling.casefold(), whole)
-        longest = sorted(self._told, key=len, reverse=True)
-        looks = "|".join(r"\s+".join(map(re.escape, each.split())) for each in longest)
-        self._pattern = re.compile(rf"{_PLACEHOLDER}|(?<![^\W_])(?:{looks})(?![^\W_])", re.IGNORECASE)
+            self._entities.setdefault(spelling.casefold(), entity)
+        longest = sorted(self._entities, key=len, reverse=True)
+        alternatives = "|".join(r"\s+".join(map(re.escape, words.split())) for words in longest)
+        self._pattern = re.compile(rf"{_PLACEHOLDER}|(?<![^\W_])(?:{alternatives})(?![^\W_])", re.IGNORECASE)
 
     def replaced(self, text: str) -> str:
-        """`text` without API keys and what is personal in it, as far as it was found or told."""
+        """`text` without API keys and without the personal data found or added so far."""
         text, pieces, at = redact(text), list[str](), 0
         for span in self._data.spans(text):
             pieces += [text[at : span.begin], self._placeholder(span.kind, text[span.begin : span.end])]
             at = span.end
-        found = "".join([*pieces, text[at:]])
-        return self._pattern.sub(self._of_match, found) if self._pattern else found
+        without_forms = "".join([*pieces, text[at:]])
+        return self._pattern.sub(self._of_match, without_forms) if self._pattern else without_forms
 
     def _of_match(self, match: re.Match[str]) -> str:
-        whole = self._told.get(" ".join(match[0].split()).casefold())
-        return self._placeholder(*whole) if whole else match[0]  # a placeholder stays
+        entity = self._entities.get(" ".join(match[0].split()).casefold())
+        return self._placeholder(*entity) if entity else match[0]  # a placeholder stays
 
     def _placeholder(self, kind: str, text: str) -> str:
         spelling = text.casefold() if kind in _SPELLED_AS_IS else _SEPARATORS.sub("", text).casefold()
@@ -159,16 +158,16 @@ class Placeholders:
 
 
 def _is_code(text: str) -> bool:
-    """Whether an address of IPv6 has so few parts that it is rather a word of a program, as in std::min."""
+    """Whether an IPv6 address has so few parts that it is more likely part of a program, as in std::min."""
     return "::" in text and len(re.findall(r"[0-9a-fA-F]+", text)) < 3
 
 
-def _loaded(model: str) -> Any:
+def _load_spacy(model: str) -> Any:
     import spacy
 
     try:
         return spacy.load(model)
     except (OSError, ValueError, ImportError) as error:
         reason = " ".join(str(error).split())[:200]
-        out = f"install it with python -m spacy download {model}, or give the folder of a pipeline"
-        raise ConfigError(f"--spacy={model}: spaCy cannot load it ({reason}); {out}") from error
+        remedy = f"install it with python -m spacy download {model}, or give the folder of a pipeline"
+        raise ConfigError(f"--spacy={model}: spaCy cannot load it ({reason}); {remedy}") from error

@@ -1,6 +1,6 @@
-"""A source's tasks at every depth: of each its prefixes that end with the user, each prompt once.
+"""The tasks of a source at every depth: all prefixes of each that end with the user, each distinct prompt once.
 
-These are the rows of verl's CollabLLM recipe: the trained turn is the next one of any prefix of a conversation.
+These are the rows of verl's CollabLLM recipe: the trained turn may follow any prefix of a conversation.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from megatron_collab.data.examples import Examples
 from megatron_collab.types import Task
 
-_WHOLE = -1  # in place of a number of messages: of a row that cannot be read, which the survey says
+_UNREADABLE = -1  # in place of a number of messages; the survey reports such a row
 
 
 def prefixes(task: Task) -> Iterator[Task]:
-    """The task at every depth: its messages up to each of the user's; itself where the user opens it."""
+    """The task at every depth: its messages up to each user message; unchanged if the user opens the conversation."""
     if task.unopened:
         yield task
         return
@@ -30,43 +30,43 @@ def prefixes(task: Task) -> Iterator[Task]:
 
 
 class Prompts:
-    """Which prompts were seen, in 16 bytes each; where the user opens the conversation, which goals."""
+    """The prompts seen so far, 16 bytes each; if the user opens the conversation, the goal counts too."""
 
     def __init__(self) -> None:
         self._seen = set[bytes]()
 
     def new(self, task: Task) -> bool:
-        seen, before = (task.messages, task.goal) if task.unopened else task.messages, len(self._seen)
-        self._seen.add(hashlib.blake2b(repr(seen).encode(), digest_size=16).digest())
-        return len(self._seen) > before
+        prompt, count = (task.messages, task.goal) if task.unopened else task.messages, len(self._seen)
+        self._seen.add(hashlib.blake2b(repr(prompt).encode(), digest_size=16).digest())
+        return len(self._seen) > count
 
 
 def at_every_depth(examples: Examples[Task]) -> Examples[Task]:
-    """The prefixes of the source's tasks, in the order of its rows; every row is read for it, once."""
+    """The prefixes of the source's tasks, in the order of its rows. Reads every row once."""
     numbers, lengths, prompts = array("q"), array("q"), Prompts()
     for number, row in examples.numbered():
         try:
-            found = [len(one.messages) for one in prefixes(examples.read(row, number)) if prompts.new(one)]
+            depths = [len(prefix.messages) for prefix in prefixes(examples.read(row, number)) if prompts.new(prefix)]
         except ValueError:
-            found = [_WHOLE]
-        numbers.extend([number] * len(found))
-        lengths.extend(found)
+            depths = [_UNREADABLE]
+        numbers.extend([number] * len(depths))
+        lengths.extend(depths)
     base, rows = examples.rows, _Repeated(examples.rows, numbers)
 
     def read(row: Any, number: int) -> Task:
         task = examples.read(row, numbers[number])
-        return next((one for one in prefixes(task) if len(one.messages) == lengths[number]), task)
+        return next((prefix for prefix in prefixes(task) if len(prefix.messages) == lengths[number]), task)
 
     def at(number: int) -> str:
         return examples.at(numbers[number])
 
     why = f"{examples.why}, every prefix of {len(base)} rows"
-    found_in = examples.source, rows, read, at, examples.use, examples.format, why, examples.splits
-    return Examples(*found_in, distinct=True)
+    arguments = examples.source, rows, read, at, examples.use, examples.format, why, examples.splits
+    return Examples(*arguments, distinct=True)
 
 
 class _Repeated(Sequence[Any]):
-    """Rows by `numbers`, of which several in order may be the same."""
+    """The rows of `numbers`, in which a row may repeat."""
 
     def __init__(self, rows: Any, numbers: Sequence[int]) -> None:
         self._rows, self._numbers = rows, numbers

@@ -1,4 +1,4 @@
-"""Readers of single rows: small pure functions from a row to a task or a conversation. They raise ValueError."""
+"""Row readers: small pure functions from a row to a task or a conversation. They raise ValueError."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Row = Mapping[str, Any]
 Messages = tuple[Message, ...]
 ROLES = ("system", "user", "assistant")
 _SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-# Of a row of the recipe, what neither metrics nor users need.
+# Columns of the recipe's rows that neither metrics nor users need.
 _BULKY = ("prompt", "completion", "sessions", "rewards", "single_turn_metadata", "single_turn_completion")
 
 
 class Unfit(ValueError):
-    """A row that is well-formed, but nothing can be learned from: it is dropped and counted by this reason."""
+    """A well-formed row that nothing can be learned from: it is dropped, and counted by this reason."""
 
 
 class Candidate(NamedTuple):
-    """Of a scored turn: its conversation, its place in it, and the score."""
+    """A scored reply: its conversation, the number of its turn, and the score."""
 
     conversation: str
     turn: int
@@ -31,25 +31,25 @@ class Candidate(NamedTuple):
 
 
 def messages_of(value: Any, column: str, roles: Collection[str] = ROLES) -> Messages:
-    """Messages {role, content} of a row."""
+    """The messages {role, content} of a row."""
     if not value:
-        opened = ", or [] where the user opens the conversation" if column == "prompt" else ""
-        raise ValueError(f"no {column}; give a list of messages {{role, content}}{opened}")
+        alternative = ", or [] where the user opens the conversation" if column == "prompt" else ""
+        raise ValueError(f"no {column}; give a list of messages {{role, content}}{alternative}")
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise ValueError(f"{column} is not a list of messages {{role, content}}")
-    found = []
+    messages = []
     for message in value:
         role, content = message.get("role"), content_of(message, column)
         if role not in roles:
             raise ValueError(f"{column} has a message of role {role!r}; choose one of {', '.join(roles)}")
         if not isinstance(content, str) or not content.strip():
             raise ValueError(f"{column} has a message without content; give it a text, or remove the row")
-        found.append(Message(role, content))
-    return tuple(found)
+        messages.append(Message(role, content))
+    return tuple(messages)
 
 
 def checked_task(task: Any) -> Task:
-    """`task`, whose messages must be the user's and the assistant's in turn, the last the user's; or none."""
+    """Returns `task` if its messages are user and assistant in turn, the user last, or if there are none."""
     if not isinstance(task, Task):
         raise ValueError(f"data.format gives a {type(task).__name__}; it must be a megatron_collab.types.Task")
     roles = [message.role for message in task.messages]
@@ -60,13 +60,13 @@ def checked_task(task: Any) -> Task:
         raise ValueError(f"the prompt ends with a message of the {last}; its last message must be the user's")
     if "system" in roles[1:]:
         raise ValueError("the prompt has a system message behind its first message; put it first")
-    if twice := next((role for role, following in pairwise(roles) if role == following), None):
-        raise ValueError(f"the prompt has two messages of the {twice} in a row; join them")
+    if repeated := next((role for role, following in pairwise(roles) if role == following), None):
+        raise ValueError(f"the prompt has two messages of the {repeated} in a row; join them")
     return task
 
 
 def in_turn(messages: Messages, column: str = "messages") -> Messages:
-    """`messages`, which must be a conversation that can be learned from."""
+    """Returns `messages` if they are a conversation that can be learned from; raises ValueError otherwise."""
     turns = [message.role for message in messages if message.role != "system"]
     if turns != ["user", "assistant"] * (len(turns) // 2) or not turns or "system" in [m.role for m in messages[1:]]:
         raise ValueError(f"{column} must be user and assistant in turn, the assistant last (a system message first)")
@@ -74,7 +74,7 @@ def in_turn(messages: Messages, column: str = "messages") -> Messages:
 
 
 def final_answer(text: str) -> str:
-    """The answer of a worked solution: what is behind #### (GSM8K), else in the last \\boxed{…} (MATH), else all."""
+    """The answer of a worked solution: the text after #### (GSM8K), else in the last \\boxed{…} (MATH), else all."""
     if "####" in text:
         return text.rpartition("####")[2].strip().replace(",", "")
     begin = text.rfind("\\boxed{")
@@ -99,7 +99,7 @@ def text_of(row: Row, column: str, default: str | None = None) -> str:
 
 
 def with_text(row: Row, *columns: str) -> Row:
-    """The row with the numbers of these columns as text: of a table, which has 4.0 for 4, and NaN for a gap."""
+    """The row with the numbers of these columns as texts, because tables hold 4.0 for 4, and NaN for a gap."""
     numbers = {column: row.get(column) for column in columns}
     texts = {
         column: str(n).removesuffix(".0") for column, n in numbers.items() if isinstance(n, int | float) and n == n
@@ -108,9 +108,9 @@ def with_text(row: Row, *columns: str) -> Row:
 
 
 def opening(row: Row) -> Messages:
-    """The prompt of a row: messages, or the text of the user's only one.
+    """The prompt of a row: messages, or a text as the user's only message.
 
-    The user opens the conversation where it is [], or where no row has that column.
+    The user opens the conversation if the prompt is [], or if no row has that column.
     """
     prompt = row.get("prompt", [])
     if prompt == []:
@@ -120,13 +120,13 @@ def opening(row: Row) -> Messages:
 
 def task(row: Row, number: int) -> Task:
     row = with_text(row, "id", "answer")
-    texts = {"id": str(number), "goal": None, "answer": "", "user": ""}
-    found = {column: text_of(row, column, default) for column, default in texts.items()}
-    return Task(found["id"], opening(row), found["goal"], found["answer"], found["user"], _metadata(row))
+    defaults = {"id": str(number), "goal": None, "answer": "", "user": ""}
+    values = {column: text_of(row, column, default) for column, default in defaults.items()}
+    return Task(values["id"], opening(row), values["goal"], values["answer"], values["user"], _metadata(row))
 
 
 def _metadata(row: Row) -> Mapping[str, Any]:
-    """The object in the column `metadata`, or that of its JSON text."""
+    """The object in the column `metadata`, or in its JSON text."""
     value = row.get("metadata")
     if isinstance(value, str) and value.strip():
         value = json_in(value, value)
@@ -136,7 +136,7 @@ def _metadata(row: Row) -> Mapping[str, Any]:
 
 
 def collabllm_task(row: Row, number: int) -> Task:
-    """What the policy is asked for is single_turn_prompt, which the user alone knows; ours may name the user."""
+    """The user's goal is single_turn_prompt, which only the user knows; rows built here may name the user."""
     goal, answer = text_of(row, "single_turn_prompt"), text_of(row, "single_turn_completion", "")
     metadata, messages = _object(row, "single_turn_metadata"), _collabllm_prompt(row)
     user = text_of(row, "user", "")
@@ -150,10 +150,10 @@ def collabllm_conversation(row: Row) -> Messages:
 
 
 def _collabllm_prompt(row: Row) -> Messages:
-    """Nothing is learned from a message without a word."""
+    """The prompt. Raises Unfit if a message is empty, because nothing can be learned from it."""
     prompt = row.get("prompt")
     if isinstance(prompt, list) and any(
-        isinstance(each, dict) and each.get("content") in ("", None) for each in prompt
+        isinstance(message, dict) and message.get("content") in ("", None) for message in prompt
     ):
         raise Unfit("that have an empty message")
     return messages_of(prompt, "prompt")
@@ -168,7 +168,8 @@ def candidate(row: Row) -> Candidate:
 def recipe_task(row: Row, number: int) -> Task:
     """The user's goal is in extra_info.interaction_kwargs, the answer in reward_model.
 
-    Also there are the description of the task, and the user's name, which is a wish: in verl it names an interaction.
+    extra_info also holds the task description and the user's name. In verl that name is an interaction, so it is marked
+    with ? as a user that may not exist.
     """
     extra = _object(row, "extra_info")
     interaction = _object(extra, "interaction_kwargs")
@@ -187,7 +188,7 @@ def recipe_task(row: Row, number: int) -> Task:
 
 
 def last_request(messages: Messages, number: int) -> Task:
-    """The conversation up to the user's last message; what the assistant then said is the answer."""
+    """The conversation up to the user's last message; the assistant's next message is the answer."""
     last = max((at for at, message in enumerate(messages) if message.role == "user"), default=-1)
     if last < 0:
         raise ValueError("has no message of the user")
@@ -211,7 +212,7 @@ def prompt_conversation(row: Row) -> Messages:
 
 
 def prompt_task(row: Row, number: int) -> Task:
-    return _asking(number, text_of(row, "prompt"), text_of(with_text(row, "answer"), "answer", ""))
+    return _request_task(number, text_of(row, "prompt"), text_of(with_text(row, "answer"), "answer", ""))
 
 
 def completion_task(row: Row, number: int) -> Task:
@@ -220,8 +221,8 @@ def completion_task(row: Row, number: int) -> Task:
 
 def completion_conversation(row: Row) -> Messages:
     completion = row.get("completion")
-    said = isinstance(completion, str)
-    reply = (Message("assistant", text_of(row, "completion")),) if said else messages_of(completion, "completion")
+    is_text = isinstance(completion, str)
+    reply = (Message("assistant", text_of(row, "completion")),) if is_text else messages_of(completion, "completion")
     return in_turn((*opening(row), *reply), "prompt and completion")
 
 
@@ -252,7 +253,7 @@ def sharegpt_messages(row: Row) -> Messages:
 
 def question_task(row: Row, number: int) -> Task:
     row = with_text(row, "answer")
-    return _asking(number, text_of(row, "question"), final_answer(text_of(row, "answer")))
+    return _request_task(number, text_of(row, "question"), final_answer(text_of(row, "answer")))
 
 
 def question_conversation(row: Row) -> Messages:
@@ -261,7 +262,7 @@ def question_conversation(row: Row) -> Messages:
 
 
 def problem_task(row: Row, number: int) -> Task:
-    return _asking(number, text_of(row, "problem"), final_answer(text_of(row, "solution")))
+    return _request_task(number, text_of(row, "problem"), final_answer(text_of(row, "solution")))
 
 
 def problem_conversation(row: Row) -> Messages:
@@ -271,16 +272,16 @@ def problem_conversation(row: Row) -> Messages:
 def text_task(row: Row, number: int) -> Task:
     if not (row["text"] or "").strip():
         raise Unfit("that are blank")
-    return _asking(number, text_of(row, "text"), "")
+    return _request_task(number, text_of(row, "text"), "")
 
 
-def _asking(number: int, request: str, answer: str) -> Task:
-    """A task that begins with all that the user wants."""
+def _request_task(number: int, request: str, answer: str) -> Task:
+    """A task whose first message states the whole request."""
     return Task(str(number), (Message("user", request),), request, answer, "")
 
 
 def _object(row: Row, column: str) -> dict[str, Any]:
-    """An object of a row, or the JSON text of one; {} where there is none. Without what the row does not have."""
+    """The object in a column, or in its JSON text, without its null entries; {} if the column is missing."""
     value = row.get(column)
     if isinstance(value, str):
         value = json_in(value, {column: value})

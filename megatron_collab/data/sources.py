@@ -1,4 +1,4 @@
-"""The sources of data.train and data.eval: what they are called, how they are mixed, the commits they are pinned to."""
+"""The sources of data.train and data.eval: their names, how they are mixed, the commits they are pinned to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_collab.runtime import hub
 
 @dataclass(frozen=True)
 class Source:
-    """Rows of one place. `preferred`: the splits that are taken where none is chosen, the first that there is."""
+    """Rows of one place. `preferred`: default splits, of which the first that exists is taken."""
 
     preferred: ClassVar[tuple[str, ...]] = ("train",)
 
@@ -32,8 +32,8 @@ class Source:
 
     @property
     def title(self) -> str:
-        named = hub.named(self.source)
-        last = Path(named.repo if named else self.source).name
+        hub_name = hub.parse(self.source)
+        last = Path(hub_name.repo if hub_name else self.source).name
         return self.name or last.partition("@")[0].partition(".")[0]
 
 
@@ -55,38 +55,38 @@ class TrainingSource(Source):
 def sources[Kind: Source](value: Any, setting: str, kind: type[Kind]) -> list[Kind]:
     """The entries of data.train or data.eval: one place, or a list of places and of settings of `kind`.
 
-    Raises ConfigError naming the setting that cannot be.
+    Raises ConfigError naming the invalid setting.
     """
-    found = []
+    result = []
     entries = value if isinstance(value, list) else [value]
     for number, entry in enumerate(entries):
         where = f"{setting}[{number}]" if isinstance(value, list) else setting
-        given = entry if isinstance(entry, Mapping) else {"source": str(entry)}
-        found.append(build(kind, given, f"{where}."))
-        require(bool(found[-1].source), f"{where}.source: not set; give a file, a folder, a glob or a name of the Hub")
-    require(bool(found), f"{setting}=[]: names no source; give one")
-    return found
+        settings = entry if isinstance(entry, Mapping) else {"source": str(entry)}
+        result.append(build(kind, settings, f"{where}."))
+        require(bool(result[-1].source), f"{where}.source: not set; give a file, a folder, a glob or a name of the Hub")
+    require(bool(result), f"{setting}=[]: names no source; give one")
+    return result
 
 
-def unread(source: Source, config: Config) -> list[str]:
-    """What is said of settings of a source that change nothing in this run."""
-    found = list[str]()
+def unused_settings(source: Source, config: Config) -> list[str]:
+    """Messages about settings of a source that have no effect in this run."""
+    notes = list[str]()
     if ":" in config.data.format:
         names = [name for name in ("subset", "split") if getattr(source, name) is not None]
-        found += [f"{name}={getattr(source, name)}: not read, data.format reads all of the source" for name in names]
+        notes += [f"{name}={getattr(source, name)}: not read, data.format reads all of the source" for name in names]
     if isinstance(source, TrainingSource):
-        alone = not isinstance(config.data.train, list) or len(config.data.train) == 1
+        single = not isinstance(config.data.train, list) or len(config.data.train) == 1
         names = [name for name, usual in (("weight", 1.0), ("epochs", None)) if getattr(source, name) != usual]
-        found += [f"{name}={getattr(source, name):g}: not read, there is no other source" for name in names if alone]
+        notes += [f"{name}={getattr(source, name):g}: not read, there is no other source" for name in names if single]
         if source.from_step >= (steps := config.train.steps):
-            found.append(f"from_step={source.from_step}: takes no rows, the run ends with train.steps={steps}")
-    return found
+            notes.append(f"from_step={source.from_step}: takes no rows, the run ends with train.steps={steps}")
+    return notes
 
 
-def given_sources(text: str, setting: str, kinds: Sequence[type[Source]] = (Source,)) -> list[Source]:
-    """The sources of a command line: a place, settings in braces, or a list; names of the Hub at their commits.
+def parse_sources(text: str, setting: str, kinds: Sequence[type[Source]] = (Source,)) -> list[Source]:
+    """The sources of a command line: a place, settings in braces, or a list; Hub names get their current commits.
 
-    All have the first of `kinds` that has every setting, else the first one. Raises ConfigError.
+    All get the first of `kinds` that has every setting, else the first one. Raises ConfigError.
     """
     try:
         value: Any = OmegaConf.to_container(OmegaConf.create(text)) if text[:1] in ("{", "[") else text
@@ -95,14 +95,14 @@ def given_sources(text: str, setting: str, kinds: Sequence[type[Source]] = (Sour
             f"{setting}={text}: cannot be read; give settings as '{{source: NAME, subset: NAME}}'"
         ) from error
     entries = value if isinstance(value, list) else [value]
-    given = {name for entry in entries if isinstance(entry, Mapping) for name in entry}
-    kind = next((kind for kind in kinds if given <= {spec.name for spec in fields(kind)}), kinds[0])
-    found = sources(value, setting, kind)
-    return [replace(source, source=hub.resolved(source.source, setting, "dataset")) for source in found]
+    names = {name for entry in entries if isinstance(entry, Mapping) for name in entry}
+    kind = next((kind for kind in kinds if names <= {spec.name for spec in fields(kind)}), kinds[0])
+    parsed = sources(value, setting, kind)
+    return [replace(source, source=hub.resolve(source.source, setting, "dataset")) for source in parsed]
 
 
 def pinned(value: Any, setting: str, run_dir: Path) -> Any:
-    """`value`, as `sources` takes it, with the names of the Hub at the commits that the run goes by. ConfigError."""
+    """`value`, in the form that `sources` takes, with Hub names pinned to the run's commits. Raises ConfigError."""
     if isinstance(value, list):
         return [pinned(entry, setting, run_dir) for entry in value]
     if isinstance(value, Mapping):
@@ -111,9 +111,9 @@ def pinned(value: Any, setting: str, run_dir: Path) -> Any:
 
 
 def check_exists(value: Any, setting: str, kind: type[Source]) -> None:
-    """Raises ConfigError for settings of sources that cannot be, and for files that are not there."""
+    """Raises ConfigError for invalid settings of sources and for files that do not exist."""
     for source in sources(value, setting, kind):
         path = source.source
-        name = hub.named(path) is not None and Path(path).suffix not in (*KINDS, *COMPRESSED)
-        there = name or Path(path).exists() or bool(glob.glob(path, recursive=True))
-        require(there, f"{setting}={path}: no such file")
+        name = hub.parse(path) is not None and Path(path).suffix not in (*KINDS, *COMPRESSED)
+        exists = name or Path(path).exists() or bool(glob.glob(path, recursive=True))
+        require(exists, f"{setting}={path}: no such file")

@@ -1,7 +1,7 @@
-"""The rows of a file as Arrow on disk, mapped into memory: parsed once, by whichever process of the run is first.
+"""The rows of a file as memory-mapped Arrow on disk: parsed once, by the first process of the run that needs them.
 
-Two columns: `row` is its JSON, `number` says where it is in the file. Rows keep what they have, and no more: neither do
-columns get one type, nor do rows get the columns of others. A JSON file beside it, written last, says what it holds.
+Two columns: `row` is the JSON of a row, `number` its place in the file. Rows keep exactly their own columns: values are
+not cast to a common type, and columns of other rows are not added. A JSON file beside it, written last, describes it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from megatron_collab.data.parsing import NAMED, Parsed, Unreadable, parse, refused
+from megatron_collab.data.parsing import NAMED, ParsedRow, Unreadable, parse, refusal
 from megatron_collab.runtime import files
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_BATCH_BYTES = 1 << 20  # characters of the rows that are written together
-_FORMAT = 1  # of what is written: raise it where that changes
+_BATCH_BYTES = 1 << 20  # characters of the rows written together
+_FORMAT = 1  # version of the stored files: raise it if they change
 
 
 @dataclass(frozen=True)
 class StoredRows:
-    """The rows of a file: JSON texts and numbers, Arrow's; the names of all columns; a digest that tells it apart."""
+    """The rows of a file: JSON texts and numbers as Arrow, the names of all columns, a digest of the file's state."""
 
     file: str
     texts: pa.ChunkedArray
@@ -39,16 +39,16 @@ class StoredRows:
         return len(self.texts)
 
 
-def stored(file: str, where: str, cache: Path) -> StoredRows:
-    """The rows of `file`, from `cache`, where they are written unless they are there already.
+def stored_rows(file: str, where: str, cache: Path) -> StoredRows:
+    """The rows of `file`, read from `cache`, after writing them there unless that is done.
 
-    Raises ValueError, which begins with `where`, for what cannot be read.
+    Raises ValueError, which begins with `where`, if the file cannot be read.
     """
     import pyarrow as pa
 
-    found = Path(file).stat()
-    of = [str(Path(file).absolute()), found.st_size, found.st_mtime_ns, _FORMAT]
-    digest = hashlib.blake2b(json.dumps(of).encode(), digest_size=8).hexdigest()
+    stat = Path(file).stat()
+    identity = [str(Path(file).absolute()), stat.st_size, stat.st_mtime_ns, _FORMAT]
+    digest = hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).hexdigest()
     arrow, about = cache / f"rows-{digest}.arrow", cache / f"rows-{digest}.json"
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / f".rows-{digest}.lock"):
@@ -60,7 +60,7 @@ def stored(file: str, where: str, cache: Path) -> StoredRows:
 
 
 def _write(file: Path, where: str, arrow: Path) -> list[str]:
-    """Write the rows of `file`; the names of their columns, as they first appear."""
+    """Writes the rows of `file`; returns their column names in order of first appearance."""
     import pyarrow as pa
 
     schema = pa.schema([("row", pa.string()), ("number", pa.int64())])
@@ -69,7 +69,7 @@ def _write(file: Path, where: str, arrow: Path) -> list[str]:
     draft = arrow.with_suffix(".unfinished")
     try:
         with files.writing(draft), pa.OSFile(str(draft), "wb") as out, pa.ipc.new_file(out, schema) as writer:
-            batch, size = list[Parsed](), 0
+            batch, size = list[ParsedRow](), 0
             for parsed in parse(file):
                 rows += 1
                 if isinstance(parsed, Unreadable):
@@ -84,17 +84,17 @@ def _write(file: Path, where: str, arrow: Path) -> list[str]:
                     batch, size = [], 0
             writer.write_batch(_batch(batch, schema))
     except Unreadable as error:
-        at = where if error.row is None else f"{where} row {error.row}"
-        raise ValueError(f"{at}: {error}") from error
+        location = where if error.row is None else f"{where} row {error.row}"
+        raise ValueError(f"{location}: {error}") from error
     if faults:
-        first, *others = faults
-        raise ValueError(refused(f"{where} row {first.row}: {first}", [each.row for each in others], bad, rows))
+        first, *more = faults
+        raise ValueError(refusal(f"{where} row {first.row}: {first}", [fault.row for fault in more], bad, rows))
     draft.replace(arrow)
     return list(columns)
 
 
-def _batch(rows: list[Parsed], schema: pa.Schema) -> Any:
+def _batch(rows: list[ParsedRow], schema: pa.Schema) -> Any:
     import pyarrow as pa
 
-    given: Mapping[str, list[Any]] = {"row": [row.text for row in rows], "number": [row.number for row in rows]}
-    return pa.RecordBatch.from_pydict(given, schema)
+    columns: Mapping[str, list[Any]] = {"row": [row.text for row in rows], "number": [row.number for row in rows]}
+    return pa.RecordBatch.from_pydict(columns, schema)

@@ -1,4 +1,4 @@
-"""Every row is read once before a run starts: bad ones are refused, and it is counted which are left out and why."""
+"""The survey before a run: every row is read once, bad rows are refused, and rows left out are counted by reason."""
 
 from __future__ import annotations
 
@@ -16,38 +16,39 @@ from jinja2 import TemplateError
 
 from megatron_collab.data.examples import Examples
 from megatron_collab.data.formats import FORMATS, Format
-from megatron_collab.data.parsing import NAMED, refused
+from megatron_collab.data.parsing import NAMED, refusal
 from megatron_collab.data.readers import Candidate, Unfit
 from megatron_collab.types import Task
 
-Lacks = Callable[[Task], str | None]  # what a task lacks that a metric or a user needs; None: nothing
+Lacks = Callable[[Task], str | None]  # what a task lacks for a metric or a user; None: nothing
 
 
-def _nothing(task: Task) -> None:
-    """Nothing is asked of it."""
+def _accept(task: Task) -> None:
+    """Accepts every task."""
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What is asked of every task. `lacks`, by setting: without it the metric does not apply, or the user cannot play.
+class TaskRequirements:
+    """The requirements on every task.
 
-    `check` raises ValueError for a task that its user, a metric or a tool cannot read. `decides`: what both follow
-    from, as JSON.
+    `lacks`, by setting: what a task lacks for the metric to apply, or for the user to play. `check` raises ValueError
+    if the task's user, a metric or a tool cannot read it. `depends_on`: the settings behind both, as JSON.
     """
 
     lacks: Mapping[str, Lacks] = field(default_factory=dict)
-    check: Callable[[Task], None] = _nothing
-    decides: Any = None
+    check: Callable[[Task], None] = _accept
+    depends_on: Any = None
 
 
-_NO_NEEDS = Needs()
+_NO_REQUIREMENTS = TaskRequirements()
 
 
 @dataclass(frozen=True)
 class Survey:
-    """Of a source the numbers of the rows that are left out, how many for which reason, and of each user that tasks
-    name the id of the first such task. `lacking`: by setting how many of the taken tasks lack what it needs of them.
-    `repeated`: what is said of ids that several tasks have."""
+    """The result for a source. `left_out`: numbers of the rows left out; `dropped`: how many for which reason; `users`:
+    for each user that tasks name, the id of the first such task; `lacking`: by setting, how many of the tasks taken
+    lack what; `repeated`: a message about ids that several tasks have.
+    """
 
     left_out: Sequence[int] = ()
     dropped: Mapping[str, int] = field(default_factory=dict)
@@ -61,27 +62,27 @@ def survey(
     longest: int,
     at_most: Callable[[Any], int],
     tokens: Callable[[Any], int],
-    needs: Needs = _NO_NEEDS,
+    requirements: TaskRequirements = _NO_REQUIREMENTS,
 ) -> Survey:
-    """Read every row; those of more than `longest` tokens, and those that are not to be learned from, are left out.
+    """Reads every row; leaves out rows of more than `longest` tokens, and rows that nothing can be learned from.
 
-    `tokens` of an example are asked for only where `at_most`, a bound of them, is above `longest`. Raises
-    ValueError for bad rows, naming setting, file and row of the first, and how many there are.
+    `tokens` of an example is called only if `at_most`, an upper bound, exceeds `longest`. Raises ValueError for bad
+    rows, naming setting, file and row of the first, and how many there are.
     """
     left_out, dropped, users = list[int](), Counter[str](), dict[str, str]()
     bad, first_bad = list[int](), ""
-    lacking = {setting: Counter[str]() for setting in needs.lacks}
-    ids = _Ids()
+    lacking = {setting: Counter[str]() for setting in requirements.lacks}
+    ids = _TaskIds()
     format = FORMATS.get(examples.format)
-    taken = _taken(examples, format) if format and format.candidate and not examples.distinct else None
+    chosen = _chosen_candidates(examples, format) if format and format.candidate and not examples.distinct else None
     for number, row in examples.numbered():
         try:
             example = examples.read(row, number)
-            if taken is not None and number not in taken:
+            if chosen is not None and number not in chosen:
                 raise Unfit("in place of which another candidate is taken")
-            if at_most(example) > longest and _counted(example, tokens, examples.at, number) > longest:
+            if at_most(example) > longest and _token_count(example, tokens, examples.at, number) > longest:
                 raise Unfit(f"of more than {longest} tokens")
-            lacked = _lacked(example, needs, examples.at, number) if isinstance(example, Task) else {}
+            task_lacks = _lacking(example, requirements, examples.at, number) if isinstance(example, Task) else {}
         except Unfit as reason:
             left_out.append(number)
             dropped[str(reason)] += 1
@@ -92,17 +93,17 @@ def survey(
             if isinstance(example, Task):
                 ids.add(example.id, number)
                 users.setdefault(example.user, example.id)
-                for setting, what in lacked.items():
-                    lacking[setting][what] += 1
+                for setting, requirement in task_lacks.items():
+                    lacking[setting][requirement] += 1
     if bad:
-        others = [examples.at(number).rpartition(" ")[2] for number in bad[1:NAMED]]
-        raise ValueError(refused(first_bad, others, len(bad), len(examples.rows)))
-    counted = {setting: dict(found) for setting, found in lacking.items() if found}
-    return Survey(left_out, dict(dropped), users, counted, ids.said(examples))
+        next_rows = [examples.at(number).rpartition(" ")[2] for number in bad[1:NAMED]]
+        raise ValueError(refusal(first_bad, next_rows, len(bad), len(examples.rows)))
+    lacking_counts = {setting: dict(counts) for setting, counts in lacking.items() if counts}
+    return Survey(left_out, dict(dropped), users, lacking_counts, ids.message(examples))
 
 
-class _Ids:
-    """Which ids are there twice, in 16 bytes a row."""
+class _TaskIds:
+    """Finds repeated ids of tasks, in 16 bytes a row."""
 
     def __init__(self) -> None:
         self._hashes, self._numbers = array("q"), array("q")
@@ -111,42 +112,42 @@ class _Ids:
         self._hashes.append(hash(name))
         self._numbers.append(number)
 
-    def said(self, examples: Examples[Any]) -> str:
-        """How many have the id of an earlier one, and which is the first; empty where none has."""
+    def message(self, examples: Examples[Any]) -> str:
+        """How many tasks have the id of an earlier one, and which is the first; empty if none."""
         hashes, numbers = np.array(self._hashes), np.array(self._numbers)
         order = np.argsort(hashes, kind="stable")
-        again = order[1:][hashes[order][1:] == hashes[order][:-1]]
-        if not len(again):
+        repeats = order[1:][hashes[order][1:] == hashes[order][:-1]]
+        if not len(repeats):
             return ""
-        first = int(again.min())
+        first = int(repeats.min())
         before, number = int(numbers[np.argmax(hashes == hashes[first])]), int(numbers[first])
         name = textwrap.shorten(repr(examples.read(examples.rows[number], number).id), 60, placeholder=" …")
         rows = (examples.at(at).rpartition(" ")[2] for at in (number, before))
-        which = "row {} that of row {}".format(*rows)
-        return f"ids that several rows have: {len(again)} have that of an earlier one, the first is {which} ({name})"
+        place = "row {} that of row {}".format(*rows)
+        return f"ids that several rows have: {len(repeats)} have that of an earlier one, the first is {place} ({name})"
 
 
-def _lacked(task: Task, needs: Needs, at: Callable[[int], str], number: int) -> dict[str, str]:
-    """What a task lacks, by setting, once it is checked."""
+def _lacking(task: Task, requirements: TaskRequirements, at: Callable[[int], str], number: int) -> dict[str, str]:
+    """What a task lacks, by setting. Raises ValueError if the check refuses the task."""
     try:
-        needs.check(task)
-        return {setting: what for setting, lacks in needs.lacks.items() if (what := lacks(task))}
-    except Exception as error:  # of a user, a metric or a tool from anywhere
+        requirements.check(task)
+        return {setting: requirement for setting, lacks in requirements.lacks.items() if (requirement := lacks(task))}
+    except Exception as error:  # users, metrics and tools may raise anything
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"{at(number)}: {reason}") from error
 
 
-def _counted(example: Any, tokens: Callable[[Any], int], at: Callable[[int], str], number: int) -> int:
+def _token_count(example: Any, tokens: Callable[[Any], int], at: Callable[[int], str], number: int) -> int:
     try:
         return tokens(example)
-    except ValueError as error:  # calls of tools that the template does not write
+    except ValueError as error:  # the template does not write tool calls
         raise ValueError(f"{at(number)}: {error}") from error
     except (TemplateError, ArithmeticError, LookupError, RecursionError, TypeError) as error:
         raise ValueError(f"{at(number)}: the chat template of model.path refuses it: {error}") from error
 
 
 def first_of_prompts(candidates: Sequence[tuple[int, Candidate, str]]) -> set[int]:
-    """The numbers of the first row of each prompt; of a row its number, its candidate and its prompt."""
+    """The row number of the first candidate of each prompt; `candidates`: (row number, candidate, prompt)."""
     first: dict[str, int] = {}
     for number, _, prompt in candidates:
         first.setdefault(prompt, number)
@@ -154,7 +155,7 @@ def first_of_prompts(candidates: Sequence[tuple[int, Candidate, str]]) -> set[in
 
 
 def best_of_conversations(candidates: Sequence[tuple[int, Candidate, str]]) -> set[int]:
-    """The numbers of the rows with the best score of the last turn of each conversation, the first of equal ones."""
+    """The row number of the best candidate of the last turn of each conversation, the first of equal ones."""
     best: dict[str, tuple[tuple[int, float], int]] = {}
     for number, candidate, _ in candidates:
         rank = candidate.turn, candidate.score
@@ -164,8 +165,8 @@ def best_of_conversations(candidates: Sequence[tuple[int, Candidate, str]]) -> s
 
 
 def candidates_of(examples: Examples[Any], format: Format) -> list[tuple[int, Candidate, str]]:
-    """Number, candidate and a digest of the prompt of every row. Raises ValueError naming the row."""
-    found = []
+    """Row number, candidate and a digest of the prompt of every row. Raises ValueError naming the row."""
+    candidates = []
     for number, row in examples.numbered():
         try:
             assert format.candidate
@@ -173,11 +174,11 @@ def candidates_of(examples: Examples[Any], format: Format) -> list[tuple[int, Ca
         except (ValueError, TypeError) as error:
             raise ValueError(f"{examples.at(number)}: {error}") from error
         prompt = json.dumps(row["prompt"], sort_keys=True).encode()
-        found.append((number, candidate, hashlib.blake2b(prompt, digest_size=16).hexdigest()))
-    return found
+        candidates.append((number, candidate, hashlib.blake2b(prompt, digest_size=16).hexdigest()))
+    return candidates
 
 
-def _taken(examples: Examples[Any], format: Format) -> set[int]:
-    """For tasks a row of each prompt, for conversations the best of each conversation."""
+def _chosen_candidates(examples: Examples[Any], format: Format) -> set[int]:
+    """The rows to keep: for tasks one row of each prompt, for conversations the best of each conversation."""
     candidates = candidates_of(examples, format)
     return first_of_prompts(candidates) if examples.use == "task" else best_of_conversations(candidates)

@@ -1,4 +1,4 @@
-"""Conversations with calls of tools, as OpenAI's interface writes them, for supervised training."""
+"""Conversations with tool calls in the format of OpenAI's API, for supervised training."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ Tools = tuple[Mapping[str, Any], ...]  # schemas of tools
 
 
 class ToolConversation(tuple[Message, ...]):
-    """The messages of a conversation, and `tools`: the schemas that its prompt tells the policy of."""
+    """The messages of a conversation, and `tools`: the schemas shown in its prompt."""
 
     tools: Tools
 
     def __new__(cls, messages: Iterable[Message], tools: Iterable[Mapping[str, Any]] = ()) -> ToolConversation:
-        made = super().__new__(cls, messages)
-        made.tools = tuple(tools)
-        return made
+        conversation = super().__new__(cls, messages)
+        conversation.tools = tuple(tools)
+        return conversation
 
 
 def has_tools(row: Mapping[str, Any]) -> bool:
-    """Whether a row with `messages` is for `tool_conversation`."""
+    """Whether a row with `messages` must be read by `tool_conversation`."""
     messages = [message for message in row.get("messages") or () if isinstance(message, Mapping)]
     return bool(row.get("tools")) or any(m.get("role") == "tool" or m.get("tool_calls") for m in messages)
 
 
 def content_of(message: Mapping[str, Any], column: str) -> Any:
-    """The content of a message, as one text where it is a list of parts {type: text, text}. Raises ValueError."""
+    """The content of a message; a list of parts {type: text, text} becomes one text. Raises ValueError."""
     content = message.get("content")
     if not isinstance(content, list):
         return content
@@ -44,27 +44,27 @@ def tool_conversation(row: Mapping[str, Any]) -> ToolConversation:
     """The conversation of a row: an assistant message may have `tool_calls`, which tool messages answer.
 
     Columns: `messages`, and `tools`, a list of schemas or its JSON; arguments of a call are an object or its JSON.
-    Entries that are null are left out: Arrow gives every row the names of all. Raises ValueError.
+    Null entries are removed, because Arrow gives every row the names of all rows. Raises ValueError.
     """
     messages = [_message(message) for message in row["messages"]]
-    before = "start"
+    previous = "start"
     for message in messages:
         role = "calls" if message.tool_calls else message.role
-        if role not in _AFTER[before]:
+        if role not in _AFTER[previous]:
             after = {"start": "at the beginning", "calls": "after tool_calls"}.get(
-                before, f"after a message of {before}"
+                previous, f"after a message of {previous}"
             )
             raise ValueError(f"messages has a message of {message.role} {after}; tool messages answer tool_calls")
-        before = role
-    if before != "assistant":
+        previous = role
+    if previous != "assistant":
         raise ValueError("messages must end with a reply of the assistant")
-    tools = _filled(_from_json(row.get("tools") or [], "tools"))
+    tools = _non_null(_from_json(row.get("tools") or [], "tools"))
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("tools is not a list of schemas; give those of OpenAI's interface")
-    return ToolConversation(messages, [tool if "function" in tool else _wrapped(tool) for tool in tools])
+    return ToolConversation(messages, [tool if "function" in tool else _wrap(tool) for tool in tools])
 
 
-# What may follow what.
+# The roles that may follow a role.
 _AFTER = {
     "start": ("system", "user"),
     "system": ("user",),
@@ -75,13 +75,13 @@ _AFTER = {
 }
 
 
-def _wrapped(function: dict[str, Any]) -> dict[str, Any]:
+def _wrap(function: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _message(given: Mapping[str, Any]) -> Message:
-    role, content = given.get("role"), content_of(given, "messages")
-    calls = tuple(_call(call) for call in given.get("tool_calls") or ())
+def _message(message: Mapping[str, Any]) -> Message:
+    role, content = message.get("role"), content_of(message, "messages")
+    calls = tuple(_call(call) for call in message.get("tool_calls") or ())
     if role not in ("system", "user", "assistant", "tool") or (calls and role != "assistant"):
         raise ValueError(f"messages has a message of role {role!r}{' with tool_calls' if calls else ''}")
     if content is None and calls:
@@ -91,23 +91,23 @@ def _message(given: Mapping[str, Any]) -> Message:
     return Message(role, content, calls)
 
 
-def _call(given: Any) -> ToolCall:
-    function = given.get("function", given) if isinstance(given, Mapping) else {}
+def _call(call: Any) -> ToolCall:
+    function = call.get("function", call) if isinstance(call, Mapping) else {}
     name, arguments = function.get("name"), _from_json(function.get("arguments") or {}, "arguments")
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         raise ValueError("tool_calls has a call without a name or with other arguments than an object")
-    return ToolCall(name, _filled(arguments))
+    return ToolCall(name, _non_null(arguments))
 
 
-def _from_json(value: Any, what: str) -> Any:
+def _from_json(value: Any, column: str) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise ValueError(f"{what} is no JSON: {error}") from error
+        raise ValueError(f"{column} is no JSON: {error}") from error
 
 
-def _filled(tree: Any) -> Any:
-    """`tree` without the entries that are null."""
+def _non_null(tree: Any) -> Any:
+    """`tree` without its null entries."""
     if isinstance(tree, Mapping):
-        return {name: _filled(value) for name, value in tree.items() if value is not None}
-    return [_filled(value) for value in tree] if isinstance(tree, Sequence) and not isinstance(tree, str) else tree
+        return {name: _non_null(value) for name, value in tree.items() if value is not None}
+    return [_non_null(value) for value in tree] if isinstance(tree, Sequence) and not isinstance(tree, str) else tree

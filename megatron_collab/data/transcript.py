@@ -13,10 +13,10 @@ _ROLE_MARK = re.compile(r"^(\\*)\*\*(User|Assistant|Tool)\*\*: ", re.MULTILINE)
 
 
 def render(messages: Sequence[Message], *, tools: bool = False) -> str:
-    """`**Role**: content` a message, of those that are `shown`.
+    """`**Role**: content` for each message that is `shown`.
 
-    A content that itself holds such a mark at the start of a line gets a backslash before it, so that no message can
-    speak for the other side.
+    If a content has such a mark at the start of a line, it gets a backslash before it, so that no message can speak for
+    the other side.
     """
     return "\n".join(
         f"**{message.role.capitalize()}**: " + _ROLE_MARK.sub(r"\\\g<0>", message.content)
@@ -25,11 +25,11 @@ def render(messages: Sequence[Message], *, tools: bool = False) -> str:
 
 
 def shown(messages: Sequence[Message], *, tools: bool = False) -> list[Message]:
-    """The messages without system ones and thoughts; tools' messages and the calls before them only with `tools`."""
-    found = []
+    """Messages without system messages and thoughts; tool messages, and the calls before them, only with `tools`."""
+    visible_messages = []
     for message, after in zip_longest(messages, messages[1:]):
         about_tools = message.role == "tool" or (message.role == "assistant" and after and after.role == "tool")
         if message.role != "system" and (tools or not about_tools):
             text = visible(message.content) if message.role == "assistant" else message.content
-            found.append(replace(message, content=text))
-    return found
+            visible_messages.append(replace(message, content=text))
+    return visible_messages

@@ -1,4 +1,4 @@
-"""Worlds that make a small random model and its data on the spot, by their names or as package.module:Class."""
+"""Worlds that generate a small random model and its data, by name or as package.module:Class."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ GOAL_CHECKS = {"booking": f"{__name__}.booking:check_goal"}
 
 
 class World(Extension):
-    """Base of the worlds. `result_names`: what result.json calls metrics of the world, by its name for each."""
+    """Base class of worlds. `result_names`: metrics of the world, by their names in result.json."""
 
     result_names: ClassVar[Mapping[str, str]] = {}
 
     def make(self, folder: Path, seed: int, source: str | None) -> None:
         """Write model/ (a Hugging Face model) and JSONL files into `folder`; `source` is data.path.
 
-        Raises ValueError or FileNotFoundError where the source does not have what the world is made from.
+        Raises ValueError or FileNotFoundError if the source lacks the data that the world is made from.
         """
         raise NotImplementedError
 
 
 class Script:
-    """A function, from a task's goal and the conversation to the user's next message.
+    """A function from a task's goal and the conversation to the user's next message.
 
-    There are no messages where the user opens the conversation.
+    There are no messages if the user opens the conversation.
     """
 
     def __call__(self, goal: str, messages: Sequence[Message]) -> str:
@@ -42,14 +42,14 @@ class Script:
 
 
 class GoalCheck:
-    """A function, which raises ValueError, with the way out, for a goal that the script of a world cannot read."""
+    """A function that raises ValueError, with a remedy, for a goal that the script of a world cannot read."""
 
     def __call__(self, goal: str) -> None:
         raise NotImplementedError
 
 
 def find_world(name: str) -> type[World]:
-    """One of WORLDS, or package.module:Class. Raises ConfigError."""
+    """The world `name`: one of WORLDS, or package.module:Class. Raises ConfigError."""
     return lookup(name, "data.world", WORLDS, World)
 
 
@@ -59,15 +59,15 @@ def find_script(name: str) -> Script:
 
 
 def find_goal_check(name: str) -> GoalCheck | None:
-    """What checks the goals of the script `name`, where there is such a function."""
+    """The check of the goals of the script `name`, or None."""
     return lookup(name, "scripted", GOAL_CHECKS, GoalCheck) if name in GOAL_CHECKS else None
 
 
 def prepare(config: Config) -> None:
-    """Make `data.world` in `data.dir` unless it exists already; safe when several processes call it at once.
+    """Makes `data.world` in `data.dir` unless it exists; safe if several processes call it at once.
 
-    Raises ConfigError for an unknown world, and where `data.dir` is not set or holds another one; FileNotFoundError
-    where the world's source (`data.path`) does not exist.
+    Raises ConfigError for an unknown world, or if `data.dir` is not set or holds another world; FileNotFoundError if
+    the source of the world (`data.path`) does not exist.
     """
     if config.data.world is None:
         return
@@ -88,11 +88,11 @@ def prepare(config: Config) -> None:
             (unfinished / "world.json").write_text(json.dumps(identity) + "\n")
             unfinished.rename(folder)
     marker = folder / "world.json"
-    found = json.loads(marker.read_text()) if marker.is_file() else "something else"
-    message = f"data.dir={folder}: holds {found}, not {identity}; choose another data.dir, or remove it"
-    require(found == identity, message)
+    existing = json.loads(marker.read_text()) if marker.is_file() else "something else"
+    message = f"data.dir={folder}: holds {existing}, not {identity}; choose another data.dir, or remove it"
+    require(existing == identity, message)
 
 
 def result_names(config: Config) -> Mapping[str, str]:
-    """What result.json calls metrics of the run's world, by its name for each."""
+    """The metrics of the run's world, by their names in result.json."""
     return find_world(config.data.world).result_names if config.data.world else {}

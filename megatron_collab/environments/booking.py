@@ -1,7 +1,7 @@
 """The embedded default world: the user wants a table for N people, on a day, at a time, and says only part of it.
 
 Everything is exact: which slots a message gives, which a reply asks for, and whether the final booking is right. The
-supervised conversations show mixed behaviour, most of it guessing: asking is left to be learned from reward.
+supervised conversations show mixed behavior, mostly guessing: asking must be learned from reward.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ QUESTION = {"people": "how many people", "day": "which day", "time": "what time"
 REQUEST, FINAL = "please book a table", "done :"
 CONTEXT = 256  # tokens; the longest conversation takes about a third
 
-COMPLETE_EVERY = 6  # in every so many conversations the first message says everything
+COMPLETE_EVERY = 6  # in one of so many conversations the first message says everything
 # The training tasks show more of what a first message rarely is: complete, or followed by a question and its answer.
 TRAIN_COMPLETE_EVERY, TRAIN_LATER = 3, 0.25
-# In so many of every so many evaluated tasks it says everything: enough to count the questions that are needless.
+# The first message says everything in 5 of 8 evaluated tasks: enough to count needless questions.
 EVALUATED, EVALUATED_COMPLETE = 640, (5, 8)
 # How the supervised conversations behave.
 ASKS, ASKS_ALL, ASKS_AGAIN, ASKS_NEEDLESSLY = 0.28, 0.5, 0.2, 0.06
@@ -55,7 +55,7 @@ def final(goal: Goal) -> str:
     return f"{FINAL} {say(goal, SLOTS)}"
 
 
-def asked(text: str) -> frozenset[str]:
+def slots_asked(text: str) -> frozenset[str]:
     """The slots that an assistant's message asks for."""
     return frozenset(slot for slot in SLOTS if QUESTION[slot] in text)
 
@@ -67,14 +67,14 @@ def is_final(text: str) -> bool:
 def missing(task: Task) -> frozenset[str]:
     """The slots that no user message of the task has given yet."""
     goal = json.loads(task.goal)
-    said = " ".join(message.content for message in task.messages if message.role == "user")
-    return frozenset(slot for slot in SLOTS if say(goal, [slot]) not in said)
+    text = " ".join(message.content for message in task.messages if message.role == "user")
+    return frozenset(slot for slot in SLOTS if say(goal, [slot]) not in text)
 
 
 def reply(goal: str, messages: Sequence[Message]) -> str:
-    """The user's next message, by a goal in JSON: what was asked for, the request again, or the end after a booking.
+    """The user's next message for a goal in JSON: the slots asked for, the request again, or the end after a booking.
 
-    Without messages the first one, which gives a random part of the goal that follows from the goal.
+    Without messages it is the first message, which gives a part of the goal. The part is drawn with the goal as seed.
     """
     if not messages:
         rng = random.Random(goal)
@@ -82,7 +82,7 @@ def reply(goal: str, messages: Sequence[Message]) -> str:
     text = messages[-1].content
     if is_final(text):
         return f"thanks . {STOP}"
-    return f"{say(json.loads(goal), slots)} ." if (slots := asked(text)) else f"{REQUEST} ."
+    return f"{say(json.loads(goal), slots)} ." if (slots := slots_asked(text)) else f"{REQUEST} ."
 
 
 def check_goal(goal: str) -> None:
@@ -96,49 +96,49 @@ def check_goal(goal: str) -> None:
 
 
 def tasks(seed: int, n: int, *, held_out: bool = False) -> list[Task]:
-    """`n` tasks. Held-out ones all begin with the user's first message; its goal and its words occur in no training."""
+    """`n` tasks. Held-out ones begin with the user's first message; its goal and its words never occur in training."""
     rng = random.Random(f"tasks {seed} {held_out}")
-    made = enumerate(islice(_evaluated(rng) if held_out else _trained(rng), n))
+    openings = enumerate(islice(_evaluated(rng) if held_out else _trained(rng), n))
     name = f"booking-{'eval' if held_out else 'train'}-{seed}"
-    return [Task(f"{name}-{i}", messages, json.dumps(goal), final(goal), USER) for i, (goal, messages) in made]
+    return [Task(f"{name}-{i}", messages, json.dumps(goal), final(goal), USER) for i, (goal, messages) in openings]
 
 
 def _trained(rng: random.Random) -> Iterator[tuple[Goal, tuple[Message, ...]]]:
     for i in count():
-        goal, given = _opening(rng, i % TRAIN_COMPLETE_EVERY == 0, held_out=False)
-        messages = [_first(goal, given)]
+        goal, revealed = _opening(rng, i % TRAIN_COMPLETE_EVERY == 0, held_out=False)
+        messages = [_first(goal, revealed)]
         if rng.random() < TRAIN_LATER:
-            unknown = set(SLOTS) - given or set(SLOTS)
-            messages += _exchange(goal, messages, _some(rng, unknown))
+            unknown = set(SLOTS) - revealed or set(SLOTS)
+            messages += _exchange(goal, messages, _random_part(rng, unknown))
         yield goal, tuple(messages)
 
 
 def _evaluated(rng: random.Random) -> Iterator[tuple[Goal, tuple[Message, ...]]]:
-    """The complete ones go through all held-out goals before one comes again."""
+    """The complete ones use all held-out goals before one repeats."""
     goals = _goals(held_out=True)
     once = cycle(rng.sample(goals, len(goals)))
-    share, of = EVALUATED_COMPLETE
+    share, period = EVALUATED_COMPLETE
     for i in count():
-        complete = i * share % of < share  # spread evenly: any first part has both kinds
-        goal, given = (next(once), set(SLOTS)) if complete else _opening(rng, False, held_out=True)
-        yield goal, (_first(goal, given),)
+        complete = i * share % period < share  # spread evenly: any first part has both kinds
+        goal, revealed = (next(once), set(SLOTS)) if complete else _opening(rng, False, held_out=True)
+        yield goal, (_first(goal, revealed),)
 
 
 def conversations(seed: int, n: int) -> list[tuple[Message, ...]]:
-    """`n` whole conversations for supervised training; they never show a held-out goal."""
+    """`n` full conversations for supervised training; they never show a held-out goal."""
     rng = random.Random(f"conversations {seed}")
     return [_conversation(rng, i % COMPLETE_EVERY == 0) for i in range(n)]
 
 
 def _conversation(rng: random.Random, complete: bool) -> tuple[Message, ...]:
-    goal, given = _opening(rng, complete, held_out=False)
-    messages = [_first(goal, given)]
-    unknown = set(SLOTS) - given
+    goal, revealed = _opening(rng, complete, held_out=False)
+    messages = [_first(goal, revealed)]
+    unknown = set(SLOTS) - revealed
     if not unknown and rng.random() < ASKS_NEEDLESSLY:
-        messages += _exchange(goal, messages, _some(rng, SLOTS))
+        messages += _exchange(goal, messages, _random_part(rng, SLOTS))
     chance = ASKS
     while unknown and rng.random() < chance:
-        questions = unknown if rng.random() < ASKS_ALL else _some(rng, unknown)
+        questions = unknown if rng.random() < ASKS_ALL else _random_part(rng, unknown)
         messages += _exchange(goal, messages, questions)
         unknown = unknown - questions
         chance = ASKS_AGAIN
@@ -147,37 +147,37 @@ def _conversation(rng: random.Random, complete: bool) -> tuple[Message, ...]:
 
 
 def _opening(rng: random.Random, complete: bool, held_out: bool) -> tuple[Goal, set[str]]:
-    """A goal and the slots that the first message gives of it; goal and message are both held out, or neither."""
+    """A goal, and the slots of it that the first message reveals. Goal and message are both held out, or neither."""
     goals = _goals(held_out)
     while True:
         goal = rng.choice(goals)
-        given = set(SLOTS) if complete else set(rng.sample(list(SLOTS), rng.randrange(len(SLOTS))))
-        if _held_out(goal, given) == held_out:
-            return goal, given
+        revealed = set(SLOTS) if complete else set(rng.sample(list(SLOTS), rng.randrange(len(SLOTS))))
+        if _held_out(goal, revealed) == held_out:
+            return goal, revealed
 
 
 @cache
 def _goals(held_out: bool) -> list[Goal]:
-    every = (dict(zip(SLOTS, values, strict=True)) for values in product(*SLOTS.values()))
-    return [goal for goal in every if _held_out(goal, SLOTS) == held_out]
+    all_goals = (dict(zip(SLOTS, values, strict=True)) for values in product(*SLOTS.values()))
+    return [goal for goal in all_goals if _held_out(goal, SLOTS) == held_out]
 
 
-def _held_out(goal: Goal, given: Collection[str]) -> bool:
-    """Whether a first message that gives these slots is kept from training; with all slots, whether the goal is.
+def _held_out(goal: Goal, revealed: Collection[str]) -> bool:
+    """Whether a first message that reveals these slots is kept from training; with all slots, whether the goal is.
 
-    Three of five are, and each single value occurs on both sides. A request that gives nothing is trained on.
+    Three of five are, and each single value occurs on both sides. A request that reveals nothing is trained on.
     """
-    return len(given) > 0 and sum(SLOTS[slot].index(goal[slot]) for slot in given) % 5 < 3
+    return len(revealed) > 0 and sum(SLOTS[slot].index(goal[slot]) for slot in revealed) % 5 < 3
 
 
-def _some(rng: random.Random, slots: Collection[str]) -> set[str]:
+def _random_part(rng: random.Random, slots: Collection[str]) -> set[str]:
     """A random part of `slots`, never empty."""
     choices = [slot for slot in SLOTS if slot in slots]
     return set(rng.sample(choices, rng.randint(1, len(choices))))
 
 
-def _first(goal: Goal, given: set[str]) -> Message:
-    return Message("user", " ".join([REQUEST, *([say(goal, given)] if given else []), "."]))
+def _first(goal: Goal, revealed: set[str]) -> Message:
+    return Message("user", " ".join([REQUEST, *([say(goal, revealed)] if revealed else []), "."]))
 
 
 def _exchange(goal: Goal, messages: Sequence[Message], slots: set[str]) -> list[Message]:
@@ -187,7 +187,7 @@ def _exchange(goal: Goal, messages: Sequence[Message], slots: set[str]) -> list[
 
 
 def words() -> list[str]:
-    """Every word of the world."""
+    """All words of the world."""
     phrases = [*SAYING.values(), *QUESTION.values(), REQUEST, FINAL, "and ? . thanks"]
     language = [word for phrase in phrases for word in phrase.split() if word != "{}"]
     return list(dict.fromkeys([*language, *(value for values in SLOTS.values() for value in values)]))

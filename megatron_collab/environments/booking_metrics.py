@@ -12,7 +12,7 @@ from megatron_collab.types import Conversation, Score, Task
 
 
 class BookingMetric(Metric):
-    """Base: `measure` gets the policy's replies and the slots that the task's messages leave open."""
+    """Base class: `measure` gets the policy's replies and the slots that the task's messages leave open."""
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         if self.lacks(self.options, task):
@@ -46,7 +46,7 @@ class AskWhenMissing(BookingMetric):
     """Whether the trained turn asks, over the tasks whose messages leave something open."""
 
     def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float:
-        return float(bool(booking.asked(replies[0])))
+        return float(bool(booking.slots_asked(replies[0])))
 
     @classmethod
     def lacks(cls, options: Any, task: Task) -> str | None:
@@ -57,7 +57,7 @@ class AskWhenComplete(BookingMetric):
     """Whether the trained turn asks, over the tasks whose messages say everything."""
 
     def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float:
-        return float(bool(booking.asked(replies[0])))
+        return float(bool(booking.slots_asked(replies[0])))
 
     @classmethod
     def lacks(cls, options: Any, task: Task) -> str | None:
@@ -65,22 +65,22 @@ class AskWhenComplete(BookingMetric):
 
 
 class MissingQuestions(BookingMetric):
-    """How many slots the policy was not told and did not ask for before it booked."""
+    """How many slots the policy neither knew nor asked for before it booked."""
 
     def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float:
         before = takewhile(lambda reply: not booking.is_final(reply), replies)
-        return float(len(missing.difference(*map(booking.asked, before))))
+        return float(len(missing.difference(*map(booking.slots_asked, before))))
 
 
 class NeedlessQuestions(BookingMetric):
-    """How many questions the policy asked whose answer it already had."""
+    """How many slots the policy asked for although it knew them."""
 
     def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float:
         unknown, needless = set(missing), 0
         for reply in replies:
-            asked = booking.asked(reply)
-            needless += len(asked - unknown)
-            unknown -= asked
+            slots = booking.slots_asked(reply)
+            needless += len(slots - unknown)
+            unknown -= slots
         return float(needless)
 
 
@@ -89,7 +89,7 @@ class RightOnceTold(BookingMetric):
     reply asks for exactly what is missing."""
 
     def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float | None:
-        asks_all = booking.asked(replies[0]) == missing
+        asks_all = booking.slots_asked(replies[0]) == missing
         return float(replies[-1].strip() == task.answer) if asks_all else None
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Grade-school problems as conversations: the first message is the question alone, the user knows the facts.
+"""Grade-school problems as conversations: the first message is the bare question, and the user knows the facts.
 
 A GSM8K file has rows {question, answer}; the answer ends in "#### number".
 """
@@ -24,15 +24,15 @@ _ABBREVIATION = re.compile(r"\b(?:Mr|Mrs|Ms|Dr|St|Prof|vs)\.\s*$")
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a problem; joined by a space they are the problem, white space aside."""
-    found: list[str] = []
+    """The sentences of a problem; joined by spaces they are the problem, except for white space."""
+    parts: list[str] = []
     begin = 0
     for boundary in _BOUNDARY.finditer(text):
         sentence = text[begin : boundary.end()]
         if not _ABBREVIATION.search(sentence) and not text[boundary.end() :][:1].islower():
-            found.append(sentence)
+            parts.append(sentence)
             begin = boundary.end()
-    return [stripped for sentence in [*found, text[begin:]] if (stripped := " ".join(sentence.split()))]
+    return [stripped for sentence in [*parts, text[begin:]] if (stripped := " ".join(sentence.split()))]
 
 
 def cut(problem: str) -> tuple[str, list[str]]:
@@ -44,14 +44,14 @@ def cut(problem: str) -> tuple[str, list[str]]:
 
 def tasks(file: Path) -> list[Task]:
     """A task for each row of a GSM8K file, in its order; the answer is the number behind ####."""
-    made = []
+    problems = []
     for i, line in enumerate(file.read_text().splitlines()):
         row = json.loads(line)
         question, facts = cut(row["question"])
         goal = json.dumps({"question": question, "facts": facts}, ensure_ascii=False)
         answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
-        made.append(Task(f"gsm8k-{file.stem}-{i}", (Message("user", question),), goal, answer, USER))
-    return made
+        problems.append(Task(f"gsm8k-{file.stem}-{i}", (Message("user", question),), goal, answer, USER))
+    return problems
 
 
 class Gsm8k(World):

@@ -1,4 +1,4 @@
-"""A tiny random Qwen3 with its tokenizer as an ordinary Hugging Face folder."""
+"""A tiny random Qwen3 with its tokenizer as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
 
 
 def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """A token a word; words are parted by spaces."""
+    """One token per word; words are separated by spaces."""
     vocabulary = {word: i for i, word in enumerate([*SPECIAL, *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -28,7 +28,7 @@ def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def byte_tokenizer(texts: Iterable[str], vocabulary_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer learned from `texts`: any text can be written with it."""
+    """A byte-level BPE tokenizer learned from `texts`; it can encode any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

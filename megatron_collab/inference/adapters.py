@@ -1,8 +1,8 @@
-"""Adapters that a server of the policy holds beside the base (model.lora.serve=adapters): its start, and their name.
+"""Adapters that a policy server holds besides the base (model.lora.serve=adapters): files and arguments at its start.
 
-SGLang makes room for A and B at its start, for adapters that it loads then, and a request names those that it is
-sampled with. The run's have one name. They are loaded empty, so that A and B are zero, and written in place by every
-weight sync (weight_sync/receiver.py).
+SGLang allocates A and B at its start for the adapters that it loads then, and a request names the adapters to sample
+with. The run's adapters have one name. They are loaded empty, so that A and B are zero, and every weight sync writes
+them in place (weight_sync/receiver.py).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from megatron_collab.models import hf_config, lora
 from megatron_collab.runtime import hub
 
 NAME = "policy"
-SLOTS = 2  # of A and B in each linear layer: the base's, where they stay zero, and the run's
+SLOTS = 2  # of A and B in each linear layer: one for the base, which stays zero, and one for the run's adapters
 
 
-def served(config: Config) -> str | None:
-    """What requests name; None where servers hold merged weights."""
+def served_name(config: Config) -> str | None:
+    """Name of the adapters in requests; None if servers hold merged weights."""
     return NAME if config.model.lora.served else None
 
 
 def write(folder: Path, config: Config) -> None:
-    """Adapters of the run's rank, alpha and targets, as SGLang reads them at its start: PEFT's files, of no tensor."""
+    """Write adapters with the run's rank, alpha and targets for SGLang's start: PEFT's files without tensors."""
     shape = hf_config.read(hub.folder(config.model.path) / "config.json")
     settings = {
         "peft_type": "LORA",
@@ -41,9 +41,9 @@ def write(folder: Path, config: Config) -> None:
 
 
 def arguments(folder: Path, on_cpu: bool) -> dict[str, Any]:
-    """SGLang's arguments for the adapters in `folder`; pinned, they keep their slot."""
-    found: dict[str, Any] = {
+    """SGLang's arguments for the adapters in `folder`; they are pinned, so they keep their slot."""
+    options: dict[str, Any] = {
         "lora-paths": {"lora_name": NAME, "lora_path": str(folder), "pinned": True},
         "max-loras-per-batch": SLOTS,
     }
-    return found | ({"lora-backend": "torch_native"} if on_cpu else {})
+    return options | ({"lora-backend": "torch_native"} if on_cpu else {})

@@ -1,7 +1,7 @@
-"""Who plays the assistant in conversations: what the Player asks for, and a model behind LiteLLM as one who does.
+"""The assistant of a conversation: the interface that the Player uses, and an implementation behind LiteLLM.
 
 The policy is sampled by token ids from SGLang servers (router.py), with prompts from its chat template. Any other model
-is given the messages and gives text; it can be evaluated, and not trained.
+gets messages and returns text; it can be evaluated, but not trained.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_collab.llm.client import LlmClient
 from megatron_collab.llm.endpoint import SERVED, with_token_budget
 from megatron_collab.types import Finish, Message, ToolCall, Turn
 
-UNKNOWN = -1  # the id of a token of which only the number is known
+UNKNOWN = -1  # token id of tokens that are only counted
 
 
 class Assistant(Protocol):
@@ -35,13 +35,13 @@ class Assistant(Protocol):
         stop: int | None = None,
         routing_from: int | None = None,
     ) -> Turn:
-        """The next turn after `prompt_ids`, which say the same as `messages`, at most to the token `stop`.
+        """The next turn after `prompt_ids`, the tokens of `messages`; it ends at the latest with the token `stop`.
 
-        `routing_from`: the first position of which it is to have the experts, None for none. Raises EngineError.
+        `routing_from`: first position whose experts the turn records; None: no experts. Raises EngineError.
         """
 
     async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
-        """The calls in `text`. Raises EngineError."""
+        """The tool calls in `text`. Raises EngineError."""
 
     def use(self, servers: Collection[int]) -> None: ...
 
@@ -59,7 +59,7 @@ class Renderer(Protocol):
         self, messages: Sequence[Message], turn: Sequence[int], thinking: bool | None = None
     ) -> tuple[int, ...]: ...
 
-    def again(
+    def prompt_without_thoughts(
         self, messages: Sequence[Message], turns: Sequence[Turn], thinking: bool | None = None
     ) -> tuple[int, ...]: ...
 
@@ -69,16 +69,16 @@ class Renderer(Protocol):
 
 
 class LlmAssistant:
-    """A model of LiteLLM's, or a running server, by messages; assistant and renderer in one, since prompts have no ids.
+    """A model behind LiteLLM, or a running server, by messages. Also the renderer, since its prompts have no ids.
 
-    A turn has as many UNKNOWN tokens as the endpoint counted, or as its visible text has in cl100k where it counts
-    none. The endpoint itself refuses conversations that are too long for it.
+    A turn has as many UNKNOWN tokens as the endpoint counted; if it does not count, as its visible text has in cl100k.
+    The endpoint refuses conversations that are too long for it.
     """
 
     thought_end: int | None = None
 
     def __init__(self, endpoint: EndpointConfig, client: LlmClient, system: str = "") -> None:
-        """`system`: stands in front of conversations without a system message."""
+        """`system`: system message of conversations that have none."""
         self.endpoint, self.client, self.system = endpoint, client, system
 
     def first(self, messages: Sequence[Message], thinking: bool | None = None) -> tuple[int, ...]:
@@ -87,7 +87,7 @@ class LlmAssistant:
     def next(self, messages: Sequence[Message], turn: Sequence[int], thinking: bool | None = None) -> tuple[int, ...]:
         return ()
 
-    def again(
+    def prompt_without_thoughts(
         self, messages: Sequence[Message], turns: Sequence[Turn], thinking: bool | None = None
     ) -> tuple[int, ...]:
         return ()
@@ -110,9 +110,9 @@ class LlmAssistant:
         stop: int | None = None,
         routing_from: int | None = None,
     ) -> Turn:
-        """As Assistant says; the seed is sent to the run's own servers alone, since few endpoints know one.
+        """See Assistant.generate. Only the run's own servers get the seed, since few endpoints support one.
 
-        What it says is never trained, so nothing asks for its experts.
+        Its turns are never trained on, so `routing_from` is not used.
         """
         endpoint = with_token_budget(self.endpoint, max_new_tokens)
         if str(endpoint.model).startswith(SERVED):
@@ -128,14 +128,14 @@ class LlmAssistant:
         return Turn(prompt_ids, (UNKNOWN,) * n, (0.0,) * n, (0,) * n, finish, reply.text)
 
     def _shown(self, messages: Sequence[Message]) -> Sequence[Message]:
-        own = not self.system or any(message.role == "system" for message in messages)
-        return messages if own else [Message("system", self.system), *messages]
+        complete = not self.system or any(message.role == "system" for message in messages)
+        return messages if complete else [Message("system", self.system), *messages]
 
     async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
         raise EngineError("an assistant behind LiteLLM calls no tools")
 
     def use(self, servers: Collection[int]) -> None:
-        """It needs none of the run's servers."""
+        """Does nothing: it does not use the run's servers."""
 
     def take_counters(self) -> dict[str, int]:
         return {}

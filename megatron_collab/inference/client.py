@@ -22,7 +22,7 @@ BACKOFF_SECONDS = 0.25
 
 
 class EngineError(RuntimeError):
-    """The engine returned no turn; the message is the reason."""
+    """The engine returned no turn; the message gives the reason."""
 
 
 class TransientError(EngineError):
@@ -34,20 +34,20 @@ class ServerGone(TransientError):
 
 
 class UnreadableCall(EngineError):
-    """The policy's calls of tools are such that SGLang's parser fails at them."""
+    """SGLang's parser failed on the policy's tool calls."""
 
 
 class SGLangClient:
-    """Samples turns from one server; any number of concurrent requests of one event loop.
+    """Samples turns from one server; allows any number of concurrent requests of one event loop.
 
-    `counters` counts prompt tokens: `prefill_tokens` were computed, `cached_tokens` were in the server's cache.
+    `counters` has prompt tokens: `prefill_tokens` were computed, `cached_tokens` were in the server's cache.
     """
 
     def __init__(self, url: str, api_key: str, config: RolloutConfig, adapter: str | None = None) -> None:
-        """`adapter`: what the server calls the adapters that are sampled with (adapters.served); None for none."""
+        """`adapter`: the server's name of the adapters to sample with (adapters.served_name); None without adapters."""
         self.url, self.adapter = url, adapter
         self.timeout, self.tool_parser = config.turn_timeout, config.tool_parser
-        # Marks of calls may be special tokens, as Mistral's [TOOL_CALLS], which parsers look for in the text.
+        # Markers of tool calls may be special tokens, as Mistral's [TOOL_CALLS]; parsers look for them in the text.
         self.calls = bool(config.tools or config.mcp_servers)
         self.counters: Counter[str] = Counter()
         self._headers = {"Authorization": f"Bearer {api_key}"}
@@ -65,11 +65,11 @@ class SGLangClient:
     ) -> Turn:
         """Sample one turn of at most `max_new_tokens`; log-probs are of the distribution at the temperature.
 
-        It ends with an end-of-turn token or with the token `stop`; neither is in its text. `routing_from`: the first
-        position of which the turn is to have the experts (rollout.routing_replay), None for none.
-        Of several concurrent requests with the same prompt one is sent first; the others wait for its prefill.
-        `seed` (64 bits, signed) decides the sample where the server is deterministic. Raises EngineError when the
-        server rejects the request or does not answer in time, ServerGone when it is unreachable at every attempt.
+        It ends with an end-of-turn token or with the token `stop`; neither is in its text. `routing_from`: the turn
+        records the experts from this position on (rollout.routing_replay); None: no experts.
+        If several concurrent requests have the same prompt, one is sent first and the others wait for its prefill.
+        `seed` (64 bits, signed) determines the sample if the server is deterministic. Raises EngineError if the server
+        rejects the request or does not answer in time, ServerGone if it is unreachable at every attempt.
         """
         body = {
             "input_ids": list(prompt_ids),
@@ -119,15 +119,15 @@ class SGLangClient:
         )
 
     async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
-        """The calls in `text` as rollout.tool_parser finds them; UnreadableCall, and EngineError as in `generate`."""
+        """The calls in `text`, by rollout.tool_parser. Raises UnreadableCall, and EngineError like `generate`."""
         body = {"text": text, "tools": list(schemas), "tool_call_parser": self.tool_parser}
         answer = await self._post("/parse_function_call", body, aiohttp.ClientResponse.json, UnreadableCall)
         try:
             calls = [(call["name"], json.loads(call["parameters"])) for call in answer["calls"]]
         except ValueError as error:
             raise UnreadableCall(f"arguments that are no JSON: {error}") from error
-        # No tool accepts the one argument that anything but a JSON object becomes.
-        return [ToolCall(name, given if isinstance(given, dict) else {"arguments": given}) for name, given in calls]
+        # Arguments that are not a JSON object become a single argument, which no tool accepts.
+        return [ToolCall(name, value if isinstance(value, dict) else {"arguments": value}) for name, value in calls]
 
     async def close(self) -> None:
         if session := vars(self).pop("_session", None):
@@ -140,8 +140,8 @@ class SGLangClient:
         read: Callable[[aiohttp.ClientResponse], Awaitable[Answer]],
         crash: type[EngineError] = TransientError,
     ) -> Answer:
-        silence = EngineError(f"no answer within rollout.turn_timeout={self.timeout:g} s")
-        return await post(self._session, self.url + path, body, read, silence, crash)
+        timeout_error = EngineError(f"no answer within rollout.turn_timeout={self.timeout:g} s")
+        return await post(self._session, self.url + path, body, read, timeout_error, crash)
 
     @cached_property
     def _session(self) -> aiohttp.ClientSession:
@@ -154,13 +154,13 @@ async def post[Answer](
     url: str,
     body: dict[str, Any],
     read: Callable[[aiohttp.ClientResponse], Awaitable[Answer]],
-    silence: EngineError,
+    timeout_error: EngineError,
     crash: type[EngineError] = TransientError,
 ) -> Answer:
-    """What `read` makes of the answer; asked for again, up to ATTEMPTS times, where that may help.
+    """POST `body` and return what `read` makes of the answer; transient errors are retried, up to ATTEMPTS in total.
 
-    The pauses double from BACKOFF_SECONDS on, each times a random factor from 0.5 to 1.5. Raises `silence` after the
-    session's timeout, ServerGone without a connection, `crash` for status 500, EngineError for other answers.
+    Pauses double from BACKOFF_SECONDS on, each times a random factor from 0.5 to 1.5. Raises `timeout_error` after the
+    session's timeout, ServerGone without a connection, `crash` for status 500, EngineError for other statuses.
     """
 
     async def once() -> Answer:
@@ -171,7 +171,7 @@ async def post[Answer](
                 refusal = _refusal(response, response.status, await response.text())
                 raise crash(str(refusal)) if response.status == 500 else refusal
         except TimeoutError:
-            raise silence from None
+            raise timeout_error from None
         except aiohttp.ClientError as error:
             raise ServerGone(f"{url}: {type(error).__name__}: {error}") from error
 
@@ -184,19 +184,19 @@ async def post[Answer](
 
 
 def _refusal(response: aiohttp.ClientResponse, status: int, text: str) -> EngineError:
-    """The error for an HTTP error status, also one within a stream."""
+    """The error for an HTTP error status, of the response or within a stream."""
     kind = TransientError if status >= 500 or status in (408, 409, 429) else EngineError
     return kind(f"{response.url}: status {status}: {' '.join(text.split())[:300]}")
 
 
 async def _last_event(response: aiohttp.ClientResponse, began: Callable[[], None]) -> dict[str, Any]:
-    """The last event of a streamed turn, which holds the whole turn; calls `began` at the first one.
+    """The last event of a streamed turn, which contains the full turn; calls `began` at the first event.
 
-    Raises EngineError where an event is an error, ClientPayloadError where the stream ends before the turn does.
+    Raises EngineError if an event is an error, ClientPayloadError if the stream ends before the turn does.
     """
-    rest, last = b"", b""
+    buffer, last = b"", b""
     async for piece in response.content.iter_any():
-        *events, rest = (rest + piece).split(b"\n\n")
+        *events, buffer = (buffer + piece).split(b"\n\n")
         for event in events:
             began()
             if event != b"data: [DONE]":
@@ -213,16 +213,16 @@ async def _last_event(response: aiohttp.ClientResponse, began: Callable[[], None
 
 
 def _versions(meta: Mapping[str, Any], tokens: int) -> tuple[int, ...]:
-    """The version of the weights of each of a turn's `tokens`; SGLang gives spans where it changed within the turn."""
+    """The weight version of each of a turn's `tokens`; SGLang reports spans if it changed within the turn."""
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": tokens}]
     return tuple(int(span["version"]) for span in spans for _ in range(span["start"], span["end"]))
 
 
 def _routing(meta: Mapping[str, Any], tokens: int) -> np.ndarray:
-    """The experts of so many tokens, [tokens, layers * experts of a token] in the smallest integers that hold them.
+    """The experts of `tokens` tokens, [tokens, layers * experts per token], in the smallest integer type that fits.
 
-    SGLang gives those of all tokens that it has read, cached ones as they were when they were read: of all but the last
-    token of a reply. EngineError where it gives others.
+    SGLang reports the experts of every token that was an input, which excludes only the last token of a reply. Cached
+    tokens have the experts of their prefill. Raises EngineError if the number of experts does not fit.
     """
     experts = np.frombuffer(base64.b64decode(meta.get("routed_experts") or ""), np.int32)
     if not len(experts) or len(experts) % tokens:

@@ -1,4 +1,4 @@
-"""Servers on other nodes of a run, or over several: a Ray actor on each node starts, watches and ends a process."""
+"""Servers on other nodes of a run, or on several: a Ray actor on each node starts, watches and ends a process."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ class Machines:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._addresses: dict[str, str] = {}  # by Ray node
-        self._uses = Counter([ray.get_runtime_context().get_node_id()])  # this node, which has rank 0's servers
+        self._uses = Counter([ray.get_runtime_context().get_node_id()])  # this node runs rank 0's servers
 
     def node(self, address: str) -> str | None:
-        """The id of the least used Ray node on the machine with this address; None where there is none."""
+        """The id of the least used Ray node on the machine with this address; None if there is none."""
         alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         find = ray.remote(network.address)
         unknown = {node: _on(node) for node in alive if node not in self._addresses}
-        asked = {
+        pending = {
             node: find.options(num_cpus=0, max_retries=0, **on).remote(self._config) for node, on in unknown.items()
         }
-        answers = list(asked.values())
+        answers = list(pending.values())
         wait_for(lambda: not answers or not ray.wait(answers, num_returns=len(answers), timeout=0)[1], ASK_SECONDS)
-        for node, answer in asked.items():
-            with suppress(RayError):  # it has just ended
+        for node, answer in pending.items():
+            with suppress(RayError):  # the node has just ended
                 self._addresses[node] = ray.get(answer, timeout=0)
-        there = [node for node in alive if self._addresses.get(node) == address]
-        chosen = min(there, key=lambda node: self._uses[node], default=None)
+        local = [node for node in alive if self._addresses.get(node) == address]
+        chosen = min(local, key=lambda node: self._uses[node], default=None)
         self._uses.update([chosen] if chosen else [])
         return chosen
 
@@ -59,7 +59,7 @@ class Machines:
 class RemoteProcess:
     """A ServerProcess on the machine with `address`, which must see the run's folders under the same names.
 
-    It ends with its actor, which ends with this process; where that machine has no Ray node it has ended at once.
+    It ends with its actor, which ends with this process. If that machine has no Ray node, it counts as ended at once.
     """
 
     def __init__(
@@ -74,27 +74,27 @@ class RemoteProcess:
         part: Part | None = None,
     ) -> None:
         self._machines, self._address, self._timeout = machines, address, config.rollout.server.start_timeout
-        # Else a machine without a driver would take its CPU where the others have GPUs.
+        # Otherwise a machine without a driver would use its CPU while the others use GPUs.
         launch = replace(config.launch, device=device.select(config.launch.device).type)
         self._arguments = replace(config, launch=launch), log.resolve(), index, api_key
-        self._nowhere = f"no node of the Ray cluster is on {address}, the address of its machine"
+        self._no_node = f"no node of the Ray cluster is on {address}, the address of its machine"
         self._url = ""
         self.start(part)
 
     @property
     def url(self) -> str:
-        """The first access waits for the start; it raises ServerError where that fails, and Preempted."""
+        """The first access waits for the start. Raises ServerError if it fails, and Preempted."""
         if not self._url:
             if self._actor is None:
-                raise ServerError(self._nowhere)
-            where = f"the SGLang server on {self._address}"
+                raise ServerError(self._no_node)
+            name = f"the SGLang server on {self._address}"
             if not wait_for(lambda: bool(ray.wait([self._started], timeout=0)[0]), self._timeout):
                 setting = f"rollout.server.start_timeout={self._timeout:g} s"
-                raise ServerError(f"{where}: Ray did not start it within {setting}")
+                raise ServerError(f"{name}: Ray did not start it within {setting}")
             try:
                 self._url = ray.get(self._started)
             except RayError as error:
-                raise ServerError(f"{where}: {_reason(error)}") from error
+                raise ServerError(f"{name}: {_reason(error)}") from error
         return self._url
 
     def start(self, part: Part | None = None) -> None:
@@ -107,7 +107,7 @@ class RemoteProcess:
 
     def ended(self) -> str | None:
         if self._actor is None:
-            return self._nowhere
+            return self._no_node
         if not ray.wait([self._end], timeout=0)[0]:
             return None
         try:
@@ -119,11 +119,11 @@ class RemoteProcess:
         if self._actor is not None:
             with suppress(RayError):
                 ray.get(self._actor.stop.remote(), timeout=STOP_SECONDS)
-            ray.kill(self._actor)  # which ends the server, too
+            ray.kill(self._actor)  # ends the server too
 
 
 class SpreadProcess:
-    """A server over several nodes: its part on each of them. They start anew together, once one has ended."""
+    """A server over several nodes: its part on each of them. If one part ends, all are restarted together."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class SpreadProcess:
         index: int,
         api_key: str,
     ) -> None:
-        """`places` start the process of each node, the first of which answers; `address`: HOST:PORT of a store."""
+        """`places` start the process of each node; the first answers requests. `address`: HOST:PORT of a store."""
         self._meetings = f"{MEETING}://{address}/server-{index}"
         self._logs = [log, *(log.with_stem(f"{log.stem}-node{node}") for node in range(1, len(places)))]
         self._parts = [
@@ -152,8 +152,8 @@ class SpreadProcess:
 
     def ended(self) -> str | None:
         for node, (process, log) in enumerate(zip(self._parts, self._logs, strict=True)):
-            if how := process.ended():
-                return f"node {node} of its {len(self._parts)} (log: {log}): {how}"
+            if ending := process.ended():
+                return f"node {node} of its {len(self._parts)} (log: {log}): {ending}"
         return None
 
     def stop(self) -> None:
@@ -161,7 +161,7 @@ class SpreadProcess:
             process.stop()
 
     def _next(self, count: int) -> list[Part]:
-        """Of the next start, which reads nothing of what an earlier one has left in the store."""
+        """The parts of the next start. They use a new prefix of the store, apart from earlier starts."""
         meeting = f"{self._meetings}/{secrets.token_hex(8)}"
         return [Part(node, meeting) for node in range(count)]
 
@@ -174,10 +174,10 @@ class Keeper:
         return self._process.url
 
     async def ended(self, started: str) -> str:
-        """How the server ended, once it has; Ray runs this after `start`, whose result it takes."""
-        while not (how := self._process.ended()):
+        """Waits for the server to end; returns how. Ray runs it after `start`, whose result is its argument."""
+        while not (ending := self._process.ended()):
             await asyncio.sleep(POLL_SECONDS)
-        return how
+        return ending
 
     async def stop(self) -> None:
         self._process.stop()
@@ -188,6 +188,6 @@ def _on(node: str) -> dict[str, Any]:
 
 
 def _reason(error: RayError) -> str:
-    """What an actor raised, or why it died."""
+    """The error that an actor raised, or why it died."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     return " ".join(str(cause).split())

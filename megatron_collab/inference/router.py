@@ -1,4 +1,4 @@
-"""Routes conversations to servers: those that share a prefix to the same one, unless it is overloaded."""
+"""Routes conversations to servers: conversations with a common prefix go to the same one, unless it is overloaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_collab.inference.server import UNPUBLISHED
 from megatron_collab.llm.served import choose
 from megatron_collab.types import Message, ToolCall, Turn
 
-REMEMBERED = 100_000  # affinities; enough for many steps of a run
+REMEMBERED = 100_000  # affinities that are kept; enough for many steps of a run
 
 _Answer = TypeVar("_Answer")
 
@@ -20,7 +20,7 @@ _Answer = TypeVar("_Answer")
 class Router:
     """Samples turns for a worker from all SGLang servers and keeps each conversation on one of them.
 
-    `in_flight` counts the requests of each server; `gone` are those not in use and those that became unreachable.
+    `in_flight` counts the requests of each server; `gone` has the servers that are not in use or became unreachable.
     """
 
     def __init__(
@@ -30,9 +30,9 @@ class Router:
         unpublished: bool = False,
         adapter: str | None = None,
     ) -> None:
-        """`servers`: address and key of each. `unpublished`: accept servers without weights of the run.
+        """`servers`: address and key of each. `unpublished`: accept servers without the run's weights.
 
-        For `adapter` see SGLangClient.
+        `adapter`: see SGLangClient.
         """
         self.unpublished = unpublished
         self.clients = [SGLangClient(url, key, config, adapter) for url, key in servers]
@@ -59,11 +59,12 @@ class Router:
         routing_from: int | None = None,
         messages: Sequence[Message] = (),
     ) -> Turn:
-        """See SGLangClient.generate; all turns of an `affinity` are sampled by one server while it is reachable.
+        """See SGLangClient.generate; one server samples all turns of an `affinity` while it is reachable.
 
-        The ids are what is sampled from; `messages` are for assistants without ids (assistant.py).
+        Sampling uses `prompt_ids`; `messages` are for assistants without ids (assistant.py).
 
-        One without the run's weights is not: a worker that Ray restarted does not know that it is out of use.
+        A server without the run's weights counts as unreachable: a worker that Ray restarted does not know which
+        servers are not in use.
         """
 
         async def sample(client: SGLangClient) -> Turn:
@@ -82,27 +83,27 @@ class Router:
         return await self._ask(affinity, sample)
 
     async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
-        """See SGLangClient.tool_calls; from any server."""
+        """See SGLangClient.tool_calls; any server may answer."""
         return await self._ask(None, lambda client: client.tool_calls(text, schemas))
 
     def take_counters(self) -> dict[str, int]:
         """Prefilled and cached tokens (see SGLangClient) and servers lost since the last call."""
-        taken = Counter({"servers_lost": self._lost})
+        counts = Counter({"servers_lost": self._lost})
         self._lost = 0
         for client in self.clients:
-            taken.update(client.counters)
+            counts.update(client.counters)
             client.counters.clear()
-        return dict(taken)
+        return dict(counts)
 
     async def close(self) -> None:
         for client in self.clients:
             await client.close()
 
     async def _ask(self, affinity: str | None, request: Callable[[SGLangClient], Awaitable[_Answer]]) -> _Answer:
-        """Send a request to the server of `affinity`, else to the next; ServerGone once all were tried."""
+        """Send a request to the server of `affinity`, on failure to the next. Raises ServerGone after all failed."""
         failure = ServerGone("no SGLang server is in use at present")
         for _ in self._allowed:
-            if not self._allowed:  # since the last try
+            if not self._allowed:  # changed since the last attempt
                 break
             server = self._place(affinity)
             self.in_flight[server] += 1
@@ -129,5 +130,5 @@ class Router:
         if server not in self.gone:
             self._lost += 1
             self.gone.add(server)
-        if len(self.gone) == len(self.clients):  # no server is left: later requests try all again
+        if len(self.gone) == len(self.clients):  # no server is left: later requests retry all
             self.gone = {*self._all - self._allowed}

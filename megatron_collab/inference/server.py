@@ -1,4 +1,4 @@
-"""SGLang servers: their processes on this machine, the arguments they get, and the calls that manage their memory."""
+"""SGLang servers: their processes on this machine, their arguments, and the calls that manage their memory."""
 
 from __future__ import annotations
 
@@ -37,34 +37,34 @@ from megatron_collab.runtime.network import bindable
 from megatron_collab.runtime.process import RunStopped, beat, wait_for
 from megatron_collab.runtime.redact import redact
 
-# By default SGLang allocates nearly all memory of the machine for its cache, and touches every page of it.
+# By default SGLang allocates nearly all memory of the machine for its cache and touches every page.
 CPU_CACHE_TOKENS = 2**18
 
 UNPUBLISHED = -1  # weight version of a server that has received no weights of the run
-WEIGHT_LOADER = "megatron_collab.weight_sync.receiver.receive"  # takes those that the trainer sends
+WEIGHT_LOADER = "megatron_collab.weight_sync.receiver.receive"  # receives the trainer's weights
 
 # Linear layers in FP8, as SGLang's Fp8Config reads them from the quantization_config of config.json.
 FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 _TORCHRUN_VARIABLES = re.compile(r"(LOCAL_|GROUP_|ROLE_|TORCHELASTIC_|MASTER_)|(RANK|WORLD_SIZE)$")
 
-# Of the trainer's allocator; torch-memory-saver, which moves a server's memory, works with none of them.
+# Settings of the trainer's allocator. torch-memory-saver, which releases a server's memory, works with none of them.
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "SGLANG_MEMORY_SAVER_CUDA_GRAPH")
 
 _COMMAND = [sys.executable, "-m", "megatron_collab.inference.cpu.serve"]
 _LEFT_BEHIND = re.compile(r"/dev/shm/(?:sgl_shm_mq_|sem\.mp-)\S+")
 
-MEMORY = ("kv_cache", "weights")  # that a server can release, in this order
+MEMORY = ("kv_cache", "weights")  # parts that a server can release, in this order
 HEALTH_SECONDS = 30  # timeout of a health check
 IDLE_SECONDS = 60  # timeout for aborted requests to end
 
 
 class ServerError(RunStopped):
-    """A server could not be started, has ended, or has not done what it was asked; the message says which, and why."""
+    """A server did not start, has ended, or failed a request; the message names the server and the reason."""
 
 
 class Serves(Enum):
-    """What a server gives; POLICY alone receives weights of the trainer."""
+    """What a server returns; only POLICY servers receive weights from the trainer."""
 
     POLICY = 0
     TEXT = 1
@@ -72,7 +72,7 @@ class Serves(Enum):
 
 
 class Part(NamedTuple):
-    """Of a server over several nodes, what one node has: `node` counts them, `store` is where all its ranks meet."""
+    """One node's part of a server over several nodes: `node` is its number, `store` the rendezvous URL of all ranks."""
 
     node: int
     store: str
@@ -81,8 +81,8 @@ class Part(NamedTuple):
 class ServerProcess:
     """Server number `index` of the run, on this machine; it ends with the thread that started it, however that ends.
 
-    It listens at `url` on launch.interface (loopback where none is set) and requires `api_key`. Where the server is
-    over several nodes, this is the `part` of one; that of the first answers requests.
+    It listens at `url` on launch.interface (default: loopback) and requires `api_key`. If the server is over several
+    nodes, this is the `part` of one node; the first node's part answers requests.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ServerProcess:
         serves: Serves = Serves.POLICY,
         part: Part | None = None,
     ) -> None:
-        """Start it; its output goes to `log`. `port`: of an earlier start. ServerError where it is busy."""
+        """Start it; its output goes to `log`. `port`: of an earlier start. Raises ServerError if it is in use."""
         self._config, self._log, self._index, self._api_key = config, log, index, api_key
         self._serves = serves
         first = config.rollout.server.port
@@ -112,15 +112,15 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the first process, the leader of their process group."""
+        """Id of the first process, the leader of the server's process group."""
         return self._process.pid
 
     def start(self, part: Part | None = None) -> None:
-        """Start it again, at the same address."""
+        """Start or restart it, at the same address."""
         self._scratch = ScratchFolder()  # SGLang leaves sockets and files in the temporary folder
-        # The rendezvous of its ranks. SGLang's own store would listen on all interfaces.
+        # The rendezvous of its ranks. SGLang's default store would listen on all interfaces.
         store = part.store if part else (self._scratch.path / "store").as_uri()
-        written = (self._log.parent / stacks.FOLDER / self._log.stem).resolve()
+        stack_files = (self._log.parent / stacks.FOLDER / self._log.stem).resolve()
         adapter = None
         if self._config.model.lora.served:
             adapter = self._scratch.path / "adapter"
@@ -128,7 +128,7 @@ class ServerProcess:
         environment = _environment(self._config, self._api_key, self._index) | {
             "TMPDIR": str(self._scratch.path),
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": store,
-            STACKS_VARIABLE: str(written),
+            STACKS_VARIABLE: str(stack_files),
         }
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -137,11 +137,11 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # SGLang kills its process group when a part of it fails
+                start_new_session=True,  # SGLang kills its process group if a part of it fails
             )
 
     def ended(self) -> str | None:
-        """How it ended; None while it is running."""
+        """How it ended; None if it is running."""
         code = self._process.poll()
         return None if code is None else f"it ended with code {code}"
 
@@ -170,10 +170,10 @@ class Process(Protocol):
 
 
 class SGLangServer:
-    """An SGLang server, started by the constructor and ended with the context.
+    """An SGLang server, started by the constructor and stopped with the context.
 
-    `index` is its number in the run, `tp` its tensor-parallel size, `generation` the number of restarts, and
-    `released` the memory that it has released: kv_cache, weights.
+    `index` is its number in the run, `tp` its tensor-parallel size, `generation` the number of restarts, and `released`
+    the parts of its memory that are released: kv_cache, weights.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class SGLangServer:
         index: int = 0,
         start: Callable[[Config, Path, int, str], Process] = ServerProcess,
     ) -> None:
-        """Start serving model.path; `start` starts the processes, here (ServerError for a busy port) or elsewhere."""
+        """Start serving model.path; `start` starts the processes. Raises ServerError if a local port is in use."""
         self.config, self.log, self.index = config, log, index
         self.tp = config.rollout.server.tp
         self.api_key = secrets.token_hex(32)
@@ -194,7 +194,7 @@ class SGLangServer:
 
     @property
     def url(self) -> str:
-        """Where it listens; ServerError where it could not be started on another machine."""
+        """Its address. Raises ServerError if it could not be started on another machine."""
         return self.process.url
 
     def __enter__(self) -> SGLangServer:
@@ -211,7 +211,7 @@ class SGLangServer:
         try:
             self.ask("/health", timeout=HEALTH_SECONDS)
             if not self._ready:
-                # Objects of the start-up live forever; collecting garbage among them would stall requests.
+                # Objects of the start-up live forever; garbage collection over them would stall requests.
                 self.ask("/freeze_gc", {})
                 self._ready = True
         except ServerError:
@@ -219,34 +219,34 @@ class SGLangServer:
         return True
 
     def wait_healthy(self, timeout: float) -> None:
-        """Return once requests are served; ServerError if it ends first or needs longer than `timeout` seconds."""
+        """Return once requests are served. Raises ServerError if it ends first or needs more than `timeout` seconds."""
         in_time = wait_for(lambda: self.healthy() or not self.alive(), timeout)
         late = "" if in_time else f"it was not healthy after rollout.server.start_timeout={timeout:g} s"
-        if why := self.process.ended() or late:
-            raise ServerError(f"SGLang server {self.index}: {why}; {self.log_end()}")
+        if reason := self.process.ended() or late:
+            raise ServerError(f"SGLang server {self.index}: {reason}; {self.log_end()}")
 
     def release(self) -> None:
-        """Release the memory of KV cache and weights, whose contents are lost; ServerError where that fails.
+        """Release the memory of KV cache and weights; their contents are lost. Raises ServerError if that fails.
 
-        Running requests are aborted; later ones wait until generation is continued.
+        Running requests are aborted; later requests wait until generation continues.
         """
-        kept = [tag for tag in MEMORY if tag not in self.released]
-        if not kept:
+        tags = [tag for tag in MEMORY if tag not in self.released]
+        if not tags:
             return
         self.ask("/pause_generation", {"mode": "abort"})
         self.ask(f"/flush_cache?timeout={IDLE_SECONDS}", {})  # waits until it is idle: a release crashes a busy server
-        for tag in kept:
+        for tag in tags:
             self.ask("/release_memory_occupation", {"tags": [tag]})
             self.released.add(tag)
 
     def resume(self, tag: str) -> None:
-        """Allocate the memory of `tag` again if it was released; its contents are lost. ServerError on failure."""
+        """Allocate the memory of `tag` again if it was released; contents are lost. Raises ServerError on failure."""
         if tag in self.released:
             self.ask("/resume_memory_occupation", {"tags": [tag]})
             self.released.remove(tag)
 
     def restart(self) -> None:
-        """End the server and start it again, with the same address and key."""
+        """Stop the server and start it again with the same address and key."""
         self.stop()
         self.generation += 1
         self.released, self._ready = set(), False
@@ -262,12 +262,12 @@ class SGLangServer:
         return "\n  ".join([f"the end of {self.log}:", *lines])
 
     def cache_tokens(self) -> int:
-        """How many tokens its KV cache has room for; SGLang takes what memory is left, and only warns. ServerError."""
+        """Capacity of its KV cache in tokens; SGLang only warns if memory allows fewer than set. Raises ServerError."""
         return int(json.loads(self.ask("/get_server_info"))["max_total_num_tokens"])
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> str:
-        """POST `body`, or GET without one; the answer. ServerError without it in `timeout` s (launch.timeout / 4)."""
-        beat()  # no risk of hiding a hang: every caller has a deadline
+        """POST `body`, or GET without one; returns the answer. ServerError after `timeout` s (launch.timeout / 4)."""
+        beat()  # cannot hide a hang: every caller has a deadline
         method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
         connection = HTTPConnection(urlsplit(self.url).netloc, timeout=timeout or self.config.launch.timeout / 4)
@@ -294,7 +294,7 @@ def arguments(
 ) -> list[str]:
     """SGLang's command-line arguments for server number `index` of the run, or for a part of it, at `url`.
 
-    `adapter`: the folder of the adapters that it holds beside the base.
+    `adapter`: folder of the adapters that it holds besides the base.
     """
     server, address = config.rollout.server, urlsplit(url)
     options: dict[str, Any] = {
@@ -323,16 +323,16 @@ def arguments(
     else:
         options["base-gpu-id"] = first_gpu(config, index)
         options["enable-memory-saver"] = server.colocated
-        # Weights that no sync sends again come back with the memory.
+        # Weights that no sync sends must be restored with the memory.
         options["enable-weights-cpu-backup"] = server.colocated and (serves is not Serves.POLICY or bool(adapter))
         if (
             serves is Serves.POLICY
             and not server.fp8
             and hf_config.read(hub.folder(config.model.path) / "config.json").experts
         ):
-            # By itself SGLang takes a kernel on Blackwell that wants gate and up in the other order.
+            # By default SGLang uses a kernel on Blackwell that needs gate and up in the other order.
             options["moe-runner-backend"] = "triton"
-    if server.fp8:  # model.path is not in FP8: the weights come from the trainer
+    if server.fp8:  # model.path is not in FP8: weights come from the trainer
         override = json.dumps({"quantization_config": FP8_BLOCKS})
         options |= {"load-format": "dummy", "json-model-override-args": override}
     if adapter:
@@ -343,28 +343,28 @@ def arguments(
 
 
 def refusal(config: Config, serves: Serves = Serves.POLICY) -> str | None:
-    """Why SGLang refuses rollout.server.args, in the words of a setting; it is asked in a process of its own."""
-    given = config.rollout.server.args
+    """Why SGLang refuses rollout.server.args, to append to the setting's name; checked in a subprocess."""
+    server_args = config.rollout.server.args
     with ScratchFolder() as scratch:
         environment = _environment(config, "", 0) | {
             "TMPDIR": str(scratch),
             STACKS_VARIABLE: str(scratch / "stacks"),
-            CHECK_VARIABLE: json.dumps(given),
+            CHECK_VARIABLE: json.dumps(server_args),
         }
         command = _COMMAND + arguments(config, f"http://{network.HOST}:{network.FIRST_PORT}", 0, serves)
-        asked = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if asked.returncode == 0:
-        return json.loads(asked.stdout.splitlines()[-1])
-    said = redact(asked.stderr).strip().splitlines()[-1:] or [f"it ended with code {asked.returncode}"]
-    return f": SGLang cannot be asked: {said[0]}"
+        process = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if process.returncode == 0:
+        return json.loads(process.stdout.splitlines()[-1])
+    lines = redact(process.stderr).strip().splitlines()[-1:] or [f"it ended with code {process.returncode}"]
+    return f": SGLang cannot be asked: {lines[0]}"
 
 
 def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
     place = index % servers_per_node(config)
-    theirs = keys.without(os.environ).items()
-    inherited = {name: value for name, value in theirs if not _TORCHRUN_VARIABLES.match(name)}
+    variables = keys.without(os.environ).items()
+    inherited = {name: value for name, value in variables if not _TORCHRUN_VARIABLES.match(name)}
     settings = network.variables(config) | {
-        "SGLANG_HOST_IP": network.address(config),  # where ranks of a server over several nodes listen for each other
+        "SGLANG_HOST_IP": network.address(config),  # ranks of a server over several nodes listen here for each other
         KEY_VARIABLE: api_key,
         PARENT_VARIABLE: str(os.getpid()),
         "HF_HUB_OFFLINE": "1",  # the model is a folder
@@ -376,7 +376,7 @@ def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
         # Compiling takes seconds and is no faster at this size.
         settings |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
         settings |= dict([ROW_BY_ROW])
-        settings["SGLANG_NCCL_SO_PATH"] = os.devnull  # ranks of a server would take the NCCL of a torch for CUDA
+        settings["SGLANG_NCCL_SO_PATH"] = os.devnull  # with a torch for CUDA, ranks of a server would use its NCCL
         cores, tp = sorted(os.sched_getaffinity(0)), config.rollout.server.tp
         if tp > 1:
             bind = [str(cores[(place * tp + rank) % len(cores)]) for rank in range(tp)]
@@ -384,22 +384,22 @@ def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
         return dict([COMPILE_CACHE]) | inherited | settings
     for name in _ALLOCATOR_VARIABLES:
         inherited.pop(name, None)
-    # Compiled kernels, which no two machines may write to at a time, as they would where they share a home.
+    # Compiled kernels: one folder per machine, since machines that share a home must not write to it concurrently.
     cache = CACHE / "megatron-collab" / socket.gethostname()
     kernels = {
         "SGLANG_CACHE_DIR": str(cache),
         "SGLANG_JIT_CACHE_DIR": str(cache / "jit"),
         "FLASHINFER_WORKSPACE_BASE": str(cache),
-        "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "1",  # else it first compiles for 10 to 20 minutes by its own log
+        "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "1",  # else it first compiles for 10 to 20 minutes, according to its log
     }
     return kernels | gpu_environment.environment(inherited) | settings | toolkit.compilers(cache / "lib")
 
 
 def _left_behind(group: int) -> set[Path]:
-    """Shared memory and semaphores of SGLang's processes, which do not unlink them when killed."""
-    found: set[Path] = set()
+    """Shared memory and semaphores of SGLang's processes, which do not unlink them if they are killed."""
+    files: set[Path] = set()
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(ProcessLookupError, FileNotFoundError):  # it has just ended
+        with suppress(ProcessLookupError, FileNotFoundError):  # the process has just ended
             if os.getpgid(int(process.name)) == group:
-                found |= {Path(path) for path in _LEFT_BEHIND.findall((process / "maps").read_text())}
-    return found
+                files |= {Path(path) for path in _LEFT_BEHIND.findall((process / "maps").read_text())}
+    return files

@@ -1,7 +1,7 @@
-"""Arguments of SGLang's server that the settings pass on: which the run decides itself, and whether SGLang takes them.
+"""Arguments of SGLang's server from the settings: which ones the run reserves, and whether SGLang accepts the others.
 
-They are SGLang's own names without the dashes in front; `_` and `-` are the same. true gives an argument without a
-value, false and null leave it out, also where the run would give it by itself.
+They have SGLang's names without the leading dashes; `_` and `-` are equivalent. true passes an argument without a
+value; false and null leave it out, even if the run would set it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_collab.config import nearest
 
-# Names of SGLang's arguments, and the setting that decides them; GROUP is that of the server.
+# Names of SGLang's arguments: the setting that decides them. GROUP stands for the server's group of settings.
 _BY_SETTING = {
     "model model-path tokenizer-path revision delete-ckpt-after-loading": "MODEL",
     "tp-size tensor-parallel-size": "GROUP.tp",
@@ -35,13 +35,13 @@ _BY_SETTING_OF_POLICY = {
     "context-length allow-auto-truncate": "rollout.context_length",
     "enable-return-routed-experts": "rollout.routing_replay",
 }
-# What the run relies on in any server: its processes and address, its key, the answers that its clients read.
+# Every server must keep these for the run: processes, address, key, and the format of the answers.
 _OF_THE_RUN = (
     "config api-key admin-api-key ssl-* enable-ssl-refresh *grpc* use-ray *sidecar* is-embedding skip-tokenizer-init "
     "encoder-* language-only language-model-only disaggregation-* incremental-streaming-output gated-launch-port "
     "dp-size data-parallel-size pp-size pipeline-parallel-size"
 )
-# What changes the parameters of a server of the policy, or where they are: the weight sync would not find them.
+# These change the parameters of a policy server or their placement: the weight sync would not find them.
 _OF_THE_WEIGHTS = (
     "weight-* custom-weight-loader load-format model-impl model-loader-extra-config json-model-override-args "
     "quantization* modelopt-* quantize-and-serve rl-quant-profile *lora* lora-* speculative-* "
@@ -53,9 +53,9 @@ _OF_THE_WEIGHTS = (
     "enable-elastic-expert-backup max-ep-size enable-paged-experts paged-experts-* enable-dp-lm-head "
     "enable-shared-experts-attn-tp shared-experts-tp-size enable-dense-mlp-attn-tp enable-w4a4-mxfp4-megamoe"
 )
-# What changes the distribution that is sampled from, unlike the log-probabilities.
+# These change the distribution that is sampled from, but not the log-probabilities.
 _OF_THE_SAMPLES = "preferred-sampling-params enable-watermark watermark-*"
-# On a machine without a GPU.
+# These are fixed on a machine without a GPU.
 _OF_CPU = (
     "attention-backend prefill-attention-backend decode-attention-backend sampling-backend disable-overlap-schedule "
     "disable-cuda-graph enable-deterministic-inference"
@@ -63,72 +63,74 @@ _OF_CPU = (
 
 
 def plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by SGLang's spelling of their names."""
+    """The arguments with their names in SGLang's spelling."""
     return {name.removeprefix("--").replace("_", "-"): value for name, value in arguments.items()}
 
 
 def words(arguments: Mapping[str, Any]) -> list[str]:
-    """The words of a command line; those that are false or None are left out."""
-    found: list[str] = []
+    """The words of a command line; arguments that are false or None are left out."""
+    parts: list[str] = []
     for name, value in arguments.items():
         if value is None or value is False:
             continue
-        found.append(f"--{name}")
+        parts.append(f"--{name}")
         if isinstance(value, list):
-            found += map(str, value)
+            parts += map(str, value)
         elif value is not True:
-            found.append(json.dumps(value) if isinstance(value, dict) else str(value))
-    return found
+            parts.append(json.dumps(value) if isinstance(value, dict) else str(value))
+    return parts
 
 
-def decided(arguments: Mapping[str, Any], group: str, on_cpu: bool, model: str = "") -> str | None:
-    """Why the run does not pass an argument of `group`.args on, with the way out; None where it passes all.
+def conflict(arguments: Mapping[str, Any], group: str, on_cpu: bool, model: str = "") -> str | None:
+    """Why the run refuses an argument of `group`.args, and how to fix it; None if it accepts all.
 
-    `model`: the setting of the server's own model; without one it samples from the policy.
+    `model`: the setting of the server's model; empty if the server samples from the policy.
     """
     for name in plain(arguments):
-        said, remove = f"{group}.args.{name}: ", "remove it"
+        prefix, remove = f"{group}.args.{name}: ", "remove it"
         for names, setting in (_BY_SETTING | ({} if model else _BY_SETTING_OF_POLICY)).items():
             if _among(name, names):
                 owner = setting.replace("GROUP", group).replace("MODEL", model or "model.path")
-                return f"{said}{owner} decides it; set that"
+                return f"{prefix}{owner} decides it; set that"
         if _among(name, _OF_THE_RUN):
-            return f"{said}the run relies on its own way of starting and asking servers; {remove}"
+            return f"{prefix}the run relies on its own way of starting and asking servers; {remove}"
         if not model and _among(name, _OF_THE_WEIGHTS):
-            return f"{said}the weight sync knows no servers with other or otherwise placed parameters; {remove}"
+            return f"{prefix}the weight sync knows no servers with other or otherwise placed parameters; {remove}"
         if not model and _among(name, _OF_THE_SAMPLES):
-            return f"{said}rollout.turn and rollout.future decide what is sampled from; set these"
+            return f"{prefix}rollout.turn and rollout.future decide what is sampled from; set these"
         if on_cpu and _among(name, _OF_CPU):
-            return f"{said}launch.device=cpu decides it; {remove}"
+            return f"{prefix}launch.device=cpu decides it; {remove}"
     return None
 
 
 def fault(arguments: Mapping[str, Any], command: Sequence[str]) -> str | None:
-    """Why SGLang refuses an argument of the settings, as ".NAME…: …", in a `command` with them; None if it does not.
+    """Why SGLang refuses one of the settings' `arguments` in `command`, as ".NAME…: …"; None if it accepts all.
 
-    In a process with a server's imports, which takes seconds; resolving the arguments leaves traces in it.
+    Call it in a separate process: it needs a server's imports, which take seconds, and resolving the arguments changes
+    global state.
     """
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
     ServerArgs.add_cli_args(parser)
-    given = plain(arguments)
-    for name, value in given.items():
+    options = plain(arguments)
+    for name, value in options.items():
         if not _takes(parser, command, f"--{name}"):
-            named = re.findall(r"--([\w-]+)", parser.format_help())
-            return f".{name}: SGLang has no such argument{nearest(name, named)}"
+            names = re.findall(r"--([\w-]+)", parser.format_help())
+            return f".{name}: SGLang has no such argument{nearest(name, names)}"
         if value is False and _takes(parser, command, f"--no-{name}"):
             return f".{name}=false: is left out; set no-{name}: true"
     try:
         parser.parse_args(command)
     except ArgumentError as error:
-        name = next(each for each in str(error.argument_name).split("/") if each.lstrip("-") in given).lstrip("-")
-        return f".{name}={given[name]}: {error.message}"
+        flags = [flag.lstrip("-") for flag in str(error.argument_name).split("/")]
+        name = next(flag for flag in flags if flag in options)
+        return f".{name}={options[name]}: {error.message}"
     try:
-        made = prepare_server_args(list(command))
-        made.resolve_once()
-        made.check_server_args()
-    except Exception as error:  # whatever a library raises for settings that do not go together
+        server_args = prepare_server_args(list(command))
+        server_args.resolve_once()
+        server_args.check_server_args()
+    except Exception as error:  # SGLang raises anything for incompatible settings
         return f": SGLang refuses them: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
     return None
 
@@ -136,7 +138,7 @@ def fault(arguments: Mapping[str, Any], command: Sequence[str]) -> str | None:
 def _takes(parser: ArgumentParser, command: Sequence[str], argument: str) -> bool:
     try:
         return argument not in parser.parse_known_args([*command, argument])[1]
-    except ArgumentError:  # it, or one before it, wants another value
+    except ArgumentError:  # this argument, or an earlier one, needs a value
         return True
 
 

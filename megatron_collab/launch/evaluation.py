@@ -1,4 +1,4 @@
-"""What happens before an evaluation without training: its settings, the model as a folder, refusals in one line."""
+"""Prepares an evaluation without training: its settings, the model as a folder, and checks."""
 
 from __future__ import annotations
 
@@ -35,37 +35,45 @@ from megatron_collab.rollout.tools import toolbox
 from megatron_collab.runtime import device, gpu_environment, hub, network
 from megatron_collab.runtime.process import RunStopped
 
-FOLDER = "hf"  # in run.dir: the checkpoint that is evaluated, as a Hugging Face folder
+FOLDER = "hf"  # in run.dir: the evaluated checkpoint as a Hugging Face folder
 _FILE_BYTES = 5 * 10**9
 _UNUSED = "unused"
-_OF_SETS = ("samples", "temperature", "user", "max_user_turns", "max_assistant_turns", "max_messages", "max_new_tokens")
-_OTHERS = re.compile(r"assistant\.model=|build\.assistants=(?!.*\bpolicy\b)")  # where model.path plays no part
+_SET_OPTIONS = (
+    "samples",
+    "temperature",
+    "user",
+    "max_user_turns",
+    "max_assistant_turns",
+    "max_messages",
+    "max_new_tokens",
+)
+_WITHOUT_POLICY = re.compile(r"assistant\.model=|build\.assistants=(?!.*\bpolicy\b)")  # then model.path is not used
 
 
 def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}, builds: bool = False) -> Config:
-    """The settings of an evaluation, composed as those of a run; training's are left at their defaults.
+    """The settings of an evaluation, composed like those of a run; training settings keep their defaults.
 
-    What is to be evaluated is model.path (a Hugging Face folder, or a checkpoint as RUN, RUN@STEP, RUN@best) or
-    assistant.model. `defaults`: values of options by name, in place of the schema's. `builds`: conversations are built,
-    each turn of as many candidates as training has rollouts. Raises ConfigError.
+    Evaluates model.path (a Hugging Face folder, or a checkpoint as RUN, RUN@STEP or RUN@best) or assistant.model.
+    `defaults`: values of options by name, in place of the schema's. `builds`: conversations are built; the candidates
+    of a turn take the place of a group's rollouts. Raises ConfigError.
     """
     unused = [f"data.train={_UNUSED}"]
-    if any(_OTHERS.match(argument) for argument in arguments):
+    if any(_WITHOUT_POLICY.match(argument) for argument in arguments):
         unused.append(f"model.path={_UNUSED}")
     config = make_absolute(compose([*unused, *arguments], defaults))
     if builds:
-        _cast(config)
+        _resolve_assistants(config)
     assistant, rollout = config.assistant, config.rollout
     rollouts = config.build.candidates if builds else TrainConfig.rollouts_per_prompt
-    server = replace(rollout.server, colocated=False, fp8=False)  # servers keep the weights that they load
+    server = replace(rollout.server, colocated=False, fp8=False)  # the servers' weights never change
     if assistant.model:
         endpoints.check_settings(config)
         budget = token_budget(assistant)
         sampling = SamplingConfig(budget)
-        # Only the tokens of replies are counted here, and there is room for all: the endpoint knows its own limit.
+        # Only reply tokens are counted, and the context has room for all: the endpoint enforces its own limit.
         budgets = (
-            (one.max_new_tokens or budget) * (one.max_assistant_turns or rollout.max_assistant_turns)
-            for one in evaluation_sets(config)
+            (eval_set.max_new_tokens or budget) * (eval_set.max_assistant_turns or rollout.max_assistant_turns)
+            for eval_set in evaluation_sets(config)
         )
         rollout = replace(rollout, turn=sampling, future=sampling, context_length=2 * max(budgets, default=1))
     config = replace(
@@ -86,59 +94,63 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}, builds: boo
         train=replace(TrainConfig(eval_tasks=config.train.eval_tasks), rollouts_per_prompt=rollouts),
         rollout=replace(rollout, server=server, train_turns="first", max_staleness=0, routing_replay=False),
         publish=PublishConfig(),
-        servers={name: {**asdict(model), "colocated": False} for name, model in served.named(config).items()},
+        servers={name: {**asdict(model), "colocated": False} for name, model in served.server_entries(config).items()},
     )
     require(config.data.eval is not None, "data.eval: not set; give the tasks that are evaluated")
     if builds:
         check_building(config)
     require(bool(evaluation_sets(config)), "train.eval_tasks=0: nothing is evaluated; set it to 1 or more")
-    for each in asked_models.of_assistant(config)[:1]:
+    for language_model in asked_models.assistant_endpoints(config)[:1]:
         out = "remove rollout.tools and rollout.mcp_servers, or evaluate model.path"
-        message = f"{each.setting}={each.endpoint.model}: calls no tools yet; {out}"
+        message = f"{language_model.setting}={language_model.endpoint.model}: calls no tools yet; {out}"
         require(not (config.rollout.tools or config.rollout.mcp_servers), message)
     validate.check_settings(config)
     gpu_environment.enter(config)
     validate.check_files_of_users(config)
-    for one in evaluation_sets(config) if assistant.model and assistant.temperature is None else ():
-        message = f"{one.setting}: temperature={one.temperature}, and assistant.temperature=null sends none; remove one"
-        require(one.temperature is None, message)
-    if assistant.model and assistant.temperature is not None:  # 0 is greedy, which only a policy that learns cannot be
+    for eval_set in evaluation_sets(config) if assistant.model and assistant.temperature is None else ():
+        message = f"{eval_set.setting}: temperature={eval_set.temperature}"
+        out = "and assistant.temperature=null sends none; remove one"
+        require(eval_set.temperature is None, f"{message}, {out}")
+    if assistant.model and assistant.temperature is not None:  # may be 0 (greedy), unlike that of a policy that learns
         config.rollout.turn.temperature = config.rollout.future.temperature = assistant.temperature
     return config
 
 
-def _cast(config: Config) -> None:
-    """Write out build.assistants in `config`; without the policy the first of them takes its place. ConfigError."""
-    cast = assistants.named(config)
-    if not cast:
+def _resolve_assistants(config: Config) -> None:
+    """Resolve build.assistants in `config`; if the policy is not among them, the first one becomes config.assistant.
+
+    Raises ConfigError.
+    """
+    by_name = assistants.assistant_configs(config)
+    if not by_name:
         return
     message = f"assistant.model={config.assistant.model}: build.assistants say who plays; give it as one of them"
     require(config.assistant.model is None, message)
-    config.build.assistants = assistants.written_out(cast)
-    if all(cast.values()):
-        config.assistant = next(each for each in cast.values() if each)
+    config.build.assistants = assistants.with_all_settings(by_name)
+    if all(by_name.values()):
+        config.assistant = next(endpoint for endpoint in by_name.values() if endpoint)
 
 
 def check_building(config: Config) -> None:
-    """ConfigError where conversations cannot be built by these settings."""
+    """Raises ConfigError if conversations cannot be built with these settings."""
     rollout = config.rollout
     require(rollout.max_messages is not None, "rollout.max_messages: not set; say how long conversations may be, as 14")
     require(rollout.futures > 0, "rollout.futures=0: the user's next message is that of a future; set 1 or more")
     message = "plays no futures, of which one has the user's next message; choose another"
     require(config.reward.mode != "single_turn", f"reward.mode=single_turn: {message}")
     require(bool(config.reward.weights), "reward.weights: not set; give the metrics by which a candidate is the best")
-    for one in evaluation_sets(config):
-        for name in _OF_SETS:
+    for eval_set in evaluation_sets(config):
+        for name in _SET_OPTIONS:
             message = "conversations are built under the settings of rollout and user; set those"
-            require(getattr(one, name) == getattr(EvaluationSet, name), f"{one.setting}.{name}: {message}")
+            require(getattr(eval_set, name) == getattr(EvaluationSet, name), f"{eval_set.setting}.{name}: {message}")
     if config.build.push_to_hub is not None:
         hub.check_upload(config.build.push_to_hub, "build.push_to_hub")
     read_prompt("build.prompt", config.build.prompt, "collaborator", ())
 
 
 def pin(config: Config, module: str = "megatron_collab.evaluate") -> None:
-    """Make the world; names of the Hub and of runs become those of the commits and checkpoints, in `config`, that the
-    evaluation goes by from its first start on. ConfigError.
+    """Make the world, and pin Hub names and runs in `config` to the commits and checkpoints of the evaluation's first
+    start. Raises ConfigError.
     """
     run_dir = Path(config.run.dir)
     prepare.check_nodes(config, module)
@@ -151,25 +163,25 @@ def pin(config: Config, module: str = "megatron_collab.evaluate") -> None:
     sources.check_exists(config.data.eval, "data.eval", EvaluationSet)
     config.data.eval = sources.pinned(config.data.eval, "data.eval", run_dir)
     prepare.fetch_served_models(config)
-    given = Path(config.model.path)
-    run = storage.run_of(given)
+    model_path = Path(config.model.path)
+    run = storage.run_of(model_path)
     if config.assistant.model or run is None:
         config.model.path = hub.pin(config.model.path, "model.path", run_dir)
         return
-    _, step = storage.split(given)
-    if step == "best" or not (step or given.name.startswith("step_")):
-        step = hub.found_first(run_dir, f"checkpoint {given.resolve()}", lambda: _checkpoint(given).name)
+    _, step = storage.split(model_path)
+    if step == "best" or not (step or model_path.name.startswith("step_")):
+        step = hub.pinned_value(run_dir, f"checkpoint {model_path.resolve()}", lambda: _checkpoint(model_path).name)
         config.model.path = f"{run}@{step.removeprefix('step_')}"
 
 
 def prepared(config: Config) -> tuple[Config, int]:
-    """The settings with the model as a folder that servers load, and the step of its weights (0: of no run).
+    """The settings with the model as a folder that servers can load, and the step of its weights (0: not from a run).
 
-    Checks all that can be checked before anything is started, and converts a checkpoint. Raises ConfigError.
+    Runs all checks that need no started process, and converts a checkpoint. Raises ConfigError.
     """
     try:
         network.address(config)
-        # The rank of each node takes no device from the servers.
+        # The rank on each node uses no device, so the servers have them all.
         serving = replace(config, launch=replace(config.launch, nproc_per_node=0))
         if config.assistant.model:
             serving.rollout = replace(config.rollout, server=replace(config.rollout.server, replicas=0))
@@ -202,62 +214,61 @@ def prepared(config: Config) -> tuple[Config, int]:
 
 
 def done(config: Config) -> bool:
-    """Whether every set is evaluated already. ConfigError where run.dir holds an evaluation under other settings."""
+    """Whether every set is evaluated already. Raises ConfigError if run.dir has an evaluation with other settings."""
     prepare.check_same_run(config)
     folder = Path(config.run.dir)
     recorded = evaluations.read(folder)
     if not recorded:
         return False
     before = replace(config.data, eval=(read_settings(folder) or {"data": {"eval": None}})["data"]["eval"])
-    known = {one.name: one for one in evaluation_sets(replace(config, data=before))}
-    for one in evaluation_sets(config):
-        message = (
-            f"{one.setting}: run.dir={folder} holds it with other settings; give it another name, or another run.dir"
-        )
-        require(known.get(one.name, one) == one, message)
-    names = {evaluations.name_of(one.name, evaluations.MODEL) for one in evaluation_sets(config)}
+    known = {eval_set.name: eval_set for eval_set in evaluation_sets(replace(config, data=before))}
+    for eval_set in evaluation_sets(config):
+        message = f"{eval_set.setting}: run.dir={folder} holds it with other settings"
+        out = "give it another name, or another run.dir"
+        require(known.get(eval_set.name, eval_set) == eval_set, f"{message}; {out}")
+    names = {evaluations.name_of(eval_set.name, evaluations.MODEL) for eval_set in evaluation_sets(config)}
     return names <= recorded.keys() and records.finished(folder)
 
 
 def check_devices(config: Config) -> None:
-    """The servers have all GPUs of their node to themselves."""
-    here = parallel_layout.servers_per_node(config) * parallel_layout.server_ranks_per_node(config)
+    """Raises ConfigError if the servers need more GPUs than their node has."""
+    devices_needed = parallel_layout.servers_per_node(config) * parallel_layout.server_ranks_per_node(config)
     if device.select(config.launch.device).type == device.GPU:
         message = f"needs more than the {device.count()} GPUs of this node; lower one of them"
         require(
-            here <= device.count(),
+            devices_needed <= device.count(),
             f"<rollout.server.replicas> x <rollout.server.tp> / <launch.nodes>: {message}",
             config,
         )
 
 
 def _model(config: Config) -> tuple[Path, Path | None]:
-    """A Hugging Face folder; or for a checkpoint that of its run's start, which describes it, and the checkpoint."""
-    path, given = config.model.path, Path(config.model.path)
-    if storage.run_of(given) is None:
-        if hub.named(path):
-            hub.download(path, "model.path")
-        return hub.folder(path), None
-    checkpoint = _checkpoint(given)
+    """The model's Hugging Face folder and None; for a checkpoint, its run's initial folder and the checkpoint."""
+    model, path = config.model.path, Path(config.model.path)
+    if storage.run_of(path) is None:
+        if hub.parse(model):
+            hub.download(model, "model.path")
+        return hub.folder(model), None
+    checkpoint = _checkpoint(path)
     run = checkpoint.parent.parent
     settings = read_settings(run)
-    message = f"model.path={given}: {run} has no {SETTINGS}, which names the model it started from"
+    message = f"model.path={path}: {run} has no {SETTINGS}, which names the model it started from"
     require(settings is not None, message)
     source = hub.folder((settings or {})["model"]["path"])
-    message = f"model.path={given}: its run started from {source}, which is not there any more; put it back"
+    message = f"model.path={path}: its run started from {source}, which is not there any more; put it back"
     require((source / "config.json").is_file(), message)
     return source, checkpoint
 
 
-def _checkpoint(given: Path) -> Path:
+def _checkpoint(path: Path) -> Path:
     try:
-        return storage.find_checkpoint(given)
+        return storage.find_checkpoint(path)
     except ConfigError as error:
         raise ConfigError(f"model.path={error}") from error
 
 
 def _converted(config: Config, checkpoint: Path, source: Path) -> Path:
-    """`checkpoint` as a folder in run.dir, made by the first process that needs it."""
+    """`checkpoint` as a Hugging Face folder in run.dir, converted by the first process that needs it."""
     folder = Path(config.run.dir) / FOLDER
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f".{FOLDER}.lock")):

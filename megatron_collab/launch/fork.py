@@ -1,4 +1,4 @@
-"""run.fork: a new run that goes on from the training state of another one, under other settings."""
+"""run.fork: a new run that continues from the training state of another run, with other settings."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from megatron_collab.models import hf_config, lora
 from megatron_collab.runtime import hub
 from megatron_collab.runtime.files import replace
 
-FORKED = "fork.json"  # in run.dir: the run and the step that it goes on from
+FORKED = "fork.json"  # in run.dir: the run and the step that it continues from
 
 
 def fork(config: Config) -> None:
-    """Give run.dir the checkpoint that run.fork names as its first one, unless an earlier start has done so.
+    """Copy the checkpoint that run.fork names into run.dir as its first one, unless an earlier start has done so.
 
-    The new run resumes from it: weights, optimizer, random states and the number of the step. Files are shared with the
-    other run where the file system can link them, so neither run loses one that the other discards. Raises ConfigError.
+    The new run resumes from it: weights, optimizer, random states and step number. Files are hard links if the file
+    system supports them, so neither run loses a file that the other deletes. Raises ConfigError.
     """
-    given, folder = config.run.fork, Path(config.run.dir)
-    if given is None:
+    source, folder = config.run.fork, Path(config.run.dir)
+    if source is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".fork.lock"):
-        own = folder / "checkpoints"
-        if storage.candidates(own):
-            message = f"run.fork={given}: run.dir={folder} has checkpoints of its own; choose another run.dir"
+        checkpoints = folder / "checkpoints"
+        if storage.candidates(checkpoints):
+            message = f"run.fork={source}: run.dir={folder} has checkpoints of its own; choose another run.dir"
             return require((folder / FORKED).is_file(), message)
-        checkpoint = _checked(config, given)
+        checkpoint = _checked(config, source)
         saved = storage.read_state(checkpoint) or {}
         row = {"from": str(checkpoint.parent.parent.resolve()), "step": saved["step"]}
         replace(folder / FORKED, json.dumps(row) + "\n")
-        new = storage.begin(own, saved["step"])
+        new = storage.begin(checkpoints, saved["step"])
         for file in checkpoint.iterdir():
             if file.name != storage.STATE:
                 _share(file, new / file.name)
-        # Not the other run's: what it had in flight, and the time that it took.
+        # Without the other run's groups in flight and its elapsed time.
         state = {name: value for name, value in saved.items() if name != "files"} | {"state": {}}
         storage.commit(new, state, saved["files"])
 
 
-def _checked(config: Config, given: str) -> Path:
-    """The checkpoint that the run can go on from."""
-    setting = f"run.fork={given}"
+def _checked(config: Config, source: str) -> Path:
+    """The checkpoint to continue from. Raises ConfigError if the run cannot continue from it."""
+    setting = f"run.fork={source}"
     try:
-        checkpoint = storage.find_checkpoint(Path(given))
+        checkpoint = storage.find_checkpoint(Path(source))
     except ConfigError as error:
         raise ConfigError(f"run.fork={error}") from error
     run = checkpoint.parent.parent
@@ -67,9 +67,9 @@ def _checked(config: Config, given: str) -> Path:
     critic = [settings == "gae" for settings in (advantage, config.algo.advantage)]
     message = f"{setting}: of algo.advantage={advantage}, and only gae has a critic; keep it"
     require(critic[0] == critic[1] or stage != "rl", message)
-    moved = [bool(one) for one in (before.get("algo.dpo.refresh"), config.algo.dpo.refresh)]
+    refreshes = [bool(refresh) for refresh in (before.get("algo.dpo.refresh"), config.algo.dpo.refresh)]
     message = f"{setting}: of algo.dpo.refresh={before.get('algo.dpo.refresh', 0)}, and its reference with it; keep it"
-    require(moved[0] == moved[1], message)
+    require(refreshes[0] == refreshes[1], message)
     _check_adapters(setting, run, lora.from_state(saved or {}), config.model.lora)
     step = (saved or {})["step"]
     message = f"{setting}: the run goes on from step {step}, and train.steps={config.train.steps}; raise it"
@@ -83,14 +83,14 @@ def _checked(config: Config, given: str) -> Path:
 
 
 def _check_adapters(setting: str, run: Path, before: LoraConfig | None, after: LoraConfig) -> None:
-    """What a checkpoint has adapters of is added to the same model in the same way."""
+    """Raises ConfigError unless the run has the same adapters as the checkpoint: rank, alpha and targets."""
     if before is None:
         message = f"{setting}: trained whole weights, and model.lora.rank={after.rank} adapters; start from its model, "
         return require(after.rank is None, f"{message}model.path={run}/hf")
     for name in ("rank", "alpha", "targets"):
-        had, has = getattr(before, name), getattr(after, name)
-        same = sorted(had) == sorted(has) if name == "targets" else had == has
-        require(same, f"{setting}: has adapters of model.lora.{name}={had}, and here it is {has}; give the same")
+        old, new = getattr(before, name), getattr(after, name)
+        same = sorted(old) == sorted(new) if name == "targets" else old == new
+        require(same, f"{setting}: has adapters of model.lora.{name}={old}, and here it is {new}; give the same")
 
 
 def _share(file: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""What `--help` and `--cfg` print."""
+"""The output of `--help` and `--cfg`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron_collab.reward import metrics
 from megatron_collab.rollout import users
 from megatron_collab.rollout.tools import toolbox
 
-_PLAIN = re.compile(r"(?!(true|false|null|nan|inf)$)[A-Za-z_][\w./+-]*", re.IGNORECASE)  # Hydra takes it as it is
+_PLAIN = re.compile(r"(?!(true|false|null|nan|inf)$)[A-Za-z_][\w./+-]*", re.IGNORECASE)  # needs no quotes for Hydra
 
 
 def help_text(program: str | None) -> str:
-    """All that can be set: options, groups, and the settings of metrics, users and tools."""
+    """All settings: options, groups, and the settings of metrics, users and tools."""
     lines = [inspect.cleandoc(program or ""), "", "Options [default]; those marked * may change when a run goes on:"]
     lines += _options(Config)
     lines += ["", "Groups of settings, as experiment=booking:"]
@@ -47,7 +47,7 @@ def help_text(program: str | None) -> str:
 
 
 def composed(overrides: Sequence[str]) -> str:
-    """Every option as an override, and where its value is from; those that must be set yet are named as such."""
+    """Every option as an override with the source of its value; required options that are not set are marked."""
     lines = []
     for name, value, source in settings(overrides):
         text = f"{name}={'???' if value == MISSING else _value(value)}"
@@ -67,19 +67,19 @@ def _line(name: str, text: str) -> str:
 
 
 def _value(value: Any) -> str:
-    """As Hydra reads it."""
+    """The value in Hydra's syntax."""
     return value if isinstance(value, str) and _PLAIN.fullmatch(value) else json.dumps(value)
 
 
 def _comment(group: str, name: str) -> str:
-    """The first sentence of the comment that a file begins with."""
+    """The first sentence of the comment at the beginning of a file in conf/."""
     lines = (CONF / group / f"{name}.yaml").read_text().splitlines()
     text = " ".join(line.lstrip("# ") for line in lines if line.startswith("#") and "@package" not in line)
     return text.partition(". ")[0].rstrip(":.")
 
 
 def _summary(kind: type) -> str:
-    """The first paragraph of the docstring of a class; of its module where that is named like the class."""
+    """The first paragraph of the docstring of a class, or of its module if that is named like the class."""
     module = inspect.getmodule(kind)
     name = module.__name__.rpartition(".")[2].replace("_", "") if module else ""
     text = (module.__doc__ if kind.__name__.lower().startswith(name) else kind.__doc__) or ""

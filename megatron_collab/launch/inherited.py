@@ -1,4 +1,4 @@
-"""What an evaluation takes from the run whose checkpoint it evaluates: how its conversations were played and scored."""
+"""Settings that an evaluation inherits from the run of its checkpoint: how conversations are played and scored."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_collab.config import (
 from megatron_collab.config.load import leaves
 from megatron_collab.runtime.process import LAUNCHER, global_rank
 
-_TAKEN = (
+_INHERITED = (
     *("model.chat_template_args", "model.dtype", "user", "users", "servers"),
     *("rollout.max_user_turns", "rollout.max_assistant_turns", "rollout.max_messages"),
     *("rollout.turn", "rollout.future"),
@@ -43,8 +43,8 @@ _TAKEN = (
     *("data.eval", "data.format", "data.format_options", "train.eval_tasks"),
 )
 _ENDPOINT = [spec.name for spec in fields(EndpointConfig)]
-# Who gives the first gives another model, reward or data set, to which the settings of the run's own do not belong.
-_TOGETHER = {
+# If the first is set, it is another model, reward or data set, to which the run's values of the others do not apply.
+_SET_TOGETHER = {
     "user.model": [f"user.{name}" for name in _ENDPOINT],
     "reward.judge.model": [f"reward.judge.{name}" for name in _ENDPOINT],
     "reward.mode": ["reward.mode_options", "reward.clamp"],
@@ -55,32 +55,32 @@ _TOGETHER = {
 
 @contextmanager
 def settings(arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """What the run that model.path names has set, and `arguments` with the files that they compose do not give.
+    """The settings of the run that model.path names, except those set by `arguments` or the files that they compose.
 
-    Values of options by dotted name, shown on the console; a ConfigError raised within says where its setting is from.
-    An entry of a dict on the command line is added to those of the run. Raises ConfigError.
+    Values of options by dotted name, also printed. A ConfigError raised inside the context names the run's file if its
+    setting is inherited. Entries of a dict on the command line are added to the run's. Raises ConfigError.
     """
-    file, values = _of_run(arguments)
+    file, values = _run_settings(arguments)
     if values and LAUNCHER not in os.environ and global_rank() == 0:
         print(f"taken from {file}, where nothing else is given: {', '.join(values)}", flush=True)
     try:
         yield values
     except ConfigError as error:
-        named = (name for name, value in [*leaves(values), *values.items()] if _names(str(error), name, value))
-        name = next(named, None)
+        mentioned = (name for name, value in [*leaves(values), *values.items()] if _mentions(str(error), name, value))
+        name = next(mentioned, None)
         if name is None:
             raise
         raise ConfigError(f"{error} ({name} is taken from {file}, unless it is given)") from error
 
 
-def _names(message: str, name: str, value: Any) -> bool:
-    """Whether it is about this setting, which a named user's message calls by the last part of its name."""
-    said = any(f"{name}{end}" in message for end in (":", "=", "."))
-    return said or f": {name.rpartition('.')[2]}={value}: " in message
+def _mentions(message: str, name: str, value: Any) -> bool:
+    """Whether `message` is about this setting; messages about named users contain only the last part of its name."""
+    mentioned = any(f"{name}{end}" in message for end in (":", "=", "."))
+    return mentioned or f": {name.rpartition('.')[2]}={value}: " in message
 
 
-def _of_run(arguments: Sequence[str]) -> tuple[Path, dict[str, Any]]:
-    """The file of the run's settings, and of these the ones that are taken; none where model.path names no run."""
+def _run_settings(arguments: Sequence[str]) -> tuple[Path, dict[str, Any]]:
+    """The file of the run's settings, and the inherited ones; empty if model.path names no run."""
     composed = {name: value for name, value, _ in config.settings(arguments)}
     path = composed["model.path"]
     run = None if composed["assistant.model"] or path == MISSING else storage.run_of(Path(path))
@@ -92,26 +92,26 @@ def _of_run(arguments: Sequence[str]) -> tuple[Path, dict[str, Any]]:
         played = recorded["train"]["stage"] == "rl"
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"model.path={path}: {file} holds no settings of a run; restore it") from error
-    left = _given(arguments, composed)
-    left |= {name for option in left for name in _TOGETHER.get(option, [])}
-    if not played:  # its data are no tasks
-        left |= {"data.eval", *_TOGETHER["data.eval"]}
+    excluded = _set_by_arguments(arguments, composed)
+    excluded |= {name for option in excluded for name in _SET_TOGETHER.get(option, [])}
+    if not played:  # the run's data are not tasks
+        excluded |= {"data.eval", *_SET_TOGETHER["data.eval"]}
     values = {}
     for name, default, _ in declared(Config):
-        if name not in left and any(f"{name}.".startswith(f"{taken}.") for taken in _TAKEN):
+        if name not in excluded and any(f"{name}.".startswith(f"{inherited}.") for inherited in _INHERITED):
             value = recorded_value(recorded, name, default)
             if value != default:
                 values[name] = value
     return file, values
 
 
-def _given(arguments: Sequence[str], composed: Mapping[str, Any]) -> set[str]:
-    """The options that a file under conf/ or the command line sets; of the latter none that is a dict."""
-    found = set()
+def _set_by_arguments(arguments: Sequence[str], composed: Mapping[str, Any]) -> set[str]:
+    """The options set by a file under conf/ or by the command line; dicts on the command line do not count."""
+    options = set()
     for source, names in layers(arguments):
         for option, default, _ in declared(Config):
-            within = any(f"{name}.".startswith(f"{option}.") for name in names)
-            around = any(f"{option}.".startswith(f"{name}.") for name in names) and composed.get(option) != default
-            if (within or around) and not (source == COMMAND_LINE and isinstance(default, dict)):
-                found.add(option)
-    return found
+            has_parts = any(f"{name}.".startswith(f"{option}.") for name in names)
+            is_part = any(f"{option}.".startswith(f"{name}.") for name in names) and composed.get(option) != default
+            if (has_parts or is_part) and not (source == COMMAND_LINE and isinstance(default, dict)):
+                options.add(option)
+    return options

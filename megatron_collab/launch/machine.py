@@ -1,4 +1,4 @@
-"""Whether this machine could hold the processes of a run at all: what they take before they have any model."""
+"""Checks that this machine has enough memory for the processes of a run, before they load any model."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megatron_collab.config import Config, require
 from megatron_collab.models import parallel_layout
 from megatron_collab.runtime import device
 
-# MiB that one has for itself, at least: USS of the processes of a booking run on a CPU (Linux, Python 3.11).
+# Lower bound in MiB per process: USS in a booking run on a CPU (Linux, Python 3.11).
 RANK, CONVERSATION_WORKER, REWARD_WORKER, CPU_SERVER = 300, 200, 75, 400
 
 
 def check_processes(config: Config) -> None:
-    """Raises ConfigError naming the setting that asks for most, where the memory is too small for all of them."""
+    """Raises ConfigError if memory is too small for all processes; it names the setting that needs most."""
     nodes = config.launch.nodes
     needed = {"launch.nproc_per_node": config.launch.nproc_per_node * RANK}
     if config.train.stage == "rl":
@@ -23,10 +23,10 @@ def check_processes(config: Config) -> None:
         needed["reward.workers"] = -(-config.reward.workers // nodes) * REWARD_WORKER
         if device.select(config.launch.device).type == "cpu":
             needed["rollout.server.replicas"] = parallel_layout.servers_per_node(config) * CPU_SERVER
-    total, here = sum(needed.values()), psutil.virtual_memory().total >> 20
+    total, available = sum(needed.values()), psutil.virtual_memory().total >> 20
     setting = max(needed, key=needed.__getitem__)
     require(
-        total <= here,
+        total <= available,
         f"{setting}={attrgetter(setting)(config)}: the processes of a node need {total / 1024:.0f} GiB before they "
-        f"have any model, and this machine has {here / 1024:.0f}; lower it",
+        f"have any model, and this machine has {available / 1024:.0f}; lower it",
     )

@@ -1,4 +1,4 @@
-"""The models of a run, read before any process starts: what their weights' headers say, tokenizer, chat template."""
+"""Checks of a run's models before any process starts: headers of the weights, tokenizer, chat template."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward import metrics
 from megatron_collab.runtime import hub
 from megatron_collab.runtime.process import LAUNCHER, first_on_node
-from megatron_collab.runtime.trial import TrialError, tried
+from megatron_collab.runtime.trial import TrialError, run_trial
 
-_SECONDS = 10.0  # of which an ordinary template takes a hundredth, with its tokenizer a tenth
+_SECONDS = 10.0  # an ordinary template takes a hundredth of this, with its tokenizer a tenth
 
 
 def check_models(config: Config, shape: ModelShape, weights: bool = True) -> None:
-    """ConfigError unless model.path holds the `weights` of a model of `shape`, and gives a prompt; and what is served.
+    """Checks model.path: `weights` of a model of `shape`, and a prompt; then the served models. Raises ConfigError.
 
-    Once a node: its first rank does it, and the process that becomes its torchrun has done it for all ranks.
+    Runs once per node: in its first rank, or for all ranks in the process that becomes their torchrun.
     """
-    if not _asked():
+    if not _checked_here():
         return
     path = config.model.path
     try:
@@ -38,20 +38,20 @@ def check_models(config: Config, shape: ModelShape, weights: bool = True) -> Non
 
 
 def check_rendering(config: Config, tools: Sequence[Mapping[str, Any]]) -> None:
-    """ConfigError unless tokenizer and chat template of model.path give a prompt, with these tools, in a short time."""
-    if _asked():
+    """Raises ConfigError unless model.path's tokenizer and chat template render a prompt with these tools in time."""
+    if _checked_here():
         path = config.model.path
-        chat_template.load_tokenizer(path, "model.path")  # here, for the readers of the data
-        _try(partial(chat_template.policys, config, tools), f"model.path={path}", "its chat template")
+        chat_template.load_tokenizer(path, "model.path")  # loads it in this process, for the data readers
+        _try(partial(chat_template.policy_renderer, config, tools), f"model.path={path}", "its chat template")
 
 
 def check_served(config: Config) -> None:
-    """As `check_models`, for the models beside the policy that are served, as far as SGLang needs the same of them."""
-    for group, model in metrics.served_models(config).values() if _asked() else ():
+    """As `check_models`, for the served models beside the policy; only what SGLang requires of them."""
+    for group, model in metrics.served_models(config).values() if _checked_here() else ():
         setting, folder = f"{group}.model", hub.folder(model.model)
         try:
             shape = hf_config.read(folder / "config.json") if gives_text(model.model) else None
-        except ValueError:  # of a family, or quantised in a way, that SGLang serves and that is not trained here
+        except ValueError:  # a family or quantization that SGLang serves but the trainer does not support
             shape = None
         try:
             hf_weights.of_model(folder, shape) if shape else hf_weights.read(folder)
@@ -62,14 +62,14 @@ def check_served(config: Config) -> None:
             _try(work, f"{setting}={model.model}", "its tokenizer or chat template")
 
 
-def _asked() -> bool:
+def _checked_here() -> bool:
     return first_on_node() and LAUNCHER not in os.environ
 
 
-def _try(work: Callable[[], object], setting: str, what: str) -> None:
+def _try(work: Callable[[], object], setting: str, part: str) -> None:
     try:
-        tried(work, _SECONDS)
+        run_trial(work, _SECONDS)
     except TrialError as error:
-        raise ConfigError(f"{setting}: {what} {error}; give another model, or mend its files") from error
+        raise ConfigError(f"{setting}: {part} {error}; give another model, or mend its files") from error
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -1,4 +1,4 @@
-"""What happens before the ranks: make the world, refuse what cannot run, become torchrun."""
+"""Preparation before the ranks start: make the world, check model and data, become torchrun."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron_collab.launch.validate import check_model
 from megatron_collab.observability import evaluations, records
 from megatron_collab.reward import metrics
 from megatron_collab.rollout import asked_models, users
-from megatron_collab.rollout.needs import USER, WEIGHTS, needs
+from megatron_collab.rollout.task_requirements import USER, WEIGHTS, task_requirements
 from megatron_collab.rollout.tools import Toolset, toolbox
 from megatron_collab.rollout.tools.mcp_server import McpTools
 from megatron_collab.rollout.users.named import user_of
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from megatron_collab.data.datasets import SurveyedSources
     from megatron_collab.data.survey import Survey
 
-# Settings of algo that algo.objective=policy alone reads.
+# Settings of algo that only algo.objective=policy reads.
 _OF_POLICY_LOSS = (
     *("advantage", "loss", "average", "clip_low", "clip_high", "clip_dual", "kl", "kl_in", "entropy_coef"),
     *("correction", "later_weight", "overlong", "critic_warmup"),
@@ -55,15 +55,15 @@ _OF_POLICY_LOSS = (
 
 
 def locked(config: Config) -> AbstractContextManager[object]:
-    """run.dir, for this run alone: its first process takes the lock before all else. ConfigError where it cannot."""
-    first = LAUNCHER not in os.environ and global_rank() == 0  # the process that became torchrun has it for its ranks
+    """Lock run.dir for this run, in its first process and before anything else. Raises ConfigError if it is in use."""
+    first = LAUNCHER not in os.environ and global_rank() == 0  # the process that became torchrun holds it for its ranks
     return RunLock(Path(config.run.dir)) if first else nullcontext()
 
 
 def prepare(config: Config) -> None:
-    """Make the world, pin the names of the Hub (in `config`), then check all that needs files: model, data, ports.
+    """Make the world, pin Hub names in `config`, then run all checks that need files: model, data, ports.
 
-    ConfigError before anything is started.
+    Raises ConfigError before anything is started.
     """
     check_nodes(config, "megatron_collab.train")
     message = "is evaluated by `megatron-collab evaluate`, and not trained; remove it"
@@ -72,7 +72,7 @@ def prepare(config: Config) -> None:
     try:
         environments.prepare(config)
         _pin(config)
-        if LAUNCHER in os.environ:  # a rank: the process that became its torchrun has done and said all else
+        if LAUNCHER in os.environ:  # a rank: the process that became its torchrun has done the rest
             return
         shape = check_model(config)
         check_same_run(config)
@@ -90,31 +90,31 @@ def prepare(config: Config) -> None:
     compare_tools(Path(config.run.dir), tools)
     fork(config)
     if global_rank() == 0:
-        print("\n".join([line for given in data for line in given.lines()] + remarks(config)))
+        print("\n".join([line for dataset in data for line in dataset.lines()] + remarks(config)))
 
 
 def remarks(config: Config) -> list[str]:
-    """What the console says before the start about settings that work and waste something, a line each."""
+    """Console lines before the start about settings that work but waste something."""
     on_gpus = device.select(config.launch.device).type == device.GPU
     return [*without_effect(config), *(idle_gpus(config) if on_gpus else [])]
 
 
 def without_effect(config: Config) -> list[str]:
-    """Settings of the algorithm that cannot change anything beside the others, each with the way out."""
-    algo, usual = config.algo, AlgoConfig()
+    """Lines about algorithm settings that have no effect in this combination, each with a fix."""
+    algo, defaults = config.algo, AlgoConfig()
     if config.train.stage != "rl":
         return []
     if config.objective != "policy":
-        differ = [name for name in _OF_POLICY_LOSS if getattr(algo, name) != getattr(usual, name)]
-        said = ", ".join(f"algo.{name}={getattr(algo, name)}" for name in differ)
-        return [f"{said}: without effect with algo.objective={algo.objective}; remove it"] if differ else []
+        changed = [name for name in _OF_POLICY_LOSS if getattr(algo, name) != getattr(defaults, name)]
+        settings = ", ".join(f"algo.{name}={getattr(algo, name)}" for name in changed)
+        return [f"{settings}: without effect with algo.objective={algo.objective}; remove it"] if changed else []
     lines = []
-    names = [] if algo.loss == usual.loss else ["loss"]
-    names += [name for name in ("clip_low", "clip_high", "clip_dual") if getattr(algo, name) != getattr(usual, name)]
+    names = [] if algo.loss == defaults.loss else ["loss"]
+    names += [name for name in ("clip_low", "clip_high", "clip_dual") if getattr(algo, name) != getattr(defaults, name)]
     if algo.mini_batches * algo.epochs == 1 and names and ":" not in algo.loss:
-        given = ", ".join(f"algo.{name}={getattr(algo, name)}" for name in names)
+        settings = ", ".join(f"algo.{name}={getattr(algo, name)}" for name in names)
         lines.append(
-            f"{given}: without effect, since with one update a batch every importance ratio is 1; "
+            f"{settings}: without effect, since with one update a batch every importance ratio is 1; "
             "set algo.mini_batches=2 or more, or leave it at the policy gradient"
         )
     if algo.kl == "k1" and algo.kl_in == "loss" and algo.kl_coef > 0:
@@ -123,7 +123,7 @@ def without_effect(config: Config) -> list[str]:
 
 
 def check_nodes(config: Config, module: str) -> None:
-    """On several nodes torchrun was started by hand, and Ray too where conversations are played."""
+    """Raises ConfigError if on several nodes torchrun was not started by hand, or Ray if conversations are played."""
     nodes = config.launch.nodes
     command = f"python -m megatron_collab.launch.torchrun --nnodes {nodes} --nproc-per-node"
     require(
@@ -139,92 +139,93 @@ def check_nodes(config: Config, module: str) -> None:
 
 
 def read_data(config: Config, schemas: Sequence[Mapping[str, Any]], trains: bool = True) -> list[SurveyedSources[Any]]:
-    """data.train, unless nothing `trains`, and the sets of data.eval: every row is read, and its user can be asked.
+    """Read and check every row of data.train (if `trains`) and data.eval, its user, and the language models in use.
 
-    `schemas`: the tools that the prompt tells the policy of.
-    Raises ConfigError, and ValueError or RunStopped for what cannot be read.
+    `schemas`: the tools that the policy's prompt lists.
+    Raises ConfigError, and ValueError or RunStopped for unreadable data.
     """
     from megatron_collab.data import datasets
 
-    data: list[SurveyedSources[Any]] = [datasets.TrainingData(config, schemas, needs)] if trains else []
+    data: list[SurveyedSources[Any]] = [datasets.TrainingData(config, schemas, task_requirements)] if trains else []
     if sets := evaluation_sets(config):
-        data.append(datasets.SurveyedSources(config, "data.eval", sets, schemas, needs))
+        data.append(datasets.SurveyedSources(config, "data.eval", sets, schemas, task_requirements))
     if config.train.stage == "rl":
         endpoints.check_recordings(config)
-        surveyed = [one for given in data for one in _surveyed(given)]
+        surveyed = [source for dataset in data for source in _surveyed(dataset)]
         examples = users_of_tasks(config, surveyed)
         check_users(config, examples)
-        for given in data:
-            check_needs(config, given, trained=given.setting == "data.train")
+        for dataset in data:
+            check_needs(config, dataset, trained=dataset.setting == "data.train")
         if first_on_node():  # LiteLLM is slow to import
-            asked = [*asked_models.of_users(config, examples), *asked_models.of_judges(config)]
-            asked += asked_models.of_assistant(config)
-            endpoints.check_served(config, asked)
-            unpriced = endpoints.check_prices(config, asked)
-            endpoints.check_support(config, asked)
+            language_models = [*asked_models.user_endpoints(config, examples), *asked_models.judge_endpoints(config)]
+            language_models += asked_models.assistant_endpoints(config)
+            endpoints.check_served(config, language_models)
+            unpriced = endpoints.check_prices(config, language_models)
+            endpoints.check_support(config, language_models)
             for line in unpriced if global_rank() == 0 else ():
                 print(f"megatron-collab: {line}", file=sys.stderr)
     return data
 
 
 def compare_tools(run_dir: Path, toolsets: Iterable[Toolset]) -> None:
-    """Say in a line where an MCP server has other tools than when the run began, which hub.json holds."""
+    """Print a line for each MCP server whose tools differ from those at the run's start, recorded in hub.json."""
     for tools in toolsets:
         if isinstance(tools, McpTools):
             setting = f"rollout.mcp_servers.{tools.options.name}"
-            said = {schema["name"]: json.dumps(schema, sort_keys=True) for schema in tools.schemas}
-            now = {name: hashlib.sha256(schema.encode()).hexdigest() for name, schema in said.items()}
-            began = json.loads(hub.found_first(run_dir, f"tools of {setting}", partial(json.dumps, now)))
-            if other := sorted(name for name in now.keys() | began.keys() if now.get(name) != began.get(name)):
+            schemas = {schema["name"]: json.dumps(schema, sort_keys=True) for schema in tools.schemas}
+            digests = {name: hashlib.sha256(schema.encode()).hexdigest() for name, schema in schemas.items()}
+            first_digests = json.loads(hub.pinned_value(run_dir, f"tools of {setting}", partial(json.dumps, digests)))
+            names = digests.keys() | first_digests.keys()
+            if changed_names := sorted(name for name in names if digests.get(name) != first_digests.get(name)):
                 changed = "its tools are not those that it had when the run began, which changes samples"
-                print(f"megatron-collab: {setting}: {changed}: {', '.join(other)}", file=sys.stderr)
+                print(f"megatron-collab: {setting}: {changed}: {', '.join(changed_names)}", file=sys.stderr)
 
 
 def users_of_tasks(config: Config, surveyed: Iterable[tuple[Config, str, Survey]]) -> dict[str, str]:
-    """The names of the users of the settings and of the tasks, each with an example.
+    """The names of the users in the settings and in the tasks, each with an example.
 
-    `surveyed`: the settings under which a source is played, what messages call it, and its survey.
+    `surveyed`: of each source, the settings it is played with, its name in messages, and its survey.
     """
     examples: dict[str, str] = {name: f"users.{name}" for name in config.users}
-    for settings, where, found in surveyed:
-        for user, task in found.users.items():
+    for settings, place, survey in surveyed:
+        for user, task in survey.users.items():
             name = user_of(Task(task, (), "", "", user), settings)
-            examples[name] = f"{where}, task {task}"
+            examples[name] = f"{place}, task {task}"
     return examples
 
 
 def check_needs(config: Config, data: SurveyedSources[Any], trained: bool) -> None:
-    """Users must have tasks to play in each source, and what is `trained` some tasks for each weighted metric.
+    """Raises ConfigError if a source has no task that its user can play, or no `trained` source fits a weighted metric.
 
     Sources share the weights, and each metric picks its tasks (docs/decisions/0006-not-applying-is-not-missing.md).
     """
-    given = list(zip(data.sources, data.sets, data.surveys, strict=True))
-    # By setting, of each source in which no task has what it needs, its name and what they lack.
-    none: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for source, tasks, found in given:
-        for setting, lacking in found.lacking.items():
+    surveyed = list(zip(data.sources, data.sets, data.surveys, strict=True))
+    # By setting: the sources in which no task meets its requirements, with what the tasks lack.
+    unmet: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for source, tasks, survey in surveyed:
+        for setting, lacking in survey.lacking.items():
             if sum(lacking.values()) == len(tasks):
-                none[setting].append((source.source, " or ".join(lacking)))
-    for setting, places in none.items():
-        where, what = places[0]
-        said = f"{data.setting}={where}: none of its tasks has {what}"
-        require(setting != USER, f"{said}, which its user needs; give tasks that have it, or another user.name")
+                unmet[setting].append((source.source, " or ".join(lacking)))
+    for setting, places in unmet.items():
+        place, requirement = places[0]
+        message = f"{data.setting}={place}: none of its tasks has {requirement}"
+        require(setting != USER, f"{message}, which its user needs; give tasks that have it, or another user.name")
         weight = config.reward.weights.get(setting.removeprefix(WEIGHTS), 0)
         require(
-            not trained or len(places) < len(given) or not weight,
-            f"{setting}={weight:g}: {said}, without which the metric does not apply; give tasks that have it, or set "
-            f"{setting}=0",
+            not trained or len(places) < len(surveyed) or not weight,
+            f"{setting}={weight:g}: {message}, without which the metric does not apply; give tasks that have it, or "
+            f"set {setting}=0",
         )
 
 
 def _surveyed(data: SurveyedSources[Any]) -> Iterable[tuple[Config, str, Survey]]:
-    for source, found in zip(data.sources, data.surveys, strict=True):
+    for source, survey in zip(data.sources, data.surveys, strict=True):
         setting = source.setting if isinstance(source, EvaluationSet) else data.setting
-        yield data.settings(source), f"{setting}={source.source}", found
+        yield data.settings(source), f"{setting}={source.source}", survey
 
 
 def finished(config: Config) -> int:
-    """The steps of the finished run in run.dir; 0 where there is none, or train.steps asks for more. ConfigError."""
+    """The steps of the finished run in run.dir; 0 if there is none, or if train.steps is higher. Raises ConfigError."""
     folder = Path(config.run.dir)
     settings = read_settings(folder)
     if settings is None or not records.finished(folder):
@@ -234,7 +235,7 @@ def finished(config: Config) -> int:
 
 
 def replace_by_torchrun(config: Config, module: str, arguments: list[str]) -> NoReturn:
-    """Become torchrun … -m `module` with the same arguments; does not return."""
+    """Replace this process by torchrun … -m `module` with the same arguments; does not return."""
     keys.put_away()
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), LAUNCHER: str(os.getpid())}
     command = [sys.executable, "-m", "megatron_collab.launch.torchrun", "--max-restarts=0"]
@@ -243,9 +244,9 @@ def replace_by_torchrun(config: Config, module: str, arguments: list[str]) -> No
 
 
 def _pin(config: Config) -> None:
-    """Names of the Hub become those of the commits that the run goes by, and the model comes to this node."""
+    """Pin Hub names in `config` to the commits of the run's first start, and download the model to this node."""
     run_dir, data = Path(config.run.dir), config.data
-    config.model.path = hub.fetched(config.model.path, "model.path", run_dir)
+    config.model.path = hub.fetch_model(config.model.path, "model.path", run_dir)
     if config.train.stage == "rl":
         fetch_served_models(config)
     data.train = sources.pinned(data.train, "data.train", run_dir)
@@ -253,17 +254,17 @@ def _pin(config: Config) -> None:
 
 
 def fetch_served_models(config: Config) -> None:
-    """As `_pin`, for the models beside the policy that the run serves. ConfigError for one that gives no score."""
+    """As `_pin`, for the served models beside the policy. Raises ConfigError if a reward model gives no score."""
     for name, (group, model) in metrics.served_models(config).items():
-        path = hub.fetched(model.model, f"{group}.model", Path(config.run.dir))
-        given = config.servers[name] if name in config.servers else config.reward.metrics.get(name, {})
-        given.update({key: path for key, value in given.items() if value == model.model})
+        path = hub.fetch_model(model.model, f"{group}.model", Path(config.run.dir))
+        settings = config.servers[name] if name in config.servers else config.reward.metrics.get(name, {})
+        settings.update({key: path for key, value in settings.items() if value == model.model})
         fault = None if name in config.servers else score_fault(path)
         require(fault is None, f"{group}.model={fault}")
 
 
 def check_users(config: Config, examples: Mapping[str, str]) -> None:
-    """Every task needs a user: the one that it names, or that user.name names for all. `examples`: tasks by user."""
+    """Raises ConfigError if a user of the tasks or of user.name cannot be used. `examples`: task by user."""
     for name, example in examples.items():
         reason = users.check_user(name, config)
         require(reason is None, f"{example}: {reason}")
@@ -272,10 +273,10 @@ def check_users(config: Config, examples: Mapping[str, str]) -> None:
 
 
 def check_same_run(config: Config) -> None:
-    """A run goes on only with settings that do not make another run of it, and with the evaluations that it has."""
+    """Raises ConfigError if run.dir has a run with incompatible settings, or its files or evaluations are damaged."""
     for change in changes(config):
-        found = f"holds a run with {change.setting}={change.before}, not {change.after}"
-        require(change.allowed, f"run.dir={config.run.dir}: {found}; choose another run.dir, or remove that folder")
+        reason = f"holds a run with {change.setting}={change.before}, not {change.after}"
+        require(change.allowed, f"run.dir={config.run.dir}: {reason}; choose another run.dir, or remove that folder")
     folder = Path(config.run.dir)
     for file in folder.glob("*.json*"):
         require(file.is_file(), f"{file}: is no file, and a run writes one there; remove it, or choose another run.dir")

@@ -1,4 +1,4 @@
-"""The frame of the programs that torchrun runs, as train.py: refusals, torchrun, signals, exit codes."""
+"""Common main function of the programs that torchrun runs, e.g. train.py: errors, torchrun, signals, exit codes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from megatron_collab.launch.help import composed, help_text
 from megatron_collab.runtime import keys, network, process, signals
 from megatron_collab.runtime.redact import redact_output
 
-Prepared = tuple[Config, Callable[[], None]]  # the settings, and what every rank runs
+Prepared = tuple[Config, Callable[[], None]]  # the settings, and the function that every rank runs
 Prepare = Callable[[list[str], ExitStack], Prepared | str]
 
 
 def run(module: str, description: str | None, arguments: list[str], prepared: Prepare) -> int:
-    """The exit code of `python -m module arguments`, which starts itself under torchrun unless torchrun started it.
+    """Run `python -m module arguments`, under torchrun unless torchrun already started it; returns the exit code.
 
-    `prepared` checks the arguments (ConfigError) and gives what is to be run, or says why nothing is. What it enters
-    (run.dir's lock) is held until the program ends, also as torchrun.
+    `prepared` checks the arguments (ConfigError) and returns the work, or a message if there is none. Contexts that it
+    enters (run.dir's lock) stay open until the program ends, also as torchrun.
     """
     redact_output()
     os.environ |= network.without_proxy()
     if process.under_torchrun():
-        keys.put_away()  # ours has done so
-    with ExitStack() as held:
-        return _run(module, description, arguments, partial(prepared, arguments, held))
+        keys.put_away()  # launch.torchrun has done so, another torchrun has not
+    with ExitStack() as resources:
+        return _run(module, description, arguments, partial(prepared, arguments, resources))
 
 
 def _run(module: str, description: str | None, arguments: list[str], prepared: Callable[[], Prepared | str]) -> int:
@@ -40,16 +40,16 @@ def _run(module: str, description: str | None, arguments: list[str], prepared: C
         if "--cfg" in arguments:
             print(composed([argument for argument in arguments if argument != "--cfg"]))
             return 0
-        with keys.lent():  # settings name some, and the Hub asks for one
-            found = prepared()
+        with keys.in_environment():  # settings refer to keys, and the Hub needs one
+            outcome = prepared()
     except ConfigError as error:
-        if process.first_on_node():  # what is missing may be missing on this node only
+        if process.first_on_node():  # once per node: something may be missing on this node only
             print(f"megatron-collab: {error}", file=sys.stderr)
         return process.EXIT_BAD_INPUT
-    if isinstance(found, str):
-        print(found)
+    if isinstance(outcome, str):
+        print(outcome)
         return 0
-    config, work = found
+    config, work = outcome
     if not process.under_torchrun():
         prepare.replace_by_torchrun(config, module, arguments)
     os.environ |= network.variables(config)

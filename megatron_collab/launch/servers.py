@@ -1,4 +1,4 @@
-"""Servers that cannot run, by their settings, on this machine, with this model: one line each, before any start."""
+"""Checks of the servers before any start: their settings, this machine, the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 
 from megatron_collab.config import Config, nearest, require
 from megatron_collab.inference import server_args
-from megatron_collab.inference.served import config_of, devices, first_device, gives_text, named, score_fault
+from megatron_collab.inference.served import config_of, devices, first_device, gives_text, score_fault, server_entries
 from megatron_collab.inference.server import Serves, refusal
 from megatron_collab.llm.endpoint import SERVED
 from megatron_collab.models import parallel_layout
@@ -18,12 +18,12 @@ from megatron_collab.runtime import device
 from megatron_collab.runtime.process import first_on_node
 from megatron_collab.weight_sync import plan
 
-# torch's allocator then maps memory piece by piece, which a plain handle of CUDA IPC cannot pass on.
+# With it torch's allocator maps memory in pieces, which a plain CUDA IPC handle cannot share.
 _EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 
 
 def check_servers(config: Config) -> None:
-    """What can be said without the model and without this machine."""
+    """Checks that need neither the model nor this machine. Raises ConfigError."""
     check = partial(require, config=config)
     server, transport, nodes = config.rollout.server, config.publish.transport, config.launch.nodes
     check(server.tp % server.ep == 0, "<rollout.server.ep>: does not divide <rollout.server.tp>; choose a divisor")
@@ -40,10 +40,10 @@ def check_servers(config: Config) -> None:
         "<rollout.server.replicas> x <rollout.server.nnodes>: is no multiple of <launch.nodes>; change one of them"
     )
     check(server.replicas * server.nnodes % nodes == 0, message)
-    here = parallel_layout.servers_per_node(config) * parallel_layout.server_ranks_per_node(config)
+    count = parallel_layout.servers_per_node(config) * parallel_layout.server_ranks_per_node(config)
     check(
-        nodes == 1 or not server.colocated or here <= config.launch.nproc_per_node,
-        f"<rollout.server.replicas> x <rollout.server.tp> / <launch.nodes>: needs {here} devices of a node, and with "
+        nodes == 1 or not server.colocated or count <= config.launch.nproc_per_node,
+        f"<rollout.server.replicas> x <rollout.server.tp> / <launch.nodes>: needs {count} devices of a node, and with "
         "<rollout.server.colocated> there are <launch.nproc_per_node>; lower one of them",
     )
     message = "<parallel.offload>: makes room for colocated servers; set parallel.offload=false"
@@ -73,56 +73,59 @@ def check_servers(config: Config) -> None:
 
 
 def check_servers_on_machine(config: Config) -> None:
-    """The devices and libraries that the servers need."""
+    """Checks the devices and libraries that the servers need. Raises ConfigError."""
     check = partial(require, config=config)
     if config.train.stage != "rl":
         return
     on_gpus = device.select(config.launch.device).type == device.GPU
     if config.rollout.server.fp8:
-        # Before Ada SGLang repacks FP8 weights for a kernel without FP8 units; from Blackwell on it changes scales.
-        found = device.capability() if on_gpus else None
-        shown = "one of {}.{}".format(*found) if found else "none"
+        # Before Ada, SGLang repacks FP8 weights for a kernel without FP8 units; from Blackwell on it changes scales.
+        capability = device.capability() if on_gpus else None
+        shown = "one of {}.{}".format(*capability) if capability else "none"
         check(
-            found is not None and (8, 9) <= found < (10, 0),
+            capability is not None and (8, 9) <= capability < (10, 0),
             f"<rollout.server.fp8>: needs GPUs of compute capability 8.9 to below 10.0, here is {shown}; turn it off",
         )
     if not on_gpus:
         return
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        given = os.environ.get(name, "")
+        value = os.environ.get(name, "")
         require(
-            not (plan.uses_memory(config) and _EXPANDABLE.search(given)),
-            f"{name}={given}: the servers open memory of the trainer, which this forbids; unset it",
+            not (plan.uses_memory(config) and _EXPANDABLE.search(value)),
+            f"{name}={value}: the servers open memory of the trainer, which this forbids; unset it",
         )
     server, gpus = config.rollout.server, device.count()
     _check_served_on_gpus(config, gpus)
     servers_here, ranks_here = parallel_layout.servers_per_node(config), parallel_layout.server_ranks_per_node(config)
-    here = servers_here * ranks_here
+    devices_needed = servers_here * ranks_here
     nodes = " / <launch.nodes>" if config.launch.nodes > 1 else ""
     servers = f"<rollout.server.replicas> x <rollout.server.tp>{nodes}"
     if not server.colocated:
         check(
-            config.launch.nproc_per_node + here <= gpus,
+            config.launch.nproc_per_node + devices_needed <= gpus,
             f"{servers}: with <rollout.server.colocated> they need GPUs beside <launch.nproc_per_node>, more than the "
             f"{gpus} of this node; lower one of them, or set rollout.server.colocated=true",
         )
         return
-    check(here <= gpus, f"{servers}: needs more than the {gpus} GPUs of this node; lower one of them")
-    alone = servers_here <= 1  # then it may have devices without ranks
-    own, rest = (0, 0) if alone else divmod(config.launch.nproc_per_node, servers_here)
+    check(devices_needed <= gpus, f"{servers}: needs more than the {gpus} GPUs of this node; lower one of them")
+    single_server = servers_here <= 1  # a single server may use devices without ranks
+    ranks_per_server, remainder = (0, 0) if single_server else divmod(config.launch.nproc_per_node, servers_here)
     message = "each colocated server needs as many ranks of <launch.nproc_per_node>, and <rollout.server.tp> at least"
-    check(alone or (rest == 0 and ranks_here <= own), f"<rollout.server.replicas>: {message}; change one of them")
+    check(
+        single_server or (remainder == 0 and ranks_here <= ranks_per_server),
+        f"<rollout.server.replicas>: {message}; change one of them",
+    )
     message = "<publish.transport>: NCCL joins no two ranks on one GPU, which are colocated; set publish.transport=auto"
     check(config.publish.transport == "disk" or plan.uses_memory(config), message)
     saver = device.probe("memory_saver")
     message = f"needs torch-memory-saver ({saver.detail}); install it, or set rollout.server.colocated=false"
-    check(saver.found, f"<rollout.server.colocated>: {message}")
+    check(saver.available, f"<rollout.server.colocated>: {message}")
     message = "not set, and colocated servers would take the memory of the trainer; set what doctor --plan has room for"
     check(server.max_total_tokens is not None, f"rollout.server.max_total_tokens: {message}")
 
 
 def check_servers_of_model(config: Config, shape: ModelShape) -> None:
-    """The sizes of the model against the layout of a server."""
+    """Checks the sizes of the model against the layout of a server. Raises ConfigError."""
     check = partial(require, config=config)
     message = f"<rollout.context_length>: the model has {shape.max_positions} positions; choose at most as many"
     check(config.rollout.context_length <= shape.max_positions, message)
@@ -135,12 +138,12 @@ def check_servers_of_model(config: Config, shape: ModelShape) -> None:
 
 
 def idle_gpus(config: Config) -> list[str]:
-    """A line if GPUs of the trainer have no colocated server and idle while the run samples, with the way out."""
+    """A line with a fix if GPUs of the trainer have no colocated server and idle while the run samples."""
     server, width = config.rollout.server, config.launch.nproc_per_node
     if config.train.stage != "rl" or not server.colocated or not server.replicas:
         return []
     busy = parallel_layout.serving(config)
-    for model in named(config).values():
+    for model in server_entries(config).values():
         if model.colocated:
             busy |= parallel_layout.serving(config_of(config, model, 0))
     idle = len(set(range(width)) - busy)
@@ -156,7 +159,7 @@ def idle_gpus(config: Config) -> list[str]:
 
 
 def check_arguments(config: Config) -> None:
-    """What SGLang says itself of the arguments that it is given for a model on this machine; takes seconds."""
+    """Lets SGLang check its own arguments for each model on this machine; takes seconds. Raises ConfigError."""
     if config.train.stage != "rl" or not first_on_node():
         return
     on_cpu = device.select(config.launch.device).type == "cpu"
@@ -170,34 +173,36 @@ def check_arguments(config: Config) -> None:
 
 
 def _check_decided(config: Config, on_cpu: bool) -> None:
-    faults = [server_args.decided(config.rollout.server.args, "rollout.server", on_cpu)]
+    faults = [server_args.conflict(config.rollout.server.args, "rollout.server", on_cpu)]
     for group, model in metrics.served_models(config).values():
-        faults.append(server_args.decided(model.args, group, on_cpu, f"{group}.model"))
+        faults.append(server_args.conflict(model.args, group, on_cpu, f"{group}.model"))
     fault = next(filter(None, faults), None)
     require(fault is None, fault or "")
 
 
 def _check_served(config: Config) -> None:
-    """The models beside the policy, without this machine."""
+    """Checks the served models beside the policy that do not need this machine. Raises ConfigError."""
     models = metrics.served_models(config)
     for group, model in models.values():
         message = f"{group}.ep={model.ep}: does not divide {group}.tp={model.tp}; choose a divisor"
         require(model.tp % model.ep == 0, message)
         message = f"{group}.colocated=true: <rollout.max_staleness> samples while the trainer trains; set it to false"
         require(not model.colocated or config.rollout.max_staleness == 0, message, config)
-        here = model.replicas * model.tp
-        message = f"{group}.replicas x {group}.tp: {here} devices, and of the trainer there are <launch.nproc_per_node>"
-        fits = not model.colocated or here <= config.launch.nproc_per_node
+        count = model.replicas * model.tp
+        message = (
+            f"{group}.replicas x {group}.tp: {count} devices, and of the trainer there are <launch.nproc_per_node>"
+        )
+        fits = not model.colocated or count <= config.launch.nproc_per_node
         require(fits, f"{message}; lower one of them, or set {group}.colocated=false", config)
     scorers = {} if config.llm.offline else metrics.scorers(config.reward)
     for metric, name in scorers.items():
-        if name in models and models[name][0] == f"reward.metrics.{metric}":  # its own
+        if name in models and models[name][0] == f"reward.metrics.{metric}":  # the metric's own server
             continue
-        said = f"reward.metrics.{metric}.model={SERVED}{name}"
+        label = f"reward.metrics.{metric}.model={SERVED}{name}"
         out = f"give one of {', '.join(config.servers)}" if config.servers else f"set servers.{name}.model"
-        require(name in config.servers, f"{said}: servers has no {name}; {out}{nearest(name, config.servers)}")
+        require(name in config.servers, f"{label}: servers has no {name}; {out}{nearest(name, config.servers)}")
         fault = score_fault(str(config.servers[name]["model"]))
-        require(fault is None, f"{said}: {fault}")
+        require(fault is None, f"{label}: {fault}")
 
 
 def _check_served_on_gpus(config: Config, gpus: int) -> None:
@@ -213,4 +218,4 @@ def _check_served_on_gpus(config: Config, gpus: int) -> None:
             require(model.max_total_tokens is not None, f"{group}.max_total_tokens: {message}")
             saver = device.probe("memory_saver")
             message = f"needs torch-memory-saver ({saver.detail}); install it, or set {group}.colocated=false"
-            require(saver.found, f"{group}.colocated=true: {message}")
+            require(saver.available, f"{group}.colocated=true: {message}")

@@ -1,6 +1,6 @@
-"""Questions of slurm/run.sh about a run and its nodes.
+"""Commands for slurm/run.sh about a run and its nodes.
 
-python -m megatron_collab.launch.slurm settings [option=value …]     # those that decide its commands, one a line
+python -m megatron_collab.launch.slurm settings [option=value …]     # settings for its commands, one per line
 python -m megatron_collab.launch.slurm address [option=value …]      # this node's address on launch.interface
 python -m megatron_collab.launch.slurm wait ADDRESS SECONDS NODE…    # until Ray at ADDRESS has exactly these nodes
 """
@@ -26,7 +26,7 @@ def settings(config: Config) -> list[str]:
     from megatron_collab.launch.validate import check_settings  # imports torch, which `address` and `wait` do not need
 
     check_settings(config)
-    # One for each worker of a node: Ray starts one process per CPU in advance.
+    # One per worker of a node: Ray starts one process per CPU in advance.
     cpus = -(-(config.rollout.workers + config.reward.workers) // config.launch.nodes)
     return [config.run.dir, str(config.launch.nodes), str(config.launch.nproc_per_node), str(cpus)]
 
@@ -46,7 +46,7 @@ def wait(address: str, seconds: float, names: Sequence[str]) -> None:
             socket.create_connection((host, int(port)), timeout=_LOOK).close()
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
             break
-        except OSError as error:  # nothing answers, or its control store does not know its own node yet
+        except OSError as error:  # nothing listens yet, or Ray's control store does not know its own node yet
             if time.monotonic() > deadline:
                 why = f"Ray's head does not answer at {address} after {seconds:g} s; see its log"
                 raise RunStopped(why) from error
@@ -69,14 +69,14 @@ def wait(address: str, seconds: float, names: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     redact_output()
-    command, *rest = arguments
+    command, *operands = arguments
     try:
         if command == "settings":
-            print(*settings(compose(rest)), sep="\n")
+            print(*settings(compose(operands)), sep="\n")
         elif command == "address":
-            print(network.address(compose(rest)))
+            print(network.address(compose(operands)))
         else:
-            wait(rest[0], float(rest[1]), rest[2:])
+            wait(operands[0], float(operands[1]), operands[2:])
     except (ValueError, RunStopped) as error:
         print(f"megatron-collab: {error}", file=sys.stderr)
         return EXIT_STOPPED if isinstance(error, RunStopped) else EXIT_BAD_INPUT

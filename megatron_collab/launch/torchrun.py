@@ -1,8 +1,9 @@
-"""torchrun as this program needs it: `python -m megatron_collab.launch.torchrun ARGUMENTS OF TORCHRUN`.
+"""torchrun with our signal handling: `python -m megatron_collab.launch.torchrun ARGUMENTS OF TORCHRUN`.
 
-Signals go on to the ranks of this node instead of ending them (runtime/signals.py), and the exit code is that of the
-rank that failed first. To be safe from the first millisecond, start it with them blocked: `env --block-signal=USR1 …`.
-The ranks meet at --master-addr: a free port of loopback, or for several nodes a port of an address of the first node.
+Signals are forwarded to the ranks of this node instead of ending them (runtime/signals.py), and the exit code is that
+of the rank that failed first. To lose no signal during startup, start it with signals blocked:
+`env --block-signal=USR1 …`. The rendezvous is at --master-addr: a free loopback port, or on several nodes a port of an
+address of the first node.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from megatron_collab.runtime.redact import redact_output
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-# Rank 0 has said why, in one line.
+# Exit codes for which rank 0 has already printed the reason.
 _EXPLAINED = (
     *(process.EXIT_BAD_INPUT, process.EXIT_STOPPED, process.EXIT_HUNG),
     *(signals.EXIT_PREEMPTED, signals.EXIT_INTERRUPTED, signals.EXIT_TERMINATED),
 )
-_AGAIN = 1.0  # seconds; a rank that is started after the signal has to have it as well
+_RESEND_SECONDS = 1.0  # ranks started after the signal must receive it too
 
 
 def main(arguments: list[str]) -> int:
@@ -42,16 +43,16 @@ def main(arguments: list[str]) -> int:
     redact_output()
     os.environ |= {signals.LAUNCHER: str(os.getpid())}
     os.environ.setdefault(*COMPILE_CACHE)
-    gpu_environment.enter()  # the loader of a rank reads a part of it before the rank's Python does
+    gpu_environment.enter()  # the dynamic loader of a rank reads some of it before Python starts
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     process.imports_done()
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what is said of a rank's end is below
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # a rank's end is reported below
     relay = _Relay()
     signals.give_to(relay)
     with ScratchFolder() as scratch:
-        os.environ["TMPDIR"] = str(scratch)  # what libraries of a killed rank leave there goes with it
+        os.environ["TMPDIR"] = str(scratch)  # leftovers of killed ranks are deleted with it
         options = run.parse_args([f"--log-dir={scratch}", "--signals-to-handle=SIGQUIT", *arguments])
         try:
             store = _store(options)
@@ -68,40 +69,40 @@ def main(arguments: list[str]) -> int:
                 print(error, file=sys.stderr)
             return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode  # as shells count signals
         finally:
-            del store  # which had to live until torchrun took it
-            remove_abandoned()  # by ranks that were killed
+            del store  # had to live until torchrun took it over
+            remove_abandoned()  # files of killed ranks
     return 0
 
 
 def _store(options: Namespace) -> dist.TCPStore | None:
-    """Where the ranks meet, on the first node; torchrun takes it, as it is there at the port that `options` then name.
+    """The rendezvous store, on the first node; torchrun reuses it, since it listens at the port set in `options`.
 
-    By itself torchrun listens on every interface, and on one node also unpickles what any client has put into its
-    store. Raises ValueError where --master-addr and --master-port are not available, or others are asked for.
+    torchrun's own store listens on every interface, and on one node torchrun also unpickles what any client has put
+    into it. Raises ValueError if --master-addr and --master-port are not available, or another rendezvous is requested.
     """
     import torch.distributed as dist
     from torch.distributed import run
 
     if options.rdzv_backend != "static" or options.rdzv_endpoint:
         raise ValueError("--rdzv-backend, --rdzv-endpoint: the ranks meet at --master-addr, --master-port; give these")
-    options.standalone = False  # it says what one node has anyway
+    options.standalone = False  # one node is standalone anyway
     if options.master_port is None:
-        options.master_port = 0 if run.parse_min_max_nnodes(options.nnodes)[1] == 1 else 29500  # torchrun's own
+        options.master_port = 0 if run.parse_min_max_nnodes(options.nnodes)[1] == 1 else 29500  # torchrun's default
     if options.node_rank != 0:
         return None
     try:
         listener = socket.create_server((options.master_addr, options.master_port))
     except (OSError, OverflowError) as error:
-        given = f"--master-addr={options.master_addr}, --master-port={options.master_port}"
-        raise ValueError(f"{given}: {error}; give an address of this node, the first one, and a free port") from error
+        address = f"--master-addr={options.master_addr}, --master-port={options.master_port}"
+        raise ValueError(f"{address}: {error}; give an address of this node, the first one, and a free port") from error
     options.master_port = listener.getsockname()[1]
-    # multi_tenant: shared by all of this process that name its port.
+    # multi_tenant: shared by all stores of this process with the same port.
     kind = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
     return dist.TCPStore(options.master_addr, options.master_port, **kind, master_listen_fd=listener.detach())
 
 
 class _Relay:
-    """Passes signals on to the ranks, which are our children; SIGINT a second time ends them at once (`ended`)."""
+    """Forwards signals to the ranks, the child processes; a second SIGINT kills them at once (`ended`)."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -120,9 +121,9 @@ class _Relay:
             threading.Thread(target=self._repeat, name="relay", daemon=True).start()
 
     def _repeat(self) -> None:
-        """Pending already, a signal is none; a rank that is started after it has to have it as well."""
+        """Send the signal repeatedly: harmless while it is pending, and ranks started later must receive it too."""
         while self._passed is not None:
-            time.sleep(_AGAIN)
+            time.sleep(_RESEND_SECONDS)
             self._send(self._passed)
 
     def _send(self, number: signal.Signals) -> None:

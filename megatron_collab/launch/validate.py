@@ -1,4 +1,4 @@
-"""What cannot run, refused before any process is started: ConfigError with one line that names the setting."""
+"""Checks before any process starts; each raises a ConfigError of one line that names the setting."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from megatron_collab.rollout.users.named import user_settings
 from megatron_collab.runtime import device, gpu_environment, hub, network
 from megatron_collab.runtime.redact import redacted
 
-# recipe: first compute capability that TransformerEngine 2.20 runs it on, the first that it does not, and why
+# recipe: compute capability from which TransformerEngine 2.20 supports it, the first without support, and the reason
 _FP8_DEVICES: dict[str, tuple[tuple[int, int], tuple[int, int], str]] = {
     "delayed": ((8, 9), (100, 0), "FP8 matrix units came with Ada and Hopper"),
     "tensorwise": ((8, 9), (100, 0), "FP8 matrix units came with Ada and Hopper"),
@@ -53,16 +53,16 @@ _FP8_DEVICES: dict[str, tuple[tuple[int, int], tuple[int, int], str]] = {
 
 
 def load(overrides: Sequence[str]) -> Config:
-    """The settings of a run on this machine, composed and validated; raises ConfigError."""
+    """The settings of a run on this machine, composed and validated. Raises ConfigError."""
     config = make_absolute(compose(overrides))
     validate(config)
     return config
 
 
 def validate(config: Config) -> None:
-    """Cross-checks that need no process and no model in memory. This process then has a rank's environment."""
+    """Cross-checks that need no process and no model in memory. Sets a rank's environment in this process."""
     check_settings(config)
-    gpu_environment.enter(config)  # CUDA may begin with the libraries that are imported below
+    gpu_environment.enter(config)  # libraries imported below may initialize CUDA
     try:
         device.select(config.launch.device)
         network.address(config)
@@ -71,10 +71,10 @@ def validate(config: Config) -> None:
     check_layout_on_machine(config)
     check_processes(config)
     check_servers_on_machine(config)
-    made = config.data.world is not None
-    if not (made or hub.named(config.model.path)) or Path(config.model.path).exists():
+    makes_world = config.data.world is not None
+    if not (makes_world or hub.parse(config.model.path)) or Path(config.model.path).exists():
         check_model(config)
-    if not made:
+    if not makes_world:
         sources.check_exists(config.data.train, "data.train", sources.TrainingSource)
         if config.data.eval:
             sources.check_exists(config.data.eval, "data.eval", EvaluationSet)
@@ -87,7 +87,7 @@ def validate(config: Config) -> None:
 
 
 def check_settings(config: Config) -> None:
-    """Those of `validate` that would fail on any machine."""
+    """The checks of `validate` that do not depend on the machine."""
     check = partial(require, config=config)
     refuse_keys(asdict(config))
     check_declared(config)
@@ -101,22 +101,23 @@ def check_settings(config: Config) -> None:
     message = f"<data.format>: readers give tasks, and <train.stage> reads {reads}s; set it to auto"
     check(":" not in config.data.format or config.train.stage == "rl", message)
     train, rollout = config.train, config.rollout
-    samples = train.prompts_per_step  # of which every optimizer step needs one
+    samples = train.prompts_per_step  # every optimizer step needs at least one
     if config.objective == "policy":
         samples *= train.rollouts_per_prompt * (1 + (rollout.futures if rollout.train_turns == "all" else 0))
-    what = "pairs" if config.objective == "dpo" else "samples"
-    message = f"<algo.mini_batches>: a step has at most {samples} {what}; choose at most as many"
+    unit = "pairs" if config.objective == "dpo" else "samples"
+    message = f"<algo.mini_batches>: a step has at most {samples} {unit}; choose at most as many"
     check(config.algo.mini_batches <= samples, message)
     message = (
         f"<rollout.routing_replay>: {train.stage} samples nothing whose experts could be replayed; set it to false"
     )
     check(train.stage == "rl" or not rollout.routing_replay, message)
     check_layout(config)
-    for one in evaluation_sets(config) if train.stage != "rl" else ():
-        plain = EvaluationSet(one.source, one.name, one.subset, one.split, one.tasks)
-        played = next((name for name, value in vars(one).items() if value != getattr(plain, name)), None)
+    for eval_set in evaluation_sets(config) if train.stage != "rl" else ():
+        plain = EvaluationSet(eval_set.source, eval_set.name, eval_set.subset, eval_set.split, eval_set.tasks)
+        option = next((name for name, value in vars(eval_set).items() if value != getattr(plain, name)), None)
         require(
-            played is None, f"{one.setting}: {played} is of conversations that are played, and {train.stage} plays none"
+            option is None,
+            f"{eval_set.setting}: {option} is of conversations that are played, and {train.stage} plays none",
         )
     _check_best(config)
     dpo = config.algo.dpo
@@ -136,7 +137,7 @@ def check_settings(config: Config) -> None:
 
 
 def refuse_keys(settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a setting that contains a key; it names the setting and does not show the value."""
+    """Raises ConfigError for a setting that contains a key; it names the setting without its value."""
     for name, value in leaves(settings):
         require(
             redacted({name: value}) == {name: value},
@@ -146,33 +147,36 @@ def refuse_keys(settings: Mapping[str, Any]) -> None:
 
 
 def check_files_of_users(config: Config) -> None:
-    """The personas and prompts that users are given."""
+    """Checks the files of personas and prompts of the users. Raises ConfigError."""
     for group, user in user_settings(config).items():
         file = user.personas
         require(file is None or Path(file).is_file(), f"{group}.personas={file}: no such file")
-        if split_user(user.name or "")[0] == DEFAULT:  # a class of the user's own may take a prompt in its own way
+        if split_user(user.name or "")[0] == DEFAULT:  # custom user classes may read their prompt differently
             users_prompt(user, f"{group}.prompt")
 
 
 def _check_best(config: Config) -> None:
-    """train.keep_best names a metric of an evaluation, at steps that have checkpoints."""
-    train, sets = config.train, [one.name for one in evaluation_sets(config)]
+    """Raises ConfigError unless train.keep_best is a metric of an evaluation, and evaluated steps have checkpoints."""
+    train, sets = config.train, [eval_set.name for eval_set in evaluation_sets(config)]
     if train.keep_best is None:
         return
     scored = {"rl": ["reward", *config.reward.weights], "sft": ["loss"], "dpo": ["loss", "accuracy", "margin"]}[
         train.stage
     ]
-    known = ["/".join(filter(None, ["eval", one, metric])) for one in sets for metric in scored]
-    given = train.keep_best.removeprefix("-")
-    there = f"there are {', '.join(known)}" if known else "data.eval has no sets"
-    require(given in known, f"train.keep_best={train.keep_best}: no such metric{nearest(given, known)}; {there}")
+    known = ["/".join(filter(None, ["eval", set_name, metric])) for set_name in sets for metric in scored]
+    metric_name = train.keep_best.removeprefix("-")
+    available = f"there are {', '.join(known)}" if known else "data.eval has no sets"
+    require(
+        metric_name in known,
+        f"train.keep_best={train.keep_best}: no such metric{nearest(metric_name, known)}; {available}",
+    )
     message = "<train.keep_best>: needs a checkpoint at every evaluation; set train.eval_every to a multiple of"
-    together = train.eval_every > 0 and train.eval_every % train.checkpoint_every == 0
-    require(together, f"{message} <train.checkpoint_every>", config)
+    aligned = train.eval_every > 0 and train.eval_every % train.checkpoint_every == 0
+    require(aligned, f"{message} <train.checkpoint_every>", config)
 
 
 def check_reward(config: Config) -> None:
-    """The metrics, their settings and the formula."""
+    """Checks the metrics, their settings and the reward formula. Raises ConfigError."""
     check = partial(require, config=config)
     reward, weights = config.reward, config.reward.weights
     require(any(weights.values()), "reward.weights: no metric has a weight; give one, as in reward.weights.accuracy=1")
@@ -181,7 +185,7 @@ def check_reward(config: Config) -> None:
             require(name in weights, f"{setting}.{name}: not in reward.weights; add reward.weights.{name}=WEIGHT")
     for name in weights:
         metric, settings = metrics.split(name, reward.metrics.get(name, {}))
-        replayed = config.llm.offline and metric.served(settings) is not None  # its servers are not started
+        replayed = config.llm.offline and metric.served(settings) is not None  # then its servers are not started
         reason = None if replayed else metric.unavailable(settings)
         require(reason is None, f"reward.weights.{name}: {reason}")
         judged = reward.judge.model or getattr(settings, "model", None) or not metric.judged(settings)
@@ -196,11 +200,15 @@ def check_reward(config: Config) -> None:
 
 
 def _check_asked_models(config: Config) -> None:
-    """What is said of users, judges and assistant before the tasks are read, some of which may name other users."""
+    """Checks the models of users, judges and assistant before the tasks are read; tasks may name further users."""
     users = [*config.users, *(["llm"] if config.user.model else [])]
-    asked = [*asked_models.of_users(config, users), *asked_models.of_judges(config), *asked_models.of_assistant(config)]
-    endpoints.check_served(config, asked)
-    endpoints.check_prices(config, asked)
+    language_models = [
+        *asked_models.user_endpoints(config, users),
+        *asked_models.judge_endpoints(config),
+        *asked_models.assistant_endpoints(config),
+    ]
+    endpoints.check_served(config, language_models)
+    endpoints.check_prices(config, language_models)
 
 
 def _check_rollouts(config: Config) -> None:
@@ -215,9 +223,9 @@ def _check_rollouts(config: Config) -> None:
     credited_once = rollout.futures > 0 or not config.reward.weights.get("turn_rewards")
     check(credited_once, f"reward.weights.turn_rewards: {message}")
     toolbox.make_tools(rollout)
-    for one in evaluation_sets(config):
-        message = f"{one.setting}: max_new_tokens={one.max_new_tokens} leaves no room for a prompt in"
-        fits = (one.max_new_tokens or 0) < rollout.context_length
+    for eval_set in evaluation_sets(config):
+        message = f"{eval_set.setting}: max_new_tokens={eval_set.max_new_tokens} leaves no room for a prompt in"
+        fits = (eval_set.max_new_tokens or 0) < rollout.context_length
         check(fits, f"{message} <rollout.context_length>; lower it")
     for setting, sampling in (("rollout.turn", rollout.turn), ("rollout.future", rollout.future)):
         require(sampling.top_k != 0, f"{setting}.top_k=0: samples from no token; set -1 for all, or 1 or more")
@@ -234,10 +242,10 @@ def _check_rollouts(config: Config) -> None:
 def _check_algo(config: Config) -> None:
     check = partial(require, config=config)
     algo, grouped = config.algo, config.algo.advantage in GROUPED
-    whole = algo.loss == "gspo"
+    whole_sequences = algo.loss == "gspo"
     if ":" in algo.loss:
         loss = make(algo.loss, "algo.loss", PolicyLoss, algo.loss_options, "algo.loss_options.")
-        whole = getattr(loss, "whole_sequences", False)
+        whole_sequences = getattr(loss, "whole_sequences", False)
     check(algo.correction_low < algo.correction_high, "<algo.correction_low>: must be less than <algo.correction_high>")
     message = "<algo.kl_in>: algo.kl_coef=0 leaves no KL; set algo.kl_coef above 0, or algo.kl_in=loss"
     check(algo.kl_in == "loss" or algo.kl_coef > 0, message)
@@ -248,7 +256,7 @@ def _check_algo(config: Config) -> None:
     message = "<algo.dynamic_sampling>: with <algo.advantage> groups of equal rewards teach as well; set it to 0"
     check(grouped or algo.dynamic_sampling == 0, message)
     message = "<algo.loss>: needs whole sequences on a rank, and <parallel.cp> cuts them; set parallel.cp=1"
-    check(not whole or config.parallel.cp == 1, message)
+    check(not whole_sequences or config.parallel.cp == 1, message)
     message = "<algo.correction_level>: needs whole sequences on a rank, and <parallel.cp> cuts them; set it to token"
     check(algo.correction_level == "token" or config.parallel.cp == 1, message)
     message = "<algo.critic_warmup>: <algo.advantage> has no critic; set it to 0, or algo.advantage=gae"
@@ -258,12 +266,14 @@ def _check_algo(config: Config) -> None:
 
 
 def _check_choice(config: Config) -> None:
-    """What learns from the best, or the best and the worst, of a group."""
+    """Checks objectives that learn from the best rollout of a group (sft), or from best and worst (dpo)."""
     check = partial(require, config=config)
     algo, rollout = config.algo, config.rollout
-    of = "<algo.objective>: chooses among the rollouts of a task"
-    check(config.train.rollouts_per_prompt > 1, f"{of}; set train.rollouts_per_prompt to 2 or more")
-    check(rollout.train_turns == "first", f"{of}, whose futures are not learned from; set rollout.train_turns=first")
+    prefix = "<algo.objective>: chooses among the rollouts of a task"
+    check(config.train.rollouts_per_prompt > 1, f"{prefix}; set train.rollouts_per_prompt to 2 or more")
+    check(
+        rollout.train_turns == "first", f"{prefix}, whose futures are not learned from; set rollout.train_turns=first"
+    )
     conversations = config.reward.mode != "single_turn" and rollout.futures == 0
     equal = config.reward.turn_credit == "equal"
     message = "<reward.turn_credit>: <algo.objective> learns from all turns of a conversation; set it to equal"
@@ -275,7 +285,7 @@ def _check_choice(config: Config) -> None:
 
 
 def check_model(config: Config, described: Path | None = None) -> ModelShape:
-    """The model against the layout, from config.json in its folder or from the file `described`; its shape."""
+    """Checks the model against the layout; returns its shape, from its config.json or from the file `described`."""
     path = config.model.path
     file = described or hub.folder(path) / "config.json"
     hint = "; experiment=booking_sft makes the one that booking starts from" if config.data.world == "booking" else ""
@@ -292,7 +302,7 @@ def check_model(config: Config, described: Path | None = None) -> ModelShape:
 
 
 def check_layout(config: Config) -> None:
-    """What can be said without the model and without this machine."""
+    """Checks of the layout that need neither the model nor this machine. Raises ConfigError."""
     check = partial(require, config=config)
     parallel, ranks = config.parallel, parallel_layout.ranks(config)
     size = parallel.tp * parallel.pp * parallel.cp
@@ -317,8 +327,8 @@ def check_layout(config: Config) -> None:
     check(parallel.cp == 1 or model.dtype == "bfloat16", message)
     targets = model.lora.targets
     check(bool(targets), "model.lora.targets=[]: nothing would be trained; name a layer, or set model.lora.rank=null")
-    twice = next((name for name in targets if targets.count(name) > 1), "")
-    check(not twice, f"model.lora.targets: {twice} is named twice; name it once")
+    repeated = next((name for name in targets if targets.count(name) > 1), "")
+    check(not repeated, f"model.lora.targets: {repeated} is named twice; name it once")
     message = "<model.lora.serve>: there are none to serve; set model.lora.rank, or model.lora.serve=merged"
     check(model.lora.serve == "merged" or model.lora.rank is not None, message)
     if not model.fp8:
@@ -327,11 +337,11 @@ def check_layout(config: Config) -> None:
             check(default, f"<model.{setting}>: needs model.fp8; set model.fp8=hybrid")
         return
     check(model.dtype == "bfloat16", f"<model.fp8>: needs model.dtype=bfloat16, not {model.dtype}; set model.fp8=null")
-    # Megatron-Core would need a layout of its buffers that is not set up here.
+    # Megatron-Core would need another layout of its buffers, which this trainer does not set up.
     message = "<model.fp8_params>: with model.fp8_recipe=mxfp8 is not supported; set it to false, or another recipe"
     check(model.fp8_recipe != "mxfp8" or not model.fp8_params, message)
-    # TransformerEngine scales such parameters in the optimizer's step, which the reference does not have. Left at 1,
-    # the scale would cost its weights most of their digits.
+    # TransformerEngine scales such parameters in the optimizer's step, which the reference does not have. With a scale
+    # of 1 its weights would lose most of their digits.
     message = "<model.fp8_params>: with model.fp8_recipe=delayed the reference, the first policy, is never scaled; "
     scaled = model.fp8_recipe != "delayed" or not config.refers
     out = "choose model.fp8_recipe=blockwise, or set model.fp8_params=false"
@@ -345,34 +355,37 @@ def check_layout(config: Config) -> None:
 
 
 def check_layout_on_machine(config: Config) -> None:
-    """What TransformerEngine and the device of this machine must be able to do."""
+    """Checks that TransformerEngine and the device of this machine support the settings. Raises ConfigError."""
     check = partial(require, config=config)
     for setting, used, off in (("parallel.cp", config.parallel.cp > 1, "1"), ("model.fp8", config.model.fp8, "null")):
         if used:
             engine = device.probe("transformer_engine")
-            check(engine.found, f"<{setting}>: needs TransformerEngine ({engine.detail}); set {setting}={off}")
+            check(engine.available, f"<{setting}>: needs TransformerEngine ({engine.detail}); set {setting}={off}")
     if config.model.dtype == "bfloat16" and device.select(config.launch.device).type == device.GPU:
         # The plan counts the layers of TransformerEngine; Megatron's local ones keep larger activations.
         engine = device.probe("transformer_engine")
         message = f"on GPUs needs TransformerEngine ({engine.detail}); run make setup GPU=1, or set model.dtype=float32"
-        check(engine.found, f"<model.dtype>: {message}")
+        check(engine.available, f"<model.dtype>: {message}")
     if config.model.fp8:
-        (first, end, reason), found = _FP8_DEVICES[config.model.fp8_recipe], device.capability()
-        here = "one of {}.{}".format(*found) if found else "none"
+        (first, end, reason), capability = _FP8_DEVICES[config.model.fp8_recipe], device.capability()
+        present = "one of {}.{}".format(*capability) if capability else "none"
         check(
-            found is not None and first <= found < end,
+            capability is not None and first <= capability < end,
             f"<model.fp8_recipe>: needs a device of compute capability {first[0]}.{first[1]} or higher ({reason}), "
-            f"here is {here}; choose another recipe, or set model.fp8=null",
+            f"here is {present}; choose another recipe, or set model.fp8=null",
         )
 
 
 def check_layout_of_model(config: Config, shape: ModelShape) -> None:
-    """The sizes of the model against the layout and FP8."""
+    """Checks the sizes of the model against the layout and FP8. Raises ConfigError."""
     check = partial(require, config=config)
     parallel, experts = config.parallel, shape.experts
     sizes = {"attention heads": shape.heads, "key/value heads": shape.kv_heads, "feed-forward width": shape.ffn}
-    for what, count in sizes.items():
-        check(count % parallel.tp == 0, f"<parallel.tp>: does not divide the model's {count} {what}; choose a divisor")
+    for name, count in sizes.items():
+        check(
+            count % parallel.tp == 0,
+            f"<parallel.tp>: does not divide the model's {count} {name}; choose a divisor",
+        )
     stages = "<parallel.pp> x <parallel.vpp>" if parallel.vpp > 1 else "<parallel.pp>"
     message = f"{stages}: the model has only {shape.layers} layers; choose at most {shape.layers} stages"
     check(parallel.pp * parallel.vpp <= shape.layers, message)
@@ -388,11 +401,11 @@ def check_layout_of_model(config: Config, shape: ModelShape) -> None:
     require(bare is None, f"model.lora.targets={config.model.lora.targets}: {message}")
     if not config.model.fp8:
         return
-    # TransformerEngine reads the scales of grouped experts before Megatron-Core has put them together.
+    # TransformerEngine reads the scales of grouped experts before Megatron-Core has assembled them.
     message = "the experts' scales of model.fp8_recipe=delayed cannot be read from a checkpoint; choose tensorwise"
     unread = experts and config.model.fp8_params and config.model.fp8_recipe == "delayed"
     check(not unread, f"<model.fp8_params>: {message}")
-    # TransformerEngine multiplies FP8 matrices only where their sides are multiples of a block.
+    # TransformerEngine multiplies FP8 matrices only if their sides are multiples of a block.
     model, tp = config.model, parallel.tp
     multiple = parallel_layout.FP8_MULTIPLE[model.fp8_recipe]
     sizes = {
@@ -402,8 +415,8 @@ def check_layout_of_model(config: Config, shape: ModelShape) -> None:
         "feed-forward width": shape.ffn // tp,
         "width of an expert": shape.experts.ffn if shape.experts else multiple,
     }
-    for what, size in sizes.items():
-        message = f"<model.fp8>: the {what} on a rank, {size}, is no multiple of {multiple}; lower parallel.tp"
+    for name, size in sizes.items():
+        message = f"<model.fp8>: the {name} on a rank, {size}, is no multiple of {multiple}; lower parallel.tp"
         check(size % multiple == 0, message)
     most = shape.layers // parallel.pp
     for setting in ("fp8_skip_first", "fp8_skip_last"):

@@ -1,9 +1,9 @@
-"""Parses the answer of a language model into the values that it was asked for, or a reason why that is impossible.
+"""Parses the answer of a language model into the requested values, or raises MalformedAnswer with the reason.
 
-An answer is one flat JSON object; the usual slips are allowed: text around it, single, triple or missing quotes, commas
-too many or too few, Python's constants, comments, stray quotes inside a text. An answer that ends before its closing
-brace is refused, and so is one that can be read in two ways; json-repair 0.64.5 would close `{"score": 0.8`, which may
-have been 0.85, and misread 454 of the 10,000 answers of tools/bench/judge_parse.py.
+An answer is one flat JSON object. Common slips are accepted: text around it, single, triple or missing quotes, extra or
+missing commas, Python constants, comments, stray quotes inside a text. An answer that ends before its closing brace is
+rejected, and so is one that can be read in two ways. json-repair 0.64.5 would close `{"score": 0.8`, which may have
+been 0.85, and misreads 454 of the 10,000 answers of tools/bench/judge_parse.py.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ _LONGEST_SHOWN = 80  # characters of a wrong value in the reason
 
 
 class LlmError(RuntimeError):
-    """The model gave no usable answer; the text is the reason, on one line."""
+    """The model gave no usable answer; the message is the reason, on one line."""
 
 
 class AnswerTooLong(LlmError):
-    """The answer is longer than anything that was asked for; it is not read, nor asked for again."""
+    """The answer exceeds the size limit; it is not parsed, and the request is not retried."""
 
 
 class MalformedAnswer(ValueError):
-    """The answer is not in the requested format; the message says what is wrong, and is shown to the model too."""
+    """The answer is not in the requested format; the message says what is wrong and is also sent to the model."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """One value of an answer: its name, its type, its range (ends included) or its choices."""
+    """One value of an answer: name, type, and range (ends included) or choices."""
 
     name: str
     kind: type
@@ -60,18 +60,18 @@ class Field:
 
 
 def json_schema(fields: Sequence[Field]) -> dict[str, Any]:
-    """The JSON schema of an object that has all `fields` and nothing else."""
+    """JSON schema of an object with exactly these `fields`."""
     properties = {}
     for field in fields:
         limits: dict[str, Any] = {"minimum": field.low, "maximum": field.high, "description": field.help or None}
         limits["enum"] = field.choices and list(field.choices)
-        given = {key: value for key, value in limits.items() if value is not None}
-        properties[field.name] = {"type": _KINDS[field.kind], **given}
+        constraints = {key: value for key, value in limits.items() if value is not None}
+        properties[field.name] = {"type": _KINDS[field.kind], **constraints}
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
 def how_to_answer(fields: Sequence[Field]) -> str:
-    """What a prompt ends with: the form of the answer, and what is asked for in it."""
+    """The end of a prompt: the format of the answer and the meaning of its fields."""
     lines = ",\n".join(f'  "{field.name}": {_described(field)}' for field in fields)
     return f"Answer with one JSON object and nothing else:\n{{\n{lines}\n}}"
 
@@ -87,21 +87,21 @@ def _described(field: Field) -> str:
 
 
 def parse(text: str, fields: Sequence[Field]) -> dict[str, Any]:
-    """The values of `fields` in `text`, each of its field's type and range; MalformedAnswer with one reason.
+    """Parse and check the values of `fields` in `text`. Raises MalformedAnswer with one reason.
 
-    A number written as text is read where a number is due; where text is due, a number is not.
+    A number may be written as a string; a string may not be written as a number.
     """
     return checked(_find(text, [field.name for field in fields]), fields)
 
 
 def checked(answer: Mapping[str, Any], fields: Sequence[Field]) -> dict[str, Any]:
-    """The values of `fields` in `answer`, which has them all, each of its field's type and range; MalformedAnswer."""
+    """The values of `fields` in `answer`, which has them all. Raises MalformedAnswer if a type or range is wrong."""
     return {field.name: _checked(answer[field.name], field) for field in fields}
 
 
 def _find(text: str, names: Sequence[str]) -> dict[str, Any]:
-    """The one object in `text` that has all `names`."""
-    found: list[dict[str, Any]] = []
+    """The only object in `text` that has all `names`."""
+    answers: list[dict[str, Any]] = []
     reason = "there is no JSON object"
     for answer in _objects(text):
         inner = next(iter(answer.values())) if len(answer) == 1 else None
@@ -110,26 +110,26 @@ def _find(text: str, names: Sequence[str]) -> dict[str, Any]:
         absent = [name for name in names if name not in answer]
         if absent:
             reason = f"the field {absent[0]!r} is missing"
-        elif answer not in found:
-            found.append(answer)
-    if len(found) > 1:
+        elif answer not in answers:
+            answers.append(answer)
+    if len(answers) > 1:
         raise MalformedAnswer("there is more than one answer")
-    if not found:
+    if not answers:
         raise MalformedAnswer(reason)
-    return found[0]
+    return answers[0]
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """The outermost objects in `text`; MalformedAnswer at one that cannot be read, of which the rest may be a part."""
+    """The outermost objects in `text`. Raises MalformedAnswer at the first unreadable one: it may contain the rest."""
     try:
-        whole = _DECODER.decode(text.strip())
+        decoded = _DECODER.decode(text.strip())
     except (json.JSONDecodeError, RecursionError):
-        whole = None
-    if isinstance(whole, dict):
-        yield whole
+        decoded = None
+    if isinstance(decoded, dict):
+        yield decoded
         return
-    if isinstance(whole, str):  # JSON within JSON
-        yield from _objects(whole)
+    if isinstance(decoded, str):  # JSON within JSON
+        yield from _objects(decoded)
         return
     if re.match(r'\s*\{\s*\\"', text):  # the same, without the quotes around it
         text = _unescape(text)
@@ -146,12 +146,12 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _after_thinking(text: str) -> str:
-    """`text` without the model's thoughts, in which there may be drafts of the answer."""
-    _, mark, rest = text.rpartition("</think>")
+    """`text` without the model's thoughts, which may contain drafts of the answer."""
+    _, mark, reply = text.rpartition("</think>")
     thinks = text.lstrip().startswith("<think>")
     if thinks and not mark:
         raise MalformedAnswer("the answer ends within <think>")
-    return rest if thinks or _OPEN.search(rest) else text
+    return reply if thinks or _OPEN.search(reply) else text
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -171,7 +171,7 @@ _DECODER = json.JSONDecoder(strict=False, parse_int=_number, object_pairs_hook=_
 
 
 def _read_object(text: str, at: int) -> tuple[dict[str, Any], int]:
-    """The object whose first key begins at `at`, and where it ends; its values are plain, no objects or arrays."""
+    """The object whose first key begins at `at`, and its end. Values are scalars: no objects or arrays."""
     pairs: list[tuple[str, Any]] = []
     while text[at : at + 1] != "}":
         name = _NAME.match(text, at)
@@ -200,20 +200,20 @@ def _read_value(text: str, at: int, name: str) -> tuple[Value | None, int]:
 
 
 def _read_text(text: str, at: int, quote: str, name: str) -> tuple[str, int]:
-    """The text from `at` to the first closing quote after which the object goes on or ends."""
+    """The string from `at` to the first closing quote that is followed by the next key or the end of the object."""
     close = _QUOTES[quote]
     mark_or_escape = re.compile(rf"\\.|{close}(?!{close[0]})" if len(close) == 3 else rf"\\.|{close}", re.DOTALL)
     for mark in mark_or_escape.finditer(text, at):
         if mark.group()[0] != "\\" and _END.match(text, mark.end()):
             written = text[at : mark.start()]
-            if not _is_whole(written, quote):
+            if not _quotes_are_paired(written, quote):
                 raise MalformedAnswer(f"not JSON: the text of {name!r} holds quotes without a backslash")
             return _unescape(written), mark.end()
     raise MalformedAnswer(f"not JSON: the text of {name!r} is cut off")
 
 
-def _is_whole(written: str, quote: str) -> bool:
-    """Whether the bare quotes in a text stand in pairs around words, so that none of them was meant to end it."""
+def _quotes_are_paired(written: str, quote: str) -> bool:
+    """Whether all unescaped quotes inside the string are paired around words, so that none of them could end it."""
     bare = re.sub(r"\\.", "", written, flags=re.DOTALL)
     if quote == "“":
         return bare.count("“") == bare.count("”")
@@ -226,7 +226,7 @@ def _is_whole(written: str, quote: str) -> bool:
 
 
 def _unescape(written: str) -> str:
-    """The text that is written between quotes, in JSON or Python; a backslash that escapes nothing stays."""
+    """Resolve JSON and Python escapes; a backslash that escapes nothing stays."""
 
     def as_json(mark: re.Match[str]) -> str:
         code = mark[1] or mark[2]
@@ -252,7 +252,7 @@ def _checked(value: Any, field: Field) -> Value:
 
 
 def _typed(value: Any, kind: type) -> Any:
-    """`value` as a `kind`, None where it is something else (or text that no file could hold)."""
+    """`value` converted to `kind`; None if it is another type, or a string with lone surrogates (not valid UTF-8)."""
     if kind is str:
         return value if isinstance(value, str) and not re.search("[\ud800-\udfff]", value) else None
     if kind is bool:
@@ -268,5 +268,5 @@ def _typed(value: Any, kind: type) -> Any:
 
 
 def _short(value: Any) -> str:
-    shown = json.dumps(value)
-    return shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}…"
+    encoded = json.dumps(value)
+    return encoded if len(encoded) <= _LONGEST_SHOWN else f"{encoded[:_LONGEST_SHOWN]}…"

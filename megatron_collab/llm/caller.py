@@ -1,7 +1,7 @@
-"""Who asks: the conversation that a call of a language model is made for.
+"""The conversation that a call to a language model belongs to.
 
-Two futures may ask the same at the same time and get different answers. The name of a conversation is the same whenever
-and wherever it is played, so it tells their calls apart where these are recorded.
+Two futures may send the same question at the same time and get different answers. The name of a conversation does not
+depend on when and where it is played, so it identifies the calls in a recording.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Caller:
-    """A conversation by its name, and by the digest of a question how often it was asked."""
+    """A conversation: its name, and how often it has sent each question (by digest)."""
 
     name: str
-    asked: Counter[bytes] = field(default_factory=Counter)
+    question_counts: Counter[bytes] = field(default_factory=Counter)
 
 
 _CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
 
 def ask_as(name: str) -> None:
-    """From now on the calls of this asyncio task, and of those that it starts, are of the conversation `name`."""
+    """Attribute all further calls of this asyncio task, and of tasks it starts, to the conversation `name`."""
     _CALLER.set(Caller(name))
 
 
 def caller() -> Caller | None:
-    """The conversation that this asyncio task belongs to, if it does."""
+    """The conversation of this asyncio task; None if it has none."""
     return _CALLER.get()

@@ -1,4 +1,4 @@
-"""Client of language models through LiteLLM: retries, rate limits, cached or recorded answers in a given format."""
+"""LiteLLM client: retries, rate limits, answers in a given format, cached or recorded."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from megatron_collab.config import EndpointConfig
 from megatron_collab.llm.answer import AnswerTooLong, Field, LlmError, MalformedAnswer, checked, json_schema, parse
 from megatron_collab.llm.cache import Cache, key_of
 from megatron_collab.llm.endpoint import POLICY, SERVED, arguments, identity, question_of, token_budget, way_out
-from megatron_collab.llm.limiter import Ended, Line, Wish
+from megatron_collab.llm.limiter import CallQueue, FinishedCall, Reservation
 from megatron_collab.llm.price import Prices, tokens_at_most
-from megatron_collab.llm.recording import Taken
-from megatron_collab.llm.served import OwnServers, ServedModel, causes, unconnected
+from megatron_collab.llm.recording import Usage
+from megatron_collab.llm.served import RunServers, ServedModel, causes, unconnected
 from megatron_collab.llm.tape import Tape
 from megatron_collab.patches.litellm import BodyTooLong, be_quiet, limit_bodies
 from megatron_collab.runtime.redact import redact
@@ -38,7 +38,7 @@ _Read = TypeVar("_Read")
 
 
 class Reply(NamedTuple):
-    """What a model said, in how many tokens (0: not reported), and why it stopped."""
+    """A model's reply, its tokens (0: not reported) and its finish reason."""
 
     text: str
     tokens: int
@@ -47,15 +47,15 @@ class Reply(NamedTuple):
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds
 _CHARACTERS_PER_TOKEN = 4
-_GRACE = 10.0  # seconds after its timeout when a call has ended for certain
+_GRACE = 10.0  # seconds after its timeout until a call has certainly ended
 _LONGEST_REASON = 400  # characters
-LONGEST_BODY, LONGEST_TEXT = 1 << 24, 1 << 20  # bytes, characters of an answer: no model says as much at once
-_REFUSED = (400, 422)  # status of a server that does not support an argument, as response_format
+LONGEST_BODY, LONGEST_TEXT = 1 << 24, 1 << 20  # bytes, characters of an answer: more than any model sends at once
+_REFUSED = (400, 422)  # status of a server that does not support an argument such as response_format
 _supports_schema = cache(litellm.supports_response_schema)
 
 
 class LlmClient:
-    """Asks language models as `limiter` admits, one a process; answers to questions with a `sample` are in `cache`."""
+    """Calls language models when `limiter` admits it; one client per process. `cache` holds answers with a `sample`."""
 
     def __init__(
         self,
@@ -66,19 +66,20 @@ class LlmClient:
         prices: Mapping[str, Sequence[float]] = {},
         tape: Tape | None = None,
     ) -> None:
-        """`limiter`: the handle of a Limiter; none: no limits. `keys`: by api_base, of the servers of policy/SAMPLE.
+        """`limiter`: handle of a Limiter; None: no limits. `keys`: API keys of the policy's servers by api_base.
 
-        `served`: by NAME, the models called served/NAME, or served/NAME/SAMPLE where answers to the same differ.
-        `prices`: llm.prices. `tape`: records or replays answers; not those of the policy, which depend on its weights.
+        `served`: by NAME, the models called served/NAME, or served/NAME/SAMPLE if the same messages get several
+        answers. `prices`: llm.prices. `tape`: records or replays answers, except the policy's, which depend on its
+        weights.
         """
         be_quiet()
         limit_bodies(LONGEST_BODY)
         self._prices = Prices(prices)
-        self.took: dict[str, float] = {"tokens": 0, "usd": 0.0, "unpriced": 0}  # all calls so far
-        self._own = OwnServers(keys, served)
-        self._line = None if limiter is None else Line(limiter)
+        self.totals: dict[str, float] = {"tokens": 0, "usd": 0.0, "unpriced": 0}  # all calls so far
+        self._servers = RunServers(keys, served)
+        self._queue = None if limiter is None else CallQueue(limiter)
         self._cache, self._tape = cache, tape
-        self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._unconstrained: set[tuple[str, str | None]] = set()  # endpoints that refuse a response_format
 
     async def ask(
@@ -88,38 +89,38 @@ class LlmClient:
         fields: Sequence[Field],
         *,
         sample: str | None = None,
-        others: bool = False,
+        has_fallback: bool = False,
     ) -> dict[str, Any]:
         """The values of `fields` in the model's answer.
 
-        `sample` numbers the answers to the same question, each asked for once and cached; none: no cache. Raises
-        LlmError where there is no usable answer within `endpoint.attempts` and `endpoint.deadline`, which count neither
-        waiting for the limiter nor attempts without a connection, unless there are `others` to ask; AnswerTooLong;
-        BudgetSpent; NotRecorded.
+        `sample` numbers the answers to the same question; each is requested once and cached. None: no cache.
+        Raises LlmError if there is no usable answer within `endpoint.attempts` and `endpoint.deadline`. Time spent
+        waiting for the limiter does not count, nor do attempts without a connection, unless the caller `has_fallback`:
+        another endpoint to try. Also raises AnswerTooLong, BudgetSpent and NotRecorded.
         """
 
-        async def live(taken: Taken) -> dict[str, Any]:
-            return await self._cached(endpoint, messages, fields, sample, others, taken)
+        async def live(usage: Usage) -> dict[str, Any]:
+            return await self._cached(endpoint, messages, fields, sample, has_fallback, usage)
 
         if self._tape is None or _on_policy(endpoint):
-            return await live(Taken())
+            return await live(Usage())
         question = {**question_of(endpoint), "messages": messages, "schema": json_schema(fields), "sample": sample}
         return checked(await self._tape.answer(question, live, shared=sample is not None), fields)
 
     async def reply(self, endpoint: EndpointConfig, messages: Messages) -> Reply:
-        """What the model says, as it says it, its tokens estimated if they are not reported. Raises as `ask`."""
+        """The model's reply as text; its tokens are estimated if the endpoint reports none. Raises as `ask`."""
 
         def counted(reply: Reply) -> Reply:
             return reply if reply.tokens else reply._replace(tokens=litellm.token_counter(text=reply.text))
 
-        async def live(taken: Taken) -> Reply:
-            async def say(again: Messages, allowance: _Allowance) -> Reply:
+        async def live(usage: Usage) -> Reply:
+            async def send(correction: Messages, allowance: _Allowance) -> Reply:
                 return await self._call(endpoint, messages, allowance)
 
-            return await self._until_read(endpoint, say, counted, taken)
+            return await self._ask_until_read(endpoint, send, counted, usage)
 
         if self._tape is None or _on_policy(endpoint):
-            return await live(Taken())
+            return await live(Usage())
         question = {**question_of(endpoint), "messages": messages, "schema": None, "sample": None}
         return Reply(*await self._tape.answer(question, live))
 
@@ -129,64 +130,65 @@ class LlmClient:
         messages: Messages,
         fields: Sequence[Field],
         sample: str | None,
-        others: bool,
-        taken: Taken,
+        has_fallback: bool,
+        usage: Usage,
     ) -> dict[str, Any]:
-        """The values of `fields`, from the cache where they are there."""
+        """The values of `fields`, from the cache if it has them."""
         if sample is None or self._cache is None:
-            return await self._ask(endpoint, messages, fields, others, taken)
-        asked = {**identity(endpoint), "model": self._own.model(endpoint)}
-        key = key_of({**asked, "messages": messages, "schema": json_schema(fields), "sample": sample})
-        lock = self._asking.setdefault(key, asyncio.Lock())
-        async with lock:  # concurrent callers with the same question find the answer in the cache
+            return await self._ask(endpoint, messages, fields, has_fallback, usage)
+        settings = {**identity(endpoint), "model": self._servers.model(endpoint)}
+        key = key_of({**settings, "messages": messages, "schema": json_schema(fields), "sample": sample})
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        async with lock:  # concurrent callers with the same question then find the answer in the cache
             answer = self._cache.get(key, fields)
-            taken.cached = answer is not None
+            usage.cached = answer is not None
             if answer is None:
-                answer = await self._ask(endpoint, messages, fields, others, taken)
+                answer = await self._ask(endpoint, messages, fields, has_fallback, usage)
                 self._cache.put(key, answer)
             return answer
 
     async def _ask(
-        self, endpoint: EndpointConfig, messages: Messages, fields: Sequence[Field], others: bool, taken: Taken
+        self, endpoint: EndpointConfig, messages: Messages, fields: Sequence[Field], has_fallback: bool, usage: Usage
     ) -> dict[str, Any]:
-        async def say(again: Messages, allowance: _Allowance) -> Reply:
-            return await self._constrained(endpoint, [*messages, *again], fields, allowance)
+        async def send(correction: Messages, allowance: _Allowance) -> Reply:
+            return await self._constrained(endpoint, [*messages, *correction], fields, allowance)
 
-        return await self._until_read(endpoint, say, lambda reply: parse(reply.text, fields), taken, others)
+        return await self._ask_until_read(endpoint, send, lambda reply: parse(reply.text, fields), usage, has_fallback)
 
-    async def _until_read(
+    async def _ask_until_read(
         self,
         endpoint: EndpointConfig,
-        say: Callable[[Messages, _Allowance], Awaitable[Reply]],
+        send: Callable[[Messages, _Allowance], Awaitable[Reply]],
         read: Callable[[Reply], _Read],
-        taken: Taken,
-        others: bool = False,
+        usage: Usage,
+        has_fallback: bool = False,
     ) -> _Read:
-        """What `read` makes of what the model says; asked for again where it cannot, with messages that say why."""
-        allowance = _Allowance(endpoint.deadline, taken)
-        again: Messages = []
+        """`send` until `read` accepts the reply. After a malformed reply the next attempt includes a correction."""
+        allowance = _Allowance(endpoint.deadline, usage)
+        correction: Messages = []
         failure: Exception | None = None
         tries, longest = 0, _FIRST_PAUSE
         while True:
             tries, pause = tries + 1, 0.0
             try:
-                reply = await say(again, allowance)
+                reply = await send(correction, allowance)
                 return read(reply)
             except MalformedAnswer as error:
-                failure, again = error, _correction(reply.text, error)
+                failure, correction = error, _correction(reply.text, error)
             except (OpenAIError, TimeoutError) as error:
                 failure, status = error, getattr(error, "status_code", None)
-                # Timeouts, lost connections, rate limits and faults of the server may pass.
+                # Timeouts, lost connections, rate limits and server errors may be temporary.
                 if status is not None and status < 500 and status not in (408, 409, 429):
                     break
-                tries -= unconnected(error) and not others
+                tries -= unconnected(error) and not has_fallback
                 pause = retry_after(error) + random.uniform(0, longest)
             longest = min(_LONGEST_PAUSE, 2 * longest)
-            if tries == endpoint.attempts or pause >= allowance.left:
+            if tries == endpoint.attempts or pause >= allowance.seconds_left:
                 break
             with allowance.spending():
                 await asyncio.sleep(pause)
-        reason = redact(f"{endpoint.model}: {type(failure).__name__}: {failure}")  # before a cut could halve a key
+        # Redacted before it is cut, which could halve a key.
+        reason = redact(f"{endpoint.model}: {type(failure).__name__}: {failure}")
         reason = " ".join(reason.split())[:_LONGEST_REASON]
         out = way_out(endpoint, str(failure)) if getattr(failure, "status_code", None) in _REFUSED else ""
         raise LlmError(f"{reason}; {out}" if out else reason) from failure
@@ -194,8 +196,8 @@ class LlmClient:
     async def _constrained(
         self, endpoint: EndpointConfig, messages: Messages, fields: Sequence[Field], allowance: _Allowance
     ) -> Reply:
-        """The raw answer, constrained to the JSON schema where the endpoint supports that."""
-        model = self._own.model(endpoint)
+        """The raw answer, constrained to the JSON schema if the endpoint supports that."""
+        model = self._servers.model(endpoint)
         name = (model, endpoint.api_base)
         supports = model.startswith(SERVED) or endpoint.api_base or _supports_schema(model)
         if name in self._unconstrained or not supports:
@@ -212,75 +214,77 @@ class LlmClient:
         return reply
 
     async def _call(self, endpoint: EndpointConfig, messages: Messages, allowance: _Allowance, **options: Any) -> Reply:
-        """One request: the answer, once the limiter admits it."""
-        given = {**arguments(endpoint), "model": endpoint.model, "api_base": endpoint.api_base, **options}
-        with self._own.server(endpoint, messages) as own:  # which has no limits
-            return await self._request(endpoint, messages, allowance, None if own else self._line, {**given, **own})
+        """Send one request as soon as the limiter admits it."""
+        options = {**arguments(endpoint), "model": endpoint.model, "api_base": endpoint.api_base, **options}
+        with self._servers.server(endpoint, messages) as overrides:
+            queue = None if overrides else self._queue  # the run's own servers have no limits
+            return await self._request(endpoint, messages, allowance, queue, {**options, **overrides})
 
     async def _request(
         self,
         endpoint: EndpointConfig,
         messages: Messages,
         allowance: _Allowance,
-        line: Line | None,
+        queue: CallQueue | None,
         options: dict[str, Any],
     ) -> Reply:
         prompt = sum(len(message["content"]) for message in messages) // _CHARACTERS_PER_TOKEN
-        most = self._most(endpoint, messages, options)
-        wish = Wish(prompt + token_budget(endpoint), endpoint.timeout + _GRACE, most.usd)
-        number = await line.begin(wish) if line else 0
-        ended = Ended(number)
-        seconds = min(endpoint.timeout, allowance.left)
-        is_internal_call.set(True)  # spares a third: what LiteLLM would record for callbacks, of which there are none
+        upper_bound = self._upper_bound(endpoint, messages, options)
+        reservation = Reservation(prompt + token_budget(endpoint), endpoint.timeout + _GRACE, upper_bound.usd)
+        number = await queue.begin(reservation) if queue else 0
+        finished = FinishedCall(number)
+        seconds = min(endpoint.timeout, allowance.seconds_left)
+        is_internal_call.set(True)  # a third faster: LiteLLM records nothing for callbacks
         try:
             with allowance.spending():
                 async with asyncio.timeout(seconds):
                     answer = await litellm.acompletion(messages=messages, max_retries=0, **options)
-            ended = self._took(endpoint, messages, answer)
+            finished = self._reported(endpoint, messages, answer)
             allowance.note(answer)
         except BaseException as error:
-            if _may_cost(error):
-                ended = most
+            if _may_have_cost(error):
+                finished = upper_bound
             if isinstance(error, TimeoutError):
                 raise TimeoutError(f"no answer within {seconds:g} s") from error
             if any(isinstance(cause, BodyTooLong) for cause in causes(error)):
                 raise AnswerTooLong(f"{endpoint.model}: more than {LONGEST_BODY} bytes") from error
             raise
         finally:
-            self.took["tokens"] += ended.tokens or 0
-            self.took["usd"] += ended.usd or 0.0
-            self.took["unpriced"] += ended.usd is None
-            allowance.pay(ended.usd)
-            if line:
-                line.end(replace(ended, call=number))
+            self.totals["tokens"] += finished.tokens or 0
+            self.totals["usd"] += finished.usd or 0.0
+            self.totals["unpriced"] += finished.usd is None
+            allowance.pay(finished.usd)
+            if queue:
+                queue.end(replace(finished, call=number))
         text, choice = _text(answer), answer.choices[0] if answer.choices else None
         if len(text) > LONGEST_TEXT:
             raise AnswerTooLong(f"{endpoint.model}: {len(text)} characters")
         tokens = getattr(getattr(answer, "usage", None), "completion_tokens", None) or 0
         return Reply(text, tokens, choice.finish_reason if choice else None)
 
-    def _most(self, endpoint: EndpointConfig, messages: Messages, options: Mapping[str, Any]) -> Ended:
-        """What a call costs at most, of which nobody says what it took."""
+    def _upper_bound(self, endpoint: EndpointConfig, messages: Messages, options: Mapping[str, Any]) -> FinishedCall:
+        """Upper bound of tokens and price, for a call whose usage is not reported."""
         schema = json.dumps(options.get("response_format"))
-        prompt, answer = tokens_at_most(schema, *(each["content"] for each in messages)), token_budget(endpoint)
-        return Ended(0, prompt + answer, self._prices.at_most(str(endpoint.model), prompt, answer))
+        prompt, answer = tokens_at_most(schema, *(message["content"] for message in messages)), token_budget(endpoint)
+        return FinishedCall(0, prompt + answer, self._prices.at_most(str(endpoint.model), prompt, answer))
 
-    def _took(self, endpoint: EndpointConfig, messages: Messages, answer: Any) -> Ended:
-        """What a call took by its endpoint's count, or at most where it reports none: LiteLLM gives 0, or nothing."""
+    def _reported(self, endpoint: EndpointConfig, messages: Messages, answer: Any) -> FinishedCall:
+        """Reported tokens and price of a call; an upper bound if the endpoint reports none (LiteLLM: 0 or no usage)."""
         usage, model = getattr(answer, "usage", None), str(endpoint.model)
         if usage and usage.total_tokens:
             listed = answer._hidden_params.get("response_cost")
-            return Ended(0, usage.total_tokens, self._prices.of(model, usage, listed))
-        prompt, said = tokens_at_most(*(each["content"] for each in messages)), tokens_at_most(_text(answer))
-        return Ended(0, prompt + said, self._prices.at_most(model, prompt, said))
+            return FinishedCall(0, usage.total_tokens, self._prices.of(model, usage, listed))
+        prompt = tokens_at_most(*(message["content"] for message in messages))
+        tokens = tokens_at_most(_text(answer))
+        return FinishedCall(0, prompt + tokens, self._prices.at_most(model, prompt, tokens))
 
 
 @dataclass
 class _Allowance:
-    """Seconds left for the attempts of one question and the pauses between them, and what these have `taken`."""
+    """Seconds left for the attempts of one question and the pauses between them, and the `usage` of all attempts."""
 
-    left: float
-    taken: Taken
+    seconds_left: float
+    usage: Usage
 
     @contextmanager
     def spending(self) -> Iterator[None]:
@@ -289,21 +293,21 @@ class _Allowance:
             yield
         finally:
             seconds = time.monotonic() - began
-            self.left -= seconds
-            self.taken.seconds += seconds
+            self.seconds_left -= seconds
+            self.usage.seconds += seconds
 
     def note(self, answer: Any) -> None:
-        """Add the tokens of an answer, by its endpoint's count, and which model has given it."""
+        """Add the reported tokens of an answer and record the model version."""
         usage = getattr(answer, "usage", None)
-        self.taken.prompt_tokens += getattr(usage, "prompt_tokens", None) or 0
-        self.taken.answer_tokens += getattr(usage, "completion_tokens", None) or 0
+        self.usage.prompt_tokens += getattr(usage, "prompt_tokens", None) or 0
+        self.usage.answer_tokens += getattr(usage, "completion_tokens", None) or 0
         versions = getattr(answer, "model", None), getattr(answer, "system_fingerprint", None)
-        self.taken.version = " ".join(str(version) for version in versions if version)
+        self.usage.version = " ".join(str(version) for version in versions if version)
 
     def pay(self, usd: float | None) -> None:
-        """Add what a request has cost; None: not known."""
-        self.taken.requests += 1
-        self.taken.usd = None if usd is None or self.taken.usd is None else self.taken.usd + usd
+        """Add the price of a request; None: unknown."""
+        self.usage.requests += 1
+        self.usage.usd = None if usd is None or self.usage.usd is None else self.usage.usd + usd
 
 
 def _on_policy(endpoint: EndpointConfig) -> bool:
@@ -314,25 +318,25 @@ def _text(answer: Any) -> str:
     return (answer.choices[0].message.content if answer.choices else None) or ""
 
 
-def _may_cost(error: BaseException) -> bool:
-    """Whether an endpoint may have worked on a call that failed so: it had the request, and has not refused it."""
+def _may_have_cost(error: BaseException) -> bool:
+    """Whether the failed call may be billed: the request reached the endpoint, and it did not reject it."""
     refused = getattr(error, "status_code", None) in range(400, 500) and getattr(error, "status_code", None) != 408
     answered = any(isinstance(cause, httpx.HTTPStatusError) for cause in causes(error))
     return not (refused or answered or unconnected(error))
 
 
 def _correction(text: str, error: MalformedAnswer) -> Messages:
-    """Messages that ask for the answer again: the malformed one, and what is wrong with it."""
+    """Messages for the next attempt: the malformed answer and what is wrong with it."""
     shown = text.encode(errors="replace").decode()  # half a surrogate pair cannot be sent
-    said = [{"role": "assistant", "content": shown}] if shown.strip() else []
+    reply = [{"role": "assistant", "content": shown}] if shown.strip() else []
     wrong = f"This answer cannot be used: {error}. Answer again, with one JSON object as described and nothing else."
-    return [*said, {"role": "user", "content": wrong}]
+    return [*reply, {"role": "user", "content": wrong}]
 
 
 def retry_after(error: Exception) -> float:
-    """Seconds of the header Retry-After (RFC 9110 section 10.2.3: seconds or a date); 0 where it is neither.
+    """Seconds of the header Retry-After (RFC 9110 section 10.2.3: seconds or a date); 0 if it is neither.
 
-    They may be more than any deadline, or infinite.
+    The value may exceed any deadline, or be infinite.
     """
     response = getattr(error, "response", None)
     headers = getattr(error, "litellm_response_headers", None) or getattr(response, "headers", {})
@@ -341,6 +345,6 @@ def retry_after(error: Exception) -> float:
         return float(value)
     try:
         date = parsedate_to_datetime(value).replace(tzinfo=UTC)  # HTTP knows no other zone
-    except (ValueError, OverflowError, TypeError, LookupError):  # whatever the parser of e-mails meets
+    except (ValueError, OverflowError, TypeError, LookupError):  # the e-mail parser raises all of these
         return 0.0
     return max(0.0, (date - datetime.now(UTC)).total_seconds())

@@ -1,7 +1,7 @@
 """Rate limits and budget of all calls to language models: requests and tokens per minute, concurrency, US dollars.
 
-`Limiter` keeps the accounts, as one Ray actor per run; the calls of one process wait in a `Line`, which has one message
-to the limiter in flight and batches what gathers meanwhile into the next.
+`Limiter` keeps the accounts in one Ray actor per run. The calls of a process wait in its `CallQueue`, which has one
+message to the limiter in flight and batches calls that arrive meanwhile into the next.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from megatron_collab.runtime.process import RunStopped
 
 NAME = "limiter"
 MINUTE = 60.0
-_POLL = 0.1  # seconds until a line of which no call was admitted asks again
+_POLL = 0.1  # seconds until a queue asks again after no call was admitted
 _AT_ONCE = 256  # requests in one message
 _WRITE_AFTER = 1.0  # seconds
 
 
 @dataclass(frozen=True)
-class Wish:
-    """A call that waits to begin: the most tokens it may take, the seconds after which it has ended for certain.
+class Reservation:
+    """Upper bounds of a call that waits to begin: its tokens, and the seconds after which it has certainly ended.
 
-    `usd`: the most it may cost, None where its model has no price.
+    `usd`: upper bound of its price; None if its model has no price.
     """
 
     tokens: int
@@ -46,8 +46,8 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A call that has ended: its number, its tokens and its price, None where they are not known."""
+class FinishedCall:
+    """A call that has ended: its number, its tokens and its price; None if unknown."""
 
     call: int
     tokens: int | None = None
@@ -55,42 +55,42 @@ class Ended:
 
 
 class BudgetSpent(RunStopped):
-    """llm.budget_usd is used up: the run has to end. Not a failure of one call, so it must not become Missing."""
+    """llm.budget_usd is used up, so the run ends. It is not the failure of one call and must not become Missing."""
 
 
 class Limiter:
     """Admits calls within the limits of `config` in every sliding minute.
 
-    A call counts with the most tokens it may take until it reports what it took. Running calls are not stopped, so the
-    budget may be exceeded by what they cost. A call whose process died ends with its time, and counts as its wish.
+    A call counts with its reserved tokens until it reports its actual usage. Running calls are not stopped, so the
+    budget may be exceeded by their price. If a process dies, its calls end when their time is up and count as reserved.
 
-    Spending continues from the file `ledger`: earlier starts of the run count, repeated steps too. After a crash what
-    was spent since the last `write`, a second at most, is lost, the minute begins anew, and a message without an answer
-    counts twice.
+    Spending continues from the file `ledger`: earlier starts of the run and repeated steps count too. After a crash,
+    the spending since the last `write` (at most one second) is lost, the sliding minute starts empty, and a message
+    without an answer counts twice.
     """
 
     def __init__(self, config: LlmConfig, ledger: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: the time in seconds."""
         self.config, self._ledger, self._clock = config, ledger, clock
-        # `usd` is that of the other calls than the `unpriced`, whose price is not known; with a budget there are none.
+        # `usd` covers all calls but the `unpriced`, whose price is unknown; a budget excludes these.
         self._spend: dict[str, float] = {"calls": 0, "tokens": 0, "usd": 0.0, "unpriced": 0}
         if ledger.is_file():
             self._spend |= json.loads(ledger.read_text())
         self._changed = False  # since the ledger was written
         self._numbers = count(secrets.randbits(62))  # distinct from the numbers of a limiter before this one
-        self._running: dict[int, tuple[float, Wish]] = {}  # call: when it has ended for certain
-        self._given_up: set[int] = set()  # calls that were counted then
-        self._minute: dict[int, tuple[float, int]] = {}  # call: when it began, its tokens; in order
+        self._running: dict[int, tuple[float, Reservation]] = {}  # call: time at which it has certainly ended
+        self._given_up: set[int] = set()  # calls that never reported and were counted as reserved
+        self._minute: dict[int, tuple[float, int]] = {}  # call: its start and tokens, in order of start
         self._tokens = 0  # of the calls in _minute
 
-    async def talk(self, ended: Sequence[Ended], wishes: Sequence[Wish]) -> list[int]:
-        """Record the calls that ended and admit the first of `wishes` that the limits allow: their numbers.
+    async def talk(self, finished: Sequence[FinishedCall], reservations: Sequence[Reservation]) -> list[int]:
+        """Record the calls that ended, then admit as many of `reservations` as the limits allow; returns their numbers.
 
         Raises BudgetSpent, after recording. Asynchronous, so that Ray runs the actor on an event loop, which also
-        writes the ledger where no further message comes.
+        writes the ledger if no further message arrives.
         """
         self._forget(now := self._clock())
-        for call in ended:
+        for call in finished:
             self._running.pop(call.call, None)
             if call.call not in self._given_up:
                 self._count(call.tokens, call.usd)
@@ -105,15 +105,15 @@ class Limiter:
                 f"llm.budget_usd={budget:g} is used up: {spend['calls']} calls cost {spend['usd']:.4g} USD; "
                 f"raise it to go on from the last checkpoint"
             )
-        return [self._begin(wish, now) for wish in takewhile(self._may_begin, wishes)]
+        return [self._begin(reservation, now) for reservation in takewhile(self._may_begin, reservations)]
 
     def spend(self) -> dict[str, float]:
-        """The totals of the run so far, after writing them to disk: calls, tokens, usd, unpriced."""
+        """Write the ledger; returns the run's totals so far: calls, tokens, usd, unpriced."""
         self.write()
         return dict(self._spend)
 
     def write(self) -> None:
-        """Write the ledger; RunStopped where that fails."""
+        """Write the ledger. Raises RunStopped if that fails."""
         if self._changed:
             files.replace(self._ledger, json.dumps(self._spend))
             self._changed = False
@@ -129,72 +129,73 @@ class Limiter:
 
     def _forget(self, now: float) -> None:
         for call in [call for call, (end, _) in self._running.items() if end <= now]:
-            _, wish = self._running.pop(call)
-            self._count(wish.tokens, wish.usd)
+            _, reservation = self._running.pop(call)
+            self._count(reservation.tokens, reservation.usd)
             self._given_up.add(call)
         for call in list(takewhile(lambda call: now - self._minute[call][0] >= MINUTE, self._minute)):
             self._tokens -= self._minute.pop(call)[1]
 
-    def _may_begin(self, wish: Wish) -> bool:
+    def _may_begin(self, reservation: Reservation) -> bool:
         config, used = self.config, len(self._minute)
         if len(self._running) >= config.max_concurrent:
             return False
         if config.requests_per_minute is not None and used >= config.requests_per_minute:
             return False
         limit = config.tokens_per_minute
-        return limit is None or used == 0 or self._tokens + wish.tokens <= limit  # a call above the limit runs alone
+        # A call above the limit is admitted if the minute is empty.
+        return limit is None or used == 0 or self._tokens + reservation.tokens <= limit
 
-    def _begin(self, wish: Wish, now: float) -> int:
+    def _begin(self, reservation: Reservation, now: float) -> int:
         call = next(self._numbers)
-        self._running[call] = now + wish.seconds, wish
-        self._minute[call] = (now, wish.tokens)
-        self._tokens += wish.tokens
+        self._running[call] = now + reservation.seconds, reservation
+        self._minute[call] = (now, reservation.tokens)
+        self._tokens += reservation.tokens
         return call
 
 
 def start_limiter(config: LlmConfig, ledger: Path) -> Any:
-    """The handle of the run's limiter, a new actor on this node; if it dies Ray restarts it and retries its calls."""
+    """Start the run's limiter as an actor on this node; returns its handle. Ray restarts it and retries its calls."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
     return ray.remote(**options)(Limiter).options(name=NAME).remote(config, ledger.absolute())
 
 
 def local_limiter(config: LlmConfig, ledger: Path) -> Any:
-    """A limiter in this process, for a program that asks models from nowhere else; called as the handle of an actor."""
+    """A limiter for a single-process program, with the interface of an actor handle."""
     limiter = Limiter(config, ledger)
     return SimpleNamespace(talk=SimpleNamespace(remote=limiter.talk), write=limiter.write)
 
 
 class LimiterDied(RuntimeError):
-    """The limiter is gone, and with it the account of costs: the run has to end."""
+    """The limiter and its account of costs are lost, so the run ends."""
 
 
-class Line:
-    """The queue of this process's calls that wait for the limiter, the handle of a Limiter."""
+class CallQueue:
+    """Queue of this process's calls that wait for `limiter`, the handle of a Limiter."""
 
     def __init__(self, limiter: Any) -> None:
         self._limiter = limiter
-        self._waiting: dict[asyncio.Future[int], Wish] = {}  # those that wait longest first
-        self._ended: list[Ended] = []
+        self._waiting: dict[asyncio.Future[int], Reservation] = {}  # longest waiting first
+        self._finished: list[FinishedCall] = []
         self._talking: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
 
-    async def begin(self, wish: Wish) -> int:
-        """Wait until a call may begin; returns its number. Raises BudgetSpent or LimiterDied."""
+    async def begin(self, reservation: Reservation) -> int:
+        """Wait until the call is admitted; returns its number. Raises BudgetSpent or LimiterDied."""
         place: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._waiting[place] = wish
+        self._waiting[place] = reservation
         self._talk()
         try:
             return await place
         except asyncio.CancelledError:
             self._waiting.pop(place, None)
             if not place.cancelled() and place.exception() is None:  # admitted and cancelled at the same moment
-                self.end(Ended(place.result(), tokens=0))
+                self.end(FinishedCall(place.result(), tokens=0))
             raise
 
-    def end(self, ended: Ended) -> None:
-        """Report the end of a call; once for every number."""
-        self._ended.append(ended)
+    def end(self, finished: FinishedCall) -> None:
+        """Report the end of a call; call it once per number."""
+        self._finished.append(finished)
         self._news.set()
         self._talk()
 
@@ -204,7 +205,7 @@ class Line:
             self._talking = asyncio.create_task(self._until_empty())
 
     async def _until_empty(self) -> None:
-        while self._waiting or self._ended:
+        while self._waiting or self._finished:
             try:
                 await self._exchange()
             except Exception as error:
@@ -214,22 +215,22 @@ class Line:
                 self._waiting.clear()
 
     async def _exchange(self) -> None:
-        """Report what ended and admit the calls that waited longest; where there is none, wait for news."""
+        """Report ended calls and admit those that waited longest; if none was admitted, wait for news or `_POLL`."""
         self._news.clear()
-        ended, self._ended = self._ended, []
-        asked = dict(islice(self._waiting.items(), _AT_ONCE))
+        finished, self._finished = self._finished, []
+        batch = dict(islice(self._waiting.items(), _AT_ONCE))
         try:
-            calls = await self._limiter.talk.remote(ended, list(asked.values()))
+            calls = await self._limiter.talk.remote(finished, list(batch.values()))
         except RayTaskError as error:
             raise error.cause from None
         except RayActorError as error:
             raise LimiterDied(f"the limiter of the calls to language models died: {error}") from error
-        for place, call in zip(asked, calls, strict=False):
+        for place, call in zip(batch, calls, strict=False):
             self._waiting.pop(place, None)
             if place.done():  # cancelled
-                self._ended.append(Ended(call, tokens=0))
+                self._finished.append(FinishedCall(call, tokens=0))
             else:
                 place.set_result(call)
-        if asked and not calls:
+        if batch and not calls:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), _POLL)

@@ -1,12 +1,12 @@
-"""Recorded calls of language models on disk: what was asked, what came back, what it took.
+"""Recorded calls of language models on disk: question, answer, usage.
 
-A recording is a folder of shards. Each process appends to a shard of its own, and every answer is recorded before it is
-used. A shard begins with a line of JSON ({format, run}); each call is a header with the digests that it is found by,
-and the call as JSON, compressed by zstd with a checksum. A shard that was being written when its process or machine
-died is read up to the tear.
+A recording is a folder of shards. Each process appends to its own shard, and every answer is recorded before it is
+used. A shard begins with a line of JSON ({format, run}); each call is a header with the digests for lookup, followed by
+the call as JSON, compressed by zstd with a checksum. If a process or machine died while writing, its shard is read up
+to the incomplete call.
 
-A call is found by who asks (caller.py), what is asked, and how often the same was asked before. Of several of the same
-the latest counts: the conversation was played again.
+A call is looked up by its conversation (caller.py), its question, and how often the conversation sent that question
+before. If several calls match, the latest counts: the conversation was played again.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _LINE = 1 << 12  # bytes of a shard's first line, at most
 _DIGEST = 16  # bytes
 _HEAD = struct.Struct(f">Id{_DIGEST}s{_DIGEST}s{_DIGEST}s")  # bytes of the call, its time, digests: key, question, name
 _CRC = struct.Struct(">I")  # of the header, which it follows
-_OWN = 0o600  # what users say and judges answer is nobody else's
+_PRIVATE = 0o600  # only the owner may read conversations and verdicts
 _COMPRESSOR, _DECOMPRESSOR = zstandard.ZstdCompressor(write_checksum=True), zstandard.ZstdDecompressor()
 _INDEX: np.dtype[Any] = np.dtype([("key", f"S{_DIGEST}"), ("time", "f8"), ("shard", "i4"), ("at", "i8")])
 
 
 @dataclass
-class Taken:
-    """What an answer took: tokens, US dollars (None: not known), seconds of all requests, pauses included.
+class Usage:
+    """Usage of an answer: tokens, US dollars (None: unknown), seconds of all requests including pauses.
 
-    `version`: the model that answered, as its endpoint calls it; `cached`: nothing was asked, and this took nothing.
+    `version`: the model as its endpoint names it; `cached`: the answer came from the cache, so the rest is zero.
     """
 
     prompt_tokens: int = 0
@@ -60,9 +60,9 @@ class Taken:
 
 @dataclass
 class CallKey:
-    """A question (JSON), the name of the conversation that asks it, and how often it has asked the same before.
+    """A question (JSON), the name of its conversation, and how often that conversation sent it before.
 
-    `shared`: the answer does not depend on who asks, as with judges, whose answers are cached.
+    `shared`: the answer does not depend on the conversation, as with judges, whose answers are cached.
     """
 
     name: str
@@ -81,7 +81,7 @@ class CallKey:
 
 @dataclass(frozen=True)
 class Call:
-    """A recorded call. `answer` is JSON, None where it `failed`, which is then the kind of the error and its text."""
+    """A recorded call. `answer` is JSON; None if the call `failed`, which then holds the error's type and message."""
 
     name: str
     number: int
@@ -89,48 +89,50 @@ class Call:
     question: dict[str, Any]
     answer: Any
     failed: tuple[str, str] | None
-    taken: Taken
+    taken: Usage
 
 
 class StoredCall(NamedTuple):
-    """A call as a shard has it."""
+    """A call as stored in a shard."""
 
     time: float
     key: bytes
-    digest: bytes  # of the question as it was asked, before anything was redacted
+    digest: bytes  # of the question as sent, before redaction
     name: bytes  # digest of the conversation's name
     content: bytes
 
     def call(self) -> Call:
-        """Raises ValueError where it is damaged."""
+        """Decode the call. Raises ValueError if it is damaged."""
         try:
             if not 0 <= zstandard.get_frame_parameters(self.content).content_size <= LONGEST:
                 raise ValueError("too long")
-            found = json.loads(_DECOMPRESSOR.decompress(self.content))
-            failed = found["failed"] and (str(found["failed"][0]), str(found["failed"][1]))
-            return Call(**{**found, "failed": failed, "taken": Taken(**found["taken"])})
+            record = json.loads(_DECOMPRESSOR.decompress(self.content))
+            failed = record["failed"] and (str(record["failed"][0]), str(record["failed"][1]))
+            return Call(**{**record, "failed": failed, "taken": Usage(**record["taken"])})
         except (zstandard.ZstdError, ValueError, TypeError, LookupError, RecursionError) as error:
             raise ValueError(f"a recorded call is damaged: {error}") from error
 
     def containing(self, call: Call) -> StoredCall:
-        """`call` in place of what it holds, found by the same."""
+        """A copy with the same lookup digests that contains `call`."""
         return self._replace(content=_compressed(call))
 
 
 class Shard:
-    """A new file of a recording, to which calls are appended; the file is made with the first one."""
+    """A new file of a recording, to which calls are appended; the first call creates it."""
 
     def __init__(self, folder: Path, run: str) -> None:
-        """`run`: what is recorded, as its run.dir."""
+        """`run`: name of the recorded run, such as its run.dir."""
         self.file = folder / f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
         self._run, self._out = run, -1
 
-    def record(self, asked: CallKey, call: Call) -> None:
-        """RunStopped where it cannot be written."""
-        self.append(StoredCall(call.time, asked.key, asked.digest, _digest(asked.name.encode()), _compressed(call)))
+    def record(self, call_key: CallKey, call: Call) -> None:
+        """Append a call. Raises RunStopped if it cannot be written."""
+        self.append(
+            StoredCall(call.time, call_key.key, call_key.digest, _digest(call_key.name.encode()), _compressed(call))
+        )
 
     def append(self, stored: StoredCall) -> None:
-        """As `record`. Once written it outlives the process, and the machine once this has written its buffers."""
+        """As `record`. The call survives the death of the process; of the machine once its buffers are flushed."""
         head = _HEAD.pack(len(stored.content), stored.time, stored.key, stored.digest, stored.name)
         self._write(head + _CRC.pack(zlib.crc32(head)) + stored.content)
 
@@ -138,20 +140,20 @@ class Shard:
         with files.writing(self.file):
             if self._out < 0:
                 self.file.parent.mkdir(0o700, parents=True, exist_ok=True)
-                self._out = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, _OWN)
+                self._out = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, _PRIVATE)
                 content = json.dumps({"format": FORMAT, "run": self._run}).encode() + b"\n" + content
             while content:
                 content = content[os.write(self._out, content) :]
 
 
 class Recording:
-    """The calls in one folder or several, as they were when it was opened.
+    """The calls in one or several folders, as of opening.
 
-    Of each call some 50 bytes are in memory. `torn` says of each shard that ends in the middle of a call where it does.
+    About 50 bytes per call are held in memory. `torn` has a line for each shard that ends in the middle of a call.
     """
 
     def __init__(self, *folders: Path) -> None:
-        """Raises ValueError for what is no recording, or one of a later version."""
+        """Raises ValueError if a folder is no recording, or one of a later version."""
         self.folders = folders
         self.runs: set[str] = set()
         self.torn: list[str] = []
@@ -160,10 +162,10 @@ class Recording:
         index: list[tuple[bytes, float, int, int]] = []
         questions, names = list[bytes](), list[bytes]()
         for folder in folders:
-            found = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
-            if not found:
+            paths = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
+            if not paths:
                 raise ValueError(f"{folder}: holds no recorded calls (*{SUFFIX})")
-            for shard in found:
+            for shard in paths:
                 for at, stored in self._read(shard):
                     index.append((stored.key, stored.time, len(self.shards), at))
                     questions.append(stored.digest)
@@ -179,22 +181,22 @@ class Recording:
     def __len__(self) -> int:
         return len(self._index)
 
-    def find(self, asked: CallKey) -> Call | None:
-        """The latest answer to the same of the same conversation; of a shared question also that of another one.
+    def find(self, call_key: CallKey) -> Call | None:
+        """The latest call with the same question and conversation; for a shared question, of any conversation.
 
-        Raises ValueError where it is damaged.
+        Raises ValueError if it is damaged.
         """
-        found = self._by_key.find(asked.key)
-        if not len(found) and asked.shared:
-            found = self._by_question.find(asked.digest)
-        return self.stored(int(found[-1])).call() if len(found) else None
+        numbers = self._by_key.find(call_key.key)
+        if not len(numbers) and call_key.shared:
+            numbers = self._by_question.find(call_key.digest)
+        return self.stored(int(numbers[-1])).call() if len(numbers) else None
 
     def of(self, name: str) -> Iterator[Call]:
-        """The calls of a conversation, by time."""
+        """The calls of a conversation, in order of time."""
         return (self.stored(int(number)).call() for number in self._by_name.find(_digest(name.encode())))
 
     def stored(self, number: int) -> StoredCall:
-        """The call of this number, by time."""
+        """The call with this number in order of time."""
         _, _, shard, at = self._index[number].item()
         content = self._content[shard]
         size, time, key, question, name = _HEAD.unpack_from(content, at)
@@ -202,20 +204,20 @@ class Recording:
         return StoredCall(time, key, question, name, bytes(content[begin : begin + size]))
 
     def superseded(self) -> set[int]:
-        """The numbers of the calls in place of which a later one counts."""
+        """The numbers of the calls that a later call replaces."""
         last = {bytes(key): number for number, key in enumerate(self._index["key"])}
         return set(range(len(self))) - set(last.values())
 
     def _read(self, shard: Path) -> Iterator[tuple[int, StoredCall]]:
-        """The calls of a shard without their content, each with where it begins."""
+        """The calls of a shard without content, each with its offset in bytes."""
         with shard.open("rb") as file:
             first = file.readline(_LINE)
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if first else b""
         self._content.append(content)
         if first.endswith(b"\n"):
             try:
-                said = json.loads(first)
-                form, run = said["format"], str(said["run"])
+                header = json.loads(first)
+                form, run = header["format"], str(header["run"])
             except (ValueError, TypeError, LookupError) as error:
                 raise ValueError(f"{shard}: is no shard of a recording") from error
             if form != FORMAT:
@@ -238,16 +240,16 @@ class Recording:
 
 
 class _Sorted:
-    """Finds the places of a value in an array."""
+    """Finds the indices of a value in an array."""
 
     def __init__(self, values: np.ndarray[Any, Any]) -> None:
         self._order = np.argsort(values, kind="stable")
         self._values = values[self._order]
 
     def find(self, value: bytes) -> np.ndarray[Any, Any]:
-        """In ascending order."""
-        wanted = np.array(value, self._values.dtype)
-        low, high = (np.searchsorted(self._values, wanted, side) for side in ("left", "right"))
+        """The indices in ascending order."""
+        target = np.array(value, self._values.dtype)
+        low, high = (np.searchsorted(self._values, target, side) for side in ("left", "right"))
         return self._order[low:high]
 
 

@@ -1,4 +1,4 @@
-"""The run's own servers, as a process asks them: which of them, and with which seed."""
+"""Calls to the run's own servers: which server to choose, and with which seed."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from megatron_collab.llm.endpoint import POLICY, SERVED
 
 # A server with more than this times the mean of the requests in flight gets no new conversations.
 LOAD_FACTOR = 1.25
-AWAY_SECONDS = 10.0  # that a server without connection is left alone, while others answer; it is being started again
+AWAY_SECONDS = 10.0  # for which a server without connection is skipped if others answer; it is being restarted
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """`path`: a folder, or a name of the Hub; `addresses`: URL and key of each server."""
+    """`path`: a folder or a Hub name; `addresses`: URL and key of each server."""
 
     path: str
     addresses: tuple[tuple[str, str], ...]
 
 
 def choose(affinity: str, in_flight: Sequence[int], gone: Collection[int] = ()) -> int:
-    """The server (an index, not in `gone`) for new conversations of `affinity`.
+    """Index of the server, not in `gone`, for new conversations of `affinity`.
 
-    Rendezvous hashing (Thaler and Ravishankar, 1998), so that a lost server moves only its own conversations, with
+    Rendezvous hashing (Thaler and Ravishankar, 1998), so that losing a server moves only its own conversations, with
     bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350).
     """
 
@@ -46,7 +46,7 @@ def choose(affinity: str, in_flight: Sequence[int], gone: Collection[int] = ()) 
 
 
 class Balance:
-    """Spreads the calls of a process over the servers of `model`; those with the same beginning go to the same one."""
+    """Balances the calls of a process over the servers of `model`; calls with the same beginning share a server."""
 
     def __init__(self, model: ServedModel) -> None:
         self.model = model
@@ -55,7 +55,7 @@ class Balance:
 
     @contextmanager
     def server(self, beginning: str) -> Iterator[tuple[str, str]]:
-        """URL and key of the server for a call, which is made within; where it has no connection it is left alone."""
+        """URL and key of the server for a call inside the context; skipped for AWAY_SECONDS if the connection fails."""
         now = time.monotonic()
         gone = {server for server, until in enumerate(self._away) if until > now}
         at = choose(beginning, self._in_flight, gone if len(gone) < len(self._away) else ())
@@ -70,27 +70,27 @@ class Balance:
             self._in_flight[at] -= 1
 
 
-class OwnServers:
-    """Those of the policy, called policy/SAMPLE, and of models beside it: served/NAME, or served/NAME/SAMPLE.
+class RunServers:
+    """The servers of the policy (policy/SAMPLE) and of the models beside it (served/NAME or served/NAME/SAMPLE).
 
-    SAMPLE tells apart the answers to the same messages.
+    SAMPLE distinguishes several answers to the same messages.
     """
 
     def __init__(self, keys: Mapping[str, str], served: Mapping[str, ServedModel]) -> None:
-        """`keys`: by api_base, of the policy's servers; `served`: by NAME."""
+        """`keys`: API keys of the policy's servers by api_base; `served`: models by NAME."""
         self._keys = keys
         self.balances = {name: Balance(model) for name, model in served.items()}
 
     def model(self, endpoint: EndpointConfig) -> str:
-        """The endpoint's model by a name that lasts: where the run serves it, NAME says nothing outside of the run."""
+        """A name of the endpoint's model that is valid outside the run: served/NAME becomes served/ and its path."""
         model = str(endpoint.model)
         return SERVED + self._balance(model).model.path if model.startswith(SERVED) else model
 
     @contextmanager
     def server(self, endpoint: EndpointConfig, messages: Sequence[Mapping[str, str]]) -> Iterator[dict[str, Any]]:
-        """LiteLLM's arguments for a call, which is made within, of one of the run's own servers; else none.
+        """LiteLLM arguments for a call inside the context to one of the run's servers; empty for other models.
 
-        SAMPLE and the messages determine the seed, and with a deterministic server the answer.
+        SAMPLE and the messages determine the seed, and on a deterministic server the answer.
         """
         model, api_base = str(endpoint.model), str(endpoint.api_base)
         if model.startswith(f"{POLICY}/"):
@@ -113,12 +113,12 @@ def _arguments(api_base: str, key: str, sample: str, messages: Sequence[Mapping[
 
 
 def unconnected(error: BaseException) -> bool:
-    """Whether the connection failed, which LiteLLM reports as a server error."""
+    """Whether the connection failed; LiteLLM reports that as a server error."""
     return any(isinstance(cause, httpx.ConnectError) for cause in causes(error))
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and what it was raised from or while handling, one after the other."""
+    """The error and the chain of its causes and contexts."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -1,4 +1,4 @@
-"""What stands between language models and those who ask them: it records the answers, or replays recorded ones."""
+"""Records the answers of language models, or replays recorded ones in their place."""
 
 from __future__ import annotations
 
@@ -13,98 +13,100 @@ from typing import Any
 from megatron_collab.config import Config
 from megatron_collab.llm.answer import AnswerTooLong, LlmError
 from megatron_collab.llm.caller import Caller, caller
-from megatron_collab.llm.recording import Call, CallKey, Recording, Shard, Taken
+from megatron_collab.llm.recording import Call, CallKey, Recording, Shard, Usage
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.runtime.redact import redact, redacted
 
-_LOOKED_AT = 2000  # calls among which the nearest one is looked for
-_SHOWN = 60  # characters of a text
+_MOST_COMPARED = 2000  # calls that are searched for the nearest one
+_LONGEST_SHOWN = 60  # characters of a text
 _MESSAGES, _SCHEMA = "messages", "schema"
-CUT_OFF = "CutOff"  # a call that was cancelled, as by rollout.deadline
+CUT_OFF = "CutOff"  # a call that was cancelled, e.g. by rollout.deadline
 _FAILURES: dict[str, type[LlmError]] = {AnswerTooLong.__name__: AnswerTooLong}
 
 
 class NotRecorded(RunStopped):
-    """llm.replay does not hold a call: what follows would be another run than the recorded one, so the run ends."""
+    """llm.replay does not contain a call. The run would differ from the recorded one from here on, so it ends."""
 
 
 class Tape:
-    """Of one process. It counts `llm/replayed` calls, `llm/replayed_usd` that these had cost, and `llm/live` calls,
-    which were not recorded.
+    """The tape of one process. It counts `llm/replayed` calls, their recorded price `llm/replayed_usd`, and `llm/live`
+    calls, which were not recorded.
     """
 
     def __init__(self, replay: Recording | None, record: Shard | None, live: bool, latency: float) -> None:
-        """`live`: what `replay` does not hold is asked; `latency`: times the recorded seconds a replayed call takes."""
+        """`live`: send calls that `replay` lacks; `latency`: factor on the recorded seconds of a replayed call."""
         self._replay, self._record, self._live, self._latency = replay, record, live, latency
         self._counters: dict[str, float] = defaultdict(float)
-        self._nobody = Caller("")  # who asks where no conversation does
+        self._anonymous = Caller("")  # for calls outside of a conversation
 
     async def answer(
         self,
         question: Mapping[str, Any],
-        ask: Callable[[Taken], Awaitable[Any]],
+        ask: Callable[[Usage], Awaitable[Any]],
         *,
         shared: bool = False,
     ) -> Any:
-        """The recorded answer to `question`, or that of `ask`, which notes what it took, without keys; both JSON.
+        """The recorded answer to `question`, else that of `ask`, redacted; both are JSON. `ask` fills in the usage.
 
-        The answer to a `shared` question does not depend on who asks. Raises the recorded LlmError, that of `ask`,
-        NotRecorded.
+        The answer to a `shared` question does not depend on the conversation. Raises the recorded LlmError, the
+        LlmError of `ask`, or NotRecorded.
         """
-        who = caller() or self._nobody
-        asked = CallKey(who.name, 0, question, shared)
+        conversation = caller() or self._anonymous
+        call_key = CallKey(conversation.name, 0, question, shared)
         if not shared:
-            asked.number = who.asked[asked.digest]
-            who.asked[asked.digest] += 1
+            call_key.number = conversation.question_counts[call_key.digest]
+            conversation.question_counts[call_key.digest] += 1
         if self._replay is not None:
-            call = self._found(self._replay, asked)
+            call = self._look_up(self._replay, call_key)
             if call is not None:
-                return await self._again(call)
+                return await self._play(call)
             self._counters["llm/live"] += 1
-        return await ask(Taken()) if self._record is None else await self._recorded(self._record, asked, ask)
+        return await ask(Usage()) if self._record is None else await self._recorded(self._record, call_key, ask)
 
     def take_counters(self) -> dict[str, float]:
-        """Since the last call."""
-        taken, self._counters = self._counters, defaultdict(float)
-        return dict(taken)
+        """The counters since the last call."""
+        counters, self._counters = self._counters, defaultdict(float)
+        return dict(counters)
 
-    def _found(self, recording: Recording, asked: CallKey) -> Call | None:
+    def _look_up(self, recording: Recording, call_key: CallKey) -> Call | None:
         try:
-            call = recording.find(asked)
+            call = recording.find(call_key)
             if call is None and not self._live:
-                raise NotRecorded(redact(_not_recorded(recording, asked)))
+                raise NotRecorded(redact(_not_recorded(recording, call_key)))
             return call
         except ValueError as error:
             raise RunStopped(f"llm.replay: {error}; restore it, or replay another recording") from error
 
-    async def _again(self, call: Call) -> Any:
+    async def _play(self, call: Call) -> Any:
         self._counters["llm/replayed"] += 1
         self._counters["llm/replayed_usd"] += call.taken.usd or 0.0
         await asyncio.sleep(self._latency * call.taken.seconds)
         if call.failed:
-            kind, why = call.failed
-            raise _FAILURES.get(kind, LlmError)(why)
+            kind, reason = call.failed
+            raise _FAILURES.get(kind, LlmError)(reason)
         return call.answer
 
-    async def _recorded(self, shard: Shard, asked: CallKey, ask: Callable[[Taken], Awaitable[Any]]) -> Any:
-        taken, answer, failed = Taken(), None, None
+    async def _recorded(self, shard: Shard, call_key: CallKey, ask: Callable[[Usage], Awaitable[Any]]) -> Any:
+        usage, answer, failed = Usage(), None, None
         try:
-            answer = redacted(await ask(taken))
+            answer = redacted(await ask(usage))
             return answer
         except LlmError as error:
             failed = type(error).__name__, str(error)
             raise
         except asyncio.CancelledError:
-            failed = CUT_OFF, f"{asked.question['model']}: cut off while it was recorded"
+            failed = CUT_OFF, f"{call_key.question['model']}: cut off while it was recorded"
             raise
         finally:
             if failed or answer is not None:
-                question, failed = redacted(asked.question), failed and (failed[0], redact(failed[1]))
-                shard.record(asked, Call(asked.name, asked.number, time.time(), question, answer, failed, taken))
+                question, failed = redacted(call_key.question), failed and (failed[0], redact(failed[1]))
+                shard.record(
+                    call_key, Call(call_key.name, call_key.number, time.time(), question, answer, failed, usage)
+                )
 
 
 def open_tape(config: Config) -> Tape | None:
-    """As the options llm.record and llm.replay say; None without either. Raises RunStopped where it cannot be read."""
+    """The tape for llm.record and llm.replay; None if neither is set. Raises RunStopped if llm.replay is unreadable."""
     llm = config.llm
     if not (llm.record or llm.replay):
         return None
@@ -117,78 +119,79 @@ def open_tape(config: Config) -> Tape | None:
 
 
 def run_name(config: Config) -> str:
-    """What a recording calls the run."""
+    """The run's name in a recording: its absolute run.dir."""
     return str(Path(config.run.dir).absolute())
 
 
-def _not_recorded(recording: Recording, asked: CallKey) -> str:
+def _not_recorded(recording: Recording, call_key: CallKey) -> str:
     folder = ", ".join(map(str, recording.folders))
-    said = f"llm.replay={folder}: has no answer to a question of {asked.name or 'nobody'} to {asked.question['model']}"
+    name, model = call_key.name or "nobody", call_key.question["model"]
+    message = f"llm.replay={folder}: has no answer to a question of {name} to {model}"
     out = "replay with the settings and data of the recorded run, or set llm.replay_missing=live, which asks the model"
-    near = nearest(recording, asked)
+    near = nearest(recording, call_key)
     if near is None:
-        return f"{said}; it holds no calls; {out}"
-    return f"{said}; the nearest is of {near.name or 'nobody'}, and differs in {difference(asked, near)}; {out}"
+        return f"{message}; it holds no calls; {out}"
+    return f"{message}; the nearest is of {near.name or 'nobody'}, and differs in {difference(call_key, near)}; {out}"
 
 
-def nearest(recording: Recording, asked: CallKey) -> Call | None:
-    """The call of the same conversation, or else of any, that is most like it: the model, then how far messages agree.
+def nearest(recording: Recording, call_key: CallKey) -> Call | None:
+    """The most similar call of the same conversation, else of any: by model, then by the common prefix of messages.
 
-    Of a large recording it looks at a part of the calls, evenly spread.
+    In a large recording, only an evenly spaced subset of the calls is compared.
     """
-    near = list(recording.of(asked.name))
-    step = -(-len(recording) // _LOOKED_AT) or 1
+    near = list(recording.of(call_key.name))
+    step = -(-len(recording) // _MOST_COMPARED) or 1
     near = near or [recording.stored(number).call() for number in range(0, len(recording), step)]
-    return max(near, key=lambda call: _likeness(asked.question, call.question), default=None)
+    return max(near, key=lambda call: _likeness(call_key.question, call.question), default=None)
 
 
-def _likeness(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[int, ...]:
-    same = sum(one[name] == other.get(name) for name in one)
-    messages, others = one.get(_MESSAGES, []), other.get(_MESSAGES, [])
-    at = _common(messages, others)
+def _likeness(question: Mapping[str, Any], recorded: Mapping[str, Any]) -> tuple[int, ...]:
+    same = sum(question[name] == recorded.get(name) for name in question)
+    messages, recorded_messages = question.get(_MESSAGES, []), recorded.get(_MESSAGES, [])
+    at = _common(messages, recorded_messages)
     characters = 0
-    if at < min(len(messages), len(others)):
-        characters = _common(_content(messages[at]), _content(others[at]))
-    return one.get("model") == other.get("model"), at, characters, same
+    if at < min(len(messages), len(recorded_messages)):
+        characters = _common(_content(messages[at]), _content(recorded_messages[at]))
+    return question.get("model") == recorded.get("model"), at, characters, same
 
 
-def difference(asked: CallKey, call: Call) -> str:
-    """In which settings and in which message a question differs from a recorded one, on one line."""
-    one, other = asked.question, call.question
-    found = []
-    for name in sorted({*one, *other} - {_MESSAGES, _SCHEMA}):
-        if one.get(name) != other.get(name):
-            found.append(f"{name}: {_short(one.get(name))}, recorded {_short(other.get(name))}")
-    if one.get(_SCHEMA) != other.get(_SCHEMA):
-        found.append("the form of the answer")
-    messages, others = one.get(_MESSAGES, []), other.get(_MESSAGES, [])
-    at = _common(messages, others)
-    if at < min(len(messages), len(others)):
-        here, there = _content(messages[at]), _content(others[at])
-        begin = _common(here, there)
-        texts = f"{_short(here[begin:])}, recorded {_short(there[begin:])}"
-        roles = [str(each.get("role")) for each in (messages[at], others[at])]
+def difference(call_key: CallKey, call: Call) -> str:
+    """The settings and the first message in which a question differs from a recorded one, on one line."""
+    question, recorded = call_key.question, call.question
+    differences = []
+    for name in sorted({*question, *recorded} - {_MESSAGES, _SCHEMA}):
+        if question.get(name) != recorded.get(name):
+            differences.append(f"{name}: {_short(question.get(name))}, recorded {_short(recorded.get(name))}")
+    if question.get(_SCHEMA) != recorded.get(_SCHEMA):
+        differences.append("the form of the answer")
+    messages, recorded_messages = question.get(_MESSAGES, []), recorded.get(_MESSAGES, [])
+    at = _common(messages, recorded_messages)
+    if at < min(len(messages), len(recorded_messages)):
+        text, recorded_text = _content(messages[at]), _content(recorded_messages[at])
+        begin = _common(text, recorded_text)
+        texts = f"{_short(text[begin:])}, recorded {_short(recorded_text[begin:])}"
+        roles = [str(message.get("role")) for message in (messages[at], recorded_messages[at])]
         where = f"message {at + 1} ({' or '.join(dict.fromkeys(roles))})"
-        found.append(f"{where} from character {begin + 1} on: {texts}")
-    elif len(messages) != len(others):
-        found.append(f"the number of messages: {len(messages)}, recorded {len(others)}")
-    if asked.name != call.name:
-        found.append("who asks")
-    elif not found:
-        found.append(f"how often it was asked: {asked.number + 1} times, recorded {call.number + 1}")
-    return "; ".join(found)
+        differences.append(f"{where} from character {begin + 1} on: {texts}")
+    elif len(messages) != len(recorded_messages):
+        differences.append(f"the number of messages: {len(messages)}, recorded {len(recorded_messages)}")
+    if call_key.name != call.name:
+        differences.append("who asks")
+    elif not differences:
+        differences.append(f"how often it was asked: {call_key.number + 1} times, recorded {call.number + 1}")
+    return "; ".join(differences)
 
 
 def _content(message: Mapping[str, Any]) -> str:
     return str(message.get("content", ""))
 
 
-def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many of the first entries are the same."""
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Length of the common prefix."""
+    pairs = zip(first, second, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 def _short(value: Any) -> str:
     shown = json.dumps(value, ensure_ascii=False)
-    return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
+    return shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}…"

@@ -1,6 +1,6 @@
-"""Reads config.json of a Hugging Face folder, as far as it changes what is computed.
+"""Reads the fields of a Hugging Face config.json that change the computation.
 
-Nothing here imports a framework. What is not supported is named and refused.
+Imports no framework. Raises ValueError for unsupported settings, by name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# By model_type, what sets a family apart: biases on q/k/v, RMSNorm on the heads of q and k, experts.
+# Features of a family, by model_type: biases on q/k/v, RMSNorm on the heads of q and k, experts.
 FAMILIES: Mapping[str, frozenset[str]] = {
     "llama": frozenset(),
     "mistral": frozenset(),
@@ -21,7 +21,7 @@ FAMILIES: Mapping[str, frozenset[str]] = {
     "qwen3_moe": frozenset({"qk_norm", "experts"}),
 }
 
-# Settings of config.json that change the computation, with the values that leave it as implemented here.
+# Settings of config.json that change the computation, with the values that match the implementation here.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (None, False),
     "attention_dropout": (None, 0, 0.0),
@@ -31,7 +31,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "use_sliding_window": (None, False),
 }
-_MOST_NETWORKS = 100_000  # feed-forward networks, each with tensors of its own: ten times what models have
+_MAX_NETWORKS = 100_000  # feed-forward networks (MLPs or experts): ten times as many as any model has
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Llama3:
-    """Llama 3.1's scaling: long waves divided by `factor`, short ones kept, those between interpolated."""
+    """Llama 3.1's scaling: long wavelengths divided by `factor`, short ones unchanged, those between interpolated."""
 
     factor: float
     low_freq_factor: float
@@ -53,7 +53,7 @@ class Llama3:
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN (arXiv 2309.00071): waves that turn often are kept, others divided by `factor`."""
+    """YaRN (arXiv 2309.00071): fast-rotating dimensions are unchanged, the others divided by `factor`."""
 
     factor: float
     beta_fast: float
@@ -64,7 +64,7 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding: the base of its wavelengths, and how these are stretched for longer contexts.
+    """Rotary embedding: the base of its wavelengths, and their scaling for longer contexts.
 
     `attention_factor` multiplies the rotated queries and keys.
     """
@@ -76,21 +76,21 @@ class Rope:
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts of the layers `layers`, each of width `ffn`; `per_token` of `count` are taken for a token.
+    """Experts of the layers `layers`, each of width `ffn`; the router selects `per_token` of `count` per token.
 
-    `normalised`: the weights of the taken ones are divided by their sum.
+    `normalized`: the weights of the selected experts are divided by their sum.
     """
 
     count: int
     per_token: int
     ffn: int
-    normalised: bool
+    normalized: bool
     layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder-only transformer, and what its family adds."""
+    """Sizes of a decoder-only transformer, and the features of its family."""
 
     family: str
     layers: int
@@ -110,7 +110,7 @@ class ModelShape:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelShape:
-        """From the dictionary in config.json; ValueError names a field that is missing, wrong or not supported."""
+        """Parse the dictionary of config.json; raises ValueError if a field is missing, wrong or not supported."""
         name = str(hf.get("model_type"))
         if name not in FAMILIES:
             known = ", ".join(sorted(FAMILIES))
@@ -121,11 +121,11 @@ class ModelShape:
             raise ValueError(
                 f"config.json: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
             )
-        layers, given = _count(hf, "num_hidden_layers"), _given_experts(hf) if "experts" in FAMILIES[name] else 1
-        if isinstance(given, int) and layers * given > _MOST_NETWORKS:
-            experts = f" of {given} experts" if given > 1 else ""
+        layers, expert_count = _count(hf, "num_hidden_layers"), _expert_count(hf) if "experts" in FAMILIES[name] else 1
+        if isinstance(expert_count, int) and layers * expert_count > _MAX_NETWORKS:
+            experts = f" of {expert_count} experts" if expert_count > 1 else ""
             raise ValueError(
-                f"config.json: num_hidden_layers={layers}{experts}: more than {_MOST_NETWORKS} networks are no model"
+                f"config.json: num_hidden_layers={layers}{experts}: more than {_MAX_NETWORKS} networks are no model"
             )
         shape = cls(
             family=name,
@@ -149,7 +149,7 @@ class ModelShape:
 
 
 def read(file: Path) -> ModelShape:
-    """The shape in `file`, a config.json; ValueError in one line if it cannot be read or is not supported."""
+    """The shape in `file`, a config.json; raises a one-line ValueError if it is unreadable or not supported."""
     try:
         hf = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -181,10 +181,10 @@ def _number(settings: Mapping[str, Any], name: str, default: float | None = None
     return float(value)
 
 
-def _collection(settings: Mapping[str, Any], name: str, kind: type, what: str) -> Any:
+def _collection(settings: Mapping[str, Any], name: str, kind: type, noun: str) -> Any:
     value = settings.get(name) or kind()
     if not isinstance(value, kind):
-        raise ValueError(f"config.json: {name}={value!r} is no {what}")
+        raise ValueError(f"config.json: {name}={value!r} is no {noun}")
     return value
 
 
@@ -192,7 +192,7 @@ def _check_neutral(hf: Mapping[str, Any], shape: ModelShape) -> None:
     for field, neutral in _NEUTRAL.items():
         if hf.get(field) not in neutral:
             raise ValueError(f"config.json: {field}={hf[field]!r} is not supported; only {neutral[-1]!r} is")
-    # Qwen writes a window that use_sliding_window then switches off; elsewhere the number alone decides.
+    # Qwen writes a window even if use_sliding_window turns it off; other families have no such switch.
     if "use_sliding_window" not in hf and _count(hf, "sliding_window", shape.max_positions) < shape.max_positions:
         raise ValueError(
             f"config.json: sliding_window={hf['sliding_window']!r} is not supported by {shape.family}; only null is"
@@ -202,7 +202,7 @@ def _check_neutral(hf: Mapping[str, Any], shape: ModelShape) -> None:
 
 
 def _rope(hf: Mapping[str, Any]) -> Rope:
-    """transformers 5 keeps base and scaling in rope_parameters, older versions apart."""
+    """transformers 5 stores base and scaling in rope_parameters; older versions separately."""
     field = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     rope, group = _collection(hf, field, dict, "group of settings"), f"{field}."
 
@@ -215,7 +215,7 @@ def _rope(hf: Mapping[str, Any]) -> Rope:
         raise ValueError(f"config.json: {group}partial_rotary_factor={rope['partial_rotary_factor']} is not supported")
     if kind == "default":
         return Rope(theta)
-    # As transformers reads it: a field beside the scaling comes first, the whole context is the last resort.
+    # Same precedence as transformers: the top-level field, then the one in the scaling, then the full context.
     name = "original_max_position_embeddings"
     positions = _count(hf, name, int(number(name, _count(hf, "max_position_embeddings"))))
     if kind == "linear":
@@ -229,12 +229,12 @@ def _rope(hf: Mapping[str, Any]) -> Rope:
     factor = number("factor")
 
     def magnitude(scale: float = 1.0) -> float:
-        """0.1 ln(factor) + 1, the paper's fit; `scale` is an addition of later models."""
+        """0.1 ln(factor) + 1, the paper's fit; later models add `scale`."""
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    usual = magnitude()
+    attention_factor = magnitude()
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        usual = magnitude(number("mscale")) / magnitude(number("mscale_all_dim"))
+        attention_factor = magnitude(number("mscale")) / magnitude(number("mscale_all_dim"))
     yarn = Yarn(
         factor=factor,
         beta_fast=number("beta_fast", 32.0),
@@ -242,16 +242,16 @@ def _rope(hf: Mapping[str, Any]) -> Rope:
         truncate=bool(rope.get("truncate", True)),
         original_positions=positions,
     )
-    return Rope(theta, yarn, number("attention_factor", usual))
+    return Rope(theta, yarn, number("attention_factor", attention_factor))
 
 
-def _given_experts(hf: Mapping[str, Any]) -> Any:
-    return hf.get("num_local_experts", hf.get("num_experts"))  # transformers 5 writes the first, reads both
+def _expert_count(hf: Mapping[str, Any]) -> Any:
+    return hf.get("num_local_experts", hf.get("num_experts"))  # transformers 5 writes the first name and reads both
 
 
 def _experts(hf: Mapping[str, Any]) -> Experts | None:
     """The experts; None if every layer is dense."""
-    count = _value({"num_experts": _given_experts(hf)}, "num_experts", None)
+    count = _value({"num_experts": _expert_count(hf)}, "num_experts", None)
     if type(count) is not int or count < 0:
         raise ValueError(f"config.json: num_experts={count!r} is no whole number")
     per_token, ffn = _count(hf, "num_experts_per_tok"), _count(hf, "moe_intermediate_size")
@@ -259,12 +259,12 @@ def _experts(hf: Mapping[str, Any]) -> Experts | None:
     layers = tuple(layer for layer in range(hf["num_hidden_layers"]) if layer not in dense and (layer + 1) % step == 0)
     if not count or not layers:
         return None
-    normalised = bool(hf.get("norm_topk_prob", False))
+    normalized = bool(hf.get("norm_topk_prob", False))
     if per_token > count:
         raise ValueError(f"config.json: num_experts_per_tok={per_token}: the model has only {count} experts")
-    if per_token == 1 and normalised:
+    if per_token == 1 and normalized:
         raise ValueError(
             "config.json: num_experts_per_tok=1 with norm_topk_prob=true is not supported: the weight of the one "
             "expert is always 1, and its router could not learn"
         )
-    return Experts(count, per_token, ffn, normalised, layers)
+    return Experts(count, per_token, ffn, normalized, layers)

@@ -1,9 +1,9 @@
 """The table between Hugging Face tensors and Megatron-Core shards: one declaration for every direction.
 
-Loading, export and publishing all move data along the same `Piece`s, so they cannot disagree. Nothing here
-imports a framework: shapes are tuples, slices are slices.
+Loading, export and publishing all move data along the same `Piece`s, so they cannot disagree. Imports no
+framework: shapes are tuples, indices are slices.
 
-    table(shape)                       what exists: an `WeightEntry` per Megatron parameter, global layer numbers
+    table(shape)                       a `WeightEntry` per Megatron parameter, with global layer numbers
     pieces(entry, shape, tp, tp_rank)  shard[piece.shard_index] <-> hf_tensor[piece.hf_index]
 """
 
@@ -31,12 +31,12 @@ class TensorCut(Enum):
 
 @dataclass(frozen=True)
 class WeightEntry:
-    """One Megatron parameter: `hf` names and `shapes` are the tensors it is made of.
+    """One Megatron parameter; `hf` and `shapes` are the names and shapes of the tensors it consists of.
 
-    They lie one after another along its rows, within each tensor-parallel shard; `qkv` lie so within
-    each query group: the rows of its query heads, then its key's, then its value's. `exported` is False for a second
-    copy (the output layer of a tied model's last pipeline stage): it is filled on loading, never written out.
-    `expert`: a weight of one expert; these are spread over the expert-parallel ranks as they are, never cut.
+    Within each tensor-parallel shard the tensors are concatenated along the rows; with `qkv` within each query group:
+    the rows of its query heads, then of its key, then of its value. `exported` is False for a second copy (the output
+    layer on the last pipeline stage of a tied model), which is filled on loading but never exported. `expert`: a
+    weight of one expert; experts are distributed over the expert-parallel ranks, never cut.
     """
 
     megatron: str
@@ -52,7 +52,7 @@ class WeightEntry:
 class Piece:
     """A block that a shard and a Hugging Face tensor have in common: shard[shard_index] is hf[hf_index].
 
-    Both have the same elements in the same order; in a server an expert's block has a leading dimension of 1 more.
+    Both have the same elements in the same order; on a server, an expert's block has an extra leading dimension of 1.
     """
 
     hf: str
@@ -63,7 +63,7 @@ class Piece:
 # A parameter of a layer: the layer's global number, and the name within it.
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
-# TransformerEngine fuses a norm into the linear layer that follows; the table knows the norms by their own names.
+# TransformerEngine fuses a norm into the linear layer that follows; the table has the norms under separate names.
 FUSED_NAMES: Mapping[str, str] = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -86,33 +86,33 @@ def _layer(shape: ModelShape, layer: int) -> Iterator[WeightEntry]:
     megatron, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
     hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
 
-    def one(name: str, source: str, sides: Shape, cut: TensorCut = TensorCut.WHOLE) -> WeightEntry:
+    def tensor(name: str, source: str, sides: Shape, cut: TensorCut = TensorCut.WHOLE) -> WeightEntry:
         return WeightEntry(f"{megatron}{name}.weight", (f"{hf}{source}.weight",), (sides,), cut)
 
-    def qkv(what: str, *columns: int) -> WeightEntry:
-        names = tuple(f"{hf}self_attn.{x}_proj.{what}" for x in "qkv")
+    def qkv(suffix: str, *columns: int) -> WeightEntry:
+        names = tuple(f"{hf}self_attn.{x}_proj.{suffix}" for x in "qkv")
         shapes = tuple((rows, *columns) for rows in (queries, keys, keys))
-        return WeightEntry(f"{megatron}self_attention.linear_qkv.{what}", names, shapes, TensorCut.ROWS, qkv=True)
+        return WeightEntry(f"{megatron}self_attention.linear_qkv.{suffix}", names, shapes, TensorCut.ROWS, qkv=True)
 
     def mlp(name: str, ffn: int, expert: bool) -> Iterator[WeightEntry]:
-        """A feed-forward network, of which an expert is one."""
+        """The weights of a feed-forward network; an expert is one too."""
         names = tuple(f"{hf}{name}.{x}_proj.weight" for x in ("gate", "up", "down"))
         rows, columns = (TensorCut.WHOLE,) * 2 if expert else (TensorCut.ROWS, TensorCut.COLUMNS)
         up, down = (((ffn, hidden),) * 2, ((hidden, ffn),))
         yield WeightEntry(f"{megatron}{name}.linear_fc1.weight", names[:2], up, rows, expert=expert)
         yield WeightEntry(f"{megatron}{name}.linear_fc2.weight", names[2:], down, columns, expert=expert)
 
-    yield one("input_layernorm", "input_layernorm", (hidden,))
+    yield tensor("input_layernorm", "input_layernorm", (hidden,))
     yield qkv("weight", hidden)
     if shape.qkv_bias:
         yield qkv("bias")
     if shape.qk_norm:
         for x in "qk":
-            yield one(f"self_attention.{x}_layernorm", f"self_attn.{x}_norm", (shape.head_dim,))
-    yield one("self_attention.linear_proj", "self_attn.o_proj", (hidden, queries), TensorCut.COLUMNS)
-    yield one("pre_mlp_layernorm", "post_attention_layernorm", (hidden,))
+            yield tensor(f"self_attention.{x}_layernorm", f"self_attn.{x}_norm", (shape.head_dim,))
+    yield tensor("self_attention.linear_proj", "self_attn.o_proj", (hidden, queries), TensorCut.COLUMNS)
+    yield tensor("pre_mlp_layernorm", "post_attention_layernorm", (hidden,))
     if shape.experts is not None and layer in shape.experts.layers:
-        yield one("mlp.router", "mlp.gate", (shape.experts.count, hidden))
+        yield tensor("mlp.router", "mlp.gate", (shape.experts.count, hidden))
         for number in range(shape.experts.count):
             yield from mlp(f"mlp.experts.{number}", shape.experts.ffn, expert=True)
     else:
@@ -122,7 +122,7 @@ def _layer(shape: ModelShape, layer: int) -> Iterator[WeightEntry]:
 def exports(entry: WeightEntry, tp_rank: int, replica: int, expert_replica: int) -> bool:
     """Whether a rank that holds `entry` exports its pieces.
 
-    Dense parameters are replicated over the data (and context) parallel ranks, experts over their own ones.
+    Dense parameters are replicated over the data (and context) parallel ranks, experts over expert data parallel ones.
     """
     if entry.expert:
         return expert_replica == 0
@@ -152,7 +152,7 @@ def _rows(entry: WeightEntry, hf: Shape, tp: int) -> int:
 def pieces(entry: WeightEntry, shape: ModelShape, tp: int, tp_rank: int) -> tuple[Piece, ...]:
     """The blocks that the shard of `tp_rank` and the Hugging Face tensors share; padding rows are in no piece.
 
-    Indices have a slice with explicit bounds for every dimension. ValueError if tp does not divide a size.
+    Indices have a slice with explicit bounds for every dimension. Raises ValueError if tp does not divide a size.
     """
     if entry.cut is TensorCut.COLUMNS:
         down, width = slice(0, entry.shapes[0][0]), divide(entry.shapes[0][1], tp)
@@ -163,7 +163,7 @@ def pieces(entry: WeightEntry, shape: ModelShape, tp: int, tp_rank: int) -> tupl
     if entry.qkv:
         groups = divide(shape.kv_heads, tp)
         numbers = range(tp_rank * groups, (tp_rank + 1) * groups)
-        # rows that one query group has in q, k and v
+        # rows of one query group in q, k and v
         heights = [shape.heads // shape.kv_heads * shape.head_dim, shape.head_dim, shape.head_dim]
     tensors = list(zip(entry.hf, entry.shapes, heights, strict=True))
     rows = ((name, n * height, min((n + 1) * height, hf[0])) for n in numbers for name, hf, height in tensors)
@@ -171,17 +171,17 @@ def pieces(entry: WeightEntry, shape: ModelShape, tp: int, tp_rank: int) -> tupl
 
 
 def stacked(blocks: Iterable[tuple[str, int, int]], tail: Shape) -> tuple[Piece, ...]:
-    """Rows [start, stop) of several tensors, one after another; nothing of what stops before it starts."""
-    found, row, columns = [], 0, tuple(slice(0, n) for n in tail)
+    """Concatenate rows [start, stop) of several tensors; empty ranges are skipped."""
+    stack, row, columns = [], 0, tuple(slice(0, n) for n in tail)
     for name, start, stop in blocks:
         if start < stop:
-            found.append(Piece(name, (slice(start, stop), *columns), (slice(row, row + stop - start), *columns)))
+            stack.append(Piece(name, (slice(start, stop), *columns), (slice(row, row + stop - start), *columns)))
             row += stop - start
-    return tuple(found)
+    return tuple(stack)
 
 
-def divide(size: int, parts: int, what: str = "size", setting: str = "parallel.tp") -> int:
-    """size / parts; ValueError, which names the setting, where that is no whole number."""
+def divide(size: int, parts: int, noun: str = "size", setting: str = "parallel.tp") -> int:
+    """size / parts; raises ValueError, which names the setting, if parts does not divide size."""
     if size % parts:
-        raise ValueError(f"{setting}={parts}: does not divide the model's {what} ({size}); choose a divisor")
+        raise ValueError(f"{setting}={parts}: does not divide the model's {noun} ({size}); choose a divisor")
     return size // parts

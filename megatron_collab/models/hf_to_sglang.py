@@ -1,8 +1,8 @@
-"""The parameters on each rank of an SGLang server, and where each block of a Hugging Face tensor goes.
+"""The parameters on each rank of an SGLang server, and the position of each block of a Hugging Face tensor in them.
 
-The server's side of hf_to_megatron.py, as pure. Names, fusions, cuts and paddings are those of SGLang 0.5.23: in
-srt/models the families, in srt/layers linear.py, vocab_parallel_embedding.py and moe/fused_moe_triton/layer.py.
-What is not fused has its Hugging Face name.
+The server's counterpart of hf_to_megatron.py, also without a framework. Names, fusions, cuts and padding are those of
+SGLang 0.5.23: families in srt/models; linear.py, vocab_parallel_embedding.py and moe/fused_moe_triton/layer.py in
+srt/layers. Tensors that are not fused keep their Hugging Face names.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from megatron_collab.models.hf_config import Experts, ModelShape
 from megatron_collab.models.hf_to_megatron import Piece, Shape, divide, stacked
 
 # Families whose SGLang models pass the quantization config to attention, which then has scales for an FP8 KV cache.
-# Our cache is never in FP8, but some of its attention backends apply these scales all the same: they must be 1.
+# The cache is never in FP8 here, but some attention backends apply these scales anyway: they must be 1.
 _KV_SCALE_FAMILIES = {"llama", "mistral", "qwen2"}
 _TP = "rollout.server.tp"
 
-ADAPTERS = (".lora_a", ".lora_b")  # how the names of adapters end
+ADAPTERS = (".lora_a", ".lora_b")  # suffixes of the names of adapters
 
 
 @dataclass(frozen=True)
 class ServerLayout:
-    """`ep` of the `tp` ranks' parts of a layer's experts are different ones; `fp8`: linear layers in blocks of FP8.
+    """Layout of a server: `tp` ranks, experts distributed over `ep` groups of them; `fp8`: linear layers in FP8 blocks.
 
     `lora`: the adapters that a server holds beside its parameters, if any.
     """
@@ -40,14 +40,14 @@ class ServerLayout:
 class Parameter:
     """One parameter of a server rank, its parts in the order of its rows; rows in no part are padding.
 
-    `quantised`: float8_e4m3fn, with a second parameter NAME_scale_inv of a float32 for each block of 128 x 128.
-    `constant`: float32, filled with this number by the server's rank itself at every publish; it has no parts.
+    `quantized`: float8_e4m3fn, with a second parameter NAME_scale_inv, a float32 per block of 128 x 128.
+    `constant`: float32 without parts; the server's rank fills it with this number at every publish.
     """
 
     name: str
     shape: Shape
     parts: tuple[Piece, ...]
-    quantised: bool = False
+    quantized: bool = False
     constant: float | None = None
 
 
@@ -56,11 +56,11 @@ _Rows = tuple[str, int, int]
 
 
 def table(shape: ModelShape, server: ServerLayout, rank: int) -> tuple[Parameter, ...]:
-    """The parameters of server rank `rank`, in the order of a forward pass; ValueError if a size cannot be cut so."""
+    """The parameters of server rank `rank` in forward order; raises ValueError if the layout does not divide a size."""
     check_layers(shape)
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     heads = []
-    if not shape.tied or shape.experts is not None:  # SGLang gives Qwen3-MoE a head of its own even where it is tied
+    if not shape.tied or shape.experts is not None:  # SGLang gives Qwen3-MoE a separate head even if it is tied
         heads.append(_vocabulary(head, embedding if shape.tied else head, shape, server.tp, rank))
     return (
         _vocabulary(embedding, embedding, shape, server.tp, rank),
@@ -71,24 +71,24 @@ def table(shape: ModelShape, server: ServerLayout, rank: int) -> tuple[Parameter
 
 
 def adapters(shape: ModelShape, server: ServerLayout, rank: int) -> tuple[Parameter, ...]:
-    """The A and B that rank `rank` holds, a lora_a and a lora_b of each linear layer that has any (srt/lora/layers.py).
+    """The lora_a and lora_b on rank `rank` of every linear layer that has adapters (srt/lora/layers.py).
 
-    The k matrices of a fused layer follow one another in A [k r, columns] and in B [rows, r], r the rank, cut as the
-    layer is; what is no target of such a layer stays zero.
+    The k matrices of a fused layer are concatenated in A [k r, columns] and in B [rows, r], r the LoRA rank, and cut
+    like the layer; matrices of the layer that are no target stay zero.
     """
     if server.lora is None:
         return ()
     assert server.lora.rank is not None
     r = server.lora.rank
     keys = {factor.key for factor in lora.factors(shape, server.lora)}
-    found = []
+    parameters = []
     for linear in table(shape, server, rank):
-        own = [(place, part, part.hf.removesuffix(".weight")) for place, part in enumerate(linear.parts)]
-        own = [(place, part, name) for place, part, name in own if f"{name}.lora_A.weight" in keys]
-        if not own:
+        targets = [(place, part, part.hf.removesuffix(".weight")) for place, part in enumerate(linear.parts)]
+        targets = [(place, part, name) for place, part, name in targets if f"{name}.lora_A.weight" in keys]
+        if not targets:
             continue
         a, b = [], []
-        for place, part, name in own:
+        for place, part, name in targets:
             rows, columns = part.hf_index
             at = slice(place * r, (place + 1) * r), part.shard_index[1]
             a.append(Piece(f"{name}.lora_A.weight", (slice(0, r), columns), at))
@@ -96,12 +96,12 @@ def adapters(shape: ModelShape, server: ServerLayout, rank: int) -> tuple[Parame
         layer = linear.name.removesuffix(".weight")
         shapes = (len(linear.parts) * r, linear.shape[1]), (linear.shape[0], r)
         for name, sides, parts in zip(ADAPTERS, shapes, (a, b), strict=True):
-            found.append(Parameter(layer + name, sides, tuple(parts)))
-    return tuple(found)
+            parameters.append(Parameter(layer + name, sides, tuple(parts)))
+    return tuple(parameters)
 
 
 def check_layers(shape: ModelShape) -> None:
-    """ValueError where only some layers have experts: SGLang 0.5.23 gives them to every layer of a Qwen3-MoE."""
+    """Raises ValueError if only some layers have experts: SGLang 0.5.23 gives every layer of a Qwen3-MoE experts."""
     dense = set(range(shape.layers)) - set(shape.experts.layers) if shape.experts else set()
     if dense:
         raise ValueError(
@@ -136,8 +136,8 @@ def _layer(shape: ModelShape, server: ServerLayout, rank: int, layer: int) -> It
         yield _columns(mlp + "down_proj.weight", shape.hidden, ffn, rank, fp8)
 
 
-def _qkv(attention: str, what: str, shape: ModelShape, server: ServerLayout, rank: int) -> list[_Rows]:
-    """A rank's query heads, then its key heads, then its value heads; of fewer than tp, several ranks have the same."""
+def _qkv(attention: str, suffix: str, shape: ModelShape, server: ServerLayout, rank: int) -> list[_Rows]:
+    """A rank's query, key and value heads in this order; with fewer key/value heads than tp, ranks share them."""
     tp, kv_heads = server.tp, shape.kv_heads
     if max(tp, kv_heads) % min(tp, kv_heads):
         raise ValueError(
@@ -145,34 +145,34 @@ def _qkv(attention: str, what: str, shape: ModelShape, server: ServerLayout, ran
         )
     replicas = max(1, tp // kv_heads)
     queries, heads = divide(shape.heads, tp, "attention heads", _TP), max(1, kv_heads // tp)
-    found = []
-    for x, own, place in (("q", queries, rank), ("k", heads, rank // replicas), ("v", heads, rank // replicas)):
-        rows = own * shape.head_dim
-        found.append((f"{attention}{x}_proj.{what}", place * rows, (place + 1) * rows))
-    return found
+    blocks = []
+    for x, count, place in (("q", queries, rank), ("k", heads, rank // replicas), ("v", heads, rank // replicas)):
+        rows = count * shape.head_dim
+        blocks.append((f"{attention}{x}_proj.{suffix}", place * rows, (place + 1) * rows))
+    return blocks
 
 
 def _experts(hidden: int, experts: Experts, server: ServerLayout, rank: int, mlp: str) -> Iterator[Parameter]:
-    """Every tp / ep ranks that follow one another have the same experts and cut them."""
+    """Each group of tp / ep consecutive ranks has the same experts, cut over the group."""
     cuts = server.tp // server.ep
     count = divide(experts.count, server.ep, "experts", "rollout.server.ep")
     ffn = divide(experts.ffn, cuts, "width of an expert", "rollout.server.tp / rollout.server.ep")
     first, cut = rank // cuts * count, rank % cuts
-    own, across = slice(cut * ffn, (cut + 1) * ffn), slice(0, hidden)
+    cut_rows, across = slice(cut * ffn, (cut + 1) * ffn), slice(0, hidden)
     yield _whole(mlp + "gate.weight", (experts.count, hidden))
     up, down = [], []
     for number in range(count):
-        source, here = f"{mlp}experts.{first + number}.", slice(number, number + 1)
+        source, slot = f"{mlp}experts.{first + number}.", slice(number, number + 1)
         for half, x in enumerate(("gate", "up")):
             rows = slice(half * ffn, (half + 1) * ffn)
-            up.append(Piece(f"{source}{x}_proj.weight", (own, across), (here, rows, across)))
-        down.append(Piece(f"{source}down_proj.weight", (across, own), (here, across, slice(0, ffn))))
+            up.append(Piece(f"{source}{x}_proj.weight", (cut_rows, across), (slot, rows, across)))
+        down.append(Piece(f"{source}down_proj.weight", (across, cut_rows), (slot, across, slice(0, ffn))))
     yield Parameter(mlp + "experts.w13_weight", (count, 2 * ffn, hidden), tuple(up), server.fp8)
     yield Parameter(mlp + "experts.w2_weight", (count, hidden, ffn), tuple(down), server.fp8)
 
 
 def _vocabulary(name: str, hf: str, shape: ModelShape, tp: int, rank: int) -> Parameter:
-    """Equal parts of the vocabulary rounded up to a multiple of 64; where tp divides that not, of 64 tp."""
+    """Equal parts of the vocabulary, padded to a multiple of 64, or of 64 tp if tp does not divide that."""
     multiple = 64 if -(-shape.vocab // 64) * 64 % tp == 0 else 64 * tp
     rows = -(-shape.vocab // multiple) * multiple // tp
     start, stop = rank * rows, min((rank + 1) * rows, shape.vocab)
@@ -190,5 +190,5 @@ def _columns(name: str, rows: int, width: int, rank: int, fp8: bool) -> Paramete
 
 
 def _fused(name: str, blocks: Sequence[_Rows], tail: Shape, fp8: bool = False) -> Parameter:
-    """Blocks of rows of several tensors, one after another."""
+    """A parameter that concatenates blocks of rows of several tensors."""
     return Parameter(name, (sum(stop - start for _, start, stop in blocks), *tail), stacked(blocks, tail), fp8)

@@ -1,8 +1,8 @@
 """The parallel layout of the trainer: constraints on settings and data, and which ranks hold which shard.
 
-Numbers only, no framework. Ranks are counted as Megatron-Core 0.19.2 does (parallel_state.RankGenerator, order
-tp-cp-ep-dp-pp): the ranks of a pipeline stage follow one another; within it the tensor parallel rank counts fastest,
-for experts, which are not cut, the expert parallel one.
+Imports no framework. Ranks are numbered as in Megatron-Core 0.19.2 (parallel_state.RankGenerator, order
+tp-cp-ep-dp-pp): the ranks of a pipeline stage are consecutive; within a stage the tensor parallel rank varies fastest.
+Experts are not cut: for them the expert parallel rank varies fastest.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from megatron_collab.config import Config
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import TensorCut, WeightEntry
 
-# recipe: what the sides of FP8 matrices are multiples of
+# recipe -> required multiple of the sides of FP8 matrices
 FP8_MULTIPLE = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
-# What the tokens of a rank are a multiple of, so that sequence parallelism gathers them in FP8: TransformerEngine's
+# Required multiple of a rank's tokens for sequence parallelism to gather them in FP8: TransformerEngine's
 # Float8BlockQuantizer.is_quantizable (tensor/float8_blockwise_tensor.py) needs whole blocks, else it gathers 16 bits.
 FP8_GATHERED = FP8_MULTIPLE | {"blockwise": 128}
 
@@ -27,12 +27,12 @@ def ranks(config: Config) -> int:
 
 
 def servers_per_node(config: Config) -> int:
-    """SGLang servers that each node has, or has a part of."""
+    """SGLang servers of which a node runs all or some ranks."""
     return config.rollout.server.replicas * config.rollout.server.nnodes // config.launch.nodes
 
 
 def server_nodes(config: Config, server: int) -> range:
-    """The nodes of server `server`, in the order of its ranks; as many servers as a node has share them."""
+    """The nodes of server `server`, in the order of its ranks; servers_per_node servers share them."""
     count = config.rollout.server.nnodes
     first = server // servers_per_node(config) * count
     return range(first, first + count)
@@ -44,27 +44,27 @@ def server_ranks_per_node(config: Config) -> int:
 
 
 def first_gpu(config: Config, server: int) -> int:
-    """The device, of each of its nodes, of the first rank that server `server` has there; others have the next ones.
+    """The device of server `server`'s first rank on each of its nodes; its other local ranks use the next devices.
 
-    Colocated servers are spread over the devices of the trainer, so that each stands with as many of its ranks.
+    Colocated servers are distributed evenly over the trainer's devices.
     """
-    here, launch, options = servers_per_node(config), config.launch, config.rollout.server
+    per_node, launch, options = servers_per_node(config), config.launch, config.rollout.server
     if options.colocated:
-        return server % here * (launch.nproc_per_node // here)
-    return launch.nproc_per_node + server % here * server_ranks_per_node(config)
+        return server % per_node * (launch.nproc_per_node // per_node)
+    return launch.nproc_per_node + server % per_node * server_ranks_per_node(config)
 
 
 def serving(config: Config) -> set[int]:
-    """The devices of a node that have a rank of a server."""
-    here, width = range(servers_per_node(config)), range(server_ranks_per_node(config))
-    return {first_gpu(config, server) + own for server in here for own in width}
+    """The devices of a node on which a server's rank runs."""
+    local_servers, width = range(servers_per_node(config)), range(server_ranks_per_node(config))
+    return {first_gpu(config, server) + local_rank for server in local_servers for local_rank in width}
 
 
 def alignment(config: Config) -> tuple[int, int]:
-    """(tokens, tokens): what the length of every packed sequence, and of a micro-batch, must be a multiple of.
+    """(tokens, tokens): required multiple of the length of every packed sequence, and of a micro-batch.
 
-    Context parallelism gives each rank two pieces of every sequence. Sequence parallelism gives each rank the
-    same part of what remains, whose tokens are a side of FP8's matrices.
+    Context parallelism gives each rank two pieces of every sequence. Sequence parallelism splits these evenly over
+    the tensor parallel ranks; the tokens of a rank are a side of the FP8 matrices.
     """
     parallel = config.parallel
     sequence = 2 * parallel.cp if parallel.cp > 1 else 1
@@ -75,17 +75,17 @@ def alignment(config: Config) -> tuple[int, int]:
 
 
 def stage_layers(layers: int, stages: int) -> list[int]:
-    """How many layers each pipeline stage has; where the stages do not divide them, the first take one more.
+    """Number of layers of each pipeline stage; if the stages do not divide `layers`, the first ones get one more.
 
-    Virtual stages are stages here, in the order in which a token passes them: rank r of p has r, r + p, …
+    Virtual stages count as stages, in the order of a forward pass: rank r of p has stages r, r + p, …
     """
-    each, rest = divmod(layers, stages)
-    return [each + (stage < rest) for stage in range(stages)]
+    quotient, remainder = divmod(layers, stages)
+    return [quotient + (stage < remainder) for stage in range(stages)]
 
 
 @dataclass(frozen=True)
 class TrainerLayout:
-    """`ranks`: the world size; what tp, pp and cp leave of it is data parallel. `vpp`: virtual stages per stage."""
+    """`ranks`: world size, tp x pp x cp x data parallel. `vpp`: virtual stages per stage."""
 
     tp: int
     pp: int = 1
@@ -97,19 +97,19 @@ class TrainerLayout:
 
 @dataclass(frozen=True)
 class Holders:
-    """Within a pipeline stage, its ranks `first`, `first` + `step`, `first` + 2 `step`, …: all hold the same."""
+    """Ranks `first`, `first` + `step`, `first` + 2 `step`, … of a pipeline stage, which all hold the same shard."""
 
     first: int = 0
     step: int = 1
 
     def ranks(self, trainer: TrainerLayout, stage: int) -> range:
-        """The ranks themselves, in pipeline stage `stage`."""
+        """The global ranks, for pipeline stage `stage`."""
         size = trainer.ranks // trainer.pp
         return range(stage * size + self.first, (stage + 1) * size, self.step)
 
 
 def holders(entry: WeightEntry, shape: ModelShape, trainer: TrainerLayout) -> dict[int, Holders]:
-    """By part of an entry (its tensor-parallel rank), the ranks that hold it, however many."""
+    """Tensor-parallel part of an entry -> the ranks that hold it."""
     if entry.expert:
         assert shape.experts is not None
         number = int(entry.megatron.split(".experts.")[1].split(".")[0])

@@ -1,6 +1,6 @@
-"""The evaluations of a run: evaluations.json, a record each, by the names that their files of conversations have too.
+"""Evaluations of a run: evaluations.json has one record per evaluation, under the name of its conversations file.
 
-A set of data.eval is evaluated `before` training, as `step_N` between steps, and `after` the last one; as `model` where
+A set of data.eval is evaluated `before` training, as `step_N` between steps, and `after` the last step; as `model` if
 nothing is trained.
 """
 
@@ -20,10 +20,10 @@ Record = Mapping[str, Any]  # step, set, tasks, and metrics as rollout/summary.p
 
 
 class Evaluations:
-    """The records of a run that goes on at step `start`; those of later steps are forgotten, as they are made again."""
+    """The records of a run that resumes at step `start`. Later records are dropped: their steps are repeated."""
 
     def __init__(self, folder: Path, start: int, steps: int) -> None:
-        """`steps`: train.steps. What ended a run that now has more steps becomes one between its steps."""
+        """`steps`: train.steps. If the run now has more steps than before, its `after` becomes a `step_N`."""
         self.folder, self.steps = folder, steps
         self.records: dict[str, Record] = {}
         for name, record in read(folder).items():
@@ -37,72 +37,72 @@ class Evaluations:
                     conversations.rename(file_of(folder, name))
             self.records[name] = record
 
-    def due(self, one: str, step: int, every: int) -> str | None:
-        """The name of the evaluation of the set `one` at `step`; None where none is due, or it is recorded.
+    def due(self, set_name: str, step: int, every: int) -> str | None:
+        """Name of the evaluation of `set_name` that is due at `step`; None if none is due or it is recorded.
 
-        Due are the first of a run, one every `every` steps (0: none) and that after the last step.
+        An evaluation is due at the first step of a run, every `every` steps (0: never) and after the last step.
         """
-        steps = [record["step"] for record in self.records.values() if record.get("set", "") == one]
+        steps = [record["step"] for record in self.records.values() if record.get("set", "") == set_name]
         if step in steps:
             return None
         if step == self.steps:
-            return name_of(one, AFTER)
+            return name_of(set_name, AFTER)
         if not steps:
-            return name_of(one, BEFORE)
-        return name_of(one, f"step_{step}") if every and step % every == 0 else None
+            return name_of(set_name, BEFORE)
+        return name_of(set_name, f"step_{step}") if every and step % every == 0 else None
 
-    def best(self, metric: str, kept: Callable[[int], bool]) -> tuple[int, float] | None:
-        """Step and value of the evaluation with the highest eval/[SET/]METRIC, the lowest where a - precedes it.
+    def best(self, metric: str, has_checkpoint: Callable[[int], bool]) -> tuple[int, float] | None:
+        """(step, value) of the evaluation with the highest eval/[SET/]METRIC, or the lowest if `metric` starts with -.
 
-        Of those whose weights are `kept` in a checkpoint; of equal values the first.
+        Only steps that have a checkpoint count. Of equal values the first wins.
         """
         sign = -1.0 if metric.startswith("-") else 1.0
-        found = []
+        candidates = []
         for record in self.records.values():
             value = scalars(record).get(metric.removeprefix("-"))
-            if value is not None and kept(record["step"]):
-                found.append((sign * value, -record["step"]))
-        if not found:
+            if value is not None and has_checkpoint(record["step"]):
+                candidates.append((sign * value, -record["step"]))
+        if not candidates:
             return None
-        value, step = max(found)
+        value, step = max(candidates)
         return -step, sign * value
 
 
 def read(folder: Path) -> dict[str, Record]:
-    """What evaluations.json holds, in the order of the evaluations; earlier versions recorded no set.
+    """The records of evaluations.json in order of evaluation; earlier versions recorded no set.
 
-    ConfigError where it is torn, or something else.
+    Raises ConfigError if the file is torn or holds something else.
     """
-    found, fault = readable(folder)
+    records, fault = readable(folder)
     message = f"{folder / FILE}: {fault}; restore it, or remove it: what the run has evaluated is then not known"
     require(fault is None, message)
-    return found
+    return records
 
 
 def readable(folder: Path) -> tuple[dict[str, Record], str | None]:
-    """What can be read of evaluations.json, and what is wrong with the rest."""
+    """The readable records of evaluations.json, and what is wrong with the file or its other records, if anything."""
     file = folder / FILE
     if not file.is_file():
         return {}, None
     try:
-        found = json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:
         return {}, f"cannot be read as JSON ({error})"
-    if not isinstance(found, dict):
-        return {}, f"holds a {type(found).__name__}, no evaluations"
+    if not isinstance(content, dict):
+        return {}, f"holds a {type(content).__name__}, no evaluations"
 
-    def whole(record: Any) -> bool:
+    def is_record(record: Any) -> bool:
         return isinstance(record, dict) and of_step(record) and isinstance(record.get("set", ""), str)
 
-    kept = {name: record for name, record in found.items() if whole(record)}
-    others = sorted(found.keys() - kept.keys())
-    return kept, f"{others[0]!r} is no record of an evaluation" if others else None
+    valid = {name: record for name, record in content.items() if is_record(record)}
+    invalid = sorted(content.keys() - valid.keys())
+    return valid, f"{invalid[0]!r} is no record of an evaluation" if invalid else None
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The metrics of an evaluation as TensorBoard and Weights & Biases have them: eval/[SET/]METRIC, METRIC_se."""
+    """The metrics of an evaluation as logged to TensorBoard and Weights & Biases: eval/[SET/]METRIC, METRIC_se."""
 
-    def named() -> Iterator[tuple[str, Any]]:
+    def metric_values() -> Iterator[tuple[str, Any]]:
         for name, value in record.items():
             kind, _, metric = name.partition("/")
             if kind == "score":
@@ -113,17 +113,17 @@ def scalars(record: Record) -> dict[str, float]:
                 yield name, value
 
     start = prefix(record.get("set", ""))
-    return {f"{start}/{name}": value for name, value in named() if number(value) is not None}
+    return {f"{start}/{name}": value for name, value in metric_values() if number(value) is not None}
 
 
-def prefix(one: str) -> str:
-    """What the metrics of the set called `one` begin with."""
-    return f"eval/{one}" if one else "eval"
+def prefix(set_name: str) -> str:
+    """The prefix of the metrics of a set; `set_name` is empty if it is the only one."""
+    return f"eval/{set_name}" if set_name else "eval"
 
 
-def name_of(one: str, moment: str) -> str:
-    """The name of the evaluation of the set called `one`, which the only set is not."""
-    return f"{one}/{moment}" if one else moment
+def name_of(set_name: str, moment: str) -> str:
+    """The name of an evaluation; `set_name` is empty if its set is the only one."""
+    return f"{set_name}/{moment}" if set_name else moment
 
 
 def moment_of(name: str) -> str:
@@ -131,5 +131,5 @@ def moment_of(name: str) -> str:
 
 
 def file_of(folder: Path, name: str) -> Path:
-    """Where the conversations of the evaluation `name` are."""
+    """The file with the conversations of the evaluation `name`."""
     return folder / f"eval_{name.replace('/', '_')}.jsonl"

@@ -1,4 +1,4 @@
-"""What the folder of a run holds whether it trains or only evaluates: settings, evaluations, the report, the result."""
+"""What every run folder holds, of training and of evaluation alone: settings, evaluations, the report, the result."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ VERSIONS = ("torch", "megatron-core", "sglang", "ray", "litellm", "transformers"
 
 
 class RunFolder:
-    """The folder run.dir, of one process at a time; only rank 0 writes.
+    """The folder run.dir, which one process uses at a time; only rank 0 writes.
 
-    `start`: the step whose weights come first; `steps`: that of the last ones; `seconds`: of earlier starts.
+    `start`: step of the first weights; `steps`: step of the final ones; `seconds`: duration of earlier starts.
     """
 
     def __init__(self, config: Config, start: int, steps: int, seconds: float = 0.0) -> None:
         self.config = config
         self.folder = Path(config.run.dir)
         self.leader = global_rank() == 0
-        self._said = set[str]()  # reasons of failures
+        self._reported_reasons = set[str]()  # reasons of failures
         self._seconds_before = seconds
         if not self.leader:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(self.folder / ".writer.lock")  # beside the run's own, which its first process has
+        self._lock = FileLock(self.folder / ".writer.lock")  # besides the run's own lock, which its first process holds
         try:
             self._lock.acquire(timeout=10)  # rank 0 of a run that was just killed may still be ending
         except Timeout:
             message = "rank 0 of an earlier start still writes there; start again when it has ended"
             raise RunStopped(f"run.dir={self.folder}: {message}") from None
-        (self.folder / FINISHED).unlink(missing_ok=True)  # of fewer steps, or fewer sets
+        (self.folder / FINISHED).unlink(missing_ok=True)  # result of a run with fewer steps or sets
         at = datetime.now(UTC).isoformat(timespec="seconds")
         rows = [
             {"time": at, "step": start, "setting": change.setting, "before": change.before, "after": change.after}
@@ -63,10 +63,10 @@ class RunFolder:
         self._evaluations = Evaluations(self.folder, start, steps)
         self._best: tuple[int, float] | None = None
         self._mark_best(start)
-        with keys.lent("WANDB_API_KEY"):
+        with keys.in_environment("WANDB_API_KEY"):
             self._writers = [*writers(config, start)]
         for record in self._evaluations.records.values():
-            if record["step"] == start:  # which TensorBoard's writer drops with the steps that are done again
+            if record["step"] == start:  # TensorBoard's writer drops it with the repeated steps
                 self._write(start, evaluations.scalars(record))
 
     def __enter__(self) -> Self:
@@ -78,16 +78,16 @@ class RunFolder:
                 writer.close(failed=kind is not None)
             self._lock.release()
 
-    def evaluation_due(self, one: str, step: int) -> str | None:
-        """The name of the evaluation of the set `one`, unless it is recorded; on rank 0."""
-        name = evaluations.name_of(one, evaluations.MODEL)
+    def evaluation_due(self, set_name: str, step: int) -> str | None:
+        """The name of the evaluation of `set_name`; None if it is recorded. Call on rank 0."""
+        name = evaluations.name_of(set_name, evaluations.MODEL)
         return None if name in self._evaluations.records else name
 
     def evaluation(
-        self, name: str, one: str, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()
+        self, name: str, set_name: str, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()
     ) -> None:
-        """Record the evaluation `name`, of the set `one`: its means with their errors, and its conversations if any."""
-        record = _plain({"step": step, "set": one, "tasks": len(groups), **metrics})
+        """Record the evaluation `name` of `set_name`: means with standard errors, and its conversations if any."""
+        record = _plain({"step": step, "set": set_name, "tasks": len(groups), **metrics})
         if rows := [*rows_of(groups)]:
             file = evaluations.file_of(self.folder, name)
             file.unlink(missing_ok=True)
@@ -96,39 +96,39 @@ class RunFolder:
         replace(self.folder / evaluations.FILE, self._evaluations.records)
         self._write(step, evaluations.scalars(record))
         for writer in self._writers if rows else ():
-            writer.conversations(step, evaluations.prefix(one), redacted(rows[:CONVERSATIONS]))
+            writer.conversations(step, evaluations.prefix(set_name), redacted(rows[:CONVERSATIONS]))
         if scored := _with_errors(record):
-            self._say_failures(f"evaluation {name}", groups)
-        tqdm.write(f"evaluation {name} ({record['tasks']} tasks): {scored or _why_not(groups)}")
+            self._report_failures(f"evaluation {name}", groups)
+        tqdm.write(f"evaluation {name} ({record['tasks']} tasks): {scored or _missing_reason(groups)}")
         self._mark_best(step)
 
     def scalars(self) -> dict[str, float]:
-        """The metrics of all evaluations, of each set the last one's."""
-        found: dict[str, float] = {}
+        """The metrics of all evaluations; if a set has several, those of the last one."""
+        metrics: dict[str, float] = {}
         for record in self._evaluations.records.values():
-            found |= evaluations.scalars(record)
-        return found
+            metrics |= evaluations.scalars(record)
+        return metrics
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Write report.html and, last, result.json: a folder that has it is done. On rank 0."""
-        from megatron_collab.observability import report  # and with it what draws, a second of imports
+        """Write report.html and, last, result.json, which marks the run as finished. Call on rank 0."""
+        from megatron_collab.observability import report  # imports matplotlib, which takes a second
 
         versions = {"megatron-collab": __version__, **{name: metadata.version(name) for name in VERSIONS}}
         report.write(self.folder)
         replace(self.folder / FINISHED, {**result, "versions": versions})
 
     def _seconds(self) -> float:
-        """Seconds this run has taken over all its starts, from the start of torchrun on."""
+        """Seconds this run has taken over all its starts, each counted from the start of torchrun."""
         return self._seconds_before + process.age(os.getppid())
 
     def _mark_best(self, step: int) -> None:
-        """Write which checkpoint is to be kept for train.keep_best; that of `step` may still be being written."""
+        """Write which checkpoint train.keep_best keeps. The checkpoint of `step` may still be being written."""
         metric = self.config.train.keep_best
 
-        def kept(found: int) -> bool:
-            return 0 < found == step or (self.folder / "checkpoints" / f"step_{found}").is_dir()
+        def has_checkpoint(candidate: int) -> bool:
+            return 0 < candidate == step or (self.folder / "checkpoints" / f"step_{candidate}").is_dir()
 
-        best = self._evaluations.best(metric, kept) if metric else None
+        best = self._evaluations.best(metric, has_checkpoint) if metric else None
         if best is None:
             (self.folder / BEST).unlink(missing_ok=True)
         elif best != self._best:
@@ -137,16 +137,18 @@ class RunFolder:
             replace(self.folder / BEST, row)
             tqdm.write(f"best by {metric}: {best[1]:.4g} at step {best[0]}, whose checkpoint is kept")
 
-    def _say_failures(self, what: str, groups: Sequence[Group]) -> None:
-        """A line where conversations or scores failed, unless the most frequent reason has been said."""
-        found = [(why, group.task.id) for group in groups for why in _failures(group)]
-        reasons = Counter(why for why, _ in found)
-        for why, count in reasons.most_common(1):
-            if why not in self._said:
-                self._said.add(why)
-                task = next(task for reason, task in found if reason == why)
-                others = f"; {len(reasons) - 1} other reasons are in the transcripts" if len(reasons) > 1 else ""
-                tqdm.write(f"{what}: failed, and counted as missing: {why} ({count} times, as of task {task}){others}")
+    def _report_failures(self, label: str, groups: Sequence[Group]) -> None:
+        """Print the most frequent failure of conversations or scores, unless that reason was printed before."""
+        failures = [(reason, group.task.id) for group in groups for reason in _failures(group)]
+        counts = Counter(reason for reason, _ in failures)
+        for reason, count in counts.most_common(1):
+            if reason not in self._reported_reasons:
+                self._reported_reasons.add(reason)
+                first = next(task for why, task in failures if why == reason)
+                more = f"; {len(counts) - 1} other reasons are in the transcripts" if len(counts) > 1 else ""
+                tqdm.write(
+                    f"{label}: failed, and counted as missing: {reason} ({count} times, as of task {first}){more}"
+                )
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         for writer in self._writers:
@@ -154,7 +156,7 @@ class RunFolder:
 
 
 def scores(metrics: Mapping[str, float]) -> dict[str, float]:
-    """By metric, of those that a step or an evaluation has."""
+    """The scores of a step or an evaluation, by metric."""
     return {name.removeprefix("score/"): value for name, value in metrics.items() if name.startswith("score/")}
 
 
@@ -166,17 +168,17 @@ def _with_errors(record: Mapping[str, Any]) -> str:
     )
 
 
-def _why_not(groups: Sequence[Group]) -> str:
-    """Of an evaluation without a score: the first reason."""
+def _missing_reason(groups: Sequence[Group]) -> str:
+    """Why an evaluation has no score: the first reason."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    given = [rollout.reward.value for rollout in rollouts]
-    given += [score for rollout in rollouts for future in rollout.futures for score in future.scores.values()]
-    why = next((value.why for value in given if isinstance(value, Missing)), None)
-    return "no rollout has a score" + (f"; the first: {why}" if why else "")
+    values = [rollout.reward.value for rollout in rollouts]
+    values += [score for rollout in rollouts for future in rollout.futures for score in future.scores.values()]
+    reason = next((value.why for value in values if isinstance(value, Missing)), None)
+    return "no rollout has a score" + (f"; the first: {reason}" if reason else "")
 
 
 def _failures(group: Group) -> Iterator[str]:
-    """Why its conversations ended with an error, and of the others why scores are missing; why a reward failed."""
+    """Reasons: of failed rewards, of conversations that ended with an error, and of missing scores in the others."""
     yield from (rollout.reward.value.why for rollout in group.rollouts if isinstance(rollout.reward.value, Failed))
     for future in (future for rollout in group.rollouts for future in rollout.futures):
         if future.conversation.ending is Ending.ERROR:
@@ -186,7 +188,7 @@ def _failures(group: Group) -> Iterator[str]:
 
 
 def rows_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
-    """Every future of the groups, as JSON."""
+    """Every future of the groups as a JSON row."""
     for group in groups:
         for i, rollout in enumerate(group.rollouts):
             for j, future in enumerate(rollout.futures):
@@ -200,7 +202,7 @@ def rows_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
                     **({"played": group.task.played} if group.task.played else {}),  # as the user's first message
                     "reward": None if isinstance(reward, Missing) else reward,
                     **({"turns": raw} if any(text != visible(text) for text in raw) else {}),  # with their thoughts
-                    **({"cut": cut} if cut else {}),  # turns that their token budget has cut
+                    **({"cut": cut} if cut else {}),  # turns that were cut at their token budget
                     **({"turn_rewards": conversation.turn_rewards} if any(conversation.turn_rewards) else {}),
                     "ending": conversation.ending,
                     "error": conversation.error,
@@ -212,10 +214,10 @@ def rows_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
                 }
 
 
-def keep(file: Path, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
-    """Drop the other rows of a file that the run appends to; and lines that are no rows of a step, which is said.
+def keep(file: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Drop the rows of a JSONL file that `is_kept` rejects, and unreadable lines, whose number is printed.
 
-    The last line is cut off where the process was killed while it wrote.
+    The last line is torn if the process was killed while it wrote it.
     """
     if not file.exists():
         return
@@ -223,7 +225,7 @@ def keep(file: Path, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
     for text, row in records.lines(file):
         if row is None or not records.of_step(row):
             unread += 1
-        elif wanted(row):
+        elif is_kept(row):
             kept.append(text)
     if unread:
         print(f"megatron-collab: {file}: left out {records.unread(unread)}", file=sys.stderr)
@@ -238,7 +240,7 @@ def append(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """With null for numbers that JSON does not have (NaN)."""
+    """The row with null for numbers that JSON cannot hold (NaN, infinity)."""
     return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
 

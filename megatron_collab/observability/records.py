@@ -1,4 +1,4 @@
-"""Reading what a run has written: of a file that is torn, or of something else, what can be read."""
+"""Reads the files of a run. Of a file that is torn or holds something else, the readable part is returned."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from megatron_collab.runtime.process import FINISHED
 
 Row = Mapping[str, Any]
-_MOST = 1e100  # the squares of errors, and the axes of a figure, are numbers too
-_MOST_STEPS = 2**53  # from there on a float, as which steps are drawn, is not exact
+_MOST = 1e100  # squares of errors and the axes of a figure must stay finite too
+_MOST_STEPS = 2**53  # steps are drawn as floats, which are not exact above it
 
 
 def lines(file: Path) -> Iterator[tuple[str, Row | None]]:
-    """Each line of a JSONL file as text and as read, None where it is no object; nothing where there is no file."""
+    """Each line of a JSONL file as text and as an object (None if it is no JSON object); nothing without a file."""
     if file.is_file():
         with file.open(errors="replace", newline="\n") as stream:
             for text in filter(str.strip, stream):
@@ -23,18 +23,18 @@ def lines(file: Path) -> Iterator[tuple[str, Row | None]]:
 
 
 def of_step(row: Row) -> bool:
-    """Whether the row has the number of a step."""
+    """Whether the row has a valid step number."""
     step = row.get("step")
     return type(step) is int and 0 <= step < _MOST_STEPS
 
 
 def number(value: Any) -> float | None:
-    """A value that can be averaged and drawn; None for another one."""
+    """The value if it can be averaged and drawn, else None."""
     return value if type(value) in (int, float) and -_MOST < value < _MOST else None
 
 
 def unread(count: int) -> str:
-    """What is said of lines that are left out."""
+    """Text for a message about lines that are left out."""
     return f"{count} line{'s' * (count > 1)} that cannot be read"
 
 
@@ -46,7 +46,7 @@ def finished(folder: Path) -> bool:
 
 def _object(text: str) -> Row | None:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None

@@ -25,7 +25,7 @@ Series = dict[str, list[tuple[int, float]]]
 
 
 def write(folder: Path) -> Path:
-    """Make `folder`/report.html from what is there; the file's path."""
+    """Write `folder`/report.html from the files of the run. Returns its path."""
     pages = Environment(
         loader=PackageLoader("megatron_collab.observability", "templates"), autoescape=True, trim_blocks=True
     )
@@ -33,12 +33,12 @@ def write(folder: Path) -> Path:
     metrics = _rows(folder / "metrics.jsonl", of_step)
     records, fault = evaluations.readable(folder)
     if fault:
-        _say(folder / evaluations.FILE, fault)
+        _warn(folder / evaluations.FILE, fault)
     html = pages.get_template("report.html.j2").render(
         name=str(folder),
         steps=len(metrics),
         config=settings.read_text(errors="replace") if (settings := folder / SETTINGS).is_file() else "",
-        sets=[*compared(folder, records)],
+        sets=[*comparisons(folder, records)],
         curves=[(title, _svg(series, errors)) for title, series, errors in curves(metrics, records)],
     )
     report = folder / "report.html"
@@ -46,55 +46,61 @@ def write(folder: Path) -> Path:
     return report
 
 
-def compared(folder: Path, records: Mapping[str, evaluations.Record]) -> Iterator[dict[str, Any]]:
-    """Of each set of data.eval the first and the last evaluation that left conversations: names, table, pairs."""
+def comparisons(folder: Path, records: Mapping[str, evaluations.Record]) -> Iterator[dict[str, Any]]:
+    """Compare the first and the last evaluation with conversations of each set of data.eval: names, table, pairs."""
     by_set: dict[str, list[str]] = {}
-    for name in records or (BEFORE, AFTER):  # of earlier versions there may be the conversations alone
+    for name in records or (BEFORE, AFTER):  # earlier versions wrote conversations without records
         if evaluations.file_of(folder, name).exists():
             by_set.setdefault(name.rpartition("/")[0], []).append(evaluations.moment_of(name))
-    for one, moments in by_set.items():
-        chosen = [moments[0], *moments[1:][-1:]]
-        named = [evaluations.file_of(folder, evaluations.name_of(one, moment)) for moment in chosen]
-        found = [_rows(file, _is_conversation) for file in named]
-        first, last = found[0], found[-1] if len(found) > 1 else []
+    for set_name, moments in by_set.items():
+        shown_moments = [moments[0], *moments[1:][-1:]]
+        conversation_files = [
+            evaluations.file_of(folder, evaluations.name_of(set_name, moment)) for moment in shown_moments
+        ]
+        conversations = [_rows(file, _is_conversation) for file in conversation_files]
+        first, last = conversations[0], conversations[-1] if len(conversations) > 1 else []
         yield {
-            "name": one,
-            "moments": [moment.replace("_", " ") for moment in chosen],
+            "name": set_name,
+            "moments": [moment.replace("_", " ") for moment in shown_moments],
             "table": table(first, last),
-            "counts": [len(_by_task(rows)) for rows in found],
+            "counts": [len(_by_task(rows)) for rows in conversations],
             "pairs": pairs(first, last),
         }
 
 
 def table(before: Rows, after: Rows) -> list[tuple[str, str, str]]:
-    """(metric, before, after): means over the tasks of an evaluation with their standard errors."""
+    """(metric, before, after): means over the tasks of an evaluation, with standard errors."""
     names = sorted({name for row in (*before, *after) for name in row["scores"]})
     return [(name, _mean(before, name), _mean(after, name)) for name in names]
 
 
 def pairs(before: Rows, after: Rows) -> list[dict[str, Any]]:
-    """The first conversation about each task before and after, changed ones first; without `after` some of `before`."""
+    """The first conversation about each task before and after, changed ones first; some of `before` if no `after`."""
     firsts, later = ([task[0] for task in _by_task(rows)] for rows in (before, after))
     if not after:
         return [{"task": row["task"], "rows": [row]} for row in firsts[:CONVERSATIONS]]
-    same = {row["task"]: row for row in later}
-    both = [{"task": row["task"], "rows": [row, same[row["task"]]]} for row in firsts if row["task"] in same]
-    both.sort(key=lambda pair: pair["rows"][0]["messages"] == pair["rows"][1]["messages"])
-    return both[:CONVERSATIONS]
+    after_by_task = {row["task"]: row for row in later}
+    matched = [
+        {"task": row["task"], "rows": [row, after_by_task[row["task"]]]}
+        for row in firsts
+        if row["task"] in after_by_task
+    ]
+    matched.sort(key=lambda pair: pair["rows"][0]["messages"] == pair["rows"][1]["messages"])
+    return matched[:CONVERSATIONS]
 
 
 def curves(metrics: Rows, records: Mapping[str, evaluations.Record] = {}) -> list[tuple[str, Series, Series]]:
-    """What is drawn: titles with the series that share a pair of axes, and the standard errors that some have.
+    """The plots: title, the series that share a pair of axes, and their standard errors if they have any.
 
-    What the run does not have is left out.
+    Plots without data are left out.
     """
     scores, errors = _series(metrics, "score/"), _series(metrics, "reward_se")
     tested = _series([{"step": record["step"], **evaluations.scalars(record)} for record in records.values()], "eval/")
-    of_tests = {name: tested[f"{name}_se"] for name in tested if f"{name}_se" in tested}
-    others = {f"{name}_se" for name in of_tests} | {name for name in tested if "ending/" in name}
-    means = {name: points for name, points in tested.items() if name not in others}
-    found = [
-        *_by_scale("Evaluation, with standard errors", means, of_tests),
+    test_errors = {name: tested[f"{name}_se"] for name in tested if f"{name}_se" in tested}
+    excluded = {f"{name}_se" for name in test_errors} | {name for name in tested if "ending/" in name}
+    means = {name: points for name, points in tested.items() if name not in excluded}
+    plots = [
+        *_by_scale("Evaluation, with standard errors", means, test_errors),
         (
             "Reward of the trained turn, with the standard error from its futures",
             _series(metrics, "reward"),
@@ -106,11 +112,11 @@ def curves(metrics: Rows, records: Mapping[str, evaluations.Record] = {}) -> lis
         ("Tokens of the trained turn", _series(metrics, "turn_tokens"), {}),
         ("Seconds by stage", _series(metrics, "seconds/"), {}),
     ]
-    return [(title, series, errors) for title, series, errors in found if series]
+    return [(title, series, errors) for title, series, errors in plots if series]
 
 
 def _by_scale(title: str, scores: Series, errors: Series) -> Iterator[tuple[str, Series, Series]]:
-    """Those between 0 and 1 together, each other one with axes of its own."""
+    """Series between 0 and 1 share axes; every other series has its own."""
     rates = {name: points for name, points in scores.items() if all(0 <= value <= 1 for _, value in points)}
     yield title, rates, errors
     for name in scores:
@@ -119,7 +125,7 @@ def _by_scale(title: str, scores: Series, errors: Series) -> Iterator[tuple[str,
 
 
 def _series(metrics: Rows, name: str) -> Series:
-    """Points (step, value) of the metric `name`, or of every metric below it where it ends in a slash."""
+    """Points (step, value) of the metric `name`, or of every metric below it if it ends in a slash."""
     series: Series = {}
     for row in metrics:
         for key, value in row.items():
@@ -135,7 +141,7 @@ def _svg(series: Series, errors: Series) -> str:
         axes = figure.subplots()
         for name, points in series.items():
             steps, values = zip(*points, strict=True)
-            style = "-" if 2 * len(steps) > len(span) > 1 else "."  # points where most steps have no value
+            style = "-" if 2 * len(steps) > len(span) > 1 else "."  # points if most steps have no value
             (drawn,) = axes.plot(steps, values, style, label=_label(name), linewidth=1.2)
             if widths := dict(errors.get(name, [])):
                 low, high = ([value + sign * widths.get(step, 0.0) for step, value in points] for sign in (-1, 1))
@@ -151,15 +157,15 @@ def _svg(series: Series, errors: Series) -> str:
 
 
 def _label(name: str) -> str:
-    """A name as text, in which matplotlib would else see formulas."""
+    """The name, escaped so that matplotlib does not read $ as a formula."""
     return name.encode(errors="replace").decode().replace("$", r"\$")
 
 
 def _mean(rows: Rows, name: str) -> str:
-    """Over the tasks, of the means over the conversations of each: those are not independent of one another."""
+    """Mean over tasks of the mean over a task's conversations, which are not independent of one another."""
     tasks = ([row["scores"].get(name) for row in task] for task in _by_task(rows))
     numbers = ([score for score in scores if number(score) is not None] for scores in tasks)
-    values = [fmean(found) for found in numbers if found]
+    values = [fmean(task_scores) for task_scores in numbers if task_scores]
     if not values:
         return "\u2013"
     error = f" \u00b1 {stdev(values) / math.sqrt(len(values)):.3f}" if len(values) > 1 else ""
@@ -167,7 +173,7 @@ def _mean(rows: Rows, name: str) -> str:
 
 
 def _by_task(rows: Rows) -> list[list[Mapping[str, Any]]]:
-    """The rows of each task, which follow one another, its first conversation first."""
+    """The rows by task; rows of a task are consecutive, with its first conversation first."""
     tasks: list[list[Mapping[str, Any]]] = []
     for row in rows:
         if row.get("rollout", 0) == 0 or not tasks:
@@ -177,7 +183,7 @@ def _by_task(rows: Rows) -> list[list[Mapping[str, Any]]]:
 
 
 def _score(value: Any) -> str:
-    """Of a conversation; why it is missing, where it is."""
+    """A conversation's score as text, or why it is missing."""
     if isinstance(value, dict):
         return f"missing ({value.get('missing')})"
     return str(value) if number(value) is None else f"{value:g}"
@@ -185,18 +191,18 @@ def _score(value: Any) -> str:
 
 def _is_conversation(row: Mapping[str, Any]) -> bool:
     messages, scores = row.get("messages"), row.get("scores")
-    said = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
-    return said and isinstance(scores, dict) and isinstance(row.get("task"), str)
+    has_messages = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+    return has_messages and isinstance(scores, dict) and isinstance(row.get("task"), str)
 
 
 def _rows(file: Path, fit: Callable[[Mapping[str, Any]], bool]) -> Rows:
-    """Those that fit, of a file that may be torn; a run that is under way has not written its last line yet."""
+    """The rows that `fit`. The file may be torn: a running run may not have finished its last line."""
     rows = [row for _, row in lines(file)]
-    found = [row for row in rows if row is not None and fit(row)]
-    if len(found) < len(rows):
-        _say(file, f"left out {unread(len(rows) - len(found))}")
-    return found
+    valid = [row for row in rows if row is not None and fit(row)]
+    if len(valid) < len(rows):
+        _warn(file, f"left out {unread(len(rows) - len(valid))}")
+    return valid
 
 
-def _say(file: Path, fault: str) -> None:
+def _warn(file: Path, fault: str) -> None:
     print(f"megatron-collab: {file}: {fault}", file=sys.stderr)

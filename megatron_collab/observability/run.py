@@ -1,4 +1,4 @@
-"""The folder of a run (docs/reference/run-files.md): what it writes while it goes, and what it says on the console."""
+"""The folder of a training run (docs/reference/run-files.md): files written while it runs, and console output."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ LOG_EVERY = 10.0  # seconds between two lines of progress in a log file
 
 
 class Run(RunFolder):
-    """The folder of a run that trains, and its console; only rank 0 writes.
+    """The folder and the console of a training run; only rank 0 writes.
 
-    `start`: the first step still to be done; `state`: of an earlier start; `names`: metrics by their result.json names.
+    `start`: first step to do; `state`: from an earlier start's checkpoint; `names`: metrics by result.json name.
     """
 
     def __init__(self, config: Config, start: int, state: Mapping[str, Any], names: Mapping[str, str]) -> None:
@@ -42,50 +42,52 @@ class Run(RunFolder):
         super().__exit__(*error)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """State to store in a checkpoint."""
         return {"seconds": self._seconds()}
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One finished step: a line on the console, metrics.jsonl, TensorBoard, Weights & Biases."""
+        """Log a finished step: a console line, metrics.jsonl, TensorBoard, Weights & Biases."""
         append(self.folder / "metrics.jsonl", [{"step": step, **metrics}])
         self._write(step, metrics)
         self._bar.update(1)
         last = step + 1 == self.config.train.steps
-        if last or time.monotonic() - self._last_line >= 1:  # faster steps would hide the bar
+        if last or time.monotonic() - self._last_line >= 1:  # more lines would hide the bar if steps are faster
             self._last_line = time.monotonic()
-            rate = (time.monotonic() - self._began) / (step + 1 - self._start)  # of this start
-            left = timedelta(seconds=round(rate * (self.config.train.steps - step - 1)))
-            tqdm.write(f"{line(step, self.config.train.steps, metrics)} | {left} left")
+            rate = (time.monotonic() - self._began) / (step + 1 - self._start)  # average of this start
+            remaining = timedelta(seconds=round(rate * (self.config.train.steps - step - 1)))
+            tqdm.write(f"{line(step, self.config.train.steps, metrics)} | {remaining} left")
 
     def transcripts(self, step: int, groups: Sequence[Group]) -> None:
-        """Every future of a step with its scores; a line on the console of what failed."""
-        self._say_failures(f"step {step + 1}", groups)
+        """Write every future of a step with its scores; print a line if some failed."""
+        self._report_failures(f"step {step + 1}", groups)
         append(self.folder / "transcripts.jsonl", [{"step": step, **row} for row in rows_of(groups)])
 
-    def evaluation_due(self, one: str, step: int) -> str | None:
-        """The name of the evaluation of the set `one` that is due at `step`, unless it is recorded; on rank 0."""
-        return self._evaluations.due(one, step, self.config.train.eval_every)
+    def evaluation_due(self, set_name: str, step: int) -> str | None:
+        """The name of the evaluation of `set_name` if one is due at `step` and not recorded. Call on rank 0."""
+        return self._evaluations.due(set_name, step, self.config.train.eval_every)
 
     def finish(self, result: Mapping[str, Any] = {}) -> None:
-        """Write the result: scores before and after, and the minutes of all starts."""
+        """Write the result: scores before and after training, and the minutes of all starts."""
         if not self.leader:
             return
-        found: dict[str, dict[str, float]] = {BEFORE: {}, AFTER: {}}
+        by_phase: dict[str, dict[str, float]] = {BEFORE: {}, AFTER: {}}
         for name, record in self._evaluations.records.items():
-            if (when := evaluations.moment_of(name)) in found:
-                of_set = name.removesuffix(when)  # empty, or the name of a set and a slash
-                found[when] |= {f"{of_set}{metric}": value for metric, value in scores(record).items()}
-        named = {
-            f"{name}_{when}": some.get(metric) for name, metric in self.names.items() for when, some in found.items()
+            if (phase := evaluations.moment_of(name)) in by_phase:
+                set_prefix = name.removesuffix(phase)  # empty, or the name of a set and a slash
+                by_phase[phase] |= {f"{set_prefix}{metric}": value for metric, value in scores(record).items()}
+        named_scores = {
+            f"{name}_{phase}": phase_scores.get(metric)
+            for name, metric in self.names.items()
+            for phase, phase_scores in by_phase.items()
         }
-        super().finish({**named, **found, "train_minutes": round(self._seconds() / 60, 2), **result})
+        super().finish({**named_scores, **by_phase, "train_minutes": round(self._seconds() / 60, 2), **result})
 
 
 def line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
-    """One step on the console: what is there of reward, scores, loss, KL and seconds by stage."""
+    """Console line of a step: reward, scores, loss, KL and seconds by stage, if measured."""
     parts = [f"step {step + 1}/{steps}"]
     if "reward" in metrics:
-        parts += [f"reward {metrics['reward']:.3f}±{metrics['reward_se']:.3f}", _shown(scores(metrics))]
+        parts += [f"reward {metrics['reward']:.3f}±{metrics['reward_se']:.3f}", _format_scores(scores(metrics))]
     of_update = ("loss", "kl", "dpo/accuracy", "dpo/margin", "grad_norm", "lr")
     parts += [f"{name.removeprefix('dpo/')} {metrics[name]:.3g}" for name in of_update if name in metrics]
     if metrics.get("missing"):
@@ -94,12 +96,12 @@ def line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
     return " | ".join([*parts, " ".join(laps)])
 
 
-def _shown(found: Mapping[str, float]) -> str:
-    return " ".join(f"{name} {value:.3f}" for name, value in found.items())
+def _format_scores(values: Mapping[str, float]) -> str:
+    return " ".join(f"{name} {value:.3f}" for name, value in values.items())
 
 
 class Log:
-    """Progress in a log file: a line at most every LOG_EVERY seconds."""
+    """Progress in a log file: at most one line every LOG_EVERY seconds."""
 
     def __init__(self, title: str, total: int, unit: str, done: int) -> None:
         self._n = done
@@ -114,11 +116,11 @@ class Log:
             print(self._shown(self._n, elapsed=now - self._began), file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Nothing stays open."""
+        """Nothing to close."""
 
 
 def progress(title: str, total: int, unit: str = "task", done: int = 0, keep: bool = False) -> tqdm | Log:
-    """Progress towards `total`, of which `done` is done, on stderr; `keep`: the bar stays when it is full."""
+    """Progress on stderr from `done` to `total`; `keep`: the bar stays when it is full."""
     if not sys.stderr.isatty():
         return Log(title, total, unit, done)
     return tqdm(total=total, desc=title, unit=unit, initial=done, leave=keep, dynamic_ncols=True, mininterval=0.2)
@@ -138,6 +140,6 @@ class Stopwatch:
         self._last = now
 
     def read(self) -> dict[str, float]:
-        """The laps since the last reading, as `seconds/STAGE`."""
+        """The laps since the last call, as `seconds/STAGE`."""
         laps, self._laps = self._laps, {}
         return {f"seconds/{stage}": seconds for stage, seconds in laps.items()}

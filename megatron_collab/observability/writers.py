@@ -1,4 +1,4 @@
-"""Where metrics and conversations go beside the run folder's own files: TensorBoard and Weights & Biases."""
+"""Writers of metrics and conversations besides the run folder's own files: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_collab.config import Config, uses_wandb
 from megatron_collab.runtime import files
 from megatron_collab.runtime.redact import redacted
 
-CONVERSATIONS = 10  # of each evaluation, the first ones: the same tasks every time
+CONVERSATIONS = 10  # the first ones of each evaluation: the same tasks every time
 Rows = Sequence[Mapping[str, Any]]  # of a file of conversations
 
 
@@ -20,21 +20,21 @@ class Writer(Protocol):
     def scalars(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def conversations(self, step: int, name: str, rows: Rows) -> None:
-        """Some conversations of the evaluation of the set `name` at `step`."""
+        """Log some conversations of the evaluation of the set `name` at `step`."""
 
     def close(self, failed: bool) -> None:
-        """The run ends, or `failed`; returns once all is written."""
+        """End of the run; `failed`: by an error. Returns when everything is written."""
 
 
 def writers(config: Config, start: int) -> Iterator[Writer]:
-    """TensorBoard's, and where it is on that of Weights & Biases, for a run that goes on at step `start`."""
+    """Writers of a run that resumes at step `start`: TensorBoard, and Weights & Biases if it is enabled."""
     yield TensorBoard(Path(config.run.dir), start)
     if uses_wandb(config.run):
         yield WeightsAndBiases(config)
 
 
 class TensorBoard:
-    """Events in the folder `tensorboard`; those of `start` and later steps, of an earlier start, are dropped."""
+    """Events in the folder `tensorboard`; an earlier start's events from step `start` on are dropped."""
 
     def __init__(self, folder: Path, start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -48,8 +48,8 @@ class TensorBoard:
 
     def conversations(self, step: int, name: str, rows: Rows) -> None:
         for row in rows:
-            said = "\n\n".join(f"**{message['role']}:** {message['content']}" for message in row["messages"])
-            self._writer.add_text(f"{name}/{row['task']}", f"{said}\n\n{_scores(row)} ({row['ending']})", step)
+            dialogue = "\n\n".join(f"**{message['role']}:** {message['content']}" for message in row["messages"])
+            self._writer.add_text(f"{name}/{row['task']}", f"{dialogue}\n\n{_scores(row)} ({row['ending']})", step)
         self._writer.flush()
 
     def close(self, failed: bool) -> None:
@@ -57,7 +57,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One run there over all starts of the run: its id is in the file `wandb_id`."""
+    """One Weights & Biases run for all starts of the run; the file `wandb_id` has its id."""
 
     def __init__(self, config: Config) -> None:
         import wandb
@@ -85,8 +85,8 @@ class WeightsAndBiases:
         columns: list[str | int] = ["step", "task", "conversation", "ending", "reward", "scores"]
         table = self._wandb.Table(columns=columns)
         for row in rows:
-            said = "\n\n".join(f"{message['role']}: {message['content']}" for message in row["messages"])
-            table.add_data(step, row["task"], said, str(row["ending"]), row["reward"], _scores(row))
+            dialogue = "\n\n".join(f"{message['role']}: {message['content']}" for message in row["messages"])
+            table.add_data(step, row["task"], dialogue, str(row["ending"]), row["reward"], _scores(row))
         self._wandb.log({f"{name}/conversations": table}, step=step)
 
     def close(self, failed: bool) -> None:

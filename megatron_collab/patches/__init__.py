@@ -1,8 +1,8 @@
-"""The register of all changes to libraries, and of their private interfaces that the package relies on.
+"""The register of all patches of libraries, and of their private interfaces that the package relies on.
 
-An entry point calls `apply` with the libraries it is about to import; no import changes a library by itself. A change
-that needs an object of the library is a function of these modules, called where that object is made; its entry has
-neither `sets` nor `apply`. `tools/doctor.py` lists what is in force on a machine.
+An entry point calls `apply` with the libraries it is about to import; no import patches a library by itself. If a patch
+needs an object of the library, it is a function of these modules that is called when the object is created; its entry
+has neither `sets` nor `apply`. `tools/doctor.py` lists the patches that are active on a machine.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any
 
-# What `apply` takes: the module that an entry point imports next, and where its entries are.
+# Arguments of `apply` (the module that an entry point imports next): location of its entries.
 _ENTRIES = {
     "megatron": f"{__name__}.megatron:PATCHES",
     "sglang": f"{__name__}.sglang:PATCHES",
     "litellm": f"{__name__}.litellm:PATCHES",
     "ray": f"{__name__}.ray:PATCHES",
 }
-VERSIONS = {  # of the distributions, in the lock files
+VERSIONS = {  # of the distributions, as in the lock files
     "torch": ("2.14.1",),
     "megatron-core": ("0.19.2",),
     "sglang": ("0.5.23",),
@@ -32,11 +32,12 @@ _applied: set[str] = set()
 
 @dataclass(frozen=True)
 class Patch:
-    """One change to the distribution `library`, or one private interface of it that is used.
+    """One patch of the distribution `library`, or one of its private interfaces that the package uses.
 
-    `upstream`: an issue, or the source line that it is about. `until`: when it can be removed. `test`: the one that
-    fails without it. `sets`: what is replaced, by its dotted name, and with what; `wraps`: with what is made of it;
-    `apply`: what else is done. `uses`: what code elsewhere replaces or calls. `when`: whether this machine needs it.
+    `upstream`: an issue or source line. `until`: the condition for removing it. `test`: a test that fails without it.
+    `sets`: dotted names and their new values; `wraps`: dotted names and functions that make the new value from the old
+    one; `apply`: any other action. `uses`: names that other code replaces or calls. `when`: whether this machine needs
+    it.
     """
 
     library: str
@@ -61,28 +62,28 @@ class Patch:
 
 
 def apply(*libraries: str) -> None:
-    """Change `libraries` (megatron, sglang, litellm, ray) as this machine needs it, once in a process.
+    """Apply the patches of `libraries` (megatron, sglang, litellm, ray) that this machine needs, once per process.
 
-    RuntimeError where one has been imported already: some changes would then come too late, without an error.
+    Raises RuntimeError if one has been imported already: some patches would then silently have no effect.
     """
     for library in libraries:
         if library in _applied:
             continue
         if library in sys.modules:
             raise RuntimeError(f"patches.apply({library!r}) must be called before the first import of {library}")
-        _applied.add(library)  # first: the entries import the library, and an import may call this again
+        _applied.add(library)  # before the entries, which import the library: an import may call `apply` again
         for patch in resolve_name(_ENTRIES[library]):
             if patch.when():
                 patch.put_in_force()
 
 
 def register() -> list[Patch]:
-    """Every entry, whether this machine needs it or not."""
+    """All entries, even if this machine does not need them."""
     return [*(patch for place in _ENTRIES.values() for patch in resolve_name(place)), *_PRIVATE]
 
 
 def table() -> str:
-    """What is in force on this machine as lines of text: library and version, name, and when it can be removed."""
+    """The patches that are active on this machine as text lines: library and version, name, condition for removal."""
     needed = [patch for patch in register() if patch.when()]
     rows = [(f"{patch.library} {'/'.join(VERSIONS[patch.library])}", patch.name, patch.until) for patch in needed]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
@@ -91,7 +92,7 @@ def table() -> str:
 
 DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 
-# Private interfaces of libraries that the package calls or overrides: what uses it and why, until when, the test.
+# Private interfaces that the package calls or overrides: (user and reason, condition for removal, test).
 _INTERFACES = {
     f"{DISTRIBUTED_OPTIMIZER}._get_main_param_and_optimizer_states": (
         "checkpoint/sharded_state.py has each rank write its own part; Megatron gathers it on one rank or all first",
@@ -121,12 +122,12 @@ _INTERFACES = {
     "torch._foreach_copy_": (
         "weight_sync/sender.py and receiver.py copy the pieces of a bucket in one launch",
         "torch exports it",
-        "tests/weight_sync/test_receiver.py::test_all_of_it_arrives_every_time",
+        "tests/weight_sync/test_receiver.py::test_all_weights_arrive_every_time",
     ),
     "torch.distributed.ProcessGroupNCCL.Options._timeout": (
         "weight_sync/transports/p2p.py makes a group apart from torch's global state",
         "ProcessGroupNCCL.Options takes a timeout",
-        "tests/weight_sync/test_receiver.py::test_all_of_it_arrives_every_time",
+        "tests/weight_sync/test_receiver.py::test_all_weights_arrive_every_time",
     ),
     "torch._C._distributed_c10d._dump_nccl_trace_json": (
         "runtime/hang_detector.py asks which operation a rank's GPU has not done",

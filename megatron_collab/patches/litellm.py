@@ -1,4 +1,4 @@
-"""LiteLLM: no network at its import, and what its calls print and write down."""
+"""Patches of LiteLLM: no network access at import, no advice on standard output, limited response bodies."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from megatron_collab.patches import Patch
 
 
 def be_quiet() -> None:
-    """Have LiteLLM raise its errors without printing advice on standard output first."""
+    """Stop LiteLLM from printing advice on standard output when it raises an error."""
     import litellm
 
     litellm.suppress_debug_info = True
 
 
 class BodyTooLong(RuntimeError):
-    """A server sends more than `limit_bodies` allows."""
+    """A response body is longer than `limit_bodies` allows."""
 
 
 @cache
 def limit_bodies(longest: int) -> None:
-    """Have LiteLLM's calls fail with BodyTooLong in their chain of causes at a body of more than `longest` bytes."""
+    """Make LiteLLM's calls fail, with BodyTooLong in the chain of causes, if a body has more than `longest` bytes."""
     from litellm.llms.custom_httpx.http_handler import AsyncHTTPHandler
 
     class Limited(httpx.Response):
@@ -41,7 +41,7 @@ def limit_bodies(longest: int) -> None:
 
     def limited(*arguments: Any, **options: Any) -> Any:
         transport = make(*arguments, **options)
-        if transport is not None:  # httpx makes its own, where LiteLLM is set to use no aiohttp
+        if transport is not None:  # None if LiteLLM is set not to use aiohttp: httpx then creates its own
             transport.handle_async_request = partial(handled, transport.handle_async_request)
         return transport
 

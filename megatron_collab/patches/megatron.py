@@ -1,7 +1,7 @@
-"""Megatron-Core: faults on any device, and what its import and its use need on a machine without a CUDA device.
+"""Patches of Megatron-Core: bugs on any device, and support for machines without a CUDA device.
 
-There, calls that would raise are redirected to the CPU, and libraries that need a CUDA device count as not installed:
-Megatron takes what it has for machines without them. None of its mathematics is replaced.
+On such machines, calls that would raise are redirected to the CPU, and libraries that need a CUDA device are hidden, so
+Megatron uses its fallbacks. None of its mathematics is replaced.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch.overrides import TorchFunctionMode
 from megatron_collab.patches import DISTRIBUTED_OPTIMIZER, Patch
 
 CPU = torch.device("cpu")
-# Without a driver the import of some raises OSError, and Megatron is prepared for ImportError only.
+# Without a driver, importing some of these raises OSError, but Megatron only handles ImportError.
 _ENGINE = ("transformer_engine", "transformer_engine_torch")
 _CUDA_ONLY = (
     *("apex", "amp_C", "fused_weight_gradient_mlp_cuda"),
     *("flash_attn", "flash_attn_3", "flashattn_hopper", "flash_mla", "deep_ep", "grouped_gemm"),
 )
 _LOGGERS = ("wandb", "torch.utils.tensorboard")
-_MESSAGES = {  # by logger: what every rank would print of a machine or a choice that is known
+_MESSAGES = {  # by logger: messages about known facts that every rank would print
     "torch.utils.cpp_extension": "No CUDA runtime is found",
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.distributed.distributed_data_parallel": "full_param_layout not provided",
@@ -41,12 +41,12 @@ def without_cuda() -> bool:
 
 
 def with_reference_kernels() -> bool:
-    """Whether trainer/megatron/te_cpu has put reference kernels in the place of TransformerEngine's compiled part."""
+    """Whether trainer/megatron/te_cpu has replaced TransformerEngine's compiled part by reference kernels."""
     return hasattr(sys.modules.get("transformer_engine_torch"), "REFERENCE")
 
 
 def refuse_visible_cuda(device_type: str) -> None:
-    """RuntimeError where the run asks for the CPU but Megatron would use the CUDA device that it sees."""
+    """Raises RuntimeError if the run asks for the CPU but Megatron would use a visible CUDA device."""
     if device_type == "cpu" and not without_cuda():
         raise RuntimeError("launch.device=cpu: a CUDA device is visible; set CUDA_VISIBLE_DEVICES= (empty) to hide it")
 
@@ -65,9 +65,9 @@ def _is_other(message: str, record: logging.LogRecord) -> bool:
 
 
 class CudaMeansCpu(TorchFunctionMode):
-    """`device="cuda"` makes a CPU tensor, `tensor.cuda()` is the tensor, and `tensor.type()` names the CUDA type.
+    """`device="cuda"` creates a CPU tensor, `tensor.cuda()` returns the tensor, `tensor.type()` names the CUDA type.
 
-    A mode sees the calls without touching the functions: code that compares or wraps them is not disturbed.
+    A mode intercepts calls without replacing functions, so code that compares or wraps them still works.
     """
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,7 +85,7 @@ class CudaMeansCpu(TorchFunctionMode):
 
 @dataclass(frozen=True)  # all are equal
 class _Stream:
-    """The one stream of a CPU, and its own event: there is never anything to wait for."""
+    """The only stream of a CPU, also used as its event; waiting returns at once."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -98,7 +98,7 @@ class _Stream:
 
 
 def _import_lightly() -> None:
-    """Import Megatron with its `jit_fuser`, which is torch.compile, bound to the identity, and without loggers."""
+    """Import Megatron without loggers and with `jit_fuser` (torch.compile) replaced by the identity."""
 
     def identity(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
         return function if function is not None else identity
@@ -119,7 +119,7 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 
 
 def _importable(module: str, name: str) -> bool:
-    """Whether Megatron can import it, as Megatron itself asks."""
+    """Whether `name` of `module` can be imported; the same test as Megatron's."""
     try:
         return hasattr(__import__(module, fromlist=[name]), name)
     except ImportError:
@@ -127,7 +127,7 @@ def _importable(module: str, name: str) -> bool:
 
 
 def _hide_libraries() -> None:
-    """The import of one then raises ModuleNotFoundError."""
+    """Make imports of CUDA-only libraries raise ModuleNotFoundError."""
     hidden = _CUDA_ONLY if with_reference_kernels() else (*_ENGINE, *_CUDA_ONLY)
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
 
@@ -164,14 +164,14 @@ def _unshare_step(load_state_dict: Callable[..., None]) -> Callable[..., None]:
 
 
 def mark_experts(policy: torch.nn.Module) -> None:
-    """Mark the experts' parameters: they have gradient buffers and an optimizer of their own."""
+    """Mark the experts' parameters, so that they get separate gradient buffers and a separate optimizer."""
     for name, parameter in policy.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False
 
 
 def count_padding(model: Any) -> None:
-    """Count the padding between the buckets of a DistributedDataParallel as part of them."""
+    """Count the padding between buckets of a DistributedDataParallel as part of the buckets."""
     for buffer in [*model.buffers, *model.expert_parallel_buffers]:
         for bucket in buffer.buckets:
             bucket.numel_unpadded = bucket.grad_data.numel()
@@ -179,7 +179,7 @@ def count_padding(model: Any) -> None:
 
 
 def _pickle_as_torch() -> None:
-    """Have pickles name Megatron's function by torch's name for it, under which it stands in torch.storage."""
+    """Let pickles refer to Megatron's function by the name under which it replaced torch's in torch.storage."""
     from megatron.core.safe_globals import safe_load_from_bytes
 
     safe_load_from_bytes.__module__ = "torch.storage"
@@ -188,7 +188,7 @@ def _pickle_as_torch() -> None:
 
 @contextmanager
 def load_planner(planner: type) -> Iterator[None]:
-    """Within it, checkpoints are loaded by `planner`, a subclass of Megatron's MCoreLoadPlanner."""
+    """Within the block, checkpoints are loaded by `planner`, a subclass of Megatron's MCoreLoadPlanner."""
     from megatron.core.dist_checkpointing.strategies import torch as strategies
 
     original, strategies.MCoreLoadPlanner = strategies.MCoreLoadPlanner, planner
@@ -243,7 +243,7 @@ PATCHES = (
         "current device, streams and profiler ranges",
         why="Megatron's gradient buffers, optimizers and pipeline schedules call these without asking for a device.",
         upstream="megatron/core/distributed/param_and_grad_buffer.py",
-        test="tests/patches/test_cpu.py::test_streams_and_synchronisation_do_nothing_on_a_cpu",
+        test="tests/patches/test_cpu.py::test_streams_and_synchronization_do_nothing_on_a_cpu",
         sets={  # one function object for each name: the compiler refuses an object that stands under two
             "torch.cuda.current_device": lambda: CPU,
             "torch.cuda.synchronize": lambda *_, **__: None,

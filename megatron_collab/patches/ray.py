@@ -1,4 +1,4 @@
-"""Ray: a cluster that ends with its run starts without the processes that serve long-lived clusters."""
+"""Patches of Ray: a cluster that ends with its run starts without the processes for long-lived clusters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_collab.patches import Patch
 
 
 def start_without_monitors() -> None:
-    """Called before Ray is started on this machine, and again without harm."""
+    """Disable Ray's monitors and dashboard. Call before Ray is started on this machine; can be repeated."""
     from ray._private.node import Node
 
     def nothing(*_: Any, **__: Any) -> None: ...
@@ -19,7 +19,7 @@ def start_without_monitors() -> None:
 
 
 def stay_on_loopback() -> None:
-    """Called before Ray is started on this machine alone, and again without harm."""
+    """Keep Ray on loopback. Call before Ray is started as a cluster of this machine only; can be repeated."""
     from ray._private import ray_constants
 
     ray_constants.ENABLE_RAY_CLUSTER = False

@@ -1,4 +1,4 @@
-"""Stands in for `sgl_kernel` on CPU: the two kernels that SGLang calls there, in plain torch."""
+"""Replaces `sgl_kernel` on CPU: the two kernels that SGLang calls there, in plain torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def assign_req_to_token_pool_cpu(
     out_cache_loc: torch.Tensor,
     pool_len: int | None = None,
 ) -> None:
-    """Write `out_cache_loc`, one piece a request after the other, to `req_to_token[request, start:end]`."""
+    """Write the consecutive pieces of `out_cache_loc`, one per request, to `req_to_token[request, start:end]`."""
     offset = 0
     for row, first, last in zip(req_pool_indices.tolist(), start.tolist(), end.tolist(), strict=True):
         piece = out_cache_loc[offset : offset + last - first]
@@ -31,7 +31,7 @@ def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Te
     """MurmurHash3 (x86, 32 bit) of the 16 bytes (seed, position, column); uint32 of shape [n, m].
 
     `seed` uint64 [n], `positions` [n] and `columns` [m] integers. Computed in int64: products of two 32-bit
-    numbers wrap around modulo 2**64, which leaves their low 32 bits right.
+    numbers wrap around modulo 2**64, which does not affect their low 32 bits.
     """
     seed = seed.view(torch.int64)
     state = torch.zeros_like(seed)
@@ -61,7 +61,7 @@ _library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
 
 
 def __getattr__(name: str) -> Any:
-    """Other kernels are imported by name and never called on CPU."""
+    """A function that raises NotImplementedError when called: other kernels are imported but never called on CPU."""
     if name.startswith("__"):
         raise AttributeError(name)
 

@@ -1,8 +1,8 @@
-"""SGLang on a machine without a GPU: modules that it imports and lacks there, forked processes, exact products.
+"""Patches of SGLang for machines without a GPU: stand-ins for missing modules, forked processes, exact products.
 
-Deterministic inference is what makes a request's seed decide its sample; SGLang refuses it on CPU for want of
-batch-invariant kernels. On one thread of a CPU two things depend on the batch: a matrix product of very few rows takes
-another path than one of many, which padding the rows here closes; and attention, see inference/cpu/attention.py.
+With deterministic inference a request's seed determines its sample; SGLang refuses it on CPU because it lacks
+batch-invariant kernels there. On one CPU thread two things depend on the batch. A matrix product of very few rows uses
+another code path than one of many; here the rows are padded. The other is attention, see inference/cpu/attention.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from megatron_collab.patches import Patch
 
-# The fewest rows from which a row of a float32 product no longer depends on how many rows there are.
+# Minimum number of rows from which a row of a float32 product does not depend on the number of rows.
 MIN_ROWS = 4
 
 _linear = F.linear
@@ -31,7 +31,7 @@ _matmul = torch.matmul
 
 
 def on_cpu() -> bool:
-    """Whether a server computes on the CPU: as its environment says, else where this machine has no GPU."""
+    """Whether a server computes on the CPU: set by its environment, else true if this machine has no GPU."""
     return os.environ.get("SGLANG_USE_CPU_ENGINE", "0" if torch.cuda.is_available() else "1") == "1"
 
 
@@ -49,7 +49,7 @@ def without_sgl_kernel() -> bool:
 
 
 class _TritonStand(MetaPathFinder, Loader):
-    """Imports `triton` and everything below it as the stand-ins that SGLang ships for machines without it."""
+    """Imports `triton` and its submodules as the stand-ins that SGLang ships for machines without triton."""
 
     def __init__(self) -> None:
         package = importlib.util.find_spec("sglang")
@@ -59,7 +59,7 @@ class _TritonStand(MetaPathFinder, Loader):
         spec = importlib.util.spec_from_file_location("_sglang_platform_stubs", file)
         assert spec is not None and spec.loader is not None
         self.stubs = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = self.stubs  # its dataclasses look themselves up there
+        sys.modules[spec.name] = self.stubs  # its dataclasses look up their module there
         spec.loader.exec_module(self.stubs)
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
@@ -84,19 +84,19 @@ def _stand_in_for_sgl_kernel() -> None:
 
 
 def hide_megatron() -> None:
-    """Called by the server before its modules are imported."""
+    """Make imports of megatron.core fail. The server calls this before its modules are imported."""
     sys.modules["megatron.core"] = None  # type: ignore[assignment]
 
 
 def keep_loads_in_temporary_folder() -> None:
-    """Called by the server once its modules are imported."""
+    """Put load snapshots into the temporary folder. The server calls this after its modules are imported."""
     from sglang.srt.managers import load_snapshot
 
     load_snapshot.shm_path_for = lambda name: f"{tempfile.gettempdir()}/loads-{name}"
 
 
 def zero_biases_of_heads() -> None:
-    """Called by a server that scores, once its modules are imported."""
+    """Zero the biases of reward models' heads. A server that scores calls this after its modules are imported."""
     from sglang.srt.models.qwen2_classification import Qwen2ForSequenceClassification
     from sglang.srt.models.qwen3_classification import Qwen3ForSequenceClassification
 
@@ -112,7 +112,7 @@ def zero_biases_of_heads() -> None:
 
 
 def load_adapters_at_start() -> None:
-    """Called by a server with adapters, once its modules are imported."""
+    """Load adapters at the start. A server with adapters calls this after its modules are imported."""
     from sglang.srt.lora.lora_manager import LoRAManager
 
     init_memory_pool = LoRAManager.init_memory_pool
@@ -125,7 +125,7 @@ def load_adapters_at_start() -> None:
 
 
 def leave_offsets_unpinned() -> None:
-    """Called by a server with adapters on a CPU, once its modules are imported."""
+    """Never pin host memory. A server with adapters on a CPU calls this after its modules are imported."""
     tensor = torch.tensor
     vars(torch)["tensor"] = lambda *values, pin_memory=False, **options: tensor(*values, **options)
     torch.Tensor.pin_memory = lambda tensor, device=None: tensor
@@ -227,7 +227,7 @@ PATCHES = (
         "the server's temporary folder it is removed with it.",
         upstream="sglang/srt/managers/load_snapshot.py:303",
         until="SGLang unlinks it, or takes its folder from a setting",
-        test="tests/inference/test_server.py::test_what_sglang_leaves_in_the_temporary_folder_goes_with_the_server",
+        test="tests/inference/test_server.py::test_temporary_files_of_sglang_are_removed_with_the_server",
         uses=("sglang.srt.managers.load_snapshot.shm_path_for",),
     ),
     _sglang(

@@ -1,12 +1,11 @@
-"""What a micro-batch keeps on a rank from its forward to its backward pass: every tensor that autograd saves, once.
+"""Activations of a micro-batch on a rank between forward and backward pass: every tensor that autograd saves, once.
 
-On GPUs, in 16 bits, the layers are TransformerEngine's, as the set for GPUs has it; a run without it would keep more.
-Else they are those of trainer/megatron/layers.py, with the fused SwiGLU that GPUs use.
+On GPUs, in 16 bits, the layers are TransformerEngine's, which environments for GPUs include; a run without it would
+keep more. Otherwise they are those of trainer/megatron/layers.py, with the fused SwiGLU that GPUs use.
 
 Per token, with i the bytes of the dtype, h the hidden size, t = parallel.tp, and s = t with sequence parallelism, else
-1; Q and K are the widths of queries and of keys, heads (or key/value heads) times their size. What a product of
-TransformerEngine reads again takes q bytes a number: i, in FP8 1, with a scale of 4 for every 128 where they are scaled
-by blocks.
+1; Q and K are the widths of queries and of keys, heads (or key/value heads) times their size. TransformerEngine saves
+operands of products in q bytes per number: i, or 1 in FP8, plus 4 bytes of scale per 128 with block scaling.
 
                           TransformerEngine                 layers.py
     two norms of width h  (i + q) h + 4, over s             (4 + 2 i) h + 4, over s: input in float32, both results
@@ -18,14 +17,14 @@ by blocks.
     experts instead       k (q h + (2 i + q) e) / s         k i (h + 3 e) / s: k of n experts of width e, routed evenly
     and their router      (k (20 + i) + n (9 + i) + 4) / s  (k (20 + i) + n (1 + i)) / s
 
-With model.lora.rank (trainer/megatron/lora.py) weights are frozen: it is the adapters of a linear layer that read its
-input again, of i bytes; layers.py's norms keep no result of their own, i less, and experts only what SwiGLU reads,
-k 2 i e. Adapters keep, with k matrices of rank r in a layer of `in` columns and `out` rows on the rank: A x, i k r; A
-and B put together, i k r (in + out) once a micro-batch; with dropout a mask, 1 in.
+With model.lora.rank (trainer/megatron/lora.py) weights are frozen: instead of a linear layer, its adapters save its
+input, in i bytes; layers.py's norms do not save their result, i less, and experts save only SwiGLU's input, k 2 i e.
+Adapters with k matrices of rank r in a layer of `in` columns and `out` rows on the rank save: A x, i k r; the
+concatenated A and B, i k r (in + out) once per micro-batch; with dropout a mask, 1 in.
 
-Selective recompute keeps nothing of the feed-forward, or the experts and their router, but their input. Full recompute
-keeps only the input of a layer, i h / s (in float32 layers.py's first norm has the same). Both recompute one layer at a
-time. Korthikanti et al. 2022 (arXiv:2205.05198), section 4, count the same way for a layer with dropout and no gate.
+Selective recompute saves only the input of the feed-forward network, or of the experts and their router. Full recompute
+saves only the input of a layer, i h / s (in float32 layers.py's first norm saves the same). Both recompute one layer at
+a time. Korthikanti et al. 2022 (arXiv:2205.05198), section 4, count the same way for a layer with dropout and no gate.
 """
 
 from __future__ import annotations
@@ -45,53 +44,53 @@ from megatron_collab.trainer.megatron.config import DTYPES
 
 
 class _Layer(NamedTuple):
-    """Bytes that a layer keeps: up to the input of its feed-forward, from there on, and of the first its own input."""
+    """Bytes that a layer saves: up to the input of its feed-forward, from there on, and, of the former, its input."""
 
     attention: float
     feed_forward: float
-    own_input: float
+    layer_input: float
 
 
 def micro_batch_tokens(config: Config) -> int:
-    """Tokens of the largest micro-batch on a rank; a sequence, or a pair, above the budget is one of its own."""
+    """Tokens of the largest micro-batch on a rank; a sequence or pair above the budget is a separate micro-batch."""
     longest = -(-config.rollout.context_length // config.parallel.cp) if config.train.stage == "rl" else 0
     longest *= 2 if config.objective == "dpo" else 1
     return max(config.train.tokens_per_micro_batch, longest)
 
 
 def activations(config: Config, shape: ModelShape, rank: int, tokens: int) -> float:
-    """The most bytes that pipeline rank `rank` holds at once, in a step of many micro-batches of `tokens`."""
+    """Peak bytes of activations on pipeline rank `rank` in a step of many micro-batches of `tokens` tokens."""
     pp, vpp = config.parallel.pp, config.parallel.vpp
     counts = stage_layers(shape.layers, pp * vpp)
     chunks, recomputed = [], 0.0
     for stage in range(rank, pp * vpp, pp):
         first = sum(counts[:stage])
         layers = [layer_activations(config, shape, number, tokens) for number in range(first, first + counts[stage])]
-        kept = sum(layer for layer, _ in layers)
-        chunks.append(kept + _beside_layers(config, shape, tokens, stage == 0, stage == pp * vpp - 1))
-        recomputed = max(recomputed, *(again for _, again in layers))
+        saved = sum(layer for layer, _ in layers)
+        chunks.append(saved + _outside_layers(config, shape, tokens, stage == 0, stage == pp * vpp - 1))
+        recomputed = max(recomputed, *(recomputed_in_layer for _, recomputed_in_layer in layers))
     state = _rows(config, tokens) * _item(config) * shape.hidden
     if vpp > 1:
-        held = in_flight(chunks, pp, rank, exchanged=state)
+        in_passes = in_flight(chunks, pp, rank, exchanged=state)
     else:
-        held = in_flight(chunks, pp, rank) + _exchanged(config, rank) * state
-    return held + recomputed + _rotations(config, shape, tokens)
+        in_passes = in_flight(chunks, pp, rank) + _exchanged(config, rank) * state
+    return in_passes + recomputed + _rotations(config, shape, tokens)
 
 
 def _exchanged(config: Config, rank: int) -> int:
-    """Hidden states of a micro-batch that stage `rank` holds beside what passes keep.
+    """Number of hidden states of a micro-batch that stage `rank` holds in addition to saved tensors.
 
-    Of each neighbour a gradient, and what it was made from: until the next pass ends. With recompute the most is held
-    in a backward pass, when only the gradients are there.
+    Per neighbor a gradient and the hidden states that it belongs to, until the next pass ends. With recompute the peak
+    is in a backward pass, when only the gradients are allocated.
     """
-    neighbours = (rank > 0) + (rank < config.parallel.pp - 1)
-    return neighbours * (2 if config.parallel.recompute == "none" else 1)
+    neighbors = (rank > 0) + (rank < config.parallel.pp - 1)
+    return neighbors * (2 if config.parallel.recompute == "none" else 1)
 
 
 def _rotations(config: Config, shape: ModelShape, tokens: int) -> float:
-    """Bytes of the rotary table, which every (virtual) stage of every network keeps for itself; see RotaryTable.
+    """Bytes of the rotary tables, one per (virtual) stage of every network; see RotaryTable.
 
-    It has a row for every token of the longest sequence, of which a context parallel rank has a part.
+    A table has a row per token of the longest sequence, of which a context parallel rank has a part.
     """
     networks = 1 + config.copies_reference + _critic(config)
     rows = tokens * config.parallel.cp * networks * config.parallel.vpp
@@ -99,70 +98,68 @@ def _rotations(config: Config, shape: ModelShape, tokens: int) -> float:
 
 
 def layer_activations(config: Config, shape: ModelShape, number: int, tokens: int) -> tuple[float, float]:
-    """Bytes that layer `number` (from 0) keeps from the forward to the backward pass, and that are made again in that.
+    """(saved, recomputed) bytes of layer `number` (from 0): until the backward pass, and again during it.
 
-    With a micro-batch of `tokens` on a context parallel rank.
+    For a micro-batch of `tokens` on a context parallel rank.
     """
     layer = (_engine_layer if engine(config) else _local_layer)(config, shape, number, tokens)
     if config.model.lora.rank:
         attention, feed_forward = _adapters(config, shape, number, tokens)
         layer = layer._replace(attention=layer.attention + attention, feed_forward=layer.feed_forward + feed_forward)
-    everything = layer.attention + layer.feed_forward
+    total = layer.attention + layer.feed_forward
     return {
-        "none": (everything, 0.0),
+        "none": (total, 0.0),
         "selective": (layer.attention, layer.feed_forward),
-        "full": (_rows(config, tokens) * _item(config) * shape.hidden, everything - layer.own_input),
+        "full": (_rows(config, tokens) * _item(config) * shape.hidden, total - layer.layer_input),
     }[config.parallel.recompute]
 
 
 def _adapters(config: Config, shape: ModelShape, number: int, tokens: int) -> tuple[float, float]:
-    """Bytes that the adapters of layer `number` keep, of its attention and of its feed-forward."""
+    """(attention, feed-forward) bytes that the adapters of layer `number` save."""
     sparse = shape.experts is not None and number in shape.experts.layers
-    alone = replace(shape, layers=1, experts=replace(shape.experts, layers=(0,)) if shape.experts and sparse else None)
+    single = replace(shape, layers=1, experts=replace(shape.experts, layers=(0,)) if shape.experts and sparse else None)
     tp, dropped = config.parallel.tp, config.model.lora.dropout > 0
-    kept = [0.0, 0.0]
-    for entry, own in lora.adapted(alone, config.model.lora):
-        (rank, columns), (rows, _) = own[0].a.local(tp), shard_shape(entry, tp)
-        gathered = entry.cut is TensorCut.ROWS  # A x over the whole sequence, of an input over a part of it
-        width, read = len(own) * rank, _rows(config, tokens) if gathered else tokens
+    saved = [0.0, 0.0]
+    for entry, entry_adapters in lora.adapted(single, config.model.lora):
+        (rank, columns), (rows, _) = entry_adapters[0].a.local(tp), shard_shape(entry, tp)
+        gathered = entry.cut is TensorCut.ROWS  # A x of all tokens, computed from the input of a part of them
+        width, read = len(entry_adapters) * rank, _rows(config, tokens) if gathered else tokens
         size = width * (tokens if gathered else _rows(config, tokens)) + width * (columns + rows)
-        kept["mlp." in entry.megatron] += _item(config) * size + dropped * columns * read
-    return kept[0], kept[1]
+        saved["mlp." in entry.megatron] += _item(config) * size + dropped * columns * read
+    return saved[0], saved[1]
 
 
 def engine(config: Config) -> bool:
-    """Whether the plan counts TransformerEngine's layers."""
+    """Whether the plan assumes TransformerEngine's layers."""
     return config.model.dtype == "bfloat16" and config.launch.device != "cpu"
 
 
 def _engine_layer(config: Config, shape: ModelShape, number: int, tokens: int) -> _Layer:
     item, tp, rows, hidden = _item(config), config.parallel.tp, _rows(config, tokens), shape.hidden
-    read_again = _read_again(config, shape, number)
+    operand = _operand_bytes(config, shape, number)
     queries, keys = _widths(config, shape, tokens)
     heads = 4 * tokens / tp
-    attention = rows * ((item + read_again) * hidden + 4)
+    attention = rows * ((item + operand) * hidden + 4)
     attention += item * 2 * (queries + keys) + heads * shape.heads
     if shape.qk_norm:
         attention += item * (queries + keys) + heads * (shape.heads + shape.kv_heads)
-    if read_again < item and config.model.fp8_recipe == "delayed":
+    if operand < item and config.model.fp8_recipe == "delayed":
         attention += queries
     attention += rows * item * hidden
-    own_input, experts = rows * item * hidden, shape.experts
+    layer_input, experts = rows * item * hidden, shape.experts
     if experts is None or number not in experts.layers:
-        feed_forward = rows * (read_again * hidden + 4) + (2 * item + read_again) * shape.ffn * tokens / tp
-        return _Layer(attention, feed_forward, own_input)
+        feed_forward = rows * (operand * hidden + 4) + (2 * item + operand) * shape.ffn * tokens / tp
+        return _Layer(attention, feed_forward, layer_input)
     attention += rows * (item * hidden + 4)
-    each = (
-        2 * item * experts.ffn
-        if config.model.lora.rank
-        else read_again * hidden + (2 * item + read_again) * experts.ffn
+    per_expert = (
+        2 * item * experts.ffn if config.model.lora.rank else operand * hidden + (2 * item + operand) * experts.ffn
     )
     router = experts.per_token * (20 + item) + experts.count * (9 + item) + 4
-    return _Layer(attention, rows * (experts.per_token * each + router), own_input)
+    return _Layer(attention, rows * (experts.per_token * per_expert + router), layer_input)
 
 
-def _read_again(config: Config, shape: ModelShape, number: int) -> float:
-    """Bytes that a number takes which a product of layer `number` reads in both passes."""
+def _operand_bytes(config: Config, shape: ModelShape, number: int) -> float:
+    """Bytes per number of an operand that a product of layer `number` reads in both passes."""
     model = config.model
     if model.lora.rank or not model.fp8 or not model.fp8_skip_first <= number < shape.layers - model.fp8_skip_last:
         return _item(config)
@@ -170,9 +167,9 @@ def _read_again(config: Config, shape: ModelShape, number: int) -> float:
 
 
 def _local_layer(config: Config, shape: ModelShape, number: int, tokens: int) -> _Layer:
-    """Keys and values are views of what they are cut from; queries too if every head has its own key.
+    """Keys and values are views of the fused tensor; queries too if every head has its own key.
 
-    Their norms keep the input in float32, but in float32 not that of a view, and not the scaled result.
+    Their norms save the input in float32 (if the dtype is float32, not that of a view), but not the scaled result.
     """
     item, tp, rows = _item(config), config.parallel.tp, _rows(config, tokens)
     queries, keys = _widths(config, shape, tokens)
@@ -180,87 +177,88 @@ def _local_layer(config: Config, shape: ModelShape, number: int, tokens: int) ->
     attention += item * (queries + 2 * keys) + item * queries
     views = keys + (queries if shape.heads == shape.kv_heads else 0)
     if shape.qk_norm:
-        attention += _kept_by_norms(config) * (queries + keys) + 4 * tokens * (shape.heads + shape.kv_heads) / tp
+        attention += _norm_bytes(config) * (queries + keys) + 4 * tokens * (shape.heads + shape.kv_heads) / tp
         attention -= 4 * views if item == 4 else 0
     attention += item * (2 * queries + keys) + 4 * tokens * shape.heads / tp
-    own_input, experts = rows * item * shape.hidden if item == 4 else 0.0, shape.experts
+    layer_input, experts = rows * item * shape.hidden if item == 4 else 0.0, shape.experts
     if experts is None or number not in experts.layers:
-        return _Layer(attention, item * 3 * shape.ffn * tokens / tp, own_input)
-    each = 2 * experts.ffn if config.model.lora.rank else shape.hidden + 3 * experts.ffn
-    feed_forward = rows * experts.per_token * item * each
+        return _Layer(attention, item * 3 * shape.ffn * tokens / tp, layer_input)
+    per_expert = 2 * experts.ffn if config.model.lora.rank else shape.hidden + 3 * experts.ffn
+    feed_forward = rows * experts.per_token * item * per_expert
     feed_forward += rows * (experts.per_token * (20 + item) + experts.count * (1 + item))
-    return _Layer(attention, feed_forward, own_input)
+    return _Layer(attention, feed_forward, layer_input)
 
 
-def _beside_layers(config: Config, shape: ModelShape, tokens: int, first: bool, last: bool) -> float:
-    """Bytes of a micro-batch beside its layers: token ids, the final norm, a stage's result; layers.py's rotations.
+def _outside_layers(config: Config, shape: ModelShape, tokens: int, first: bool, last: bool) -> float:
+    """Bytes of a micro-batch outside its layers: token ids, the final norm, a stage's result; layers.py's rotations.
 
-    With recompute the most is held when the last stage is past its final norm.
+    With recompute the peak is when the last stage has finished its final norm.
     """
     item, rows, recompute = _item(config), _rows(config, tokens), config.parallel.recompute
     state = rows * item * shape.hidden
     if engine(config):
-        kept, norm, received = 8.0 * tokens, state + 4 * rows, False  # its layers keep their input
+        saved, norm, received = 8.0 * tokens, state + 4 * rows, False  # its layers save their input
     else:
-        kept, norm = tokens * (8.0 + 2 * item * shape.head_dim), rows * _norm(config, shape.hidden)
-        received = not first and recompute != "full"  # in which they keep their input too
+        saved, norm = tokens * (8.0 + 2 * item * shape.head_dim), rows * _norm(config, shape.hidden)
+        received = not first and recompute != "full"  # then its layers save their input too
     result = (norm if recompute == "none" else 0.0) if last else state
-    return kept + received * state + result
+    return saved + received * state + result
 
 
 def in_flight(chunks: Sequence[float], pp: int, rank: int, exchanged: float = 0.0) -> float:
-    """The most that is held at once if a micro-batch keeps `chunks[c]` in the rank's virtual stage c.
+    """Peak bytes if a micro-batch keeps `chunks[c]` bytes in the rank's virtual stage c.
 
     Megatron's schedules (Narayanan et al. 2021, arXiv:2104.04473, section 2.2): groups of pp micro-batches go forward
     through one virtual stage and then the next, and backward in the opposite order. After the warm-up of pp - rank - 1
     passes, or 2 (pp - rank - 1) + (v - 1) pp with v > 1 virtual stages, a backward pass follows each forward pass.
 
-    Between them v > 1 stages hold three of `exchanged`, hidden states or their gradient, where there is another stage:
-    what the next forward and this backward pass have received, what the last backward pass has sent. And to its end
-    the schedule keeps a variable of the warm-up, the last that was received, with its gradient.
+    Between passes, v > 1 stages hold up to three `exchanged` tensors (hidden states or their gradients): received for
+    the next forward pass, received for this backward pass, sent by the last backward pass; each if it has a peer.
+    Until its end the schedule also keeps the last hidden states received in the warm-up, with their gradient.
     """
     count = len(chunks)
     order = [chunk for _ in range(3) for chunk in range(count) for _ in range(pp)]  # long enough to repeat
     warm_up = pp - rank - 1 if count == 1 else 2 * (pp - rank - 1) + (count - 1) * pp
-    held = most = sum(chunks[chunk] for chunk in order[:warm_up])
-    last = 0  # the virtual stage of the last backward pass; the first on the first rank has none before it
+    current = most = sum(chunks[chunk] for chunk in order[:warm_up])
+    last = 0  # virtual stage of the last backward pass; stage 0 of the first rank has no predecessor
     for forward, next_forward, opposite in zip(order[warm_up:], order[warm_up + 1 :], order, strict=False):
         backward = count - 1 - opposite
-        held += chunks[forward]
-        around = rank > 0 or next_forward > 0, rank < pp - 1 or backward < count - 1, rank > 0 or last > 0
-        most = max(most, held + sum(around) * exchanged)
-        held -= chunks[backward]
+        current += chunks[forward]
+        exchanges = rank > 0 or next_forward > 0, rank < pp - 1 or backward < count - 1, rank > 0 or last > 0
+        most = max(most, current + sum(exchanges) * exchanged)
+        current -= chunks[backward]
         last = backward
     return most + 2 * exchanged * (rank > 0)
 
 
 def _rows(config: Config, tokens: int) -> float:
-    """Tokens of a micro-batch on a rank, outside of attention and feed-forward layer."""
+    """Tokens of a micro-batch on a rank, outside of attention and feed-forward network."""
     return tokens / config.parallel.tp if config.parallel.sequence_parallel else tokens
 
 
 def _norm(config: Config, width: int) -> float:
-    """Bytes a token that an RMS norm of layers.py keeps; its output is counted with the consumer."""
-    return _kept_by_norms(config) * width + 4
+    """Bytes per token that an RMS norm of layers.py saves; its output is counted with the consumer."""
+    return _norm_bytes(config) * width + 4
 
 
-def _kept_by_norms(config: Config) -> int:
-    """Of each number: the input in float32, and for the gradient of the weights the result before they scale it."""
+def _norm_bytes(config: Config) -> int:
+    """Bytes per number: the input in float32 and, for the gradient of the weights, the unscaled result."""
     return 4 + (0 if config.model.lora.rank else _item(config))
 
 
 def head(config: Config, shape: ModelShape, tokens: int) -> float:
-    """Bytes on the last stage of what is made of hidden states, where every one of `tokens` is trained.
+    """Bytes of the head on the last stage, if all of `tokens` are trained.
 
-    For the log-probs (trainer/logprobs.py) two float32 tiles of logits, and the gradient of one in the dtype; hidden
-    states of the trained tokens, and their gradient in float32 and the dtype. For the values (trainer/critic.py), whose
-    turn is another, hidden states of all and of the trained tokens, and three of these while the ranks' are added.
+    For log-probs (trainer/logprobs.py): two float32 tiles of logits, and the gradient of one in the dtype; hidden
+    states of the trained tokens, and their gradient in float32 and the dtype. For values (trainer/critic.py), which
+    are computed at another time: hidden states of all and of the trained tokens, and three times these while the
+    ranks' are summed.
     """
     item, tile, states = _item(config), logprobs.TILE[device.GPU], tokens * shape.hidden
     narrow = item if item < 4 else 0
     logits = min(tile, tokens * -(-shape.vocab // config.parallel.tp))
-    of_log_probs = 2 * 4 * tile + narrow * logits + states * (item + 4 + narrow)
-    return max(of_log_probs, 5 * item * states if _critic(config) else 0)
+    log_probs = 2 * 4 * tile + narrow * logits + states * (item + 4 + narrow)
+    return max(log_probs, 5 * item * states if _critic(config) else 0)
 
 
 def _critic(config: Config) -> bool:
@@ -268,9 +266,9 @@ def _critic(config: Config) -> bool:
 
 
 def _widths(config: Config, shape: ModelShape, tokens: int) -> tuple[float, float]:
-    """Numbers of the queries and of the keys of `tokens` on a tensor parallel rank."""
-    each = tokens * shape.head_dim / config.parallel.tp
-    return each * shape.heads, each * shape.kv_heads
+    """(queries, keys): elements of the queries and of the keys of `tokens` on a tensor parallel rank."""
+    per_head = tokens * shape.head_dim / config.parallel.tp
+    return per_head * shape.heads, per_head * shape.kv_heads
 
 
 def _item(config: Config) -> int:

@@ -1,8 +1,8 @@
-"""GPU memory of a run, estimated from its settings and the model's shape alone; nothing is allocated.
+"""GPU memory of a run, estimated from its settings and the model's shape without allocating anything.
 
-Counted is what the program allocates and keeps; not CUDA contexts, NCCL's buffers, CUDA graphs and workspaces of
+Counts memory that the program allocates and keeps, but not CUDA contexts, NCCL's buffers, CUDA graphs and workspaces of
 SGLang, workspaces of TransformerEngine, fragmentation, and temporaries within a pass. A rehearsal (planning/rehearsal/)
-counts the same from tensors, and those temporaries and TransformerEngine's workspaces too.
+counts the same from tensors, plus these temporaries and TransformerEngine's workspaces.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GIB = float(1 << 30)
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """Bytes on the device while the run trains, and while it samples; `host`: pinned for what is offloaded then."""
+    """Bytes on the device in training, and in sampling; `host`: pinned host memory for offloading while sampling."""
 
     name: str
     training: float
@@ -44,14 +44,14 @@ class MemoryPart:
 
 
 def peak(parts: Sequence[MemoryPart]) -> float:
-    """Bytes of these parts in whichever phase, training or sampling, needs more."""
+    """Bytes of these parts in the phase, training or sampling, that needs more."""
     return max(sum(part.training for part in parts), sum(part.sampling for part in parts))
 
 
 def host_memory(config: Config, stages: Sequence[Sequence[MemoryPart]]) -> float:
-    """Bytes that the ranks of the fullest node pin for what they offload; they keep them until the run ends.
+    """Bytes that the ranks of the fullest node pin for offloading; they stay pinned until the run ends.
 
-    `stages`: the parts of each pipeline stage, of which a node may have several.
+    `stages`: the parts of each pipeline stage; a node may have several stages.
     """
     count = ranks(config)
     pinned = [sum(part.host for part in stages[rank * len(stages) // count]) for rank in range(count)]
@@ -60,9 +60,9 @@ def host_memory(config: Config, stages: Sequence[Sequence[MemoryPart]]) -> float
 
 
 def read_run(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
-    """The checked settings and the model's shape: from model.path, conf/shapes or, of a name in neither, the Hub.
+    """The validated settings and the model's shape, from model.path, conf/shapes or, if in neither, the Hub.
 
-    Neither devices nor data nor weights are needed. ConfigError for settings that cannot work.
+    Needs no devices, data or weights. Raises ConfigError for settings that cannot work.
     """
     config = compose(overrides)
     validate.check_settings(config)
@@ -70,12 +70,12 @@ def read_run(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
 
 
 def described(path: str, setting: str = "model.path") -> Path:
-    """The config.json of a model: in its folder, in conf/shapes or, of a name in neither, from the Hub. ConfigError."""
+    """The config.json of a model: from its folder, conf/shapes or, if in neither, the Hub. Raises ConfigError."""
     name = Path(path).name.partition("@")[0]
     for file in (hub.folder(path) / "config.json", CONF / "shapes" / f"{name}.json"):
         if file.is_file():
             return file
-    if hub.named(path):
+    if hub.parse(path):
         return hub.download(path, setting, patterns=["config.json"]) / "config.json"
     raise ConfigError(
         f"{setting}={path}: neither {path}/config.json nor conf/shapes/{name}.json exists; give the folder of a "
@@ -83,9 +83,9 @@ def described(path: str, setting: str = "model.path") -> Path:
     )
 
 
-def _beside(config: Config) -> Iterator[tuple[str, Config, ModelShape]]:
-    """Models of `servers` on the trainer's devices: name, settings as if it were the policy, shape. ConfigError."""
-    for name, model in served.named(config).items():
+def _colocated_models(config: Config) -> Iterator[tuple[str, Config, ModelShape]]:
+    """Models of `servers` on the trainer's devices: (name, settings as for a policy, shape). Raises ConfigError."""
+    for name, model in served.server_entries(config).items():
         if not model.colocated:
             continue
         try:
@@ -97,19 +97,19 @@ def _beside(config: Config) -> Iterator[tuple[str, Config, ModelShape]]:
 
 
 def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
-    """For each pipeline stage the parts of its fullest rank; the settings must have been validated.
+    """The parts of the fullest rank of each pipeline stage; the settings must have been validated.
 
-    The optimizer works on the policy and the critic in turn, so activations are counted once.
+    Policy and critic are updated one after the other, so activations are counted once.
     """
     parallel = config.parallel
     gpus, sampling = ranks(config), config.train.stage == "rl"
-    beside = list(_beside(config)) if sampling else []
+    models = list(_colocated_models(config)) if sampling else []
     tokens = micro_batch_tokens(config)
     publishes: SyncPlan = ()
     if sampling and config.publish.transport != "disk":
         item = DTYPES[config.model.dtype].itemsize
         publishes = plan_sync(shape, trainer_layout(config), server_layout(config), item)
-    found = []
+    stages_parts = []
     for rank in range(parallel.pp):
         parts = network_parts(config, shape, rank)
         if config.copies_reference:
@@ -119,36 +119,36 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
         parts.append(MemoryPart("activations", activations(config, shape, rank, tokens), 0.0))
         if rank == parallel.pp - 1:
             parts.append(MemoryPart("head", head(config, shape, tokens), 0.0))
-        # Pipeline stages take a node's devices in order: all ranks of the first, then the second.
+        # Pipeline stages use a node's devices in order: all ranks of the first, then of the second.
         launch, server = config.launch, config.rollout.server
-        own_ranks = range(rank * gpus // parallel.pp, (rank + 1) * gpus // parallel.pp)
-        taken = {own % launch.nproc_per_node for own in own_ranks}
-        if sampling and server.colocated and taken & serving(config):
-            stays = server_adapters(config, shape)
+        members = range(rank * gpus // parallel.pp, (rank + 1) * gpus // parallel.pp)
+        devices = {global_rank % launch.nproc_per_node for global_rank in members}
+        if sampling and server.colocated and devices & serving(config):
+            adapters_size = server_adapters(config, shape)
             parts += [
                 MemoryPart("server: weights", 0.0, server_weights(config, shape)),
-                *([MemoryPart("server: adapters", stays, stays)] if stays else []),
+                *([MemoryPart("server: adapters", adapters_size, adapters_size)] if adapters_size else []),
                 MemoryPart("server: KV cache", 0.0, kv_cache(config, shape)),
             ]
-        for name, theirs, its in beside if own_ranks[0] < launch.nproc_per_node else ():  # on the first node
-            if taken & serving(theirs):
-                parts.append(MemoryPart(f"{name}: weights", 0.0, server_weights(theirs, its)))
-                parts.append(MemoryPart(f"{name}: KV cache", 0.0, kv_cache(theirs, its)))
+        for name, settings, model_shape in models if members[0] < launch.nproc_per_node else ():  # on the first node
+            if devices & serving(settings):
+                parts.append(MemoryPart(f"{name}: weights", 0.0, server_weights(settings, model_shape)))
+                parts.append(MemoryPart(f"{name}: KV cache", 0.0, kv_cache(settings, model_shape)))
         if publishes:
-            buckets = max(sync_buckets(config, publishes, own) for own in own_ranks)
+            buckets = max(sync_buckets(config, publishes, global_rank) for global_rank in members)
             parts.append(MemoryPart("weight sync buckets", buckets, buckets))
-        found.append(parts)
-    return found
+        stages_parts.append(parts)
+    return stages_parts
 
 
 def network_parts(config: Config, shape: ModelShape, rank: int, critic: bool = False) -> list[MemoryPart]:
     """Parameters, gradients and optimizer of a trained network on a rank of pipeline stage `rank`.
 
     A parameter takes the i bytes of the dtype, 4 for its gradient and 12 / d for float32 master and two moments, or
-    8 / d where it is float32 itself, over d data (times context) parallel ranks (Rajbhandari et al. 2020,
+    8 / d if it is float32 itself, over d data (times context) parallel ranks (Rajbhandari et al. 2020,
     arXiv:1910.02054, stage 1); experts have tp cp dp / ep replicas instead. With FP8 the linear layers hold data and
-    transpose, 2 bytes a weight: with model.fp8_params instead of their parameters, else in addition. A `critic` has a
-    value head of width h on the last stage, and does not train its output layer. With model.lora.rank adapters alone
+    transpose, 2 bytes per weight: with model.fp8_params instead of their parameters, else in addition. A `critic` has
+    a value head of width h on the last stage, and does not train its output layer. With model.lora.rank only adapters
     are trained.
     """
     parallel = config.parallel
@@ -158,76 +158,76 @@ def network_parts(config: Config, shape: ModelShape, rank: int, critic: bool = F
     dense, experts, eight_bit, frozen = _counts(config, shape, rank, critic)
     trained = dense + experts
     optimizer = state * (dense / (stage_ranks // parallel.tp) + experts / (stage_ranks // parallel.ep))
-    kept = not (parallel.offload and config.train.stage == "rl")  # while rollouts are sampled
+    resident = not (parallel.offload and config.train.stage == "rl")  # on the device while rollouts are sampled
     prefix = "critic: " if critic else ""
     parameters, pinned = _weights(config, trained + frozen, eight_bit, 2), PIECE * piece_count(optimizer)
     return [
         MemoryPart(f"{prefix}parameters", parameters, parameters),
-        MemoryPart(f"{prefix}gradients", 4 * trained, 4 * trained if kept else 0.0),
-        MemoryPart(f"{prefix}optimizer", optimizer, optimizer if kept else 0.0, 0.0 if kept else pinned),
+        MemoryPart(f"{prefix}gradients", 4 * trained, 4 * trained if resident else 0.0),
+        MemoryPart(f"{prefix}optimizer", optimizer, optimizer if resident else 0.0, 0.0 if resident else pinned),
     ]
 
 
 def reference_part(config: Config, shape: ModelShape, rank: int) -> MemoryPart:
-    """The frozen first policy on a rank of pipeline stage `rank`; without a gradient nothing reads a transpose."""
+    """The frozen reference on a rank of pipeline stage `rank`; without gradients it needs no FP8 transpose."""
     dense, experts, eight_bit, _ = _counts(config, shape, rank, critic=False)
     size = _weights(config, dense + experts, eight_bit, 2 if config.model.fp8_params else 1)
     return MemoryPart("reference", size, size)
 
 
-def _weights(config: Config, elements: float, eight_bit: float, each: int) -> float:
-    """Bytes of parameters, of which the linear layers have `each` bytes in FP8, too or instead."""
+def _weights(config: Config, elements: float, eight_bit: float, fp8_bytes: int) -> float:
+    """Bytes of parameters; those in FP8 take `fp8_bytes` per element in addition, or instead."""
     item = DTYPES[config.model.dtype].itemsize
-    return item * elements + (each - item if config.model.fp8_params else each) * eight_bit
+    return item * elements + (fp8_bytes - item if config.model.fp8_params else fp8_bytes) * eight_bit
 
 
 def _counts(config: Config, shape: ModelShape, rank: int, critic: bool) -> tuple[float, float, float, float]:
-    """Elements on a rank: trained dense ones, trained experts, those with FP8 data, frozen ones."""
+    """Elements on a rank: (trained dense, trained experts, with FP8 data, frozen)."""
     parallel, model, lora = config.parallel, config.model, config.model.lora
     stage_of = stages(shape, trainer_layout(config))
-    found: Counter[str] = Counter()
+    elements: Counter[str] = Counter()
     for entry in hf_to_megatron.table(shape):
         layer = hf_to_megatron.LAYER.fullmatch(entry.megatron)
         number = int(layer[1]) if layer else -1
         stage = stage_of[number] if layer else 0 if entry.megatron.startswith("embedding") else parallel.pp - 1
-        copy = not entry.exported and parallel.pp == 1  # of a tied embedding, which the same rank has
+        copy = not entry.exported and parallel.pp == 1  # of a tied embedding on the same rank
         if stage != rank or copy:
             continue
         size = prod(hf_to_megatron.shard_shape(entry, parallel.tp))
         output = entry.megatron.startswith("output_layer") and entry.exported
-        still = "frozen " if lora.rank or (critic and output) else ""
-        found[still + ("expert" if entry.expert else "dense")] += size
+        prefix = "frozen " if lora.rank or (critic and output) else ""
+        elements[prefix + ("expert" if entry.expert else "dense")] += size
         for _, *factors in adapters(entry, lora):
-            found["dense"] += sum(prod(factor.local(parallel.tp)) for factor in factors)
+            elements["dense"] += sum(prod(factor.local(parallel.tp)) for factor in factors)
         fp8 = model.fp8 and model.fp8_skip_first <= number < shape.layers - model.fp8_skip_last
         if fp8 and ".linear_" in entry.megatron:
-            found["fp8 expert" if entry.expert else "fp8"] += size
+            elements["fp8 expert" if entry.expert else "fp8"] += size
     if critic and rank == parallel.pp - 1:
-        found["dense"] += shape.hidden
+        elements["dense"] += shape.hidden
     ep = parallel.ep
-    frozen = found["frozen dense"] + found["frozen expert"] / ep
-    return found["dense"], found["expert"] / ep, found["fp8"] + found["fp8 expert"] / ep, frozen
+    frozen = elements["frozen dense"] + elements["frozen expert"] / ep
+    return elements["dense"], elements["expert"] / ep, elements["fp8"] + elements["fp8 expert"] / ep, frozen
 
 
 def server_weights(config: Config, shape: ModelShape) -> float:
-    """Bytes of the parameters on the first rank of a server; in FP8 one each, and float32 scales of the blocks."""
+    """Bytes of the parameters on the first rank of a server; in FP8 one per element plus float32 block scales."""
     item = DTYPES[config.model.dtype].itemsize
     return sum(
         fp8_nbytes(parameter.shape)
-        if parameter.quantised
+        if parameter.quantized
         else (item if parameter.constant is None else 4) * prod(parameter.shape)
         for parameter in hf_to_sglang.table(shape, server_layout(config), 0)
     )
 
 
 def server_adapters(config: Config, shape: ModelShape) -> float:
-    """Bytes of the adapters, in all slots, beside these weights; SGLang does not give them back with the weights."""
-    beside = hf_to_sglang.adapters(shape, server_layout(config), 0)
-    return SLOTS * DTYPES[config.model.dtype].itemsize * sum(prod(each.shape) for each in beside)
+    """Bytes of the adapters, in all slots; SGLang does not release them when it releases the weights."""
+    parameters = hf_to_sglang.adapters(shape, server_layout(config), 0)
+    return SLOTS * DTYPES[config.model.dtype].itemsize * sum(prod(parameter.shape) for parameter in parameters)
 
 
 def kv_cache(config: Config, shape: ModelShape) -> float:
-    """Bytes of SGLang's KV cache on a GPU, which has at least one head; where SGLang chooses the tokens, the most."""
+    """Bytes of SGLang's KV cache on a GPU, with at least one head; an upper bound if SGLang chooses its tokens."""
     server = config.rollout.server
     tokens = server.max_total_tokens or server.max_running_requests * config.rollout.context_length
     heads = max(1, shape.kv_heads // server.tp)
@@ -235,16 +235,16 @@ def kv_cache(config: Config, shape: ModelShape) -> float:
 
 
 def sync_buckets(config: Config, plan: SyncPlan, rank: int) -> float:
-    """Bytes on the device of trainer rank `rank` through which weights go to servers, and which stay allocated.
+    """Bytes of the buffers for publishing weights on the device of trainer rank `rank`, which stay allocated.
 
-    Through memory two buckets for the server's rank on the same device, one of which is written while the server reads
-    the other, and what is sent to other places in a round; over the network what is sent in two rounds.
+    Through shared memory: two buckets for the server's rank on the same device, one being written while the server
+    reads the other, and a round's data for other places; over the network: the data of two rounds.
     """
     places = places_of(config, on_gpus=True)
     if not uses_memory(config):
         return min(2, len(plan)) * _largest(written(plan, places, rank))
-    kept = segment_sizes(plan, places, rank).values() if config.rollout.server.colocated else ()
-    return sum(map(sum, kept)) + _largest(sent(plan, places, rank))
+    segments = segment_sizes(plan, places, rank).values() if config.rollout.server.colocated else ()
+    return sum(map(sum, segments)) + _largest(sent(plan, places, rank))
 
 
 def _largest(rounds: Sequence[Sequence[Item]]) -> int:

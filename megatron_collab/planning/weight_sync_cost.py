@@ -1,4 +1,4 @@
-"""Estimated cost of a weight sync plan: bytes by path, seconds by bandwidth."""
+"""Estimates the cost of a weight sync plan: bytes by path, seconds by bandwidth."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron_collab.models.parallel_layout import first_gpu, ranks, server_node
 from megatron_collab.weight_sync.node_routing import places_of
 from megatron_collab.weight_sync.plan import Slice, SyncPlan, uses_memory
 
-# What a parameter of a server rank, or one of its stacked experts, has of the shards of one name: (server rank, name of
-# the parameter, name of the shards, first index of an expert).
+# The part of a server rank's parameter, or of one of its stacked experts, that comes from shards of one name: (server
+# rank, name of the parameter, name of the shards, first index of an expert).
 _Block = tuple[int, str, str, int]
 
 
 class Bandwidth(Enum):
-    """What limits a transfer between two devices."""
+    """The kind of link between two devices, which limits a transfer."""
 
     MEMORY = "the same device"
     NODE = "another device of the node"
@@ -29,7 +29,7 @@ class Bandwidth(Enum):
 
 
 class Sharding(Enum):
-    """Whether a trainer rank holds a parameter sharded as the server rank does."""
+    """Whether trainer rank and server rank shard a parameter in the same way."""
 
     SAME = "same shard"
     OTHER = "resharded"
@@ -37,11 +37,11 @@ class Sharding(Enum):
 
 @dataclass(frozen=True)
 class SyncCost:
-    """Of one weight sync to all servers.
+    """Cost of one weight sync to all servers.
 
-    `paths`: bytes by kind; `sent`: bytes by trainer rank; `received`: bytes by (server, its rank). `seconds`: sum over
-    the rounds, each as long as the busiest link of a device in one direction. `floor`: seconds that the slowest kind of
-    link takes if its bytes are spread over all server ranks evenly.
+    `paths`: bytes by kind; `sent`: bytes by trainer rank; `received`: bytes by (server, rank). `seconds`: sum over the
+    rounds, each as long as the busiest link of a device in one direction. `floor`: seconds of the slowest kind of link
+    if its bytes are spread evenly over all server ranks.
     """
 
     paths: Mapping[tuple[Sharding, Bandwidth], int]
@@ -52,9 +52,9 @@ class SyncCost:
 
 
 def sync_cost(config: Config, shape: ModelShape, plan: SyncPlan, bandwidths: Mapping[Bandwidth, float]) -> SyncCost:
-    """`bandwidths` in bytes a second, of one device in one direction; devices as commands/plan_sync.py says.
+    """`bandwidths`: bytes per second of one device in one direction, for devices as described in commands/plan_sync.py.
 
-    With shared memory, what several servers of a place need is sent to the first of them once, and the others copy it.
+    With shared memory, slices for several servers of a place are sent once to the first, and the others copy them.
     """
     servers, tp = range(config.rollout.server.replicas), config.rollout.server.tp
     same, places = _same_shards(config, plan, shape), places_of(config, on_gpus=True)
@@ -69,10 +69,10 @@ def sync_cost(config: Config, shape: ModelShape, plan: SyncPlan, bandwidths: Map
             for server in servers:
                 device, place = _device(config, server, target), places.of_server(server, target)
                 first = places.first_server(place)
-                copied = _device(config, first, target) if uses_memory(config) and server != first else None
+                donor = _device(config, first, target) if uses_memory(config) and server != first else None
                 sizes: Counter[tuple[int, Sharding]] = Counter()
                 for piece, cut in zip(bucket.slices, cuts, strict=True):
-                    sizes[places.origin(place, target, piece) if copied is None else copied, cut] += piece.size
+                    sizes[places.origin(place, target, piece) if donor is None else donor, cut] += piece.size
                 for (source, cut), size in sizes.items():
                     link = _link(config, source, device)
                     paths[cut, link] += size
@@ -89,13 +89,13 @@ def sync_cost(config: Config, shape: ModelShape, plan: SyncPlan, bandwidths: Map
 
 
 def _device(config: Config, server: int, rank: int) -> int:
-    """Device numbers: those of the trainer ranks first, then those of separate servers."""
+    """Device number: the trainer ranks' devices come first, then those of separate servers."""
     options = config.rollout.server
     if not options.colocated:
         return ranks(config) + server * options.tp + rank
-    part, own = divmod(rank, server_ranks_per_node(config))
+    part, local_rank = divmod(rank, server_ranks_per_node(config))
     node = server_nodes(config, server)[part]
-    return node * config.launch.nproc_per_node + first_gpu(config, server) + own
+    return node * config.launch.nproc_per_node + first_gpu(config, server) + local_rank
 
 
 def _link(config: Config, source: int, device: int) -> Bandwidth:
@@ -112,13 +112,13 @@ def _block(target: int, piece: Slice) -> _Block:
 
 
 def _same_shards(config: Config, plan: SyncPlan, shape: ModelShape) -> set[_Block]:
-    """Blocks that equal one shard: what they take from the shards of that name has the size of one."""
+    """Blocks that equal one shard: their elements from shards of that name add up to the size of one."""
     entries = *hf_to_megatron.table(shape), *lora.factor_table(shape, config.model.lora)
     shards = {entry.megatron: prod(hf_to_megatron.shard_shape(entry, config.parallel.tp)) for entry in entries}
-    missing: dict[_Block, int] = {}
+    remaining: dict[_Block, int] = {}
     for row in plan:
         for target, bucket in enumerate(row):
             for piece in bucket.slices:
                 block, elements = _block(target, piece), prod(cut.stop - cut.start for cut in piece.shard_index)
-                missing[block] = missing.get(block, shards[piece.shard]) - elements
-    return {block for block, elements in missing.items() if elements == 0}
+                remaining[block] = remaining.get(block, shards[piece.shard]) - elements
+    return {block for block, elements in remaining.items() if elements == 0}

@@ -1,1 +1,1 @@
-"""Published comparisons made again: the assistants of a study, trained and evaluated one after the other."""
+"""Reproduces published comparisons: trains and evaluates the assistants of a study one after the other."""

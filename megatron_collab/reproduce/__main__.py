@@ -1,10 +1,10 @@
-"""Make a published comparison again: each assistant of STUDY is trained and evaluated, one after the other.
+"""Reproduce a published comparison: train and evaluate each assistant of STUDY, one after the other.
 
     megatron-collab reproduce collabllm --tasks math --budget 300
 
-STUDY is one of those below, or a FILE.yaml of yours. Every program has its own folder in --out, and an
-interrupted study goes on with the same command. page.md there has our table beside the published one. Settings
-(option=value) are of every program, as llm.max_concurrent=64.
+STUDY is one of those below, or your own FILE.yaml. Every program has its own folder in --out. If the study is
+interrupted, the same command continues it. page.md in --out has our table beside the published one. Settings
+(option=value) apply to every program, for example llm.max_concurrent=64.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ H100 = (989.0, 3.35)
 
 def main(arguments: Sequence[str]) -> int:
     redact_output()
-    given = _parsed(arguments)
+    options = _parse(arguments)
     try:
-        require(given.seeds >= 1, f"--seeds={given.seeds}: must be 1 or more")
-        require(given.pilot >= 0, f"--pilot={given.pilot}: must be 0 or more")
-        require(given.replay is None or given.replay.is_dir(), f"--replay={given.replay}: no such folder")
-        chosen = study.read(given.study)
-        asked = plan.Given(
-            given.out or Path("runs") / chosen.name,
-            study.chosen(given.tasks, chosen.tasks, "--tasks"),
-            study.chosen(given.arms, chosen.arms, "--arms"),
-            given.model or chosen.model,
-            given.seeds,
-            given.build,
-            given.pilot,
-            given.record,
-            given.replay,
-            tuple(given.settings),
+        require(options.seeds >= 1, f"--seeds={options.seeds}: must be 1 or more")
+        require(options.pilot >= 0, f"--pilot={options.pilot}: must be 0 or more")
+        require(options.replay is None or options.replay.is_dir(), f"--replay={options.replay}: no such folder")
+        definition = study.read(options.study)
+        study_options = plan.StudyOptions(
+            options.out or Path("runs") / definition.name,
+            study.select(options.tasks, definition.tasks, "--tasks"),
+            study.select(options.arms, definition.arms, "--arms"),
+            options.model or definition.model,
+            options.seeds,
+            options.build,
+            options.pilot,
+            options.record,
+            options.replay,
+            tuple(options.settings),
         )
-        stages = plan.stages(chosen, asked)
-        if given.commands:
-            print("\n".join(run.shown(stage) for stage in stages))
+        stages = plan.stages(definition, study_options)
+        if options.commands:
+            print("\n".join(run.shell_command(stage) for stage in stages))
             return 0
-        return run.run(chosen, asked, stages, given.budget, given.gpu)
+        return run.run(definition, study_options, stages, options.budget, options.gpu)
     except ConfigError as error:
         print(f"megatron-collab: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
 
 
-def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = ArgumentParser("reproduce", __doc__)
     parser.add_argument("study", metavar="STUDY", help=f"one of {', '.join(study.known())}, or FILE.yaml")
     parser.add_argument("--tasks", metavar="A,B", help="tasks of the study [all]")

@@ -1,4 +1,4 @@
-"""What a study is going to take, in USD and hours: by prices, what a pilot measured, and the layout."""
+"""Forecast of a study in USD and hours, from prices, the measurements of a pilot, and the layout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from megatron_collab.config import Config
 from megatron_collab.data.evaluation import evaluation_sets
-from megatron_collab.llm.endpoint import of_run
+from megatron_collab.llm.endpoint import served_by_run
 from megatron_collab.llm.recording import SUFFIX, Recording
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.observability import evaluations
@@ -21,9 +21,9 @@ from megatron_collab.runtime import device
 
 @dataclass(frozen=True)
 class Pilot:
-    """What the pilot of a task measured, by role; `calls`: that it might have made at most.
+    """Measurements of a task's pilot, by role. `calls`: upper bound of the calls that it could make.
 
-    `replies`: the policy's in a conversation; `reply`: tokens of one.
+    `replies`: policy replies per conversation; `reply`: tokens per reply.
     """
 
     means: Mapping[str, Means]
@@ -36,8 +36,8 @@ class Pilot:
 
 
 @dataclass(frozen=True)
-class Expected:
-    """Of a program. `hours` is None where there is no estimate: on a CPU."""
+class Forecast:
+    """Forecast of a program. `hours` is None if there is no estimate, as on a CPU."""
 
     title: str
     cost: Cost
@@ -45,12 +45,12 @@ class Expected:
 
 
 def read(stage: Stage) -> Pilot:
-    """What the pilot `stage` has measured; it is done."""
+    """What the pilot `stage`, which is done, has measured."""
     calls, (seed,) = stage.calls, seed_names(1)
     means = {}
     if calls and any(calls.glob(f"*{SUFFIX}")):
         recording = Recording(calls)
-        means = cost.measured(recording.stored(number).call() for number in range(len(recording)))
+        means = cost.role_means(recording.stored(number).call() for number in range(len(recording)))
     name = evaluations.name_of(seed, evaluations.MODEL)
     rows = recorded.rows_of_evaluation(stage.folder, name)
     replies = [sum(message["role"] == "assistant" for message in row["messages"]) for row in rows]
@@ -58,72 +58,77 @@ def read(stage: Stage) -> Pilot:
     return Pilot(means, _calls(stage.config, stage, 0), sum(replies) / max(1, len(replies)), tokens)
 
 
-def expected(stages: Sequence[Stage], pilots: Mapping[str, Pilot], shape: ModelShape, gpu: Gpu) -> list[Expected]:
-    """Of each program that asks models or trains; those of a task whose pilot is in `pilots`."""
+def program_forecasts(
+    stages: Sequence[Stage], pilots: Mapping[str, Pilot], shape: ModelShape, gpu: Gpu
+) -> list[Forecast]:
+    """Forecasts of the programs still to run that call models or train; `pilots`: by task."""
     built = {stage.task: _built(stage.config) for stage in stages if stage.module == BUILD}
-    found = []
+    forecasts = []
     for stage in stages:
         if not (stage.prepares or stage.first or stage.done):
             steps = _steps(stage, built.get(stage.task))
-            found.append(_expected(stage, stage.config, steps, pilots[stage.task], shape, gpu))
-    return found
+            forecasts.append(_program_forecast(stage, stage.config, steps, pilots[stage.task], shape, gpu))
+    return forecasts
 
 
-def total(found: Sequence[Expected]) -> Expected:
-    unpriced = dict.fromkeys(name for one in found for name in one.cost.unpriced)
-    error = math.sqrt(sum(one.cost.error**2 for one in found))
-    hours = [one.hours for one in found]
+def total(forecasts: Sequence[Forecast]) -> Forecast:
+    unpriced = dict.fromkeys(name for forecast in forecasts for name in forecast.cost.unpriced)
+    error = math.sqrt(sum(forecast.cost.error**2 for forecast in forecasts))
+    hours = [forecast.hours for forecast in forecasts]
     summed = None if None in hours else sum(hour or 0.0 for hour in hours)
-    return Expected("all", Cost(sum(one.cost.usd for one in found), tuple(unpriced), error), summed)
+    return Forecast("all", Cost(sum(forecast.cost.usd for forecast in forecasts), tuple(unpriced), error), summed)
 
 
-def _expected(stage: Stage, config: Config, steps: int, pilot: Pilot, shape: ModelShape, gpu: Gpu) -> Expected:
+def _program_forecast(stage: Stage, config: Config, steps: int, pilot: Pilot, shape: ModelShape, gpu: Gpu) -> Forecast:
     calls = _calls(config, stage, steps)
     usd = cost.forecast(calls, pilot.means, pilot.calls)
-    paid = [one.endpoint for one in asked_models.of_assistant(config) if not of_run(one.endpoint.model)]
-    if paid and stage.module != TRAIN:  # the policy has played the pilot
-        read = pilot.means["user"].prompt_tokens if "user" in pilot.means else 0.0
-        most = cost.at_most(Calls(assistant=calls.assistant), {"assistant": paid}, config, read)
-        usd = Cost(usd.usd + most.usd, usd.unpriced + most.unpriced, usd.error)
+    assistants = asked_models.assistant_endpoints(config)
+    paid = [assistant.endpoint for assistant in assistants if not served_by_run(assistant.endpoint.model)]
+    if paid and stage.module != TRAIN:  # in the pilot the policy played this role
+        prompt_tokens = pilot.means["user"].prompt_tokens if "user" in pilot.means else 0.0
+        upper_bound = cost.cost_bound(Calls(assistant=calls.assistant), {"assistant": paid}, config, prompt_tokens)
+        usd = Cost(usd.usd + upper_bound.usd, usd.unpriced + upper_bound.unpriced, usd.error)
     if config.launch.device != device.GPU:
-        return Expected(stage.title, usd, None)
+        return Forecast(stage.title, usd, None)
     served = not (paid and stage.module != TRAIN)
     seconds = _training(config, steps, pilot, shape, gpu) if stage.module == TRAIN else 0.0
-    conversations, turns, times = _sampled(config, stage, steps, pilot)
+    conversations, turns, times = _sampling_load(config, stage, steps, pilot)
     if times:
         wait = pilot.seconds("user") + pilot.seconds("judge") / max(1.0, turns)
         reply = pilot.reply if served else 0.0
         seconds += times * sampling_seconds(config, shape, gpu, conversations, turns, reply, wait)
-    return Expected(stage.title, usd, seconds / 3600)
+    return Forecast(stage.title, usd, seconds / 3600)
 
 
 def _calls(config: Config, stage: Stage, steps: int) -> Calls:
     if stage.module == TRAIN:
-        return cost.of_training(config, steps)
+        return cost.training_calls(config, steps)
     if stage.module == BUILD:
-        return cost.of_building(_building(config), config.train.eval_tasks)
-    each = (cost.of_evaluation(config, one, one.tasks or 0) for one in evaluation_sets(config))
-    return sum(each, Calls())
+        return cost.building_calls(_building(config), config.train.eval_tasks)
+    calls = (cost.evaluation_calls(config, eval_set, eval_set.tasks or 0) for eval_set in evaluation_sets(config))
+    return sum(calls, Calls())
 
 
-def _sampled(config: Config, stage: Stage, steps: int, pilot: Pilot) -> tuple[int, float, int]:
-    """Conversations that are begun together, replies one after the other in each, and how often that happens."""
+def _sampling_load(config: Config, stage: Stage, steps: int, pilot: Pilot) -> tuple[int, float, int]:
+    """(conversations that start together, sequential replies in each, how often that is repeated)."""
     rollout, train = config.rollout, config.train
     later = 1.0 + min(rollout.max_user_turns, rollout.max_assistant_turns - 1)
     if stage.module == TRAIN:
-        played = train.prompts_per_step * train.rollouts_per_prompt * max(1, rollout.futures)
-        return played, later, steps if train.stage == "rl" else 0
+        conversations = train.prompts_per_step * train.rollouts_per_prompt * max(1, rollout.futures)
+        return conversations, later, steps if train.stage == "rl" else 0
     if stage.module == BUILD:
-        played = train.eval_tasks * config.build.candidates * max(1, rollout.futures)
-        return played, later * (rollout.max_messages or 0) / 2, 1
+        conversations = train.eval_tasks * config.build.candidates * max(1, rollout.futures)
+        return conversations, later * (rollout.max_messages or 0) / 2, 1
     sets = evaluation_sets(config)
-    return max(one.tasks or 0 for one in sets), pilot.replies, len(sets)
+    return max(eval_set.tasks or 0 for eval_set in sets), pilot.replies, len(sets)
 
 
 def _training(config: Config, steps: int, pilot: Pilot, shape: ModelShape, gpu: Gpu) -> float:
-    """Seconds; a conversation has as many tokens of the user as of the policy, a prompt half of one."""
-    train, whole = config.train, 2 * pilot.replies * pilot.reply
-    sequence = {"sft": whole, "dpo": whole / 2 + 2 * pilot.reply, "rl": whole / 2 + pilot.reply}[train.stage]
+    """Training seconds, if user and policy have equally many tokens and a prompt is half a conversation."""
+    train, conversation = config.train, 2 * pilot.replies * pilot.reply
+    sequence = {"sft": conversation, "dpo": conversation / 2 + 2 * pilot.reply, "rl": conversation / 2 + pilot.reply}[
+        train.stage
+    ]
     sequences = train.prompts_per_step * (train.rollouts_per_prompt if train.stage == "rl" else 1)
     return training_seconds(config, shape, gpu, steps * sequences * sequence)
 
@@ -136,7 +141,7 @@ def _steps(stage: Stage, built: int | None) -> int:
 
 
 def _built(config: Config) -> int:
-    """Turns of conversations that are built, at most: as many rows are trained on."""
+    """Upper bound of the turns of built conversations; each turn is a training row."""
     return config.train.eval_tasks * ((config.rollout.max_messages or 0) // 2)
 
 

@@ -1,4 +1,4 @@
-"""What the evaluations of a study say: by arm and column the mean over problems and seeds, with its 95 % interval."""
+"""Results of a study's evaluations: the mean over problems and seeds of each arm and column, with its 95 % interval."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NORMAL_95 = 1.959964  # standard errors to each side of a mean
 
 
 @dataclass(frozen=True)
-class Measured:
-    """`value` and `half`, half the width of its interval, as the column counts; `seeds`: the values by seed.
+class Estimate:
+    """`value`, and `half` the width of its interval, in the unit of the column; `seeds`: the value of each seed.
 
-    The conversations about a problem are averaged first, so the interval is that of the mean over `problems`; nan for
-    a single one. `missing`: conversations without a score.
+    Conversations about a problem are averaged first, so the interval is that of the mean over `problems`; `half` is
+    nan if there is a single problem. `missing`: number of conversations without a score.
     """
 
     value: float
@@ -32,8 +32,8 @@ class Measured:
     missing: int
 
 
-def measured(out: Path, study: Study, task: str, arm: str, seeds: int) -> list[Measured | None] | None:
-    """A number for each column of the task, None where no conversation has that score; None before it is evaluated."""
+def estimates(out: Path, study: Study, task: str, arm: str, seeds: int) -> list[Estimate | None] | None:
+    """One estimate per column of the task, None if no conversation has its score. None if `arm` is not evaluated."""
     folder = out / task / evaluation_of(arm)
     if not records.finished(folder):
         return None
@@ -42,17 +42,17 @@ def measured(out: Path, study: Study, task: str, arm: str, seeds: int) -> list[M
     return [_column(column, rows) for column in study.tasks[task].columns]
 
 
-def _column(column: Column, rows: Sequence[Sequence[records.Row]]) -> Measured | None:
+def _column(column: Column, rows: Sequence[Sequence[records.Row]]) -> Estimate | None:
     by_problem, by_seed, missing = defaultdict[str, list[float]](list), list[float](), 0
     for seed in rows:
         applies = {row["task"]: row["scores"][column.metric] for row in seed if column.metric in row["scores"]}
-        given = {task: score for task, score in applies.items() if records.number(score) is not None}
-        missing += len(applies) - len(given)
-        by_seed.append(column.value(mean(list(given.values()))) if given else math.nan)
-        for task, score in given.items():
+        scored = {task: score for task, score in applies.items() if records.number(score) is not None}
+        missing += len(applies) - len(scored)
+        by_seed.append(column.value(mean(list(scored.values()))) if scored else math.nan)
+        for task, score in scored.items():
             by_problem[task].append(score)
     if not by_problem:
         return None
     means = [mean(scores) for scores in by_problem.values()]
     half = abs(column.factor) * _NORMAL_95 * standard_error(means)
-    return Measured(column.value(mean(means)), half, tuple(by_seed), len(means), missing)
+    return Estimate(column.value(mean(means)), half, tuple(by_seed), len(means), missing)

@@ -1,4 +1,4 @@
-"""A study: the tasks, the assistants ("arms") that are compared on them, and what was published; studies/*.yaml."""
+"""A study (studies/*.yaml): its tasks, the assistants ("arms") compared on them, and the published results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STUDIES = Path(__file__).parent / "studies"
 
 @dataclass(frozen=True)
 class Column:
-    """A number of the table: factor * mean score of a metric + offset, as the published table has it."""
+    """A column of the table: factor * mean score of a metric + offset, the unit of the published table."""
 
     metric: str
     name: str
@@ -29,11 +29,11 @@ class Column:
 
 @dataclass(frozen=True)
 class StudyTask:
-    """Where problems come from and what is measured.
+    """Source of the problems, and what is measured.
 
-    `source` has the goals and, unless conversations are to be built about them (`build`), the rows that arms are
-    trained on. `eval_tasks` problems are evaluated at most: those of `eval_source`, or those of a share of the
-    conversations of `source` (`eval_share`), which are held out.
+    `source` has the goals, and the rows that arms are trained on unless conversations are built (`build`). At most
+    `eval_tasks` problems are evaluated: those of `eval_source` if it is set, else those of a held-out share
+    (`eval_share`) of the conversations of `source`.
     """
 
     title: str
@@ -48,9 +48,9 @@ class StudyTask:
 
 @dataclass(frozen=True)
 class Arm:
-    """An assistant: the model that the arm `start` (none: the study) leads to, trained by `train` where that is given.
+    """An assistant: the model of the arm `start` (None: of the study), trained with the settings `train` if any.
 
-    `rows`: what it is trained on, as `prepare-data --to` says, for `epochs`; none: what `train` names.
+    `rows`: kind of training rows (`prepare-data --to`), used for `epochs`; None: the data that `train` names.
     """
 
     title: str
@@ -64,7 +64,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Study:
-    """`settings` are of every program, `build` of that which makes conversations, `evaluate` of the evaluated sets."""
+    """`settings` apply to every program, `build` to the one that builds conversations, `evaluate` to evaluated sets."""
 
     name: str
     title: str
@@ -78,7 +78,7 @@ class Study:
     different: Sequence[str] = ()
 
     def chain(self, name: str) -> list[str]:
-        """The arms that are trained on the way to this one, itself last."""
+        """The arms that are trained on the way to this one, with this one last."""
         arm = self.arms[name]
         before = self.chain(arm.start) if arm.start else []
         return [*before, name] if arm.train else before
@@ -88,33 +88,33 @@ def known() -> list[str]:
     return sorted(file.stem for file in STUDIES.glob("*.yaml"))
 
 
-def read(given: str) -> Study:
-    """The study of that name in studies, or in that file. Raises ConfigError."""
-    file = Path(given) if given.endswith((".yaml", ".yml")) else STUDIES / f"{given}.yaml"
-    message = f"STUDY={given}: there is none of that name; studies: {', '.join(known())}, or a file FILE.yaml"
+def read(name_or_file: str) -> Study:
+    """The study with that name in studies/, or in that file. Raises ConfigError if there is none."""
+    file = Path(name_or_file) if name_or_file.endswith((".yaml", ".yml")) else STUDIES / f"{name_or_file}.yaml"
+    message = f"STUDY={name_or_file}: there is none of that name; studies: {', '.join(known())}, or a file FILE.yaml"
     require(file.is_file(), message)
     try:
-        found = yaml.safe_load(file.read_text())
-        tasks = {name: _task(entry) for name, entry in found.pop("tasks").items()}
-        arms = {name: _arm(entry) for name, entry in found.pop("arms").items()}
-        study = Study(file.stem, tasks=tasks, arms=arms, **found)
+        content = yaml.safe_load(file.read_text())
+        tasks = {name: _task(entry) for name, entry in content.pop("tasks").items()}
+        arms = {name: _arm(entry) for name, entry in content.pop("arms").items()}
+        study = Study(file.stem, tasks=tasks, arms=arms, **content)
     except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"STUDY={given}: {file} is no study: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"STUDY={name_or_file}: {file} is no study: {' '.join(str(error).split())}") from error
     for name, arm in arms.items():
-        message = f"STUDY={given}: arms.{name}.from={arm.start}: no other arm above it is called so"
+        message = f"STUDY={name_or_file}: arms.{name}.from={arm.start}: no other arm above it is called so"
         require(arm.start is None or arm.start in list(arms)[: list(arms).index(name)], message)
     return study
 
 
-def chosen(names: str | None, among: Mapping[str, Any], option: str) -> list[str]:
-    """The names given as A,B, in the study's order; all where none are. Raises ConfigError."""
+def select(names: str | None, among: Mapping[str, Any], option: str) -> list[str]:
+    """The names in `names` (A,B) in the study's order; all if it is None. Raises ConfigError if one is unknown."""
     if names is None:
         return list(among)
-    given = [name.strip() for name in names.split(",") if name.strip()]
-    for name in given:
+    selection = [name.strip() for name in names.split(",") if name.strip()]
+    for name in selection:
         require(name in among, f"{option}={name}: the study has {', '.join(among)}{nearest(name, among)}")
-    require(bool(given), f"{option}: names none; the study has {', '.join(among)}")
-    return [name for name in among if name in given]
+    require(bool(selection), f"{option}: names none; the study has {', '.join(among)}")
+    return [name for name in among if name in selection]
 
 
 def _task(entry: dict[str, Any]) -> StudyTask:

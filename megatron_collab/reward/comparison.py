@@ -1,4 +1,4 @@
-"""Several rewards of the same recorded futures: the metrics they need, the scores, and what each makes of them."""
+"""Several rewards for the same recorded futures: their merged metrics, the scores, and the resulting rewards."""
 
 from __future__ import annotations
 
@@ -14,119 +14,124 @@ from megatron_collab.reward.workers import Job, RewardWorker, Scores
 from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Missing, Reward, Rollout, Score, Turn
 
 _CUT_OFF = (Ending.ERROR, Ending.DEADLINE)
-_PLAYED_ON = Missing("its malformed turn was not played on in this run")
+_NOT_PLAYED = Missing("its malformed turn was not played on in this run")
 _NO_TOKENS = Missing("transcripts hold no token ids, and the run has not counted them")
 
 
 @dataclass(frozen=True)
-class Together:
-    """The metrics of several rewards, each once: `reward` names them all, and `names` says by reward what it calls
-    which of them."""
+class MergedMetrics:
+    """The metrics of several rewards, without duplicates, as the weights of `reward`.
+
+    `names`: per reward, its own metric names and the merged names they map to.
+    """
 
     reward: RewardConfig
     names: Mapping[str, Mapping[str, str]]
 
-    def of(self, title: str, scores: Scores) -> Scores:
-        """Of the scores of a future those of a reward, by its own names."""
+    def scores_of(self, title: str, scores: Scores) -> Scores:
+        """The scores of a future that the reward `title` uses, by that reward's metric names."""
         return {name: scores[shared] for name, shared in self.names[title].items() if shared in scores}
 
 
-def together(rewards: Mapping[str, RewardConfig]) -> Together:
-    """The metrics of all rewards; those with the same settings are one. Raises ConfigError."""
+def merge_metrics(rewards: Mapping[str, RewardConfig]) -> MergedMetrics:
+    """The metrics of all rewards; metrics with the same settings are merged. Raises ConfigError."""
     known: list[tuple[Any, str]] = []
     settings: dict[str, dict[str, Any]] = {}
     names: dict[str, dict[str, str]] = {title: {} for title in rewards}
     for title, reward in rewards.items():
         for name in reward.weights:
-            given = reward.metrics.get(name, {})
-            kind = metrics.split(name, given)
-            shared = next((other for same, other in known if same == kind), None)
+            options = reward.metrics.get(name, {})
+            metric = metrics.split(name, options)
+            shared = next((merged for parsed, merged in known if parsed == metric), None)
             if shared is None:
                 shared = f"{title}/{name}" if name in settings else name
-                settings[shared] = {"metric": name, **given}
-                known.append((kind, shared))
+                settings[shared] = {"metric": name, **options}
+                known.append((metric, shared))
             names[title][name] = shared
     first = next(iter(rewards.values()))
-    return Together(replace(first, weights=dict.fromkeys(settings, 0.0), metrics=settings), names)
+    return MergedMetrics(replace(first, weights=dict.fromkeys(settings, 0.0), metrics=settings), names)
 
 
-async def scored_again(
-    worker: RewardWorker, groups: Sequence[Group], own: RewardConfig, done: Callable[[int], None]
+async def rescore(
+    worker: RewardWorker, groups: Sequence[Group], recorded: RewardConfig, done: Callable[[int], None]
 ) -> dict[int, Scores]:
-    """By the id() of each future the scores by the worker's metrics; `done` is told how many more futures have them.
+    """Scores of the worker's metrics by the id() of the future; `done` is called with each number of newly scored ones.
 
-    Metrics that read token ids have what the run has recorded by its reward `own`. Raises RunStopped.
+    Metrics that read token ids keep the scores that the run recorded with its reward `recorded`. Raises RunStopped.
     """
     kinds = {name: (type(metric), metric.options) for name, metric in worker.metrics.items()}
     counted = [name for name, (kind, options) in kinds.items() if kind.reads_tokens(options)]
-    again = tuple(name for name in kinds if name not in counted)
-    known = {name: metrics.split(name, own.metrics.get(name, {})) for name in own.weights}
+    rescored = tuple(name for name in kinds if name not in counted)
+    known = {name: metrics.split(name, recorded.metrics.get(name, {})) for name in recorded.weights}
     source = {name: next((other for other, kind in known.items() if kind == kinds[name]), "") for name in counted}
-    found: dict[int, Scores] = {}
+    scores_by_future: dict[int, Scores] = {}
     jobs: list[tuple[Future, Job]] = []
     for group in groups:
         for future in (future for rollout in group.rollouts for future in rollout.futures):
             conversation = future.conversation
             if conversation.ending in _CUT_OFF:  # half a conversation says nothing about the policy
-                found[id(future)] = dict.fromkeys(kinds, Missing(conversation.error))
+                scores_by_future[id(future)] = dict.fromkeys(kinds, Missing(conversation.error))
                 continue
-            found[id(future)] = {name: future.scores.get(source[name], _NO_TOKENS) for name in counted}
+            scores_by_future[id(future)] = {name: future.scores.get(source[name], _NO_TOKENS) for name in counted}
             if conversation.ending is not Ending.MALFORMED:
-                jobs.append((future, Job(again, group.task, conversation)))
-    async for some in worker.score([job for _, job in jobs]):
-        for index, scores in some.items():
-            found[id(jobs[index][0])] |= scores
-        done(len(some))
-    return found
+                jobs.append((future, Job(rescored, group.task, conversation)))
+    async for results in worker.score([job for _, job in jobs]):
+        for index, scores in results.items():
+            scores_by_future[id(jobs[index][0])] |= scores
+        done(len(results))
+    return scores_by_future
 
 
-def rewarded(group: Group, scores: Mapping[int, Scores], reward: RewardConfig, *, whole: bool = False) -> list[Reward]:
-    """The reward of each rollout of a recorded group; `scores` are those of the reward's metrics by a future's id().
+def group_rewards(
+    group: Group, scores: Mapping[int, Scores], reward: RewardConfig, *, all_turns: bool = False
+) -> list[Reward]:
+    """The reward of each rollout of a recorded group; `scores` maps the id() of a future to its scores.
 
-    A malformed turn gets reward.malformed, and no reward where that is none and the run has not played it on. `whole`:
-    a malformed turn anywhere counts, not only the trained one.
+    A malformed turn gets reward.malformed; it has no reward if that is null and the run did not play the turn on.
+    `all_turns`: a malformed turn anywhere counts, not only the trained one.
     """
-    found, formula = list[Rollout](), reward_function(reward)
+    rollouts, formula = list[Rollout](), reward_function(reward)
     for rollout in group.rollouts:
-        if reward.malformed is not None and (rollout.malformed or _faulty(rollout, whole)):
+        if reward.malformed is not None and (rollout.malformed or _faulty(rollout, all_turns)):
             ended = rollout.start.end(Ending.MALFORMED)
-            found.append(Rollout(ended, (Future(ended, {}),), Reward(reward.malformed)))
+            rollouts.append(Rollout(ended, (Future(ended, {}),), Reward(reward.malformed)))
         elif rollout.malformed:
-            found.append(Rollout(rollout.start, (), Reward(_PLAYED_ON)))
+            rollouts.append(Rollout(rollout.start, (), Reward(_NOT_PLAYED)))
         else:
             futures = tuple(replace(future, scores=scores[id(future)]) for future in rollout.futures)
-            found.append(Rollout(rollout.start, futures, formula(futures)))
-    return [rollout.reward for rollout in (malformed_last(found) if reward.malformed_worst else found)]
+            rollouts.append(Rollout(rollout.start, futures, formula(futures)))
+    return [rollout.reward for rollout in (malformed_last(rollouts) if reward.malformed_worst else rollouts)]
 
 
 def agreement(first: Sequence[Sequence[Reward]], second: Sequence[Sequence[Reward]]) -> float:
-    """Of the pairs of trained turns of one task that both rewards tell apart, the share that they rank alike; NaN where
-    there is none. `first` and `second`: by task the rewards of its rollouts.
+    """Share of pairs of trained turns, of one task, that two rewards rank alike; NaN without a pair.
+
+    Pairs with equal rewards do not count. `first` and `second`: per task, the rewards of its rollouts.
     """
     alike = unlike = 0
-    for pairs in (zip(*both, strict=True) for both in zip(first, second, strict=True)):
+    for pairs in (zip(*rewards, strict=True) for rewards in zip(first, second, strict=True)):
         for (a, b), (c, d) in combinations(pairs, 2):
             sign = _difference(a.value, c.value) * _difference(b.value, d.value)
             alike, unlike = alike + (sign > 0), unlike + (sign < 0)
     return alike / (alike + unlike) if alike + unlike else float("nan")
 
 
-def _difference(one: Score, other: Score) -> float:
-    return 0.0 if isinstance(one, Missing) or isinstance(other, Missing) else one - other
+def _difference(a: Score, b: Score) -> float:
+    return 0.0 if isinstance(a, Missing) or isinstance(b, Missing) else a - b
 
 
-def _faulty(rollout: Rollout, whole: bool) -> bool:
-    """Whether the trained turn, or with `whole` any turn, is one that no user should see."""
+def _faulty(rollout: Rollout, all_turns: bool) -> bool:
+    """Whether the trained turn, or any turn if `all_turns`, is malformed."""
     replies = _replies(rollout.futures[0].conversation)
-    return any(map(_malformed, replies if whole else replies[:1]))
+    return any(map(_malformed, replies if all_turns else replies[:1]))
 
 
 def _replies(conversation: Conversation) -> list[Turn]:
-    """The turns that are no calls of tools."""
+    """The turns that are not tool calls."""
     roles = [message.role for message in conversation.messages]
-    mine = [at for at, role in enumerate(roles) if role == "assistant"]
-    own = zip(mine[len(mine) - len(conversation.turns) :], conversation.turns, strict=True)
-    return [turn for at, turn in own if roles[at + 1 : at + 2] != ["tool"]]
+    positions = [at for at, role in enumerate(roles) if role == "assistant"]
+    turns = zip(positions[len(positions) - len(conversation.turns) :], conversation.turns, strict=True)
+    return [turn for at, turn in turns if roles[at + 1 : at + 2] != ["tool"]]
 
 
 def _malformed(turn: Turn) -> bool:

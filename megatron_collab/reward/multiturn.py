@@ -10,18 +10,18 @@ from megatron_collab.config import Extension, RewardConfig, make
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import Failed, Future, Missing, Reward, Rollout, Score
 
-TOKENS = "token_amount"  # the metric that the paper's formula treats specially
+TOKENS = "token_amount"  # metric with a special term in the paper's formula
 
 
 @dataclass(frozen=True)
 class Formula:
     """A mode of the reward: see `turn_reward`.
 
-    `whole`: the mean is over the futures that have every score, not over those that have the metric's own. `clip`: of
-    each metric's mean, in place of reward.clamp. `token_cost`: largest cost of token_amount in a future.
+    `complete`: the mean is over the futures that have every score, not over those that have the metric's score.
+    `clip`: bound of each metric's mean, replaces reward.clamp. `token_cost`: largest cost of token_amount in a future.
     """
 
-    whole: bool = False
+    complete: bool = False
     clip: float | None = None
     token_cost: float = math.inf
 
@@ -29,34 +29,34 @@ class Formula:
 FORMULAS = {
     "mr": Formula(),
     "single_turn": Formula(),
-    "paper": Formula(whole=True, token_cost=1.0),
-    "collabllm": Formula(whole=True),
+    "paper": Formula(complete=True, token_cost=1.0),
+    "collabllm": Formula(complete=True),
     "verl": Formula(clip=1.0),
 }
 
 
 class RewardFunction(Extension):
-    """Base of the reward functions that reward.mode may name as package.module:Class; a function will do as well."""
+    """Base of the reward functions that reward.mode may name as package.module:Class; a plain function works too."""
 
     def __call__(self, futures: Sequence[Future], weights: Mapping[str, float]) -> Reward:
-        """The reward of a trained turn from its scored futures, one or more. `weights` are reward.weights."""
+        """The reward of a trained turn from its scored futures, at least one. `weights` are reward.weights."""
         raise NotImplementedError
 
 
 def reward_function(config: RewardConfig) -> Callable[[Sequence[Future]], Reward]:
-    """From the scored futures of a trained turn to its reward, as reward.mode says. Raises ConfigError.
+    """The function of reward.mode, from the scored futures of a trained turn to its reward. Raises ConfigError.
 
-    Where a function from outside fails, that reward has Failed, with its reason.
+    If a custom function fails, the value of the reward is Failed, with the reason.
     """
     if config.mode not in FORMULAS:
-        outside = make(config.mode, "reward.mode", RewardFunction, config.mode_options, "reward.mode_options.")
-        return lambda futures: _of_outside(outside, futures, config)
+        custom = make(config.mode, "reward.mode", RewardFunction, config.mode_options, "reward.mode_options.")
+        return lambda futures: _custom_reward(custom, futures, config)
     return lambda futures: turn_reward([future.scores for future in futures], config.weights, config.mode, config.clamp)
 
 
-def _of_outside(outside: RewardFunction, futures: Sequence[Future], config: RewardConfig) -> Reward:
+def _custom_reward(function: RewardFunction, futures: Sequence[Future], config: RewardConfig) -> Reward:
     try:
-        reward = outside(futures, config.weights)
+        reward = function(futures, config.weights)
         if not isinstance(reward, Reward):
             raise TypeError(f"gave {type(reward).__name__}; return a Reward")
         if not isinstance(reward.value, Missing) and not math.isfinite(reward.value):
@@ -64,7 +64,7 @@ def _of_outside(outside: RewardFunction, futures: Sequence[Future], config: Rewa
         return reward
     except RunStopped:
         raise
-    except Exception as error:  # of a function from anywhere
+    except Exception as error:  # a custom function may raise anything
         reason = " ".join(str(error).split())
         return Reward(Failed(f"reward.mode={config.mode}: {type(error).__name__}: {reason}"), missing=1)
 
@@ -84,51 +84,51 @@ def turn_reward(
     collabllm    mean_f sum_m w_m s_mf (the authors' code)
     verl         sum_m clip(w_m mean_f s_mf, -1, 1) (verl's recipe)
 
-    Where the mean is over sums, only the futures that have every weighted score count. A metric that a future does
-    not name does not apply to the task and is left out. Where no future counts, the reward is Missing.
+    If the mean is over sums, only futures with every weighted score count. If a future has no entry for a metric, the
+    metric does not apply to the task and is skipped. If no future counts, the reward is Missing.
 
     The standard error is std(s_f, ddof=1) / sqrt(n) of the sums s_f = sum_m p_mf, before any clip of a mean, over the
-    n futures that have every weighted score; 0 where n < 2.
+    n futures that have every weighted score; 0 if n < 2.
     """
-    applying = [name for name in scores_F[0] if all(name in scores for scores in scores_F)]
-    weighted = {name: weights[name] for name in applying if weights[name] != 0}
-    missing = sum(isinstance(scores[name], Missing) for scores in scores_F for name in applying)
+    applicable = [name for name in scores_F[0] if all(name in scores for scores in scores_F)]
+    weighted = {name: weights[name] for name in applicable if weights[name] != 0}
+    missing = sum(isinstance(scores[name], Missing) for scores in scores_F for name in applicable)
     if not weighted:
         return Reward(Missing("no metric with a weight in reward.weights applies to this task"), missing=missing)
     formula = FORMULAS[mode]
     parts_F = [_parts(scores, weighted, formula.token_cost) for scores in scores_F]
-    whole_F = [parts for parts in parts_F if len(parts) == len(weighted)]
+    complete_F = [parts for parts in parts_F if len(parts) == len(weighted)]
     limits = clamp if formula.clip is None else dict.fromkeys(weighted, formula.clip)
     parts: dict[str, float] = {}
     for name in weighted:
-        values = [parts[name] for parts in (whole_F if formula.whole else parts_F) if name in parts]
-        if not values:  # the reason is that of the first missing score, of this metric before others
-            found = ((other, scores[other]) for other in (name, *weighted) for scores in scores_F)
-            why = next(Missing(f"{other}: {score.why}") for other, score in found if isinstance(score, Missing))
+        values = [parts[name] for parts in (complete_F if formula.complete else parts_F) if name in parts]
+        if not values:  # the reason is that of the first missing score, starting with this metric
+            candidates = ((other, scores[other]) for other in (name, *weighted) for scores in scores_F)
+            why = next(Missing(f"{other}: {score.why}") for other, score in candidates if isinstance(score, Missing))
             return Reward(why, missing=missing)
         limit = limits.get(name, math.inf)
         parts[name] = min(max(sum(values) / len(values), -limit), limit)
-    return Reward(sum(parts.values()), _standard_error([sum(parts.values()) for parts in whole_F]), parts, missing)
+    return Reward(sum(parts.values()), _standard_error([sum(parts.values()) for parts in complete_F]), parts, missing)
 
 
 def malformed_last(rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
-    """The rollouts of a group, of which malformed ones have at most the worst reward of the others.
+    """The rollouts of a group, with the rewards of malformed ones lowered to at most the worst reward of the others.
 
-    With reward.malformed alone, a long reply may cost more tokens than the penalty of one that is cut, and truncation
-    pays.
+    With reward.malformed only, the token cost of a long reply may exceed the penalty of a truncated one, so truncation
+    would pay.
     """
     rewards = [(rollout.malformed, rollout.reward.value) for rollout in rollouts]
-    others = [value for malformed, value in rewards if not malformed and not isinstance(value, Missing)]
+    well_formed = [value for malformed, value in rewards if not malformed and not isinstance(value, Missing)]
 
     def lowered(reward: Reward) -> Reward:
         assert not isinstance(reward.value, Missing)
-        return replace(reward, value=min(reward.value, *others)) if others else reward
+        return replace(reward, value=min(reward.value, *well_formed)) if well_formed else reward
 
-    return tuple(replace(one, reward=lowered(one.reward)) if one.malformed else one for one in rollouts)
+    return tuple(replace(r, reward=lowered(r.reward)) if r.malformed else r for r in rollouts)
 
 
 def _parts(scores: Mapping[str, Score], weights: Mapping[str, float], token_cost: float) -> dict[str, float]:
-    """What each metric that has a score contributes in one future."""
+    """Contribution of each metric that has a score, in one future."""
     parts = {name: w * s for name, w in weights.items() if not isinstance(s := scores[name], Missing)}
     if TOKENS in parts:
         parts[TOKENS] = max(parts[TOKENS], -token_cost)

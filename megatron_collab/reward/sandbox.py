@@ -1,8 +1,8 @@
-"""Untrusted Python code, run where it can do no harm: no network, no files, no keys, and an end to everything.
+"""Runs untrusted Python code in isolation: no network, no files, no keys, and a limit on every resource.
 
-Each run is two processes, of the code and of its tests, that `sandboxed.launcher` isolates by Linux namespaces, as root
-in a container and as an ordinary user alike; where it may make none, in a container of bubblewrap's, or in one of a
-command that the user gives. Nothing is run where none of these is possible.
+Each run is two processes, one for the code and one for its tests. `sandboxed.launcher` isolates them with Linux
+namespaces, as root in a container and as an ordinary user alike. If namespaces are not permitted, they run in
+bubblewrap, or in a container that a user's command starts. If none of these works, no code is run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 _CODE = Path(__file__).with_name("sandboxed")
 _START = "sys.path.insert(0, {!r}); from sandboxed import launcher; sys.path.pop(0); launcher.main()"
 _COMMAND = (sys.executable, "-I", "-u", "-c", "import sys; " + _START.format(str(_CODE.parent)))
-# For a container, which has nothing of ours: the first line of stdin is our code.
+# For a container, which does not have this package: the first line of stdin is the sandbox's code.
 _UNPACK = "import base64, sys, tempfile; f = tempfile.NamedTemporaryFile(suffix='.zip'); r = sys.stdin.buffer.raw; "
 _UNPACK += "f.write(base64.b64decode(b''.join(iter(lambda: r.read(1).strip(), b'')))); f.flush(); "
 _UNPACK += "sys.path.insert(0, f.name); from sandboxed import launcher; launcher.main()"
@@ -33,8 +33,8 @@ _UNPACKED = ("python3", "-I", "-u", "-c", _UNPACK)
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/home", "LANG": "C.UTF-8"} | dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
 )  # a thread per core would exceed the limit on processes
-# What the command of a container, which runs outside of it, may see of ours.
-_OF_CONTAINERS = (
+# Environment variables that are passed to a container's command, which itself runs outside the container.
+_CONTAINER_VARIABLES = (
     "PATH",
     "HOME",
     "USER",
@@ -44,18 +44,18 @@ _OF_CONTAINERS = (
     "DOCKER_HOST",
     "CONTAINER_HOST",
 )
-_LAUNCHERS_RIGHTS = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL", "CAP_SYS_PTRACE")  # in bubblewrap, where we are root
-_SLACK = 30.0  # seconds beyond Limits.wall in which the launcher must have answered
-_ways: dict[tuple[str, ...], _Way] = {}  # what has passed the trial in this process, by the container asked for
+_CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL", "CAP_SYS_PTRACE")  # in bubblewrap, as root
+_SLACK = 30.0  # seconds after Limits.wall by which the launcher must have answered
+_ways: dict[tuple[str, ...], _Way] = {}  # by container command: what passed the trial in this process
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run may use.
+    """Resource limits of one run.
 
-    Each of its processes: `cpu` whole seconds of computing, `memory` bytes of address space, `file` bytes of one file,
-    `open_files`. All together: `wall` seconds, `memory` bytes in use, `processes` and threads, `disk` bytes in all
-    files, `output` bytes written to stdout and stderr.
+    Per process: `cpu` seconds of CPU time (an integer), `memory` bytes of address space, `file` bytes of one file,
+    `open_files`. All processes together: `wall` seconds, `memory` bytes in use, `processes` and threads, `disk` bytes
+    in all files, `output` bytes written to stdout and stderr.
     """
 
     cpu: int = 10
@@ -70,10 +70,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Program:
-    """What is run: `candidate`, sources that run one after the other in one module, which has the name of each.
+    """The code of a run: `candidate`, sources that are executed in order in one module, which takes the name of each.
 
-    `tests` run in another process, after `prompt`, which the task has beside the candidate's code; names that they do
-    not define are the candidate's, always so `entry`. With `cases` they must have cases of unittest that run.
+    `tests` run in another process, after `prompt`, the code of the task itself. Names that the tests do not define are
+    the candidate's; `entry` always is. With `cases` the tests must contain unittest cases that run.
     """
 
     candidate: Mapping[str, str]
@@ -85,9 +85,9 @@ class Program:
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended: `passed` where the candidate ran and its tests passed; `output` is the end of what was printed.
+    """How a run ended: `passed` if the candidate ran and its tests passed; `output` is the end of the printed text.
 
-    `why` not: "time", "memory" or "output" for a limit of the whole run, "exit N" (also 0, before the end), "signal N".
+    `why` it failed: "time", "memory" or "output" for a limit of the run, "exit N" (also 0, if early), "signal N".
     """
 
     passed: bool
@@ -96,12 +96,12 @@ class Result:
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed, or the tests are none that it can judge; nothing is known about the code."""
+    """The sandbox itself failed, or it cannot judge these tests; nothing is known about the code."""
 
 
 @dataclass(frozen=True)
 class _Way:
-    """How runs are isolated: by namespaces, or by the container that a command starts."""
+    """How runs are isolated: by namespaces, or by the container that `command` starts."""
 
     command: tuple[str, ...]
     contained: bool = False
@@ -110,10 +110,10 @@ class _Way:
 
 
 async def run(program: Program, limits: Limits, container: Sequence[str] = ()) -> Result:
-    """Run a candidate and its tests, whose folder is an empty temporary one.
+    """Run a candidate and its tests in an empty temporary folder.
 
-    SandboxError where they could not be run, where a trial failed to isolate, or where the tests need what cannot be
-    judged from another process, whatever the candidate.
+    Raises SandboxError if they could not be run, if the trial shows no isolation, or if no candidate could be judged
+    by these tests from another process.
     """
     return await _launch(await _find_way(tuple(container)), program, limits)
 
@@ -131,7 +131,7 @@ async def _launch(way: _Way, program: Program, limits: Limits) -> Result:
         raise SandboxError(f"the sandbox gave no answer within {limits.wall + _SLACK:g} s") from error
     finally:
         if process.returncode is None:
-            process.kill()  # what it started ends with it
+            process.kill()  # its children end with it
             await process.wait()
     if not answer:
         raise SandboxError(f"the sandbox ended without an answer: {_last_line(errors.decode(errors='replace'))}")
@@ -148,7 +148,7 @@ def _message(value: object) -> bytes:
 
 
 def unavailable(container: Sequence[str] = ()) -> str | None:
-    """Why this machine cannot isolate code, in one line with the ways out; None where a trial run shows it can."""
+    """Why this machine cannot isolate code, in one line with the remedies; None if a trial run shows that it can."""
     try:
         asyncio.run(_find_way(tuple(container)))
     except SandboxError as error:
@@ -161,11 +161,11 @@ def unavailable(container: Sequence[str] = ()) -> str | None:
 
 
 async def _find_way(container: tuple[str, ...]) -> _Way:
-    """The first way that passes the trial, which each is put to until one has. SandboxError where none does."""
+    """The first way that passes the trial. Raises SandboxError if none does."""
     if container not in _ways:
         failed = []
         for name, way in _candidates(container).items():
-            result = await _tried(way)
+            result = await _trial_failure(way)
             if result is None:
                 _ways[container] = way
                 break
@@ -175,8 +175,8 @@ async def _find_way(container: tuple[str, ...]) -> _Way:
     return _ways[container]
 
 
-async def _tried(way: _Way) -> str | None:
-    """Why a way does not isolate, or None."""
+async def _trial_failure(way: _Way) -> str | None:
+    """Why a way does not isolate, or None if it does."""
     limits = Limits()
     try:
         result = await _launch(way, Program({"trial": _TRIAL.format(processes=limits.processes)}), limits)
@@ -187,25 +187,25 @@ async def _tried(way: _Way) -> str | None:
 
 def _candidates(container: tuple[str, ...]) -> dict[str, _Way]:
     if container:
-        seen = {name: os.environ[name] for name in _OF_CONTAINERS if name in os.environ}
-        return {container[0]: _Way((*container, *_UNPACKED), True, _packed() + b"\n", seen)}
+        environment = {name: os.environ[name] for name in _CONTAINER_VARIABLES if name in os.environ}
+        return {container[0]: _Way((*container, *_UNPACKED), True, _code_archive() + b"\n", environment)}
     ways = {"namespaces": _Way(_COMMAND)}
     if bubblewrap := shutil.which("bwrap"):
-        ways["bubblewrap"] = _Way((*_wrapped(bubblewrap), *_COMMAND), contained=True)
+        ways["bubblewrap"] = _Way((*_bubblewrap_command(bubblewrap), *_COMMAND), contained=True)
     return ways
 
 
-def _wrapped(bubblewrap: str) -> tuple[str, ...]:
-    """bubblewrap's command line before that of the launcher."""
+def _bubblewrap_command(bubblewrap: str) -> tuple[str, ...]:
+    """bubblewrap's part of the command line, which precedes the launcher's."""
     words = [bubblewrap, "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-    if os.geteuid() == 0:  # who needs no user namespace, and becomes another user in there
+    if os.geteuid() == 0:  # root needs no user namespace; the launcher becomes another user inside
         words += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
-        words += [word for right in _LAUNCHERS_RIGHTS for word in ("--cap-add", right)]
+        words += [word for right in _CAPABILITIES for word in ("--cap-add", right)]
     else:
         words += ["--unshare-all"]
     folders = {"/usr", sys.prefix, sys.base_prefix, str(_CODE)}
-    above = {str(parent) for folder in (*folders, "/dev/null") for parent in Path(folder).parents} - {"/"}
-    for folder in sorted(above):  # which only root could enter if they were left to it
+    parents = {str(parent) for folder in (*folders, "/dev/null") for parent in Path(folder).parents} - {"/"}
+    for folder in sorted(parents):  # if bubblewrap created them itself, only root could enter
         words += ["--dir", folder]
     for folder in sorted(folders):
         words += ["--ro-bind", folder, folder]
@@ -222,8 +222,8 @@ def _wrapped(bubblewrap: str) -> tuple[str, ...]:
 
 
 @cache
-def _packed() -> bytes:
-    """Our code as the text of a zip archive."""
+def _code_archive() -> bytes:
+    """The sandbox's code as a zip archive in base64."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for file in sorted(_CODE.glob("*.py")):
@@ -231,7 +231,7 @@ def _packed() -> bytes:
     return base64.b64encode(buffer.getvalue())
 
 
-# What must not be possible, tried. Kernels before 5.14 count the processes of a user over all of the machine.
+# Tries what must be impossible. Kernels before 5.14 count a user's processes over the whole machine.
 _TRIAL = """
 import os, socket, signal
 for folder in ("", "/usr", "/dev"):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _CUT_OFF = (Ending.ERROR, Ending.DEADLINE)
 _GATHER_SECONDS = 0.005  # conversations that end within this time share requests
-_AHEAD = 4  # times the conversations that the workers score at once are sent; the rest waits for a free worker
+_BACKLOG = 4  # conversations sent at most, as a multiple of what the workers score at once; the others wait here
 
 Scores = dict[str, Score]
 
@@ -44,7 +44,7 @@ class Job:
     names: tuple[str, ...]
     task: Task
     conversation: Conversation
-    name: str = ""  # of the conversation, as whose the calls of judges are recorded
+    name: str = ""  # of the conversation; its judge calls are recorded under this name
 
 
 _Jobs = dict[asyncio.Future[Scores], Job]
@@ -54,9 +54,9 @@ class RewardWorker:
     """Applies the metrics of `reward.weights`; runs as a Ray actor."""
 
     def __init__(self, config: Config, name: str | None = None, served: Mapping[str, ServedModel] = {}) -> None:
-        """`name`: of the file with this process's stacks; None where the worker shares a process.
+        """`name`: name of the file for this process's stacks; None if the worker shares a process.
 
-        `served`: by name, the models that the run serves.
+        `served`: the models that the run serves, by name.
         """
         keys.take()
         os.environ |= network.without_proxy(url for model in served.values() for url, _ in model.addresses)
@@ -85,48 +85,48 @@ class RewardWorker:
             judge = metrics.Judge(client, reward.judge)
         self.timeout = reward.timeout
         self.metrics = {name: kind(options, judge) for name, (kind, options) in kinds.items()}
-        for name, made in self.metrics.items():
-            made.name, made.tape = name, self._tape
+        for name, instance in self.metrics.items():
+            instance.name, instance.tape = name, self._tape
         for metric, model in metrics.scorers(reward).items() if served else ():
             self.metrics[metric].servers = served[model].addresses
-        # Per metric: a slow one delays no other.
+        # One semaphore per metric, so that a slow metric does not delay the others.
         self._places = {name: asyncio.Semaphore(reward.concurrency) for name in kinds}
 
     async def take_counters(self) -> dict[str, float]:
-        """Counts of the metrics and of replayed calls since the last call."""
-        taken: dict[str, float] = self._tape.take_counters() if self._tape else {}
-        taken |= {f"{metric}_{what}": n for metric, made in self.metrics.items() for what, n in made.counters.items()}
-        for made in self.metrics.values():
-            made.counters.clear()
+        """Counts of the metrics and of replayed calls since the previous call of this method."""
+        counts: dict[str, float] = self._tape.take_counters() if self._tape else {}
+        counts |= {f"{name}_{key}": n for name, metric in self.metrics.items() for key, n in metric.counters.items()}
+        for metric in self.metrics.values():
+            metric.counters.clear()
         if self._cache:
-            taken |= {f"llm_cache_{what}": n for what, n in self._cache.counters.items()}
+            counts |= {f"llm_cache_{key}": n for key, n in self._cache.counters.items()}
             self._cache.counters.clear()
-        return taken
+        return counts
 
     async def ready(self) -> None:
         """Returns once the worker accepts requests."""
 
     @ray.method(max_task_retries=0)  # RewardClient gives unfinished jobs to another worker
     async def score(self, jobs: Sequence[Job]) -> AsyncIterator[dict[int, Scores]]:
-        """The scores of each job by its index, as they are made; metrics that do not apply to its task are left out.
+        """The scores of each job by its index, as jobs finish; metrics that do not apply to the task are absent.
 
-        Yields an empty dict as a heartbeat where no job finished within reward.timeout.
+        Yields an empty dict as a heartbeat if no job finished within reward.timeout.
         """
-        making = {asyncio.create_task(self._score(job)): index for index, job in enumerate(jobs)}
+        pending = {asyncio.create_task(self._score(job)): index for index, job in enumerate(jobs)}
         try:
-            while making:
-                done, _ = await asyncio.wait(making, timeout=self.timeout, return_when=asyncio.FIRST_COMPLETED)
-                yield {making.pop(task): task.result() for task in done}
+            while pending:
+                done, _ = await asyncio.wait(pending, timeout=self.timeout, return_when=asyncio.FIRST_COMPLETED)
+                yield {pending.pop(task): task.result() for task in done}
         finally:
-            for task in making:
+            for task in pending:
                 task.cancel()
 
     async def _score(self, job: Job) -> Scores:
         ask_as(job.name)
-        scores = await asyncio.gather(*(self._one(name, job) for name in job.names))
+        scores = await asyncio.gather(*(self._apply(name, job) for name in job.names))
         return {name: score for name, score in zip(job.names, scores, strict=True) if score is not None}
 
-    async def _one(self, name: str, job: Job) -> Score | None:
+    async def _apply(self, name: str, job: Job) -> Score | None:
         async with self._places[name]:
             metric = self.metrics[name]
             try:
@@ -135,7 +135,7 @@ class RewardWorker:
                     return score if score is None or isinstance(score, Missing) else _finite(score)
             except RunStopped:
                 raise
-            except Exception as error:  # of a metric from anywhere
+            except Exception as error:  # a custom metric may raise anything
                 if isinstance(error, TimeoutError) and limit.expired():
                     return Missing(f"no score within reward.timeout={self.timeout:g} s")
                 metric.counters["failed"] += 1
@@ -150,28 +150,28 @@ def _finite(score: Any) -> float:
 
 @dataclass(eq=False)
 class _Worker:
-    """The handle of a RewardWorker, and how many jobs it was sent and has not finished."""
+    """The handle of a RewardWorker and its number of unfinished jobs."""
 
     handle: Any
     jobs: int = 0
 
 
 class RewardClient:
-    """Sends each conversation to the worker (a handle) with the least to do; those that end together share requests."""
+    """Sends each conversation to the least loaded worker (a handle); conversations that end together share requests."""
 
     def __init__(self, workers: Sequence[Any], config: RewardConfig) -> None:
         self.names = tuple(config.weights)
         self.deadline = 2 * config.timeout  # a worker sends something every reward.timeout unless it is stuck
-        self._places = asyncio.Semaphore(_AHEAD * config.concurrency * len(workers))
+        self._places = asyncio.Semaphore(_BACKLOG * config.concurrency * len(workers))
         self._up = deque(_Worker(handle) for handle in workers)
-        self._down: set[asyncio.Task[None]] = set()  # each waits for a worker to come back
+        self._down: set[asyncio.Task[None]] = set()  # each waits for a worker's restart
         self._gathered: _Jobs = {}
         self._sending: set[asyncio.Task[None]] = set()
 
     async def score(self, task: Task, conversation: Conversation) -> Scores:
-        """The scores of an ended conversation, Missing where a metric fails or no worker answers.
+        """The scores of an ended conversation; Missing if a metric fails or no worker answers.
 
-        Raises RunStopped where a metric does, as for a spent budget.
+        Raises RunStopped if a metric raises it, e.g. for a spent budget.
         """
         if conversation.ending in _CUT_OFF:  # half a conversation says nothing about the policy
             return self._missing(conversation.error)
@@ -179,20 +179,20 @@ class RewardClient:
             if not self._gathered:
                 _start(self._send(), self._sending)
             scores: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
-            asking = caller()
-            self._gathered[scores] = Job(self.names, task, conversation, asking.name if asking else "")
+            current = caller()
+            self._gathered[scores] = Job(self.names, task, conversation, current.name if current else "")
             return await scores
 
     async def _send(self) -> None:
         await asyncio.sleep(_GATHER_SECONDS)
         jobs, self._gathered = self._gathered, {}
         try:
-            await self._share(jobs, "no RewardWorker is running")
-        except Exception as error:  # of a metric: the callers raise it
+            await self._distribute(jobs, "no RewardWorker is running")
+        except Exception as error:  # raised by a metric; the callers raise it
             _settle(jobs, error)
 
-    async def _share(self, jobs: _Jobs, why: str) -> None:
-        """Have workers make the scores that are not made yet; Missing(why) where none is up within the deadline."""
+    async def _distribute(self, jobs: _Jobs, why: str) -> None:
+        """Send the unscored jobs to workers; their scores are Missing(why) if no worker is up within the deadline."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self.deadline):
                 while not self._up and self._down:
@@ -205,47 +205,47 @@ class RewardClient:
                 worker = min(self._up, key=attrgetter("jobs"))
                 worker.jobs += 1
                 requests[worker][scores] = job
-                self._up.rotate(-1)  # equals take turns
+                self._up.rotate(-1)  # workers with equal load take turns
         await asyncio.gather(*(self._ask(worker, request) for worker, request in requests.items()))
 
     async def _ask(self, worker: _Worker, jobs: _Jobs) -> None:
-        """Settle the scores as they arrive; those of a worker that dies are made by the others."""
+        """Settle the scores as they arrive; if the worker dies, other workers score its remaining jobs."""
         loop, waiting = asyncio.get_running_loop(), list(jobs)
         try:
             async with asyncio.timeout(self.deadline) as limit:
-                async for some in worker.handle.score.remote(list(jobs.values())):
-                    for index, scores in (await some).items():
+                async for results in worker.handle.score.remote(list(jobs.values())):
+                    for index, scores in (await results).items():
                         _settle([waiting[index]], scores)
                         worker.jobs -= 1
                     limit.reschedule(loop.time() + self.deadline)
         except RayActorError as error:
-            self._lose(worker)
-            await self._share(jobs, f"the RewardWorkers died: {' '.join(str(error).split())}")
+            self._mark_down(worker)
+            await self._distribute(jobs, f"the RewardWorkers died: {' '.join(str(error).split())}")
         except TimeoutError:
             if not limit.expired():  # raised by a metric
                 raise
-            self._lose(worker)
+            self._mark_down(worker)
             why = f"the RewardWorker sent no heartbeat within {self.deadline:g} s (twice reward.timeout)"
             _settle(jobs, self._missing(why))
 
     def _missing(self, why: str) -> Scores:
         return {name: Missing(why) for name in self.names}
 
-    def _lose(self, worker: _Worker) -> None:
-        """Send nothing more to a worker until it is back."""
-        if worker in self._up:  # else another request noticed before
+    def _mark_down(self, worker: _Worker) -> None:
+        """Send no more jobs to a worker until it is back."""
+        if worker in self._up:  # else another request removed it before
             self._up.remove(worker)
-            _start(self._back(worker.handle), self._down)
+            _start(self._wait_for_restart(worker.handle), self._down)
 
-    async def _back(self, handle: Any) -> None:
-        """Ray restarts a worker that died, up to its limit of restarts."""
+    async def _wait_for_restart(self, handle: Any) -> None:
+        """Wait until Ray has restarted a worker that died, which it does up to its restart limit."""
         with suppress(RayActorError):
             await handle.ready.remote()
             self._up.append(_Worker(handle))
 
 
 def _start(work: Coroutine[Any, Any, None], running: set[asyncio.Task[None]]) -> None:
-    """Start a task, which is in `running` until it ends."""
+    """Start a task and keep it in `running` until it ends."""
     task = asyncio.create_task(work)
     running.add(task)
     task.add_done_callback(running.discard)
@@ -253,7 +253,7 @@ def _start(work: Coroutine[Any, Any, None], running: set[asyncio.Task[None]]) ->
 
 def _settle(waiting: Iterable[asyncio.Future[Scores]], outcome: Scores | Exception) -> None:
     for scores in waiting:
-        if scores.done():  # also where the caller was cancelled
+        if scores.done():  # also if the caller was cancelled
             continue
         if isinstance(outcome, Exception):
             scores.set_exception(outcome)

@@ -1,4 +1,4 @@
-"""The language models that a run asks, by the settings that name them."""
+"""The language models that a run calls, with the settings that name them."""
 
 from __future__ import annotations
 
@@ -14,53 +14,54 @@ from megatron_collab.rollout import users
 
 
 @dataclass(frozen=True)
-class AskedModel:
-    """A language model: `setting` names it, and its other settings are those of `group`."""
+class NamedEndpoint:
+    """A language model: `setting` is the option that names it, `group` the group of its other options."""
 
     setting: str
     group: str
     endpoint: EndpointConfig
 
 
-def of_judges(config: Config) -> list[AskedModel]:
-    """The judge and the metrics' own models, as far as the metrics of reward.weights ask them. Raises ConfigError."""
-    reward, found = config.reward, dict[str, AskedModel]()
+def judge_endpoints(config: Config) -> list[NamedEndpoint]:
+    """The judge and models of single metrics, if metrics in reward.weights use them. Raises ConfigError."""
+    reward, endpoints = config.reward, dict[str, NamedEndpoint]()
     for name in reward.weights:
         kind, options = metrics.split(name, reward.metrics.get(name, {}))
-        own = getattr(options, "model", None)
-        if kind.judged(options) and (own or reward.judge.model):
-            setting = f"reward.metrics.{name}.model" if own else "reward.judge.model"
+        model = getattr(options, "model", None)
+        if kind.judged(options) and (model or reward.judge.model):
+            setting = f"reward.metrics.{name}.model" if model else "reward.judge.model"
             message = f"{setting}={POLICY}: the policy plays users, and judges nothing; choose another model"
-            require((own or reward.judge.model) != POLICY, message)
-            found[setting] = AskedModel(setting, "reward.judge", replace(reward.judge, model=own or reward.judge.model))
-    return list(found.values())
+            endpoint = replace(reward.judge, model=model or reward.judge.model)
+            require(endpoint.model != POLICY, message)
+            endpoints[setting] = NamedEndpoint(setting, "reward.judge", endpoint)
+    return list(endpoints.values())
 
 
-def of_users(config: Config, names: Iterable[str]) -> list[AskedModel]:
-    """What the users of these names ask, as tasks give them; there must be such users."""
-    found = dict[str, AskedModel]()
+def user_endpoints(config: Config, names: Iterable[str]) -> list[NamedEndpoint]:
+    """The models of the users with these names, as tasks name them. Raises ConfigError if there is no such user."""
+    endpoints = dict[str, NamedEndpoint]()
     for name in names:
-        kind, argument, own, group = users.resolve_user(name, config)
-        if endpoint := kind.asks(argument, own):
+        kind, argument, user_config, group = users.resolve_user(name, config)
+        if endpoint := kind.asks(argument, user_config):
             setting = f"user={name}: the model" if argument and name not in config.users else f"{group}.model"
-            found[setting] = AskedModel(setting, group, endpoint)
-    return list(found.values())
+            endpoints[setting] = NamedEndpoint(setting, group, endpoint)
+    return list(endpoints.values())
 
 
-def of_assistant(config: Config) -> list[AskedModel]:
-    """The models that play the assistant in place of the policy, if any, as each set of data.eval asks them."""
-    setting, asked = "assistant.model", config.assistant
+def assistant_endpoints(config: Config) -> list[NamedEndpoint]:
+    """The models that replace the policy as assistant, if any, with the temperatures of data.eval sets."""
+    setting, assistant = "assistant.model", config.assistant
     if config.build.assistants:
-        entries = assistants.named(config).items()
+        entries = assistants.assistant_configs(config).items()
         groups = ((f"build.assistants.{name}", endpoint) for name, endpoint in entries if endpoint)
-        return [AskedModel(f"{group}.model", group, endpoint) for group, endpoint in groups]
-    if not asked.model:
+        return [NamedEndpoint(f"{group}.model", group, endpoint) for group, endpoint in groups]
+    if not assistant.model:
         return []
     message = f"{setting}={POLICY}: the policy is evaluated as model.path; remove it"
-    require(asked.model != POLICY, message)
+    require(assistant.model != POLICY, message)
     by_sets = [
-        AskedModel(setting, one.setting, replace(asked, temperature=one.temperature))
-        for one in evaluation_sets(config)
-        if one.temperature is not None
+        NamedEndpoint(setting, eval_set.setting, replace(assistant, temperature=eval_set.temperature))
+        for eval_set in evaluation_sets(config)
+        if eval_set.temperature is not None
     ]
-    return [AskedModel(setting, "assistant", asked), *by_sets]
+    return [NamedEndpoint(setting, "assistant", assistant), *by_sets]

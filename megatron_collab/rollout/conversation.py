@@ -1,6 +1,6 @@
-"""Conversations (the policy's turns, and the answers of users and tools, until an ending) and groups of them.
+"""Play conversations (turns of the policy, messages of users and tools, until an ending) and groups of them.
 
-A trained turn is sampled once and played on several times; each future is an asyncio task of its own.
+A trained turn is sampled once and continued several times; each future is its own asyncio task.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron_collab.config import Config, SamplingConfig, read_prompt
-from megatron_collab.data.assistants import Dealt, dealt
+from megatron_collab.data.assistants import CandidateAssistant, candidate_assistants
 from megatron_collab.inference.assistant import Assistant, Renderer
 from megatron_collab.inference.client import EngineError
 from megatron_collab.llm.caller import ask_as
@@ -22,14 +22,14 @@ from megatron_collab.reward.workers import RewardClient
 from megatron_collab.rollout import thinking
 from megatron_collab.rollout.tools import ToolFailure
 from megatron_collab.rollout.tools.toolbox import ConversationTools, Toolbox
-from megatron_collab.rollout.users import FINISH_SECONDS, User, UserError, UserReply, Users, failing
+from megatron_collab.rollout.users import FINISH_SECONDS, User, UserError, UserReply, Users, reporting_errors
 from megatron_collab.rollout.users.named import user_of
 from megatron_collab.types import Conversation, Ending, Failed, Finish, Future, Group, Message, Reward, Rollout, Task
 
 
 @dataclass(frozen=True)
 class RolloutPlace:
-    """The place of a conversation in the run, from which all its random draws follow.
+    """The place of a conversation in the run, which determines all its random draws.
 
     `stream` names step and task; all conversations of a stream share their first tokens.
     """
@@ -46,7 +46,7 @@ class RolloutPlace:
 class Player:
     """Plays groups: trained turns, their futures, and the reward of each turn, under the budgets of config.rollout.
 
-    Failures of users, tools and the engine are in the group, as conversations with an error and Missing scores.
+    If a user, a tool or the engine fails, the conversation gets an error and Missing scores and stays in the group.
     """
 
     def __init__(
@@ -56,51 +56,53 @@ class Player:
         self.config, self.rollout = config, config.rollout
         self.tools = Toolbox(config.rollout, policy)
         self.reward = reward_function(config.reward)
-        self.counters: Counter[str] = Counter()  # reward_failed, of reward.mode
+        self.counters: Counter[str] = Counter()  # reward_failed: failures of reward.mode
         self.strict = config.reward.malformed is not None
-        asks = read_prompt("build.prompt", config.build.prompt, "collaborator", ()) if config.build.proactive else None
-        self.proactive = asks.render().strip() if asks else ""
-        self.cast: Mapping[str, Player] = {}  # by name of the assistant, where others than the policy play candidates
+        build = config.build
+        prompt = read_prompt("build.prompt", build.prompt, "collaborator", ()) if build.proactive else None
+        self.proactive = prompt.render().strip() if prompt else ""
+        self.candidate_players: Mapping[str, Player] = {}  # by assistant name, if build.assistants is set
 
     async def play(self, task: Task, stream: str) -> Group:
-        """train.rollouts_per_prompt rollouts of `task`, all at once, as reward.mode and rollout.futures say.
+        """Play train.rollouts_per_prompt rollouts of `task` concurrently, following reward.mode and rollout.futures.
 
-        Where the user opens the conversation, it does so once: what is compared begins with the same message.
+        If the user opens the conversation, the message is sampled once, so that all rollouts begin with the same one.
         """
         ask_as(f"{stream}/opening")
-        task, why = await self._opened(task, stream)
+        task, failure = await self._open(task, stream)
         places = [RolloutPlace(stream, i) for i in range(self.config.train.rollouts_per_prompt)]
-        if why:
-            failed = Conversation(task.messages, ()).end(*why)
+        if failure:
+            failed = Conversation(task.messages, ()).end(*failure)
             rollouts = [self._rollout(failed, [Future(failed, await self.rewards.score(task, failed))]) for _ in places]
         else:
-            rollouts = await asyncio.gather(*map(partial(self._candidate, task), places, dealt(self.config)))
+            candidates = candidate_assistants(self.config)
+            rollouts = await asyncio.gather(*map(partial(self._candidate, task), places, candidates))
         return Group(task, malformed_last(rollouts) if self.config.reward.malformed_worst else tuple(rollouts))
 
-    async def _candidate(self, task: Task, place: RolloutPlace, candidate: Dealt) -> Rollout:
-        task = task.under(self.proactive) if candidate.proactive else task
-        return await self.cast.get(candidate.assistant, self)._play(task, place)
+    async def _candidate(self, task: Task, place: RolloutPlace, candidate: CandidateAssistant) -> Rollout:
+        task = task.with_system_prompt(self.proactive) if candidate.proactive else task
+        return await self.candidate_players.get(candidate.assistant, self)._play(task, place)
 
-    async def _opened(self, task: Task, stream: str) -> tuple[Task, tuple[Ending, str] | None]:
-        """The task with its user's first message, unless it has one; or why it has none."""
+    async def _open(self, task: Task, stream: str) -> tuple[Task, tuple[Ending, str] | None]:
+        """The task with the user's first message, if it had none; and the ending and reason if the user failed."""
         if not task.unopened:
             return task, None
         try:
             async with asyncio.timeout(self.rollout.deadline):
-                with failing(task, self.users):
-                    said = await self.users.make(task, f"{stream}/opening").open()
-                    if not isinstance(said, str) or not said.strip():
-                        raise UserError(f"user {user_of(task, self.config)}: opens the conversation with {said!r}")
+                with reporting_errors(task, self.users):
+                    message = await self.users.make(task, f"{stream}/opening").open()
+                    if not isinstance(message, str) or not message.strip():
+                        raise UserError(f"user {user_of(task, self.config)}: opens the conversation with {message!r}")
         except UserError as error:
             return task, (Ending.ERROR, str(error))
         except TimeoutError:
-            return task, (Ending.DEADLINE, self._late())
-        return task.play_on(Message("user", said)), None
+            return task, (Ending.DEADLINE, self._deadline_message())
+        return task.play_on(Message("user", message)), None
 
     async def _play(self, task: Task, place: RolloutPlace) -> Rollout:
-        """A trained turn and its futures; without futures a whole conversation, every turn of the policy trained.
+        """A trained turn and its futures; if rollout.futures=0, a whole conversation with every turn trained.
 
-        A turn after which nothing can follow is scored as it is, with reward.mode=single_turn every turn.
+        If the conversation ends with the trained turn, or reward.mode=single_turn, it is scored without futures.
         """
         ask_as(place.name)
         async with self.tools.open(task) as tools:
@@ -117,46 +119,46 @@ class Player:
             return self._rollout(start, await asyncio.gather(*futures))
 
     async def _future(self, start: Conversation, task: Task, place: RolloutPlace, tools: ConversationTools) -> Future:
-        """A future of `start`, which is `start` itself where that has ended, scored as soon as it ends.
+        """Play and score a future of `start`; if `start` has ended, it is the future itself.
 
-        Its tools go on from the state in which the trained turn has left `tools`.
+        The future's tools continue from the state of `tools` after the trained turn.
         """
         ask_as(place.name)
         if not start.ending:
-            async with tools.fork() as own:
-                start = await self.play_on(start, task, place, self.rollout.future, tools=own)
+            async with tools.fork() as future_tools:
+                start = await self.play_on(start, task, place, self.rollout.future, tools=future_tools)
         if start.ending is Ending.MALFORMED:  # its reward is reward.malformed, whatever the metrics
             return Future(start, {})
         return Future(start, await self.rewards.score(task, start))
 
     def _rollout(self, start: Conversation, futures: Sequence[Future]) -> Rollout:
         penalty = self.config.reward.malformed
-        found = Rollout(start, tuple(futures), Reward(penalty or 0.0))
-        if penalty is not None and found.malformed:
-            return found
+        rollout = Rollout(start, tuple(futures), Reward(penalty or 0.0))
+        if penalty is not None and rollout.malformed:
+            return rollout
         reward = self.reward(futures)
         if isinstance(reward.value, Failed):
             self.counters["reward_failed"] += 1
-        return replace(found, reward=reward)
+        return replace(rollout, reward=reward)
 
     async def trained_turn(
         self, task: Task, place: RolloutPlace, tools: ConversationTools | None = None
     ) -> Conversation:
-        """The task's conversation with one turn of the policy; it has ended only where no more can follow.
+        """The task's conversation after one turn of the policy; it has an ending only if nothing can follow.
 
-        `tools`: those of the conversation; the policy calls none without them.
+        `tools`: the tools of the conversation; if None, the policy calls no tools.
         """
         try:
             prompt = self.renderer.first(task.messages, self.rollout.turn.enable_thinking)
             conversation = Conversation(task.messages, prompt)
-        except Exception as error:  # of the chat template, which may refuse these messages alone
-            why = f"the chat template refuses the task's messages: {type(error).__name__}: {error}"
-            return Conversation(task.messages, ()).end(Ending.ERROR, why)
+        except Exception as error:  # the chat template may refuse these messages
+            reason = f"the chat template refuses the task's messages: {type(error).__name__}: {error}"
+            return Conversation(task.messages, ()).end(Ending.ERROR, reason)
         try:
             async with asyncio.timeout(self.rollout.deadline):
                 return await self._turn(conversation, place, self.rollout.turn, tools)
         except TimeoutError:
-            return conversation.end(Ending.DEADLINE, self._late())
+            return conversation.end(Ending.DEADLINE, self._deadline_message())
 
     async def play_on(
         self,
@@ -167,20 +169,20 @@ class Player:
         strict: bool = False,
         tools: ConversationTools | None = None,
     ) -> Conversation:
-        """Go on from the policy's last reply to an ending, which is a malformed turn too where it is `strict`."""
+        """Continue from the policy's last reply to an ending; if `strict`, a malformed turn is an ending too."""
         user: User | None = None
         deadline = asyncio.get_running_loop().time() + self.rollout.deadline
         try:
             async with asyncio.timeout_at(deadline):
-                with failing(task, self.users):
+                with reporting_errors(task, self.users):
                     user = self.users.make(task, place.name)
                     await user.start(conversation)
                 for _ in range(min(self.rollout.max_user_turns, self.rollout.max_assistant_turns - 1)):
-                    if self.rollout.max_messages and conversation.said + 2 > self.rollout.max_messages:
+                    if self.rollout.max_messages and conversation.message_count + 2 > self.rollout.max_messages:
                         break
                     if not conversation.ending:
-                        with failing(task, self.users):
-                            conversation = self._heard(conversation, await user.reply(conversation), sampling)
+                        with reporting_errors(task, self.users):
+                            conversation = self._apply_reply(conversation, await user.reply(conversation), sampling)
                     if not conversation.ending:
                         conversation = await self._turn(conversation, place, sampling, tools)
                     if strict:
@@ -188,36 +190,36 @@ class Player:
         except UserError as error:
             conversation = conversation.end(Ending.ERROR, str(error))
         except TimeoutError:
-            conversation = conversation.end(Ending.DEADLINE, self._late())
+            conversation = conversation.end(Ending.DEADLINE, self._deadline_message())
         finally:
             if user:
-                conversation = await self._finished(conversation, task, user, deadline)
+                conversation = await self._finish(conversation, task, user, deadline)
         conversation = conversation if conversation.ending else conversation.end(Ending.TURN_LIMIT)
         self.users.ended(task, conversation)
         return conversation
 
-    def _heard(self, conversation: Conversation, reply: UserReply, sampling: SamplingConfig) -> Conversation:
-        """The conversation with what the user says, and the rewards for the turns."""
-        conversation = credited(conversation.add_reward(reply.reward), reply.credits)
+    def _apply_reply(self, conversation: Conversation, reply: UserReply, sampling: SamplingConfig) -> Conversation:
+        """The conversation with the user's message and the user's rewards for turns."""
+        conversation = add_rewards(conversation.add_reward(reply.reward), reply.credits)
         if reply.done:  # the policy's last turn is the end of the token stream
             return conversation.add_messages([reply.message], ()).end(Ending.USER_DONE)
         return self._append(conversation, [reply.message], sampling)
 
-    async def _finished(self, conversation: Conversation, task: Task, user: User, deadline: float) -> Conversation:
-        """The conversation with the user's last rewards; where it gives none, it ends with an error, if not before."""
+    async def _finish(self, conversation: Conversation, task: Task, user: User, deadline: float) -> Conversation:
+        """The conversation with the user's final rewards; if the user fails, it ends with an error."""
         try:
             async with asyncio.timeout_at(max(deadline, asyncio.get_running_loop().time() + FINISH_SECONDS)):
-                with failing(task, self.users):
+                with reporting_errors(task, self.users):
                     reward = await user.finish(conversation)
-                    return credited(conversation, reward if isinstance(reward, Mapping) else {-1: reward})
+                    return add_rewards(conversation, reward if isinstance(reward, Mapping) else {-1: reward})
         except UserError as error:
             failed = conversation.end(Ending.ERROR, str(error))
         except TimeoutError:
-            failed = conversation.end(Ending.DEADLINE, self._late())
+            failed = conversation.end(Ending.DEADLINE, self._deadline_message())
         return conversation if conversation.ending in (Ending.ERROR, Ending.DEADLINE) else failed
 
     def refuse_malformed(self, conversation: Conversation) -> Conversation:
-        """The conversation, ended where the policy's last turn is one that no user should see."""
+        """The conversation, ended as malformed if its last turn must not be shown to a user."""
         if not conversation.turns or conversation.ending in (Ending.ERROR, Ending.DEADLINE, Ending.USER_DONE):
             return conversation
         turn = conversation.turns[-1]
@@ -233,22 +235,22 @@ class Player:
         sampling: SamplingConfig,
         tools: ConversationTools | None,
     ) -> Conversation:
-        """Generations of the policy until one calls no tool, or may call none any more: that is the reply."""
+        """Generate until the policy calls no tool or rollout.max_tool_calls is used up; the last generation replies."""
         for _ in range(self.rollout.max_tool_calls if tools and self.tools.schemas else 0):
             conversation = await self._generate(conversation, place, sampling)
             if conversation.ending:
                 return conversation
             assert tools
             try:
-                answers, reward = await tools.answer(conversation.messages[-1].content)  # not what it only thought of
-            except (EngineError, ToolFailure) as error:  # it is the engine that reads the calls
+                answers, reward = await tools.answer(conversation.messages[-1].content)  # ignores calls in thoughts
+            except (EngineError, ToolFailure) as error:  # the engine parses the calls
                 return conversation.end(Ending.ERROR, str(error))
             if not answers:
                 return conversation
-            heard = self._append(conversation.add_reward(reward), answers, sampling)
-            if heard.ending:  # no room for the answers: the conversation ends with the call
-                return conversation.end(heard.ending)
-            conversation = heard
+            extended = self._append(conversation.add_reward(reward), answers, sampling)
+            if extended.ending:  # no room for the answers: the conversation ends with the call
+                return conversation.end(extended.ending)
+            conversation = extended
         return await self._generate(conversation, place, sampling)
 
     async def _generate(
@@ -256,8 +258,8 @@ class Player:
     ) -> Conversation:
         room = self.rollout.context_length - len(conversation.token_ids)
         if room < 1:
-            why = f"the task's messages alone fill rollout.context_length={self.rollout.context_length}"
-            return conversation.end(Ending.ERROR, why)
+            reason = f"the task's messages alone fill rollout.context_length={self.rollout.context_length}"
+            return conversation.end(Ending.ERROR, reason)
         ask = partial(
             self.policy.generate,
             messages=conversation.messages,
@@ -267,7 +269,7 @@ class Player:
         )
         try:
             routing_from = self._routing_from(conversation, sampling)
-            turn = await thinking.sampled(ask, self.renderer, conversation.token_ids, sampling, room, routing_from)
+            turn = await thinking.sample_turn(ask, self.renderer, conversation.token_ids, sampling, room, routing_from)
         except EngineError as error:
             return conversation.end(Ending.ERROR, str(error))
         if turn.finish is Finish.ABORT:
@@ -277,42 +279,42 @@ class Player:
         return conversation.end(Ending.LENGTH) if full else conversation
 
     def _routing_from(self, conversation: Conversation, sampling: SamplingConfig) -> int | None:
-        """The first position of which the next turn is to have the experts: the first that no turn before it has.
+        """The first position whose experts the next turn must record: the first one that earlier turns did not record.
 
-        None where the turn is not trained: in futures, unless rollout.train_turns=all.
+        None if the turn is not trained: in futures, except with rollout.train_turns=all.
         """
         if not self.rollout.routing_replay or (sampling is self.rollout.future and self.rollout.train_turns != "all"):
             return None
-        known = conversation.turns[-1].stream if conversation.turns else ()
-        return len(known) - 1 if known and conversation.token_ids[: len(known)] == known else 0
+        seen_ids = conversation.turns[-1].stream if conversation.turns else ()
+        return len(seen_ids) - 1 if seen_ids and conversation.token_ids[: len(seen_ids)] == seen_ids else 0
 
     def _append(
         self, conversation: Conversation, messages: Sequence[Message], sampling: SamplingConfig
     ) -> Conversation:
-        """Append messages of users or tools; the conversation ends where there is no room for a reply.
+        """Append messages of users or tools; the conversation ends if there is no room for a reply.
 
-        A user's message begins a turn, which may see earlier ones without their thoughts; a tool's answer does not.
+        After a user's message, earlier thoughts are dropped if rollout.strip_thoughts; after a tool's answer, never.
         """
         turns, thinks = conversation.turns, sampling.enable_thinking
         if self.rollout.strip_thoughts and messages[-1].role == "user":
-            prompt = self.renderer.again([*conversation.messages, *messages], turns, thinks)
+            prompt = self.renderer.prompt_without_thoughts([*conversation.messages, *messages], turns, thinks)
         else:
             prompt = conversation.token_ids + self.renderer.next(messages, turns[-1].token_ids, thinks)
         if len(prompt) >= self.rollout.context_length:
             return conversation.add_messages(messages, ()).end(Ending.LENGTH)
         return conversation.begin_anew(messages, prompt)
 
-    def _late(self) -> str:
+    def _deadline_message(self) -> str:
         return f"not ended after rollout.deadline={self.rollout.deadline:g} s"
 
 
-def credited(conversation: Conversation, rewards: Mapping[int, float]) -> Conversation:
-    """The conversation with further rewards of its turns, by their numbers."""
+def add_rewards(conversation: Conversation, rewards: Mapping[int, float]) -> Conversation:
+    """The conversation with `rewards` added to its turns, by turn index."""
     for turn, value in rewards.items():
         conversation = conversation.add_reward(value, turn)
     return conversation
 
 
 def seed_of(run_seed: int, place: RolloutPlace, turn: int) -> int:
-    """The engine's seed (31 bits) of one turn: the same whenever and wherever that turn is sampled."""
+    """The engine's seed (31 bits) for one turn; it does not depend on when or where the turn is sampled."""
     return int.from_bytes(hashlib.blake2b(f"{run_seed}/{place.name}/{turn}".encode(), digest_size=4).digest()) >> 1

@@ -1,7 +1,7 @@
-"""What a plan asks of language models and what that costs: at most, by settings alone, and by the means of a pilot.
+"""Language-model calls of a plan and their cost: an upper bound from the settings, and a forecast from a pilot.
 
-Bounds hold where every conversation, message and answer is as long as it may be. Calls that are asked again (broken
-answers, refused messages of users) and rounds of tool calls come on top.
+The bounds assume that every conversation, message and answer has its maximum length. They exclude repeated calls
+(malformed answers, refused user messages) and rounds of tool calls.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ import numpy as np
 
 from megatron_collab.config import Config, EndpointConfig, UserConfig
 from megatron_collab.data.evaluation import EvaluationSet, settings_of
-from megatron_collab.llm.endpoint import of_run, token_budget
+from megatron_collab.llm.endpoint import served_by_run, token_budget
 from megatron_collab.llm.price import Prices, tokens_at_most
 from megatron_collab.llm.recording import Call
 from megatron_collab.reward import metrics
 from megatron_collab.types import Task
 
 ROLES = ("assistant", "user", "judge")
-INSTRUCTIONS = 1024  # tokens that a prompt is taken to have beside task and conversation; ours have a third of them
+INSTRUCTIONS = 1024  # assumed prompt tokens besides task and conversation; the built-in prompts have a third of it
 
 
 @dataclass(frozen=True)
 class RoleCalls:
-    """How often a role is asked, and how many messages of conversations all these calls read together."""
+    """The number of calls of a role, and the total number of conversation messages in their prompts."""
 
     calls: int = 0
-    heard: int = 0
+    messages_read: int = 0
 
     def __add__(self, other: RoleCalls) -> RoleCalls:
-        return RoleCalls(self.calls + other.calls, self.heard + other.heard)
+        return RoleCalls(self.calls + other.calls, self.messages_read + other.messages_read)
 
     def __mul__(self, times: int) -> RoleCalls:
-        return RoleCalls(self.calls * times, self.heard * times)
+        return RoleCalls(self.calls * times, self.messages_read * times)
 
 
 @dataclass(frozen=True)
 class Calls:
-    """Replies of the assistant, messages of users, judgements: at most so many."""
+    """Upper bounds of the replies of the assistant, messages of users and judgements."""
 
     assistant: RoleCalls = RoleCalls()
     user: RoleCalls = RoleCalls()
@@ -54,105 +54,110 @@ class Calls:
         return Calls(self.assistant * times, self.user * times, self.judge * times)
 
     def __str__(self) -> str:
-        asked = f"{self.assistant.calls} replies, {self.user.calls} messages of users, {self.judge.calls} judgements"
-        return f"at most {asked}"
+        counts = f"{self.assistant.calls} replies, {self.user.calls} messages of users, {self.judge.calls} judgements"
+        return f"at most {counts}"
 
 
 _OPENING = Calls(user=RoleCalls(1))
 
 
-def of_group(config: Config, said: int = 1) -> Calls:
-    """A group of train.rollouts_per_prompt rollouts, whose task has `said` messages of user and assistant."""
+def group_calls(config: Config, messages: int = 1) -> Calls:
+    """Calls of a group of train.rollouts_per_prompt rollouts; its task has `messages` of user and assistant."""
     rollout = config.rollout
     later = min(rollout.max_user_turns, rollout.max_assistant_turns - 1)
     if rollout.max_messages:
-        later = min(later, max(0, (rollout.max_messages - said - 1) // 2))
+        later = min(later, max(0, (rollout.max_messages - messages - 1) // 2))
     trained = config.train.rollouts_per_prompt
     played = trained * max(1, rollout.futures)
     if config.reward.mode == "single_turn":
         later, played = 0, trained
     kinds = [metrics.split(name, config.reward.metrics.get(name, {})) for name in config.reward.weights]
     judged = sum(kind.judged(options) for kind, options in kinds)
-    first = said + 1  # messages that the user's first answer reads
+    messages_before_answer = messages + 1  # messages that the user's first answer reads
     return Calls(
-        RoleCalls(trained, trained * said)
-        + RoleCalls(later, sum(first + 2 * turn + 1 for turn in range(later))) * played,
-        RoleCalls(later, sum(first + 2 * turn for turn in range(later))) * played,
-        RoleCalls(1, first + 2 * later) * played * judged,
+        RoleCalls(trained, trained * messages)
+        + RoleCalls(later, sum(messages_before_answer + 2 * turn + 1 for turn in range(later))) * played,
+        RoleCalls(later, sum(messages_before_answer + 2 * turn for turn in range(later))) * played,
+        RoleCalls(1, messages_before_answer + 2 * later) * played * judged,
     )
 
 
-def of_turns(config: Config) -> list[Calls]:
-    """The groups of a conversation that is built, turn by turn; rollout.max_messages is set."""
-    return [of_group(config, 1 + 2 * turn) for turn in range((config.rollout.max_messages or 0) // 2)]
+def turn_calls(config: Config) -> list[Calls]:
+    """Calls of each turn's group in a built conversation; rollout.max_messages must be set."""
+    return [group_calls(config, 1 + 2 * turn) for turn in range((config.rollout.max_messages or 0) // 2)]
 
 
-def of_building(config: Config, tasks: int) -> Calls:
-    """As many conversations that are built turn by turn, each opened by its user."""
-    return sum(of_turns(config), _OPENING) * tasks
+def building_calls(config: Config, tasks: int) -> Calls:
+    """Calls to build a conversation for each of `tasks` tasks, each opened by its user."""
+    return sum(turn_calls(config), _OPENING) * tasks
 
 
-def of_evaluation(config: Config, one: EvaluationSet, tasks: int) -> Calls:
-    """An evaluation of so many tasks of a set of data.eval, each opened by its user."""
-    return (of_group(settings_of(config, one)) + _OPENING) * tasks
+def evaluation_calls(config: Config, eval_set: EvaluationSet, tasks: int) -> Calls:
+    """Calls to evaluate `tasks` tasks of a set of data.eval, each opened by its user."""
+    return (group_calls(settings_of(config, eval_set)) + _OPENING) * tasks
 
 
-def of_training(config: Config, steps: int) -> Calls:
-    """So many steps, with all the groups that algo.dynamic_sampling may replace; without their evaluations."""
+def training_calls(config: Config, steps: int) -> Calls:
+    """Calls of `steps` steps, with all groups that algo.dynamic_sampling may replace; without evaluations."""
     if config.train.stage != "rl":
         return Calls()
-    return (of_group(config) + _OPENING) * (steps * config.train.prompts_per_step * (1 + config.algo.dynamic_sampling))
+    groups = steps * config.train.prompts_per_step * (1 + config.algo.dynamic_sampling)
+    return (group_calls(config) + _OPENING) * groups
 
 
 @dataclass(frozen=True)
 class Cost:
-    """USD of the models that have a price, those that have none, and what `usd` may be off by."""
+    """USD of the models with a known price, the models without one, and the standard error of `usd`."""
 
     usd: float = 0.0
     unpriced: tuple[str, ...] = ()
     error: float = 0.0
 
     def __str__(self) -> str:
-        within = f" ± {self.error:.2g}" if self.error else ""
-        without = f", and what {', '.join(self.unpriced)} costs, whose price is not known" if self.unpriced else ""
-        return f"{self.usd:.4g}{within} USD{without}"
+        margin = f" ± {self.error:.2g}" if self.error else ""
+        unknown = f", and what {', '.join(self.unpriced)} costs, whose price is not known" if self.unpriced else ""
+        return f"{self.usd:.4g}{margin} USD{unknown}"
 
 
-Models = Mapping[str, Sequence[EndpointConfig]]  # that may be asked, by role; none where nothing is paid for
+Models = Mapping[str, Sequence[EndpointConfig]]  # paid models by role; empty if nothing is paid for
 
 
-def at_most(calls: Calls, models: Models, config: Config, task_tokens: float) -> Cost:
-    """What `calls` about tasks of so many tokens cost at most, each of the dearest model of its role."""
+def cost_bound(calls: Calls, models: Models, config: Config, task_tokens: float) -> Cost:
+    """Upper bound of the cost of `calls`, priced at the most expensive model of each role.
+
+    `task_tokens`: mean tokens of a task, see `task_tokens`.
+    """
     prices = Prices(config.llm.prices)
     replies = [config.rollout.turn.max_new_tokens, config.rollout.future.max_new_tokens]
     replies += map(token_budget, models.get("assistant", ()))
-    said = map(token_budget, models.get("user", ()))
-    message = (max(replies) + max(said, default=UserConfig.max_tokens or 0)) / 2  # user and assistant take turns
+    user_budgets = map(token_budget, models.get("user", ()))
+    message_tokens = (max(replies) + max(user_budgets, default=UserConfig.max_tokens or 0)) / 2  # they alternate
     usd, unpriced = 0.0, dict[str, None]()
     for role in ROLES:
-        asked: RoleCalls = getattr(calls, role)
-        prompts = math.ceil(asked.calls * (INSTRUCTIONS + task_tokens) + asked.heard * message)
+        role_calls: RoleCalls = getattr(calls, role)
+        prompts = math.ceil(role_calls.calls * (INSTRUCTIONS + task_tokens) + role_calls.messages_read * message_tokens)
         dearest = 0.0
-        for endpoint in models.get(role, ()) if asked.calls else ():
+        for endpoint in models.get(role, ()) if role_calls.calls else ():
             model = str(endpoint.model)
-            found = 0.0 if of_run(model) else prices.at_most(model, prompts, asked.calls * token_budget(endpoint))
-            dearest = max(dearest, found or 0.0)
-            unpriced.update(dict.fromkeys([model] if found is None else []))
+            answers = role_calls.calls * token_budget(endpoint)
+            price = 0.0 if served_by_run(model) else prices.at_most(model, prompts, answers)
+            dearest = max(dearest, price or 0.0)
+            unpriced.update(dict.fromkeys([model] if price is None else []))
         usd += dearest
     return Cost(usd, tuple(unpriced))
 
 
 def task_tokens(tasks: Sequence[Task]) -> float:
-    """Mean tokens, an upper estimate, of what tasks give to a prompt: goal, answer, messages."""
+    """Mean tokens (an upper estimate) that a task adds to a prompt: goal, answer, messages."""
     texts = ((task.goal, task.answer, *(message.content for message in task.messages)) for task in tasks)
-    return float(np.mean([tokens_at_most(*each) for each in texts])) if tasks else 0.0
+    return float(np.mean([tokens_at_most(*parts) for parts in texts])) if tasks else 0.0
 
 
 @dataclass(frozen=True)
 class Means:
-    """What a call of a role took in a pilot of `calls`: tokens, seconds, USD (None: of some it is not known).
+    """Means per call of a role in a pilot of `calls` calls: tokens, seconds, USD (None if some price is unknown).
 
-    `error`: the standard error of the USD, over the groups of the pilot, whose calls are not independent.
+    `error`: the standard error of the USD over the groups of the pilot, since calls within a group are not independent.
     """
 
     calls: int
@@ -164,9 +169,9 @@ class Means:
 
 
 def role_of(call: Call) -> str | None:
-    """Who was asked, by the form of a recorded question; None for the model of a reward model.
+    """The role of a recorded call, derived from the form of its question; None for a reward model.
 
-    A user of one's own that asks for text without a form counts as an assistant.
+    A custom user that requests text without an answer schema counts as an assistant.
     """
     if "schema" not in call.question:
         return None
@@ -175,8 +180,8 @@ def role_of(call: Call) -> str | None:
     return "user" if call.question["sample"] is None else "judge"
 
 
-def measured(recorded: Iterable[Call]) -> dict[str, Means]:
-    """By role the means of a recorded pilot (llm.record); cached answers count, and cost nothing."""
+def role_means(recorded: Iterable[Call]) -> dict[str, Means]:
+    """Means of a recorded pilot (llm.record) by role; cached answers are included at no cost."""
     by_role: dict[str, dict[str, list[Call]]] = defaultdict(lambda: defaultdict(list))
     for call in recorded:
         if role := role_of(call):
@@ -185,30 +190,31 @@ def measured(recorded: Iterable[Call]) -> dict[str, Means]:
 
 
 def _means(groups: Sequence[Sequence[Call]]) -> Means:
-    taken = [call.taken for group in groups for call in group]
-    usd = None if any(one.usd is None for one in taken) else sum(one.usd or 0.0 for one in taken) / len(taken)
+    usages = [call.taken for group in groups for call in group]
+    known = all(usage.usd is not None for usage in usages)
+    usd = sum(usage.usd or 0.0 for usage in usages) / len(usages) if known else None
     error = 0.0
     if usd is not None and len(groups) > 1:  # of a ratio of two sums over the groups (Cochran 1977, section 2.11)
-        off = [sum(call.taken.usd or 0.0 for call in group) - usd * len(group) for group in groups]
-        error = float(np.std(off, ddof=1)) * math.sqrt(len(groups)) / len(taken)
+        residuals = [sum(call.taken.usd or 0.0 for call in group) - usd * len(group) for group in groups]
+        error = float(np.std(residuals, ddof=1)) * math.sqrt(len(groups)) / len(usages)
     sums = ("prompt_tokens", "answer_tokens", "seconds")
-    prompt, answer, seconds = (sum(getattr(one, name) for one in taken) / len(taken) for name in sums)
-    return Means(len(taken), prompt, answer, seconds, usd, error)
+    prompt, answer, seconds = (sum(getattr(usage, name) for usage in usages) / len(usages) for name in sums)
+    return Means(len(usages), prompt, answer, seconds, usd, error)
 
 
-def forecast(calls: Calls, pilot: Mapping[str, Means], of_pilot: Calls) -> Cost:
-    """What a plan of at most `calls` costs, by a pilot that might have made `of_pilot` and has measured `pilot`.
+def forecast(calls: Calls, pilot: Mapping[str, Means], pilot_calls: Calls) -> Cost:
+    """Forecast the cost of a plan of at most `calls`, from a pilot's means and its upper bound `pilot_calls`.
 
-    Conversations end as early as in the pilot: of the calls that there may be at most, the same share is made. `error`
-    is one standard error.
+    Assumes that conversations end as early as in the pilot: the same share of the possible calls is made. `error` is
+    one standard error.
     """
     usd, variance, unpriced = 0.0, 0.0, list[str]()
     for role in ROLES:
-        asked, might = getattr(calls, role).calls, getattr(of_pilot, role).calls
+        planned, possible = getattr(calls, role).calls, getattr(pilot_calls, role).calls
         means = pilot.get(role)
-        if means is None or not (asked and might):
+        if means is None or not (planned and possible):
             continue
-        expected = asked * means.calls / might
+        expected = planned * means.calls / possible
         if means.usd is None:
             unpriced.append(f"the {role}")
             continue
@@ -217,18 +223,20 @@ def forecast(calls: Calls, pilot: Mapping[str, Means], of_pilot: Calls) -> Cost:
     return Cost(usd, tuple(unpriced), math.sqrt(variance))
 
 
-def still_to_play(ended: Sequence[int], playing: Sequence[int], weights: Sequence[float]) -> float:
-    """The weight of the turns that conversations which are built still need, with half of those that are being played.
+def remaining_weight(ended: Sequence[int], playing: Sequence[int], weights: Sequence[float]) -> float:
+    """Expected weight of the turns still to be played, counting half of each turn that is being played.
 
-    `ended`: the turns of each that has ended, of which there are some; `playing`: those that each other one has behind
-    it; `weights`: of a turn by its number, what it costs in relation to others. That a conversation goes on after a
-    turn is as likely as it was so far (Kaplan and Meier 1958); where none got as far, as likely as after the others.
+    `ended` (not empty): the number of turns of each ended conversation; `playing`: the finished turns of each other
+    one; `weights`: the relative cost of a turn by its number. The probability that a conversation continues after a
+    turn is estimated from the conversations so far (Kaplan and Meier 1958); for turns that none has reached, it is the
+    average over the other turns.
     """
-    most = len(weights)
-    stops = np.bincount(ended, minlength=most + 1)[1:]  # by the number of its turns, how often a conversation ended
-    got = np.array([sum(turns > turn for turns in (*ended, *playing)) for turn in range(most)])  # past this turn
-    goes_on = np.where(got > 0, 1 - stops / np.maximum(got, 1), 1 - stops.sum() / max(1, got.sum()))
-    left = [0.0] * (most + 1)  # of a conversation from this turn on
-    for turn in reversed(range(most)):
-        left[turn] = weights[turn] + goes_on[turn] * left[turn + 1]
-    return float(sum(left[turns] - weights[turns] / 2 for turns in playing))
+    max_turns = len(weights)
+    stops = np.bincount(ended, minlength=max_turns + 1)[1:]  # number of conversations that ended after each turn
+    # Number of conversations that got past each turn.
+    survivors = np.array([sum(turns > turn for turns in (*ended, *playing)) for turn in range(max_turns)])
+    goes_on = np.where(survivors > 0, 1 - stops / np.maximum(survivors, 1), 1 - stops.sum() / max(1, survivors.sum()))
+    remaining = [0.0] * (max_turns + 1)  # of a conversation from this turn on
+    for turn in reversed(range(max_turns)):
+        remaining[turn] = weights[turn] + goes_on[turn] * remaining[turn + 1]
+    return float(sum(remaining[turns] - weights[turns] / 2 for turns in playing))

@@ -1,4 +1,4 @@
-"""Evaluations: the sets of data.eval, played by the workers of the run, between steps or without any training."""
+"""Evaluations: plays the sets of data.eval on the run's workers, between steps or without training."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron_collab.data.datasets import SurveyedSources
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets, settings_of
 from megatron_collab.observability.folder import RunFolder
 from megatron_collab.rollout.journal import Journal, WeightDigests
-from megatron_collab.rollout.needs import applying, needs
-from megatron_collab.rollout.scheduler import Asked, Flight, Slot, wait
+from megatron_collab.rollout.scheduler import Flight, GroupRequest, Slot, wait
 from megatron_collab.rollout.servers import Servers
-from megatron_collab.rollout.summary import evaluated
+from megatron_collab.rollout.summary import evaluation_summary
+from megatron_collab.rollout.task_requirements import applicable_metrics, task_requirements
 from megatron_collab.rollout.tools.toolbox import make_tools, schemas
 from megatron_collab.runtime import keys
 from megatron_collab.runtime.process import RunStopped, beat
@@ -23,29 +23,29 @@ from megatron_collab.types import Task
 
 
 class Evaluator:
-    """Plays the sets that are due and records what they scored; the methods with a step are collective.
+    """Plays the sets that are due and records their scores; methods with a `step` parameter are collective.
 
-    A conversation's seeds follow from the set, when it is evaluated, and the task. Finished groups are in the journal,
-    so an evaluation that was interrupted goes on.
+    A conversation's seeds depend on the set, the moment of the evaluation and the task. Finished groups are in the
+    journal, so an interrupted evaluation resumes.
     """
 
     def __init__(self, config: Config, run: RunFolder, restore: Callable[[], None]) -> None:
-        """`restore`: after a time when no server was left, waits for servers with the weights; collective."""
+        """`restore`: if no server is available, waits until servers have the weights again; collective."""
         self.config, self.run, self._restore = config, run, restore
         self.sets = evaluation_sets(config)
         self._tasks: dict[EvaluationSet, list[Task]] = {}
         self._flight: Flight | None = None
 
-    def lead(self, servers: Servers, journal: Journal, beside: Flight | None = None) -> None:
-        """On rank 0, before anything else: who plays. `beside`: groups of training, which stay in flight."""
+    def lead(self, servers: Servers, journal: Journal, background: Flight | None = None) -> None:
+        """Set the workers, on rank 0 and before other methods. `background`: training groups that stay in flight."""
         assert servers.workers and servers.pool
         self._workers, self._pool = servers.workers.conversations, servers.pool
         self._limiter = servers.workers.limiter
-        self._lost_all, self._journal, self._beside = servers.lost_all, journal, beside
+        self._lost_all, self._journal, self._background = servers.lost_all, journal, background
 
     @contextmanager
-    def alone(self, servers: Servers, step: int) -> Iterator[None]:
-        """On rank 0, in a folder of evaluations only: lead, with a journal of its own for the weights of `step`."""
+    def standalone(self, servers: Servers, step: int) -> Iterator[None]:
+        """On rank 0, in a run without training: `lead` with a separate journal for the weights of `step`."""
         digests = WeightDigests(keep=1)
         digests.begin(step)
         journal = Journal(Path(self.config.run.dir) / "journal", digests)
@@ -53,56 +53,57 @@ class Evaluator:
         try:
             yield
         except RunStopped:
-            self.keep()
+            self.save()
             if servers.workers:
                 servers.workers.stop()
             raise
         journal.forget()
 
     def due(self, step: int) -> bool:
-        """Whether a set is to be evaluated at `step`."""
-        found: bool = from_leader(lambda: any(self.run.evaluation_due(one.name, step) for one in self.sets))
-        return found
+        """Whether a set is due at `step`."""
+        is_due: bool = from_leader(lambda: any(self.run.evaluation_due(eval_set.name, step) for eval_set in self.sets))
+        return is_due
 
     def evaluate(self, step: int) -> None:
         """Play the sets that are due at `step`, one after the other, and record each."""
-        for one in self.sets:
-            self._evaluate(one, step)
+        for eval_set in self.sets:
+            self._evaluate(eval_set, step)
 
-    def _evaluate(self, one: EvaluationSet, step: int) -> None:
-        name: str | None = from_leader(lambda: self.run.evaluation_due(one.name, step))
+    def _evaluate(self, eval_set: EvaluationSet, step: int) -> None:
+        name: str | None = from_leader(lambda: self.run.evaluation_due(eval_set.name, step))
         if name:
             beat(f"evaluation {name}")
-            from_leader(lambda: self._begin(one, name, step))
+            from_leader(lambda: self._begin(eval_set, name, step))
             wait(self._flight, self._restore)
-            from_leader(lambda: self._record(one, name, step))
+            from_leader(lambda: self._record(eval_set, name, step))
 
-    def keep(self) -> None:
-        """On rank 0, where the run is stopped: what is finished goes to the journal."""
+    def save(self) -> None:
+        """On rank 0, when the run is stopped: write finished groups to the journal."""
         if self._flight:
             self._flight.collect(0.0)
 
-    def _begin(self, one: EvaluationSet, name: str, step: int) -> None:
-        tasks, settings = self._prepared(one), settings_of(self.config, one)
-        self._flight = Flight(settings, self._workers, self._journal, self._lost_all, self._beside)
+    def _begin(self, eval_set: EvaluationSet, name: str, step: int) -> None:
+        tasks, settings = self._prepared(eval_set), settings_of(self.config, eval_set)
+        self._flight = Flight(settings, self._workers, self._journal, self._lost_all, self._background)
         stream = f"eval-{name.replace('/', '-')}"
         for index, task in enumerate(tasks):
-            self._flight.begin(Asked(Slot(step, 0, index), f"{stream}-{index}", task, one))
+            self._flight.begin(GroupRequest(Slot(step, 0, index), f"{stream}-{index}", task, eval_set))
         self._flight.wait_for(len(tasks), f"evaluation {name}")
 
-    def _prepared(self, one: EvaluationSet) -> list[Task]:
-        """The tasks of a set, which are about to be begun."""
-        if not self._beside:  # an outage while nothing was in flight has no effect
+    def _prepared(self, eval_set: EvaluationSet) -> list[Task]:
+        """The tasks of a set; clears an outage that happened while no group was in flight."""
+        if not self._background:  # an outage while nothing was in flight has no effect
             self._pool.recover()
         if not self._tasks:
-            with keys.lent():
+            with keys.in_environment():
                 tools = schemas(make_tools(self.config.rollout))
-            given = SurveyedSources[Task](self.config, "data.eval", self.sets, tools, needs)
-            self._tasks = {each: tasks[: each.tasks] for each, tasks in zip(self.sets, given.sets, strict=True)}
-        return self._tasks[one]
+            sources = SurveyedSources[Task](self.config, "data.eval", self.sets, tools, task_requirements)
+            self._tasks = {entry: tasks[: entry.tasks] for entry, tasks in zip(self.sets, sources.sets, strict=True)}
+        return self._tasks[eval_set]
 
-    def _record(self, one: EvaluationSet, name: str, step: int) -> None:
+    def _record(self, eval_set: EvaluationSet, name: str, step: int) -> None:
         assert self._flight is not None
         groups = list(self._flight.take().values())
         self._flight = None
-        self.run.evaluation(name, one.name, step, evaluated(groups, applying(self.config)), groups)
+        metrics = evaluation_summary(groups, applicable_metrics(self.config))
+        self.run.evaluation(name, eval_set.name, step, metrics, groups)

@@ -1,10 +1,10 @@
-"""Finished groups, on disk before they are trained: a run that starts again does not play them again.
+"""Journal of finished groups on disk, so that a restarted run does not play them again.
 
-One file a step, to which every group is appended once it is finished. A group is pickled: that keeps its floats and
-types to the last bit, and a run trusts its own folder as it trusts its checkpoints. One writer.
+There is one file per step, to which each group is appended when it finishes. Groups are pickled: that keeps floats and
+types bit-exact, and a run trusts its own folder as it trusts its checkpoints. There is one writer.
 
-Before a group stand the newest version that sampled any of it and that version's digest: a run that goes back to an
-older checkpoint uses version numbers again, so the number alone does not identify the weights.
+A group is preceded by the newest weight version that sampled any of it and that version's digest: a run that resumes
+from an older checkpoint reuses version numbers, so the number does not identify the weights.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from typing import Any, NamedTuple
 from megatron_collab.runtime import files
 from megatron_collab.types import Conversation, Ending, Group, Missing, Task
 
-_HEAD = struct.Struct(">HQI")  # bytes of the stream's name, bytes of the group, CRC-32 of all that follows
-_WEIGHTS = struct.Struct(">q64s")  # version and digest; then come name and group
+_HEAD = struct.Struct(">HQI")  # bytes of the stream's name, bytes of the group, CRC-32 of the body
+_WEIGHTS = struct.Struct(">q64s")  # version and digest; followed by name and group
 _FILE = re.compile(r"step_(\d+)\.groups")
-_FIRST = "0" * 64  # digest of the weights that the run began with
+_FIRST = "0" * 64  # digest of the run's initial weights
 
 
 class WeightDigests(dict[int, str]):
-    """Digests of the newest `keep` versions of the weights, which tell them from others with the same number.
+    """Digests of the newest `keep` weight versions, which distinguish weights with the same version number.
 
-    Each is the digest of the version before and of the metrics of its update. Equal weights have equal digests; where
-    a device sums in another order, the loss or the gradient norm differs, and so does the digest.
+    A digest is a hash of the previous version's digest and of the metrics of the update. Equal weights have equal
+    digests; if a device sums in a different order, the loss or the gradient norm differs, and so does the digest.
     """
 
     def __init__(self, keep: int, known: Iterable[Sequence[Any]] = ()) -> None:
-        """`known`: the `items` of an earlier start of the run."""
+        """`known`: the `items()` of an earlier start of the run."""
         super().__init__((version, digest) for version, digest in known)
         self.keep = keep
 
     def begin(self, version: int) -> None:
-        """The current weights are `version`: those that the run began with, where nothing is known yet."""
+        """Set the current version; if no digest is known yet, it is the version of the run's initial weights."""
         if not self:
             self[version] = _FIRST
 
     def learned(self, stats: Mapping[str, float]) -> None:
-        """The next version is the result of an update that measured `stats`, which are the same on all ranks."""
+        """Add the next version, the result of an update with metrics `stats`, which are the same on all ranks."""
         version = max(self)
-        content = f"{self[version]} {sorted(stats.items())}"  # floats to the last bit
+        content = f"{self[version]} {sorted(stats.items())}"  # repr keeps floats exact
         self[version + 1] = hashlib.sha256(content.encode()).hexdigest()
         for old in [known for known in self if known <= version + 1 - self.keep]:
             del self[old]
 
 
 class JournalEntry(NamedTuple):
-    """The group of a stream: the bytes from `start` to `stop` of `file`, its newest version and that one's digest."""
+    """A stream's group in bytes `start` to `stop` of `file`, with its newest version and that version's digest."""
 
     stream: str
     version: int
@@ -66,23 +66,23 @@ class JournalEntry(NamedTuple):
 
 
 class Journal:
-    """The finished groups of a run, in `folder`; those in it at the beginning are of earlier starts."""
+    """The finished groups of a run, in `folder`; groups present at construction are from earlier starts."""
 
     def __init__(self, folder: Path, digests: WeightDigests) -> None:
         self.folder = folder
         self._digests = digests
         folder.mkdir(parents=True, exist_ok=True)
-        self._found: dict[str, JournalEntry] = {}  # of two of a stream the later
+        self._entries: dict[str, JournalEntry] = {}  # by stream; a later entry replaces an earlier one
         for file in self._files():
             end = 0
             for entry in entries(file):
-                self._found[entry.stream] = entry
+                self._entries[entry.stream] = entry
                 end = entry.stop
-            os.truncate(file, end)  # what follows was being written when the process was killed
+            os.truncate(file, end)  # drop a partial entry of a killed process
 
     def find(self, stream: str, task: Task) -> Group | None:
-        """The group of `task` that an earlier start played on `stream`, unless its weights may be others by now."""
-        entry = self._found.get(stream)
+        """The group of `task` that an earlier start played on `stream`; None if the weights have changed since."""
+        entry = self._entries.get(stream)
         if entry is None or self._digests.get(entry.version) != entry.digest:
             return None
         with entry.file.open("rb") as content:
@@ -90,13 +90,13 @@ class Journal:
             pickled = content.read(entry.stop - entry.start)
         try:
             group: Group = pickle.loads(pickled)
-            begins = group.task.messages[: len(task.messages)] == task.messages  # what the user opened is behind them
-            return group if begins and group.task.given == task.given else None
-        except (AttributeError, ImportError, TypeError, ValueError):  # of another version of the package
+            begins = group.task.messages[: len(task.messages)] == task.messages  # the user's opening message may follow
+            return group if begins and group.task.original == task.original else None
+        except (AttributeError, ImportError, TypeError, ValueError):  # pickled by another version of the package
             return None
 
     def write(self, step: int, groups: Mapping[str, Group]) -> None:
-        """Append to disk those of `groups`, by stream, that lack nothing and can be trained; RunStopped if it fails."""
+        """Append the complete groups of `groups` (by stream) to disk. Raises RunStopped if writing fails."""
         frames = []
         for stream, group in groups.items():
             turns = (turn for conversation in conversations(group) for turn in conversation.turns)
@@ -114,11 +114,11 @@ class Journal:
                 os.fsync(out.fileno())
 
     def forget(self, before: int | None = None) -> None:
-        """Remove the groups of the steps before `before`; None: all."""
-        gone = {file for file, step in self._files().items() if before is None or step < before}
-        for file in gone:
+        """Remove the groups of steps before `before`; all if it is None."""
+        removed = {file for file, step in self._files().items() if before is None or step < before}
+        for file in removed:
             file.unlink()
-        self._found = {stream: entry for stream, entry in self._found.items() if entry.file not in gone}
+        self._entries = {stream: entry for stream, entry in self._entries.items() if entry.file not in removed}
 
     def _files(self) -> dict[Path, int]:
         matches = ((file, _FILE.fullmatch(file.name)) for file in self.folder.iterdir())
@@ -126,7 +126,7 @@ class Journal:
 
 
 def entries(file: Path) -> Iterator[JournalEntry]:
-    """The whole entries of a file, in the order in which they were written."""
+    """The complete entries of a file, in the order in which they were written."""
     content = file.read_bytes()
     at = 0
     while at + _HEAD.size <= len(content):

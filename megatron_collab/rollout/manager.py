@@ -1,6 +1,6 @@
-"""From tasks to a batch: Ray workers play groups; those of a step become samples with credits.
+"""Produces the batch of a step: Ray workers play groups of rollouts, which become samples with credits.
 
-Rank 0 asks the workers and broadcasts the batch; the other ranks wait for it in short collectives.
+Rank 0 calls the workers and broadcasts the batch; the other ranks wait for it in short collectives.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from megatron_collab.algo.credit import fresh, samples_of, teaches
+from megatron_collab.algo.credit import drop_stale, has_gradient, samples_of
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import TrainingData
 from megatron_collab.observability.run import Run
 from megatron_collab.rollout.evaluation import Evaluator
 from megatron_collab.rollout.journal import Journal, WeightDigests
-from megatron_collab.rollout.needs import applying, needs
-from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answered, answers, wait, window
+from megatron_collab.rollout.scheduler import Flight, GroupRequest, Slot, answers, available_results, wait, window
 from megatron_collab.rollout.servers import Servers
 from megatron_collab.rollout.summary import mean, refuse_missing, summary
+from megatron_collab.rollout.task_requirements import applicable_metrics, task_requirements
 from megatron_collab.rollout.tools.toolbox import make_tools, schemas
 from megatron_collab.runtime import keys
 from megatron_collab.runtime.process import RunStopped, beat
@@ -34,20 +34,21 @@ from megatron_collab.runtime.rank0 import from_leader
 from megatron_collab.types import Batch, Group, Sample, Task
 from megatron_collab.weight_sync.sync import WeightSync
 
-_COUNTING_SECONDS = 2.0  # for RewardWorkers to say what they have counted; one that hangs stops nothing
+_COUNTING_SECONDS = 2.0  # for RewardWorkers to return their counters; late ones are skipped
 
 
 class RolloutManager(AbstractContextManager["RolloutManager"]):
-    """Batches of rollouts, by step. Sampling runs up to rollout.max_staleness steps ahead of the step that trains.
+    """Produces batches of rollouts by step. Sampling runs up to rollout.max_staleness steps ahead of training.
 
-    Tasks and sampling seeds follow from (run.seed, slot) alone. The slots of a step follow from the step, and so does
-    what a resumed run collects; with staleness from `state` too, and those that were in flight are played first.
+    Tasks and sampling seeds depend only on (run.seed, slot). The slots of a step depend only on the step, so a resumed
+    run collects the same groups; if rollout.max_staleness > 0 they also depend on `state`, and the groups that were in
+    flight are played first.
     """
 
     def __init__(
         self, config: Config, servers: Servers, weights: WeightSync, run: Run, state: Mapping[str, Any]
     ) -> None:
-        """`state`: `state()` of an earlier start of the run, or {}."""
+        """`state`: the result of `state()` in an earlier start of the run, or {}."""
         self.config = config
         self.servers = servers
         self.weights = weights
@@ -55,31 +56,31 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         self._evaluator = Evaluator(config, run, self._restore)
         self.leader = dist.get_rank() == 0
         self._state = dict(state)
-        self._timeout = config.launch.timeout / 2  # seconds, in which the other ranks wait
+        self._timeout = config.launch.timeout / 2  # seconds; the other ranks wait in a collective meanwhile
         self._digests = WeightDigests(config.rollout.max_staleness + 1, state.get("weights", ()))
         if self.leader:
             assert servers.workers and servers.pool
             self._workers, self._pool = servers.workers, servers.pool
-            with keys.lent():
+            with keys.in_environment():
                 tools = schemas(make_tools(config.rollout))
-            self.tasks = TrainingData[Task](config, tools, needs)
+            self.tasks = TrainingData[Task](config, tools, task_requirements)
             self._journal = Journal(Path(config.run.dir) / "journal", self._digests)
             self._flight = Flight(config, self._workers.conversations, self._journal, servers.lost_all)
-            self._evaluator.lead(servers, self._journal, beside=self._flight)
-            self._left = [Slot(*slot) for slot in state.get("in_flight", ())]
+            self._evaluator.lead(servers, self._journal, background=self._flight)
+            self._pending = [Slot(*slot) for slot in state.get("in_flight", ())]
             self._next = Slot(*state["next"]) if "next" in state else None
             self._spent = self._spend()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Where the run is stopped, write finished groups to the journal and stop playing; write costs in any case.
+        """If the run was stopped, write finished groups to the journal and stop the workers; always write costs.
 
-        Failures here are printed: they neither stop the other parts nor change the reason for which the run ends.
+        Failures here are printed; they neither skip the remaining steps nor replace the error that ends the run.
         """
         parts: list[Callable[[], object]] = []
         if self.leader and kind is None:
             parts = [self._journal.forget, self._spend]
         elif self.leader and issubclass(kind or Exception, RunStopped):
-            parts = [partial(self._flight.collect, 0.0), self._evaluator.keep, self._workers.stop, self._spend]
+            parts = [partial(self._flight.collect, 0.0), self._evaluator.save, self._workers.stop, self._spend]
         for part in parts:
             try:
                 part()
@@ -87,9 +88,9 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
                 print(f"megatron-collab: at the end of sampling: {' '.join(str(failure).split())}", file=sys.stderr)
 
     def collect(self, step: int) -> Batch:
-        """The batch of `step`, the same on every rank, while the servers have version `step`; collective.
+        """The batch of `step`, the same on every rank; the servers must have version `step`; collective.
 
-        RunStopped where too many scores are missing, or nothing can be learned.
+        Raises RunStopped if too many scores are missing or no group can be trained.
         """
         beat(f"the rollouts of step {step}")
         self._digests.begin(step)
@@ -101,34 +102,34 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
                 return batch
 
     def evaluation_due(self, step: int) -> bool:
-        """Whether a set of data.eval is to be evaluated at `step`, and is not recorded yet; collective."""
+        """Whether a set of data.eval is due at `step` and not recorded yet; collective."""
         return self._evaluator.due(step)
 
     def evaluate(self, step: int) -> None:
-        """Evaluate the sets that are due while the servers have version `step`; what is in flight stays so; collective.
+        """Evaluate the due sets; the servers must have version `step`; training groups stay in flight; collective.
 
-        Tasks are played to their end, `samples` times each, as a user would see it: malformed turns are played on.
+        Each task is played to its end `samples` times, as users would see it: malformed turns end no conversation.
         """
         self._digests.begin(step)
         self._evaluator.evaluate(step)
 
     def learned(self, stats: Mapping[str, float]) -> None:
-        """The batch of the last step was learned; `stats` are the metrics of its update."""
+        """Record that the last batch was trained; `stats` are the metrics of its update."""
         self._digests.learned(stats)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, JSON, on rank 0: after the last batch the next slot and those in flight; weight digests."""
+        """Checkpoint state as JSON, on rank 0: next slot, slots in flight after the last batch, weight digests."""
         return {**self._state, "weights": [*self._digests.items()]}
 
     def forget(self, checkpoint: tuple[int, Mapping[str, Any]]) -> None:
-        """Forget the groups that a run which resumes from `checkpoint` (its step and state) does not need."""
+        """Remove journaled groups that a resume from `checkpoint` (step and state) does not need."""
         step, state = checkpoint
         if self.leader and "collector" in state:
             collector = state["collector"]
             self._journal.forget(min(step, collector["next"][0], *(slot[0] for slot in collector["in_flight"])))
 
     def _restore(self) -> None:
-        """No server is left: wait for some, and give them the weights of the version that they had; collective."""
+        """No server is available: wait until servers are back, and sync the last weight version to them; collective."""
         self.servers.wait_for_served()
         if from_leader(lambda: self._pool.lost_all()):
             assert self.weights.version is not None
@@ -136,55 +137,56 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
             from_leader(lambda: self._pool.recover())
 
     def _begin_step(self, step: int) -> None:
-        """Begin the groups that may be in flight at `step`, first those of an earlier start of the run."""
+        """Begin the groups that may be in flight at `step`, first those from an earlier start of the run."""
         if not self._flight:  # an outage while nothing was in flight has no effect
             self._pool.recover()
-        self._chosen = _Chosen(self.config, step)
+        self._step_groups = _StepGroups(self.config, step)
         self._next = self._next or Slot(step, 0, 0)
         prompts = self.config.train.prompts_per_step
         room = window(step, self.config.train.steps, prompts, self.config.rollout.max_staleness)
         while len(self._flight) < room:
-            if self._left:
-                self._begin(self._left.pop(0))
+            if self._pending:
+                self._begin(self._pending.pop(0))
             else:
                 self._begin(self._next)
                 self._next = self._next.after(prompts)
         self._flight.wait_for(prompts, f"step {step} rollouts")
 
     def _choose(self, step: int) -> Batch | None:
-        """Take the groups that were waited for; the batch, or None where others are played for some of them."""
-        groups, chosen = self._flight.take(), self._chosen
+        """Take the finished groups; the batch, or None if replacements of some groups must be played first."""
+        groups, step_groups = self._flight.take(), self._step_groups
         self.run.transcripts(step, list(groups.values()))
-        chosen.add(groups)
-        refuse_missing(chosen.played, self.config.reward.max_missing)
-        if chosen.lacking and chosen.refill < chosen.refills:
-            chosen.refill += 1
-            for number in range(chosen.lacking):
-                self._begin(Slot(step, chosen.refill, number))
-            self._flight.wait_for(chosen.lacking, f"step {step} refill {chosen.refill}")
+        step_groups.add(groups)
+        refuse_missing(step_groups.played, self.config.reward.max_missing)
+        if step_groups.lacking and step_groups.refill < step_groups.refills:
+            step_groups.refill += 1
+            for number in range(step_groups.lacking):
+                self._begin(Slot(step, step_groups.refill, number))
+            self._flight.wait_for(step_groups.lacking, f"step {step} refill {step_groups.refill}")
             return None
-        batch = chosen.batch()
-        batch = replace(batch, metrics={**batch.metrics, **self._counted()})
-        self._state = {"next": self._next, "in_flight": self._flight.slots + self._left}
+        batch = step_groups.batch()
+        batch = replace(batch, metrics={**batch.metrics, **self._step_metrics()})
+        self._state = {"next": self._next, "in_flight": self._flight.slots + self._pending}
         return batch
 
     def _begin(self, slot: Slot) -> None:
-        """Begin a group of the task that follows from its slot: every refill has an order of its own."""
+        """Begin a group for the slot's task; every refill draws tasks in a different order."""
         seed = self.config.run.seed
         if slot.refill:
             seed = int(np.random.SeedSequence((seed, slot.refill)).generate_state(1)[0])
         at = slot.step * self.config.train.prompts_per_step + slot.number
-        self._flight.begin(Asked(slot, slot.stream, self.tasks.at(at, seed)))
+        self._flight.begin(GroupRequest(slot, slot.stream, self.tasks.at(at, seed)))
 
-    def _counted(self) -> dict[str, float]:
-        """Counts of users, tools and servers, and costs of users and judges, since the last step."""
+    def _step_metrics(self) -> dict[str, float]:
+        """Counters of users, tools and servers, and costs of users and judges, since the last step."""
         counts: Counter[str] = Counter()
         players = enumerate(self._workers.conversations)
-        asked = {f"the counters of conversation-{n}": player.take_counters.remote() for n, player in players}
-        for taken in answers(asked, self._timeout):
-            counts.update(taken)
-        for taken in answered([worker.take_counters.remote() for worker in self._workers.rewards], _COUNTING_SECONDS):
-            counts.update(taken)
+        calls = {f"the counters of conversation-{n}": player.take_counters.remote() for n, player in players}
+        for counters in answers(calls, self._timeout):
+            counts.update(counters)
+        reward_calls = [worker.take_counters.remote() for worker in self._workers.rewards]
+        for counters in available_results(reward_calls, _COUNTING_SECONDS):
+            counts.update(counters)
         if self._flight.from_journal:
             counts["from_journal"], self._flight.from_journal = self._flight.from_journal, 0
         before, self._spent = self._spent, self._spend()
@@ -198,63 +200,63 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
 
 
 def spending(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """What was spent between two totals of the limiter; no llm/usd where it is unknown, since a call had no price."""
+    """The difference of two totals of the limiter, as metrics; without llm/usd if the price of a call is unknown."""
     step = {f"llm/{name}": float(total - before[name]) for name, total in sorted(after.items())}
     if step.get("llm/unpriced"):
         del step["llm/usd"]
     return step
 
 
-class _Chosen:
-    """The groups of a step: which are trained, and how many are lacking.
+class _StepGroups:
+    """The groups of a step: which are trained, and how many must be replaced.
 
-    Samples that are older than rollout.max_staleness are dropped, and a group of which nothing is left to compare is
-    replaced. Only groups that were in flight before the step can be that old, hence the number of `refills`. With
-    algo.dynamic_sampling groups without a gradient are replaced too, that often (DAPO, arXiv:2503.14476, section 3.2).
-    Groups that are not trained stay in the transcripts and in the means.
+    Samples older than rollout.max_staleness are dropped, and a group is replaced if no samples remain. Only groups that
+    were in flight before the step can be that old, which bounds the number of `refills`. With algo.dynamic_sampling
+    groups without a gradient are replaced too, up to that many times (DAPO, arXiv:2503.14476, section 3.2). Groups that
+    are not trained stay in the transcripts and in the means.
     """
 
     def __init__(self, config: Config, step: int) -> None:
         self.config, self.step = config, step
-        self.ahead, self.dynamic = config.rollout.max_staleness, config.algo.dynamic_sampling
-        self.refill, self.refills = 0, self.dynamic + self.ahead * config.train.prompts_per_step
+        self.max_staleness, self.dynamic = config.rollout.max_staleness, config.algo.dynamic_sampling
+        self.refill, self.refills = 0, self.dynamic + self.max_staleness * config.train.prompts_per_step
         self.played: list[Group] = []
         self.lacking = 0
-        self._kept: dict[Slot, list[Sample]] = {}
+        self._trained: dict[Slot, list[Sample]] = {}
         self._idle = self._dropped = self._pairless = 0
 
     def add(self, groups: Mapping[Slot, Group]) -> None:
-        """The groups of a round: the step's own, or a refill."""
+        """Add the groups of a round: the step's regular groups, or a refill."""
         self.lacking = 0
         for slot, group in groups.items():
             samples = samples_of(group, self.config, len(self.played))
-            young = fresh(samples, self.step - self.ahead, self.config)
+            fresh_samples = drop_stale(samples, self.step - self.max_staleness, self.config)
             self.played.append(group)
             self._pairless += not samples and self.config.objective == "dpo"
-            self._dropped += len(samples) - len(young)
-            if samples and not young:
+            self._dropped += len(samples) - len(fresh_samples)
+            if samples and not fresh_samples:
                 self.lacking += 1
-            elif self.dynamic and not teaches(young):
+            elif self.dynamic and not has_gradient(fresh_samples):
                 self._idle += 1
                 self.lacking += self.refill < self.dynamic
             else:
-                self._kept[slot] = young
+                self._trained[slot] = fresh_samples
 
     def batch(self) -> Batch:
-        """The trained samples, in the order of the slots, and the metrics; RunStopped where there are none."""
-        samples = tuple(sample for slot in sorted(self._kept) for sample in self._kept[slot])
+        """The trained samples, in slot order, and the metrics. Raises RunStopped if there are no samples."""
+        samples = tuple(sample for slot in sorted(self._trained) for sample in self._trained[slot])
         if not samples:
             reason = "rewards that differ" if self.dynamic or self.config.objective == "dpo" else "rewards"
-            age = f" of version {self.step - self.ahead} or newer" if self.ahead else ""
+            age = f" of version {self.step - self.max_staleness} or newer" if self.max_staleness else ""
             raise RunStopped(f"step {self.step}: no group has enough {reason}{age}, so nothing can be learned")
-        metrics, kept = summary(self.played, applying(self.config)), float(len(self._kept))
+        metrics, trained_groups = summary(self.played, applicable_metrics(self.config)), float(len(self._trained))
         if self.dynamic:
-            metrics |= {"dynamic/kept": kept, "dynamic/dropped": self._idle, "dynamic/refills": self.refill}
+            metrics |= {"dynamic/kept": trained_groups, "dynamic/dropped": self._idle, "dynamic/refills": self.refill}
         if self.config.objective == "dpo":
             metrics["dpo/groups_without_pair"] = self._pairless
-        if self.ahead or self._dropped:
+        if self.max_staleness or self._dropped:
             ages = [float(self.step - sample.version) for sample in samples]
             metrics |= {"staleness/mean": mean(ages), "staleness/max": max(ages), "staleness/dropped": self._dropped}
-            replaced = len(self.played) - len(self._kept) - self._idle
+            replaced = len(self.played) - len(self._trained) - self._idle
             metrics |= {"staleness/groups_dropped": replaced, "staleness/groups_lacking": self.lacking}
         return Batch(samples, {name: float(value) for name, value in metrics.items()})

@@ -1,4 +1,4 @@
-"""What it costs to build conversations, on the console: at most before the first call, then as it is spent."""
+"""Prints the cost of building conversations: an upper bound before the first call, then what is spent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from megatron_collab import patches
 from megatron_collab.config import Config
-from megatron_collab.llm.endpoint import of_run
+from megatron_collab.llm.endpoint import served_by_run
 from megatron_collab.rollout import asked_models, cost
 from megatron_collab.rollout.users.named import user_of
 from megatron_collab.types import Task
@@ -18,74 +18,77 @@ SAY_EVERY = 60.0  # seconds
 
 
 class Meter:
-    """Of conversations about `tasks` that are built all at once."""
+    """The cost meter of conversations about `tasks`, which are built concurrently."""
 
     def __init__(
         self, config: Config, tasks: Sequence[Task], title: str, spend: Callable[[], Mapping[str, float]]
     ) -> None:
-        """`spend`: the totals of the run's limiter, those of earlier starts and of other sets among them."""
+        """`spend`: the totals of the run's limiter, including earlier starts and other sets."""
         self._title, self._spend = f"{len(tasks)} {title}", spend
         self._turns, self._ended = [0] * len(tasks), [False] * len(tasks)
-        self._before, self._said = spend(), time.monotonic()
-        turns, size = cost.of_turns(config), cost.task_tokens(tasks)
+        self._before, self._reported = spend(), time.monotonic()
+        turns, size = cost.turn_calls(config), cost.task_tokens(tasks)
         models = _models(config, tasks)
-        in_usd = [cost.at_most(turn, models, config, size).usd for turn in turns]
-        self._weights = in_usd if all(in_usd) else [1.0] * len(turns)  # in relation to each other
-        self._played = 0.0  # of these, in this start
-        self._say_before(config, models, size)
+        in_usd = [cost.cost_bound(turn, models, config, size).usd for turn in turns]
+        self._weights = in_usd if all(in_usd) else [1.0] * len(turns)  # relative to each other
+        self._played = 0.0  # weight of the turns played in this start
+        self._print_bound(config, models, size)
 
     def turn(self, number: int, ended: bool, played: bool) -> None:
-        """A turn of the conversation `number` is built; `played`: not by an earlier start."""
+        """Record a built turn of conversation `number`; `played` is False if an earlier start played it."""
         self._played += self._weights[self._turns[number]] * played
         self._turns[number] += 1
         self._ended[number] = ended
-        if any(self._ended) and time.monotonic() - self._said >= SAY_EVERY:
-            self._said = time.monotonic()
+        if any(self._ended) and time.monotonic() - self._reported >= SAY_EVERY:
+            self._reported = time.monotonic()
             tqdm.write(self.line())
 
     def line(self) -> str:
-        """What is spent, and once a conversation has ended what is still to come."""
-        now = self._spend()
-        spent, calls, unpriced = (now[name] - self._before[name] for name in ("usd", "calls", "unpriced"))
-        said = f"{self._title}: {sum(self._ended)} have ended"
+        """What is spent, and the expected remaining cost once a conversation has ended."""
+        totals = self._spend()
+        spent, calls, unpriced = (totals[name] - self._before[name] for name in ("usd", "calls", "unpriced"))
+        line = f"{self._title}: {sum(self._ended)} have ended"
         if not calls:
-            return said
-        said += f"; {calls:.0f} calls, {spent:.4g} USD"
+            return line
+        line += f"; {calls:.0f} calls, {spent:.4g} USD"
         if unpriced:
-            return f"{said}, and {unpriced:.0f} calls whose price is not known"
-        playing = [turns for turns, over in zip(self._turns, self._ended, strict=True) if not over]
+            return f"{line}, and {unpriced:.0f} calls whose price is not known"
+        playing = [turns for turns, has_ended in zip(self._turns, self._ended, strict=True) if not has_ended]
         if not (spent and playing and any(self._ended)):
-            return said
-        ended = [turns for turns, over in zip(self._turns, self._ended, strict=True) if over]
+            return line
+        ended = [turns for turns, has_ended in zip(self._turns, self._ended, strict=True) if has_ended]
         played = self._played + sum(self._weights[turns] for turns in playing) / 2
-        more = spent * cost.still_to_play(ended, playing, self._weights) / played
-        return f"{said}, about {more:.2g} USD to come"
+        remaining_usd = spent * cost.remaining_weight(ended, playing, self._weights) / played
+        return f"{line}, about {remaining_usd:.2g} USD to come"
 
-    def _say_before(self, config: Config, models: cost.Models, size: float) -> None:
-        said = f"{self._title}: {cost.of_building(config, len(self._turns))}"
+    def _print_bound(self, config: Config, models: cost.Models, size: float) -> None:
+        line = f"{self._title}: {cost.building_calls(config, len(self._turns))}"
         budget = config.llm.budget_usd
         if not any(models.values()):
-            tqdm.write(said)
+            tqdm.write(line)
             return
-        most = cost.at_most(cost.of_building(config, len(self._turns)), models, config, size)
-        tqdm.write(f"{said}; at most {most}, where every message is as long as it may be")
-        left = None if budget is None else budget - self._before["usd"]
-        if left is not None and left < most.usd:
-            out = "once it is spent the program ends, and the same command with a larger one goes on"
-            tqdm.write(f"llm.budget_usd={budget:g}: {left:.4g} USD of it are left, which may not be enough; {out}")
+        bound = cost.cost_bound(cost.building_calls(config, len(self._turns)), models, config, size)
+        tqdm.write(f"{line}; at most {bound}, where every message is as long as it may be")
+        unspent = None if budget is None else budget - self._before["usd"]
+        if unspent is not None and unspent < bound.usd:
+            hint = "once it is spent the program ends, and the same command with a larger one goes on"
+            tqdm.write(f"llm.budget_usd={budget:g}: {unspent:.4g} USD of it are left, which may not be enough; {hint}")
 
 
 def _models(config: Config, tasks: Sequence[Task]) -> cost.Models:
-    """Those that are paid for, by role."""
+    """The paid models, by role."""
     if config.llm.offline:
         return {}
     names = {user_of(task, config) for task in tasks}
-    asked = {
-        "assistant": asked_models.of_assistant(config),
-        "user": asked_models.of_users(config, sorted(names)),
-        "judge": asked_models.of_judges(config),
+    by_role = {
+        "assistant": asked_models.assistant_endpoints(config),
+        "user": asked_models.user_endpoints(config, sorted(names)),
+        "judge": asked_models.judge_endpoints(config),
     }
-    found = {role: [one.endpoint for one in some if not of_run(one.endpoint.model)] for role, some in asked.items()}
-    if any(found.values()):
-        patches.apply("litellm")  # which knows prices
-    return found
+    paid = {
+        role: [model.endpoint for model in models if not served_by_run(model.endpoint.model)]
+        for role, models in by_role.items()
+    }
+    if any(paid.values()):
+        patches.apply("litellm")  # LiteLLM has the prices
+    return paid

@@ -1,4 +1,4 @@
-"""The rollouts of a run, read back from its transcripts: the conversations as metrics see them, without token ids."""
+"""Reads a run's rollouts back from its transcripts: conversations as metrics see them, without token ids."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _TASKLESS = "its messages begin with no task of that id; the data have changed s
 Row = Mapping[str, Any]
 
 
-def played(config: Config, folder: Path, step: int | None, evaluation: str | None) -> tuple[str, list[Group]]:
-    """What the run in `folder` has played, and when: at a training step (None: the last one) or in an evaluation.
+def played_groups(config: Config, folder: Path, step: int | None, evaluation: str | None) -> tuple[str, list[Group]]:
+    """A title and the groups that the run in `folder` played in a training step (None: the last) or an evaluation.
 
     Raises ConfigError.
     """
@@ -44,89 +44,90 @@ def played(config: Config, folder: Path, step: int | None, evaluation: str | Non
         if evaluation:
             rows, tasks = rows_of_evaluation(folder, evaluation), evaluated_tasks(config, evaluation)
             return f"evaluation {evaluation}", groups_of(rows, tasks)
-        found, rows = rows_of_step(folder, step)
-        return f"step {found} of training", groups_of(rows, training_tasks(config))
+        found_step, rows = rows_of_step(folder, step)
+        return f"step {found_step} of training", groups_of(rows, training_tasks(config))
     except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
 
 
 def rows_of_step(folder: Path, step: int | None) -> tuple[int, list[Row]]:
-    """The futures of a training step of the run in `folder`, the last one where it is None. Raises ConfigError."""
+    """The futures of a training step of the run in `folder`; of the last if `step` is None. Raises ConfigError."""
     rows = [row for _, row in records.lines(folder / TRANSCRIPTS) if row is not None and records.of_step(row)]
     require(bool(rows), f"{folder}: has no {TRANSCRIPTS} with futures; give the folder of a run with rewards")
     last = max(row["step"] for row in rows)
-    found = [row for row in rows if row["step"] == (last if step is None else step)]
-    require(bool(found), f"--step={step}: {folder / TRANSCRIPTS} has none; its last one is {last}")
-    return found[0]["step"], found
+    step_rows = [row for row in rows if row["step"] == (last if step is None else step)]
+    require(bool(step_rows), f"--step={step}: {folder / TRANSCRIPTS} has none; its last one is {last}")
+    return step_rows[0]["step"], step_rows
 
 
 def rows_of_evaluation(folder: Path, name: str) -> list[Row]:
     """The conversations of an evaluation, by its name in evaluations.json. Raises ConfigError."""
     known = evaluations.read(folder)
-    there = f"there are {', '.join(known) or 'none'}"
-    require(name in known, f"--evaluation={name}: not in {folder / evaluations.FILE}; {there}")
+    choices = f"there are {', '.join(known) or 'none'}"
+    require(name in known, f"--evaluation={name}: not in {folder / evaluations.FILE}; {choices}")
     return [row for _, row in records.lines(evaluations.file_of(folder, name)) if row is not None]
 
 
 def training_tasks(config: Config) -> list[Examples[Task]]:
     """The tasks that a run trains on, by source."""
-    given = sources(config.data.train, "data.train", TrainingSource)
-    found = [load_tasks(source, "data.train", config.data) for source in given]
-    return [at_every_depth(one) for one in found] if config.data.prefixes else found
+    train_sources = sources(config.data.train, "data.train", TrainingSource)
+    examples = [load_tasks(source, "data.train", config.data) for source in train_sources]
+    return [at_every_depth(source_examples) for source_examples in examples] if config.data.prefixes else examples
 
 
 def evaluated_tasks(config: Config, name: str) -> list[Examples[Task]]:
-    """Those of an evaluation's set, by the evaluation's name."""
+    """The tasks of the set of an evaluation, by the evaluation's name."""
     moment = evaluations.moment_of(name)
-    named = [one for one in evaluation_sets(config) if evaluations.name_of(one.name, moment) == name]
-    return [load_tasks(one, one.setting, config.data) for one in named]
+    named = [eval_set for eval_set in evaluation_sets(config) if evaluations.name_of(eval_set.name, moment) == name]
+    return [load_tasks(eval_set, eval_set.setting, config.data) for eval_set in named]
 
 
 def groups_of(rows: Sequence[Row], tasks: Iterable[Examples[Task]]) -> list[Group]:
-    """The groups that `rows` record, in their order, with their recorded scores and rewards.
+    """The groups recorded in `rows`, in order, with their scores and rewards.
 
-    Turns have no tokens; `finish` says which their budget has cut. Raises ConfigError for a row without a task.
+    Turns have no tokens; `finish` is LENGTH if the token budget cut the turn. Raises ConfigError if a row's task is not
+    in `tasks`.
     """
     known = _by_id({row.get("task") for row in rows}, tasks)
     groups, rollouts = list[Group](), list[Rollout]()
     for _, futures in groupby(_numbered(rows), key=lambda pair: pair[0]):
-        own = [row for _, row in futures]
-        task = _task_of(own[0], known)
-        if rollouts and (own[0]["rollout"] == 0 or groups[-1].task != task):
+        rollout_rows = [row for _, row in futures]
+        task = _task_of(rollout_rows[0], known)
+        if rollouts and (rollout_rows[0]["rollout"] == 0 or groups[-1].task != task):
             rollouts = []
         if not rollouts:
             groups.append(Group(task, ()))
-        rollouts.append(_rollout(own, task))
+        rollouts.append(_rollout(rollout_rows, task))
         groups[-1] = replace(groups[-1], rollouts=tuple(rollouts))
     return groups
 
 
 def _numbered(rows: Iterable[Row]) -> Iterable[tuple[int, Row]]:
-    """The rows with the number of their rollout: each begins with its future 0."""
+    """The rows with the number of their rollout; a row with future 0 begins a rollout."""
     number = -1
     for row in rows:
         number += row["future"] == 0
         yield number, row
 
 
-def _by_id(wanted: set[Any], tasks: Iterable[Examples[Task]]) -> dict[str, list[Task]]:
-    found = defaultdict(list)
+def _by_id(task_ids: set[Any], tasks: Iterable[Examples[Task]]) -> dict[str, list[Task]]:
+    by_id = defaultdict(list)
     for examples in tasks:
         for number, row in examples.numbered():
             try:
                 task = examples.read(row, number)
-            except ValueError:  # which the run has left out
+            except ValueError:  # the run skipped it too
                 continue
-            if task.id in wanted:
-                found[task.id].append(task)
-    return found
+            if task.id in task_ids:
+                by_id[task.id].append(task)
+    return by_id
 
 
 def _task_of(row: Row, known: Mapping[str, Sequence[Task]]) -> Task:
     for task in known.get(row["task"], ()):
-        given, messages = len(task.messages), row["messages"]
-        if [message.as_dict() for message in task.messages] == messages[:given]:
-            played = messages[given : given + row.get("played", 0)]
+        length, messages = len(task.messages), row["messages"]
+        if [message.as_dict() for message in task.messages] == messages[:length]:
+            played = messages[length : length + row.get("played", 0)]
             return task.play_on(*(Message(message["role"], message["content"]) for message in played))
     raise ConfigError(f"task {row['task']}: {_TASKLESS}")
 
@@ -155,4 +156,5 @@ def _conversation(row: Row, task: Task) -> Conversation:
 
 
 def _scores(row: Row) -> dict[str, Score]:
-    return {name: Missing(s["missing"]) if isinstance(s, dict) else float(s) for name, s in row["scores"].items()}
+    scores = row["scores"].items()
+    return {name: Missing(score["missing"]) if isinstance(score, dict) else float(score) for name, score in scores}

@@ -1,6 +1,6 @@
-"""Groups that are played ahead of the step that trains them: their order, those in flight, how long one may take.
+"""Schedules groups ahead of the step that trains them: their order, the groups in flight, and the hang timeout.
 
-Calls of Ray actors go on by themselves, so sampling runs ahead of training without a thread.
+Calls of Ray actors run in the background, so sampling runs ahead of training without a thread.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from megatron_collab.runtime.process import Hung, RunStopped
 from megatron_collab.runtime.rank0 import from_leader
 from megatron_collab.types import Group, Task
 
-POLL_SECONDS = 1.0  # between two checks of the servers; a request to one that has ended fails later than that
-STARTS = 2  # a group whose worker dies is played again from its beginning
+POLL_SECONDS = 1.0  # between two checks of the servers; a request to a dead server fails later than that
+STARTS = 2  # if a group's worker dies, the group is played again from its beginning
 
 
 class Slot(NamedTuple):
-    """A group's place in the order of the run: `number` of a step's own groups (`refill` 0) or of a refill."""
+    """A group's place in the order of the run: `number` among a step's regular groups (`refill` 0) or a refill's."""
 
     step: int
     refill: int
@@ -43,64 +43,64 @@ class Slot(NamedTuple):
 
     @property
     def stream(self) -> str:
-        """The name that the seeds of its samples follow from."""
+        """The name that seeds its sampling."""
         return f"train-{self.step}.{self.refill}-{self.number}" if self.refill else f"train-{self.step}-{self.number}"
 
     def after(self, prompts: int) -> Slot:
-        """The next one of the steps' own groups, of which a step has `prompts`."""
+        """The slot of the next regular group; a step has `prompts` of them."""
         return Slot(self.step, 0, self.number + 1) if self.number + 1 < prompts else Slot(self.step + 1, 0, 0)
 
 
 def window(step: int, steps: int, prompts: int, ahead: int) -> int:
-    """How many groups may be in flight before step `step` takes its own: what it and the `ahead` next steps train.
+    """How many groups may be in flight before step `step` takes its groups: those of this and the `ahead` next steps.
 
-    The weights of version `step` sample then; what is begun beyond could only be trained when it is older than
-    `ahead` versions. AReaL's bound on what is begun (Fu et al. 2025, arXiv:2505.24298, section 5.1).
+    They are sampled from weights of version `step`; groups beyond the window would be more than `ahead` versions old
+    when they are trained. This is AReaL's bound (Fu et al. 2025, arXiv:2505.24298, section 5.1).
     """
     return (min(step + ahead + 1, steps) - step) * prompts
 
 
 @dataclass
-class Asked:
-    """A group: `task` played for training or for the evaluation of a set, and its state, which Flight keeps."""
+class GroupRequest:
+    """A request to play `task`, for training or for the evaluation of `eval_set`, and its state, managed by Flight."""
 
     slot: Slot
     stream: str
     task: Task
-    one: EvaluationSet | None = None
-    reference: Any = None  # of the call of the worker with the number `worker`
+    eval_set: EvaluationSet | None = None
+    reference: Any = None  # Ray object reference of the call to worker number `worker`
     worker: int = -1
-    group: Group | None = None  # once it is finished
-    disturbed: bool = False  # in flight while no server was left
-    again: bool = False  # played once more, as it lacked a score
+    group: Group | None = None  # once the request is finished
+    interrupted: bool = False  # was in flight while no server was available
+    retried: bool = False  # was played again because a score was missing
 
     @property
     def key(self) -> str:
-        """What the journal calls it: the same conversations of a set under other settings have another name."""
-        return f"{self.stream} {self.one.digest}" if self.one else self.stream
+        """The name in the journal; it includes the digest of the evaluation set's settings."""
+        return f"{self.stream} {self.eval_set.digest}" if self.eval_set else self.stream
 
 
-def answers(asked: Mapping[str, Any], seconds: float) -> list[Any]:
-    """The results of calls of Ray actors, by their descriptions; Hung where one takes longer than `seconds`."""
-    _, silent = ray.wait(list(asked.values()), num_returns=len(asked), timeout=seconds)
-    if silent:
-        names = [name for name, reference in asked.items() if reference in silent]
+def answers(calls: Mapping[str, Any], seconds: float) -> list[Any]:
+    """Results of Ray actor calls, given by description. Raises Hung if one takes longer than `seconds`."""
+    _, late_calls = ray.wait(list(calls.values()), num_returns=len(calls), timeout=seconds)
+    if late_calls:
+        names = [name for name, reference in calls.items() if reference in late_calls]
         raise Hung(f"rank 0 has waited {seconds:g} s (half of launch.timeout) for {'; '.join(names)}")
-    return ray.get(list(asked.values()))
+    return ray.get(list(calls.values()))
 
 
-def answered(asked: Sequence[Any], seconds: float) -> list[Any]:
-    """The results that are there within `seconds`, of calls of Ray actors whose end stops nothing."""
-    there = ray.wait(list(asked), num_returns=len(asked), timeout=seconds)[0] if asked else []
-    found = []
-    for reference in there:
+def available_results(calls: Sequence[Any], seconds: float) -> list[Any]:
+    """Results of Ray actor calls that are available within `seconds`; failed or late calls are skipped."""
+    ready = ray.wait(list(calls), num_returns=len(calls), timeout=seconds)[0] if calls else []
+    results = []
+    for reference in ready:
         with suppress(RayError):
-            found.append(ray.get(reference))
-    return found
+            results.append(ray.get(reference))
+    return results
 
 
-def raised(error: Exception) -> Exception:
-    """What a worker raised; what stops the run without the traces of the workers between, since it says why itself."""
+def worker_error(error: Exception) -> Exception:
+    """The error of a worker; a RunStopped is unwrapped from RayTaskErrors, since its message needs no traceback."""
     cause = error
     while isinstance(cause, RayTaskError):
         cause = cause.cause
@@ -108,7 +108,7 @@ def raised(error: Exception) -> Exception:
 
 
 class Flight:
-    """Groups that are begun and not yet taken: played by the workers, or found in the journal."""
+    """Groups in flight: requested and not yet taken, played by the workers or read from the journal."""
 
     def __init__(
         self,
@@ -116,120 +116,120 @@ class Flight:
         workers: Sequence[Any],
         journal: Journal,
         servers_lost: Callable[[], bool],
-        beside: Flight | None = None,
-        after: Callable[[Asked, Group], Asked | None] = lambda asked, group: None,
+        background: Flight | None = None,
+        follow_up: Callable[[GroupRequest, Group], GroupRequest | None] = lambda request, group: None,
     ) -> None:
-        """`servers_lost`: whether there was a time, since they were last there, when no server of a model was left.
+        """`servers_lost`: whether some model has had no server since the last recovery.
 
-        `beside`: groups that stay in flight, with the same workers and journal, while these are waited for. `after`:
-        the group that is begun in place of a finished one, if any; the one after which none is begun is taken.
+        `background`: groups that stay in flight, with the same workers and journal, while this one is waited for.
+        `follow_up`: the request to begin when a group finishes; if it returns None, the finished group is taken.
         """
-        self._config, self._beside, self._after = config, beside, after
+        self._config, self._background, self._follow_up = config, background, follow_up
         self._workers = cycle(enumerate(workers))
         self._servers_lost = servers_lost
         self._journal = journal
         self._progress = time.monotonic()  # when a group was last begun or finished
-        self._asked: dict[Slot, Asked] = {}  # in the order in which they were begun
-        self.from_journal = 0  # groups found there
-        self._wanted, self._taken = 0, dict[Slot, Group]()
+        self._requests: dict[Slot, GroupRequest] = {}  # in the order in which they were begun
+        self.from_journal = 0  # groups read from the journal
+        self._target, self._collected = 0, dict[Slot, Group]()
         self._bar: Any = None
 
     def __len__(self) -> int:
-        return len(self._asked)
+        return len(self._requests)
 
     @property
     def slots(self) -> list[Slot]:
-        return sorted(self._asked)
+        return sorted(self._requests)
 
-    def begin(self, asked: Asked) -> None:
-        """Have a group played, unless an earlier start of the run has finished it."""
-        self._asked[asked.slot] = asked
-        asked.group = self._journal.find(asked.key, asked.task)
-        if asked.group:
+    def begin(self, request: GroupRequest) -> None:
+        """Have a group played, or read it from the journal if an earlier start of the run finished it."""
+        self._requests[request.slot] = request
+        request.group = self._journal.find(request.key, request.task)
+        if request.group:
             self.from_journal += 1
             return
-        asked.worker, worker = next(self._workers)
-        asked.reference = worker.play.remote(asked.task, asked.stream, asked.one)
+        request.worker, worker = next(self._workers)
+        request.reference = worker.play.remote(request.task, request.stream, request.eval_set)
         self._progress = time.monotonic()
 
     def wait_for(self, count: int, title: str) -> None:
-        """From now on `look` takes groups, until there are `count`; `take` then returns them."""
-        self._wanted, self._taken = count, {}
+        """From now on `poll` collects finished groups until there are `count`; `take` then returns them."""
+        self._target, self._collected = count, {}
         self._progress = time.monotonic()
         self._bar = progress(title, count)
 
-    def look(self) -> Literal["playing", "finished", "servers lost"]:
-        """Poll for up to POLL_SECONDS for groups that are finished: those that were begun first are taken.
+    def poll(self) -> Literal["playing", "finished", "servers lost"]:
+        """Wait up to POLL_SECONDS for finished groups; the ones begun first are collected first.
 
-        "finished" once there are as many as are waited for. "servers lost": to be called again once servers are back;
-        finished groups are kept, and those with conversations that failed in the outage are played again, those that
-        lack only scores once. Hung where no group is finished within `group_seconds`.
+        Returns "finished" when the target count is reached. After "servers lost", call it again when servers are back:
+        finished groups are kept, groups with conversations that failed in the outage are played again, and groups that
+        only lack scores are played again once. Raises Hung if no group finishes within `group_seconds`.
         """
-        self.collect(0.0 if any(asked.group for asked in self._asked.values()) else POLL_SECONDS)
+        self.collect(0.0 if any(request.group for request in self._requests.values()) else POLL_SECONDS)
         if self._servers_lost():
-            self._disturb()
+            self._mark_interrupted()
             return "servers lost"
-        self._progress = min(self._progress, time.monotonic())  # the wait for servers does not count
-        finished = [(asked, asked.group) for asked in self._asked.values() if asked.group]
+        self._progress = min(self._progress, time.monotonic())  # time spent waiting for servers does not count
+        finished = [(request, request.group) for request in self._requests.values() if request.group]
         self._check_progress(bool(finished))
-        for asked, group in finished[: self._wanted - len(self._taken)]:
-            del self._asked[asked.slot]
-            # Once for a score: it may be what ends the server that scores.
-            if asked.disturbed and (failed(group) or not (scored(group) or asked.again)):
-                again = asked.again or not failed(group)
-                self.begin(Asked(asked.slot, asked.stream, asked.task, asked.one, again=again))
-            elif following := self._after(asked, group):
-                self.begin(following)
+        for request, group in finished[: self._target - len(self._collected)]:
+            del self._requests[request.slot]
+            # Only once for a missing score: the group itself may crash the server that scores it.
+            if request.interrupted and (failed(group) or not (scored(group) or request.retried)):
+                retried = request.retried or not failed(group)
+                self.begin(GroupRequest(request.slot, request.stream, request.task, request.eval_set, retried=retried))
+            elif next_request := self._follow_up(request, group):
+                self.begin(next_request)
             else:
-                self._taken[asked.slot] = group
+                self._collected[request.slot] = group
                 self._bar.update(1)
-        if len(self._taken) < self._wanted:
+        if len(self._collected) < self._target:
             return "playing"
         self._bar.close()
         return "finished"
 
     def take(self) -> dict[Slot, Group]:
-        """The groups that were waited for, in the order of their slots."""
-        return dict(sorted(self._taken.items()))
+        """The collected groups, in the order of their slots."""
+        return dict(sorted(self._collected.items()))
 
     def collect(self, seconds: float) -> None:
-        """Write finished groups to the journal, after up to `seconds` for one; then raises a worker's error, if any."""
+        """Wait up to `seconds` for a finished group, journal all finished ones, then raise a worker's error, if any."""
         playing = self._playing()
         if not playing:
             return
-        references = [asked.reference for asked in playing]
+        references = [request.reference for request in playing]
         ray.wait(references, num_returns=1, timeout=seconds)
-        found = set(ray.wait(references, num_returns=len(references), timeout=0)[0])
+        ready = set(ray.wait(references, num_returns=len(references), timeout=0)[0])
         written: dict[int, dict[str, Group]] = {}
         failures: list[Exception] = []
-        for asked in playing:
-            if asked.reference in found:
+        for request in playing:
+            if request.reference in ready:
                 try:
-                    asked.group = ray.get(asked.reference)
-                    written.setdefault(asked.slot.step, {})[asked.key] = asked.group
+                    request.group = ray.get(request.reference)
+                    written.setdefault(request.slot.step, {})[request.key] = request.group
                 except Exception as error:
-                    failures.append(raised(error))
-                    del self._asked[asked.slot]
+                    failures.append(worker_error(error))
+                    del self._requests[request.slot]
         for step, groups in written.items():
             self._journal.write(step, groups)
         if failures:
             raise failures[0]
 
-    def _disturb(self) -> None:
-        """No server is left: what is in flight may fail for that, and the wait for servers does not count."""
-        for asked in self._asked.values():
-            asked.disturbed = True
+    def _mark_interrupted(self) -> None:
+        """No server is available: mark the groups in flight, which may fail, and stop the progress timer."""
+        for request in self._requests.values():
+            request.interrupted = True
         self._progress = inf
-        if self._beside is not None:
-            self._beside._disturb()
+        if self._background is not None:
+            self._background._mark_interrupted()
 
     def _seconds(self) -> float:
-        """Upper bound of the time until one more of these groups is finished, which shares workers with the others."""
-        beside = 0.0 if self._beside is None else self._beside._seconds()
-        return group_seconds(self._config, len(self._playing())) + beside
+        """Upper bound, in seconds, until one more group finishes; background groups share the workers."""
+        background = 0.0 if self._background is None else self._background._seconds()
+        return group_seconds(self._config, len(self._playing())) + background
 
-    def _playing(self) -> list[Asked]:
-        return [asked for asked in self._asked.values() if asked.group is None]
+    def _playing(self) -> list[GroupRequest]:
+        return [request for request in self._requests.values() if request.group is None]
 
     def _check_progress(self, finished: bool) -> None:
         now, playing = time.monotonic(), self._playing()
@@ -240,8 +240,8 @@ class Flight:
             return
         folder = Path(self._config.run.dir) / stacks.FOLDER
         stacks.ask(folder)
-        streams = [asked.stream for asked in playing]
-        workers = sorted({f"conversation-{asked.worker}" for asked in playing})
+        streams = [request.stream for request in playing]
+        workers = sorted({f"conversation-{request.worker}" for request in playing})
         raise Hung(
             f"rank 0 has waited {limit:.0f} s for any of {len(streams)} groups, longer than one can take by "
             f"rollout.deadline, reward.timeout, reward.judge.deadline and the limits of llm: {', '.join(streams[:4])}"
@@ -250,22 +250,22 @@ class Flight:
 
 
 def wait(flight: Flight | None, restore: Callable[[], None]) -> None:
-    """Until the groups that rank 0's `flight` waits for are finished; collective, a poll at a time: it may take long.
+    """Return when the groups that rank 0's `flight` waits for are finished; collective, with one collective per poll.
 
-    `restore` (collective) is called where no server is left, and returns once there are some with the weights.
+    `restore` (collective) is called if no server is available, and returns once servers have the weights again.
     """
-    while (look := from_leader(lambda: flight.look() if flight is not None else None)) != "finished":
-        if look == "servers lost":
+    while (status := from_leader(lambda: flight.poll() if flight is not None else None)) != "finished":
+        if status == "servers lost":
             restore()
 
 
 def group_seconds(config: Config, groups: int) -> float:
     """Upper bound, in seconds, after which `groups` in flight without a finished one count as hung.
 
-    A trained turn and its futures have rollout.deadline each, their users FINISH_SECONDS more, and each of their tools
-    rollout.tool_timeout to close; a score waits for a place and then has its own limit, one worker having to be found
-    stuck; judgements, and the user's messages before them, wait for the limits of llm. Never less than it can take: all
-    conversations end at once, every call is needed as often as it may be tried.
+    A trained turn and each future take up to rollout.deadline, their users FINISH_SECONDS more, and each of their tools
+    rollout.tool_timeout to close. A score waits for a free slot and then has its own timeout, plus the time to detect
+    one stuck worker. Judge calls and user messages wait for the rate limits of llm. The bound assumes the worst case:
+    all conversations end at the same time, and every call uses all its attempts.
     """
     rollout, reward, judge, llm = config.rollout, config.reward, config.reward.judge, config.llm
     conversations = groups * config.train.rollouts_per_prompt * max(1, rollout.futures)
@@ -276,9 +276,9 @@ def group_seconds(config: Config, groups: int) -> float:
     if judged:
         scoring = max(scoring, ceil(judged / min(places, llm.max_concurrent)) * judge.deadline)
     users = user_settings(config).values()
-    said = conversations * (1 + rollout.max_user_turns) * max(user.attempts for user in users)
-    calls = judged * judge.attempts + said
-    tokens = judged * judge.attempts * token_budget(judge) + said * max(map(token_budget, users))
+    messages = conversations * (1 + rollout.max_user_turns) * max(user.attempts for user in users)
+    calls = judged * judge.attempts + messages
+    tokens = judged * judge.attempts * token_budget(judge) + messages * max(map(token_budget, users))
     tokens += calls * rollout.context_length  # prompts
     closing = FINISH_SECONDS + 2 * rollout.tool_timeout * (len(rollout.tools) + len(rollout.mcp_servers))
     limited = 60 * (calls / (llm.requests_per_minute or inf) + tokens / (llm.tokens_per_minute or inf))

@@ -1,4 +1,4 @@
-"""The SGLang servers of a run and the Ray workers that talk to them: their start and end, and when they may sample."""
+"""The SGLang servers and Ray workers of a run: starting and stopping them, and when servers may sample."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from megatron_collab.trainer.megatron.parallel import run_store
 
 
 class Servers(ExitStack):
-    """Context manager: the `pool` of servers and the `workers`, both on rank 0 only.
+    """Context manager with the `pool` of servers and the `workers`, both on rank 0 only.
 
-    The first node's servers are children of rank 0, those of other nodes are held by Ray actors there. They are started
-    first and awaited last, so that they load while Ray and its workers start. Once it is entered, colocated servers
-    have released their memory to the trainer.
+    Servers on the first node are child processes of rank 0; servers on other nodes are started by Ray actors there.
+    Servers are started first and awaited last, so that they load while Ray and its workers start. When `__enter__`
+    returns, colocated servers have released their memory to the trainer.
     """
 
     def __init__(self, config: Config) -> None:
@@ -41,7 +41,7 @@ class Servers(ExitStack):
         self.served: list[ModelServers] = []
 
     def __enter__(self) -> Servers:
-        """RunStopped where servers, Ray nodes or the ranks of other nodes do not start in time."""
+        """Raises RunStopped if servers, Ray nodes or the ranks of other nodes do not start in time."""
         if global_rank() == 0:
             beat("the start of SGLang and Ray")
             with ExitStack() as stack:
@@ -54,10 +54,10 @@ class Servers(ExitStack):
     def _start(self, stack: ExitStack) -> None:
         config, options, began = self.config, self.config.rollout.server, time.monotonic()
         logs = [Path(config.run.dir) / f"sglang-{index}.log" for index in range(options.replicas)]
-        sglang = f"SGLang (log: {', '.join(map(str, logs))}) and " if logs else ""  # none where another model is asked
+        sglang = f"SGLang (log: {', '.join(map(str, logs))}) and " if logs else ""  # no logs: assistant.model is used
         print(f"engine: starting {sglang}the Ray workers", flush=True)
-        alone = servers_per_node(config) if options.nnodes == 1 else 0  # others need Ray to start
-        servers = [stack.enter_context(SGLangServer(config, logs[index], index)) for index in range(alone)]
+        local_count = servers_per_node(config) if options.nnodes == 1 else 0  # the others are started through Ray
+        servers = [stack.enter_context(SGLangServer(config, logs[index], index)) for index in range(local_count)]
         device = first_device(config)
         for name, (_, model) in metrics.served_models(config).items():
             self.served.append(stack.enter_context(ModelServers(config, name, model, device)))
@@ -66,7 +66,7 @@ class Servers(ExitStack):
         if config.launch.nodes > 1:
             addresses, machines = network.meet(config, run_store()[0]), Machines(config)
             store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            for index in range(alone, options.replicas):
+            for index in range(local_count, options.replicas):
                 places: list[Callable[..., ServerProcess | RemoteProcess]] = [
                     partial(RemoteProcess, machines, addresses[node]) if node else ServerProcess
                     for node in server_nodes(config, index)
@@ -74,7 +74,7 @@ class Servers(ExitStack):
                 start: Callable[..., Process] = places[0] if len(places) == 1 else partial(SpreadProcess, places, store)
                 servers.append(stack.enter_context(SGLangServer(config, logs[index], index, start)))
         keys = [(server.url, server.api_key) for server in servers]
-        self.workers = start_workers(config, keys, {each.name: each.model for each in self.served})
+        self.workers = start_workers(config, keys, {other.name: other.model for other in self.served})
         self.pool = ServerPool(servers, options, self._use)
         for pool in self._pools():
             pool.begin()
@@ -82,25 +82,25 @@ class Servers(ExitStack):
         print(f"engine: ready after {time.monotonic() - began:.0f} s{urls}", flush=True)
 
     def _use(self, servers: Sequence[int]) -> None:
-        """Have the workers ask these of the servers."""
+        """Make the workers use these servers."""
         assert self.workers
         players = enumerate(self.workers.conversations)
-        asked = {f"conversation-{n} to switch servers": p.use_servers.remote(servers) for n, p in players}
-        answers(asked, self.config.launch.timeout / 2)
+        calls = {f"conversation-{n} to switch servers": player.use_servers.remote(servers) for n, player in players}
+        answers(calls, self.config.launch.timeout / 2)
 
     def lost_all(self) -> bool:
-        """Whether there was a time when the policy, since `recover`, or another model had no server left; on rank 0.
+        """Whether the policy (since `recover`) or another model has had no server; on rank 0.
 
-        Servers that have ended are started again. Cheap.
+        Restarts servers that have ended. Cheap.
         """
-        return any([pool.lost_all() for pool in self._pools()])  # all of them are looked at
+        return any([pool.lost_all() for pool in self._pools()])  # a list, so that every pool is checked
 
     def wait_for_served(self) -> None:
-        """Return once a server of every model beside the policy answers, with its memory; collective."""
+        """Return when every model other than the policy has a server that answers and has its memory; collective."""
         wait_until(lambda: all(model.ready(self.config.launch.timeout / 4) for model in self.served))
 
     def serve_loaded(self, version: int) -> None:
-        """Sample from the weights that the servers loaded from model.path, as `version`, once one is up; collective."""
+        """Sample from the weights that servers loaded from model.path, as `version`, once one is ready; collective."""
         self.wait_for_served()
         if self.config.rollout.server.replicas:
             wait_until(lambda: self.pool is None or self.pool.ready(self.config.launch.timeout / 4))
@@ -108,31 +108,31 @@ class Servers(ExitStack):
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Within it the servers may take memory and sample; collective.
+        """Context manager in which the servers may use memory and sample; collective.
 
-        On exit colocated servers have released their memory. With rollout.max_staleness > 0 servers go on sampling.
-        One server of each model beside the policy is waited for.
+        Entering waits for a server of each model other than the policy. On exit, colocated servers have released their
+        memory; if rollout.max_staleness > 0, servers keep sampling.
         """
         try:
             self.wait_for_served()
             yield
             beat("the end of sampling")
-            from_leader(self._rest)
+            from_leader(self._release_memory)
             # The other ranks wait in a collective meanwhile.
-            wait_until(lambda: all(pool.rested(self.config.launch.timeout / 4) for pool in self._pools()))
+            wait_until(lambda: all(pool.asleep(self.config.launch.timeout / 4) for pool in self._pools()))
         except Exception:
             for pool in self._pools():
                 pool.give_up()
             raise
 
     def take_counters(self) -> dict[str, float]:
-        """Counts of lost and restarted servers since the last call, as metrics of a step; on rank 0."""
+        """Numbers of lost and restarted servers since the last call, as metrics of a step; on rank 0."""
         return {name: count for pool in self._pools() for name, count in pool.take_counters().items()}
 
-    def _rest(self) -> None:
+    def _release_memory(self) -> None:
         for pool in self._pools():
-            pool.rest()
+            pool.sleep()
 
     def _pools(self) -> list[ServerPool]:
-        """That of the policy, then those of the other models; none on ranks other than 0."""
+        """The pool of the policy, then the pools of other models; empty on ranks other than 0."""
         return [*([self.pool] if self.pool else []), *(model.pool for model in self.served)]

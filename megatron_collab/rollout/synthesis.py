@@ -1,5 +1,6 @@
-"""Conversations that are built turn by turn, as CollabLLM's data (arXiv:2502.00640): of several candidates for a turn
-the one with the best reward goes on, with what the user said to it in one of its futures.
+"""Builds conversations turn by turn, like CollabLLM's data (arXiv:2502.00640).
+
+Of several candidates for a turn the one with the best reward continues, with the user's answer in one of its futures.
 """
 
 from __future__ import annotations
@@ -13,73 +14,75 @@ from megatron_collab.data.built import FOLDER, write
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.rollout.evaluation import Evaluator
 from megatron_collab.rollout.meter import Meter
-from megatron_collab.rollout.needs import applying
-from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answers
-from megatron_collab.rollout.summary import evaluated
+from megatron_collab.rollout.scheduler import Flight, GroupRequest, Slot, answers
+from megatron_collab.rollout.summary import evaluation_summary
+from megatron_collab.rollout.task_requirements import applicable_metrics
 from megatron_collab.types import Conversation, Ending, Group, Message, Missing, Rollout, Task
 
 
 class Synthesis(Evaluator):
-    """Builds a conversation about each task of the sets of data.eval, all at once, and writes its candidates as rows.
+    """Builds a conversation for each task of the sets of data.eval, concurrently, and writes all candidates as rows.
 
-    What an evaluation records, of all candidates, is recorded too.
+    The metrics of an evaluation are recorded too, over all candidates.
     """
 
-    def _begin(self, one: EvaluationSet, name: str, step: int) -> None:
-        flight = Flight(self.config, self._workers, self._journal, self._lost_all, after=self._after)
-        tasks = self._prepared(one)
+    def _begin(self, eval_set: EvaluationSet, name: str, step: int) -> None:
+        flight = Flight(self.config, self._workers, self._journal, self._lost_all, follow_up=self._follow_up)
+        tasks = self._prepared(eval_set)
         self._flight = flight
         self._groups: list[list[Group]] = [[] for _ in tasks]
-        title = f"conversations{f' of {one.name}' if one.name else ''}"
+        title = f"conversations{f' of {eval_set.name}' if eval_set.name else ''}"
         self._meter = Meter(self.config, tasks, title, self._spend)
         for index, task in enumerate(tasks):
-            flight.begin(Asked(Slot(0, 0, index), f"build-{one.name}-{index}.0", task))
+            flight.begin(GroupRequest(Slot(0, 0, index), f"build-{eval_set.name}-{index}.0", task))
         flight.wait_for(len(tasks), title)
 
-    def _after(self, asked: Asked, group: Group) -> Asked | None:
-        """The group of the next turn of a conversation, unless that has ended."""
-        self._groups[asked.slot.number].append(group)
-        draw = random.Random(f"{self.config.run.seed}/{asked.stream}")
-        task = following(group, self.config.rollout.max_messages or 0, draw)
-        self._meter.turn(asked.slot.number, ended=task is None, played=asked.reference is not None)
+    def _follow_up(self, request: GroupRequest, group: Group) -> GroupRequest | None:
+        """The request for the next turn of a conversation; None if the conversation has ended."""
+        self._groups[request.slot.number].append(group)
+        draw = random.Random(f"{self.config.run.seed}/{request.stream}")
+        task = next_task(group, self.config.rollout.max_messages or 0, draw)
+        self._meter.turn(request.slot.number, ended=task is None, played=request.reference is not None)
         if task is None:
             return None
-        turn = asked.slot.step + 1
-        stream = f"{asked.stream.rpartition('.')[0]}.{turn}"
-        return Asked(Slot(turn, 0, asked.slot.number), stream, task)
+        turn = request.slot.step + 1
+        stream = f"{request.stream.rpartition('.')[0]}.{turn}"
+        return GroupRequest(Slot(turn, 0, request.slot.number), stream, task)
 
-    def _record(self, one: EvaluationSet, name: str, step: int) -> None:
+    def _record(self, eval_set: EvaluationSet, name: str, step: int) -> None:
         self._flight = None
         tqdm.write(self._meter.line())
-        write(Path(self.config.run.dir) / FOLDER, one.name or "train", self._groups, self.config)
+        write(Path(self.config.run.dir) / FOLDER, eval_set.name or "train", self._groups, self.config)
         groups = [group for conversation in self._groups for group in conversation]
-        self.run.evaluation(name, one.name, step, evaluated(groups, applying(self.config)), groups)
+        metrics = evaluation_summary(groups, applicable_metrics(self.config))
+        self.run.evaluation(name, eval_set.name, step, metrics, groups)
 
     def _spend(self) -> dict[str, float]:
-        asked = {"what was spent, of the limiter": self._limiter.spend.remote()}
-        (spent,) = answers(asked, self.config.launch.timeout / 2)
+        calls = {"what was spent, of the limiter": self._limiter.spend.remote()}
+        (spent,) = answers(calls, self.config.launch.timeout / 2)
         return spent
 
 
-def best(group: Group) -> Rollout | None:
-    """The candidate that goes on: the first with the largest reward; None where none has one that a user may see."""
-    seen = [one for one in group.rollouts if not (one.malformed or isinstance(one.reward.value, Missing))]
-    return max(seen, key=lambda one: float(one.reward.value), default=None)  # type: ignore[arg-type]
+def best_rollout(group: Group) -> Rollout | None:
+    """The candidate that continues: the first with the largest reward; None if all are malformed or unscored."""
+    scored = [rollout for rollout in group.rollouts if not isinstance(rollout.reward.value, Missing)]
+    eligible = [rollout for rollout in scored if not rollout.malformed]
+    return max(eligible, key=lambda rollout: float(rollout.reward.value), default=None)  # type: ignore[arg-type]
 
 
 def reply_of(rollout: Rollout) -> tuple[Message, ...]:
-    """The messages of the trained turn: the reply, after calls of tools and their answers."""
+    """The messages of the trained turn: tool calls and their answers, then the reply."""
     messages = rollout.start.messages
-    asked = max(at for at, message in enumerate(messages) if message.role == "user")
-    return messages[asked + 1 :]
+    question = max(at for at, message in enumerate(messages) if message.role == "user")
+    return messages[question + 1 :]
 
 
-def following(group: Group, longest: int, draw: random.Random) -> Task | None:
-    """The task of the next turn, in a conversation of at most `longest` messages of user and policy; None at its end.
+def next_task(group: Group, longest: int, draw: random.Random) -> Task | None:
+    """The task of the next turn; None if the conversation ends. `longest`: most messages of user and policy.
 
-    It ends as often as its futures do: where the one that is drawn has no answer of the user, or the last.
+    It ends if the drawn future has no answer of the user, or if that answer ended the future.
     """
-    rollout = best(group)
+    rollout = best_rollout(group)
     if rollout is None:
         return None
     future = draw.choice(rollout.futures).conversation
@@ -87,4 +90,4 @@ def following(group: Group, longest: int, draw: random.Random) -> Task | None:
     if not after or after[0].role != "user" or (future.ending is Ending.USER_DONE and len(after) == 1):
         return None
     task = group.task.play_on(*reply_of(rollout), after[0])
-    return task if Conversation(task.messages, ()).said < longest else None
+    return task if Conversation(task.messages, ()).message_count < longest else None

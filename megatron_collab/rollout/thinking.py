@@ -1,8 +1,8 @@
-"""A turn of the policy whose thought has a token budget of its own.
+"""Samples a turn of the policy with a separate token budget for its thought.
 
-The thought is sampled first, up to its end or to its budget. Over the budget it is closed as the chat template writes
-it, and the reply is sampled after that (Qwen3's thinking budget, arXiv:2505.09388, section 4.2). A thought that was
-closed is seen and not trained at the tokens that closed it.
+The thought is sampled first, up to its end or its budget. If it exceeds the budget, it is closed with the tokens of the
+chat template, and the reply is sampled after them (Qwen3's thinking budget, arXiv:2505.09388, section 4.2). The closing
+tokens are part of the context and are not trained.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megatron_collab.config import SamplingConfig
 from megatron_collab.inference.assistant import Renderer
 from megatron_collab.types import THOUGHT_BEGIN, THOUGHT_END, Finish, Turn
 
-CLOSED = f"\n{THOUGHT_END}\n\n"  # as the templates of Qwen3 and DeepSeek have it
+CLOSED = f"\n{THOUGHT_END}\n\n"  # as in the templates of Qwen3 and DeepSeek
 
 
 class Ask(Protocol):
-    """Assistant.generate without what is the same for all of a turn."""
+    """Assistant.generate with the arguments bound that are the same for the whole turn."""
 
     async def __call__(
         self,
@@ -32,7 +32,7 @@ class Ask(Protocol):
     ) -> Turn: ...
 
 
-async def sampled(
+async def sample_turn(
     ask: Ask,
     renderer: Renderer,
     prompt: tuple[int, ...],
@@ -40,16 +40,16 @@ async def sampled(
     room: int,
     routing_from: int | None = None,
 ) -> Turn:
-    """The turn after `prompt`, of at most `room` tokens, within the budgets of `sampling`. Raises EngineError.
+    """Sample the turn after `prompt`: at most `room` tokens, within the budgets of `sampling`. Raises EngineError.
 
-    `routing_from`: the first position of which it has the experts, None for none.
+    `routing_from`: the first position whose experts are recorded; None records no experts.
     """
     opened = renderer.opens_thought(prompt)
-    turn = await _sampled(ask, renderer, prompt, sampling, room, opened, routing_from)
+    turn = await _sample_parts(ask, renderer, prompt, sampling, room, opened, routing_from)
     return replace(turn, text=THOUGHT_BEGIN + turn.text) if opened else turn
 
 
-async def _sampled(
+async def _sample_parts(
     ask: Ask,
     renderer: Renderer,
     prompt: tuple[int, ...],
@@ -58,9 +58,9 @@ async def _sampled(
     opened: bool,
     routing_from: int | None,
 ) -> Turn:
-    reply, budget = sampling.max_new_tokens, sampling.thinking_budget
+    reply_tokens, budget = sampling.max_new_tokens, sampling.thinking_budget
     if budget is None:
-        return await ask(prompt, max_new_tokens=min(reply, room), routing_from=routing_from)
+        return await ask(prompt, max_new_tokens=min(reply_tokens, room), routing_from=routing_from)
     thought = await ask(prompt, max_new_tokens=min(budget, room), stop=renderer.thought_end, routing_from=routing_from)
     unread = None if routing_from is None else len(prompt) + len(thought.token_ids) - 1
     if thought.token_ids[-1:] == (renderer.thought_end,):
@@ -69,29 +69,29 @@ async def _sampled(
         return thought
     elif opened or THOUGHT_BEGIN in thought.text:
         closing = renderer.tokens(CLOSED)
-        if len(thought.token_ids) + len(closing) >= room:  # it stays cut
+        if len(thought.token_ids) + len(closing) >= room:  # no room to close it: the turn stays cut
             return thought
-        thought = _closed(thought, closing)
-    else:  # it does not think, and goes on with its reply
-        reply -= len(thought.token_ids)
-    left = min(reply, room - len(thought.token_ids))
-    if left < 1:
+        thought = _close(thought, closing)
+    else:  # no thought: continue the reply
+        reply_tokens -= len(thought.token_ids)
+    max_new_tokens = min(reply_tokens, room - len(thought.token_ids))
+    if max_new_tokens < 1:
         return thought
-    rest = await ask(prompt + thought.token_ids, max_new_tokens=left, routing_from=unread)
-    parts = [part for part in (thought.routing, rest.routing) if part is not None]
+    reply_turn = await ask(prompt + thought.token_ids, max_new_tokens=max_new_tokens, routing_from=unread)
+    parts = [part for part in (thought.routing, reply_turn.routing) if part is not None]
     return replace(
         thought,
-        token_ids=thought.token_ids + rest.token_ids,
-        log_probs=thought.log_probs + rest.log_probs,
-        versions=thought.versions + rest.versions,
-        finish=rest.finish,
-        text=thought.text + rest.text,
+        token_ids=thought.token_ids + reply_turn.token_ids,
+        log_probs=thought.log_probs + reply_turn.log_probs,
+        versions=thought.versions + reply_turn.versions,
+        finish=reply_turn.finish,
+        text=thought.text + reply_turn.text,
         routing=np.concatenate(parts) if parts else None,
     )
 
 
-def _closed(thought: Turn, closing: tuple[int, ...]) -> Turn:
-    """The thought with the tokens that close it, which count as of the weights that have sampled its last one."""
+def _close(thought: Turn, closing: tuple[int, ...]) -> Turn:
+    """The thought with its closing tokens, which get the weight version of the last sampled token."""
     start = len(thought.token_ids)
     return replace(
         thought,

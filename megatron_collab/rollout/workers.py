@@ -1,4 +1,4 @@
-"""ConversationWorkers: Ray processes that play groups of conversations and have them scored."""
+"""ConversationWorkers: Ray processes that play groups of conversations and send them to reward workers."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from megatron_collab.rollout.conversation import Player
     from megatron_collab.rollout.users import Users
 
-_GARBAGE = 50_000  # objects made and not yet gone, after which Python looks for cycles
+_GARBAGE = 50_000  # net allocations before Python's cyclic garbage collector runs
 
 
 class ConversationWorker:
-    """Players with connections of their own to the SGLang servers; runs as a Ray actor."""
+    """A Ray actor that plays groups, with its own connections to the SGLang servers."""
 
     def __init__(
         self,
@@ -47,15 +47,15 @@ class ConversationWorker:
     ) -> None:
         """`servers`: address and key of each SGLang server of the policy; `reward_workers`: Ray actors that score.
 
-        `served`: by name, the models beside the policy that the run serves.
+        `served`: the other models that the run serves, by name.
         """
         keys.take()
         gpu_environment.enter()
-        beside = [address for model in served.values() for address in model.addresses]
-        os.environ |= network.without_proxy(url for url, _ in [*servers, *beside])
+        model_urls = [address for model in served.values() for address in model.addresses]
+        os.environ |= network.without_proxy(url for url, _ in [*servers, *model_urls])
         redact_output()
         stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
-        gc.disable()  # imports make no garbage, and looking for it takes a quarter of their time
+        gc.disable()  # imports create no cycles, and collecting takes a quarter of the import time
         patches.apply("litellm")
         # Imported here: the process that starts the workers needs neither LiteLLM nor the tokenizer.
         from megatron_collab.data import chat_template
@@ -66,11 +66,11 @@ class ConversationWorker:
         from megatron_collab.llm.client import LlmClient
         from megatron_collab.llm.tape import open_tape
 
-        own = {f"{url}/v1": key for url, key in servers}
-        self.config, self.endpoints = config, list(own)
+        api_keys = {f"{url}/v1": key for url, key in servers}
+        self.config, self.endpoints = config, list(api_keys)
         self.tape = open_tape(config)
         self.client = LlmClient(
-            ray.get_actor(limiter.NAME), keys=own, served=served, prices=config.llm.prices, tape=self.tape
+            ray.get_actor(limiter.NAME), keys=api_keys, served=served, prices=config.llm.prices, tape=self.tape
         )
         self.policy: Assistant
         self.renderer: Renderer
@@ -78,56 +78,56 @@ class ConversationWorker:
             system = chat_template.system_prompt(config)
             self.policy = self.renderer = LlmAssistant(config.assistant, self.client, system)
         else:
-            self.policy = Router(servers, config.rollout, adapter=adapters.served(config))
-            self.renderer = chat_template.policys(config, schemas(make_tools(config.rollout)))
+            self.policy = Router(servers, config.rollout, adapter=adapters.served_name(config))
+            self.renderer = chat_template.policy_renderer(config, schemas(make_tools(config.rollout)))
         self.rewards = RewardClient([ray.get_actor(name) for name in reward_workers], config.reward)
         self.engine = tuple(self.endpoints)
         self.players: dict[EvaluationSet | None, Player] = {}
-        self._player(None)  # with what it imports
-        # Neither what the imports made nor conversations are garbage: traversing them often costs a third of the time.
+        self._player(None)  # imports what players need
+        # Objects of imports and conversations are no garbage; traversing them often would cost a third of the time.
         imports_done()
         gc.set_threshold(_GARBAGE)
 
-    async def play(self, task: Task, stream: str, one: EvaluationSet | None = None) -> Group:
-        """The group of `task`, for training or under the settings of the set `one`."""
-        return await self._player(one).play(task, stream)
+    async def play(self, task: Task, stream: str, eval_set: EvaluationSet | None = None) -> Group:
+        """Play a group of `task`, for training or under the settings of `eval_set`."""
+        return await self._player(eval_set).play(task, stream)
 
     async def use_servers(self, servers: Sequence[int]) -> None:
-        """From now on use these servers, by their numbers, and no others."""
+        """From now on use only these servers, by index."""
         self.policy.use(servers)
-        if servers:  # without any, conversations fail before their users are asked
+        if servers:  # if empty, conversations fail before their users are called
             self.engine = tuple(self.endpoints[index] for index in servers)
             for player in self.players.values():
                 player.users.engine = self.engine
 
     async def take_counters(self) -> dict[str, float]:
-        """Counts of users, tools, connections to the servers and replayed calls since the last call."""
-        taken: Counter[str] = Counter(self.policy.take_counters())
-        taken.update(self.tape.take_counters() if self.tape else {})
-        players = [each for player in self.players.values() for each in (player, *player.cast.values())]
-        for player in players:  # whose counters are empty the second time
+        """Counters of users, tools, connections to servers and replayed calls since the last call."""
+        totals: Counter[str] = Counter(self.policy.take_counters())
+        totals.update(self.tape.take_counters() if self.tape else {})
+        players = [player for base in self.players.values() for player in (base, *base.candidate_players.values())]
+        for player in players:  # shared counters are empty the second time
             for counters in (player.users.counters, player.tools.counters, player.counters):
-                taken.update(counters)
+                totals.update(counters)
                 counters.clear()
-        return dict(taken)
+        return dict(totals)
 
-    def _player(self, one: EvaluationSet | None) -> Player:
-        """That of training, or of an evaluation's set; they share servers, connections and reward workers."""
+    def _player(self, eval_set: EvaluationSet | None) -> Player:
+        """The player of training (None) or of an evaluation set; players share connections and reward workers."""
         from megatron_collab.rollout.conversation import Player
         from megatron_collab.rollout.users import Users
 
-        if one not in self.players:
-            config = self.config if one is None else settings_of(self.config, one)
+        if eval_set not in self.players:
+            config = self.config if eval_set is None else settings_of(self.config, eval_set)
             users = Users(config, self.client, self.engine)
-            self.players[one] = player = Player(self.policy, self.renderer, users, self.rewards, config)
-            player.cast = {
-                name: self._with(endpoint, config, users) if endpoint else player
-                for name, endpoint in assistants.named(config).items()
+            self.players[eval_set] = player = Player(self.policy, self.renderer, users, self.rewards, config)
+            player.candidate_players = {
+                name: self._candidate_player(endpoint, config, users) if endpoint else player
+                for name, endpoint in assistants.assistant_configs(config).items()
             }
-        return self.players[one]
+        return self.players[eval_set]
 
-    def _with(self, endpoint: AssistantConfig, config: Config, users: Users) -> Player:
-        """A player with a model of build.assistants in place of the policy, under its own budget and temperature."""
+    def _candidate_player(self, endpoint: AssistantConfig, config: Config, users: Users) -> Player:
+        """A player that samples from a model of build.assistants, with its budget and temperature."""
         from megatron_collab.data.chat_template import system_prompt
         from megatron_collab.inference.assistant import LlmAssistant
         from megatron_collab.llm.endpoint import token_budget
@@ -135,7 +135,7 @@ class ConversationWorker:
 
         sampling = SamplingConfig(token_budget(endpoint))
         sampling.temperature = sampling.temperature if endpoint.temperature is None else endpoint.temperature
-        room = 2 * sampling.max_new_tokens * config.rollout.max_assistant_turns  # as launch/evaluation.py says
+        room = 2 * sampling.max_new_tokens * config.rollout.max_assistant_turns  # as in launch/evaluation.py
         rollout = replace(config.rollout, turn=sampling, future=sampling, context_length=room)
         assistant = LlmAssistant(endpoint, self.client, system_prompt(config))
         return Player(assistant, assistant, users, self.rewards, replace(config, rollout=rollout))
@@ -143,30 +143,31 @@ class ConversationWorker:
 
 @dataclass(frozen=True)
 class Workers:
-    """The handles of a run's Ray actors, which end with their handles or with the Ray session."""
+    """The handles of a run's Ray actors; an actor ends when its handle is deleted or the Ray session ends."""
 
     conversations: list[Any]
     rewards: list[Any]
     limiter: Any
 
     def stop(self) -> None:
-        """End the workers, and with them what they ask of users and judges."""
+        """Kill the workers, and with them their calls to users and judges."""
         for worker in (*self.conversations, *self.rewards):
             ray.kill(worker)
 
 
 def start_workers(config: Config, servers: list[tuple[str, str]], served: Mapping[str, ServedModel]) -> Workers:
-    """The run's workers, spread over the nodes, and its limiter; does not wait for them.
+    """Start the run's workers, spread over the nodes, and its limiter, without waiting for them.
 
-    `servers`: address and key of each of the policy; `served`: by name, the models beside it that the run serves.
+    `servers`: address and key of each SGLang server of the policy; `served`: the other models that the run serves, by
+    name.
     """
     from megatron_collab.llm import limiter
 
-    bound = limiter.start_limiter(config.llm, Path(config.run.dir) / "spend.json")
+    limiter_actor = limiter.start_limiter(config.llm, Path(config.run.dir) / "spend.json")
     names = [f"reward-{i}" for i in range(config.reward.workers)]
     rewards = [start_actor(RewardWorker, config, name, served, name=name) for name in names]
     players = [
         start_actor(ConversationWorker, config, servers, names, f"conversation-{i}", served)
         for i in range(config.rollout.workers)
     ]
-    return Workers(players, rewards, bound)
+    return Workers(players, rewards, limiter_actor)

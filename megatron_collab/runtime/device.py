@@ -1,6 +1,6 @@
-"""What this machine has: the device, its torch.distributed backend, and optional libraries. No other module probes.
+"""Probes of this machine: device, torch.distributed backend and optional libraries. No other module probes.
 
-Import-light: torch and the probed libraries are imported only by their probes. CUDA does not begin in this process.
+Import-light: torch and the probed libraries are imported only by their probes. CUDA is not initialized here.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ GPU = "cuda"  # as torch names it
 
 
 class Probe(NamedTuple):
-    """Something that may be on this machine.
+    """A component that this machine may have.
 
-    `detail` is its version, or why it is not used; `fallback` what is used without it, empty where it is required.
+    `detail` is its version, or why it is not used; `fallback` is what replaces it, empty if it is required.
     """
 
     name: str
-    found: bool
+    available: bool
     detail: str
     enables: str
     fallback: str
 
 
 class Device(NamedTuple):
-    """Where the trainer computes: torch device type and torch.distributed backend."""
+    """Device of the trainer: torch device type and torch.distributed backend."""
 
     type: str
     backend: str
@@ -52,7 +52,7 @@ _LIBRARIES = {
         "bfloat16 on GPUs, FP8, context parallelism",
         "Megatron's local layers with torch attention; on GPUs in float32 alone",
     ),
-    # Without its CUDA extensions apex is of no use; this is one of them.
+    # apex is useless without its CUDA extensions; this is one of them.
     "apex": ("fused_weight_gradient_mlp_cuda", "apex", "fused Adam and gradient accumulation", "torch AdamW"),
     "flash_attn": ("flash_attn", "flash-attn", "FlashAttention in the trainer", "torch scaled_dot_product_attention"),
     "sglang": ("sglang", "sglang", "rollouts", ""),
@@ -65,10 +65,10 @@ _LIBRARIES = {
     "ray": ("ray", "ray", "conversations and scoring", ""),
 }
 
-_CUDA_ONLY = ("transformer_engine", "apex", "flash_attn")  # need a CUDA device to run, though not to be imported
+_CUDA_ONLY = ("transformer_engine", "apex", "flash_attn")  # can be imported without a CUDA device, but not run
 _NOT_IMPORTED = ("megatron.core", "sglang")  # on CPU they can be imported only after patches.apply
-# Version of a package that only reserves its name; an unpinned transformer-engine may resolve to one. Compared as a
-# whole: the releases of torch-memory-saver begin with 0.0 too.
+# Version of a package that only reserves its name; an unpinned transformer-engine may resolve to it. The comparison
+# is exact: releases of torch-memory-saver begin with 0.0 too.
 _PLACEHOLDER = "0.0.0"
 _COMPILERS = {"nvcc": toolkit.nvcc, "ninja": toolkit.ninja}
 _on_paper = False
@@ -76,9 +76,9 @@ _on_paper = False
 
 @contextmanager
 def on_paper() -> Iterator[None]:
-    """Within it this machine counts as one with a GPU whose tensors those of the CPU stand for.
+    """Within the block, pretend that this machine has a GPU: CPU tensors stand for GPU tensors.
 
-    For a rehearsal, which takes the paths of a GPU and computes nothing.
+    A rehearsal takes the code paths of a GPU without computing anything.
     """
     global _on_paper
     _on_paper = True
@@ -91,7 +91,7 @@ def on_paper() -> Iterator[None]:
 
 
 def kind(tensor: torch.Tensor | torch.UntypedStorage) -> str:
-    """The type of device that it is on, or stands for."""
+    """Device type of `tensor`; cuda on paper."""
     return GPU if _on_paper else tensor.device.type
 
 
@@ -122,12 +122,12 @@ def _library(module: str, distribution: str, cuda_only: bool) -> tuple[bool, str
         return False, "not installed"
     if version == _PLACEHOLDER:
         return False, f"{version} is a placeholder"
-    if cuda_only and not probe("cuda").found:
+    if cuda_only and not probe("cuda").available:
         return False, f"{version} needs a CUDA device"
     try:
         if module not in _NOT_IMPORTED:
             importlib.import_module(module)
-    except Exception as error:  # OSError without a driver, AssertionError where versions do not match, …
+    except Exception as error:  # OSError without a driver, AssertionError if versions do not match, …
         return False, f"{version} cannot be imported: {' '.join(str(error).split())[:80]}"
     return True, version
 
@@ -135,15 +135,15 @@ def _library(module: str, distribution: str, cuda_only: bool) -> tuple[bool, str
 def _cuda() -> tuple[bool, str]:
     if _on_paper:
         return True, "one on paper"
-    if not probe("torch").found:
+    if not probe("torch").available:
         return False, "torch is missing"
     cuda = toolkit.torch_cuda()
     if not cuda:
         return False, "torch is a CPU build"
     if fault := driver.fault(cuda):
         return False, fault
-    here = driver.driver()
-    return True, f"{len(here.devices)} x {here.devices[0].name}, driver {here.version or 'without NVML'}"
+    nvidia = driver.driver()
+    return True, f"{len(nvidia.devices)} x {nvidia.devices[0].name}, driver {nvidia.version or 'without NVML'}"
 
 
 def _slurm() -> tuple[bool, str]:
@@ -153,17 +153,18 @@ def _slurm() -> tuple[bool, str]:
 
 
 def count() -> int:
-    """How many CUDA devices are visible."""
-    return len(driver.driver().devices) if probe(GPU).found else 0
+    """Number of visible CUDA devices."""
+    return len(driver.driver().devices) if probe(GPU).available else 0
 
 
 def capability() -> tuple[int, int] | None:
     """CUDA compute capability of the weakest visible device, as (9, 0); None without a device."""
-    return min((device.capability for device in driver.driver().devices), default=None) if probe(GPU).found else None
+    devices = driver.driver().devices if probe(GPU).available else ()
+    return min((device.capability for device in devices), default=None)
 
 
 def synchronize(*tensors: torch.Tensor) -> None:
-    """Wait until all work queued on the current GPU is done, where one of `tensors` is on a GPU."""
+    """If one of `tensors` is on a GPU, wait until all work queued on the current GPU is done."""
     if any(tensor.is_cuda for tensor in tensors):
         import torch
 
@@ -171,7 +172,7 @@ def synchronize(*tensors: torch.Tensor) -> None:
 
 
 def free_cache() -> None:
-    """Give the GPU back what torch keeps of freed tensors for new ones, once all queued work is done."""
+    """Once all queued work is done, return the cached memory of torch's CUDA allocator to the GPU."""
     import torch
 
     if torch.cuda.is_initialized():
@@ -180,13 +181,13 @@ def free_cache() -> None:
 
 
 def select(setting: str) -> Device:
-    """The device for launch.device: auto takes CUDA where it is visible. ValueError for cuda where there is none.
+    """The device for launch.device: auto takes CUDA if it is visible. Raises ValueError if cuda is set but not visible.
 
-    On paper the CPU, whatever it stands for.
+    On paper it is always the CPU.
     """
     if _on_paper:
         return Device("cpu", "fake")
-    found = setting != "cpu" and probe("cuda").found
-    if setting == "cuda" and not found:
+    use_cuda = setting != "cpu" and probe("cuda").available
+    if setting == "cuda" and not use_cuda:
         raise ValueError(f"launch.device=cuda: {probe(GPU).detail}; else use launch.device=cpu")
-    return Device("cuda", "nccl") if found else Device("cpu", "gloo")
+    return Device("cuda", "nccl") if use_cuda else Device("cpu", "gloo")

@@ -1,7 +1,7 @@
-"""NVIDIA's driver and its devices, asked without CUDA beginning in this process.
+"""NVIDIA's driver and its devices, queried without initializing CUDA in this process.
 
-CUDA reads its environment once, when it begins (cuInit), and `torch.cuda.is_available()` begins it: what decides that
-environment must know the devices before. Another process asks: this file as a program, of the standard library alone.
+CUDA reads its environment once, at cuInit, and `torch.cuda.is_available()` calls it. The code that sets that
+environment needs the devices earlier. So a subprocess runs the query: this file as a program, standard library only.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class CudaDevice(NamedTuple):
 
 
 class Driver(NamedTuple):
-    """The visible devices, or why there are none, and what the driver is.
+    """The visible devices, or why there are none (`fault`), and the driver's versions.
 
-    `version`: by NVML, as 580.95.05; empty without NVML. `cuda`: the newest that its library runs, 13000 for 13.0; 0
-    without that library.
+    `version`: from NVML, as 580.95.05; empty without NVML. `cuda`: the newest CUDA that libcuda supports, 13000 for
+    13.0; 0 without libcuda.
     """
 
     devices: tuple[CudaDevice, ...] = ()
@@ -40,7 +40,7 @@ class Driver(NamedTuple):
 
 @cache
 def driver() -> Driver:
-    """The driver of this machine, as it was when this process first asked."""
+    """The driver of this machine, queried once per process."""
     process = subprocess.run([sys.executable, "-I", "-S", __file__], capture_output=True, text=True)
     if process.returncode != 0:
         return Driver(fault=f"the driver's library ended the process that asked it, with code {process.returncode}")
@@ -50,24 +50,24 @@ def driver() -> Driver:
 
 
 def fault(cuda: str) -> str | None:
-    """Why a torch that was built with `cuda`, as 13.0, has no device here, and the way out; None if it has one."""
-    here, major = driver(), int(cuda.partition(".")[0])
-    name = f"driver {here.version} found" if here.version else "a driver found"
-    if here.cuda and here.cuda // 1000 < major:
-        newest = f"{here.cuda // 1000}.{here.cuda % 1000 // 10}"
+    """Why a torch built with `cuda` (as 13.0) has no device here, and how to fix it; None if it has one."""
+    installed, major = driver(), int(cuda.partition(".")[0])
+    name = f"driver {installed.version} found" if installed.version else "a driver found"
+    if installed.cuda and installed.cuda // 1000 < major:
+        newest = f"{installed.cuda // 1000}.{installed.cuda % 1000 // 10}"
         first = f"{_FIRST_DRIVERS[major]} or newer" if major in _FIRST_DRIVERS else "a newer one"
-        out = (
+        advice = (
             f"update the driver, or install cuda-compat-{cuda.replace('.', '-')} and name its folder in LD_LIBRARY_PATH"
         )
-        return f"{name}, for CUDA {newest}; CUDA {cuda} needs {first}: {out}"
-    if here.version and not here.cuda:
-        out = "set NVIDIA_DRIVER_CAPABILITIES=compute,utility in a container, else install the driver's libraries"
-        return f"{name}, without its library of CUDA ({here.fault}): {out}"
-    return None if here.devices else f"no CUDA device is visible: {here.fault}"
+        return f"{name}, for CUDA {newest}; CUDA {cuda} needs {first}: {advice}"
+    if installed.version and not installed.cuda:
+        advice = "set NVIDIA_DRIVER_CAPABILITIES=compute,utility in a container, else install the driver's libraries"
+        return f"{name}, without its library of CUDA ({installed.fault}): {advice}"
+    return None if installed.devices else f"no CUDA device is visible: {installed.fault}"
 
 
 def _ask() -> dict[str, Any]:
-    """The fields of a Driver, by NVML and CUDA's own library."""
+    """The fields of a Driver, from NVML and libcuda."""
     answer: dict[str, Any] = {"devices": [], "fault": "", "version": _version(), "cuda": 0}
     try:
         library = ctypes.CDLL("libcuda.so.1")
@@ -84,7 +84,7 @@ def _ask() -> dict[str, Any]:
 
 
 def _version() -> str:
-    """The driver's, by the library that nvidia-smi asks; empty without it, or if it does not answer."""
+    """The driver's version from NVML, as in nvidia-smi; empty without NVML, or if it fails."""
     text = ctypes.create_string_buffer(_TEXT_LENGTH)
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")

@@ -1,4 +1,4 @@
-"""Files: atomic writes of those that a resume reads, and temporary folders that end with their process."""
+"""Atomic writes of files that are read on resume, and temporary folders that are removed with their process."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pathlib import Path
 from megatron_collab.runtime.process import RunStopped
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-# PyTorch's folder of compiled code: by default in the temporary folder, but worth keeping, as other caches are.
+# PyTorch's folder of compiled code: by default in the temporary folder, but worth keeping like other caches.
 COMPILE_CACHE = ("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "torchinductor"))
 _PREFIX = "mgcollab-"
-_ROOT_LENGTH = 25  # characters: a socket's path has 107 at most, of which Ray needs 64 and the folder's name 18
-_ATTEMPTS, _PAUSE = 50, 0.1  # seconds: what has just been ended may still write
+_ROOT_LENGTH = 25  # characters: a socket's path has at most 107; Ray needs 64 of them, the folder's name 18
+_ATTEMPTS, _PAUSE = 50, 0.1  # pause in seconds: processes that were just ended may still write
 
 
 @contextmanager
 def writing(file: Path) -> Iterator[None]:
-    """Turn an OSError within the block into RunStopped, which names `file`."""
+    """Turn an OSError within the block into a RunStopped that names `file`."""
     try:
         yield
     except OSError as error:
@@ -34,9 +34,9 @@ def writing(file: Path) -> Iterator[None]:
 
 
 def replace(file: Path, text: str) -> None:
-    """Write `file` atomically: readers see the old text or the new one, whenever the process or the machine stops.
+    """Write `file` atomically: readers see the old or the new text, even if the process or the machine stops midway.
 
-    Raises RunStopped where it cannot be written.
+    Raises RunStopped if it cannot be written.
     """
     draft = file.with_name(f"{file.name}.tmp")
     with writing(file), draft.open("w") as out:
@@ -47,17 +47,18 @@ def replace(file: Path, text: str) -> None:
 
 
 class ScratchFolder:
-    """A new folder `path` below the temporary folder, or /tmp where that one's path is too long for sockets.
+    """A new folder `path` below the temporary folder, or below /tmp if that path is too long for sockets.
 
-    Where the temporary folder is itself one, it is made beside it.
+    If the temporary folder is itself a ScratchFolder, the new one is created beside it.
 
-    Its process holds a lock on it. The next one of any run removes folders without a lock, left by killed processes.
+    The process holds a lock on its folder. Folders without a lock, left by killed processes, are removed when the next
+    ScratchFolder of any run is created.
     """
 
     def __init__(self) -> None:
         remove_abandoned()
         self._lock: int | None = None
-        while self._lock is None:  # another process may take it for abandoned before it is locked
+        while self._lock is None:  # another process may remove it as abandoned before it is locked
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_root()))
             with suppress(FileNotFoundError):
                 lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
@@ -74,7 +75,7 @@ class ScratchFolder:
         self.remove()
 
     def remove(self) -> None:
-        """Remove it with its contents, the first time."""
+        """Remove the folder and its contents; later calls do nothing."""
         if self._lock is None:
             return
         for _ in range(_ATTEMPTS):
@@ -87,7 +88,7 @@ class ScratchFolder:
 
 
 def remove_abandoned() -> None:
-    """Remove the folders of processes of this user that were killed."""
+    """Remove the folders that killed processes of this user left behind."""
     for folder in _root().glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another user's, or removed by another process
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -1,7 +1,7 @@
 """The environment of every process that may use a GPU: ranks, servers, workers.
 
-CUDA is that of torch's wheels, whatever a cluster's modules have loaded. What CUDA and TransformerEngine read when they
-begin is set before: `enter` comes before anything that asks torch for devices.
+CUDA comes from torch's wheels, whatever environment modules a cluster has loaded. CUDA and TransformerEngine read their
+variables at initialization, so `enter` must be called before anything asks torch for devices.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from megatron_collab.runtime import device, toolkit
 if TYPE_CHECKING:
     from megatron_collab.config import Config
 
-# Set by modules of another CUDA or cuDNN. TransformerEngine loads cuDNN and NVRTC from their folders before the wheels'
-# (transformer_engine/common/__init__.py), into the global scope; compilers of kernels read the others.
-_OF_MODULES = ("CUDA_PATH", "CUDA_ROOT", "CUDA_TOOLKIT_PATH", "CUDNN_PATH", "CUDNN_ROOT")
+# Variables that environment modules of another CUDA or cuDNN set. TransformerEngine prefers their cuDNN and NVRTC over
+# the wheels' (transformer_engine/common/__init__.py) and loads them globally; kernel compilers read the others.
+_MODULE_VARIABLES = ("CUDA_PATH", "CUDA_ROOT", "CUDA_TOOLKIT_PATH", "CUDNN_PATH", "CUDNN_ROOT")
 
 
 def environment(inherited: Mapping[str, str], config: Config | None = None) -> dict[str, str]:
-    """`inherited` for a process that may use a GPU; with `config` for a rank of that run, unless `inherited` decides.
+    """`inherited`, adapted for a process that may use a GPU; with `config`, adds defaults for a rank of that run.
 
-    A torch without CUDA's wheels, as in a container of NVIDIA's, goes with the CUDA that is around it.
+    If torch has no CUDA wheels, as in NVIDIA's containers, the surrounding CUDA is used.
     """
     variables = dict(inherited)
     if home := toolkit.wheels():
-        for name in _OF_MODULES:
+        for name in _MODULE_VARIABLES:
             variables.pop(name, None)
         compiler = str(home) if (home / "bin" / "nvcc").is_file() else toolkit.cuda_home()
         variables["CUDA_HOME"] = compiler or str(home)
         variables["CUDNN_HOME"] = str(home.parent / "cudnn")
         variables["LD_LIBRARY_PATH"] = toolkit.library_path(inherited.get("LD_LIBRARY_PATH"))
-    return (_of_ranks(config) if config else {}) | variables
+    return (_rank_variables(config) if config else {}) | variables
 
 
 def enter(config: Config | None = None) -> None:
-    """Give this process, and what it starts, that environment; but for LD_LIBRARY_PATH, which the loader has read."""
+    """Apply `environment` to this process and its children; LD_LIBRARY_PATH affects only the children (`reload`)."""
     variables = environment(os.environ, config)
     for name in os.environ.keys() - variables.keys():
         del os.environ[name]
@@ -46,24 +46,24 @@ def enter(config: Config | None = None) -> None:
 
 
 def reload() -> None:
-    """Start this program again, once, if the loader has read another LD_LIBRARY_PATH than that environment's.
+    """Restart this program once (exec) if LD_LIBRARY_PATH differs from the one `environment` sets.
 
-    TransformerEngine names parts of cuDNN and has no path to them: those of a module's cuDNN would join the wheels'.
-    Called before slow imports. Signals that are blocked stay so, and pending ones wait.
+    TransformerEngine loads parts of cuDNN by name: parts of an environment module's cuDNN would mix with the wheels'.
+    Called before slow imports. Blocked signals stay blocked, and pending ones stay pending.
     """
     path = toolkit.library_path(os.environ.get("LD_LIBRARY_PATH"))
     if toolkit.wheels() and path != os.environ.get("LD_LIBRARY_PATH"):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "LD_LIBRARY_PATH": path})
 
 
-def _of_ranks(config: Config) -> dict[str, str]:
-    """What a trainer's rank on GPUs has.
+def _rank_variables(config: Config) -> dict[str, str]:
+    """Variables of a trainer rank on GPUs.
 
-    One hardware queue keeps the order in which Megatron launches a collective and the product that is to run beside it
-    (megatron/core/tensor_parallel/layers.py); from Blackwell on it needs no help. Context parallelism over
-    FlashAttention wants a second list of lengths, with padding, which packed micro-batches lack; cuDNN's does not.
-    TransformerEngine loads the history of delayed scaling, a pickle, only if it is told that it may: a run's
-    checkpoints are its own.
+    Before Blackwell, a single hardware queue is needed to keep a collective and the matrix product that overlaps it
+    in Megatron's launch order (megatron/core/tensor_parallel/layers.py). Context parallelism uses cuDNN's attention:
+    FlashAttention would need a second list of lengths, with padding, which packed micro-batches lack.
+    TransformerEngine loads the history of delayed scaling, a pickle, only if that is allowed; it is safe here because a
+    run reads its own checkpoints.
     """
     if config.launch.device == "cpu" or device.select("auto").type != device.GPU:
         return {}

@@ -1,6 +1,6 @@
-"""Which packages for GPUs are missing, of another version or broken where some are installed, and what mends each.
+"""Finds packages for GPUs that are missing, broken or of the wrong version, and the command that fixes each.
 
-This package, TransformerEngine and SGLang name what they need on GPUs; on a CPU they work without most of it.
+This package, TransformerEngine and SGLang declare what they need on GPUs; on a CPU they work without most of it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from packaging.utils import canonicalize_name
 
 from megatron_collab.runtime import device, gpu_environment, toolkit
 
-_OWNERS = {"megatron-collab": "gpu", "transformer-engine": "pytorch core-cu13", "sglang": ""}  # with their extras
+_OWNERS = {"megatron-collab": "gpu", "transformer-engine": "pytorch core-cu13", "sglang": ""}  # package: its extras
 _LIFTED = ("openai",)  # requirements/packages.override has another version
 _COMPILED = "transformer-engine-torch"  # has no wheel
-# Of those that `make setup GPU=1` adds; one of them means that it was begun.
+# Some packages that `make setup GPU=1` adds; if one is installed, that setup was at least begun.
 _SIGNS = (_COMPILED, "transformer-engine-cu13", "sglang-kernel", "flashinfer-python")
-# What is imported, once the versions are right: libraries of another CUDA or torch are found so.
+# Imported once the versions are right: this detects libraries built for another CUDA or torch.
 _MODULES = {
     "torch": "torch",
     _COMPILED: "transformer_engine.pytorch",  # which loads it
@@ -32,7 +32,7 @@ _MODULES = {
     "flashinfer-python": "flashinfer",
     "torch-memory-saver": "torch_memory_saver",
 }
-_DRIVER = "libcuda.so"  # is not there without a GPU, which is no fault of a package
+_DRIVER = "libcuda.so"  # missing on machines without a GPU, which is not a fault of a package
 _SAVER, _HOOK = "torch-memory-saver", "torch_memory_saver_hook_mode_preload"
 _LIBRARY = "install the wheel that has this library, or name its folder in LD_LIBRARY_PATH"
 _CUDA_LIBRARIES = ("cudart", "cublas", "cudnn", "nvrtc", "nccl")
@@ -45,7 +45,7 @@ _MAPPED = "print(*sorted({line.split()[-1] for line in open('/proc/self/maps') i
 
 
 class Fault(NamedTuple):
-    """A distribution, what is wrong with it, and the command that mends it."""
+    """A distribution, what is wrong with it, and the command that fixes it."""
 
     part: str
     detail: str
@@ -53,26 +53,26 @@ class Fault(NamedTuple):
 
 
 def faults() -> list[Fault]:
-    """Those of a set for GPUs that was begun, by hand or by `make setup GPU=1`; none where there is no such set.
+    """Faults of the installed GPU packages; empty if none of them is installed and no GPU is visible.
 
-    Where there is a GPU and no such set, that is the only one.
+    If a GPU is visible and none of the packages is installed, that is the only fault.
     """
     if not any(map(_version, _SIGNS)):
-        seen = device.probe(device.GPU).found
-        said = "a CUDA device is visible, and none of the packages for GPUs is installed"
-        return [Fault("the set for GPUs", said, "make setup GPU=1")] if seen else []
-    found = {fault.part: fault for owner, each in _wanted() if (fault := _by_version(owner, each))}
-    broken = [fault for name in _MODULES if name not in found and (fault := _by_import(name))]
-    whole = not any(fault.part in (_SAVER, "torch") for fault in [*found.values(), *broken])
-    if whole and (hook := saver_hook()) and (failure := preload(hook).failure):
+        visible = device.probe(device.GPU).available
+        detail = "a CUDA device is visible, and none of the packages for GPUs is installed"
+        return [Fault("the set for GPUs", detail, "make setup GPU=1")] if visible else []
+    outdated = {fault.part: fault for owner, needed in _requirements() if (fault := _by_version(owner, needed))}
+    broken = [fault for name in _MODULES if name not in outdated and (fault := _by_import(name))]
+    saver_usable = not any(fault.part in (_SAVER, "torch") for fault in [*outdated.values(), *broken])
+    if saver_usable and (hook := saver_hook()) and (failure := preload(hook).failure):
         broken.append(Fault(_SAVER, f"{_version(_SAVER)} cannot be preloaded, as servers do: {failure}", _LIBRARY))
-    return [*found.values(), *broken]
+    return [*outdated.values(), *broken]
 
 
 class Preload(NamedTuple):
-    """What a process saw that was started with a library preloaded: the libraries in it, or why it failed.
+    """Result of starting a process with a preloaded library: its mapped libraries, or why it failed.
 
-    `skipped`: it needs the driver's library, which this machine does not have.
+    `skipped`: the library needs the driver's, which this machine does not have.
     """
 
     libraries: tuple[str, ...] = ()
@@ -81,26 +81,26 @@ class Preload(NamedTuple):
 
 
 def mapped() -> dict[str, list[str]]:
-    """By name, the files of CUDA's libraries in a process that imported torch, and TransformerEngine if it can.
+    """Files of each CUDA library that are mapped after importing torch, and TransformerEngine if possible.
 
-    It has the environment of a run's processes. One file is right, or more of one folder; of parts of a library, as
-    cuDNN's, those are listed that are from another folder than the library.
+    The process has the environment of a run. A library is right if it has one file, or several in one folder. Parts of
+    a library, as cuDNN has, are listed only if their folder differs from the library's.
     """
     command = [sys.executable, "-c", _IMPORTS + _MAPPED]
     process = subprocess.run(command, env=gpu_environment.environment(os.environ), capture_output=True, text=True)
     files = process.stdout.splitlines()
-    return {name: _of_library(name, files) for name in _CUDA_LIBRARIES}
+    return {name: _library_files(name, files) for name in _CUDA_LIBRARIES}
 
 
-def _of_library(name: str, files: list[str]) -> list[str]:
-    whole = [file for file in files if Path(file).name.startswith(f"lib{name}.so")]
-    folders = {Path(file).parent for file in whole}
+def _library_files(name: str, files: list[str]) -> list[str]:
+    main_files = [file for file in files if Path(file).name.startswith(f"lib{name}.so")]
+    folders = {Path(file).parent for file in main_files}
     parts = (file for file in files if Path(file).name.startswith(f"lib{name}"))
-    return whole + [part for part in parts if Path(part).parent not in folders]
+    return main_files + [part for part in parts if Path(part).parent not in folders]
 
 
 def saver_hook() -> Path | None:
-    """The library of torch-memory-saver that SGLang preloads into its schedulers; None without one for torch's CUDA."""
+    """The torch-memory-saver library that SGLang preloads into its schedulers; None if none fits torch's CUDA."""
     if not (toolkit.torch_cuda() and _version(_SAVER)):
         return None
     from torch_memory_saver.utils import get_binary_path_from_package
@@ -111,7 +111,7 @@ def saver_hook() -> Path | None:
 def preload(hook: Path) -> Preload:
     """Start a process as SGLang starts its schedulers, in the environment of servers.
 
-    A library that is missing ends it before Python begins, with code 127.
+    If a library is missing, it exits with code 127 before Python starts.
     """
     environment = gpu_environment.environment(os.environ) | {"LD_PRELOAD": str(hook)}
     command = [sys.executable, "-I", "-S", "-c", _MAPPED]
@@ -130,21 +130,22 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _wanted() -> Iterator[tuple[str, Requirement]]:
+def _requirements() -> Iterator[tuple[str, Requirement]]:
     for owner, extras in _OWNERS.items():
-        for each in map(Requirement, metadata.requires(owner) or [] if _version(owner) else []):
-            applies = each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in extras.split(" "))
-            if applies and canonicalize_name(each.name) not in _LIFTED:
-                yield f"{owner} {_version(owner)}", each
+        for needed in map(Requirement, metadata.requires(owner) or [] if _version(owner) else []):
+            marker = needed.marker
+            applies = marker is None or any(marker.evaluate({"extra": extra}) for extra in extras.split(" "))
+            if applies and canonicalize_name(needed.name) not in _LIFTED:
+                yield f"{owner} {_version(owner)}", needed
 
 
 def _by_version(owner: str, requirement: Requirement) -> Fault | None:
     name, version = canonicalize_name(requirement.name), _version(requirement.name)
     if version is not None and requirement.specifier.contains(version, prereleases=True):
         return None
-    found = f"is {version}" if version else "is not installed"
+    state = f"is {version}" if version else "is not installed"
     needed = str(requirement.specifier)
-    return Fault(name, f"{found}; {owner} needs {needed or 'it'}", _command(name, needed))
+    return Fault(name, f"{state}; {owner} needs {needed or 'it'}", _command(name, needed))
 
 
 def _by_import(name: str) -> Fault | None:
@@ -153,7 +154,7 @@ def _by_import(name: str) -> Fault | None:
         return None
     try:
         module = importlib.import_module(_MODULES[name])
-    except Exception as error:  # whatever a library raises that does not fit the others
+    except Exception as error:  # an incompatible library may raise anything
         text = " ".join(str(error).split())
         return None if _DRIVER in text else _broken(name, f"cannot be imported: {text[:160]}")
     if name == "torch" and module.version.cuda is None:
@@ -166,8 +167,8 @@ def _broken(name: str, detail: str) -> Fault:
     return Fault(name, f"{version} {detail}", _command(name, f"=={version}", "--force-reinstall "))
 
 
-def _command(name: str, specifier: str, again: str = "") -> str:
-    pip = f"{sys.executable} -m pip install {again}--no-deps"
-    if name == _COMPILED:  # for the torch that is here, not from pip's cache
+def _command(name: str, specifier: str, flags: str = "") -> str:
+    pip = f"{sys.executable} -m pip install {flags}--no-deps"
+    if name == _COMPILED:  # built for the installed torch, not taken from pip's cache
         pip = f"NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_NO_LOCAL_VERSION=1 {pip} --no-build-isolation --no-cache-dir"
     return f"{pip} '{name}{specifier}'"

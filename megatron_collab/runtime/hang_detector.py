@@ -1,10 +1,10 @@
 """Ends a run that hangs: a thread on every rank watches whether any rank makes progress.
 
-The ranks count their heartbeats (process.beat) together in the run's store: a rank that waits for a slow one does not
-count as hung. After launch.timeout seconds without progress of any rank all of them write their stacks, one reports
-which ranks wait for which, and every process ends with EXIT_HUNG. faulthandler ends a process in which no Python
-thread can run because one never releases the interpreter. Since it talks to the store once a second, it also brings
-rank 0 the signals that only other ranks got (signals.exchange).
+All ranks count their heartbeats (process.beat) in one counter of the run's store, so a rank that waits for a slow one
+does not count as hung. If no rank makes progress for launch.timeout seconds, all ranks write their stacks, one reports
+which ranks wait for which, and every process ends with EXIT_HUNG. If a thread never releases the interpreter,
+faulthandler ends the process. The detector talks to the store once a second, so it also brings rank 0 the signals that
+only other ranks received (signals.exchange).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from megatron_collab.runtime import process, signals, stacks
 from megatron_collab.runtime.process import EXIT_HUNG, first_on_node, global_rank
 
 POLL_SECONDS = 1.0
-ANSWER_SECONDS = 10.0  # for ranks to report where they are, once a hang is detected
+ANSWER_SECONDS = 10.0  # for ranks to report their stage and frame once a hang is detected
 GRACE_SECONDS = 30.0  # after which faulthandler ends a process whose detector did not
-_NCCL_TRACE = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)  # a build for CPU has none
+_NCCL_TRACE = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)  # missing in CPU builds
 _COLLECTIVES = 10  # times launch.timeout: upper bound of a collective, which may wait for a rank that is merely slow
 
 
 def collective_timeout(timeout: float) -> timedelta:
-    """The timeout of process groups: longer than launch.timeout, since the detector reports more."""
+    """Timeout of process groups: longer than launch.timeout, since the detector's report says more than a timeout."""
     return timedelta(seconds=_COLLECTIVES * timeout)
 
 
 @contextmanager
 def armed(config: Config) -> Iterator[None]:
-    """Run the detector on this rank; all ranks do, and reach the store of torchrun's environment."""
+    """Run the detector on this rank. Every rank must, and must reach the store that torchrun's environment names."""
     folder = Path(config.run.dir) / stacks.FOLDER
     if first_on_node():
         stacks.clear(folder)
@@ -52,7 +52,7 @@ def armed(config: Config) -> Iterator[None]:
     try:
         yield
     finally:
-        detector.over.set()
+        detector.stop_event.set()
         detector.join(ANSWER_SECONDS)
         faulthandler.cancel_dump_traceback_later()
         with suppress(OSError):  # the folder may have been removed, or its file system; the run itself has ended well
@@ -64,11 +64,11 @@ def armed(config: Config) -> Iterator[None]:
 
 
 class Account(NamedTuple):
-    """Where a rank is."""
+    """The current position of a rank."""
 
     stage: str
-    frame: str  # the innermost
-    call: str  # the collective that it waits in, or "": where its stack is, or with NCCL on its GPU
+    frame: str  # innermost frame of this package
+    call: str  # the collective that it waits in, by its stack or, with NCCL, on its GPU; or ""
     seconds: float  # since its last beat
 
 
@@ -78,7 +78,7 @@ class _Detector(threading.Thread):
         self.rank, self.ranks, self.timeout, self.folder = global_rank(), int(os.environ["WORLD_SIZE"]), timeout, folder
         folder.mkdir(parents=True, exist_ok=True)
         self.file = (folder / f"rank-{self.rank}.txt").open("a")
-        self.over = threading.Event()
+        self.stop_event = threading.Event()
         # Its own connection: a wait on a shared one blocks its other users. Restarts by torchrun share a store.
         address, attempt = os.environ["MASTER_ADDR"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         limit = timedelta(seconds=max(timeout, ANSWER_SECONDS))
@@ -88,25 +88,25 @@ class _Detector(threading.Thread):
         self._last_beat = time.monotonic()
 
     def run(self) -> None:
-        beats, total, progress = -1, -1, time.monotonic()  # of this rank, and of any
-        while not self.over.wait(POLL_SECONDS):
+        beats, total, progress = -1, -1, time.monotonic()  # `beats` of this rank, `total` of all ranks
+        while not self.stop_event.wait(POLL_SECONDS):
             faulthandler.dump_traceback_later(self.timeout + GRACE_SECONDS, file=self.file, exit=True)
-            now, before, beats = time.monotonic(), beats, process.beats
-            if beats != before:
+            now, beats_before, beats = time.monotonic(), beats, process.beats
+            if beats != beats_before:
                 self._last_beat = now
             try:
                 signals.exchange(self._notices, self.rank)
-                all_before, total = total, self._store.add("beats", int(beats != before))
-                if total != all_before:
+                total_before, total = total, self._store.add("beats", int(beats != beats_before))
+                if total != total_before:
                     progress = now
                 if now - progress > self.timeout or self._store.check(["hung"]):
                     self._end()
-            except dist.DistError as error:  # the process that served the store has ended, and reports its own reason
-                if not self.over.is_set():
+            except dist.DistError as error:  # the process that serves the store has ended; it reports its own reason
+                if not self.stop_event.is_set():
                     self._end(f"rank {self.rank} lost the connection to the run's store: {error}")
 
-    def _end(self, lost: str = "") -> None:
-        """Write the stacks, report a hang or the `lost` store, and end the process even if either hangs."""
+    def _end(self, store_error: str = "") -> None:
+        """Write the stacks, report a hang or a lost store (`store_error`), and end the process even if either hangs."""
         faulthandler.dump_traceback_later(GRACE_SECONDS, file=self.file, exit=True)
         frame, call = stacks.innermost()
         account = Account(process.stage, frame, call, time.monotonic() - self._last_beat)
@@ -121,11 +121,11 @@ class _Detector(threading.Thread):
 
         _within(2.0, look)  # NCCL may hold the recorder
         _within(2.0, write)  # the file system may be what hangs
-        _within(2 * ANSWER_SECONDS, lambda: _print(lost) if lost else self._report(account))
-        os._exit(1 if lost else EXIT_HUNG)
+        _within(2 * ANSWER_SECONDS, lambda: _print(store_error) if store_error else self._report(account))
+        os._exit(1 if store_error else EXIT_HUNG)
 
     def _report(self, account: Account) -> None:
-        """Store this rank's account; the first rank to detect the hang prints those of all, others wait for it."""
+        """Store this rank's account. The first rank to detect the hang prints all accounts; the others wait for it."""
         first = self._store.compare_set("hung", "", str(self.rank)) == str(self.rank).encode()
         self._store.set(f"account/{self.rank}", json.dumps(account))
         if first_on_node():
@@ -137,22 +137,22 @@ class _Detector(threading.Thread):
         keys = {rank: f"account/{rank}" for rank in range(self.ranks)}
         with suppress(dist.DistStoreError):
             self._store.wait(list(keys.values()), timedelta(seconds=ANSWER_SECONDS))
-        given = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
-        accounts = {rank: Account(*json.loads(account)) for rank, account in given.items()}
+        answers = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
+        accounts = {rank: Account(*json.loads(answer)) for rank, answer in answers.items()}
         _print(describe(accounts, self.ranks, self.timeout, self.folder))
         self._store.set("reported", "")
 
 
 def nccl_operation(dump: Callable[..., bytes] | None = _NCCL_TRACE) -> str:
-    """The oldest operation that this rank has given to its GPU and that is not done, by torch's flight recorder; or "".
+    """The oldest unfinished operation on this rank's GPU according to torch's flight recorder; or "".
 
-    With NCCL the host does not stop in torch.distributed, but wherever it next needs a number of the GPU.
+    With NCCL the host does not block in torch.distributed but at the next value that it reads from the GPU.
     """
     entries = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", []) if dump else []
-    open_ones = [entry for entry in entries if entry["state"] != "completed"]
-    if not open_ones:
+    pending = [entry for entry in entries if entry["state"] != "completed"]
+    if not pending:
         return ""
-    oldest = min(open_ones, key=lambda entry: entry["time_created_ns"])
+    oldest = min(pending, key=lambda entry: entry["time_created_ns"])
     return f"{oldest['profiling_name']} of {oldest['process_group'][1]}"
 
 
@@ -168,24 +168,24 @@ def _print(message: str) -> None:
 
 
 def describe(accounts: Mapping[int, Account], ranks: int, timeout: float, folder: Path) -> str:
-    """Which ranks are where, for how long, and wait for which; `accounts` of those of the `ranks` that gave one."""
+    """The report: where ranks are, for how long, and which wait for which; `accounts` may lack some of the `ranks`."""
     lines = [f"no rank made progress for launch.timeout={timeout:g} s; aborting; stacks are in {folder}"]
-    alike: dict[tuple[str, str, str], list[int]] = {}
+    ranks_at: dict[tuple[str, str, str], list[int]] = {}
     for rank, account in sorted(accounts.items()):
-        alike.setdefault(account[:3], []).append(rank)
-    for (stage, frame, call), some in alike.items():
-        seconds = min(accounts[rank].seconds for rank in some)
-        lines.append(f"{_named(some)}: {stage}, {frame}, {f'in {call}, ' if call else ''}for {seconds:.0f} s")
+        ranks_at.setdefault(account[:3], []).append(rank)
+    for (stage, frame, call), group in ranks_at.items():
+        seconds = min(accounts[rank].seconds for rank in group)
+        lines.append(f"{_rank_list(group)}: {stage}, {frame}, {f'in {call}, ' if call else ''}for {seconds:.0f} s")
     if silent := [rank for rank in range(ranks) if rank not in accounts]:
-        lines.append(f"{_named(silent)}: no answer; the process is stopped or has ended, or its machine is down")
-    waiting = max((some for (_, _, call), some in alike.items() if call), key=len, default=[])
+        lines.append(f"{_rank_list(silent)}: no answer; the process is stopped or has ended, or its machine is down")
+    waiting = max((group for (_, _, call), group in ranks_at.items() if call), key=len, default=[])
     awaited = [rank for rank in range(ranks) if rank not in waiting]
     if waiting and awaited:
-        lines.append(f"{_named(waiting)} wait{'s' if len(waiting) == 1 else ''} for {_named(awaited)}")
+        lines.append(f"{_rank_list(waiting)} wait{'s' if len(waiting) == 1 else ''} for {_rank_list(awaited)}")
     return "\n  ".join(lines)
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _rank_list(ranks: Sequence[int]) -> str:
     """Ranks in order, as "ranks 0-3, 7"."""
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
     parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]

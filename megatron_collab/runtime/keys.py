@@ -1,7 +1,7 @@
-"""Keys of services: which variables of the environment hold them, and which of a run's processes have them.
+"""API keys: which environment variables hold them, and which processes of a run can read them.
 
-What a run starts inherits none. `put_away` moves them out of the environment into a file in memory, which those
-processes open that need them; docs/security.md says which do.
+Child processes of a run inherit no keys. `put_away` moves them from the environment to a file in memory; the processes
+that need keys open it. docs/security.md lists these processes.
 """
 
 from __future__ import annotations
@@ -14,47 +14,47 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-FILE = "MEGATRON_COLLAB_KEYS"  # holds the path of the file in memory
+FILE = "MEGATRON_COLLAB_KEYS"  # path of the file in memory
 SHORTEST = 8  # characters; shorter values occur in ordinary text
-_NAME = re.compile(  # NCCL_IB_PKEY is none
+_NAME = re.compile(  # NCCL_IB_PKEY is not a key
     r"((?<!P)KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|CONNECTION_STRING|(^|_)(PASS|PAT|JWT|COOKIE))"
     r"(_[A-Z0-9]+)*$",
     re.IGNORECASE,
 )
 _NO_KEY = re.compile(r"_(CACHE|DIR|ENDPOINT|FILE|FOLDER|HOST|ID|LENGTH|LIMIT|NAME|PATH|PORT|SIZE|TYPE|URI|URL)$", re.I)
-_OF_EVERYBODY = "RAY_AUTH_TOKEN"  # Ray reads it in each of its processes
+_RAY_TOKEN = "RAY_AUTH_TOKEN"  # stays: Ray reads it in each of its processes
 
 
 def is_key(name: str, value: str) -> bool:
-    """Whether the variable of this name holds a key, as OPENAI_API_KEY, GATEWAY_KEY_2 and VERTEXAI_CREDENTIALS do."""
-    return len(value) >= SHORTEST and _named(name)
+    """Whether this variable holds a key, as OPENAI_API_KEY, GATEWAY_KEY_2 and VERTEXAI_CREDENTIALS do."""
+    return len(value) >= SHORTEST and _is_key_name(name)
 
 
 def without(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` for a process that needs no key, nor is to find them."""
+    """`environment` without keys, and without the path to the file that holds them."""
     return {name: value for name, value in environment.items() if name != FILE and not is_key(name, value)}
 
 
 def put_away() -> None:
-    """Move the keys out of this process's environment; it has to live as long as others need them.
+    """Move the keys out of this process's environment; it must live as long as other processes need them.
 
-    The file outlives an exec, which removes them from /proc/PID/environ too.
+    The file survives an exec, which also removes the keys from /proc/PID/environ.
     """
-    found = {name: value for name, value in os.environ.items() if name != _OF_EVERYBODY and is_key(name, value)}
-    if not found:
+    values = {name: value for name, value in os.environ.items() if name != _RAY_TOKEN and is_key(name, value)}
+    if not values:
         return
     file = os.memfd_create("keys", 0)
     os.fchmod(file, 0o400)
-    os.write(file, json.dumps({**_away(), **found}).encode())
+    os.write(file, json.dumps({**_stored(), **values}).encode())
     os.environ[FILE] = f"/proc/{os.getpid()}/fd/{file}"
-    for name in found:
+    for name in values:
         del os.environ[name]
 
 
 @contextmanager
-def lent(*names: str) -> Iterator[None]:
-    """Within it the environment has the keys that were put away, or those of `names`; none else are changed."""
-    added = {name: key for name, key in _away().items() if name in (names or (name,)) and name not in os.environ}
+def in_environment(*names: str) -> Iterator[None]:
+    """Within the block the environment has the keys that were put away (or only `names`); set variables stay."""
+    added = {name: key for name, key in _stored().items() if name in (names or (name,)) and name not in os.environ}
     os.environ.update(added)
     try:
         yield
@@ -64,19 +64,19 @@ def lent(*names: str) -> Iterator[None]:
 
 
 def take() -> None:
-    """Have the keys that were put away in this process's environment from now on."""
-    os.environ.update(_away())
+    """Put the keys back into this process's environment for good."""
+    os.environ.update(_stored())
 
 
 def known() -> frozenset[str]:
-    """The keys themselves: in this environment, or put away."""
-    found = {value for name, value in os.environ.items() if is_key(name, value)}
-    with suppress(OSError):  # its process has ended, and this one is about to
-        found.update(_away().values())
-    return frozenset(found)
+    """The values of all keys: in this environment, or put away."""
+    values = {value for name, value in os.environ.items() if is_key(name, value)}
+    with suppress(OSError):  # the process that holds the file has ended, so this one will too
+        values.update(_stored().values())
+    return frozenset(values)
 
 
-def _away() -> Mapping[str, str]:
+def _stored() -> Mapping[str, str]:
     return _read(os.environ[FILE]) if FILE in os.environ else {}
 
 
@@ -86,5 +86,5 @@ def _read(path: str) -> Mapping[str, str]:
 
 
 @cache
-def _named(name: str) -> bool:
+def _is_key_name(name: str) -> bool:
     return bool(_NAME.search(name)) and not _NO_KEY.search(name)

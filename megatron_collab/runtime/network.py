@@ -1,4 +1,4 @@
-"""Addresses and ports of a run, by launch.interface, and which of them are asked without a proxy."""
+"""Addresses and ports of a run, by launch.interface, and the hosts that bypass the HTTP proxy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 
 from megatron_collab.runtime.process import RunStopped, wait_for
 
-if TYPE_CHECKING:  # which take seconds, and the commands and the launcher do without
+if TYPE_CHECKING:  # slow imports that commands and the launcher do not need
     import torch.distributed as dist
 
     from megatron_collab.config import Config
@@ -28,25 +28,25 @@ _KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def address(config: Config) -> str:
-    """The first IPv4 address of launch.interface on this node, or of loopback; ValueError where it has none."""
-    found = {
-        name: own[0].address
+    """The first IPv4 address of launch.interface (default: loopback) on this node. Raises ValueError if it has none."""
+    addresses = {
+        name: ipv4[0].address
         for name, entries in psutil.net_if_addrs().items()
-        if (own := [entry for entry in entries if entry.family == socket.AF_INET])
+        if (ipv4 := [entry for entry in entries if entry.family == socket.AF_INET])
     }
     name = config.launch.interface or LOOPBACK
-    if name not in found:
-        known = ", ".join(f"{interface} ({own})" for interface, own in found.items())
+    if name not in addresses:
+        known = ", ".join(f"{interface} ({address})" for interface, address in addresses.items())
         raise ValueError(
             f"launch.interface={name}: no interface with an IPv4 address on {socket.gethostname()}; it has {known}"
         )
-    return found[name]
+    return addresses[name]
 
 
 def meet(config: Config, store: dist.Store) -> list[str]:
-    """The address of every node, in order, on rank 0; an empty list on other ranks. All ranks call it.
+    """On rank 0, the address of every node in order; an empty list on other ranks. Every rank calls it.
 
-    RunStopped if a node announces none within rollout.server.start_timeout seconds; Preempted.
+    Raises RunStopped if a node announces no address within rollout.server.start_timeout seconds, and Preempted.
     """
     nodes = [f"fabric/{node}" for node in range(config.launch.nodes)]
     if os.environ["LOCAL_RANK"] == "0":
@@ -64,10 +64,10 @@ def meet(config: Config, store: dist.Store) -> list[str]:
 
 
 def bindable(setting: str, port: int, host: str = HOST, part: int = 0, parts: int = 1) -> int:
-    """`port` of `host`, an address of this machine, or a free one for 0; ValueError naming `setting` where it is taken.
+    """`port` of the local address `host`, or a free port if it is 0. Raises ValueError naming `setting` if it is taken.
 
-    A server binds only after it has loaded, so a free port must be one that no other process gets meanwhile: below
-    the kernel's ephemeral range, above the ports of Ray's workers, and in the `part` of this one of `parts` servers.
+    A server binds only after it has loaded, so no other process may get the free port meanwhile. It is therefore below
+    the kernel's ephemeral range, above the ports of Ray's workers, and in this server's `part` of the `parts` servers.
     """
     candidates = [port]
     if not port:
@@ -91,16 +91,16 @@ def bindable(setting: str, port: int, host: str = HOST, part: int = 0, parts: in
     raise ValueError(f"{setting}={port}: {reason}; choose another, or 0 for a free one")
 
 
-def alone(setting: str) -> dict[str, str]:
-    """The variables of torchrun's for a process that is the only rank. ValueError naming `setting` without a port."""
+def single_rank(setting: str) -> dict[str, str]:
+    """torchrun's variables for a process that is the only rank. Raises ValueError naming `setting` without a port."""
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": HOST}
     return rank | {"MASTER_PORT": str(bindable(setting, 0))}
 
 
 def variables(config: Config) -> dict[str, str]:
-    """Environment variables of a process of the run on this node, for which no proxy is between it and the node.
+    """Environment variables of a process of the run on this node: it reaches the node without a proxy.
 
-    They also bind gloo and NCCL to launch.interface, which is read with a process's first group.
+    They also bind gloo and NCCL to launch.interface; both read them when a process creates its first group.
     """
     name = config.launch.interface or LOOPBACK
     bound = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # NCCL takes a prefix without =
@@ -108,11 +108,11 @@ def variables(config: Config) -> dict[str, str]:
 
 
 def without_proxy(urls: Iterable[str] = ()) -> dict[str, str]:
-    """no_proxy and NO_PROXY with which HTTP clients ask loopback and the hosts of `urls` directly.
+    """no_proxy and NO_PROXY that make HTTP clients connect directly to loopback and the hosts of `urls`.
 
-    Entries of the user stay. Every host is an entry of its own: httpx, which LiteLLM and MCP use, and urllib know no
-    networks such as 10.0.0.0/8. Most clients read the lower-case name first, and the other one where that is not set.
-    httpx reads both when a client is made, so a process sets them before it makes one.
+    The user's entries stay. Every host is a separate entry: httpx (LiteLLM, MCP) and urllib do not support networks
+    such as 10.0.0.0/8. Most clients read the lower-case name first, and the upper-case one if that is not set. httpx
+    reads both when a client is created, so a process must set them before.
     """
     hosts = [*_LOOPBACK_HOSTS, *(host for url in urls if (host := urlsplit(url).hostname))]
     upper, lower = os.environ.get("NO_PROXY"), os.environ.get("no_proxy")
@@ -124,6 +124,6 @@ def without_proxy(urls: Iterable[str] = ()) -> dict[str, str]:
 
 def _with_hosts(entries: str | None, hosts: Iterable[str]) -> str:
     listed = [entry.strip() for entry in (entries or "").split(",") if entry.strip()]
-    if "*" in listed:  # all hosts; urllib takes it only if it is alone
+    if "*" in listed:  # all hosts; urllib accepts it only as the single entry
         return "*"
     return ",".join(dict.fromkeys([*listed, *hosts]))

@@ -1,4 +1,4 @@
-"""This process in its run: rank, parent, imports, heartbeat, exit codes and errors that end a run."""
+"""State of this process: rank, parent, imports, heartbeat; exit codes and errors that end a run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _PR_SET_PDEATHSIG = 1
 stage = "the start"  # with the number of heartbeats, read by hang_detector.py
 beats = 0
 POLL_SECONDS = 0.1
-LAUNCHER = "MEGATRON_COLLAB_TORCHRUN"  # holds the process id of the torchrun that `megatron_collab.train` became
-FINISHED = "result.json"  # written last: a run folder that has it holds a finished run
+LAUNCHER = "MEGATRON_COLLAB_TORCHRUN"  # process id of torchrun, which replaced `megatron_collab.train` by exec
+FINISHED = "result.json"  # written last: its presence in a run folder means that the run has finished
 BEST = "best.json"  # in a run folder: the step whose checkpoint is kept for train.keep_best, and its value
 
 # Exit codes of a run that did not finish.
@@ -31,7 +31,7 @@ class RunStopped(RuntimeError):
 
 
 class Hung(RunStopped):
-    """Something that the run waits for did not arrive within its timeout."""
+    """A wait of the run exceeded its timeout."""
 
 
 class Preempted(RunStopped):
@@ -39,7 +39,7 @@ class Preempted(RunStopped):
 
 
 class Interrupted(Preempted):
-    """As Preempted, by SIGINT, once the step was done."""
+    """Like Preempted, but by SIGINT, after the current step."""
 
 
 def under_torchrun() -> bool:
@@ -58,36 +58,36 @@ def first_on_node() -> bool:
 
 
 def imports_begin() -> None:
-    """Before slow imports: collect no garbage. Imports make none, and looking for it takes a quarter of their time."""
+    """Disable garbage collection before slow imports: it takes a quarter of their time and finds nothing."""
     gc.disable()
 
 
 def imports_done() -> None:
-    """Collect garbage again, without what the imports made."""
+    """Enable garbage collection again; objects of the imports are exempt."""
     gc.freeze()
     gc.enable()
 
 
 def raise_if_preempted() -> None:
-    """Raise Preempted or Interrupted once a notice was received that has to be heeded now."""
-    if notice := signals.heeded():
+    """Raise Preempted or Interrupted if a notice was received that must be obeyed now."""
+    if notice := signals.due_notice():
         kind = Preempted if notice.urgent else Interrupted
         raise kind(f"received {notice.signal.name}")
 
 
 def beat(entered: str = "") -> None:
-    """This process makes progress, and enters another stage where that is named; a call costs next to nothing.
+    """Heartbeat: record progress of this process and, if given, the stage that it `entered`. Cheap.
 
-    Anything that may take long on a trainer's rank calls it: waits with a deadline at every poll, work after each part.
+    Anything that may take long on a trainer rank calls it: waits with a deadline at every poll, work after each part.
     """
     global beats, stage
-    beats += 1  # not atomic: a beat that is lost to another thread's does not matter
-    if entered:  # other threads, which name none, must not put an older one back
+    beats += 1  # not atomic: a beat lost in a race between threads does not matter
+    if entered:  # calls without a stage, from other threads, must not restore an older one
         stage = entered
 
 
 def wait_for(holds: Callable[[], bool], seconds: float) -> bool:
-    """Whether it holds within `seconds`; asks at once and then every POLL_SECONDS, with a heartbeat. Preempted."""
+    """Whether `holds()` becomes true within `seconds`; polls every POLL_SECONDS with a heartbeat. Raises Preempted."""
     deadline = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > deadline:
@@ -99,19 +99,19 @@ def wait_for(holds: Callable[[], bool], seconds: float) -> bool:
 
 
 def age(pid: int) -> float:
-    """Seconds since the process was started; independent of the wall clock (Linux)."""
+    """Seconds since process `pid` was started; independent of the wall clock (Linux)."""
     ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])  # since the boot; proc(5)
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def die_with_parent(parent: int = 0) -> None:
-    """End this process with SIGKILL when its parent ends, however it ends (Linux).
+    """End this process with SIGKILL when its parent ends, for whatever reason (Linux).
 
-    The children of a parent that is killed would else run on and write into a run that has been started again.
-    `parent` is its process id where the child knows it, else 0; with it, one that has ended already is noticed too.
+    Otherwise children of a killed parent would keep running and write into a run that was started again. `parent`: its
+    process id if the child knows it, else 0; if given, a parent that has already ended is detected too.
     """
     parent = parent or os.getppid()
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it died before the request was made
+    if os.getppid() != parent:  # the parent ended before the request
         os.kill(os.getpid(), signal.SIGKILL)

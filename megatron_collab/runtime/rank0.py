@@ -1,4 +1,4 @@
-"""Work of rank 0 alone, while the other ranks wait for its result in a collective."""
+"""Work that only rank 0 does while the other ranks wait for its result in a collective."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch.distributed as dist
 
 from megatron_collab.runtime.process import Hung, Interrupted, Preempted, RunStopped, beat, raise_if_preempted
 
-# What a failure of rank 0 becomes on the other ranks: the first that it is an instance of, else RuntimeError.
+# Type of a failure of rank 0 on the other ranks: the first that it is an instance of, else RuntimeError.
 _KINDS = (Interrupted, Preempted, Hung, RunStopped)
 _group: dist.ProcessGroup | None = None  # None: the default group
 
 
 @contextmanager
-def own_group(timeout: timedelta) -> Iterator[None]:
-    """Within it ranks wait for rank 0 in a group of its own; collective.
+def dedicated_group(timeout: timedelta) -> Iterator[None]:
+    """Within the block, ranks wait for rank 0 in a dedicated gloo group; collective.
 
-    It goes over the CPU: ranks that wait in NCCL would keep their GPUs busy, which colocated servers compute on.
+    The group is on the CPU: waiting in NCCL would keep GPUs busy that colocated servers compute on.
     """
     global _group
     _group = dist.new_group(backend="gloo", timeout=timeout)
@@ -38,13 +38,13 @@ def check_preemption() -> None:
 
 
 class PreemptionWatch:
-    """check_preemption again and again without waiting for rank 0: what one call asks is answered at the next."""
+    """Repeated check_preemption that never waits for rank 0: each call acts on the answer to the previous one."""
 
     def __init__(self) -> None:
-        self._asked: tuple[torch.Tensor, dist.Work] | None = None
+        self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
     def check(self) -> None:
-        """Raise Preempted on every rank where rank 0 had received a notice at the previous call; collective."""
+        """Raise Preempted on every rank if rank 0 had received a notice at the previous call; collective."""
         self.settle()
         noticed = torch.zeros(1, dtype=torch.uint8)
         if dist.get_rank() == 0:
@@ -54,39 +54,39 @@ class PreemptionWatch:
                 noticed.fill_(1)
         work = dist.broadcast(noticed, src=0, group=_group, async_op=True)
         assert work is not None
-        self._asked = noticed, work
+        self._pending = noticed, work
 
     def settle(self) -> None:
-        """As `check`, and ask nothing more."""
-        asked, self._asked = self._asked, None
-        if asked is None:
+        """Like `check`, but without a new request."""
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
-        noticed, work = asked
+        noticed, work = pending
         work.wait()
         if noticed.item():
             if dist.get_rank() == 0:
-                raise_if_preempted()  # says which
+                raise_if_preempted()  # its message names the signal
             raise Preempted("rank 0 received a preemption notice")
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Return on every rank once it holds on rank 0; collective. Each poll is one, since waiting may take longer."""
+    """Return on every rank once `holds()` is true on rank 0. Each poll is a collective, so that none can time out."""
     while not from_leader(holds):
         pass
 
 
 def meet() -> None:
-    """Return once every rank is here; collective. It does not wait for work on the GPUs: see device.free_cache."""
+    """Barrier of all ranks, with heartbeats. It does not wait for work on the GPUs: see device.free_cache."""
     beat()
     dist.barrier(_group)
     beat()
 
 
 def shared(make: Callable[[], Any], preemptible: bool = False) -> Any:
-    """What rank 0 makes, on every rank; where rank 0 fails, every rank raises instead of waiting for it.
+    """The result of `make` on rank 0, returned on every rank; collective.
 
-    Where rank 0 raises RunStopped, every rank does; RuntimeError for other errors. Where it is `preemptible`, Preempted
-    once rank 0 has received a preemption notice.
+    If rank 0 fails, every rank raises instead of waiting: RunStopped if rank 0 raised it, RuntimeError for other
+    errors. If `preemptible`, Preempted is raised once rank 0 has received a preemption notice.
     """
     beat()
     box: list[Any] = [None, None]  # the result, or what the other ranks raise

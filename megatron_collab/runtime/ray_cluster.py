@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: joined at RAY_ADDRESS or started on this machine, and actors on it."""
+"""The Ray cluster of a run, joined at RAY_ADDRESS or started on this machine, and its actors."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from megatron_collab.runtime import network
 from megatron_collab.runtime.files import ScratchFolder
 from megatron_collab.runtime.process import RunStopped, beat, raise_if_preempted, wait_for
 
-STARTS = 3  # failures of Ray's start in a row that end the run
-_AGENTS, _AGENTS_START = 2, 30.0  # of the dashboard and of runtime environments; seconds that they may take
-_REQUESTS = 100_000  # that an actor may have at once; the rest would wait in a hidden queue
+STARTS = 3  # consecutive failures to start Ray that end the run
+_AGENTS, _AGENTS_START = 2, 30.0  # dashboard and runtime environments; timeout in seconds
+_REQUESTS = 100_000  # concurrent ones per actor; more would wait in a hidden queue
 
 
 @contextmanager
 def ray_session(config: Config) -> Iterator[None]:
     """Connect to the Ray cluster at RAY_ADDRESS if that is set, else start one on this machine that ends with the run.
 
-    A cluster is joined through a Ray node on this machine; RunStopped where it has fewer nodes than the run after
-    rollout.server.start_timeout seconds. Ray's ports need its token; a local cluster is on loopback, with a new one.
+    A cluster is joined through a Ray node on this machine. Raises RunStopped if it still has fewer nodes than the run
+    after rollout.server.start_timeout seconds. Ray's ports require its token; a local cluster is on loopback with a new
+    token.
     """
     os.environ |= network.without_proxy()  # Ray's own processes and its workers inherit it
     quiet = {"log_to_driver": False, "logging_level": "error"}
@@ -39,66 +40,66 @@ def ray_session(config: Config) -> Iterator[None]:
             _await_nodes(config)
         else:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-            # Ray's default is to start workers at nice 15, which starve beside busy ranks.
+            # By default Ray starts workers at nice 15; they would starve beside busy ranks.
             os.environ.setdefault("RAY_worker_niceness", "0")
             folder = stack.enter_context(ScratchFolder())
-            stopped = stack.enter_context(ExitStack())  # left after Ray has stopped, which a kill may interrupt
+            stopped = stack.enter_context(ExitStack())  # exits after ray.shutdown, which a kill may interrupt
             stack.callback(ray.shutdown)
-            processes = config.rollout.workers + config.reward.workers  # Ray starts a process a CPU in advance
+            processes = config.rollout.workers + config.reward.workers  # Ray prestarts one process per CPU
             _start_ray(num_cpus=processes, _temp_dir=str(folder), **quiet)
             stopped.callback(_reaper().communicate, "\n")
         yield
 
 
 def _start_ray(**options: Any) -> None:
-    """Start Ray on this machine; RunStopped after STARTS failures: its own limit of 30 s is short on a busy machine."""
+    """Start Ray on this machine, with retries: its limit of 30 s is short on a busy one. RunStopped after STARTS."""
     start_without_monitors()
     stay_on_loopback()
-    others = set(psutil.Process().children())
-    for left in reversed(range(STARTS)):
+    children_before = set(psutil.Process().children())
+    for remaining in reversed(range(STARTS)):
         beat()
         raise_if_preempted()
         try:
             ray.init("local", include_dashboard=False, **options)
             return
-        except Exception as error:  # Ray has no type for it
+        except Exception as error:  # Ray has no specific type
             ray.shutdown()
-            for child in set(psutil.Process().children()) - others:  # processes of the failed start would go on
+            for child in set(psutil.Process().children()) - children_before:  # else the failed start's processes stay
                 child.kill()
-            if not left:
+            if not remaining:
                 raise RunStopped(f"Ray did not start, {STARTS} times in a row: {error}") from error
 
 
 def _await_nodes(config: Config) -> None:
-    """Return once the cluster has as many nodes as the run; RunStopped after the timeout."""
-    wanted, timeout = config.launch.nodes, config.rollout.server.start_timeout
+    """Return once the cluster has as many nodes as the run. Raises RunStopped after the timeout."""
+    needed, timeout = config.launch.nodes, config.rollout.server.start_timeout
 
-    def found() -> int:
+    def alive() -> int:
         return sum(node["Alive"] for node in ray.nodes())
 
-    if not wait_for(lambda: found() >= wanted, timeout):
+    if not wait_for(lambda: alive() >= needed, timeout):
         raise RunStopped(
-            f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {found()} Ray nodes after "
-            f"rollout.server.start_timeout={timeout:g} s, and launch.nodes={wanted}; start Ray on all of them"
+            f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {alive()} Ray nodes after "
+            f"rollout.server.start_timeout={timeout:g} s, and launch.nodes={needed}; start Ray on all of them"
         )
 
 
 def _reaper() -> subprocess.Popen[str]:
-    """A process that kills Ray's agents, which live on for a minute, when its input ends without a line.
+    """A process that kills Ray's agents if its input ends without a line; otherwise they would live for another minute.
 
-    The raylet starts them by and by: on a busy machine Ray has started before they are there.
+    The raylet starts the agents in the background: on a busy machine ray.init returns before they run.
     """
     raylets = [child for child in psutil.Process().children() if child.name() == "raylet"]
     agents: list[str] = []
 
-    def there() -> bool:
+    def agents_running() -> bool:
         agents.clear()
         for child in (child for raylet in raylets for child in raylet.children()):
             with suppress(psutil.NoSuchProcess):
                 agents.extend([str(child.pid)] if "agent" in " ".join(child.cmdline()).lower() else [])
         return len(agents) == _AGENTS
 
-    wait_for(there, _AGENTS_START)
+    wait_for(agents_running, _AGENTS_START)
     command = ["sh", "-c", 'read line || kill -9 "$@"', "reaper", *agents]
     return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
 
@@ -106,8 +107,8 @@ def _reaper() -> subprocess.Popen[str]:
 def start_actor(kind: type, *arguments: Any, name: str | None = None) -> Any:
     """The handle of a new Ray actor `kind(*arguments)` on any node; the actor ends with its last handle.
 
-    When its process dies it is restarted and its running tasks are retried. Others look it up by `name`: a handle
-    among the arguments could be gone when the actor is restarted.
+    If its process dies, Ray restarts it and retries its running tasks. Other actors look it up by `name`: a handle
+    passed as an argument could be invalid when the actor is restarted.
     """
     options = {"num_cpus": 0.01, "max_restarts": 3, "max_task_retries": 3, "max_concurrency": _REQUESTS}
     actor = ray.remote(**options, scheduling_strategy="SPREAD")

@@ -1,7 +1,7 @@
-"""API keys are redacted from all output: what is printed, and what is written.
+"""Redacts API keys from all output, printed or written.
 
-A key is the value of an environment variable that is named like one (keys.py), also where it is escaped as in Python,
-JSON or a URL, or a text in the form of a key: that of a common service, or what follows the name of one.
+A key is the value of an environment variable whose name is a key's (keys.py), also if escaped as in Python, JSON or a
+URL, or a text that looks like a key: in the format of a common service, or after a name such as api_key.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from megatron_collab.runtime import keys
 HIDDEN = "***"
 
 _DIGIT = r"(?=[\w-]{0,64}\d)"
-_IS = r"[\"']?\s*[:=]\s*b?[\"']?"  # between a name and its value, in headers, settings, JSON and Python
-_VALUE = r"(?=[^\s\"',;]{0,200}\d)[^\s\"',;]{8,}"  # names stand in ordinary text too, mostly before words
-# Each is looked for where one of the words before it is, in lower case: most texts have few. What follows a group is
-# hidden, else all of it. No text takes longer than in proportion to its length.
+_IS = r"[\"']?\s*[:=]\s*b?[\"']?"  # between name and value, in headers, settings, JSON and Python
+_VALUE = r"(?=[^\s\"',;]{0,200}\d)[^\s\"',;]{8,}"  # ordinary text has such names too, mostly followed by words
+# Trigger words (lower case) and pattern. A pattern is tried only if the text has one of its words: most texts have few.
+# If a pattern has a group, only the text after the group is hidden. Time is linear in the length of the text.
 _FORMS = (
     (("sk-", "rk-", "xai-"), rf"\b(?:c?sk|rk|xai)-{_DIGIT}[\w-]{{16,}}"),
     (("pplx-", "tvly-", "glpat-", "nvapi-"), rf"\b(?:pplx|tvly|glpat|nvapi)-{_DIGIT}[\w-]{{16,}}"),
@@ -66,12 +66,12 @@ _FORMS = (
 
 def redact(text: str) -> str:
     """`text` with every key replaced by ***."""
-    return _redacted(text, _shown(keys.known()))
+    return _redacted(text, _written_forms(keys.known()))
 
 
 def redacted(tree: Any) -> Any:
-    """Mappings, lists and tuples as JSON has them, with every key in their strings replaced by ***."""
-    known = _shown(keys.known())
+    """`tree` of mappings and lists (tuples become lists), with every key in its strings replaced by ***."""
+    known = _written_forms(keys.known())
 
     def walk(part: Any) -> Any:
         if isinstance(part, str):
@@ -84,9 +84,9 @@ def redacted(tree: Any) -> Any:
 
 
 def redact_output() -> None:
-    """From now on redact what Python prints in this process: lines, logs, tracebacks of whatever nobody has caught.
+    """From now on, redact what Python prints in this process: lines, logs, tracebacks of uncaught exceptions.
 
-    All of it goes through the `write` of sys.stdout and sys.stderr, each message and line of source in one piece.
+    All of it passes `write` of sys.stdout and sys.stderr, each message and each source line in one call.
     """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and "write" not in vars(stream):
@@ -99,8 +99,8 @@ def _write(write: Any, text: str) -> int:
 
 
 @cache
-def _shown(known: frozenset[str]) -> tuple[str, ...]:
-    """The keys as they are written, the longest first, since one may be a prefix of another."""
+def _written_forms(known: frozenset[str]) -> tuple[str, ...]:
+    """The keys in every escaped form, longest first, since one may be a prefix of another."""
     forms = {form for key in known for form in (key, repr(key)[1:-1], json.dumps(key)[1:-1], quote(key, safe=""))}
     return tuple(sorted(forms, key=len, reverse=True))
 
@@ -109,8 +109,8 @@ def _redacted(text: str, known: tuple[str, ...]) -> str:
     low = text.lower()
     parts = [re.escape(key) for key in known if key in text]
     parts += [form for words, form in _FORMS if any(word in low for word in words)]
-    return re.sub("|".join(parts), _hidden, text) if parts else text  # re keeps what it has compiled
+    return re.sub("|".join(parts), _hidden, text) if parts else text  # re caches compiled patterns
 
 
-def _hidden(found: re.Match[str]) -> str:
-    return (found[found.lastindex] if found.lastindex else "") + HIDDEN
+def _hidden(match: re.Match[str]) -> str:
+    return (match[match.lastindex] if match.lastindex else "") + HIDDEN

@@ -1,4 +1,4 @@
-"""The lock on run.dir: one run at a time, and a second one is told whose it is."""
+"""The lock on run.dir: only one run at a time; the error of a second run names the holder."""
 
 from __future__ import annotations
 
@@ -18,68 +18,68 @@ FILE = ".lock"
 
 
 class RunLock:
-    """The folder run.dir, made where it is missing, for this process and the program that it becomes (exec).
+    """Locks run.dir, created if it is missing, for this process and the program that replaces it (exec).
 
-    It is free again when the `with` block ends or the process does, however it does. A folder that was made for it and
-    is still empty goes with the block. Raises ConfigError where another process has it, or it cannot be written.
+    The lock is released when the `with` block or the process ends. Folders that it created are removed with the block
+    if they are still empty. Raises ConfigError if another process holds the lock, or if the folder is not writable.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._file = folder, folder / FILE
-        self._made: list[Path] = []
+        self._created: list[Path] = []
 
     def __enter__(self) -> Self:
         try:
-            self._made = [one for one in (self._folder, *self._folder.parents) if not one.exists()]
-            while (held := self._taken()) is None:
+            self._created = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
+            while (descriptor := self._acquire()) is None:
                 pass  # its last holder has removed it meanwhile
         except BlockingIOError as error:
             raise ConfigError(f"run.dir={self._folder}: {self._holder()}") from error
         except OSError as error:
-            said = f"cannot be used ({error.strerror}: {error.filename or self._file})"
-            raise ConfigError(f"run.dir={self._folder}: {said}; choose another run.dir") from error
-        self._held = held
+            reason = f"cannot be used ({error.strerror}: {error.filename or self._file})"
+            raise ConfigError(f"run.dir={self._folder}: {reason}; choose another run.dir") from error
+        self._descriptor = descriptor
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # another process has put something there
-            if self._made and [one.name for one in self._folder.iterdir()] == [FILE]:
+        with suppress(OSError):  # another process has written a file to the folder
+            if self._created and [entry.name for entry in self._folder.iterdir()] == [FILE]:
                 self._file.unlink()
-                for folder in self._made:
+                for folder in self._created:
                     folder.rmdir()
-        os.close(self._held)
+        os.close(self._descriptor)
 
-    def _taken(self) -> int | None:
-        """The descriptor that holds the lock; None where the file is no more at its place."""
+    def _acquire(self) -> int | None:
+        """The file descriptor that holds the lock; None if the file was removed meanwhile."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        held = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not self._in_place(held):
-                os.close(held)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not self._in_place(descriptor):
+                os.close(descriptor)
                 return None
-            at = datetime.now(UTC).isoformat(timespec="seconds")
-            os.ftruncate(held, 0)
-            os.pwrite(held, json.dumps({"pid": os.getpid(), "host": gethostname(), "since": at}).encode(), 0)
-            os.set_inheritable(held, not under_torchrun())  # a rank becomes no other program
+            since = datetime.now(UTC).isoformat(timespec="seconds")
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": gethostname(), "since": since}).encode(), 0)
+            os.set_inheritable(descriptor, not under_torchrun())  # ranks do not exec
         except OSError:
-            os.close(held)
+            os.close(descriptor)
             raise
-        return held
+        return descriptor
 
-    def _in_place(self, held: int) -> bool:
+    def _in_place(self, descriptor: int) -> bool:
         with suppress(FileNotFoundError):
-            return os.path.samestat(os.fstat(held), self._file.stat())
+            return os.path.samestat(os.fstat(descriptor), self._file.stat())
         return False
 
     def _holder(self) -> str:
-        """Who has it, and the way out."""
-        way_out = "wait until it ends, or choose another run.dir"
+        """The holder of the lock, and what to do."""
+        hint = "wait until it ends, or choose another run.dir"
         try:
-            found = json.loads(self._file.read_text())
-            who = f"process {found['pid']} on {found['host']} since {found['since']}"
-            if found["host"] != gethostname():
-                way_out += f"; if that host is gone, remove {self._file}"
-        except (OSError, ValueError, KeyError, TypeError):  # it has only just taken it
-            who = "another process"
-        return f"in use by {who}; {way_out}"
+            record = json.loads(self._file.read_text())
+            holder = f"process {record['pid']} on {record['host']} since {record['since']}"
+            if record["host"] != gethostname():
+                hint += f"; if that host is gone, remove {self._file}"
+        except (OSError, ValueError, KeyError, TypeError):  # not written yet
+            holder = "another process"
+        return f"in use by {holder}; {hint}"

@@ -1,14 +1,14 @@
-"""Signals that end a run: who takes them, in every phase of it.
+"""Signals that end a run, and how each process handles them in every phase.
 
-SIGUSR1 is a preemption notice, sent some time before the scheduler ends everything. SIGTERM and SIGHUP are one that
-leaves launch.grace seconds. SIGINT (Ctrl-C) stops the run after the step, a second one at once. And SIGTERM from the
-launcher (launch/torchrun.py) says that another rank has failed.
+SIGUSR1 is a preemption notice, sent some time before the scheduler kills the job. SIGTERM and SIGHUP are notices that
+leave launch.grace seconds. SIGINT (Ctrl-C) stops the run after the step, a second one at once. SIGTERM from the
+launcher (launch/torchrun.py) means that another rank has failed.
 
-Every process of a run blocks them from its first line on, and its children inherit that: sent to all processes of a job
-they end none of them, and no handler of a library comes in between. They stay pending until a thread of ours takes
-them: that of the launcher passes them on to its ranks, that of rank 0 keeps the notice, and the run looks for it
-wherever it waits (process.raise_if_preempted). A notice that reaches other ranks only, as those of another node, they
-tell rank 0 (exchange). Before there is a run, the process ends at once.
+Every process of a run blocks these signals from its first line on, and its children inherit the mask. If the signals
+are sent to all processes of a job, none of them ends, and no library's handler runs. They stay pending until a thread
+of this module accepts them: the launcher passes them on to its ranks, rank 0 keeps the notice, and the run checks for
+it whenever it waits (process.raise_if_preempted). If only other ranks receive a notice, for example those of another
+node, they forward it to rank 0 (exchange). Before the run begins, a signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PREEMPTION = signal.SIGUSR1
-# SIGTERM and SIGHUP as the launcher passes them on: its own SIGTERM means something else.
+# The launcher passes SIGTERM and SIGHUP on as this one: SIGTERM from the launcher itself means that a rank failed.
 GRACE = signal.SIGHUP
-LAUNCHER = "MEGATRON_COLLAB_LAUNCHER"  # holds the process id of our torchrun in its ranks
+LAUNCHER = "MEGATRON_COLLAB_LAUNCHER"  # process id of torchrun, set in its ranks
 
 EXIT_PREEMPTED = 75  # start the same command again (EX_TEMPFAIL of sysexits.h)
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -35,53 +35,53 @@ _CODES = {PREEMPTION: EXIT_PREEMPTED, signal.SIGINT: EXIT_INTERRUPTED}  # others
 
 @dataclass(frozen=True)
 class Notice:
-    """What has to end this run, and since when."""
+    """A signal that must end this run, and when it was received."""
 
     signal: signal.Signals
     received: float = field(default_factory=time.monotonic)
 
     @property
     def urgent(self) -> bool:
-        """Whether it does not wait for the end of a step."""
+        """Whether it is obeyed within a step, without waiting for its end."""
         return self.signal != signal.SIGINT
 
 
 notice: Notice | None = None  # of rank 0
-_elsewhere: list[signal.Signals] = []  # that another rank got, and has yet to tell rank 0
+_unsent: list[signal.Signals] = []  # received by another rank, not yet forwarded to rank 0
 _in_step = False
 Take = Callable[[signal.Signals, int], None]  # a signal and its sender's process id
 
 
 def begin() -> None:
-    """First of all in a program of a run: block the signals in all threads and children, and end with one at once.
+    """First call in a program of a run: block the signals in all threads and children; a signal ends it at once.
 
-    What this process was told to ignore, as nohup does with SIGHUP, it goes on ignoring, but for what its launcher
-    passes on. Called in the main thread.
+    Signals that were ignored before, as SIGHUP under nohup, stay ignored unless they come from the launcher. Called in
+    the main thread.
     """
     signals = {PREEMPTION, signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     ignored = {number for number in signals if signal.getsignal(number) is signal.SIG_IGN}
-    taken = signals if launcher() else signals - ignored
-    signal.pthread_sigmask(signal.SIG_BLOCK, taken)
-    for number in ignored & taken:
-        signal.signal(number, signal.SIG_DFL)  # ignored, it would not become pending everywhere
+    accepted = signals if launcher() else signals - ignored
+    signal.pthread_sigmask(signal.SIG_BLOCK, accepted)
+    for number in ignored & accepted:
+        signal.signal(number, signal.SIG_DFL)  # an ignored signal would not become pending
 
     def wait() -> None:
         while True:
-            found = signal.sigwaitinfo(taken)
-            if found.si_signo not in ignored or found.si_pid == launcher():
-                _take(signal.Signals(found.si_signo), found.si_pid)
+            received = signal.sigwaitinfo(accepted)
+            if received.si_signo not in ignored or received.si_pid == launcher():
+                _take(signal.Signals(received.si_signo), received.si_pid)
 
     threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
 def give_to(take: Take) -> None:
-    """From now on signals are taken by `take`, in a thread."""
+    """From now on `take` handles signals, in a thread."""
     global _take
     _take = take
 
 
 def end_at_once(number: signal.Signals, sender: int) -> None:
-    """There is no run yet: this process ends; of ranks the first one, for all, which the launcher then ends."""
+    """Default handler before a run exists: exit at once. Of all ranks only rank 0 exits; the launcher ends others."""
     from_launcher = sender == launcher()
     if from_launcher and number == signal.SIGTERM:
         os._exit(EXIT_TERMINATED)
@@ -95,9 +95,9 @@ _take: Take = end_at_once
 
 
 def keep_notices(rank: int, grace: float) -> None:
-    """The run has begun: rank 0 keeps a notice, and ends it `grace` seconds after SIGTERM, saved or not.
+    """The run has begun: rank 0 keeps a notice, and exits `grace` seconds after SIGTERM even if nothing was saved.
 
-    The other ranks end only with the launcher's word, and tell rank 0 what they got: see `exchange`.
+    Other ranks exit only if the launcher tells them, and forward their signals to rank 0: see `exchange`.
     """
 
     def take(number: signal.Signals, sender: int) -> None:
@@ -106,20 +106,20 @@ def keep_notices(rank: int, grace: float) -> None:
         number = signal.SIGTERM if number == GRACE else number
         if rank == 0:
             _keep(number, grace)
-        elif number not in _elsewhere:
-            _elsewhere.append(number)
+        elif number not in _unsent:
+            _unsent.append(number)
 
     give_to(take)
 
 
 def exchange(store: Any, rank: int) -> None:
-    """Tell rank 0 of what this rank got, through a `store` of all ranks; on rank 0: keep what others tell.
+    """Forward this rank's signals to rank 0 through `store`, which all ranks share; on rank 0, keep them.
 
-    Called every second. A notice that the launcher repeats is told again, which changes nothing.
+    Called every second. If the launcher repeats a notice, it is forwarded again without effect.
     """
     if rank:
-        while _elsewhere:
-            store.set(_elsewhere.pop().name, "")
+        while _unsent:
+            store.set(_unsent.pop().name, "")
         return
     for number in (signal.SIGTERM, PREEMPTION, signal.SIGINT):
         if store.check([number.name]):
@@ -127,37 +127,37 @@ def exchange(store: Any, rank: int) -> None:
 
 
 def _keep(number: signal.Signals, grace: float) -> None:
-    """The launcher repeats what it passes on; a notice that waits for the end of a step gives way to others."""
+    """Keep the notice unless one is kept already (the launcher repeats them); urgent ones replace a SIGINT."""
     global notice
-    before, now = notice, Notice(number)
-    if before and (before.urgent or not now.urgent):
+    previous, current = notice, Notice(number)
+    if previous and (previous.urgent or not current.urgent):
         return
-    notice = now
+    notice = current
     if number == signal.SIGTERM:
         timer = threading.Timer(grace, _end_unsaved, [grace])
         timer.daemon = True
         timer.start()
-    elif not now.urgent and _in_step:
+    elif not current.urgent and _in_step:
         print("megatron-collab: SIGINT: stops after this step; again: at once", file=sys.stderr, flush=True)
 
 
 def _end_unsaved(grace: float) -> None:
-    said = f"SIGTERM: not saved within launch.grace={grace:g} s; the last checkpoint counts"
-    print(f"megatron-collab: {said}", file=sys.stderr, flush=True)
+    message = f"SIGTERM: not saved within launch.grace={grace:g} s; the last checkpoint counts"
+    print(f"megatron-collab: {message}", file=sys.stderr, flush=True)
     os._exit(EXIT_TERMINATED)
 
 
-def heeded() -> Notice | None:
-    """The notice that has to be heeded now: SIGINT waits for the end of a step."""
+def due_notice() -> Notice | None:
+    """The notice that must be obeyed now; SIGINT waits for the end of a step."""
     return notice if notice and (notice.urgent or not _in_step) else None
 
 
 def in_step(inside: bool) -> None:
-    """Whether a step is under way, which SIGINT waits for."""
+    """Record whether a step is running; SIGINT waits for its end."""
     global _in_step
     _in_step = inside
 
 
 def launcher() -> int:
-    """The process id of our torchrun where it started this process, else 0."""
+    """The process id of torchrun if launch/torchrun.py started this process, else 0."""
     return int(os.environ.get(LAUNCHER, "0"))

@@ -1,6 +1,6 @@
-"""CUDA's compiler and libraries on this machine: those of torch's CUDA wheels, else a toolkit of the machine's own.
+"""CUDA's compiler and libraries on this machine: from torch's CUDA wheels, else from an installed toolkit.
 
-Import-light: torch's own file says which CUDA it was built with.
+Import-light: torch's CUDA version is read from its version.py.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _INSTALLER = "/usr/local/cuda"  # the folder of CUDA's own installer
 
 
 def programs() -> str:
-    """PATH with the programs of this environment, which a call of its interpreter alone does not bring."""
+    """PATH with the programs of this environment, even if it is not activated."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 @cache
 def torch_cuda() -> str | None:
-    """The CUDA that torch was built with, as 13.0, without importing it; None for a build for CPUs, or no torch."""
+    """The CUDA version that torch was built with, as 13.0, without importing it; None for a CPU build or no torch."""
     spec = find_spec("torch")
     file = Path(spec.origin).parent / "version.py" if spec and spec.origin else None
     return runpy.run_path(str(file))["cuda"] if file and file.is_file() else None
@@ -37,16 +37,16 @@ def _major() -> str:
 
 
 def wheels() -> Path | None:
-    """The folder of torch's CUDA among the wheels, as site-packages/nvidia/cu13; None if its runtime is not there."""
+    """The folder of torch's CUDA wheels, as site-packages/nvidia/cu13; None if it has no CUDA runtime."""
     folder = Path(sysconfig.get_path("purelib")) / "nvidia" / f"cu{_major()}"
     return folder if any(folder.glob("lib/libcudart.so.*")) else None
 
 
 def libraries() -> list[str]:
-    """The folders of the CUDA wheels' libraries, the runtime's first; empty without such wheels.
+    """Library folders of the CUDA wheels, the runtime's first; empty without such wheels.
 
-    torch finds them by itself. Libraries without a path of their own depend on LD_LIBRARY_PATH: torch-memory-saver's
-    hook, which SGLang preloads, ends the process before Python begins if libcudart.so.13 is not found there.
+    torch finds them by itself. Libraries without an rpath depend on LD_LIBRARY_PATH: SGLang preloads
+    torch-memory-saver's hook, which ends the process before Python starts if libcudart.so.13 is not found there.
     """
     home = wheels()
     if home is None:
@@ -56,23 +56,23 @@ def libraries() -> list[str]:
 
 
 def library_path(inherited: str | None) -> str:
-    """LD_LIBRARY_PATH with the wheels' folders before those of `inherited`."""
+    """LD_LIBRARY_PATH: the wheels' folders, then those of `inherited`."""
     folders = [*libraries(), *(inherited or "").split(os.pathsep)]
     return os.pathsep.join(dict.fromkeys(filter(None, folders)))
 
 
 @cache
 def cuda_home() -> str | None:
-    """The folder of CUDA's compiler: the wheels', the one that is set, the machine's own; None without one.
+    """The folder of CUDA's compiler: in the wheels, CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda; None without one.
 
-    One of another CUDA than torch's is passed over, as its kernels want another runtime library; and nvcc in PATH may
-    be a script that calls one elsewhere.
+    Compilers for another CUDA than torch's are skipped, since their kernels need another runtime library. nvcc in PATH
+    may be a script that calls a compiler elsewhere.
     """
     return next((home for home in homes() if not other_cuda(home)), None)
 
 
 def homes() -> list[str]:
-    """Folders with a compiler, in order of preference."""
+    """Folders that contain nvcc, in order of preference."""
     on_path, in_wheels = shutil.which("nvcc"), Path(sysconfig.get_path("purelib")) / "nvidia" / f"cu{_major()}"
     folders = [str(in_wheels), os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     folders += [on_path and str(Path(on_path).parents[1]), _INSTALLER]
@@ -80,7 +80,7 @@ def homes() -> list[str]:
 
 
 def other_cuda(home: str) -> str | None:
-    """The version of the compiler in `home` if its major part is not that of torch's CUDA; None also if unknown."""
+    """The version of the compiler in `home` if its major version differs from torch's CUDA; None also if unknown."""
     try:
         output = subprocess.run([Path(home) / "bin" / "nvcc", "--version"], capture_output=True, text=True).stdout
     except OSError:
@@ -90,9 +90,10 @@ def other_cuda(home: str) -> str | None:
 
 
 def compilers(folder: Path) -> dict[str, str]:
-    """The environment in which libraries compile kernels: with ninja, CUDA's compiler and its runtime library.
+    """Environment variables to compile kernels: with ninja, CUDA's compiler and its runtime library.
 
-    CUDA's wheels have that library by its full name only, for which no linker looks: `folder` gets a link to it.
+    CUDA's wheels contain the runtime library only under its versioned name, which no linker finds; so a link to it is
+    created in `folder`.
     """
     variables = {"PATH": programs()}
     if home := cuda_home():
@@ -100,20 +101,20 @@ def compilers(folder: Path) -> dict[str, str]:
         for runtime in Path(home).glob("lib/libcudart.so.*"):
             folder.mkdir(parents=True, exist_ok=True)
             (link := folder / str(os.getpid())).symlink_to(runtime)
-            link.replace(folder / "libcudart.so")  # at once, for servers that start together
+            link.replace(folder / "libcudart.so")  # atomic: several servers may start at the same time
             variables["LIBRARY_PATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("LIBRARY_PATH")]))
     return variables
 
 
 def nvcc() -> tuple[bool, str]:
-    """For the probe: whether there is a compiler of torch's CUDA, and which others are passed over."""
+    """For the probe: whether there is a compiler for torch's CUDA, and which ones are skipped."""
     home = cuda_home()
-    others = [f"not {other}, of CUDA {version}" for other in homes() if (version := other_cuda(other))]
+    skipped = [f"not {other}, of CUDA {version}" for other in homes() if (version := other_cuda(other))]
     detail = home or "none in CUDA_HOME or PATH, nor the wheel nvidia-cuda-nvcc"
-    return home is not None, "; ".join([detail, *others])
+    return home is not None, "; ".join([detail, *skipped])
 
 
 def ninja() -> tuple[bool, str]:
-    """For the probe: whether there is ninja, beside the interpreter or in PATH."""
+    """For the probe: whether ninja is beside the interpreter or in PATH."""
     path = shutil.which("ninja", path=programs())
     return path is not None, path or "not installed"

@@ -1,4 +1,4 @@
-"""Work that may fail, crash or never end, tried in a child process before this one does it."""
+"""Runs work that may fail, crash or never end in a child process first."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import NoReturn
 
 from megatron_collab.runtime import process
 
-_ROOM = 4 << 30  # bytes that it may take beyond what this process has
+_ROOM = 4 << 30  # bytes that the child may allocate beyond the memory of this process
 _RAYON = "TOKENIZERS_PARALLELISM"
 
 
 class TrialError(Exception):
-    """Why the work came to no end, in a few words."""
+    """The work failed, crashed or timed out; the message is the reason in a few words."""
 
 
-def tried(work: Callable[[], object], seconds: float) -> None:
-    """Do `work` in a fork of this process, which ends with it; TrialError unless it ends well within `seconds`.
+def run_trial(work: Callable[[], object], seconds: float) -> None:
+    """Do `work` in a fork of this process. Raises TrialError if it does not succeed within `seconds`.
 
-    A ValueError within it is raised here. What only a limit of the kernel stops, as a power of large numbers, is
-    stopped too.
+    A ValueError of the work is raised here. The child is killed, so even work that Python cannot interrupt is stopped,
+    such as a power of large numbers.
     """
     receiver, sender = Pipe(duplex=False)
     with _quiet_tokenizers():
@@ -36,7 +36,7 @@ def tried(work: Callable[[], object], seconds: float) -> None:
     answer: tuple[type[Exception] | None, str] | None = None
     try:
         ended = receiver.poll(seconds)
-        with suppress(EOFError):  # it ended without a word
+        with suppress(EOFError):  # it ended without an answer
             answer = receiver.recv() if ended else None
     finally:
         receiver.close()
@@ -44,17 +44,17 @@ def tried(work: Callable[[], object], seconds: float) -> None:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if answer is None:
         raise TrialError(f"ends the process with code {code}" if ended else f"does not end within {seconds:g} s")
-    failed, said = answer
-    if failed:
-        raise failed(said)
+    error_type, message = answer
+    if error_type:
+        raise error_type(message)
 
 
 def _try(work: Callable[[], object], sender: Connection, parent: int) -> NoReturn:
-    """In the child, which ends here: nothing of what it shares with its parent is flushed or removed by both."""
+    """In the child: do the work and exit without cleanup, so that nothing shared is flushed or removed twice."""
     try:
         process.die_with_parent(parent)
-        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (held + _ROOM, held + _ROOM))
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + _ROOM, used + _ROOM))
         work()
         sender.send((None, ""))
     except ValueError as error:
@@ -67,13 +67,13 @@ def _try(work: Callable[[], object], sender: Connection, parent: int) -> NoRetur
 
 @contextmanager
 def _quiet_tokenizers() -> Iterator[None]:
-    """Within it tokenizers do not warn of a fork; the child needs none of their threads."""
-    before = os.environ.get(_RAYON)
+    """Within the block, tokenizers do not warn about a fork; the child does not need their threads."""
+    original = os.environ.get(_RAYON)
     os.environ[_RAYON] = "false"
     try:
         yield
     finally:
-        if before is None:
+        if original is None:
             del os.environ[_RAYON]
         else:
-            os.environ[_RAYON] = before
+            os.environ[_RAYON] = original

@@ -1,4 +1,4 @@
-"""The critic of PPO: the policy's network with a value for every token, trained apart from it."""
+"""The critic of PPO: the policy's architecture with a value head, trained separately."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from megatron_collab.trainer.network import Trainable, infer
 
 
 class Critic(Trainable):
-    """Values of tokens: at the position that predicts a token, what the return from that token on will be.
+    """Predicts values: at the position that predicts a token, the expected return from that token on.
 
-    It starts as model.path with a head of zeros, in the policy's layout, and has an optimizer of its own.
+    Starts from model.path with a head of zeros, in the policy's layout, with its own optimizer.
     """
 
     def __init__(self, config: Config, load: model.Load = model.load) -> None:
@@ -33,9 +33,9 @@ class Critic(Trainable):
         return infer(self.config, self.chunks, columns, self._predict)
 
     def update(self, micro_batches: Sequence[MicroBatch], lr: float, *, first: bool = False) -> dict[str, float]:
-        """One optimizer step towards the column `returns`, held near the column `values`; collective.
+        """One optimizer step toward the column `returns`, clipped around the column `values`; collective.
 
-        Before the `first` step of an update Preempted, as in Trainable.step.
+        May raise Preempted before the `first` step of an update, like Trainable.step.
         """
 
         def value_loss(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,15 +55,15 @@ class Critic(Trainable):
         return {"critic/loss": total, "critic/clip_fraction": clipped, "critic/grad_norm": norm}
 
     def _predict(self, micro_batch: MicroBatch, hidden: Tensor) -> Tensor:
-        """Float32 [N]; the same on every tensor-parallel rank, whose gradients of `hidden` are summed."""
-        asked = hidden[0].index_select(0, micro_batch.positions)
+        """Values, float32 [N], equal on every tensor-parallel rank; the gradients of `hidden` are summed over them."""
+        states = hidden[0].index_select(0, micro_batch.positions)
         ranks = parallel_state.get_tensor_model_parallel_world_size()
-        shared = asked / ranks + asked.detach() * (1.0 - 1.0 / ranks)
+        shared = states / ranks + states.detach() * (1.0 - 1.0 / ranks)
         return F.linear(shared.float(), unwrap(self.chunks[-1]).value_head.weight.float())[:, 0]
 
 
 def _with_value_head(chunks: Sequence[torch.nn.Module]) -> Sequence[torch.nn.Module]:
-    """Give the last stage a value head instead of its output layer, which stays as it is where it is a tensor apart."""
+    """Give the last stage a value head in place of its output layer, which is frozen unless it is tied."""
     last = unwrap(chunks[-1])
     if last.post_process:
         example = next(last.parameters())

@@ -1,9 +1,9 @@
-"""Log-probs of the reference for all pairs of a run, computed once and kept in run.dir/reference.
+"""Log-probs of the reference for all pairs of a run, computed once and stored in run.dir/reference.
 
-A folder belongs to a model; what is in it is found by the tokens of a sample, so other data adds to it. It has parts,
-each of two files: NUMBER.npy, float32, the log-probs of the trained tokens of its samples end to end, and NUMBER.json,
-where those of each sample begin, by its key. A part with the second is whole. `known-DIGEST` says that all samples of
-the data with this digest are there.
+There is a folder per model. Samples are looked up by their tokens, so new data adds to it. It has parts, each of two
+files: NUMBER.npy, float32, has the concatenated log-probs of its samples' trained tokens, and NUMBER.json maps each
+sample's key to its start offset. A part with NUMBER.json is complete. `known-DIGEST` marks that all samples of the
+data with this digest are stored.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class KeptReference:
     """The log-probs of every sample of the data, on every rank."""
 
     def __init__(self, config: Config, data: SupervisedData, compute: Callable[[Batch], list[np.ndarray]]) -> None:
-        """Compute and keep what is not there yet; collective. `compute`: log-probs as PolicyTrainer.log_probs gives.
+        """Compute and store the missing log-probs; collective. `compute`: like PolicyTrainer.log_probs.
 
-        Preempted as in `compute`: what was computed until then stays. RunStopped where a file is damaged, or cannot be
+        Raises Preempted if `compute` does; finished parts remain. Raises RunStopped if a file is damaged or cannot be
         written.
         """
         self.folder = Path(config.run.dir) / FOLDER / model_digest(config)
-        self._known: dict[str, tuple[np.ndarray, int]] = {}  # by key: the values of its part, where its own begin
+        self._known: dict[str, tuple[np.ndarray, int]] = {}  # key -> (values of its part, start offset)
         known = self.folder / f"known-{_digest(data.fingerprint)}"
         parts: list[int] = shared(self._parts)
         for part in parts:
@@ -48,9 +48,9 @@ class KeptReference:
         if shared(known.exists):
             return
         bar = progress("log-probs of the reference", len(data), unit="pair") if dist.get_rank() == 0 else None
-        for batch in data.whole(PART):
+        for batch in data.all_batches(PART):
             pairs = [batch.samples[at : at + 2] for at in range(0, len(batch.samples), 2)]
-            samples = tuple(one for pair in pairs if not all(map(self._knows, pair)) for one in pair)
+            samples = tuple(sample for pair in pairs if not all(map(self._knows, pair)) for sample in pair)
             if samples:
                 parts.append(parts[-1] + 1 if parts else 0)
                 rows = compute(Batch(samples))
@@ -63,7 +63,7 @@ class KeptReference:
         shared(partial(files.replace, known, ""))
 
     def log_probs(self, batch: Batch) -> list[np.ndarray]:
-        """Those of the trained tokens, 0 elsewhere, float32 [S] for each sample. RunStopped where one is not known."""
+        """Log-probs of the trained tokens, 0 elsewhere, float32 [S] per sample. Raises RunStopped if one is missing."""
         rows = []
         for sample in batch.samples:
             if not self._knows(sample):
@@ -98,25 +98,25 @@ class KeptReference:
             raise self._damaged(file) from error
         self._known |= {key: (values, start) for key, start in index.items()}
 
-    def _damaged(self, where: Path) -> RunStopped:
+    def _damaged(self, path: Path) -> RunStopped:
         return RunStopped(
-            f"{where}: lacks log-probs of the reference; remove {self.folder}, and they are computed again"
+            f"{path}: lacks log-probs of the reference; remove {self.folder}, and they are computed again"
         )
 
 
 def model_digest(config: Config) -> str:
-    """Of config.json, of the names, sizes and times of the files of weights, and of the dtype."""
+    """Digest of config.json, of the names, sizes and times of the weight files, and of the dtype."""
     folder = hub.folder(config.model.path)
     weights = [folder / name for name in sorted({tensor.file for tensor in hf_weights.read(folder).values()})]
-    about = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
-    return _digest([(folder / "config.json").read_text(), about, config.model.dtype, config.model.fp8])
+    file_stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
+    return _digest([(folder / "config.json").read_text(), file_stats, config.model.dtype, config.model.fp8])
 
 
-def _digest(of: object) -> str:
-    return hashlib.blake2b(json.dumps(of, sort_keys=True).encode(), digest_size=8).hexdigest()
+def _digest(content: object) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def _key(sample: Sample) -> str:
-    """Follows from its tokens, and from which of them are trained."""
+    """Key of a sample: a hash of its tokens and of its loss mask."""
     content = sample.token_ids.astype(np.int64).tobytes() + (sample.loss_mask > 0).tobytes()
     return hashlib.blake2b(content, digest_size=16).hexdigest()

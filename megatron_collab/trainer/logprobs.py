@@ -1,21 +1,21 @@
 """Log-probabilities and entropy with the vocabulary sharded over the tensor-parallel ranks.
 
-`head_log_probs` never makes the logits [N, V]: they pass by in tiles, and once more in the backward pass. The
-vocabulary is padded to a multiple of the ranks; no padded entry enters a softmax here.
+`head_log_probs` never materializes the logits [N, V]: it computes them in tiles, again in the backward pass. The
+vocabulary is padded to a multiple of the ranks; padded entries never enter a softmax.
 
 With hidden states h_i, rows w_v of the head and temperature T, the logits are x_iv = h_i . w_v / T, and for label l
 
     log p_il = x_il - log Z_i,   Z_i = sum_v exp(x_iv),   p_iv = exp(x_iv) / Z_i,   H_i = -sum_v p_iv log p_iv.
 
-From d log p_il / d x_iv = [v = l] - p_iv and d H_i / d x_iv = -p_iv (log p_iv + H_i), and with g and e the gradients
-that arrive for log p and H, the loss has
+From d log p_il / d x_iv = [v = l] - p_iv and d H_i / d x_iv = -p_iv (log p_iv + H_i), and with g and e the incoming
+gradients of log p and H, the gradients of the loss are
 
     d / d x_iv = g_i [v = l] - p_iv (g_i + e_i (log p_iv + H_i)),
     d / d h_i = sum_v (d / d x_iv) w_v / T,   d / d w_v = sum_i (d / d x_iv) h_i / T.
 
-Of a tile only m_i (its largest x_iv), s_i = sum exp(x_iv - m_i) and u_i = sum exp(x_iv - m_i) (x_iv - m_i) are kept,
-which can be merged with those of other tiles and other ranks (the online softmax of Milakov and Gimelshein 2018,
-arXiv:1805.02867; u is added for the entropy). Of the whole vocabulary, log Z = m + log s and H = log s - u / s.
+A tile is reduced to m_i (its largest x_iv), s_i = sum exp(x_iv - m_i) and u_i = sum exp(x_iv - m_i) (x_iv - m_i),
+which can be merged with those of other tiles and ranks (online softmax, Milakov and Gimelshein 2018,
+arXiv:1805.02867; u is added for the entropy). For the full vocabulary, log Z = m + log s and H = log s - u / s.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from torch import Tensor
 
 from megatron_collab.runtime import device
 
-# Logits of a tile, by device type; two buffers hold as many float32. A CPU wants them in its cache (4 MB
-# each), a GPU wants few launches (64 MB each).
+# Logits of a tile, by device type; two float32 buffers have this size. On a CPU they should fit the cache (4 MB
+# each), on a GPU there should be few launches (64 MB each).
 TILE = {"cpu": 1 << 20, device.GPU: 1 << 24}
 _LOG2_E = 1.0 / math.log(2.0)
 
@@ -42,15 +42,15 @@ def head_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Natural log-probability of each label and entropy in nats, at `temperature`: float32 [N] each.
 
-    `hidden` [N, h] are the states after the final norm, the same on every tensor-parallel rank, `head` [V/tp, h] this
-    rank's rows of the output layer, both of one dtype; `labels` int64 [N] < `vocab_size`, the number of real entries.
-    N may be 0. Both results are the same on every rank and differentiable in `hidden` and `head`.
+    `hidden` [N, h]: states after the final norm, equal on every tensor-parallel rank; `head` [V/tp, h]: this rank's
+    rows of the output layer, same dtype; `labels` int64 [N] < `vocab_size`, the number of real entries. N may be 0.
+    Both results are equal on every rank and differentiable in `hidden` and `head`.
 
-    The gradient of `hidden` is this rank's part of a sum that the region before (Megatron's copy or gather) makes. The
-    gradient of `head` is added to its `main_grad`, if it has one (float32, Megatron's DistributedDataParallel).
+    The gradient of `hidden` is this rank's summand; the preceding region (Megatron's copy or gather) sums it over the
+    ranks. The gradient of `head` is added to its `main_grad`, if present (float32, DistributedDataParallel).
 
-    Computed in float32 whatever the dtype; with bfloat16 on a GPU the gradient of the logits is rounded to bfloat16
-    before it is multiplied, as with Megatron's own output layer; sums stay float32.
+    Computes in float32 for any dtype. With bfloat16 on a GPU the gradient of the logits is rounded to bfloat16 before
+    the products, as in Megatron's output layer; sums stay float32.
     """
     return _HeadLogProbs.apply(hidden, head, labels, temperature, vocab_size)
 
@@ -61,14 +61,14 @@ class _HeadLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, temperature: float, vocab_size: int
     ) -> tuple[Tensor, Tensor]:
         first = parallel_state.get_tensor_model_parallel_rank() * len(head)
-        labels = labels - first  # those of other ranks lie outside of [0, len(head))
+        labels = labels - first  # labels of other ranks are outside of [0, len(head))
         ctx.entries = min(max(vocab_size - first, 0), len(head))
         ctx.temperature = temperature
         ctx.main_grad = getattr(head, "main_grad", None)
         ctx.set_materialize_grads(False)
 
         states = _operand(hidden)
-        # m, s, u and the label's logit. The lowest finite m, not -inf: 0 times it is not nan.
+        # m, s, u and the label's logit. m starts at the lowest finite number, not -inf, whose product with 0 is nan.
         stats = torch.zeros(4, len(hidden), device=hidden.device)
         stats[0] = torch.finfo(torch.float32).min
         for rows, columns, logits, weight in _tiles(hidden, ctx.entries):
@@ -77,12 +77,12 @@ class _HeadLogProbs(torch.autograd.Function):
             label = logits.gather(1, index[:, None])[:, 0] * inside
             largest = logits.amax(1)
             _exp(logits.sub_(largest[:, None]), out=weight)
-            found = torch.stack([largest, weight.sum(1), weight.mul_(logits).sum(1), label])
-            stats[:, rows] = _merged(torch.stack([stats[:, rows], found]))
+            tile_stats = torch.stack([largest, weight.sum(1), weight.mul_(logits).sum(1), label])
+            stats[:, rows] = _merged(torch.stack([stats[:, rows], tile_stats]))
         group = parallel_state.get_tensor_model_parallel_group()
-        of_ranks = stats.new_empty(dist.get_world_size(group), *stats.shape)
-        dist.all_gather(list(of_ranks), stats, group)
-        m, s, u, label = _merged(of_ranks)
+        rank_stats = stats.new_empty(dist.get_world_size(group), *stats.shape)
+        dist.all_gather(list(rank_stats), stats, group)
+        m, s, u, label = _merged(rank_stats)
         entropy = s.log() - u / s
         ctx.save_for_backward(hidden, head, labels, m, s, entropy)
         return label - m - s.log(), entropy
@@ -90,14 +90,14 @@ class _HeadLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, head, labels, m, s, entropy = ctx.saved_tensors
-        of_log_prob, of_entropy = gradients
-        if of_log_prob is None:
-            of_log_prob = torch.zeros_like(m)
-        # p = exp(x - m) / s has the factor slope (x - m) + constant in the gradient; both hold the 1 / s.
-        constant, slope = of_log_prob / s, None
-        if of_entropy is not None:
-            constant = (of_log_prob + of_entropy * (entropy - s.log())) / s
-            slope = of_entropy / s
+        log_prob_grad, entropy_grad = gradients
+        if log_prob_grad is None:
+            log_prob_grad = torch.zeros_like(m)
+        # In the gradient exp(x - m) has the factor slope (x - m) + constant; both include the 1 / s of p.
+        constant, slope = log_prob_grad / s, None
+        if entropy_grad is not None:
+            constant = (log_prob_grad + entropy_grad * (entropy - s.log())) / s
+            slope = entropy_grad / s
         alpha = 1 / ctx.temperature
 
         hidden_grad = torch.zeros(hidden.shape, device=hidden.device)
@@ -112,18 +112,18 @@ class _HeadLogProbs(torch.autograd.Function):
             if slope is not None:
                 factor = logits.mul_(slope[rows, None]).add_(factor)
             index, inside = _in_tile(labels[rows], columns)
-            weight.mul_(factor).scatter_add_(1, index[:, None], (-of_log_prob[rows] * inside)[:, None])
+            weight.mul_(factor).scatter_add_(1, index[:, None], (-log_prob_grad[rows] * inside)[:, None])
             minus_gradient = weight.to(states.dtype)  # of the tile's logits
             _product(hidden_grad[rows], minus_gradient, head_rows, alpha=-alpha, beta=1.0)
             _product(head_grad[columns], minus_gradient.t(), states[rows], alpha=-alpha, beta=1.0)
-        of_head = head_grad.to(head.dtype) if ctx.main_grad is None else None
-        return hidden_grad.to(hidden.dtype), of_head, None, None, None
+        head_result = head_grad.to(head.dtype) if ctx.main_grad is None else None
+        return hidden_grad.to(hidden.dtype), head_result, None, None, None
 
 
 def _tiles(hidden: Tensor, entries: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """Rows and columns of the tiles, nearly square, which moves the fewest bytes of hidden states and head.
+    """Yield the rows and columns of each tile, nearly square to minimize reads of hidden states and head.
 
-    And two matrices of a tile's shape, in memory that all tiles share: a CPU's first touch of a page is expensive.
+    Also yields two matrices of the tile's shape in memory that all tiles share: a CPU's first page touch is expensive.
     """
     tokens, size = len(hidden), TILE[device.kind(hidden)]
     if tokens == 0:
@@ -132,33 +132,33 @@ def _tiles(hidden: Tensor, entries: int) -> Iterator[tuple[slice, slice, Tensor,
     height = math.ceil(tokens / math.ceil(tokens / math.isqrt(size)))  # equal heights: no thin last row of tiles
     width = size // height
     for top in range(0, tokens, height):
-        for left in range(0, entries, width):
-            rows, columns = slice(top, min(top + height, tokens)), slice(left, min(left + width, entries))
+        for start in range(0, entries, width):
+            rows, columns = slice(top, min(top + height, tokens)), slice(start, min(start + width, entries))
             shape = rows.stop - rows.start, columns.stop - columns.start
             logits, weight = buffers[:, : shape[0] * shape[1]].view(2, *shape)
             yield rows, columns, logits, weight
 
 
 def _operand(matrix: Tensor) -> Tensor:
-    """For a product: a CPU cannot multiply bfloat16 into a float32 result."""
+    """Operand of a product: on a CPU in float32, which cannot multiply bfloat16 into a float32 result."""
     return matrix.float() if device.kind(matrix) == "cpu" else matrix
 
 
-def _product(out: Tensor, left: Tensor, right: Tensor, *, alpha: float, beta: float) -> None:
-    """out = beta out + alpha left @ right, with a float32 `out` whatever the operands are."""
-    if left.dtype == torch.float32:
-        torch.addmm(out, left, right, alpha=alpha, beta=beta, out=out)
+def _product(out: Tensor, a: Tensor, b: Tensor, *, alpha: float, beta: float) -> None:
+    """out = beta out + alpha a @ b, with a float32 `out` for operands of any dtype."""
+    if a.dtype == torch.float32:
+        torch.addmm(out, a, b, alpha=alpha, beta=beta, out=out)
     else:
-        torch.addmm(out, left, right, torch.float32, alpha=alpha, beta=beta, out=out)
+        torch.addmm(out, a, b, torch.float32, alpha=alpha, beta=beta, out=out)
 
 
 def _exp(x: Tensor, out: Tensor) -> Tensor:
-    """exp(x) into `out`, as a power of 2: torch computes that faster than exp on a CPU."""
+    """exp(x) into `out`, computed as a power of 2, which torch computes faster than exp on a CPU."""
     return torch.mul(x, _LOG2_E, out=out).exp2_()
 
 
 def _in_tile(labels: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Column of each label within the tile (0 where it is not there), and 1.0 where it is, else 0.0."""
+    """Column of each label within the tile (0 if outside), and 1.0 if it is inside, else 0.0."""
     inside = (labels >= columns.start) & (labels < columns.stop)
     return (labels - columns.start).where(inside, 0), inside.float()
 

@@ -1,6 +1,6 @@
-"""Losses per trained token, and the loss of a micro-batch made of them, with its statistics.
+"""Losses per trained token, and the loss of a micro-batch with its statistics.
 
-Tensors without a shape here are float [N], one number a trained token of a micro-batch; log-probabilities are natural.
+Tensors without a stated shape are float [N], N the trained tokens of a micro-batch; log-probabilities are natural.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from megatron_collab.config import AlgoConfig, make
 from megatron_collab.trainer.logprobs import head_log_probs
 from megatron_collab.trainer.microbatches import MicroBatch
 
-# What a micro-batch reports: its part of the loss, sums over its trained tokens, and maxima.
+# Report of a micro-batch: (its part of the loss, sums over its trained tokens, maxima).
 Report = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
 Head = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor]]  # apply_head for a network at a temperature
 Objective = Callable[[MicroBatch, Tensor], tuple[Tensor, Report]]
 
 
 def policy_loss(algo: AlgoConfig) -> PolicyLossFunction:
-    """The policy loss that algo.loss names, with its clip. Raises ConfigError.
+    """The policy loss named by algo.loss, with its clip. Raises ConfigError.
 
-    Its arguments are those of PolicyLoss; no sequence is spread over micro-batches.
+    Its arguments are those of PolicyLoss; every sequence is within one micro-batch.
     """
     clip = {"clip_low": algo.clip_low, "clip_high": algo.clip_high}
     if algo.loss == "ppo":
@@ -43,8 +43,8 @@ def _ppo(
 ) -> PolicyTerms:
     """PPO's clipped surrogate: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(log_probs - old).
 
-    Schulman et al. 2017, arXiv:1707.06347, equation 7; two clip widths as in DAPO, arXiv:2503.14476, equation 8. Where
-    A < 0, r has no bound in it: the loss is at most -dual A (dual clip, Ye et al. 2020, arXiv:1912.09729, equation 5).
+    Schulman et al. 2017, arXiv:1707.06347, equation 7; two clip widths as in DAPO, arXiv:2503.14476, equation 8. If
+    A < 0, r is unbounded: the loss is limited to -dual A (dual clip, Ye et al. 2020, arXiv:1912.09729, equation 5).
     """
     terms = _surrogate(_ratio(log_probs - old_log_probs), advantages, **clip)
     bound = torch.where(advantages < 0, -dual * advantages, math.inf)
@@ -55,12 +55,12 @@ def _ppo(
 def _gspo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, sequence: Tensor, sequences: int, **clip: float
 ) -> PolicyTerms:
-    """PPO's surrogate with one ratio s_i a sequence: -min(s_it A_t, clip(s_it, 1 - clip_low, 1 + clip_high) A_t).
+    """PPO's surrogate with one ratio s_i per sequence: -min(s_it A_t, clip(s_it, 1 - clip_low, 1 + clip_high) A_t).
 
     s_i = exp(mean over the trained tokens of log_probs - old), s_it = sg[s_i] exp(log_prob - sg[log_prob]): GSPO-token
-    (Zheng et al. 2025, arXiv:2507.18071, section 4.3). Where all tokens of a sequence have one advantage and one
-    weight, its value, clip and gradient are those of the sequence form (equation 5), and only there that form is
-    defined; a turn with an advantage of its own keeps it here. The paper's widths are 3e-4 and 4e-4.
+    (Zheng et al. 2025, arXiv:2507.18071, section 4.3). If all tokens of a sequence have equal advantages and weights,
+    value, clip and gradient equal those of the sequence form (equation 5), which is defined only then; turns with
+    their own advantages keep them here. The paper's widths are 3e-4 and 4e-4.
     """
     log_ratio = (log_probs - old_log_probs).detach()
     ratio = _ratio(_over_sequences(log_ratio, sequence, sequences, mean=True))
@@ -72,8 +72,8 @@ def _cispo(
 ) -> PolicyTerms:
     """REINFORCE with a clipped weight: -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log_prob, r = exp(log_probs - old).
 
-    MiniMax-M1, arXiv:2506.13585, equations 4 and 5; clip_low=1 leaves out the lower bound, as the paper does. Every
-    token keeps a gradient: where `clipped` is 1, one of bounded weight.
+    MiniMax-M1, arXiv:2506.13585, equations 4 and 5; clip_low=1 removes the lower bound, as in the paper. Every
+    token keeps a gradient, with a bounded weight if `clipped` is 1.
     """
     ratio = _ratio((log_probs - old_log_probs).detach())
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -81,29 +81,29 @@ def _cispo(
 
 
 def _surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> PolicyTerms:
-    free = -ratio * advantages
-    held = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
-    return PolicyTerms(free.maximum(held), ratio.detach(), (held > free).to(ratio.dtype))
+    unclipped = -ratio * advantages
+    clipped = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    return PolicyTerms(unclipped.maximum(clipped), ratio.detach(), (clipped > unclipped).to(ratio.dtype))
 
 
 _LOSSES: dict[str, Callable[..., PolicyTerms]] = {"gspo": _gspo, "cispo": _cispo}
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
-    """exp(log_ratio), of at most 20 either way, so that no token makes the loss infinite."""
+    """exp(log_ratio), with log_ratio clamped to [-20, 20] so that no token makes the loss infinite."""
     return log_ratio.clamp(-20.0, 20.0).exp()
 
 
 def _over_sequences(values: Tensor, sequence: Tensor, sequences: int, *, mean: bool) -> Tensor:
-    """At each token the sum or the mean of `values` over the trained tokens of its sequence."""
-    found = torch.zeros(sequences, dtype=values.dtype, device=values.device).index_add(0, sequence, values)
-    return (found / sequence.bincount(minlength=sequences).clamp(min=1) if mean else found)[sequence]
+    """For each token the sum or mean of `values` over the trained tokens of its sequence."""
+    sums = torch.zeros(sequences, dtype=values.dtype, device=values.device).index_add(0, sequence, values)
+    return (sums / sequence.bincount(minlength=sequences).clamp(min=1) if mean else sums)[sequence]
 
 
 def importance_weights(
     old_log_probs: Tensor, engine_log_probs: Tensor, sequence: Tensor, sequences: int, algo: AlgoConfig
 ) -> Tensor:
-    """Weight of each token in the policy loss, for sampling by the engine instead of the trainer; detached.
+    """Importance weight of each token in the policy loss, since the engine sampled, not the trainer; detached.
 
     With w = exp(old - engine) and the bounds of algo.correction_low and _high:
 
@@ -111,13 +111,13 @@ def importance_weights(
                Training", fengyao.notion.site/off-policy-rl)
     masked     w within [low, high], else 0: IcePop (Ring-1T, arXiv:2510.18855)
 
-    algo.correction_level says of what w is: of a token, or for all tokens of a sequence the product of theirs
-    (sequence) or its geometric mean (geometric), as in GSPO. The product is the exact weight, whose variance grows
-    with the length (Liu, Li et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the
+    algo.correction_level sets the level of w: per token, or for all tokens of a sequence the product of their ratios
+    (sequence) or its geometric mean (geometric), as in GSPO. The product is the exact weight; its variance grows with
+    the length (Liu, Li et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the
     Training-Inference Mismatch", richardli.xyz/rl-collapse).
 
-    A token's weight multiplies its own term of any policy loss, in gspo that with the ratio of its whole sequence,
-    and not the KL to the reference. A masked token still counts in the mean's denominator.
+    The weight multiplies the token's term of any policy loss (in gspo with the ratio of its sequence), but not the KL
+    to the reference. A masked token still counts in the denominator of the mean.
     """
     log_weights = (old_log_probs - engine_log_probs).detach()
     if algo.correction_level != "token":
@@ -136,9 +136,9 @@ def kl(log_probs: Tensor, reference_log_probs: Tensor, estimate: str) -> Tensor:
     k3, low_var_kl    (q - 1) - log q: unbiased and never negative
 
     Schulman 2020, joschu.net/blog/kl-approx.html. On the policy's own samples the mean gradient of k2 is that of the
-    KL of the next token, of k3 that of KL(reference || policy), the same near the reference, and of k1 0: k1 has no
-    effect in the loss, it belongs into the reward (Tang and Munos 2025, arXiv:2506.09477). Above log q = 3, where a
-    single token would rule the batch, k3 goes on as its tangent: it still draws towards the reference.
+    KL of the next token; of k3 that of KL(reference || policy), equal near the reference; of k1 it is 0: k1 has no
+    effect in the loss, it belongs in the reward (Tang and Munos 2025, arXiv:2506.09477). Above log q = 3, where a
+    single token would dominate the batch, k3 continues as its tangent, which still pulls toward the reference.
     """
     if estimate == "k1":
         return log_probs - reference_log_probs
@@ -150,22 +150,22 @@ def kl(log_probs: Tensor, reference_log_probs: Tensor, estimate: str) -> Tensor:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """Squared error of the critic, clipped to a step of at most `clip` from the old values; and where it is, 1 or 0.
+    """Squared error of the critic, clipped to a step of `clip` from the old values; and 1.0 if it is clipped, else 0.0.
 
     max((V - R)^2, (old + clip(V - old, -clip, clip) - R)^2) / 2: PPO (arXiv:1707.06347, equation 9) with the clipped
     value of OpenAI's baselines (Huang et al. 2022, The 37 implementation details of PPO, detail 9).
     """
-    free = (values - returns).square() / 2.0
-    held = (old_values + (values - old_values).clamp(-clip, clip) - returns).square() / 2.0
-    return free.maximum(held), (held > free).to(values.dtype)
+    unclipped = (values - returns).square() / 2.0
+    clipped = (old_values + (values - old_values).clamp(-clip, clip) - returns).square() / 2.0
+    return unclipped.maximum(clipped), (clipped > unclipped).to(values.dtype)
 
 
 def apply_head(
     network: torch.nn.Module, temperature: float, vocab_size: int, micro_batch: MicroBatch, hidden: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of the labels and entropy, float32 [N], at the asked positions of `hidden` [1, T, h]."""
-    asked = hidden[0].index_select(0, micro_batch.positions)
-    return head_log_probs(asked, unwrap(network).head, micro_batch.labels, temperature, vocab_size)
+    """Log-probs of the labels and entropy, float32 [N], at the requested positions of `hidden` [1, T, h]."""
+    states = hidden[0].index_select(0, micro_batch.positions)
+    return head_log_probs(states, unwrap(network).head, micro_batch.labels, temperature, vocab_size)
 
 
 def supervised_objective(head: Head) -> Objective:
@@ -182,8 +182,8 @@ def supervised_objective(head: Head) -> Objective:
 def policy_objective(head: Head, algo: AlgoConfig) -> Objective:
     """The policy loss with its correction, KL and entropy, weighted by token.
 
-    Columns of the micro-batch: weights, advantages, log_probs (the engine's); old_log_probs where they are not those
-    of this very forward pass; reference_log_probs where there is a reference.
+    Columns of the micro-batch: weights, advantages, log_probs (the engine's); old_log_probs unless they are those of
+    this forward pass; reference_log_probs if there is a reference.
     """
     policy = policy_loss(algo)
 
@@ -214,7 +214,7 @@ def policy_objective(head: Head, algo: AlgoConfig) -> Objective:
 
 
 def report(total: Tensor, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> Report:
-    """That of a micro-batch, from its part of the loss and numbers by trained token or pair."""
+    """Report of a micro-batch, from its part of the loss and values per trained token or pair."""
     return (
         total.detach().clone(),  # the schedule divides the loss in place
         {name: value.detach().sum() for name, value in sums.items()},
@@ -222,8 +222,8 @@ def report(total: Tensor, sums: dict[str, Tensor], maxima: dict[str, Tensor]) ->
     )
 
 
-def reported(algo: AlgoConfig, reference: bool) -> tuple[list[str], list[str]]:
-    """Names of the sums and of the maxima that policy_objective reports, for ranks that have no report."""
+def metric_names(algo: AlgoConfig, reference: bool) -> tuple[list[str], list[str]]:
+    """(names of the sums, names of the maxima) that policy_objective reports; also for ranks without a report."""
     sums = ["entropy", "ratio_mean", "clip_fraction", "mismatch/k3"]
     sums += ["correction/weight", "correction/masked"] if algo.correction != "none" else []
     return sums + (["kl"] if reference else []), ["ratio_max_deviation", "mismatch/max_abs"]

@@ -1,7 +1,7 @@
-"""Micro-batches: which samples go through the model together and on which rank, packed end to end, and results of them.
+"""Micro-batches: assigns samples to ranks and micro-batches and packs them end to end.
 
-What samples share is packed once (prefix_tree.py). Planning is pure: from tokens, lengths and masks alone, so every
-rank computes the same plan and takes its own part of it.
+Shared prefixes of samples are packed once (prefix_tree.py). Planning is a pure function of tokens, lengths and masks,
+so every rank computes the same plan and takes its part of it.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def pack(
     multiple_of: int = 1,
     costs: Sequence[float] | None = None,
 ) -> list[list[Indices]]:
-    """Spread samples of `lengths` positions over `ranks` data-parallel ranks in micro-batches, equally many on each.
+    """Spread samples of `lengths` positions over `ranks` data-parallel ranks in equally many micro-batches per rank.
 
-    A micro-batch holds at most `budget` positions, each sequence counted up to a multiple of `align`, or a single
-    longer sequence; `costs` of the sequences are by default those of `cost`. Each rank has a multiple of `multiple_of`
-    micro-batches, as an interleaved pipeline needs: the costliest are split, and empty ones added only where there are
-    fewer samples than micro-batches.
+    A micro-batch holds at most `budget` positions, each sequence rounded up to a multiple of `align`, or a single
+    longer sequence; `costs` default to those of `cost`. Each rank gets a multiple of `multiple_of` micro-batches, as
+    an interleaved pipeline needs: the costliest are split; empty ones are added only if there are fewer samples than
+    micro-batches.
 
-    Micro-batches are dealt in rounds from the costliest down, each round one to a rank, the costliest to the rank with
-    the least so far. So the ranks' totals differ by no more than the costs in some one round, and the ranks work on
+    Micro-batches are dealt in rounds from the costliest down, one to each rank per round, the costliest to the rank
+    with the lowest total. So the ranks' totals differ by at most the spread of costs in a round, and the ranks process
     similar micro-batches at the same time, as expert parallelism needs. On a rank, costs rise and then fall: pipeline
-    stages work on neighbouring micro-batches at once and wait for the costliest, and all wait for the first and last.
+    stages process neighboring micro-batches at once and wait for the costliest; all wait for the first and last.
     """
     rounded = -(-np.asarray(lengths, np.int64) // align) * align
     costs = cost(rounded).tolist() if costs is None else costs
@@ -68,10 +68,10 @@ def pack(
 
 
 def _best_fit_decreasing(lengths: np.ndarray, budget: int) -> list[list[int]]:
-    """Indices by bin: the longest first, each into the bin with the least room that takes it."""
+    """Indices per bin: longest first, each into the bin with the least sufficient room."""
     order = np.argsort(-lengths, kind="stable")
     bins: list[list[int]] = []
-    rooms: list[int] = []  # room and number of the bins with room left, in one integer, ascending
+    rooms: list[int] = []  # (room, number) of the bins with room, encoded in one integer, ascending
     for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         at = bisect_left(rooms, length * len(lengths))
         if at < len(rooms):
@@ -86,33 +86,33 @@ def _best_fit_decreasing(lengths: np.ndarray, budget: int) -> list[list[int]]:
 
 
 def _split(bins: list[list[int]], costs: Sequence[float], count: int) -> list[tuple[float, list[int]]]:
-    """`count` bins with their costs: the costliest that can be split are split, then empty ones are added."""
-    whole = [(sum(costs[index] for index in indices), indices) for indices in bins]
-    heap = [(-total, number) for number, (total, indices) in enumerate(whole) if len(indices) > 1]
+    """`count` bins with their costs: splits the costliest bins that can be split, then adds empty ones."""
+    weighed = [(sum(costs[index] for index in indices), indices) for indices in bins]
+    heap = [(-total, number) for number, (total, indices) in enumerate(weighed) if len(indices) > 1]
     heapq.heapify(heap)
-    while heap and len(whole) < count:
+    while heap and len(weighed) < count:
         number = heapq.heappop(heap)[1]
         halves: list[list[int]] = [[], []]
         totals = [0.0, 0.0]
-        for index in whole[number][1]:  # the longest first
+        for index in weighed[number][1]:  # the longest first
             lighter = int(totals[1] < totals[0])
             halves[lighter].append(index)
             totals[lighter] += costs[index]
-        whole[number] = (totals[0], halves[0])
-        whole.append((totals[1], halves[1]))
-        for half in (number, len(whole) - 1):
-            if len(whole[half][1]) > 1:
-                heapq.heappush(heap, (-whole[half][0], half))
-    return whole + [(0.0, [])] * (count - len(whole))
+        weighed[number] = (totals[0], halves[0])
+        weighed.append((totals[1], halves[1]))
+        for half in (number, len(weighed) - 1):
+            if len(weighed[half][1]) > 1:
+                heapq.heappush(heap, (-weighed[half][0], half))
+    return weighed + [(0.0, [])] * (count - len(weighed))
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Trees, one after the other in T positions, each of their branches in one piece.
+    """Trees packed end to end into T positions; every branch is contiguous.
 
-    `token_ids` and `position_ids` int64 [1, T], those of padding 0 and up; `cu_seqlens` int32 [B + 1], the bounds of
-    the branches, padding included; `keys` int64 by branch, the positions of its path from the root, itself at the end;
-    `rows` int64 by sample, in the order of the trees: the positions that predict its tokens but the first.
+    `token_ids` and `position_ids` int64 [1, T] (padding: token 0, positions from 0); `cu_seqlens` int32 [B + 1]: bounds
+    of the branches, padding included; `keys` int64 per branch: positions of its path from the root to its own end;
+    `rows` int64 per sample, in the order of the trees: the positions that predict its tokens except the first.
     """
 
     token_ids: np.ndarray
@@ -123,11 +123,11 @@ class Packed:
 
 
 def collate(token_ids: Sequence[np.ndarray], trees: Sequence[Tree], align: int = 1, total: int = 1) -> Packed:
-    """The samples of `trees` in one micro-batch, what they share once.
+    """Pack the samples of `trees` into one micro-batch; shared prefixes are packed once.
 
-    A sample of S tokens takes S - 1 positions, at least 1, padded with zeros to a multiple of `align`, above 1 of which
-    it shares none; T is a multiple of both `align` and `total`, if need be by a last branch of padding alone, which is
-    all of an empty micro-batch.
+    A sample of S tokens takes S - 1 positions, at least 1, padded with zeros to a multiple of `align`; if `align` > 1,
+    nothing is shared. T is a multiple of both `align` and `total`; if necessary a last branch of padding is added,
+    which is the only branch of an empty micro-batch.
     """
     ids, depths, keys, rows = list[np.ndarray](), list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
     length = 0
@@ -135,16 +135,16 @@ def collate(token_ids: Sequence[np.ndarray], trees: Sequence[Tree], align: int =
         path = np.arange(0)
         for index, shared in zip(tree.samples, tree.shared, strict=True):
             inputs = token_ids[index][:-1]
-            own = -(-positions(len(token_ids[index])) // align) * align - shared
-            path = np.concatenate([path[:shared], np.arange(length, length + own)])
+            new_positions = -(-positions(len(token_ids[index])) // align) * align - shared
+            path = np.concatenate([path[:shared], np.arange(length, length + new_positions)])
             rows.append(path[: len(inputs)])
-            if own:
-                ids.append(np.pad(inputs[shared:], (0, shared + own - len(inputs))))
-                depths.append(np.arange(shared, shared + own))
+            if new_positions:
+                ids.append(np.pad(inputs[shared:], (0, shared + new_positions - len(inputs))))
+                depths.append(np.arange(shared, shared + new_positions))
                 keys.append(path)
-            length += own
-    whole = lcm(align, total)
-    padding = -length % whole or (0 if length else whole)
+            length += new_positions
+    multiple = lcm(align, total)
+    padding = -length % multiple or (0 if length else multiple)
     if padding:
         ids.append(np.zeros(padding, np.int64))
         depths.append(np.arange(padding))
@@ -161,13 +161,13 @@ def collate(token_ids: Sequence[np.ndarray], trees: Sequence[Tree], align: int =
 def context_slice(cu_seqlens: np.ndarray, cp: int, cp_rank: int) -> np.ndarray:
     """Positions that a context-parallel rank keeps, int64 [T / cp], in the order that TransformerEngine expects.
 
-    Each sequence is cut into 2 cp chunks, of which rank r keeps r and 2 cp - 1 - r: under a causal mask all ranks then
-    have the same work. `cu_seqlens` as from `collate`; ValueError where a sequence is no multiple of 2 cp.
+    Each sequence is cut into 2 cp chunks, of which rank r keeps r and 2 cp - 1 - r, so that all ranks have equal work
+    under a causal mask. `cu_seqlens` as from `collate`. Raises ValueError if a length is no multiple of 2 cp.
     """
     kept = []
     for start, end in pairwise(cu_seqlens.tolist()):
-        chunk, rest = divmod(end - start, 2 * cp)
-        if rest:
+        chunk, remainder = divmod(end - start, 2 * cp)
+        if remainder:
             raise ValueError(f"a sequence of {end - start} positions cannot be cut into 2 x {cp} chunks")
         kept += [np.arange(start + n * chunk, start + (n + 1) * chunk) for n in (cp_rank, 2 * cp - 1 - cp_rank)]
     return np.concatenate(kept)
@@ -175,12 +175,12 @@ def context_slice(cu_seqlens: np.ndarray, cp: int, cp_rank: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences on this rank's device, `packed` into T positions, what they share once; N predictions are requested.
+    """Sequences on this rank's device, `packed` into T positions, shared prefixes once; N predictions are requested.
 
-    `token_ids` and `position_ids` are int64 [1, T]. Of each requested prediction: `positions` (where it is in T),
+    `token_ids` and `position_ids` are int64 [1, T]. For each requested prediction: `positions` (its index in T),
     `labels` (the token it predicts) and `sequence` (its sample's number within the micro-batch), int64 [N]; `columns`
-    float32 [N] by name; `where` its token's place in all samples' tokens laid end to end. `samples` is the number of
-    sequences. `routing` as PolicyModel takes it; a position that several samples share has that of the first.
+    float32 [N] by name; `token_index` the token's index in the concatenated tokens of all samples. `samples` is the
+    number of sequences. `routing` as for PolicyModel; a shared position has the routing of its first sample.
     """
 
     token_ids: Tensor
@@ -190,68 +190,70 @@ class MicroBatch:
     labels: Tensor
     sequence: Tensor
     columns: dict[str, Tensor]
-    where: np.ndarray
+    token_index: np.ndarray
     samples: int
     routing: Tensor | None
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """N predictions of a micro-batch that are requested: see MicroBatch."""
+    """The N requested predictions of a micro-batch; for the fields see MicroBatch."""
 
     positions: np.ndarray
     labels: np.ndarray
     sequence: np.ndarray
     columns: dict[str, np.ndarray]
-    where: np.ndarray
+    token_index: np.ndarray
 
 
 def requested(columns: Columns, samples: Sequence[int], rows: Sequence[np.ndarray], place: np.ndarray) -> Predictions:
-    """The predictions of `samples` where the column `loss_mask` is not 0, sample by sample.
+    """The predictions of `samples` whose column `loss_mask` is not 0, sample by sample.
 
-    `rows` as from `collate`; `place` int64 [T], where a position is on this rank, -1 where it is on another. Several
-    samples may request predictions of a position that they share, each of its own next token. ValueError where
-    `loss_mask` includes a sample's first token: nothing predicts it.
+    `rows` as from `collate`; `place` int64 [T]: index of a position on this rank, -1 if it is on another. Several
+    samples may request predictions at a position that they share, each of its own next token. Raises ValueError if
+    `loss_mask` includes a sample's first token, which nothing predicts.
     """
-    starts = np.cumsum([0, *map(len, columns["token_ids"])])  # of all samples' tokens laid end to end
+    starts = np.cumsum([0, *map(len, columns["token_ids"])])  # offsets of the samples in their concatenated tokens
     tokens = []
-    for index, own in zip(samples, rows, strict=True):
+    for index, sample_rows in zip(samples, rows, strict=True):
         trained = np.flatnonzero(columns["loss_mask"][index])
         if len(trained) and trained[0] == 0:
             raise ValueError(f"sample {index}: its first token is in the loss mask, but no token precedes it")
-        tokens.append(trained[place[own[trained - 1]] >= 0])
+        tokens.append(trained[place[sample_rows[trained - 1]] >= 0])
 
     def column(name: str, dtype: type) -> np.ndarray:
-        found = [columns[name][index][chosen] for index, chosen in zip(samples, tokens, strict=True)]
-        return np.concatenate([np.zeros(0), *found]).astype(dtype)
+        values = [columns[name][index][chosen] for index, chosen in zip(samples, tokens, strict=True)]
+        return np.concatenate([np.zeros(0), *values]).astype(dtype)
 
     sequence: np.ndarray = np.repeat(np.arange(len(samples)), [len(chosen) for chosen in tokens])
-    predicted = [place[own[chosen - 1]] for own, chosen in zip(rows, tokens, strict=True)]
+    predicted = [place[sample_rows[chosen - 1]] for sample_rows, chosen in zip(rows, tokens, strict=True)]
     return Predictions(
         positions=np.concatenate([np.arange(0), *predicted]),
         labels=column("token_ids", np.int64),
         sequence=sequence,
         columns={name: column(name, np.float32) for name in columns if name != "token_ids"},
-        where=np.concatenate([np.arange(0), *(starts[i] + chosen for i, chosen in zip(samples, tokens, strict=True))]),
+        token_index=np.concatenate(
+            [np.arange(0), *(starts[i] + chosen for i, chosen in zip(samples, tokens, strict=True))]
+        ),
     )
 
 
 def replayed(routing: Sequence[np.ndarray], samples: Sequence[int], packed: Packed) -> np.ndarray:
-    """The experts of each position, int16 [T, layers * experts of a token], of `samples` by their column `routing`.
+    """The experts of each position, int16 [T, layers * experts per token], from the column `routing` of `samples`.
 
-    Of the first sample that has the position; -1 in padding.
+    A shared position has the experts of its first sample; padding has -1.
     """
     experts: np.ndarray = np.full((packed.token_ids.shape[1], routing[0].shape[1]), -1, np.int16)
-    for index, own in reversed(list(zip(samples, packed.rows, strict=True))):
-        experts[own] = routing[index][: len(own)]
+    for index, sample_rows in reversed(list(zip(samples, packed.rows, strict=True))):
+        experts[sample_rows] = routing[index][: len(sample_rows)]
     return experts
 
 
 def make_micro_batches(config: Config, columns: Columns, device: torch.device, pairs: bool = False) -> list[MicroBatch]:
-    """Pack samples into this rank's micro-batches; no collective, since every rank makes the same plan.
+    """Pack samples into this rank's micro-batches; no collective, since every rank computes the same plan.
 
-    Predictions are requested where the column `loss_mask` is not 0. The column `routing` may be left out. `pairs`:
-    samples 2 k and 2 k + 1 stay together, in this order, so that numbers 2 k and 2 k + 1 of a micro-batch are a pair.
+    Requests predictions for tokens whose `loss_mask` is not 0. The column `routing` is optional. `pairs`: samples 2 k
+    and 2 k + 1 stay together in this order, so that samples 2 k and 2 k + 1 of a micro-batch are a pair.
     """
     routing = columns.get("routing")
     columns = {name: rows for name, rows in columns.items() if name != "routing"}
@@ -278,23 +280,23 @@ def make_micro_batches(config: Config, columns: Columns, device: torch.device, p
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     def micro_batch(indices: Indices) -> MicroBatch:
-        own = [trees[index] for index in indices]
-        samples = [sample for tree in own for sample in tree.samples]
-        packed = collate(columns["token_ids"], own, align, total)
+        local_trees = [trees[index] for index in indices]
+        samples = [sample for tree in local_trees for sample in tree.samples]
+        packed = collate(columns["token_ids"], local_trees, align, total)
         length = packed.token_ids.shape[1]
         kept = context_slice(packed.cu_seqlens, cp, cp_rank) if cp > 1 else np.arange(length)
         place: np.ndarray = np.full(length, -1)
         place[kept] = np.arange(len(kept))
-        found = requested(columns, samples, packed.rows, place)
+        predictions = requested(columns, samples, packed.rows, place)
         return MicroBatch(
             token_ids=tensor(packed.token_ids[:, kept]),
             position_ids=tensor(packed.position_ids[:, kept]),
             packed=packing(packed.cu_seqlens, packed.keys, device),
-            positions=tensor(found.positions),
-            labels=tensor(found.labels),
-            sequence=tensor(found.sequence),
-            columns={name: tensor(values) for name, values in found.columns.items()},
-            where=found.where,
+            positions=tensor(predictions.positions),
+            labels=tensor(predictions.labels),
+            sequence=tensor(predictions.sequence),
+            columns={name: tensor(values) for name, values in predictions.columns.items()},
+            token_index=predictions.token_index,
             samples=len(samples),
             routing=None if routing is None else tensor(replayed(routing, samples, packed)[kept]),
         )

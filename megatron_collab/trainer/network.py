@@ -32,12 +32,12 @@ from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.trainer.megatron.pipeline import PlannedCommunicator
 from megatron_collab.trainer.microbatches import Columns, MicroBatch, make_micro_batches
 
-# From a micro-batch and the last stage's hidden states [1, T, h] to (loss, report).
+# (micro-batch, the last stage's hidden states [1, T, h]) -> (loss, report)
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
 
 
 class Frozen(NamedTuple):
-    """One network that does not learn, as a checkpoint sees it; `moves`: it gets other weights from time to time."""
+    """A network without optimizer, in the interface of checkpoints; `moves`: its weights are replaced during a run."""
 
     chunks: list[torch.nn.Module]
     moves: bool = False
@@ -45,7 +45,7 @@ class Frozen(NamedTuple):
 
 
 class Trainable:
-    """One network in training: `chunks` (several with virtual pipeline stages) and AdamW, sharded over the ranks."""
+    """A network in training: `chunks` (several with virtual pipeline stages) and AdamW, sharded over the ranks."""
 
     moves = True
 
@@ -67,7 +67,7 @@ class Trainable:
         for chunk in self.chunks:
             count_padding(chunk)
         self.optimizer = get_megatron_optimizer(options, self.chunks, no_decay_for_norms_and_biases(options))
-        # Pinned, since pageable memory is copied in small pieces, each of which the host waits for.
+        # Pinned: pageable memory is copied in small pieces, and the host waits for each.
         self.host_memory = HostMemory(pinned=device.kind(next(chunks[0].parameters())) == device.GPU)
         megatron.finalize_model_grads_func = finalize_model_grads
         megatron.grad_scale_func = self.optimizer.scale_loss
@@ -75,24 +75,24 @@ class Trainable:
     def step(
         self, micro_batches: Sequence[MicroBatch], loss: Loss, lr: float, *, first: bool = False
     ) -> tuple[list[Any], float]:
-        """One optimizer step: what `loss` reports of each micro-batch (on the last pipeline stage), the gradient norm.
+        """One optimizer step; returns a report per micro-batch (on the last pipeline stage) and the gradient norm.
 
-        The gradient is that of the sum of `loss` over all micro-batches of all ranks. FloatingPointError where it
-        is not finite; before the `first` step of an update Preempted, which leaves everything as it was.
+        The gradient is that of the sum of `loss` over all micro-batches of all ranks. Raises FloatingPointError if it
+        is not finite, and may raise Preempted before the `first` step of an update, with all state unchanged.
         """
-        for group in self.optimizer.param_groups:  # Megatron's scheduler is not used; a checkpoint has older settings
+        for group in self.optimizer.param_groups:  # no Megatron scheduler; a checkpoint restores older settings
             group["lr"] = lr
             group["weight_decay"] = self.config.optim.weight_decay * group["wd_mult"]  # 0 for norms and biases
             group["betas"] = (self.config.optim.beta1, self.config.optim.beta2)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        # The schedule divides by the micro-batches, and gradients are averaged over the data parallel ranks.
-        undone = len(micro_batches) * parallel_state.get_data_parallel_world_size()
+        # The schedule divides by the number of micro-batches, and gradients are averaged over the data parallel ranks.
+        divisor = len(micro_batches) * parallel_state.get_data_parallel_world_size()
 
         def scaled(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Any]:
             total, report = loss(micro_batch, hidden)
-            return total * undone, report
+            return total * divisor, report
 
         with lora.dropping(self.chunks):
             reports = _schedule(self.chunks, micro_batches, scaled, interruptible=first, forward_only=False)
@@ -105,41 +105,41 @@ class Trainable:
 
     @contextmanager
     def offloaded(self) -> Iterator[None]:
-        """Within it optimizer state, float32 masters and gradients are off the device, if parallel.offload.
+        """With parallel.offload, optimizer state, float32 masters and gradients are in host memory inside the block.
 
-        The tensors stay the same objects, so every view of them is valid again afterwards; gradients come back as
-        zeros. Megatron's own offload is not used: it gives the parameters of a float32 model memory of their own.
+        Tensors keep their identity, so all views of them are valid again afterwards; gradients are restored as zeros.
+        Megatron's offload is not used: it allocates separate memory for the parameters of a float32 model.
         """
         if not self.config.parallel.offload:
             yield
             return
-        moved = list(self.optimizer_storages())
-        sizes = [storage.nbytes() for storage in moved]
+        storages = list(self.optimizer_storages())
+        sizes = [storage.nbytes() for storage in storages]
         copies = self.host_memory.place(sizes)
-        for part, copy in _parts(moved, copies):
+        for part, copy in _parts(storages, copies):
             copy.copy_(part, non_blocking=True)
-        device.synchronize(*map(_bytes, moved))
-        for storage in moved:
+        device.synchronize(*map(_bytes, storages))
+        for storage in storages:
             storage.resize_(0)
         for chunk in self.chunks:
             chunk.offload_grad_buffers()
         try:
             yield
         finally:
-            for storage, size in zip(moved, sizes, strict=True):
+            for storage, size in zip(storages, sizes, strict=True):
                 storage.resize_(size)
-            for part, copy in _parts(moved, copies):
+            for part, copy in _parts(storages, copies):
                 part.copy_(copy, non_blocking=True)
             for chunk in self.chunks:
                 chunk.restore_grad_buffers()
 
     def gradients(self) -> Iterator[Tensor]:
-        """The buffers of all gradients, flat."""
+        """The flat buffers of all gradients."""
         for chunk in self.chunks:
             yield from (buffer.grad_data for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers])
 
     def optimizer_storages(self) -> Iterator[torch.UntypedStorage]:
-        """Storages of the states and parameters of the inner optimizers, each once, without those of the model."""
+        """Storages of the inner optimizers' states and parameters, each once, without the model's parameters."""
         buffers = [buffer for chunk in self.chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
         seen = {buffer.param_data.untyped_storage()._cdata for buffer in buffers}
         for part in self.optimizer.chained_optimizers:
@@ -154,14 +154,14 @@ class Trainable:
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    """uint8 [nbytes] on its device, sharing its memory."""
+    """uint8 [nbytes] view of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _parts(
     storages: Iterable[torch.UntypedStorage], copies: Iterable[Sequence[Tensor]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every part of a storage, uint8 on its device, with the host memory that it is copied to."""
+    """Pairs of a part of a storage, uint8 on its device, and the host memory that it is copied to."""
     for storage, pieces in zip(storages, copies, strict=True):
         yield from zip(_bytes(storage).split([len(piece) for piece in pieces]), pieces, strict=True)
 
@@ -169,7 +169,7 @@ def _parts(
 def learning_rate(optim: OptimConfig, steps: int, step: int) -> float:
     """Learning rate of `step` (from 0) in a run of `steps`.
 
-    Linear warm-up that reaches `optim.lr` in its last step, then constant, or linear towards zero at step `steps`.
+    Linear warm-up that reaches `optim.lr` in its last step, then constant, or linear to zero at step `steps`.
     """
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
@@ -182,10 +182,10 @@ def learning_rate(optim: OptimConfig, steps: int, step: int) -> float:
 def infer(
     config: Config, chunks: Sequence[torch.nn.Module], columns: Columns, compute: Callable[[MicroBatch, Tensor], Tensor]
 ) -> list[np.ndarray]:
-    """What `compute` makes of the trained tokens, 0 elsewhere, float32 [S] for each sample on every rank; collective.
+    """Values of `compute` for the trained tokens, 0 elsewhere, float32 [S] per sample on every rank; collective.
 
-    It gives float [N] for a micro-batch and its hidden states, on the last pipeline stage. Preempted on every rank
-    where rank 0 received a preemption notice.
+    `compute` maps a micro-batch and its hidden states to float [N], on the last pipeline stage. Raises Preempted on
+    every rank if rank 0 received a preemption notice.
     """
     home = next(chunks[0].parameters()).device
     micro_batches = make_micro_batches(config, columns, home)
@@ -193,12 +193,12 @@ def infer(
     def collect(micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> Tensor:
         return compute(micro_batch, hidden)
 
-    found = _schedule(chunks, micro_batches, collect, interruptible=True, forward_only=True, collect_non_loss_data=True)
+    parts = _schedule(chunks, micro_batches, collect, interruptible=True, forward_only=True, collect_non_loss_data=True)
     lengths = [len(token_ids) for token_ids in columns["token_ids"]]
     flat = torch.zeros(sum(lengths), device=home)
-    if found and parallel_state.get_tensor_model_parallel_rank() == 0:  # its peers found the same
-        for micro_batch, values in zip(micro_batches, found, strict=True):
-            flat[torch.from_numpy(micro_batch.where).to(home)] = values.float()
+    if parts and parallel_state.get_tensor_model_parallel_rank() == 0:  # its peers computed the same
+        for micro_batch, values in zip(micro_batches, parts, strict=True):
+            flat[torch.from_numpy(micro_batch.token_index).to(home)] = values.float()
     dist.all_reduce(flat)
     return np.split(flat.cpu().numpy(), np.cumsum(lengths)[:-1])
 
@@ -210,11 +210,11 @@ def _schedule(
     interruptible: bool,
     **options: bool,
 ) -> list[Any]:
-    """Megatron's schedule of this pipeline over the micro-batches; what `loss` reports of each.
+    """Run Megatron's schedule of this pipeline over the micro-batches; returns the reports of `loss`.
 
-    Where it is `interruptible`, Preempted on every rank once rank 0 received a preemption notice. That check is
-    collective: it precedes every micro-batch, of which all ranks have equally many, but only the first with pipeline
-    stages, which are at different ones at a time. No rank waits for it: hosts that run ahead of their GPUs stay there.
+    If `interruptible`, raises Preempted on every rank once rank 0 has received a preemption notice. The check is
+    collective: it precedes every micro-batch (all ranks have equally many), but with several pipeline stages, which
+    process different micro-batches at a time, only the first. It does not block: hosts may run ahead of their GPUs.
     """
     watched = interruptible and parallel_state.get_pipeline_model_parallel_world_size() == 1
     watch = PreemptionWatch()
@@ -233,7 +233,7 @@ def _schedule(
             packed_seq_params=micro_batch.packed,
             routing=micro_batch.routing,
         )
-        unwrap(chunk).set_input_tensor(None)  # else what it was sent, and the gradient, stay until its next pass
+        unwrap(chunk).set_input_tensor(None)  # else its input and the gradient stay allocated until its next pass
         return output, partial(loss, micro_batch)
 
     batches = [iter(micro_batches) for _ in chunks]
@@ -243,7 +243,7 @@ def _schedule(
         data_iterator=batches,
         model=list(chunks),
         num_microbatches=len(micro_batches),
-        seq_length=lengths[0],  # without effect: lengths differ, and the communicator has them
+        seq_length=lengths[0],  # unused: lengths differ, and the communicator knows them
         micro_batch_size=1,
         p2p_communicator=PlannedCommunicator(get_model_config(chunks[0]), lengths),
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),

@@ -1,7 +1,7 @@
 """Losses of pairs: how much more the policy prefers the chosen reply to the rejected one than the reference does.
 
-Of a reply y to x, r(y) = log pi(y | x) - log ref(y | x), summed over its trained tokens. All numbers are natural
-logarithms. A pair is two samples of a micro-batch that follow one another, the chosen one first.
+For a reply y to x, r(y) = log pi(y | x) - log ref(y | x), summed over its trained tokens; logarithms are natural. A
+pair is two consecutive samples of a micro-batch, the chosen one first.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megatron_collab.config import DpoConfig
 from megatron_collab.trainer.losses import Head, Objective, Report, report
 from megatron_collab.trainer.microbatches import MicroBatch
 
-# What is reported of each pair: means over pairs. A reward is beta r, the implicit reward of DPO.
+# Metrics reported as means over pairs. A reward is beta r, DPO's implicit reward.
 PAIR_METRICS = ["accuracy", "margin", "reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected"]
 
 
 class PairTerms(NamedTuple):
-    """Of P pairs, [P] each: the loss, and the rewards beta r of both replies as the loss takes them."""
+    """Terms of P pairs, [P] each: the loss, and the rewards beta r of both replies as used in the loss."""
 
     loss: Tensor
     chosen: Tensor
@@ -34,18 +34,18 @@ class PairTerms(NamedTuple):
 
 
 def pair_terms(log_ratios: Tensor, tokens: Tensor, dpo: DpoConfig) -> PairTerms:
-    """The loss algo.dpo.loss of P pairs from r of their replies, [2 P], and how many trained tokens these have.
+    """The loss algo.dpo.loss of P pairs; `log_ratios`: r of their replies [2 P]; `tokens`: numbers of trained tokens.
 
     With the margin m = beta (r(chosen) - r(rejected)) and e = algo.dpo.label_smoothing:
 
     sigmoid       -(1 - e) log sigmoid(m) - e log sigmoid(-m): DPO (Rafailov et al. 2023, arXiv:2305.18290, equation
                   7); e > 0 is conservative DPO, where labels are wrong with this probability (Mitchell 2023,
                   ericmitchell.ai/cdpo.pdf)
-    sigmoid_norm  the same, r divided by the number of tokens: length-normalised DPO (Lambert et al. 2024, Tulu 3,
-                  arXiv:2411.15124, section 5), which wants a larger beta, as 5 there
+    sigmoid_norm  the same, r divided by the number of tokens: length-normalized DPO (Lambert et al. 2024, Tulu 3,
+                  arXiv:2411.15124, section 5), which needs a larger beta (5 in the paper)
     ipo           (r(chosen) - r(rejected) - 1 / (2 beta))^2, beta the paper's tau, r divided by the number of tokens:
                   IPO (Azar et al. 2023, arXiv:2310.12036, equation 17). The mean over tokens is not in the paper; TRL
-                  takes it too, on the word of its authors.
+                  uses it too, on advice of its authors.
     """
     if dpo.loss != "sigmoid":
         log_ratios = log_ratios / tokens
@@ -63,15 +63,14 @@ def pair_terms(log_ratios: Tensor, tokens: Tensor, dpo: DpoConfig) -> PairTerms:
 def preference_objective(head: Head, dpo: DpoConfig) -> Objective:
     """The loss of the pairs of a micro-batch, each weighted by the sum of its tokens' weights.
 
-    Columns of the micro-batch: weights, reference_log_probs. Sums are float64. Where context parallel ranks share the
-    tokens of a sequence, each of them knows the whole loss, takes the gradient of its own tokens, and reports its
-    share.
+    Columns of the micro-batch: weights, reference_log_probs. Sums are float64. If context parallel ranks share the
+    tokens of a sequence, each computes the full loss, takes the gradient of its local tokens and reports its share.
     """
 
     def objective(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Report]:
         columns, sequences = micro_batch.columns, micro_batch.samples
         log_probs, _ = head(micro_batch, hidden)
-        of_tokens = torch.stack(
+        per_token = torch.stack(
             [
                 log_probs - columns["reference_log_probs"],
                 log_probs.detach(),
@@ -79,48 +78,48 @@ def preference_objective(head: Head, dpo: DpoConfig) -> Objective:
                 torch.ones_like(log_probs),
             ]
         ).double()
-        sums = of_tokens.new_zeros(4, sequences).index_add(1, micro_batch.sequence, of_tokens)
+        sums = per_token.new_zeros(4, sequences).index_add(1, micro_batch.sequence, per_token)
         log_ratios, log_probs, weights, tokens = _over_context(sums)
         terms = pair_terms(log_ratios, tokens, dpo)
         chosen, rejected = log_probs.detach().view(sequences // 2, 2).unbind(1)
         margin = terms.chosen - terms.rejected
-        found = [(margin > 0).double(), margin, terms.chosen, terms.rejected, chosen, rejected]
+        metrics = [(margin > 0).double(), margin, terms.chosen, terms.rejected, chosen, rejected]
         total = (terms.loss * weights.detach().view(sequences // 2, 2).sum(1)).sum()
         share = 1.0 / parallel_state.get_context_parallel_world_size()
-        shares = {name: values * share for name, values in zip(reported_of_pairs(), found, strict=True)}
+        shares = {name: values * share for name, values in zip(pair_metric_names(), metrics, strict=True)}
         return total.float(), report(total * share, shares, {})
 
     return objective
 
 
-def reported_of_pairs() -> list[str]:
+def pair_metric_names() -> list[str]:
     """Names of the sums that preference_objective reports."""
     return [f"dpo/{name}" for name in PAIR_METRICS]
 
 
 def _over_context(sums: Tensor) -> Tensor:
-    """Sums over tokens on this context parallel rank, [·, sequences], as those over all; the gradient stays its own."""
+    """Sum [·, sequences] over the context parallel ranks; the gradient is that of the local tokens only."""
     if parallel_state.get_context_parallel_world_size() == 1:
         return sums
-    whole = sums.detach().clone()
-    dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
-    return sums + (whole - sums.detach())
+    total = sums.detach().clone()
+    dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
+    return sums + (total - sums.detach())
 
 
-def validated(
+def validation_metrics(
     masks: Sequence[np.ndarray], log_probs: Sequence[np.ndarray], reference: Sequence[np.ndarray], dpo: DpoConfig
 ) -> dict[str, float]:
     """Loss, accuracy and margin of pairs as metrics of a set, with the standard errors of their means.
 
-    The rows are [S], two for each pair, 0 where a token is not trained.
+    The rows are [S], two per pair, 0 for tokens that are not trained.
     """
     rows = zip(log_probs, reference, strict=True)
     ratios = torch.tensor([float((row - ref).sum(dtype=np.float64)) for row, ref in rows], dtype=torch.float64)
     tokens = torch.tensor([float(mask.sum()) for mask in masks], dtype=torch.float64)
     terms = pair_terms(ratios, tokens, dpo)
     margin = terms.chosen - terms.rejected
-    found = {"loss": terms.loss, "accuracy": (margin > 0).double(), "margin": margin}
+    metrics = {"loss": terms.loss, "accuracy": (margin > 0).double(), "margin": margin}
     n = len(margin)
-    scores = {f"score/{name}": float(values.mean()) for name, values in found.items()}
-    errors = {f"score_se/{name}": float(values.std()) / math.sqrt(n) for name, values in found.items() if n > 1}
+    scores = {f"score/{name}": float(values.mean()) for name, values in metrics.items()}
+    errors = {f"score_se/{name}": float(values.std()) / math.sqrt(n) for name, values in metrics.items() if n > 1}
     return {"tasks": n, "tokens": float(tokens.sum()), **scores, **errors}

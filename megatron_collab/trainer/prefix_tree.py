@@ -1,8 +1,8 @@
-"""Which samples share a prefix, so that its positions are computed once: samples as trees. Pure, of numbers alone.
+"""Groups samples that share a prefix into trees, so that shared positions are computed once. Pure functions.
 
-Samples in the order of their tokens have all they share with any later one at the front of the next. So a tree is a
-list of samples, each with the number of positions that it shares with the one before it: it goes along the path of
-that one so far, and what remains is a branch of its own, which may be empty (the same sequence, twice).
+If samples are sorted by their tokens, the prefix that one shares with any later sample is also in the next. So a tree
+is a list of samples, each with the number of positions that it shares with the previous one: it follows the path of
+that sample so far, and the remainder is a separate branch, which may be empty (the same sequence twice).
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from itertools import count
 
 import numpy as np
 
-# Length at which attention costs as much as the rest of a layer: 12 times a hidden size of 4,096; see `cost`.
+# Length at which attention costs as much as the other parts of a layer: 12 times a hidden size of 4,096; see `cost`.
 _EVEN_LENGTH = 12 * 4096
-# What is shared matters from so many positions on, and from such a part of the sample: every branch is one more call
-# of attention, and the keys of its whole path are gathered for it.
+# Minimum length of a shared prefix, in positions and as a fraction of the sample: every branch is another call of
+# attention, and the keys of its whole path are gathered for it.
 FEWEST, PART = 16, 1 / 16
-# Keys that a tree gathers for each position that it computes, at most: what they take while a layer is computed is
-# then small beside what its feed-forward takes.
+# Maximum number of gathered keys per computed position of a tree: their memory is then small compared to that of the
+# feed-forward network of a layer.
 KEYS = 8
 
 
 def positions(tokens: int) -> int:
-    """Positions a sample of `tokens` tokens takes in the model: all but the last predict their successors."""
+    """Positions of a sample of `tokens` tokens in the model: every token but the last predicts its successor."""
     return max(1, tokens - 1)
 
 
 def cost(lengths: np.ndarray) -> np.ndarray:
-    """Cost of sequences of `lengths` positions, in positions without attention; float64.
+    """Cost of sequences of `lengths` positions, in units of a position without attention; float64.
 
-    A layer of hidden size h has about 12 h^2 parameters, so a position takes 24 h^2 FLOPs forward, and 2 h S more for
-    causal attention in a sequence of S: S (1 + S / (12 h)) in all (Narayanan et al. 2021, arXiv:2104.04473, appendix,
+    A layer of hidden size h has about 12 h^2 parameters, so a position takes 24 h^2 FLOPs forward, plus 2 h S for
+    causal attention in a sequence of S: S (1 + S / (12 h)) in total (Narayanan et al. 2021, arXiv:2104.04473, appendix,
     with half of the attention for the causal mask). h is taken as 4,096.
     """
     return lengths * (1.0 + lengths / _EVEN_LENGTH)
@@ -41,10 +41,10 @@ def cost(lengths: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Tree:
-    """Samples that go through the model together, in the order of their tokens.
+    """Samples that go through the model together, sorted by their tokens.
 
-    Of each: its number, `lengths` (positions), `shared` (those in common with the sample before it, 0 for the first)
-    and `targets` (predictions that are requested of it).
+    Per sample: its number, `lengths` (positions), `shared` (positions in common with the previous sample, 0 for the
+    first) and `targets` (requested predictions).
     """
 
     samples: tuple[int, ...]
@@ -54,10 +54,10 @@ class Tree:
 
     @property
     def sizes(self) -> np.ndarray:
-        """What its first 1, 2, … samples take of a micro-batch, int64.
+        """Size of the first 1, 2, … samples in a micro-batch, int64.
 
-        The positions that are computed, those of all branches; but no fewer than the predictions, which each take a
-        state of the head, and than an eighth (KEYS) of the keys that are gathered. A sample alone takes its positions.
+        The number of computed positions of all branches, but at least the number of predictions (each needs a state
+        of the head) and 1 / KEYS of the gathered keys. The size of a single sample is its length.
         """
         lengths = np.cumsum(self.lengths)
         computed = lengths - np.cumsum(self.shared)
@@ -65,11 +65,11 @@ class Tree:
 
     @property
     def costs(self) -> np.ndarray:
-        """As `cost`, of its first 1, 2, … samples, where a branch attends to its path."""
+        """`cost` of the first 1, 2, … samples, with branches that attend to their paths."""
         return np.cumsum(cost(np.array(self.lengths)) - cost(np.array(self.shared)))
 
     def cut(self, place: int) -> tuple[Tree, Tree]:
-        """The samples before `place` and those from there on: both compute what they shared."""
+        """The samples before `place` and the others; both parts compute the prefix that they shared."""
         first = Tree(self.samples[:place], self.lengths[:place], self.shared[:place], self.targets[:place])
         shared = (0, *self.shared[place + 1 :])
         return first, Tree(self.samples[place:], self.lengths[place:], shared, self.targets[place:])
@@ -80,9 +80,9 @@ def plan_trees(
 ) -> list[Tree]:
     """All samples in trees, each of at most `budget` (Tree.sizes) or of one longer sample.
 
-    Trees are cut where they exceed the budget, and while one costs more than an even share for `parts` ranks, or there
-    are fewer trees. The path to a cut is computed in both of its parts. `align`: a sample's positions are rounded up to
-    a multiple of it; above 1, nothing is shared. Trees are in the order of their first samples' numbers.
+    Trees are cut if they exceed the budget, and as long as one costs more than an even share for `parts` ranks or
+    there are fewer than `parts` trees. Both parts of a cut compute the path to it. `align`: a sample's positions are
+    rounded up to a multiple of it; if > 1, nothing is shared. Trees are sorted by their lowest sample number.
     """
     lengths = [-(-positions(len(row)) // align) * align for row in token_ids]
     if align > 1:
@@ -93,7 +93,7 @@ def plan_trees(
 
 
 def pair_trees(token_ids: Sequence[np.ndarray], targets: Sequence[int], *, align: int = 1) -> list[Tree]:
-    """Samples 2 k and 2 k + 1 in tree k, which is never cut; what they begin with is shared as in `prefix_trees`.
+    """Samples 2 k and 2 k + 1 in tree k, which is never cut; prefixes are shared as in `prefix_trees`.
 
     `align` as in `plan_trees`.
     """
@@ -108,8 +108,8 @@ def pair_trees(token_ids: Sequence[np.ndarray], targets: Sequence[int], *, align
 
 
 def prefix_trees(token_ids: Sequence[np.ndarray], targets: Sequence[int], *, fewest: int = FEWEST) -> list[Tree]:
-    """Samples that share a prefix that matters (`fewest` positions, PART) in one tree; `targets` as in Tree."""
-    inputs = [np.asarray(row)[:-1].astype(">u4") for row in token_ids]  # big-endian: bytes order as the numbers do
+    """Trees of samples with a sufficient prefix (`fewest` positions, PART); `targets` as in Tree."""
+    inputs = [np.asarray(row)[:-1].astype(">u4") for row in token_ids]  # big-endian: bytes sort like the numbers
     order = sorted(range(len(inputs)), key=lambda number: inputs[number].tobytes())
     trees: list[Tree] = []
     members: list[tuple[int, int]] = []
@@ -132,21 +132,21 @@ def prefix_trees(token_ids: Sequence[np.ndarray], targets: Sequence[int], *, few
 
 
 def _matters(shared: int, length: int, fewest: int) -> bool:
-    """Whether so long a prefix is worth a branch for a sample of `length` positions."""
+    """Whether a prefix of `shared` positions is worth a branch, for a sample of `length` positions."""
     return shared >= max(fewest, PART * length)
 
 
-def _common(left: np.ndarray, right: np.ndarray) -> int:
-    """Length of the prefix that both begin with."""
-    length = min(len(left), len(right))
-    differs = left[:length] != right[:length]
+def _common(first: np.ndarray, second: np.ndarray) -> int:
+    """Length of the common prefix."""
+    length = min(len(first), len(second))
+    differs = first[:length] != second[:length]
     return int(differs.argmax()) if differs.any() else length
 
 
 def _fitted(tree: Tree, budget: int) -> list[Tree]:
-    """`tree` in parts of at most `budget`, or of one longer sample.
+    """Cut `tree` into parts of at most `budget`, or of one longer sample.
 
-    A part is filled to three quarters at least; from there on it ends where least is shared with what follows.
+    A part is filled to at least three quarters; beyond that it ends at the sample that shares least with its successor.
     """
     parts = []
     while (sizes := tree.sizes)[-1] > budget and len(sizes) > 1:
@@ -159,27 +159,27 @@ def _fitted(tree: Tree, budget: int) -> list[Tree]:
 
 
 def _spread(trees: Sequence[Tree], parts: int) -> list[Tree]:
-    """`trees`, the costliest halved while they are fewer than `parts` or it costs more than an even share of all."""
+    """`trees`; halves the costliest while there are fewer than `parts` or it costs more than an even share."""
     numbers = count()
     heap = [(-float(tree.costs[-1]), next(numbers), tree) for tree in trees]
     heapq.heapify(heap)
     total, done = -sum(weighed for weighed, _, _ in heap), list[Tree]()
     while heap:
         weighed, _, tree = heapq.heappop(heap)
-        many = len(done) + len(heap) + 1 >= parts
-        if len(tree.samples) == 1 or (many and -weighed * parts <= total):
+        enough = len(done) + len(heap) + 1 >= parts
+        if len(tree.samples) == 1 or (enough and -weighed * parts <= total):
             done.append(tree)
             continue
         halves = tree.cut(_middle(tree))
         costs = [float(half.costs[-1]) for half in halves]
         total += sum(costs) + weighed
-        for worth, half in zip(costs, halves, strict=True):
-            heapq.heappush(heap, (-worth, next(numbers), half))
+        for half_cost, half in zip(costs, halves, strict=True):
+            heapq.heappush(heap, (-half_cost, next(numbers), half))
     return done
 
 
 def _middle(tree: Tree) -> int:
-    """Where to cut `tree` so that its costlier half costs least."""
+    """Cut of `tree` that minimizes the cost of its costlier half."""
     costs = tree.costs
     behind = costs[-1] - costs[:-1] + cost(np.array(tree.shared[1:]))
     return int(np.maximum(costs[:-1], behind).argmin()) + 1

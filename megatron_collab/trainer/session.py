@@ -1,4 +1,4 @@
-"""One start of a run on this rank: hang detection, resume, the run folder, checkpoints, the save when it is stopped."""
+"""A session of a run on this rank: hang detection, resume, run folder, checkpoints, and the save on a stop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron_collab.trainer.trainer import PolicyTrainer
 
 
 class Session(ExitStack):
-    """Entered by every rank after its imports; the parts that it enters end with it, the last first.
+    """Context of a run on every rank, entered after the imports; closes the parts that it entered in reverse order.
 
     `run` (the folder) and `checkpoints` exist once `resume` has been called.
     """
@@ -41,7 +41,7 @@ class Session(ExitStack):
         self.config = config
         self._folder = Path(config.run.dir) / "checkpoints"
         self._start = 0
-        self._found: dict[str, Any] = {}
+        self._resumed: dict[str, Any] = {}
 
     def __enter__(self) -> Session:
         imports_done()
@@ -53,20 +53,20 @@ class Session(ExitStack):
         """The step to continue from, with `trainer` loaded from the newest checkpoint; 0 in a new run. Collective."""
         train, timeout = self.config.train, self.config.launch.timeout
         self.checkpoints = self.enter(Checkpoints(self._folder, train.keep_checkpoints, timeout))
-        self._start, self._found = self.checkpoints.load_latest(trainer.checkpointed) or (0, {})
+        self._start, self._resumed = self.checkpoints.load_latest(trainer.checkpointed) or (0, {})
         trainer.step = self._start
-        self.run = self.enter(Run(self.config, self._start, self._found, environments.result_names(self.config)))
+        self.run = self.enter(Run(self.config, self._start, self._resumed, environments.result_names(self.config)))
         return self._start
 
     def state(self, part: str) -> dict[str, Any]:
-        """The state of a part of the run in the checkpoint that was resumed from; {} where there is none."""
-        return self._found.get(part, {})
+        """The state of a part of the run from the checkpoint that was resumed; {} if there is none."""
+        return self._resumed.get(part, {})
 
     @contextmanager
     def saved_when_stopped(self, step: int, trainer: PolicyTrainer, **parts: Mapping[str, Any]) -> Iterator[None]:
-        """Where the run is stopped within it, save the training state before `step`, with the parts' states."""
+        """If the run is stopped inside the block, save the training state before `step`, with the parts' states."""
         try:
-            rank0.check_preemption()  # SIGINT, too, which waits for the end of a step
+            rank0.check_preemption()  # also SIGINT, which takes effect after a step
             signals.in_step(True)
             yield
         except RunStopped:
@@ -81,21 +81,21 @@ class Session(ExitStack):
         rank0.shared(lambda: self.run.record(step, metrics))
 
     def validate(self, step: int, trainer: PolicyTrainer, data: SupervisedData) -> bool:
-        """Record the loss on the sets of data.eval that are due at `step`; whether there were any. Collective."""
+        """Record the loss on the sets of data.eval that are due at `step`; returns whether any were. Collective."""
         names: list[str] = []
-        for one in evaluation_sets(self.config):
-            if due := rank0.shared(partial(self.run.evaluation_due, one.name, step)):
-                found = trainer.validate(data.validation(one))
-                rank0.shared(partial(self.run.evaluation, due, one.name, step, found))
+        for eval_set in evaluation_sets(self.config):
+            if due := rank0.shared(partial(self.run.evaluation_due, eval_set.name, step)):
+                metrics = trainer.validate(data.validation(eval_set))
+                rank0.shared(partial(self.run.evaluation, due, eval_set.name, step, metrics))
                 names.append(due)
         return bool(names)
 
     def save_due(self, step: int) -> bool:
-        """Whether the checkpoint of `step` finished steps is to be written."""
+        """Whether a checkpoint is due after `step` finished steps."""
         return step % self.config.train.checkpoint_every == 0 or step == self.config.train.steps
 
     def save(self, step: int, trainer: PolicyTrainer, **parts: Mapping[str, Any]) -> None:
-        """Begin to write the checkpoint of `step` finished steps; collective."""
+        """Start to write the checkpoint of `step` finished steps; collective."""
         self.checkpoints.save(step, trainer.checkpointed, {**self.run.state(), **parts})
 
     def finish(self, trainer: PolicyTrainer) -> None:
@@ -104,12 +104,12 @@ class Session(ExitStack):
         self.run.finish()
 
     def explain(self, error: RunStopped) -> None:
-        """Say in one line why the run ends."""
-        why = str(error)
+        """Print in one line why the run ends."""
+        reason = str(error)
         if isinstance(error, Preempted):
             latest = self._folder / LATEST
             saved = latest.read_text().strip() if latest.is_file() else "no step"
             assert signals.notice is not None
             seconds = f"{time.monotonic() - signals.notice.received:.1f} s after it"
-            why += f"; {saved} and all groups that were finished since are saved, {seconds}"
-        print(f"megatron-collab: {redact(why)}", file=sys.stderr, flush=True)
+            reason += f"; {saved} and all groups that were finished since are saved, {seconds}"
+        print(f"megatron-collab: {redact(reason)}", file=sys.stderr, flush=True)

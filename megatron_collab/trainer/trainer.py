@@ -1,7 +1,7 @@
 """The trainer of the policy: scores a batch, and learns from it in one or more optimizer steps.
 
-Every rank calls it with the same batch and takes its data parallel share. The loss is a weighted sum over the trained
-tokens of the whole (mini-)batch, so it does not depend on the layout or on the micro-batches.
+Every rank calls it with the same batch and takes its data parallel share. The loss is a weighted sum over all trained
+tokens of the (mini-)batch, so it depends neither on the layout nor on the micro-batches.
 """
 
 from __future__ import annotations
@@ -29,20 +29,27 @@ from megatron_collab.runtime.process import beat
 from megatron_collab.runtime.rank0 import meet
 from megatron_collab.trainer.critic import Critic
 from megatron_collab.trainer.kept_reference import KeptReference
-from megatron_collab.trainer.losses import Head, Report, apply_head, policy_objective, reported, supervised_objective
+from megatron_collab.trainer.losses import (
+    Head,
+    Report,
+    apply_head,
+    metric_names,
+    policy_objective,
+    supervised_objective,
+)
 from megatron_collab.trainer.megatron import lora, model, routing
 from megatron_collab.trainer.microbatches import Columns, MicroBatch, make_micro_batches
 from megatron_collab.trainer.network import Frozen, Trainable, infer, learning_rate
-from megatron_collab.trainer.preference import preference_objective, reported_of_pairs, validated
-from megatron_collab.types import Batch, Sample, Scored
+from megatron_collab.trainer.preference import pair_metric_names, preference_objective, validation_metrics
+from megatron_collab.types import Batch, Sample, ScoredBatch
 
 
 class PolicyTrainer:
-    """Trains the policy of model.path, of which this rank has `chunks`; `step` counts the updates.
+    """Trains the policy of model.path; `chunks` are this rank's parts of it, `step` counts the updates.
 
-    The reference of KL and DPO is the first policy, or with algo.dpo.refresh a later one. `reference` is a frozen copy
-    of it, unless adapters are trained (model.lora), without which the policy itself is the first one, or its log-probs
-    are kept (`keep_reference`). `critic` is there where algo.advantage=gae.
+    The reference of KL and DPO is the initial policy, or with algo.dpo.refresh a later one. `reference` is a frozen
+    copy of it; there is none with adapters (model.lora), whose base model is the initial policy, nor if the reference's
+    log-probs are stored (`keep_reference`). `critic` exists if algo.advantage=gae.
     """
 
     def __init__(self, config: Config, load: model.Load = model.load) -> None:
@@ -51,7 +58,7 @@ class PolicyTrainer:
         self.objective = config.objective
         self.chunks = load(config)
         if config.train.stage == "rl" and config.rollout.routing_replay:
-            routing.add(self.chunks)  # not those of reference and critic: other networks, with experts of their own
+            routing.add(self.chunks)  # not in reference and critic, whose experts are different
         self.reference = model.frozen_copy(self.chunks) if config.copies_reference else None
         self._kept: KeptReference | None = None
         critic = self.objective == "policy" and config.algo.advantage == "gae"
@@ -62,9 +69,9 @@ class PolicyTrainer:
         self.step = 0
         head = self._head(self.chunks)
         self._loss, self._sums, self._maxima = {
-            "policy": lambda: (policy_objective(head, config.algo), *reported(config.algo, config.refers)),
+            "policy": lambda: (policy_objective(head, config.algo), *metric_names(config.algo, config.refers)),
             "sft": lambda: (supervised_objective(head), [], []),
-            "dpo": lambda: (preference_objective(head, config.algo.dpo), reported_of_pairs(), []),
+            "dpo": lambda: (preference_objective(head, config.algo.dpo), pair_metric_names(), []),
         }[self.objective]()
 
     @property
@@ -78,19 +85,19 @@ class PolicyTrainer:
 
     @property
     def checkpointed(self) -> dict[str, Checkpointable]:
-        """The networks of which a checkpoint has something, by name.
+        """The networks with state in a checkpoint, by name.
 
-        Of the reference it has the weights with algo.dpo.refresh alone, which follow from nothing else; with delayed
-        scaling the history that its next scales depend on.
+        The reference's weights are saved only with algo.dpo.refresh, since they cannot be rebuilt then; with delayed
+        scaling its amax history is saved, on which the next scales depend.
         """
         moves = self.objective == "dpo" and self.config.algo.dpo.refresh > 0
         return {**self.trainables, **({"reference": Frozen(self.reference, moves)} if self.reference else {})}
 
     @contextmanager
     def offloaded(self) -> Iterator[None]:
-        """While the policy is sampled from: without optimizer and gradients on the device, if parallel.offload.
+        """For sampling from the policy: offloads optimizer and gradients to host memory, if parallel.offload.
 
-        Collective: colocated servers take the memory of every rank of their node, so all must have left it by then.
+        Collective: colocated servers use the memory of every rank of their node, so all ranks must have released it.
         """
         with ExitStack() as stack:
             for trainable in self.trainables.values():
@@ -100,13 +107,13 @@ class PolicyTrainer:
                 meet()
             yield
 
-    def score(self, batch: Batch) -> Scored:
-        """Log-probs and values of every trained token before the update, the same on every rank; collective.
+    def score(self, batch: Batch) -> ScoredBatch:
+        """Log-probs and values of every trained token before the update, equal on every rank; collective.
 
-        The reference is refreshed where algo.dpo.refresh says so.
+        Refreshes the reference if it is due by algo.dpo.refresh.
 
-        Old log-probs are the policy's own; they are computed apart only where the update's first forward pass does not
-        give them in time. Preempted on every rank once rank 0 has received a preemption notice.
+        Old log-probs are the policy's; they are computed separately only if the update's first forward pass does not
+        provide them in time. Raises Preempted on every rank once rank 0 has received a preemption notice.
         """
         beat(f"the scoring of step {self.step}")
         algo, refers = self.config.algo, self.config.refers
@@ -120,18 +127,18 @@ class PolicyTrainer:
         if self.critic:
             columns = _cut(_columns(batch, replay=False), batch.samples)
             values = _joined(self.critic.values(columns), batch.samples)
-        return Scored(batch.samples, batch.metrics, old, reference, values)
+        return ScoredBatch(batch.samples, batch.metrics, old, reference, values)
 
     def keep_reference(self, data: SupervisedData) -> None:
-        """With algo.dpo.precompute in stage dpo, know the reference's log-probs of all `data` from here on; collective.
+        """With algo.dpo.precompute in stage dpo, compute or load the reference's log-probs of all `data`; collective.
 
-        To be called while the policy is the first one: before a checkpoint is loaded and anything is learned.
+        Call it while the policy is the initial one: before a checkpoint is loaded or an update is made.
         """
         if self.config.train.stage == "dpo" and self.config.algo.dpo.precompute:
             self._kept = KeptReference(self.config, data, self._base_log_probs)
 
     def reference_log_probs(self, batch: Batch) -> list[np.ndarray]:
-        """As `log_probs`, of the reference; collective."""
+        """Like `log_probs`, but of the reference; collective."""
         if self._kept:
             return self._kept.log_probs(batch)
         if self.reference is not None:
@@ -140,18 +147,18 @@ class PolicyTrainer:
         return self._base_log_probs(batch)
 
     def _base_log_probs(self, batch: Batch) -> list[np.ndarray]:
-        """Of the policy without its adapters, if it has any."""
-        with lora.base_alone(self.chunks):
+        """Log-probs of the policy with its adapters, if any, disabled."""
+        with lora.adapters_disabled(self.chunks):
             return self.log_probs(self.policy.chunks, batch, replay=False)
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Learn from `batch` in algo.epochs times algo.mini_batches optimizer steps; metrics are equal on all ranks.
 
-        It is Scored, but for sft; for the policy loss with advantages, and the engine's log-probs are compared with the
-        old ones in mismatch/max_abs and mismatch/k3 (KL from the engine's distribution to the policy's).
+        Except in sft, `batch` is a ScoredBatch, for the policy loss with advantages. mismatch/max_abs and mismatch/k3
+        (KL from the engine's distribution to the policy's) compare the engine's log-probs with the old ones.
 
-        ValueError where nothing is trained, FloatingPointError where the gradient is not finite. Preempted on every
-        rank if rank 0 received a preemption notice before the first optimizer step; nothing has changed then.
+        Raises ValueError if no token is trained, FloatingPointError if the gradient is not finite, and Preempted on
+        every rank if rank 0 received a preemption notice before the first optimizer step; state is unchanged then.
         """
         beat(f"the update of step {self.step}")
         lr = learning_rate(self.config.optim, self.config.train.steps, self.step)
@@ -164,8 +171,8 @@ class PolicyTrainer:
             micro_batches = self._weighted(batch, columns, rows)
             step: dict[str, float] = {}
             if not critic_alone:
-                found, step["grad_norm"] = self.policy.step(micro_batches, self._loss, lr, first=not metrics)
-                reports += found
+                step_reports, step["grad_norm"] = self.policy.step(micro_batches, self._loss, lr, first=not metrics)
+                reports += step_reports
             if self.critic:
                 step |= self.critic.update(micro_batches, critic_lr, first=critic_alone and not metrics)
             metrics.append(step)
@@ -177,12 +184,12 @@ class PolicyTrainer:
         return {**reduced, **means, "lr": lr, "tokens": batch.loss_tokens, **pairs}
 
     def validate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """Loss per trained token of all `batches` together, without a gradient, as metrics of a set; collective.
+        """Loss per trained token over all `batches`, without a gradient, as metrics of a set; collective.
 
-        Of pairs, see preference.validated.
+        For pairs see preference.validation_metrics.
         `score_se/loss` is the standard error over the conversations, for a ratio of means: with the loss L of n
-        conversations of s_i nats and t_i tokens, sqrt(n / (n - 1) sum_i (s_i - L t_i)^2) / sum_i t_i. Preempted as in
-        `score`.
+        conversations of s_i nats and t_i tokens, sqrt(n / (n - 1) sum_i (s_i - L t_i)^2) / sum_i t_i. May raise
+        Preempted, like `score`.
         """
         beat(f"the validation of step {self.step}")
         if self.objective == "dpo":
@@ -194,8 +201,8 @@ class PolicyTrainer:
             nats += [-float(row.sum(dtype=np.float64)) for row in rows]
             tokens += [float(sample.loss_mask.sum()) for sample in batch.samples]
         n, loss = len(nats), sum(nats) / sum(tokens)
-        spread = sum((s - loss * t) ** 2 for s, t in zip(nats, tokens, strict=True))
-        error = math.sqrt(n / (n - 1) * spread) / sum(tokens) if n > 1 else math.nan
+        squares = sum((s - loss * t) ** 2 for s, t in zip(nats, tokens, strict=True))
+        error = math.sqrt(n / (n - 1) * squares) / sum(tokens) if n > 1 else math.nan
         return {"tasks": n, "tokens": sum(tokens), "score/loss": loss, "score_se/loss": error}
 
     def _validate_pairs(self, batches: Iterable[Batch]) -> dict[str, float]:
@@ -204,12 +211,12 @@ class PolicyTrainer:
             masks += [sample.loss_mask for sample in batch.samples]
             rows += self.log_probs(self.policy.chunks, batch)
             reference += self.reference_log_probs(batch)
-        return validated(masks, rows, reference, self.config.algo.dpo)
+        return validation_metrics(masks, rows, reference, self.config.algo.dpo)
 
     def log_probs(self, chunks: Sequence[torch.nn.Module], batch: Batch, *, replay: bool = True) -> list[np.ndarray]:
-        """Log-probs of the trained tokens, 0 elsewhere, float32 [S] for each sample on every rank; collective.
+        """Log-probs of the trained tokens, 0 elsewhere, float32 [S] per sample on every rank; collective.
 
-        `replay`: the policy takes the experts of the samples, where they have any.
+        `replay`: route tokens to the experts recorded in the samples, if any.
         """
         head = self._head(chunks)
         columns = _cut(_columns(batch, replay=replay), batch.samples)
@@ -228,30 +235,30 @@ class PolicyTrainer:
                 later=[sample.later for sample in samples],
                 later_weight=self.config.algo.later_weight,
             )
-        else:  # of pairs the mean over pairs, in each of which both replies weigh the same
+        else:  # dpo: the mean over pairs, with equal weights of both replies
             weights = token_weights(part["loss_mask"], {"sft": "token", "dpo": "sequence"}[self.objective])
         columns = _cut({**part, "weights": weights}, samples)
         return make_micro_batches(self.config, columns, self.device, pairs=self.objective == "dpo")
 
     @property
     def _unit(self) -> int:
-        """Samples that are learned from together."""
+        """Number of samples that must stay together: 2 for pairs."""
         return 2 if self.objective == "dpo" else 1
 
     def _head(self, chunks: Sequence[torch.nn.Module]) -> Head:
         return partial(apply_head, chunks[-1], self.temperature, self.shape.vocab)
 
     def _reduced(self, reports: Sequence[Report], count: float, steps: int) -> dict[str, float]:
-        """The loss, averaged over the optimizer steps; means over `count` trained tokens or pairs, and maxima, over all
+        """Loss averaged over the optimizer steps, means over `count` trained tokens or pairs, and maxima, over all
         ranks."""
         summed, largest = self._sums, self._maxima
         sums = torch.zeros(1 + len(summed), device=self.device)
         maxima = torch.zeros(len(largest), device=self.device)
         if parallel_state.get_tensor_model_parallel_rank() == 0:  # its peers report the same tokens
-            for loss, part, most in reports:
-                sums += torch.stack([loss, *(part[name] for name in summed)])
+            for loss, part_sums, part_maxima in reports:
+                sums += torch.stack([loss, *(part_sums[name] for name in summed)])
                 if largest:
-                    maxima = maxima.maximum(torch.stack([most[name] for name in largest]))
+                    maxima = maxima.maximum(torch.stack([part_maxima[name] for name in largest]))
         dist.all_reduce(sums)
         if largest:
             dist.all_reduce(maxima, dist.ReduceOp.MAX)
@@ -261,8 +268,8 @@ class PolicyTrainer:
 
 
 def _columns(batch: Batch, *, replay: bool = True) -> Columns:
-    """What is known of every token of every sample; without their routing where there is none, or no `replay`."""
-    names = ["token_ids", "loss_mask"] + (["log_probs"] if isinstance(batch, Scored) else [])
+    """Per-token columns of all samples; `replay`: include the engine's expert choices, if recorded."""
+    names = ["token_ids", "loss_mask"] + (["log_probs"] if isinstance(batch, ScoredBatch) else [])
     columns: dict[str, Sequence[np.ndarray]] = {
         name: [getattr(sample, name) for sample in batch.samples] for name in names
     }
@@ -274,7 +281,7 @@ def _columns(batch: Batch, *, replay: bool = True) -> Columns:
 
 
 def _cut(columns: Columns, samples: Sequence[Sample]) -> Columns:
-    """The columns of these samples by token sequence, of which a sample has one more than `cuts`."""
+    """Split the columns of samples into token sequences; a sample has one more of them than `cuts`."""
     return {
         name: [piece for row, sample in zip(rows, samples, strict=True) for piece in np.split(row, sample.cuts)]
         for name, rows in columns.items()
@@ -282,13 +289,13 @@ def _cut(columns: Columns, samples: Sequence[Sample]) -> Columns:
 
 
 def _joined(rows: Sequence[np.ndarray], samples: Sequence[Sample]) -> list[np.ndarray]:
-    """The rows of token sequences, end to end by sample: the inverse of `_cut`."""
-    left = iter(rows)
-    return [np.concatenate([next(left) for _ in range(1 + len(sample.cuts))]) for sample in samples]
+    """Concatenate the rows of token sequences per sample: the inverse of `_cut`."""
+    remaining = iter(rows)
+    return [np.concatenate([next(remaining) for _ in range(1 + len(sample.cuts))]) for sample in samples]
 
 
 def _split(count: int, parts: int, unit: int = 1) -> list[range]:
-    """Rows 0 to `count` in order, cut into at most `parts` pieces of nearly the same number of whole units."""
+    """Cut rows 0 to `count` into at most `parts` consecutive ranges of nearly equal numbers of whole units."""
     units = count // unit
     bounds = (unit * np.linspace(0, units, min(parts, units) + 1).round().astype(int)).tolist()
     return [range(start, end) for start, end in pairwise(bounds)]

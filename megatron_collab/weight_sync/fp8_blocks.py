@@ -1,4 +1,4 @@
-"""Sizes of weights in FP8 blocks; numbers alone, so that a plan of a weight sync needs no torch."""
+"""Sizes of weights in FP8 blocks, without torch: the planner of a weight sync imports this module."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def fp8_scales(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def fp8_scales_at(shape: Sequence[int]) -> int:
-    """Byte at which the scales of a weight [..., n, k] begin: after its elements, at a multiple of 4."""
+    """Byte offset of the scales of a weight [..., n, k]: after its elements, at a multiple of 4."""
     return -(-prod(shape) // 4) * 4
 
 
 def fp8_nbytes(shape: Sequence[int]) -> int:
-    """Bytes of a weight [..., n, k] and of its scales, one after the other."""
+    """Bytes of a weight [..., n, k] followed by its scales."""
     return fp8_scales_at(shape) + 4 * prod(fp8_scales(shape))

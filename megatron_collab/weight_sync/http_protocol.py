@@ -19,9 +19,9 @@ from megatron_collab.runtime.process import beat
 class ServerCall:
     """One weight sync of one server: `pause` and `begin`, the transfer, `end` and `go_on`; or `read_folder`.
 
-    The transfer has to end `timeout` seconds after `pause` was called; the short calls have a quarter of that, so that
-    a server which hangs is detected before those that wait for it time out. ServerError where a call fails; the
-    server then stays paused and samples no more.
+    The transfer must end within `timeout` seconds of the call to `pause`. The short calls get a quarter of that, so
+    that a hung server is detected before its peers time out. Raises ServerError if a call fails; the server then
+    stays paused and does not sample.
     """
 
     def __init__(self, server: SGLangServer, timeout: float) -> None:
@@ -30,13 +30,13 @@ class ServerCall:
         self._began = self._deadline = 0.0
 
     def pause(self, mode: str) -> None:
-        """Stop sampling; running requests are aborted or retracted as `mode` says, later ones wait."""
+        """Stop sampling; `mode`: "abort" or "retract" running requests. Later requests wait."""
         self._began = time.monotonic()
         self._deadline = self._began + self._short
         self._post("/pause_generation", mode=mode)
 
     def begin(self) -> None:
-        """Open an update; an earlier one whose sender died is closed first."""
+        """Open an update; first close an earlier one whose sender died."""
         try:
             self._post("/begin_weight_update")
         except ServerError:
@@ -45,7 +45,7 @@ class ServerCall:
 
     def receive(self, orders: Sequence[str], version: int) -> None:
         """Send the server's ranks their orders (see receiver.py); the server flushes its KV cache of older weights."""
-        # SGLang's ranks unpickle named tensors; only the name carries anything.
+        # SGLang's ranks unpickle named tensors; only the name carries data.
         payloads = [base64.b64encode(pickle.dumps([(order, torch.empty(0))])).decode() for order in orders]
         tensors = {"serialized_named_tensors": payloads, "load_format": WEIGHT_LOADER}
         self._update("/update_weights_from_tensor", version, **tensors)
@@ -62,7 +62,7 @@ class ServerCall:
         self.go_on()
 
     def go_on(self) -> None:
-        """Continue sampling; waiting requests need memory for the KV cache at once."""
+        """Continue sampling; first restore the KV cache's memory, which waiting requests need at once."""
         self.server.resume("kv_cache")
         self._deadline = time.monotonic() + self._short
         self._post("/continue_generation")
@@ -76,23 +76,23 @@ class ServerCall:
 
 
 class ServerCalls:
-    """The calls to all servers of one weight sync, made in parallel; a server where one fails is left out."""
+    """Parallel calls to all servers of one weight sync; a server is skipped once a call to it has failed."""
 
     def __init__(self, calls: Sequence[ServerCall], callers: Executor) -> None:
         self.failures: dict[ServerCall, str] = {}
         self._calls, self._callers = calls, callers
         self._started: dict[ServerCall, Future[None]] = {}
 
-    def left(self) -> list[ServerCall]:
-        """The servers at which no call failed."""
+    def without_failure(self) -> list[ServerCall]:
+        """The servers for which no call failed."""
         return [call for call in self._calls if call not in self.failures]
 
     def start(self, action: Callable[[ServerCall], None]) -> None:
         """Start a call to every server in the background."""
-        self._started = {call: self._callers.submit(action, call) for call in self.left()}
+        self._started = {call: self._callers.submit(action, call) for call in self.without_failure()}
 
     def settle(self) -> None:
-        """Wait for the started calls."""
+        """Wait for the started calls; record failures."""
         for call, started in self._started.items():
             beat()
             try:
@@ -100,6 +100,6 @@ class ServerCalls:
             except ServerError as error:
                 self.failures[call] = str(error)
 
-    def each(self, action: Callable[[ServerCall], None]) -> None:
+    def run(self, action: Callable[[ServerCall], None]) -> None:
         self.start(action)
         self.settle()

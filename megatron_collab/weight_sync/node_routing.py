@@ -1,13 +1,13 @@
 """Routes a bucket's slices to the segments of each place: which rank writes them, and what crosses between places.
 
-A place is a node. On GPUs each colocated server is one, with the trainer ranks on its devices: no server may copy from
-another device into its own memory, which torch-memory-saver maps for its own device alone.
+A place is a node. With colocated servers on GPUs, each server and the trainer ranks on its devices are a place: a
+server cannot copy from another device into its memory, which torch-memory-saver maps for its own device only.
 
     a slice that a rank of the place holds:   that rank ------------------------> the place's segment
-    one that none of them holds:              its source in the plan -- once --> the segment's keeper, a rank there
+    a slice that no rank of the place holds:  its source in the plan -- once --> the segment's keeper, a rank there
 
-All servers of a place read the same segments. A server over several nodes has ranks in a place of each of them, and a
-place has the segments of these ranks alone. Pure functions of numbers.
+All servers of a place read the same segments. A server that spans several nodes has ranks in one place per node; a
+place has segments for its own server ranks only. Pure functions of numbers.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megatron_collab.config import Config
 from megatron_collab.models.parallel_layout import ranks, server_ranks_per_node, servers_per_node
 from megatron_collab.weight_sync.plan import Bucket, Slice, SyncPlan, uses_memory
 
-Item = tuple[int, Slice]  # with the server rank that it is for
+Item = tuple[int, Slice]  # (target server rank, slice)
 
 
 @dataclass(frozen=True)
 class Places:
-    """`count` places of `ranks` trainer ranks and (parts of) `servers` servers each, both counted place by place.
+    """`count` places of `ranks` trainer ranks and (parts of) `servers` servers each, both numbered place by place.
 
-    `colocated`: the n-th rank there of a place's first server stands on the device of its n-th trainer rank. Servers
-    have `width` ranks on each of `span` nodes, which have `each` places.
+    `colocated`: the n-th local rank of a place's first server shares its device with the n-th trainer rank. A server
+    has `width` ranks on each of `span` nodes; a node has `per_node` places.
     """
 
     count: int
@@ -38,7 +38,7 @@ class Places:
     width: int
     colocated: bool = False
     span: int = 1
-    each: int = 1
+    per_node: int = 1
 
     def of_rank(self, rank: int) -> int:
         """The place of a trainer rank."""
@@ -46,17 +46,17 @@ class Places:
 
     def of_server(self, server: int, target: int) -> int:
         """The place of rank `target` of a server."""
-        block, own = divmod(server, self.each * self.servers)
-        return (block * self.span + target // self.width) * self.each + own // self.servers
+        block, offset = divmod(server, self.per_node * self.servers)
+        return (block * self.span + target // self.width) * self.per_node + offset // self.servers
 
     def first_server(self, place: int) -> int:
         """The first of the servers that have ranks in a place."""
-        node, own = divmod(place, self.each)
-        return (node // self.span * self.each + own) * self.servers
+        node, offset = divmod(place, self.per_node)
+        return (node // self.span * self.per_node + offset) * self.servers
 
     def has(self, place: int, target: int) -> bool:
-        """Whether rank `target` of a place's servers is there."""
-        return place // self.each % self.span == target // self.width
+        """Whether rank `target` of a place's servers runs in this place."""
+        return place // self.per_node % self.span == target // self.width
 
     def members(self, place: int) -> range:
         """The trainer ranks of a place."""
@@ -72,15 +72,15 @@ class Places:
         return self.has(place, target) and self.keeper(place, target) == rank
 
     def origin(self, place: int, target: int, piece: Slice) -> int:
-        """The rank that a place gets a slice from: the keeper, else a holder there in turn, else the slice's source."""
+        """The rank that provides a slice to a place: its keeper, else a local holder in turn, else the source."""
         keeper = self.keeper(place, target)
         if self.colocated and keeper in piece.holders:
             return keeper
-        local = _both(piece.holders, self.members(place))
+        local = _local_holders(piece.holders, self.members(place))
         return local[piece.holders.index(piece.source) % len(local)] if local else piece.source
 
     def writer(self, place: int, target: int, piece: Slice) -> int:
-        """The rank of the place that announces a slice once it is written."""
+        """The rank of the place that announces that a slice is written."""
         origin = self.origin(place, target, piece)
         return origin if self.of_rank(origin) == place else self.keeper(place, target)
 
@@ -96,18 +96,18 @@ class Hop(NamedTuple):
 
 
 def places_of(config: Config, on_gpus: bool) -> Places:
-    """The places of a run. Over the network every rank reaches every server, as if all were in one."""
+    """The places of a run. Over the network there is a single place, since every rank reaches every server."""
     launch, server = config.launch, config.rollout.server
     if not uses_memory(config):
         return Places(1, ranks(config), server.replicas, server.tp)
-    here, width = servers_per_node(config), server_ranks_per_node(config)
+    count, width = servers_per_node(config), server_ranks_per_node(config)
     if on_gpus and server.colocated:
-        return Places(launch.nodes * here, launch.nproc_per_node // here, 1, width, True, server.nnodes, here)
-    return Places(launch.nodes, launch.nproc_per_node, here, width, server.colocated, server.nnodes)
+        return Places(launch.nodes * count, launch.nproc_per_node // count, 1, width, True, server.nnodes, count)
+    return Places(launch.nodes, launch.nproc_per_node, count, width, server.colocated, server.nnodes)
 
 
 def written(plan: SyncPlan, places: Places, rank: int) -> list[list[Item]]:
-    """By round, what a rank writes into the segments of its place."""
+    """The items that a rank writes into the segments of its place, by round."""
     place = places.of_rank(rank)
 
     def writes(target: int, piece: Slice) -> bool:
@@ -117,7 +117,7 @@ def written(plan: SyncPlan, places: Places, rank: int) -> list[list[Item]]:
 
 
 def sent(plan: SyncPlan, places: Places, rank: int) -> list[list[Item]]:
-    """By round, what a rank sends to other places, to one or to several."""
+    """The items that a rank sends to one or several other places, by round."""
     return _items(plan, lambda target, piece: piece.source == rank and bool(lacking(places, target, piece.holders)))
 
 
@@ -129,15 +129,15 @@ def _items(plan: SyncPlan, chosen: Callable[[int, Slice], bool]) -> list[list[It
 
 
 def hops(plan: SyncPlan, places: Places) -> list[list[Hop]]:
-    """By round, all transfers between places, in the same order on both ends."""
+    """All transfers between places by round, in the same order on both ends."""
     return [
         [hop for target, bucket in enumerate(buckets) for hop in _crossing(target, bucket, places)] for buckets in plan
     ]
 
 
 def _crossing(target: int, bucket: Bucket, places: Places) -> Iterator[Hop]:
-    """Adjacent slices with the same source and keeper form one hop."""
-    under_way: dict[int, tuple[int, Hop]] = {}  # by place, the hop with the number of its last slice
+    """Hops for a bucket; adjacent slices with the same source and keeper form one hop."""
+    under_way: dict[int, tuple[int, Hop]] = {}  # place -> (number of its last slice, hop)
     for number, piece in enumerate(bucket.slices):
         for place in lacking(places, target, piece.holders):
             stop = piece.offset + piece.size
@@ -153,12 +153,12 @@ def _crossing(target: int, bucket: Bucket, places: Places) -> Iterator[Hop]:
 
 
 @cache
-def _both(holders: range, members: range) -> list[int]:
+def _local_holders(holders: range, members: range) -> list[int]:
     return [rank for rank in members if rank in holders]
 
 
 @cache
 def lacking(places: Places, target: int, holders: range) -> tuple[int, ...]:
-    """The places that have this rank of their servers, and no trainer rank that holds it."""
-    needs = (place for place in range(places.count) if places.has(place, target))
-    return tuple(place for place in needs if not _both(holders, places.members(place)))
+    """The places whose servers have rank `target` but whose trainer ranks are none of `holders`."""
+    readers = (place for place in range(places.count) if places.has(place, target))
+    return tuple(place for place in readers if not _local_holders(holders, places.members(place)))

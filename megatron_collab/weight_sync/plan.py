@@ -3,13 +3,13 @@
 Pure functions of numbers:
 
     what trainer ranks hold (parallel_layout) -+
-                                               +--> blocks in common (overlap) -> a source for each -> rounds of buckets
+                                               +--> blocks in common (overlap) -> source per block -> rounds of buckets
     what server ranks hold (hf_to_sglang) -----+
 
 In round k every server rank receives its k-th bucket. Every trainer rank that holds blocks of a server rank writes an
 equal share of them in every round: all stages and ranks work in parallel until the end, and no link waits for another.
-Data parallel ranks that hold the same blocks share the writing. node_routing.py decides what the ranks of a node write
-themselves where there are several nodes.
+Data parallel ranks that hold the same blocks share the writing. If there are several nodes, node_routing.py decides
+which slices the ranks of a node write themselves.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ BUCKET_BYTES = 512 << 20
 class Slice:
     """target[target_index] of a server rank = shard[shard_index] of trainer rank `source`, through a bucket.
 
-    `shard` is a Megatron parameter under its global name (hf.named_shards), `target` one of SGLang; they are alike
-    as those of a Piece. They lie at `offset`, contiguous, in the model's dtype, `size` bytes; `quantised`: as write_fp8
-    leaves them. `holders`: all trainer ranks that have the same under the same name; `source` is one of them.
+    `shard` is a Megatron parameter under its global name (hf.named_shards), `target` one of SGLang; both
+    blocks have equal shape and order, as in a Piece. In the bucket the slice is contiguous at `offset`, `size` bytes,
+    in the model's dtype; `quantized`: in the format of write_fp8. `holders`: all trainer ranks that hold the same
+    values under the same name, including `source`.
     """
 
     source: int
@@ -54,7 +55,7 @@ class Slice:
     target_index: Index
     offset: int
     size: int
-    quantised: bool = False
+    quantized: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Bucket:
     size: int
 
 
-SyncPlan = Sequence[Sequence[Bucket]]  # [k][t]: the k-th bucket of rank t of every server; empty once it has everything
+SyncPlan = Sequence[Sequence[Bucket]]  # [k][t]: bucket k of rank t of every server; empty once the rank has everything
 
 
 def trainer_layout(config: Config) -> TrainerLayout:
@@ -90,20 +91,20 @@ def uses_memory(config: Config) -> bool:
 def plan_sync(
     shape: ModelShape, trainer: TrainerLayout, server: ServerLayout, item_bytes: int, bucket_bytes: int = BUCKET_BYTES
 ) -> SyncPlan:
-    """A plan that writes every element of every server rank once; `item_bytes`: of the model's dtype.
+    """A plan that writes every element of every server rank once; `item_bytes`: bytes of an element of the model.
 
-    Adapters that a server holds beside the model have rounds of their own after it (see `first_round`).
-    No bucket is larger than `bucket_bytes`, nor is what one source sends in a round to all server ranks.
-    ValueError if a layout cannot hold the model, if it cuts FP8's blocks, or if `bucket_bytes` are too few.
+    Adapters that a server holds beside the model are sent in separate rounds after it (see `first_round`).
+    Neither a bucket nor the data that one source sends in a round to all server ranks exceeds `bucket_bytes`.
+    Raises ValueError if a layout cannot hold the model, if it cuts FP8 blocks, or if `bucket_bytes` is too small.
     """
-    found = _planned(_queues(shape, trainer, server, item_bytes), server, bucket_bytes)
+    plan = _planned(_queues(shape, trainer, server, item_bytes), server, bucket_bytes)
     if server.lora is not None:
-        found += _planned(_queues(shape, trainer, server, item_bytes, adapters=True), server, bucket_bytes)
-    return found
+        plan += _planned(_queues(shape, trainer, server, item_bytes, adapters=True), server, bucket_bytes)
+    return plan
 
 
 def first_round(plan: SyncPlan, server: ServerLayout, new: bool) -> int:
-    """The round at which a sync begins: the first, if a server is `new` or holds no adapters; else that of these."""
+    """The round at which a sync begins: 0 if a server is `new` or none holds adapters, else the adapters' first."""
     if new or server.lora is None:
         return 0
     rows = ([piece.target for bucket in row for piece in bucket.slices] for row in plan)
@@ -111,28 +112,28 @@ def first_round(plan: SyncPlan, server: ServerLayout, new: bool) -> int:
 
 
 def _planned(queues: Sequence[_Queue], server: ServerLayout, bucket_bytes: int) -> list[tuple[Bucket, ...]]:
-    """The rounds in which `queues` are sent."""
+    """Assign the loads of `queues` to rounds and sources."""
     per_target = Counter(queue.target for queue in queues)
-    for queue in queues:  # all writers at once, unless the slack of queues like this came to over a quarter of a bucket
+    for queue in queues:  # all writers at once, unless that makes the slack of such queues exceed a quarter of a bucket
         most = bucket_bytes // (4 * per_target[queue.target] * queue.slack)
         queue.at_once = max(1, min(len(queue.writers), most))
     rounds = _rounds(queues, bucket_bytes)
     shares = [list(_shares(queue, rounds)) for queue in queues]
     turns: Counter[range] = Counter()
-    found = []
-    for number in range(max(-(-len(own) // queue.at_once) for queue, own in zip(queues, shares, strict=True))):
+    plan = []
+    for number in range(max(-(-len(parts) // queue.at_once) for queue, parts in zip(queues, shares, strict=True))):
         received: list[list[tuple[int, _Share]]] = [[] for _ in range(server.tp)]
-        for queue, own in zip(queues, shares, strict=True):
-            for share in own[number * queue.at_once : (number + 1) * queue.at_once]:
+        for queue, parts in zip(queues, shares, strict=True):
+            for share in parts[number * queue.at_once : (number + 1) * queue.at_once]:
                 source = queue.writers[turns[queue.writers] % len(queue.writers)]
                 turns[queue.writers] += 1
                 received[queue.target].append((source, share))
-        found.append(tuple(map(_bucket, received)))
-    return found
+        plan.append(tuple(map(_bucket, received)))
+    return plan
 
 
 def layout_fault(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> str | None:
-    """Why a server cannot hold the model, or not in FP8 what the trainer sends, in one line; None where it can."""
+    """One line that says why a server cannot hold the model (in FP8: as the trainer sends it); None if it can."""
     try:
         hf_to_sglang.table(shape, server, 0)
         if server.fp8:
@@ -143,7 +144,7 @@ def layout_fault(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout
 
 
 class _Load(NamedTuple):
-    """A block of a layer that is to travel, whole or by rows; `unit`: bytes of the fewest of its rows that can."""
+    """A block of a layer to send, whole or by rows; `unit`: bytes of `step` rows, the smallest part."""
 
     block: WeightBlock
     layer: int | None
@@ -154,21 +155,21 @@ class _Load(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Rows that must stay together."""
-        return FP8_BLOCK if self.block.quantised else 1
+        """Number of rows that must stay together."""
+        return FP8_BLOCK if self.block.quantized else 1
 
     def nbytes(self, start: int, stop: int) -> int:
-        """Bytes of the rows from `start`, where it may be cut, to `stop`, where it may be or ends."""
+        """Bytes of rows [start, stop); `start` is a multiple of `step`, `stop` also or the last row."""
         before = start // self.step * self.unit
         return (self.size if stop == self.rows else stop // self.step * self.unit) - before
 
 
-_Share = list[tuple[_Load, int, int]]  # first and last row of each load, the last one excluded
+_Share = list[tuple[_Load, int, int]]  # loads, each with its rows [start, stop)
 
 
 @dataclass
 class _Queue:
-    """What goes to server rank `target` from `writers`, each of which could write it; `at_once` do in a round."""
+    """Loads for server rank `target` that any of `writers` can write; `at_once` of them write in a round."""
 
     target: int
     writers: range
@@ -181,30 +182,30 @@ class _Queue:
 
     @cached_property
     def slack(self) -> int:
-        """What a share may take above its part of the bytes: a row that did not fit before, and paddings."""
+        """Bytes by which a share may exceed its quota: a row that did not fit the share before, and padding."""
         return _aligned(max(load.unit for load in self.loads)) + 3 * ALIGNMENT
 
 
 def _queues(
     shape: ModelShape, trainer: TrainerLayout, server: ServerLayout, item_bytes: int, adapters: bool = False
 ) -> list[_Queue]:
-    found: dict[tuple[int, range], list[_Load]] = defaultdict(list)
+    loads: dict[tuple[int, range], list[_Load]] = defaultdict(list)
     for stage, layer, block in overlap.placed(shape, trainer, server, adapters):
         rows, *columns = (cut.stop - cut.start for cut in block.shard_index)
         size, unit = (
-            fp8_nbytes((count, *columns)) if block.quantised else count * prod(columns) * item_bytes
-            for count in (rows, min(rows, FP8_BLOCK) if block.quantised else 1)
+            fp8_nbytes((count, *columns)) if block.quantized else count * prod(columns) * item_bytes
+            for count in (rows, min(rows, FP8_BLOCK) if block.quantized else 1)
         )
         holders = block.holders.ranks(trainer, stage)
-        # All that hold a block take turns with it; what every tensor parallel rank holds comes from the part that the
-        # target needs anyway.
+        # All holders of a block take turns. A block on every tensor parallel rank comes from the ranks that send to
+        # this target anyway.
         part = Holders(block.rank * trainer.tp // server.tp, trainer.tp)
         writers = part.ranks(trainer, stage) if block.holders.step == 1 else holders
-        found[block.rank, writers].append(_Load(block, layer, holders, rows, size, unit))
-    # What more ranks hold goes last: where a node has just that, the rest still arrives in one piece.
+        loads[block.rank, writers].append(_Load(block, layer, holders, rows, size, unit))
+    # Loads with more holders go last: if a node holds only these, the other loads still arrive in one piece.
     return [
-        _Queue(target, writers, sorted(loads, key=lambda load: len(load.holders)))
-        for (target, writers), loads in found.items()
+        _Queue(target, writers, sorted(queue_loads, key=lambda load: len(load.holders)))
+        for (target, writers), queue_loads in loads.items()
     ]
 
 
@@ -213,7 +214,7 @@ def _aligned(size: int) -> int:
 
 
 def _rounds(queues: Sequence[_Queue], bucket_bytes: int) -> int:
-    """The fewest rounds in which neither a target nor a source has more than `bucket_bytes` at once."""
+    """The fewest rounds such that neither a target nor a source exceeds `bucket_bytes` in a round."""
     sizes: Counter[tuple[str, int]] = Counter()
     slacks: Counter[tuple[str, int]] = Counter()
     alike: dict[range, list[_Queue]] = defaultdict(list)
@@ -233,7 +234,7 @@ def _rounds(queues: Sequence[_Queue], bucket_bytes: int) -> int:
 
 
 def _shares(queue: _Queue, rounds: int) -> Iterator[_Share]:
-    """A queue in equal shares, for `rounds` rounds; what a share has no room for goes on in the next one."""
+    """Split a queue into equal shares for `rounds` rounds; rows that do not fit a share go to the next one."""
     quota = _aligned(-(-queue.size // (rounds * queue.at_once))) + queue.slack - ALIGNMENT
     share: _Share = []
     room = quota
@@ -251,16 +252,18 @@ def _shares(queue: _Queue, rounds: int) -> Iterator[_Share]:
 
 
 def _bucket(shares: Sequence[tuple[int, _Share]]) -> Bucket:
-    """Shares with their sources, one after another."""
+    """The bucket of (source, share) pairs, ordered by source."""
     slices, offset = [], 0
     for source, share in sorted(shares, key=itemgetter(0)):
         for load, start, stop in share:
             block, size = load.block, load.nbytes(start, stop)
-            there, here = (
+            shard_index, target_index = (
                 overlap.with_bounds(index, axis, index[axis].start + start, index[axis].start + stop)
                 for index, axis in ((block.shard_index, 0), (block.target_index, block.axis))
             )
             shard, target = block.shard.format(load.layer), block.target.format(load.layer)
-            slices.append(Slice(source, load.holders, shard, there, target, here, offset, size, block.quantised))
+            slices.append(
+                Slice(source, load.holders, shard, shard_index, target, target_index, offset, size, block.quantized)
+            )
             offset += _aligned(size)
     return Bucket(tuple(slices), offset)

@@ -1,7 +1,7 @@
-"""Runs in every process of SGLang that holds weights: receives new ones into the model's parameters.
+"""Runs in every SGLang process that holds weights: receives new weights into the model's parameters.
 
 SGLang calls `receive` (server.WEIGHT_LOADER) with an order that the trainer sent over HTTP. The bytes arrive through
-shared memory or the network, bucket after bucket; each slice is copied to its place once. Connections are kept.
+shared memory or the network, bucket by bucket; each slice is copied to its place once. Connections persist.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from megatron_collab.weight_sync.transports.shared_memory import SharedMemoryRec
 logger = logging.getLogger(__name__)
 _receiver: Receiver | None = None
 
-Copies = list[tuple[list[Tensor], list[Tensor]]]  # places in parameters, and slices of a bucket
+Copies = list[tuple[list[Tensor], list[Tensor]]]  # (blocks of parameters, slices of a bucket)
 
 
 @torch.no_grad()
 def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Follow an order: the name of the only tensor, as JSON.
+    """Execute an order, which is the name of the only tensor, as JSON.
 
-    Its `attach`, where it has one, are the arguments of a new Receiver, `take` those of Receiver.take. The
-    result is written to the store. Nothing is raised: an exception would end SGLang without an answer to the trainer.
+    `attach`, if present, has the arguments of a new Receiver; `take` those of Receiver.take. The result is written
+    to the store. Never raises: an exception would end SGLang without an answer to the trainer.
     """
     global _receiver
     order = json.loads(named_tensors[0][0])
@@ -54,12 +54,12 @@ class Row(NamedTuple):
     bounds: Sequence[tuple[int, int]]
     offset: int
     size: int
-    quantised: bool
+    quantized: bool
 
     def placed(self, parameters: Mapping[str, Tensor]) -> list[tuple[Tensor, str, Index]]:
-        """Its blocks of the parameters, with their names and indices."""
+        """The blocks of the parameters that this slice fills, with their names and indices."""
         index = tuple(slice(*bound) for bound in self.bounds)
-        return [(parameters[name][at], name, at) for name, at in placed(self.target, index, self.quantised)]
+        return [(parameters[name][at], name, at) for name, at in placed(self.target, index, self.quantized)]
 
 
 class Receiver:
@@ -80,12 +80,12 @@ class Receiver:
         memory: Mapping[str, Any] | None = None,
         network: Mapping[str, Any] | None = None,
     ) -> None:
-        """`store`, `prefix`: see store_protocol.connect; `server`, `rank`: its own; `dtype`: of slices.
+        """`store`, `prefix`: see store_protocol.connect; `server`, `rank`: of this process; `dtype`: of slices.
 
-        `parameters`: dtype and shape of all that the server must have, and no other; `constants`: those of them that
-        are filled with a number instead of being sent; `rounds`: the rows of each bucket. These come through shared
-        `memory`: the `address` of its place's store and the `handles` of its segments; or by `network`:
-        NetworkReceiver's arguments `name`, `ranks` and `tp`.
+        `parameters`: dtype and shape of every parameter, by name, exactly those that the server must have;
+        `constants`: values of parameters that are filled with a number instead of being sent; `rounds`: the rows of
+        each bucket. Buckets arrive through shared `memory` (the `address` of the place's store, the `handles` of its
+        segments) or the `network` (NetworkReceiver's arguments `name`, `ranks` and `tp`).
         """
         self._address: Address = (store[0], store[1])
         self._store = connect(self._address, prefix, timeout)
@@ -94,42 +94,42 @@ class Receiver:
         self._parameters, self._constants = parameters, constants
         self._rounds = [[Row(*row) for row in rows] for rows in rounds]
         self._memory, self._network = memory, network
-        self._buckets: SharedMemoryReceiver | NetworkReceiver | None = None
+        self._transport: SharedMemoryReceiver | NetworkReceiver | None = None
         self._copies: dict[int, Copies] = {}
-        self._pointers: list[int] = []  # of the parameters that the copies go to
+        self._pointers: list[int] = []  # addresses of the parameters that _copies writes to
 
     def take(self, model: torch.nn.Module, publish: int, first: int, verify: bool) -> None:
-        """Put the weights of publish number `publish`, of the rounds from `first` on, into the model.
+        """Load the weights of publish number `publish`, rounds `first` and later, into the model.
 
-        `verify`: say the checksum of what it then holds of them.
-        ValueError where the parameters are not those of the plan; RuntimeError where the trainer stops sending.
+        `verify`: report the checksum of the weights after loading.
+        Raises ValueError if the parameters differ from the plan, RuntimeError if the trainer stops sending.
         """
         store = SyncStore(self._store, publish)
         try:
-            parameters = held_by(model)
-            if self._buckets is None:
+            parameters = loaded_parameters(model)
+            if self._transport is None:
                 check_parameters(parameters, self._parameters)
-                self._buckets = self._open(store, next(iter(parameters.values())).device)
+                self._transport = self._open(store, next(iter(parameters.values())).device)
             pointers = [parameter.data_ptr() for parameter in parameters.values()]
-            if pointers != self._pointers:  # SGLang may make others after it has taken weights
+            if pointers != self._pointers:  # SGLang may replace parameters after it has loaded weights
                 self._copies, self._pointers = {}, pointers
-            for name, value in self._constants.items():  # at every publish: releasing memory loses them
+            for name, value in self._constants.items():  # at every publish: releasing memory discards them
                 parameters[name].fill_(value)
-            for number, bucket in enumerate(self._buckets.each(store, first), first):
+            for number, bucket in enumerate(self._transport.buckets(store, first), first):
                 if number not in self._copies:
                     self._copies[number] = self._plan(parameters, self._rounds[number], bucket)
                 for places, slices in self._copies[number]:
                     torch._foreach_copy_(places, slices)
-                synchronize(bucket)  # the bucket may be written again as soon as the next one is asked for
+                synchronize(bucket)  # the bucket may be overwritten as soon as the next one is requested
             blocks = (block for rows in self._rounds[first:] for row in rows for block in row.placed(parameters))
-            found = read(checksum(*block) for block in blocks) if verify else 0
+            total = read(checksum(*block) for block in blocks) if verify else 0
         except Exception as error:
-            self._buckets, self._pointers = None, []  # the senders notice
+            self._transport, self._pointers = None, []  # the senders detect the lost transport
             with suppress(RuntimeError):  # the trainer may have ended
                 store.abandon(self._server, [self._rank])
                 store.answer(self._server, self._rank, {"error": f"{type(error).__name__}: {error}"})
             raise
-        store.answer(self._server, self._rank, {"checksum": found})
+        store.answer(self._server, self._rank, {"checksum": total})
 
     def _open(self, store: SyncStore, device: torch.device) -> SharedMemoryReceiver | NetworkReceiver:
         parts = [spans((row.source, row.offset, row.size) for row in rows) for rows in self._rounds]
@@ -146,37 +146,37 @@ class Receiver:
         )
 
     def _plan(self, parameters: Mapping[str, Tensor], rows: Sequence[Row], bucket: Tensor) -> Copies:
-        """Made once: in a small model these views would take a tenth of the time of the copies."""
+        """Cached by the caller: in a small model these views would take a tenth of the time of the copies."""
         return planned_copies(parameters, rows, bucket, self._dtype)
 
 
-def held_by(model: torch.nn.Module) -> dict[str, Tensor]:
-    """What a server's rank holds, by the names of hf_to_sglang.py.
+def loaded_parameters(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Parameters of a server's rank, by the names of hf_to_sglang.py.
 
-    A and B of all layers are in slots; the last one is that of the run's adapters (inference/adapters.py).
+    LoRA's A and B of every layer are in slots; the last slot has the run's adapters (inference/adapters.py).
     """
-    held: dict[str, Tensor] = dict(model.named_parameters())
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
     for name, layer in model.named_modules():
         if hasattr(layer, "lora_a"):
-            held |= {f"{name}.lora_a": layer.lora_a[-1], f"{name}.lora_b": layer.lora_b[-1]}
-    return held
+            parameters |= {f"{name}.lora_a": layer.lora_a[-1], f"{name}.lora_b": layer.lora_b[-1]}
+    return parameters
 
 
 def check_parameters(parameters: Mapping[str, Tensor], planned: Mapping[str, str]) -> None:
-    """ValueError for a parameter that is not in the plan or differs from it: it would keep old weights."""
-    found = {name: f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}" for name, tensor in parameters.items()}
-    for name in sorted(found.keys() | planned.keys()):
-        here, there = found.get(name, "missing"), planned.get(name, "no such parameter")
-        if here != there:
-            raise ValueError(f"the server's parameter {name} is {here}; the trainer's plan has {there}")
+    """Raises ValueError if a parameter is missing in the plan or differs from it: it would keep old weights."""
+    actual = {name: f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}" for name, tensor in parameters.items()}
+    for name in sorted(actual.keys() | planned.keys()):
+        actual_type, planned_type = actual.get(name, "missing"), planned.get(name, "no such parameter")
+        if actual_type != planned_type:
+            raise ValueError(f"the server's parameter {name} is {actual_type}; the trainer's plan has {planned_type}")
 
 
 def planned_copies(parameters: Mapping[str, Tensor], rows: Sequence[Row], bucket: Tensor, dtype: torch.dtype) -> Copies:
-    """What to copy from a bucket, uint8, once it is written; `dtype`: of the slices."""
-    places: list[Tensor] = []
+    """Copies to make from `bucket` (uint8) once it is written; `dtype`: of the slices."""
+    targets: list[Tensor] = []
     slices: list[Tensor] = []
     for row in rows:
-        own = [block for block, _, _ in row.placed(parameters)]
-        places += own
-        slices += views(bucket[row.offset : row.offset + row.size], own[0].shape, dtype, row.quantised)
-    return alike(places, slices)
+        blocks = [block for block, _, _ in row.placed(parameters)]
+        targets += blocks
+        slices += views(bucket[row.offset : row.offset + row.size], blocks[0].shape, dtype, row.quantized)
+    return alike(targets, slices)

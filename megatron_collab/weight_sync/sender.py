@@ -1,4 +1,4 @@
-"""Writes one trainer rank's part of the buckets: blocks of its shards, in the server's dtype, as planned."""
+"""Writes one trainer rank's part of the buckets: blocks of its shards in the server's dtype, as planned."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_collab.checkpoint.hf import computed, values
 from megatron_collab.runtime.device import kind
 from megatron_collab.runtime.process import beat
 from megatron_collab.weight_sync.encoding import (
-    QUANTISED_AT_ONCE,
+    QUANTIZED_AT_ONCE,
     Sums,
     alike,
     checksum,
@@ -31,20 +31,20 @@ class Sender:
     def __init__(
         self,
         rounds: Sequence[Sequence[Item]],
-        takers: Callable[[int, Slice], Iterable[int]],
+        receivers: Callable[[int, Slice], Iterable[int]],
         shards: Mapping[str, torch.nn.Parameter],
         dtype: torch.dtype,
         merge: bool = True,
     ) -> None:
-        """`takers`: the places whose servers get a slice for this server rank from this trainer rank.
+        """`receivers`: the places that receive a slice for a server rank from this trainer rank.
 
-        `merge`: of a shard with adapters, send what they make of it.
+        `merge`: send shards that have adapters with these merged in.
         """
-        self._takers, self._shards, self._dtype, self._merge = takers, shards, dtype, merge
-        # parts[k][t]: [start, stop) of the k-th bucket of server rank t that they lie in
+        self._receivers, self._shards, self._dtype, self._merge = receivers, shards, dtype, merge
+        # parts[k][t]: the bytes [start, stop) of server rank t's k-th bucket that the slices span
         self.parts = [spans((t, piece.offset, piece.size) for t, piece in items) for items in rounds]
         self._copied = [[item for item in items if not self._converts(item)] for items in rounds]
-        # sorted, so that each shard is taken out of FP8, or merged, once
+        # sorted, so that each shard is dequantized or merged once
         self._converted = [sorted(filter(self._converts, items), key=_shard) for items in rounds]
         self._copies: dict[int, tuple[list[int], list[tuple[list[Tensor], list[Tensor]]]]] = {}
 
@@ -54,47 +54,47 @@ class Sender:
         return max(sum(stop - start for start, stop in parts.values()) for parts in self.parts)
 
     def packed(self, number: int, buffer: Tensor) -> dict[int, Tensor]:
-        """Views of a buffer for the parts of a round, one after another."""
+        """Consecutive views of a buffer for the parts of a round."""
         sizes = [stop - start for start, stop in self.parts[number].values()]
         return dict(zip(self.parts[number], buffer[: sum(sizes)].split(sizes), strict=True))
 
     def write(self, number: int, parts: Mapping[int, Tensor], sums: Sums | None = None) -> None:
         """Write round `number`: parts[t] uint8 is the part of server rank t's bucket.
 
-        `sums`, if given, gets the checksum of each slice added for the places that receive it.
+        `sums`, if not None: adds the checksum of each slice for the places that receive it.
         """
         beat()
         for places, blocks in self._planned(number, parts):
             torch._foreach_copy_(places, blocks)
-        waiting: list[tuple[Tensor, Tensor]] = []  # places, and what is still to be quantised there
+        waiting: list[tuple[Tensor, Tensor]] = []  # (buffer, weight still to be quantized into it)
         for name, items in groupby(self._converted[number], key=_shard):
             shard = values(self._shards[name], self._merge)
             for item in items:
                 data, block = self._data(number, item, parts), shard[item[1].shard_index]
-                if item[1].quantised:
+                if item[1].quantized:
                     waiting.append((data, block))
                 else:
                     data.view(self._dtype).view(block.shape).copy_(block)
-            if sum(block.numel() for _, block in waiting) >= QUANTISED_AT_ONCE[kind(shard)]:
+            if sum(block.numel() for _, block in waiting) >= QUANTIZED_AT_ONCE[kind(shard)]:
                 write_fp8(waiting)
                 waiting.clear()
         write_fp8(waiting)
         if sums is not None:
             for target, piece in self._copied[number] + self._converted[number]:
                 shape = [cut.stop - cut.start for cut in piece.target_index]
-                held = views(self._data(number, (target, piece), parts), shape, self._dtype, piece.quantised)
-                belongs = placed(piece.target, piece.target_index, piece.quantised)
-                own = [checksum(block, *place) for block, place in zip(held, belongs, strict=True)]
-                for taker in self._takers(target, piece):
-                    sums[taker, target] = sum(own, sums.get((taker, target), torch.zeros_like(own[0])))
+                contents = views(self._data(number, (target, piece), parts), shape, self._dtype, piece.quantized)
+                targets = placed(piece.target, piece.target_index, piece.quantized)
+                hashes = [checksum(block, *place) for block, place in zip(contents, targets, strict=True)]
+                for receiver in self._receivers(target, piece):
+                    sums[receiver, target] = sum(hashes, sums.get((receiver, target), torch.zeros_like(hashes[0])))
 
     def _converts(self, item: Item) -> bool:
-        """Whether it is in FP8 at one end, or has adapters to merge: more than a plain copy."""
+        """Whether a slice needs more than a plain copy: FP8 at one end, or adapters to merge."""
         _, piece = item
-        return piece.quantised or computed(self._shards[piece.shard], self._merge)
+        return piece.quantized or computed(self._shards[piece.shard], self._merge)
 
     def _planned(self, number: int, parts: Mapping[int, Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """Views of `parts` and of the shards to copy there; cached until an address changes."""
+        """Views of `parts` and of the shards to copy into them; cached until an address changes."""
         items = self._copied[number]
         memory = [*parts.values(), *(self._shards[piece.shard] for _, piece in items)]
         pointers = [tensor.data_ptr() for tensor in memory]

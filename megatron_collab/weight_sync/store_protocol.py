@@ -1,8 +1,8 @@
 """Store keys that coordinate a weight sync between trainer ranks and servers.
 
 A bucket needs no HTTP request and no collective: a key in a store wakes the processes that wait for it. Keys of buckets
-in shared memory, thousands in a large model, are in a store of their place (see node_routing.py): one store for all
-places would need as long as the weights. All others are in the run's store.
+in shared memory, thousands for a large model, are in the store of their place (see node_routing.py): a single store
+would take as long as the weights. All other keys are in the run's store.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def connect(address: Address, prefix: str, timeout: float) -> dist.Store:
 
 
 def host(prefix: str, timeout: float) -> tuple[Address, dist.Store]:
-    """A store in this process, at a free port of loopback: its address, and a connection as `connect` makes them.
+    """Start a store in this process on a free loopback port: its address, and a connection like those of `connect`.
 
-    It has no key, as the run's store has none: any process on the machine may read and write it. It ends with the
-    connection.
+    The store has no password, like the run's store: any process on the machine can read and write it. It ends when
+    the connection does.
     """
     listener = socket.create_server(("127.0.0.1", 0))  # torch's own listens on every interface
     address: Address = listener.getsockname()
@@ -68,7 +68,7 @@ class _Keys:
 
 
 class PlaceStore(_Keys):
-    """Those in the store of a place: which buckets in its segments are written and read."""
+    """Keys in the store of a place: which buckets in its segments are written and read."""
 
     def set_written(self, bucket: int, source: int) -> None:
         """Trainer rank `source` has written its part of every server rank's bucket."""
@@ -78,11 +78,11 @@ class PlaceStore(_Keys):
         self._store.wait([f"written/{bucket}/{source}" for source in sources])
 
     def set_loaded(self, bucket: int, server: int, rank: int) -> None:
-        """A server's rank has read its bucket, whose memory may be written again."""
+        """A server's rank has read its bucket; the memory may be overwritten."""
         self._store.set(f"loaded/{bucket}/{server}/{rank}", "")
 
     def late(self, bucket: int, readers: Iterable[tuple[int, int]], timeout: float) -> set[int]:
-        """Wait for `readers`, (server, rank); the servers of those that have not read within `timeout` seconds."""
+        """Wait for `readers`, (server, rank); returns the servers that have not read within `timeout` seconds."""
         keys = {f"loaded/{bucket}/{server}/{rank}": server for server, rank in readers}
         if self._all_set(list(keys), timeout):
             return set()
@@ -96,7 +96,7 @@ class PlaceStore(_Keys):
 
 
 class SyncStore(_Keys):
-    """Those in the run's store, which all trainer ranks and servers reach."""
+    """Keys in the run's store, which all trainer ranks and servers reach."""
 
     def set_sent(self, bucket: int, sources: int) -> None:
         """One of `sources` trainer ranks is sending its part of every server rank's bucket over the network."""
@@ -108,7 +108,7 @@ class SyncStore(_Keys):
         self._store.wait([f"sent/{bucket}"])
 
     def set_ready(self, server: int, rank: int, ready: bool) -> None:
-        """A server's rank will join the process group with the trainer's ranks, or it will not."""
+        """Announce whether a server's rank will join the process group with the trainer's ranks."""
         self._store.set(f"ready/{server}/{rank}", str(int(ready)))
 
     def all_ready(self, server: int, tp: int, timeout: float) -> bool:
@@ -116,23 +116,23 @@ class SyncStore(_Keys):
         keys = [f"ready/{server}/{rank}" for rank in range(tp)]
         return self._all_set(keys, timeout) and all(self._store.get(key) == b"1" for key in keys)
 
-    def answer(self, server: int, rank: int, found: dict[str, Any]) -> None:
-        """The result at a server's rank; SGLang's HTTP answer cannot carry it."""
-        self._store.set(f"answer/{server}/{rank}", json.dumps(found))
+    def answer(self, server: int, rank: int, result: dict[str, Any]) -> None:
+        """Report the result of a server's rank; SGLang's HTTP response cannot carry it."""
+        self._store.set(f"answer/{server}/{rank}", json.dumps(result))
 
     def answered(self, server: int, rank: int) -> dict[str, Any]:
-        """That result, which is an `error` where there is none yet."""
+        """The result of a server's rank; an `error` if it has not reported yet."""
         key = f"answer/{server}/{rank}"
         return (
             json.loads(self._store.get(key)) if self._store.check([key]) else {"error": "gave no answer; see its log"}
         )
 
     def abandon(self, server: int, ranks: Iterable[int]) -> None:
-        """Nobody is to wait for that server; these ranks of it will not join, where they have not announced it.
+        """End all waits for a server; `ranks` of it count as not joining, whatever they announced.
 
-        What it reads may be overwritten: its weights stay incomplete.
+        Buckets may be overwritten while it reads: its weights stay incomplete.
         """
-        self._store.set(f"abandoned/{server}", "")  # first: the keys that follow wake senders, which then look
+        self._store.set(f"abandoned/{server}", "")  # first: the keys below wake senders, which then check it
         for rank in ranks:
             self.set_ready(server, rank, False)
 

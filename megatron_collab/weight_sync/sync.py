@@ -1,10 +1,10 @@
-"""New weights into the servers, as a version that is live at each of them only when it has all of it.
+"""Publishes new weights to the servers; a version goes live at a server only when it is complete there.
 
     ranks:    [write bucket 0] [write bucket 1] [write 2, once 0 is read] ...
     servers:  pause, begin     [read bucket 0]  [read bucket 1]           ...  end, go on: the version is live
 
-They go straight from the shards of the trainer's ranks into the parameters of the servers, or by a folder on disk. A
-server that fails anywhere is left out and stays paused; the others go on. What becomes of it is the pool's matter.
+Weights go straight from the shards of the trainer's ranks into the parameters of the servers, or through a folder on
+disk. A server that fails anywhere is skipped and stays paused; the others continue. The pool decides its fate.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from megatron_collab.weight_sync.store_protocol import Peer, SyncStore, connect
 from megatron_collab.weight_sync.transports.p2p import NetworkTransport
 from megatron_collab.weight_sync.transports.shared_memory import Relay, SharedMemoryTransport
 
-TRIES = 3  # to give the servers a version before the run ends: all of them may fail at once
+TRIES = 3  # attempts to publish a version before the run ends: all servers may fail at once
 
 
 class PublishError(RunStopped):
@@ -60,7 +60,7 @@ class PublishError(RunStopped):
 
 
 class WeightSync:
-    """Moves the trained weights into the servers. Every rank has one; rank 0's knows the pool of servers."""
+    """Moves the trained weights into the servers. Every rank has an instance; only rank 0's knows the server pool."""
 
     def __init__(
         self,
@@ -74,27 +74,27 @@ class WeightSync:
         self.version: int | None = None
         self._config, self._chunks, self._shape, self._pool = config, chunks, shape, pool
         self._mode = "retract" if config.rollout.max_staleness else "abort"
-        # A server that has not got all by then has failed, before the collectives of the ranks give up; half of it may
-        # be silence, or a look for servers, while the other ranks wait in a collective.
+        # A server without all weights by then has failed, before the ranks' collectives time out. Up to half of that
+        # may be idle time, or a wait for servers, while the other ranks wait in a collective.
         self._timeout, self._idle_timeout = config.launch.timeout / 2, config.launch.timeout / 4
         self._callers = ThreadPoolExecutor(config.rollout.server.replicas)
         self._clearer = ThreadPoolExecutor(1)
         self._clearing: Future[None] | None = None
         self._number = 0
-        self._known: dict[int, int] = {}  # by index, the generation of a server that has been given weights
+        self._known: dict[int, int] = {}  # server index -> its generation when it last received weights
         self._carrier: SharedMemoryTransport | NetworkTransport | None = None
         if config.publish.transport != "disk":
             self._carrier = self._transport(bucket_bytes)
 
     def _transport(self, bucket_bytes: int) -> SharedMemoryTransport | NetworkTransport:
-        """By memory of the nodes or by the network, as publish.transport says; collective."""
+        """Transport through shared memory or the network, by publish.transport; collective."""
         config, dtype, rank = self._config, DTYPES[self._config.model.dtype], dist.get_rank()
         on_gpus = device.select(config.launch.device).type == device.GPU
         self._server, self._places = server_layout(config), places_of(config, on_gpus)
         self._plan = plan_sync(self._shape, trainer_layout(config), self._server, dtype.itemsize, bucket_bytes)
         self._prefix = f"publish/{shared(lambda: secrets.token_hex(8))}"
         self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # Two connections: one waits for buckets while rank 0's calls are under way on the other.
+        # Two connections: one waits for buckets while rank 0's calls use the other.
         limit = hang_detector.collective_timeout(config.launch.timeout).total_seconds()
         self._store, self._calls_store = (connect(self._address, self._prefix, limit) for _ in range(2))
         shards, places = dict(named_shards(self._chunks)), self._places
@@ -106,8 +106,8 @@ class WeightSync:
         if not uses_memory(config):
             return NetworkTransport(writer, self._address, self._prefix, home, self._idle_timeout)
         crosses = sent(self._plan, places, rank)
-        away = Sender(crosses, lambda target, piece: lacking(places, target, piece.holders), shards, dtype, merge)
-        relay = Relay(away, hops(self._plan, places), home, config.launch.timeout)
+        sender = Sender(crosses, lambda target, piece: lacking(places, target, piece.holders), shards, dtype, merge)
+        relay = Relay(sender, hops(self._plan, places), home, config.launch.timeout)
         devices = _devices(config, places.first_server(place))
         timeout = self._idle_timeout
         return SharedMemoryTransport(self._plan, places, writer, relay, devices, timeout, self._prefix, limit)
@@ -118,37 +118,37 @@ class WeightSync:
     def __exit__(self, *_: object) -> None:
         if self._carrier is not None:
             self._carrier.close()
-        self._callers.shutdown(wait=False)  # a call that hangs ends with the server
+        self._callers.shutdown(wait=False)  # a hung call ends with its server
         self._clearer.shutdown(wait=False)
 
     def sync(self, version: int) -> None:
-        """Give the servers the present weights as `version`, and have the workers ask those that have it; collective.
+        """Publish the current weights as `version` and route the workers to the servers that have it; collective.
 
-        Waits until a server is there, and tries again where all of them fail on the way. PublishError on every rank
-        where no server has the version after that, ServerError where one cannot be kept alive.
+        Waits until a server is available, and retries if all of them fail. Raises PublishError on every rank if no
+        server has the version after that, ServerError if a server cannot be kept alive.
         """
         beat(f"the weight sync of version {version}")
         for tried in range(1, TRIES + 1):
-            wait_until(lambda: self._of_rank_0.ready(self._idle_timeout))
+            wait_until(lambda: self._rank_0_pool.ready(self._idle_timeout))
             try:
                 self.publish(version)
                 break
             except PublishError:
                 if tried == TRIES:
                     raise
-        from_leader(lambda: self._of_rank_0.serve())
+        from_leader(lambda: self._rank_0_pool.serve())
 
     @property
-    def _of_rank_0(self) -> ServerPool:
+    def _rank_0_pool(self) -> ServerPool:
         assert self._pool is not None
         return self._pool
 
     @torch.no_grad()
     def publish(self, version: int) -> None:
-        """Give the servers the present weights as `version`; collective, returns when they sample from them.
+        """Publish the current weights as `version`; collective, returns when the servers sample from them.
 
-        A server that cannot be given them samples no more, and the pool is told. PublishError on every rank if no
-        server has the version.
+        A server that fails stops sampling and is reported to the pool. Raises PublishError on every rank if no server
+        has the version.
         """
         self._number += 1
         present = self._pool.present() if self._pool else []
@@ -168,33 +168,33 @@ class WeightSync:
             self._known[server.index] = server.generation
             if server.index in failures:
                 del self._known[server.index]
-                self._of_rank_0.lost(server, failures[server.index])
+                self._rank_0_pool.lost(server, failures[server.index])
         if len(failures) == len(peers):
             raise PublishError("; ".join(failures.values()))
         self.version = version
 
     def _by_disk(self, version: int, calls: ServerCalls) -> None:
-        folder = Path(self._config.run.dir) / "publish"  # one that a killed run left behind is replaced
+        folder = Path(self._config.run.dir) / "publish"  # replaces the folder of a killed run
         save_hf(self._chunks, folder, hub.folder(self._config.model.path))
-        calls.each(lambda call: call.read_folder(folder, version, self._mode))
+        calls.run(lambda call: call.read_folder(folder, version, self._mode))
         if dist.get_rank() == 0:
             shutil.rmtree(folder)
 
     def _in_place(
         self, version: int, calls: ServerCalls, peers: Sequence[Peer], carrier: SharedMemoryTransport | NetworkTransport
     ) -> None:
-        """`calls` are rank 0's, and know who failed."""
-        store, of_calls = (SyncStore(each, self._number) for each in (self._store, self._calls_store))
-        new = [peer for peer in peers if peer.new]
-        first = first_round(self._plan, self._server, bool(new))
-        every = self._config.publish.verify
-        with_base = self._server.lora is not None and first == 0  # which may be sent once in a run
-        verify = every > 0 and (self._number % every == 0 or with_base)
-        addresses = carrier.addresses(store, new)
+        """Transfer into the servers' parameters; `calls` are made by rank 0 and record the failures."""
+        store, calls_store = (SyncStore(connection, self._number) for connection in (self._store, self._calls_store))
+        new_peers = [peer for peer in peers if peer.new]
+        first = first_round(self._plan, self._server, bool(new_peers))
+        interval = self._config.publish.verify
+        with_base = self._server.lora is not None and first == 0  # the base model may be sent only once in a run
+        verify = interval > 0 and (self._number % interval == 0 or with_base)
+        addresses = carrier.addresses(store, new_peers)
         sums: Sums | None = {} if verify else None
-        found: dict[ServerCall, list[int]] = {}  # by server, the checksums of what its ranks hold
+        checksums: dict[ServerCall, list[int]] = {}  # by server, the checksums that its ranks report
 
-        def bring(call: ServerCall) -> None:
+        def transfer(call: ServerCall) -> None:
             index, tp = call.server.index, call.server.tp
             take = {"publish": self._number, "first": first, "verify": verify}
             orders: list[dict[str, Any]] = [{"take": take} for _ in range(tp)]
@@ -204,36 +204,36 @@ class WeightSync:
                 call.pause(self._mode)
                 call.begin()
                 call.receive([json.dumps(order) for order in orders], version)
-                answers = [of_calls.answered(index, rank) for rank in range(tp)]
+                answers = [calls_store.answered(index, rank) for rank in range(tp)]
                 errors = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
                 if errors:
                     raise ServerError(f"{call.server.url}: {'; '.join(errors)}")
-                found[call] = [answer["checksum"] for answer in answers]
+                checksums[call] = [answer["checksum"] for answer in answers]
             except ServerError:
-                of_calls.abandon(index, range(tp))
+                calls_store.abandon(index, range(tp))
                 raise
 
         def commit(call: ServerCall) -> None:
             call.end()
             call.go_on()
 
-        calls.start(bring)
+        calls.start(transfer)
         carrier.carry(store, peers, sums, first)
         calls.settle()
-        dist.barrier()  # every rank has said whom it has abandoned, and waits for nothing on the store
-        for call in calls.left():
-            if of_calls.abandoned(call.server.index):
+        dist.barrier()  # every rank has recorded the servers it abandoned, and no longer waits on the store
+        for call in calls.without_failure():
+            if calls_store.abandoned(call.server.index):
                 calls.failures[call] = f"{call.server.url}: did not take the weights for {self._idle_timeout:g} s"
         if sums is not None:
-            self._compare(calls, found, sums)
-        calls.each(commit)
+            self._compare(calls, checksums, sums)
+        calls.run(commit)
         if self._clearing is not None:
             self._clearing.result()  # long done
-        # Of the publish before: a server that was left out of this one may still read.
+        # Keys of the previous publish: a server that was skipped in this one may still read its keys.
         self._clearing = self._clearer.submit(self._clear, self._number - 1, carrier)
 
     def _clear(self, number: int, carrier: SharedMemoryTransport | NetworkTransport) -> None:
-        """Remove the keys of a publish, thousands in a large model, while the servers sample."""
+        """Remove the keys of a publish (thousands for a large model) while the servers sample."""
         if dist.get_rank() == 0:
             SyncStore(self._calls_store, number).clear()
         carrier.clear(number)
@@ -259,46 +259,46 @@ class WeightSync:
             "rounds": [[row(piece) for piece in buckets[rank].slices] for buckets in self._plan],
         }
 
-    def _compare(self, calls: ServerCalls, found: dict[ServerCall, list[int]], sums: Sums) -> None:
-        """What every server holds against what was sent to its place; collective."""
-        every: list[dict[tuple[int, int], int]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(every, {receiver: read([found]) for receiver, found in sums.items()})
-        for call in calls.left():
-            for rank, held in enumerate(found[call]):
+    def _compare(self, calls: ServerCalls, checksums: dict[ServerCall, list[int]], sums: Sums) -> None:
+        """Compare the checksums of every server with those sent to its place; collective."""
+        sent_sums: list[dict[tuple[int, int], int]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(sent_sums, {receiver: read([total]) for receiver, total in sums.items()})
+        for call in calls.without_failure():
+            for rank, actual in enumerate(checksums[call]):
                 place = self._places.of_server(call.server.index, rank)
-                expected = read(own.get((place, rank), 0) for own in every)
-                if held != expected:
+                expected = read(rank_sums.get((place, rank), 0) for rank_sums in sent_sums)
+                if actual != expected:
                     calls.failures[call] = (
                         f"{call.server.url}: rank {rank}: holds other weights than were sent: "
-                        f"checksum {held:x}, not {expected:x}"
+                        f"checksum {actual:x}, not {expected:x}"
                     )
 
 
 def row_of(piece: Slice, source: int) -> Row:
-    """A slice as a server's rank is told of it; `source`: the rank that announces it."""
+    """The wire form (`Row`) of a slice for a server's rank; `source`: the trainer rank that announces it."""
     bounds = [(cut.start, cut.stop) for cut in piece.target_index]
-    return Row(source, piece.target, bounds, piece.offset, piece.size, piece.quantised)
+    return Row(source, piece.target, bounds, piece.offset, piece.size, piece.quantized)
 
 
 def parameters_of(
     shape: ModelShape, server: ServerLayout, rank: int, dtype: str
 ) -> tuple[dict[str, str], dict[str, float]]:
-    """Dtype and shape of every parameter that a server's rank must have; the numbers that some are filled with."""
+    """(dtype and shape of every parameter of a server's rank, constants of those that are filled instead of sent)."""
     table = (*hf_to_sglang.table(shape, server, rank), *hf_to_sglang.adapters(shape, server, rank))
     constants = {entry.name: entry.constant for entry in table if entry.constant is not None}
     parameters: dict[str, str] = {}
     for entry in table:
-        kind = "float8_e4m3fn" if entry.quantised else "float32" if entry.name in constants else dtype
+        kind = "float8_e4m3fn" if entry.quantized else "float32" if entry.name in constants else dtype
         parameters[entry.name] = f"{kind} {entry.shape}"
-        if entry.quantised:
+        if entry.quantized:
             parameters[f"{entry.name}_scale_inv"] = f"float32 {fp8_scales(entry.shape)}"
     return parameters, constants
 
 
 def _devices(config: Config, server: int) -> list[torch.device]:
-    """Where the ranks of this server compute, each on its node."""
-    tp, here = config.rollout.server.tp, server_ranks_per_node(config)
+    """The device of each rank of this server, on its node."""
+    tp, per_node = config.rollout.server.tp, server_ranks_per_node(config)
     if device.select(config.launch.device).type == "cpu":
         return [torch.device("cpu")] * tp
     first = first_gpu(config, server)
-    return [torch.device(device.GPU, first + rank % here) for rank in range(tp)]
+    return [torch.device(device.GPU, first + rank % per_node) for rank in range(tp)]

@@ -1,4 +1,4 @@
-"""Which tokens are trained, with which credits, and what grpo makes of them: numbers worked out by hand."""
+"""Which tokens are trained, their credits, and the advantages GRPO gives them: numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_collab.algo.advantages import token_weights, with_advantages
-from megatron_collab.algo.credit import fresh, samples_of, teaches, whole, without_overlong
+from megatron_collab.algo.credit import conversation_sample, drop_stale, has_gradient, penalize_overlong, samples_of
 from megatron_collab.algo.credit import sample as laid_out
 from megatron_collab.config import Config, RewardConfig
 from megatron_collab.types import (
@@ -26,7 +26,7 @@ from megatron_collab.types import (
     Rollout,
     Sample,
     Score,
-    Scored,
+    ScoredBatch,
     Task,
     Turn,
 )
@@ -36,28 +36,30 @@ BETWEEN = (7, 8)  # what a user says, as tokens
 
 
 def config(**settings: object) -> Config:
-    made = Config()
-    made.reward.weights = {"right": 1.0}
+    result = Config()
+    result.reward.weights = {"right": 1.0}
     for name, value in settings.items():
-        owner = next(part for part in (made.reward, made.rollout, made.algo) if hasattr(part, name))
+        owner = next(part for part in (result.reward, result.rollout, result.algo) if hasattr(part, name))
         setattr(owner, name, value)
-    return made
+    return result
 
 
 def conversation(turns: int, length: int = 2, rewards: Sequence[float] = ()) -> Conversation:
-    """`turns` turns of `length` tokens 10, 11, …; `rewards` are what users gave for them."""
-    made = Conversation(TASK.messages, (1, 2, 3))
+    """`turns` turns of `length` tokens 10, 11, …; `rewards` are the users' rewards for them."""
+    result = Conversation(TASK.messages, (1, 2, 3))
     for number in range(turns):
         if number:
-            made = made.add_messages([Message("user", "go on")], BETWEEN)
+            result = result.add_messages([Message("user", "go on")], BETWEEN)
         ids = tuple(range(10, 10 + length))
-        made = made.add_turn(Turn(made.token_ids, ids, (-0.25 - number,) * length, (4,) * length, Finish.STOP, "x"))
-        made = made.add_reward(rewards[number] if rewards else 0.0)
-    return made
+        result = result.add_turn(
+            Turn(result.token_ids, ids, (-0.25 - number,) * length, (4,) * length, Finish.STOP, "x")
+        )
+        result = result.add_reward(rewards[number] if rewards else 0.0)
+    return result
 
 
 def rollout(value: Score, length: int = 2) -> Rollout:
-    """One trained turn, scored alone."""
+    """A single trained turn with a score."""
     start = conversation(1, length).end(Ending.USER_DONE)
     return Rollout(start, (Future(start, {"right": value}),), Reward(value))
 
@@ -77,7 +79,7 @@ def played(value: float, rewards: Sequence[float]) -> Rollout:
 
 def learned(samples: Sequence[Sample]) -> list[list[float]]:
     """The advantages (GRPO) of the trained tokens of each sample, in their order."""
-    rows = with_advantages(Scored(tuple(samples)), Config().algo).advantages
+    rows = with_advantages(ScoredBatch(tuple(samples)), Config().algo).advantages
     return [row[sample.loss_mask > 0].tolist() for row, sample in zip(rows, samples, strict=True)]
 
 
@@ -103,12 +105,12 @@ def test_a_rollout_without_a_reward_leaves_its_group() -> None:
 
 
 @pytest.mark.parametrize(("advantage", "samples"), [("grpo", 0), ("rloo", 0), ("reinforce++", 1), ("gae", 1)])
-def test_one_reward_teaches_only_where_rollouts_are_not_compared(advantage: str, samples: int) -> None:
+def test_a_single_reward_teaches_only_if_rollouts_are_not_compared(advantage: str, samples: int) -> None:
     group = Group(TASK, (rollout(1.0), rollout(Missing("judge is down"))))
     assert len(samples_of(group, config(advantage=advantage), 0)) == samples
 
 
-def test_what_is_said_between_two_trained_turns_is_not_trained() -> None:
+def test_messages_between_trained_turns_are_not_trained() -> None:
     samples = samples_of(Group(TASK, (played(1.0, [0, 0]), played(0.0, [0, 0]))), config(futures=0), 0)
     for sample, log_probs in zip(samples, ([0, 0, 0, -0.25, -0.25, 0, 0, -1.25, -1.25],) * 2, strict=True):
         assert sample.token_ids.tolist() == [1, 2, 3, 10, 11, *BETWEEN, 10, 11]
@@ -131,8 +133,8 @@ def test_credits_worked_out_by_hand(
     credit: str, gamma: float, expected: dict[tuple[tuple[int, int], ...], float]
 ) -> None:
     reward = RewardConfig(turn_credit=credit, turn_gamma=gamma)
-    found = whole(played(1.0, [1.0, 0.5, 2.0]), reward, "g").credits
-    assert list(found) == [Credit(spans, value, "g", "g") for spans, value in expected.items()]
+    result = conversation_sample(played(1.0, [1.0, 0.5, 2.0]), reward, "g").credits
+    assert list(result) == [Credit(spans, value, "g", "g") for spans, value in expected.items()]
 
 
 def test_equal_credit_compares_conversations() -> None:
@@ -167,7 +169,7 @@ def test_later_turns_are_compared_with_their_siblings_on_the_scale_of_the_group(
         assert sample.loss_mask.tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 1]
 
 
-def test_a_future_that_ends_at_once_is_compared_with_and_not_trained() -> None:
+def test_a_future_that_ends_at_once_is_a_peer_and_not_trained() -> None:
     ended = Future(conversation(1).end(Ending.USER_DONE), {"right": 1.0})
     parted = branched(0.0)
     group = Group(TASK, (replace(parted, futures=(*parted.futures, ended), reward=Reward(0.5)), branched(0.0, 1.0)))
@@ -193,9 +195,9 @@ def test_a_trained_turn_that_ended_the_conversation_has_no_later_turns() -> None
     assert len(samples_of(group, config(train_turns="all"), 0)) == 2 + 2
 
 
-def test_a_group_teaches_where_something_differs_from_what_it_is_compared_with() -> None:
+def test_a_group_teaches_if_a_credit_differs_from_its_peers() -> None:
     def taught(*rollouts: Rollout, **settings: object) -> bool:
-        return teaches(samples_of(Group(TASK, rollouts), config(**settings), 0))
+        return has_gradient(samples_of(Group(TASK, rollouts), config(**settings), 0))
 
     assert taught(rollout(1.0), rollout(1.0), rollout(0.0))
     assert not taught(rollout(1.0), rollout(1.0))
@@ -216,47 +218,49 @@ def test_turns_of_one_young_rollout_are_not_compared_with_each_other() -> None:
     group = Group(TASK, (played(1.0, [1.0, 0]), played(0.0, [0, 0]), played(0.5, [0, 0])))
     young, old, second = samples_of(group, options, 0)
     old = replace(old, version=1)
-    assert fresh([young, old], 4, options) == []
-    assert [id(sample) for sample in fresh([young, old, second], 4, options)] == [id(young), id(second)]
+    assert drop_stale([young, old], 4, options) == []
+    assert [id(sample) for sample in drop_stale([young, old, second], 4, options)] == [id(young), id(second)]
 
 
-def test_who_is_dropped_is_nobodys_peer() -> None:
+def test_a_dropped_sample_is_not_a_peer() -> None:
     options = config(train_turns="all")
     ended = Future(conversation(1).end(Ending.USER_DONE), {"right": 1.0})
     parted = branched(0.0)
     group = Group(TASK, (replace(parted, futures=(*parted.futures, ended), reward=Reward(0.5)), branched(0.0, 1.0)))
     first, second, *later = samples_of(group, options, 0)
-    assert len(fresh([first, second, *later], 4, options)) == 5
+    assert len(drop_stale([first, second, *later], 4, options)) == 5
     # The first trained turn has no young peer, and with it goes the future that ended there: the only sibling.
-    kept = fresh([first, replace(second, version=1), *later], 4, options)
+    kept = drop_stale([first, replace(second, version=1), *later], 4, options)
     assert [id(sample) for sample in kept] == [id(sample) for sample in later[1:]]
 
 
 @pytest.mark.parametrize(("length", "cost"), [(8, 0.0), (9, 0.5), (10, 1.0), (12, 1.0)])
 def test_an_overlong_reply_is_worth_less(length: int, cost: float) -> None:
-    """Of at most 10 tokens the last fifth cost up to 1; recorded rewards stay as they are."""
-    given = config(overlong=0.2)
-    given.rollout.turn.max_new_tokens = 10
+    """With a limit of 10 tokens the last fifth costs up to 1; recorded rewards stay unchanged."""
+    options = config(overlong=0.2)
+    options.rollout.turn.max_new_tokens = 10
     group = Group(TASK, (rollout(0.75, length), rollout(0.25, length=1)))
-    long, short = samples_of(group, given, 0)
+    long, short = samples_of(group, options, 0)
     assert [credit.value for credit in (*long.credits, *short.credits)] == pytest.approx([0.75 - cost, 0.25])
     assert group.rollouts[0].reward.value == 0.75
 
 
 def test_an_overlong_credit_costs_what_its_longest_turn_does() -> None:
-    given = config(overlong=0.2)
-    given.rollout.turn.max_new_tokens = 10
+    options = config(overlong=0.2)
+    options.rollout.turn.max_new_tokens = 10
     credits = Credit(((3, 11), (13, 22)), 1.0, "g", "g"), Credit((), 1.0, "g", "g")
     mask = np.zeros(22, np.float32)
-    assert [one.value for one in without_overlong(Sample(mask, mask, mask, credits), given).credits] == [0.5, 1.0]
-    given.algo.overlong, given.rollout.turn.max_new_tokens = 1.0, 1
-    assert [one.value for one in without_overlong(Sample(mask, mask, mask, credits), given).credits] == [0.0, 1.0]
+    penalized = penalize_overlong(Sample(mask, mask, mask, credits), options).credits
+    assert [credit.value for credit in penalized] == [0.5, 1.0]
+    options.algo.overlong, options.rollout.turn.max_new_tokens = 1.0, 1
+    penalized = penalize_overlong(Sample(mask, mask, mask, credits), options).credits
+    assert [credit.value for credit in penalized] == [0.0, 1.0]
 
 
 def test_later_turns_have_the_limit_of_futures_and_are_marked() -> None:
-    given = config(overlong=0.5, train_turns="all", futures=2)
-    given.rollout.turn.max_new_tokens, given.rollout.future.max_new_tokens = 100, 2
-    samples = samples_of(Group(TASK, (branched(1.0, 0.0), branched(1.0, 0.0))), given, 0)
+    options = config(overlong=0.5, train_turns="all", futures=2)
+    options.rollout.turn.max_new_tokens, options.rollout.future.max_new_tokens = 100, 2
+    samples = samples_of(Group(TASK, (branched(1.0, 0.0), branched(1.0, 0.0))), options, 0)
     assert [sample.later for sample in samples] == [False, False, True, True, True, True]
     values = [credit.value for sample in samples for credit in sample.credits if credit.spans]
     assert values == pytest.approx([0.5, 0.5, 0.0, -1.0, 0.0, -1.0])
@@ -265,87 +269,87 @@ def test_later_turns_have_the_limit_of_futures_and_are_marked() -> None:
 def parted(*parts: dict[str, float] | None) -> Group:
     """A group of rollouts with these parts of their rewards; None: malformed, with a penalty of -1."""
     rollouts = []
-    for each in parts:
-        start = conversation(1).end(Ending.USER_DONE if each else Ending.MALFORMED)
-        future = Future(start, dict(each or {}))
-        rollouts.append(Rollout(start, (future,), Reward(sum(each.values()), parts=each) if each else Reward(-1.0)))
+    for part in parts:
+        start = conversation(1).end(Ending.USER_DONE if part else Ending.MALFORMED)
+        future = Future(start, dict(part or {}))
+        rollouts.append(Rollout(start, (future,), Reward(sum(part.values()), parts=part) if part else Reward(-1.0)))
     return Group(TASK, tuple(rollouts))
 
 
-def test_gdpo_normalises_each_metric_before_the_sum() -> None:
+def test_gdpo_normalizes_each_metric_before_the_sum() -> None:
     """right has 1, 0, 1, 0: 1 or -1 standard deviation from its mean, and weighs 1. tokens has -0.2 three times and
     -0.6: 0.1 and -0.3 from its mean -0.3, with a standard deviation of 0.1 sqrt(3), and weighs 0.5."""
-    given = config(advantage="gdpo", weights={"right": 1.0, "tokens": -0.5})
+    options = config(advantage="gdpo", weights={"right": 1.0, "tokens": -0.5})
     costs = (-0.2, -0.2, -0.2, -0.6)
     group = parted(*({"right": right, "tokens": cost} for right, cost in zip((1.0, 0.0, 1.0, 0.0), costs, strict=True)))
-    values = [credit.value for one in samples_of(group, given, 0) for credit in one.credits]
+    values = [credit.value for sample in samples_of(group, options, 0) for credit in sample.credits]
     short, long = 0.5 / math.sqrt(3), 1.5 / math.sqrt(3)
     assert values == pytest.approx([1 + short, -1 + short, 1 + short, -1 - long], abs=1e-4)
-    assert [one.reward.value for one in group.rollouts] == pytest.approx([0.8, -0.2, 0.8, -0.6]), "as recorded"
+    assert [member.reward.value for member in group.rollouts] == pytest.approx([0.8, -0.2, 0.8, -0.6]), "as recorded"
 
 
 def test_gdpo_gives_a_malformed_turn_the_worst_of_every_metric() -> None:
-    given = config(advantage="gdpo", weights={"right": 1.0, "tokens": -1.0})
+    options = config(advantage="gdpo", weights={"right": 1.0, "tokens": -1.0})
     group = parted({"right": 1.0, "tokens": -3.0}, None, {"right": 0.0, "tokens": -1.0}, {"right": 0.0, "tokens": -2.0})
-    values = [credit.value for one in samples_of(group, given, 0) for credit in one.credits]
+    values = [credit.value for sample in samples_of(group, options, 0) for credit in sample.credits]
     assert values[1] == min(values) < min(value for value in values if value != values[1])
     equal = parted({"right": 1.0}, None, {"right": 1.0})
-    given.reward.weights = {"right": 1.0}
-    first, malformed, last = (credit.value for one in samples_of(equal, given, 0) for credit in one.credits)
+    options.reward.weights = {"right": 1.0}
+    first, malformed, last = (credit.value for sample in samples_of(equal, options, 0) for credit in sample.credits)
     assert first == last > malformed, "it is told from the others by reward.malformed alone"
-    assert not teaches(samples_of(parted(None, None), given, 0)), "nothing tells malformed turns apart"
+    assert not has_gradient(samples_of(parted(None, None), options, 0)), "nothing tells malformed turns apart"
 
 
 def test_gdpo_takes_a_reward_without_parts_whole() -> None:
-    given = config(advantage="gdpo")
-    samples = samples_of(Group(TASK, (rollout(3.0), rollout(1.0))), given, 0)
-    assert [credit.value for one in samples for credit in one.credits] == pytest.approx([1.0, -1.0], abs=1e-5)
+    options = config(advantage="gdpo")
+    samples = samples_of(Group(TASK, (rollout(3.0), rollout(1.0))), options, 0)
+    assert [credit.value for sample in samples for credit in sample.credits] == pytest.approx([1.0, -1.0], abs=1e-5)
 
 
-def stripped(one: Rollout) -> Rollout:
-    """The conversation, in which no turn has seen the one before: each begins a sequence of its own."""
-    start = one.start
+def stripped(original: Rollout) -> Rollout:
+    """The conversation, but no turn has seen the one before: each begins a separate sequence."""
+    start = original.start
     turns = tuple(replace(turn, prompt_ids=(9, number, 3)) for number, turn in enumerate(start.turns))
-    return replace(one, start=replace(start, turns=turns))
+    return replace(original, start=replace(start, turns=turns))
 
 
 @pytest.mark.parametrize("credit", ["equal", "last", "reward_to_go"])
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce++", "gae"])
-def test_turns_in_sequences_of_their_own_are_worth_what_they_are_in_one(advantage: str, credit: str) -> None:
-    """Costs of the KL, which run on to the end of a conversation, and a critic's values included."""
+def test_turns_in_separate_sequences_have_the_advantages_of_a_single_one(advantage: str, credit: str) -> None:
+    """Including the KL costs, which accumulate to the end of a conversation, and a critic's values."""
     options = config(futures=0, turn_credit=credit, advantage=advantage, kl_in="reward", average="sequence")
     rollouts = played(1.0, [0.5, 0, 1.0]), played(0.0, [0.25, 0])
-    found = []
-    for some in (rollouts, tuple(map(stripped, rollouts))):
-        samples = tuple(samples_of(Group(TASK, some), options, 0))
+    results = []
+    for variant in (rollouts, tuple(map(stripped, rollouts))):
+        samples = tuple(samples_of(Group(TASK, variant), options, 0))
         trained = [np.flatnonzero(sample.loss_mask) for sample in samples]
         rows = [np.zeros_like(sample.loss_mask) for sample in samples]
         for row, at in zip(rows, trained, strict=True):
             row[at] = np.arange(len(at))
-        scored = Scored(samples, {}, rows, [0.9 * row for row in rows], rows)
+        scored = ScoredBatch(samples, {}, rows, [0.9 * row for row in rows], rows)
         advantages = with_advantages(scored, options.algo).advantages
         weights = token_weights([sample.loss_mask for sample in samples], "sequence")
         numbers = [(a[at] * w[at]).tolist() for a, w, at in zip(advantages or (), weights, trained, strict=True)]
-        found.append((numbers, [len(sample.cuts) for sample in samples]))
-    (plain, none), (own, cuts) = found
-    assert own == plain and none == [0, 0] and cuts == ([0, 0] if credit == "last" else [2, 1])
+        results.append((numbers, [len(sample.cuts) for sample in samples]))
+    (plain, none), (separate, cuts) = results
+    assert separate == plain and none == [0, 0] and cuts == ([0, 0] if credit == "last" else [2, 1])
 
 
 def test_turns_that_go_on_share_a_sequence_and_the_others_begin_one() -> None:
-    """The second turn has seen the first (a call), the third sees neither's thought."""
+    """The second turn has seen the first (a call); the third sees the thought of neither."""
     first, second, third = (turn for turn in conversation(3).turns)
     third = replace(third, prompt_ids=(1, 2, 3, 11, 7))
-    found = laid_out((first, second, third), [])
-    assert found.token_ids.tolist() == [1, 2, 3, 10, 11, *BETWEEN, 10, 11, 1, 2, 3, 11, 7, 10, 11]
-    assert found.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1]
-    assert found.cuts == (9,)
+    result = laid_out((first, second, third), [])
+    assert result.token_ids.tolist() == [1, 2, 3, 10, 11, *BETWEEN, 10, 11, 1, 2, 3, 11, 7, 10, 11]
+    assert result.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1]
+    assert result.cuts == (9,)
 
 
-def test_what_closed_a_thought_is_seen_and_not_trained() -> None:
+def test_tokens_that_close_a_thought_are_seen_and_not_trained() -> None:
     turn = replace(conversation(1, length=5).turns[0], forced=(1, 3))
-    found = laid_out([turn], [Credit(((3, 8),), 1.0, "g", "g")])
-    assert found.token_ids.tolist() == [1, 2, 3, 10, 11, 12, 13, 14]
-    assert found.loss_mask.tolist() == [0, 0, 0, 1, 0, 0, 1, 1]
+    result = laid_out([turn], [Credit(((3, 8),), 1.0, "g", "g")])
+    assert result.token_ids.tolist() == [1, 2, 3, 10, 11, 12, 13, 14]
+    assert result.loss_mask.tolist() == [0, 0, 0, 1, 0, 0, 1, 1]
 
 
 def test_a_sample_is_as_old_as_the_oldest_weights_that_sampled_any_of_it() -> None:
@@ -357,23 +361,23 @@ def test_a_sample_is_as_old_as_the_oldest_weights_that_sampled_any_of_it() -> No
 def test_a_single_turn_has_the_reward_of_its_conversation_alone() -> None:
     options = config(mode="single_turn", futures=0)
     good, bad = samples_of(Group(TASK, (played(1.0, [0.5]), played(0.0, [0.25]))), options, 0)
-    assert [one.value for one in (*good.credits, *bad.credits)] == [1.0, 0.0]
+    assert [credit.value for credit in (*good.credits, *bad.credits)] == [1.0, 0.0]
 
 
 def test_overlong_counts_thought_and_reply() -> None:
     options = config(overlong=0.5)
     options.rollout.turn.max_new_tokens, options.rollout.turn.thinking_budget = 4, 4
     for length, cost in ((4, 0.0), (6, 0.5), (8, 1.0)):
-        one, _ = samples_of(Group(TASK, (rollout(1.0, length), rollout(0.0))), options, 0)
-        assert one.credits[0].value == 1.0 - cost
+        sample, _ = samples_of(Group(TASK, (rollout(1.0, length), rollout(0.0))), options, 0)
+        assert sample.credits[0].value == 1.0 - cost
 
 
 def chosen_of(objective: str, *values: Score, gap: float = 0.0, **settings: object) -> list[float]:
     """The values of the samples of a group whose replies are of 1, 2, … tokens."""
-    made = config(**settings)
-    made.algo.objective, made.algo.dpo.gap = objective, gap
+    options = config(**settings)
+    options.algo.objective, options.algo.dpo.gap = objective, gap
     rollouts = tuple(rollout(value, length) for length, value in enumerate(values, 1))
-    return [sample.credits[0].value for sample in samples_of(Group(TASK, rollouts), made, 0)]
+    return [sample.credits[0].value for sample in samples_of(Group(TASK, rollouts), options, 0)]
 
 
 def test_a_pair_is_the_best_against_the_worst_of_a_group() -> None:
@@ -381,9 +385,9 @@ def test_a_pair_is_the_best_against_the_worst_of_a_group() -> None:
     assert chosen_of("dpo", 0.5, 0.75, 0.25, gap=0.5) == [0.75, 0.25]
     assert chosen_of("dpo", 0.5, 0.75, 0.25, gap=0.51) == chosen_of("dpo", 0.5, 0.5) == chosen_of("dpo", 0.5) == []
     same = Group(TASK, (rollout(0.5), rollout(0.75)))
-    made = config()
-    made.algo.objective = "dpo"
-    assert samples_of(same, made, 0) == [], "word for word"
+    options = config()
+    options.algo.objective = "dpo"
+    assert samples_of(same, options, 0) == [], "word for word"
 
 
 def test_the_best_of_a_group_is_learned_from_alone() -> None:
@@ -396,27 +400,27 @@ def test_nothing_is_learned_from_a_malformed_best() -> None:
     broken = conversation(1).end(Ending.MALFORMED)
     bad = Rollout(broken, (Future(broken, {}),), Reward(-1.0))
     for objective, expected in (("sft", 0), ("dpo", 0)):
-        made = config()
-        made.algo.objective = objective
-        assert len(samples_of(Group(TASK, (bad, bad)), made, 0)) == expected
-    made = config()
-    made.algo.objective = "dpo"
-    pair = samples_of(Group(TASK, (bad, rollout(0.5, 3))), made, 0)
+        options = config()
+        options.algo.objective = objective
+        assert len(samples_of(Group(TASK, (bad, bad)), options, 0)) == expected
+    options = config()
+    options.algo.objective = "dpo"
+    pair = samples_of(Group(TASK, (bad, rollout(0.5, 3))), options, 0)
     assert [sample.credits[0].value for sample in pair] == [0.5, -1.0]
 
 
-def test_whole_conversations_are_compared_with_what_their_turns_were_given() -> None:
-    made = config(futures=0)
-    made.algo.objective = "dpo"
+def test_whole_conversations_are_compared_with_their_turn_rewards() -> None:
+    options = config(futures=0)
+    options.algo.objective = "dpo"
     group = Group(TASK, (played(0.5, [0.0, 0.0]), played(0.25, [0.5, 0.5, 0.0])))
-    best, worst = samples_of(group, made, 0)
+    best, worst = samples_of(group, options, 0)
     assert [best.credits[0].value, worst.credits[0].value] == [1.25, 0.5]
     assert best.loss_mask.sum() == 6 and worst.loss_mask.sum() == 4
 
 
-def test_of_a_pair_both_are_fresh_or_none() -> None:
-    made = config()
-    made.algo.objective = "dpo"
-    pair = samples_of(Group(TASK, (rollout(0.5, 1), rollout(0.25, 2))), made, 0)
-    assert fresh(pair, 4, made) == pair
-    assert fresh([pair[0], replace(pair[1], version=3)], 4, made) == []
+def test_a_pair_is_dropped_if_one_sample_is_stale() -> None:
+    options = config()
+    options.algo.objective = "dpo"
+    pair = samples_of(Group(TASK, (rollout(0.5, 1), rollout(0.25, 2))), options, 0)
+    assert drop_stale(pair, 4, options) == pair
+    assert drop_stale([pair[0], replace(pair[1], version=3)], 4, options) == []

@@ -12,7 +12,7 @@ from tests.helpers import refused
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["algo.advantage=ppo"], "algo.advantage=ppo: choose one of grpo, dr_grpo, gdpo, rloo, reinforce++, gae"),
         (
@@ -85,8 +85,8 @@ from tests.helpers import refused
         (["algo=online_dpo", "algo.mini_batches=5000"], "algo.mini_batches=5000: a step has at most"),
     ],
 )
-def test_what_cannot_work_names_the_setting_and_the_way_out(overrides: list[str], said: str) -> None:
-    assert said in refused(*overrides)
+def test_settings_that_cannot_work_are_refused_with_a_way_out(overrides: list[str], message: str) -> None:
+    assert message in refused(*overrides)
 
 
 def test_gspo_does_not_cut_sequences() -> None:
@@ -103,7 +103,7 @@ def test_weights_of_sequences_do_not_cut_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "starts"),
     [
         (["algo=grpo"], []),
         (["algo=gspo"], []),
@@ -119,13 +119,13 @@ def test_weights_of_sequences_do_not_cut_them() -> None:
         ),
     ],
 )
-def test_what_has_no_effect_is_said_at_the_start(overrides: list[str], said: list[str]) -> None:
+def test_settings_without_effect_are_reported_at_the_start(overrides: list[str], starts: list[str]) -> None:
     lines = without_effect(load(["experiment=gsm8k", *overrides]))
-    assert len(lines) == len(said) and all(line.startswith(start) for line, start in zip(lines, said, strict=True))
+    assert len(lines) == len(starts) and all(line.startswith(start) for line, start in zip(lines, starts, strict=True))
 
 
 @pytest.mark.parametrize("advantage", ["reinforce++", "gae"])
-def test_one_rollout_a_task_is_enough_where_rollouts_are_not_compared(advantage: str) -> None:
+def test_one_rollout_a_task_is_enough_if_rollouts_are_not_compared(advantage: str) -> None:
     config = load(["experiment=gsm8k", f"algo.advantage={advantage}", "train.rollouts_per_prompt=1"])
     assert (config.algo.advantage, config.train.rollouts_per_prompt) == (advantage, 1)
 

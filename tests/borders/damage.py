@@ -22,8 +22,8 @@ def tensors(**change: torch.Tensor | None) -> Damage:
     """The weights with other tensors; None: without."""
 
     def rewrite(folder: Path) -> None:
-        found = load_file(folder / WEIGHTS) | {name.replace("__", "."): value for name, value in change.items()}
-        save_file({name: value for name, value in found.items() if value is not None}, folder / WEIGHTS)
+        weights = load_file(folder / WEIGHTS) | {name.replace("__", "."): value for name, value in change.items()}
+        save_file({name: value for name, value in weights.items() if value is not None}, folder / WEIGHTS)
 
     return rewrite
 
@@ -56,9 +56,9 @@ def header(change: Callable[[dict], object]) -> Damage:
     def rewrite(folder: Path) -> None:
         content = (folder / WEIGHTS).read_bytes()
         length = int.from_bytes(content[:8], "little")
-        found = json.loads(content[8 : 8 + length])
-        change(found)
-        text = json.dumps(found, separators=(",", ":")).encode().ljust(length)
+        entries = json.loads(content[8 : 8 + length])
+        change(entries)
+        text = json.dumps(entries, separators=(",", ":")).encode().ljust(length)
         (folder / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
 
     return rewrite
@@ -100,9 +100,9 @@ WRONG: dict[str, tuple[Damage, str]] = {
     "another shape": (tensors(model__norm__weight=torch.zeros(3)), "has shape (3,), config.json asks for (64,)"),
     "int8": (tensors(model__norm__weight=torch.zeros(64, dtype=torch.int8)), "has dtype I8, and BF16, F16, F32, F64"),
     "fp8": (tensors(model__norm__weight=torch.zeros(64).to(torch.float8_e4m3fn)), "has dtype F8_E4M3, and BF16"),
-    "offsets of nothing": (header(lambda found: found[NORM].update(data_offsets=[0, 8])), "is corrupt: "),
-    "no offsets": (header(lambda found: found[NORM].pop("data_offsets")), "its header is no header of safetensors"),
-    "no shape": (header(lambda found: found[NORM].update(shape=[-1])), "its header is no header of safetensors"),
+    "offsets of nothing": (header(lambda entries: entries[NORM].update(data_offsets=[0, 8])), "is corrupt: "),
+    "no offsets": (header(lambda entries: entries[NORM].pop("data_offsets")), "its header is no header of safetensors"),
+    "no shape": (header(lambda entries: entries[NORM].update(shape=[-1])), "its header is no header of safetensors"),
     "outside": (index(model__norm__weight="../../etc/passwd"), "names '../../etc/passwd', which is no file of the"),
     "absolute": (
         index(model__norm__weight="/etc/passwd"),

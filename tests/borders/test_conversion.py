@@ -17,13 +17,13 @@ from tests.helpers import make_model
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("made") / "model", vocab=301)
 
 
 @pytest.fixture
-def model(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "model"))
+def model(base_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(base_model, tmp_path / "model"))
 
 
 def tool(*arguments: object) -> int:
@@ -31,9 +31,9 @@ def tool(*arguments: object) -> int:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint") / "start"
-    assert tool(made, folder, "--to-megatron") == 0
+    assert tool(base_model, folder, "--to-megatron") == 0
     return folder
 
 
@@ -42,17 +42,17 @@ def state(change: Callable[[dict], object]) -> Damage:
 
     def rewrite(folder: Path) -> None:
         file = folder / "step_0" / "state.json"
-        found = json.loads(file.read_text())
-        del found["files"]
-        change(found)
-        file.write_text(json.dumps(found))
+        fields = json.loads(file.read_text())
+        del fields["files"]
+        change(fields)
+        file.write_text(json.dumps(fields))
 
     return rewrite
 
 
 def old(folder: Path) -> None:
     """As an earlier version wrote it: which model it is of, only its tensors say."""
-    state(lambda found: found.pop("model"))(folder)
+    state(lambda fields: fields.pop("model"))(folder)
 
 
 def no_metadata(folder: Path) -> None:
@@ -78,27 +78,27 @@ FOREIGN: dict[str, tuple[Damage, dict[str, object], str]] = {
 def test_a_checkpoint_and_a_model_that_are_not_of_one_another(
     tmp_path: Path, model: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    change, settings, said = FOREIGN[name]
-    found = Path(shutil.copytree(checkpoint, tmp_path / "start"))
-    change(found)
+    change, settings, message = FOREIGN[name]
+    altered = Path(shutil.copytree(checkpoint, tmp_path / "start"))
+    change(altered)
     described(**settings, layer_types=None)(model)
     capsys.readouterr()
-    assert tool(found, tmp_path / "out", "--model", model) == (2 if said else 0)
+    assert tool(altered, tmp_path / "out", "--model", model) == (2 if message else 0)
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == bool(said), error
-    assert (tmp_path / "out").exists() == (not said)
+    assert message in error and error.count("\n") == bool(message), error
+    assert (tmp_path / "out").exists() == (not message)
 
 
 @pytest.mark.parametrize("name", ["int8", "a tensor more", "cut in the weights", "outside", "pickled", "layers"])
 def test_a_model_that_is_not_converted(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    change, said = WRONG[name]
+    change, message = WRONG[name]
     change(model)
     capsys.readouterr()
     assert tool(model, tmp_path / "out", "--to-megatron") == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1, error
+    assert message in error and error.count("\n") == 1, error
     assert not (tmp_path / "out").exists()
 
 
@@ -123,7 +123,7 @@ def test_what_was_written_is_compared_with_what_was_read(
         monkeypatch.setattr(convert._Convert, "resolve_data", lambda self, item: flipped(real(self, item)))
     else:
         save = hf.save_file
-        wrong = lambda found, *rest: save(found | {NORM: flipped(found[NORM])}, *rest)  # noqa: E731
+        wrong = lambda tensors, *options: save(tensors | {NORM: flipped(tensors[NORM])}, *options)  # noqa: E731
         monkeypatch.setattr(hf, "save_file", wrong)
     arguments = [model, "--to-megatron"] if to_megatron else [checkpoint, "--model", model]
     capsys.readouterr()

@@ -91,7 +91,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def started(folder: Path, model: Path, name: str, content: bytes, stage: str, *settings: str) -> int | str:
     """The exit code of a run on a file with `content`; "started" where it would go on to train."""
     (folder / name).write_bytes(content)
-    given = [f"run.dir={folder}/run", f"model.path={model}", f"data.train={folder}/{name}", f"train.stage={stage}"]
+    arguments = [f"run.dir={folder}/run", f"model.path={model}", f"data.train={folder}/{name}", f"train.stage={stage}"]
     rl = ["reward.weights={token_amount: -1}", "rollout.turn.max_new_tokens=64", "rollout.future.max_new_tokens=64"]
     settings = (*(rl if stage == "rl" else []), "rollout.context_length=256", *settings)
 
@@ -101,7 +101,7 @@ def started(folder: Path, model: Path, name: str, content: bytes, stage: str, *s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "replace_by_torchrun", start)
         try:
-            return main([*given, *settings])
+            return main([*arguments, *settings])
         except StartedError:
             return "started"
 
@@ -111,7 +111,7 @@ class StartedError(Exception):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         # Encodings
         ("d.jsonl", LATIN, " row 1: its byte 43, 0xe9, is no UTF-8; write the file in UTF-8; of a text in Latin-1"),
@@ -203,27 +203,27 @@ class StartedError(Exception):
     ],
 )
 def test_a_file_that_cannot_be_trained_on_is_refused_in_one_line(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, said: str
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, message: str
 ) -> None:
     assert started(tmp_path, model, name, content, "rl") == EXIT_BAD_INPUT
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
-    assert err.startswith(f"megatron-collab: data.train={tmp_path}/{name}{said}")
+    assert err.startswith(f"megatron-collab: data.train={tmp_path}/{name}{message}")
 
 
 @pytest.mark.parametrize(
-    ("metadata", "said"),
+    ("metadata", "message"),
     [
         ({"test": ["assert True"]}, "metadata.test is no text, and pass_rate runs it; give code as a text"),
         (TESTS, "metadata.test defines check(candidate), and metadata.entry_point names none; name it"),
     ],
 )
 def test_tests_that_cannot_be_run_are_refused(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], metadata: dict[str, Any], said: str
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], metadata: dict[str, Any], message: str
 ) -> None:
     content = jsonl(task(metadata={"replay": ["so"], **metadata}))
     assert started(tmp_path, model, "d.jsonl", content, "rl", PASS_RATE) == EXIT_BAD_INPUT
-    assert f"d.jsonl row 1: reward.weights.pass_rate cannot read it: {said}" in capsys.readouterr().err
+    assert f"d.jsonl row 1: reward.weights.pass_rate cannot read it: {message}" in capsys.readouterr().err
 
 
 def test_metadata_that_a_prompt_of_the_user_lacks_is_refused(
@@ -233,12 +233,12 @@ def test_metadata_that_a_prompt_of_the_user_lacks_is_refused(
     content = jsonl(*(task(user="llm", metadata=metadata) for metadata in ({"mood": "glad"}, {})))
     settings = ("user.model=policy", f"user.prompt={tmp_path}/user.j2")
     assert started(tmp_path, model, "d.jsonl", content, "rl", *settings) == EXIT_BAD_INPUT
-    said = f"row 2: user llm cannot read it: prompt={tmp_path}/user.j2 line 1: UndefinedError: 'dict object' has no"
-    assert said in capsys.readouterr().err
+    message = f"row 2: user llm cannot read it: prompt={tmp_path}/user.j2 line 1: UndefinedError: 'dict object' has no"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "stage", "said"),
+    ("name", "content", "stage", "message"),
     [
         ("d.jsonl.gz", gzip.compress(GOOD), "rl", "2 rows, read as task"),
         ("d.jsonl", b"\xef\xbb\xbf" + GOOD.replace(b"\n", b"\r\n"), "rl", "2 rows, read as task"),
@@ -268,17 +268,17 @@ def test_metadata_that_a_prompt_of_the_user_lacks_is_refused(
     ],
 )
 def test_a_file_that_can_be_trained_on_is(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, stage: str, said: str
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, stage: str, message: str
 ) -> None:
     context = ("rollout.context_length=8192",) if stage == "sft" else ()  # the model has 256 positions
     assert started(tmp_path, model, name, content, stage, *context) == "started"
     out, err = capsys.readouterr()
-    lines = [line for line in out.splitlines() if f"data.train={tmp_path}/{name}: {said}" in line]
+    lines = [line for line in out.splitlines() if f"data.train={tmp_path}/{name}: {message}" in line]
     assert len(lines) == 1 and err == ""
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ("weight: 2", "weight=2: not read, there is no other source"),
         ("epochs: 3", "epochs=3: not read, there is no other source"),
@@ -286,16 +286,16 @@ def test_a_file_that_can_be_trained_on_is(
     ],
 )
 def test_settings_of_a_source_that_change_nothing_are_named(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], settings: str, said: str | None
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], settings: str, message: str | None
 ) -> None:
     source = f"data.train={{source: {tmp_path}/d.jsonl, {settings}}}"
     code = started(tmp_path, model, "d.jsonl", GOOD, "rl", source, "train.steps=10")
     out, err = capsys.readouterr()
-    if said is None:  # refused: no source has rows
+    if message is None:  # refused: no source has rows
         assert code == EXIT_BAD_INPUT and "no source has rows for step 0" in err
         return
     assert code == "started"
-    assert out.splitlines()[1:] == [f"data.train={tmp_path}/d.jsonl: {said}"]
+    assert out.splitlines()[1:] == [f"data.train={tmp_path}/d.jsonl: {message}"]
 
 
 def test_a_split_that_a_reader_of_ones_own_does_not_read_is_named(
@@ -312,8 +312,8 @@ def test_a_split_that_a_reader_of_ones_own_does_not_read_is_named(
     source = f"data.train={{source: {tmp_path}/d.txt, split: 'train[:1]'}}"
     reader = f"data.format={tmp_path}/read.py"
     assert started(tmp_path, model, "d.txt", b"a\nb\n", "rl", source, f"{reader}:lines") == "started"
-    said = "split=train[:1]: not read, data.format reads all of the source"
-    assert f"data.train={tmp_path}/d.txt: {said}" in capsys.readouterr().out.splitlines()
+    message = "split=train[:1]: not read, data.format reads all of the source"
+    assert f"data.train={tmp_path}/d.txt: {message}" in capsys.readouterr().out.splitlines()
     assert started(tmp_path, model, "d.txt", b"a\nb\n", "rl", f"{reader}:fails") == EXIT_BAD_INPUT
     assert f"data.train={tmp_path}/d.txt: data.format={reader[12:]}:fails fails on it (KeyError" in (
         capsys.readouterr().err
@@ -332,19 +332,19 @@ def test_values_stay_as_they_were_written(tmp_path: Path, name: str) -> None:
         "d.parquet": parquet(question=["q"] * len(answers), answer=answers),
     }
     (tmp_path / name).write_bytes(contents[name])
-    assert [each.answer for each in load_tasks(tmp_path / name)] == answers
+    assert [loaded.answer for loaded in load_tasks(tmp_path / name)] == answers
 
 
 def test_a_row_has_what_it_was_given_and_no_more(tmp_path: Path) -> None:
     """Neither do rows get the entries of others, nor is a column that comes late lost."""
     metadata: list[dict[str, Any]] = [{}, {"a": None, "t": "2024-01-02"}, {"a": {"b": [1]}}, {"a": 1.5, "n": 10**30}]
-    rows = [task(metadata={"replay": ["so"], **each}) for each in metadata for _ in range(700)]
+    rows = [task(metadata={"replay": ["so"], **extra}) for extra in metadata for _ in range(700)]
     (tmp_path / "d.jsonl").write_bytes(jsonl(*rows, task(late="x")))
-    found = list(load_tasks(tmp_path / "d.jsonl"))
-    assert [dict(each.metadata) for each in found] == [row["metadata"] for row in rows] + [task()["metadata"]]
+    tasks = list(load_tasks(tmp_path / "d.jsonl"))
+    assert [dict(loaded.metadata) for loaded in tasks] == [row["metadata"] for row in rows] + [task()["metadata"]]
     conversation = {"messages": [user("a"), {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]}
     (tmp_path / "c.jsonl").write_bytes(jsonl(conversation))
-    assert [[each.content for each in messages] for messages in load_conversations(tmp_path / "c.jsonl")] == [
+    assert [[message.content for message in messages] for messages in load_conversations(tmp_path / "c.jsonl")] == [
         ["a", "b"]
     ]
 
@@ -353,7 +353,7 @@ def test_dates_and_decimals_of_a_table_are_texts(tmp_path: Path) -> None:
     times = pa.array([86_400_000_000], pa.timestamp("us"))
     content = parquet(question=["q"], answer=pa.array([19_724], pa.date32()), at=times)
     (tmp_path / "d.parquet").write_bytes(content)
-    assert [each.answer for each in load_tasks(tmp_path / "d.parquet")] == ["2024-01-02"]
+    assert [loaded.answer for loaded in load_tasks(tmp_path / "d.parquet")] == ["2024-01-02"]
 
 
 def test_code_in_the_folder_of_a_data_set_is_not_run(

@@ -107,14 +107,14 @@ def test_the_lock_comes_before_the_data(
 
 def test_a_lock_whose_file_was_removed_is_free(tmp_path: Path) -> None:
     """As of a host that is gone: what is asked for then."""
-    held = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)
-    fcntl.flock(held, fcntl.LOCK_EX)
+    descriptor = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
     with pytest.raises(ConfigError, match="in use by another process"), RunLock(tmp_path):
         pass
     (tmp_path / ".lock").unlink()
     with RunLock(tmp_path), pytest.raises(ConfigError, match="in use by process"), RunLock(tmp_path):
         pass
-    os.close(held)
+    os.close(descriptor)
 
 
 def test_only_the_first_process_of_a_run_takes_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,11 +175,11 @@ TORN: dict[str, tuple[str, str, str]] = {
 def test_a_file_without_which_a_run_cannot_go_on(
     world: Path, run: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    file, text, said = TORN[name]
+    file, text, message = TORN[name]
     (run / file).write_text(text)
     more = ["model.path=some/model", "data.world=null", f"data.train={world}/sft.jsonl"] if file == "hub.json" else []
     line = refused(capsys, *settings(world, run), *more)
-    assert f"{run / file}: " in line and said in line, line
+    assert f"{run / file}: " in line and message in line, line
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "result.json"])

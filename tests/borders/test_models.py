@@ -15,7 +15,7 @@ from megatron_collab.config import compose
 from megatron_collab.launch import models, prepare
 from megatron_collab.models import hf_config
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
-from megatron_collab.runtime.trial import TrialError, tried
+from megatron_collab.runtime.trial import TrialError, run_trial
 from megatron_collab.train import main
 from tests.borders.damage import ENDLESS, WEIGHTS, WRONG, Damage, cut, described, index, template, tensors, written
 from tests.helpers import make_model, make_reward_model
@@ -34,19 +34,19 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("made") / "model", vocab=301)
 
 
 @pytest.fixture
-def model(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "model"))
+def model(base_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(base_model, tmp_path / "model"))
 
 
 def supervised(tmp_path: Path, model: Path) -> list[str]:
     data = tmp_path / "data.jsonl"
-    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
-    data.write_text(json.dumps({"messages": said}) + "\n")
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    data.write_text(json.dumps({"messages": messages}) + "\n")
     return [f"run.dir={tmp_path}/run", f"model.path={model}", f"data.train={data}", "train.stage=sft"]
 
 
@@ -65,10 +65,10 @@ def test_a_model_that_cannot_be_used(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(models, "_SECONDS", 1.0)
-    change, said = WRONG[name]
+    change, message = WRONG[name]
     change(model)
     line = refused(capsys, *supervised(tmp_path, model))
-    assert f"model.path={model}: " in line and said in line and "; " in line, line
+    assert f"model.path={model}: " in line and message in line and "; " in line, line
     assert not (tmp_path / "run").exists(), "the lock leaves nothing behind"
 
 
@@ -112,7 +112,7 @@ SMALL = ["rollout.context_length=256", "rollout.turn.max_new_tokens=16", "rollou
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (cut(WEIGHTS, 0.5), "model.safetensors is cut: it has"),
         (index(model__norm__weight="../x"), "names '../x', which is no file of the folder itself"),
@@ -126,11 +126,11 @@ SMALL = ["rollout.context_length=256", "rollout.turn.max_new_tokens=16", "rollou
 @pytest.mark.parametrize("scores", [False, True])
 def test_a_model_beside_the_policy(
     tmp_path: Path,
-    made: Path,
+    base_model: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     change: Damage,
-    said: str,
+    message: str,
     scores: bool,
 ) -> None:
     monkeypatch.setattr(models, "_SECONDS", 1.0)
@@ -140,16 +140,16 @@ def test_a_model_beside_the_policy(
     tasks.write_text(json.dumps({"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "user": "replay"}) + "\n")
     of = ["reward.weights={reward_model: 1}", f"reward.metrics.reward_model.model={beside}"]
     of = of if scores else ["reward.weights={token_amount: -1}", f"servers.judge.model={beside}"]
-    settings = [f"run.dir={tmp_path}/run", f"model.path={made}", f"data.train={tasks}", "train.stage=rl", *of]
+    settings = [f"run.dir={tmp_path}/run", f"model.path={base_model}", f"data.train={tasks}", "train.stage=rl", *of]
     line = refused(capsys, *settings, *SMALL)
-    assert str(beside) in line and said in line, line
+    assert str(beside) in line and message in line, line
 
 
 def test_work_that_is_tried_ends_as_it_would_here() -> None:
-    tried(lambda: None, 5.0)
+    run_trial(lambda: None, 5.0)
     with pytest.raises(ValueError, match="of its own"):
-        tried(lambda: int("of its own"), 5.0)
+        run_trial(lambda: int("of its own"), 5.0)
     with pytest.raises(TrialError, match=r"fails \(KeyError"):
-        tried(lambda: {}["x"], 5.0)
+        run_trial(lambda: {}["x"], 5.0)
     with pytest.raises(TrialError, match="ends the process with code 7"):
-        tried(lambda: os._exit(7), 5.0)
+        run_trial(lambda: os._exit(7), 5.0)

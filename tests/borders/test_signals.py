@@ -26,7 +26,7 @@ PHASES = {
     "load": "megatron_collab.checkpoint.hf:load_hf",
     "evaluation": "megatron_collab.rollout.manager:RolloutManager.evaluate",
     "rollout": "megatron_collab.rollout.manager:RolloutManager.collect:2",
-    "reward": "megatron_collab.reward.workers:RewardWorker._one",
+    "reward": "megatron_collab.reward.workers:RewardWorker._apply",
     "publish": "megatron_collab.weight_sync.sync:WeightSync.sync:2",
     "update": "megatron_collab.trainer.trainer:PolicyTrainer.update:2",
     "save": "megatron_collab.checkpoint.checkpointer:Checkpoints.save",
@@ -67,18 +67,18 @@ def signalled(tmp_path_factory: pytest.TempPathFactory, temporary: Path) -> Iter
         programs.append(program)
         program.when(mark.exists)
         shared = shared_memory(program)
-        for process in program.left() if everyone else [program.process]:
+        for process in program.processes() if everyone else [program.process]:
             process.send_signal(number)
         if twice:
             program.when(lambda: "again: at once" in program.log.read_text())
             program.process.send_signal(number)
         mark.with_name(f"{mark.name}-sent").touch()
-        code, said = program.wait(), program.log.read_text()
-        assert "Traceback" not in said
+        code, output = program.wait(), program.log.read_text()
+        assert "Traceback" not in output
         assert program.gone() == []
         assert not list(temporary.iterdir())
         assert not [file for file in shared if file.exists()]
-        return code, [line for line in said.splitlines() if line.startswith("megatron-collab:")]
+        return code, [line for line in output.splitlines() if line.startswith("megatron-collab:")]
 
     yield start
     for program in programs:
@@ -89,17 +89,19 @@ def test_a_termination_under_nohup(tmp_path: Path, signalled: Signalled) -> None
     """Which has SIGHUP ignored, as the launcher passes SIGTERM on."""
     ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        code, said = signalled(tmp_path / "run", PHASES["start of Ray"], signal.SIGTERM, defaults="INT")
+        code, messages = signalled(tmp_path / "run", PHASES["start of Ray"], signal.SIGTERM, defaults="INT")
     finally:
         signal.signal(signal.SIGHUP, ignored)
-    assert (code, len(said)) == (EXIT_PREEMPTED, 1) and said[0].startswith("megatron-collab: received SIGTERM; ")
+    assert (code, len(messages)) == (EXIT_PREEMPTED, 1) and messages[0].startswith(
+        "megatron-collab: received SIGTERM; "
+    )
 
 
 def test_a_termination_before_the_run_has_begun(tmp_path: Path, signalled: Signalled) -> None:
     """Nothing could be saved, and no time is lost."""
     for phase in NO_RUN.values():
-        said = ["megatron-collab: SIGTERM before the run had begun: ended"]
-        assert signalled(tmp_path / "run", phase, signal.SIGTERM) == (EXIT_TERMINATED, said)
+        messages = ["megatron-collab: SIGTERM before the run had begun: ended"]
+        assert signalled(tmp_path / "run", phase, signal.SIGTERM) == (EXIT_TERMINATED, messages)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -107,9 +109,9 @@ def test_a_termination_saves_in_every_phase_and_the_same_command_goes_on(tmp_pat
     run = tmp_path / "run"
     for phase, place in PHASES.items():
         done = steps_done(run) + place.endswith(":2")
-        code, said = signalled(run, place, signal.SIGTERM, everyone=phase == "rollout")
-        assert (code, len(said)) == (EXIT_PREEMPTED, 1), (phase, said)
-        assert said[0].startswith("megatron-collab: received SIGTERM; "), phase
+        code, messages = signalled(run, place, signal.SIGTERM, everyone=phase == "rollout")
+        assert (code, len(messages)) == (EXIT_PREEMPTED, 1), (phase, messages)
+        assert messages[0].startswith("megatron-collab: received SIGTERM; "), phase
         latest = run / "checkpoints" / "latest"
         saved = latest.read_text() if latest.exists() else "step_0"
         assert saved == f"step_{steps_done(run)}" == f"step_{5 if phase == 'save' else done}", phase
@@ -118,15 +120,23 @@ def test_a_termination_saves_in_every_phase_and_the_same_command_goes_on(tmp_pat
 
 def test_ctrl_c_stops_after_the_step_and_twice_at_once(tmp_path: Path, signalled: Signalled) -> None:
     run, latest = tmp_path / "run", tmp_path / "run" / "checkpoints" / "latest"
-    code, said = signalled(run, NO_RUN["imports"], signal.SIGINT)
-    assert (code, said) == (EXIT_INTERRUPTED, ["megatron-collab: SIGINT before the run had begun: ended"])
-    code, said = signalled(run, PHASES["load"], signal.SIGINT)
-    assert (code, len(said)) == (EXIT_INTERRUPTED, 1) and said[0].startswith("megatron-collab: received SIGINT; ")
+    code, messages = signalled(run, NO_RUN["imports"], signal.SIGINT)
+    assert (code, messages) == (EXIT_INTERRUPTED, ["megatron-collab: SIGINT before the run had begun: ended"])
+    code, messages = signalled(run, PHASES["load"], signal.SIGINT)
+    assert (code, len(messages)) == (EXIT_INTERRUPTED, 1) and messages[0].startswith(
+        "megatron-collab: received SIGINT; "
+    )
     for done, phase in enumerate(["evaluation", "reward"], 1):
-        code, said = signalled(run, PHASES[phase], signal.SIGINT)
-        assert (code, said[0]) == (EXIT_INTERRUPTED, "megatron-collab: SIGINT: stops after this step; again: at once")
-        assert len(said) == 2 and f"step_{done} and all groups that were finished since are saved" in said[1]
+        code, messages = signalled(run, PHASES[phase], signal.SIGINT)
+        assert (code, messages[0]) == (
+            EXIT_INTERRUPTED,
+            "megatron-collab: SIGINT: stops after this step; again: at once",
+        )
+        assert len(messages) == 2 and f"step_{done} and all groups that were finished since are saved" in messages[1]
         assert (steps_done(run), latest.read_text()) == (done, f"step_{done}")
-    code, said = signalled(run, PHASES["rollout"].removesuffix(":2"), signal.SIGINT, twice=True)
-    assert (code, said[-1]) == (EXIT_INTERRUPTED, "megatron-collab: SIGINT, twice: ended; the last checkpoint counts")
+    code, messages = signalled(run, PHASES["rollout"].removesuffix(":2"), signal.SIGINT, twice=True)
+    assert (code, messages[-1]) == (
+        EXIT_INTERRUPTED,
+        "megatron-collab: SIGINT, twice: ended; the last checkpoint counts",
+    )
     assert steps_done(run) == 2

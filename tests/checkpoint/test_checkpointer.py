@@ -1,4 +1,4 @@
-"""A run that starts again from a checkpoint is, bit for bit, the run that was never stopped."""
+"""A run resumed from a checkpoint is, bit for bit, the run that was never stopped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_collab.checkpoint import hf, storage, torch_dist
 from megatron_collab.checkpoint.checkpointer import Checkpoints
-from megatron_collab.checkpoint.stored import Stored
+from megatron_collab.checkpoint.stored import StoredWeights
 from megatron_collab.config import Config
 from megatron_collab.runtime import process
 from megatron_collab.runtime.process import RunStopped
@@ -38,7 +38,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "vpp2": {"parallel.pp": 2, "parallel.vpp": 2},
     "dp2": {"algo.advantage": "gae", "algo.critic_lr": 1e-3},
 }
-# NAME: (the layout that saved, the layout that goes on from it)
+# NAME: (the layout that saved, the layout that resumes from it)
 RESHARDED: dict[str, tuple[str, dict[str, object]]] = {
     "tp2-pp2": ("tp2", {"parallel.pp": 2}),
     "tp2-dp2": ("tp2", {}),
@@ -51,7 +51,7 @@ STATE = {"version": 3, "curve": [0.5, 1.0]}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What both lives of every layout saved and wrote down."""
+    """Checkpoints and results of both lives of every layout."""
     folder = tmp_path_factory.mktemp("checkpoint")
     make_model(folder / "model")
     for life in ("first", "second"):
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def live_in_every_layout(folder: Path, life: str) -> None:
-    """As one of two ranks: what it writes down is described in `live`, and for the second life in `fill_the_disk`."""
+    """As one of two ranks: writes the files described in `live` and, in the second life, in `fill_the_disk`."""
     for layout, settings in LAYOUTS.items():
         with parallel.init_parallel(make_config(folder, settings)):
             live(folder, layout, layout, settings, life)
@@ -79,7 +79,7 @@ def build(folder: Path, settings: Mapping[str, object]) -> PolicyTrainer:
 def live(folder: Path, source: str, name: str, settings: Mapping[str, object], life: str) -> None:
     """The first life trains six steps and saves after each of the first three; the second loads and trains the others.
 
-    The second may have another layout than what it loads. Each rank writes NAME-LIFE-rankN.npz, parameters, optimizer
+    The second may have another layout than its checkpoint. Each rank writes NAME-LIFE-rankN.npz, parameters, optimizer
     state and random draws at the end, and all write NAME-LIFE.json, the metrics of the last three steps.
     """
     actor = build(folder, settings)
@@ -99,7 +99,7 @@ def live(folder: Path, source: str, name: str, settings: Mapping[str, object], l
 
 
 def fill_the_disk(folder: Path) -> None:
-    """Save with a disk that is full for rank 1 alone; what a rank was told is in full-rankN.txt."""
+    """Save when the disk is full only for rank 1; the error of rank N is in full-rankN.txt."""
     actor = build(folder, LAYOUTS["tp2"])
     learn(actor, Batch(make_samples(9, 0)))
     checkpoints = Checkpoints(folder / "full", keep=2, timeout=60.0)
@@ -121,14 +121,14 @@ def seed_everything(seed: int) -> None:
 
 
 def snapshot(actor: PolicyTrainer) -> dict[str, np.ndarray]:
-    found = {}
+    tensors = {}
     for network, trainable in actor.trainables.items():
-        found |= {f"{network} model {name}": shard for name, shard in hf.named_shards(trainable.chunks)}
+        tensors |= {f"{network} model {name}": shard for name, shard in hf.named_shards(trainable.chunks)}
         for index, optimizer in enumerate(trainable.optimizer.chained_optimizers):
             for number, state in enumerate(optimizer.optimizer.state.values()):
-                found |= {f"{network} optimizer {index} {number} {name}": value for name, value in state.items()}
+                tensors |= {f"{network} optimizer {index} {number} {name}": value for name, value in state.items()}
     draws = {"python": random.random(), "numpy": np.random.random(), "torch": torch.rand(2).numpy()}
-    return {name: value.detach().float().cpu().numpy() for name, value in found.items()} | draws
+    return {name: value.detach().float().cpu().numpy() for name, value in tensors.items()} | draws
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -150,8 +150,8 @@ def test_another_layout_goes_on_from_it(folder: Path, name: str) -> None:
         json.loads((folder / file).read_text())
         for file in (f"{name.partition('-')[0]}-first.json", f"{name}-second.json")
     )
-    for found, expected in zip(resharded, undisturbed, strict=True):
-        assert found == pytest.approx(expected, rel=1e-5, abs=2e-6)
+    for metrics, expected in zip(resharded, undisturbed, strict=True):
+        assert metrics == pytest.approx(expected, rel=1e-5, abs=2e-6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -161,9 +161,11 @@ def test_old_checkpoints_are_discarded(folder: Path, layout: str) -> None:
 
 
 def test_all_ranks_learn_that_one_could_not_write(folder: Path) -> None:
-    told = [(folder / f"full-rank{rank}.txt").read_text() for rank in range(2)]
-    assert told[0] == told[1]
-    assert told[0].startswith(f"{folder / 'full'}: rank 1 could not write the checkpoint: [Errno 27] File too large;")
+    messages = [(folder / f"full-rank{rank}.txt").read_text() for rank in range(2)]
+    assert messages[0] == messages[1]
+    assert messages[0].startswith(
+        f"{folder / 'full'}: rank 1 could not write the checkpoint: [Errno 27] File too large;"
+    )
     assert {file.name for file in (folder / "full").iterdir()} == {"step_1", "latest"}
 
 
@@ -192,7 +194,7 @@ def weights(actor: PolicyTrainer) -> dict[str, np.ndarray]:
     return {name: shard.detach().clone().numpy() for name, shard in hf.named_shards(actor.policy.chunks)}
 
 
-def test_training_goes_on_while_what_was_is_written(copied: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_continues_while_a_checkpoint_is_written(copied: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints, actor = copied
     before, trained = weights(actor), threading.Event()
 
@@ -208,10 +210,10 @@ def test_training_goes_on_while_what_was_is_written(copied: tuple, monkeypatch: 
     trained.set()
     actor.step, state = checkpoints.load_latest(actor.trainables)
     assert (actor.step, state) == (3, {"saved": 3})
-    stored = Stored(checkpoints.folder / "step_3")
+    stored = StoredWeights(checkpoints.folder / "step_3")
     np.testing.assert_equal({name: stored.read(name).numpy() for name in before}, before)
     np.testing.assert_equal(weights(actor), before)
-    assert learn(actor, Batch(make_samples(4, 3))) == first  # the optimizer's state is that of then, too
+    assert learn(actor, Batch(make_samples(4, 3))) == first  # the optimizer's state is restored, too
 
 
 @pytest.mark.parametrize("room", [10_000, 20_000, 40_000])  # torch.save fails in several ways
@@ -223,11 +225,11 @@ def test_a_full_disk_ends_the_run_with_one_line(copied: tuple, room: int) -> Non
         checkpoints.save(3, actor.trainables, {"saved": 3})
         with pytest.raises(
             RunStopped, match=r"rank 0 could not write the checkpoint: .*File too large; free disk space"
-        ) as told:
+        ) as error:
             checkpoints.save(4, actor.trainables, {"saved": 4})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
     assert {file.name for file in checkpoints.folder.iterdir()} == {"step_1", "step_2", "latest"}
     assert checkpoints.load_latest(actor.trainables) == (2, {"saved": 2})
 
@@ -243,7 +245,7 @@ def shorten(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "name", "said"),
+    ("damage", "name", "message"),
     [
         (flip, "__0_0.distcp", "__0_0.distcp is corrupt"),
         (shorten, "__0_0.distcp", "__0_0.distcp has "),
@@ -252,17 +254,17 @@ def shorten(file: Path) -> None:
         (shorten, "state.json", "no valid state.json"),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
-    copied: tuple, capsys: pytest.CaptureFixture[str], damage: object, name: str, said: str
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_loaded(
+    copied: tuple, capsys: pytest.CaptureFixture[str], damage: object, name: str, message: str
 ) -> None:
     checkpoints, actor = copied
     damage(checkpoints.folder / "step_2" / name)  # type: ignore[operator]
     assert checkpoints.load_latest(actor.trainables) == (1, {"saved": 1})
-    told = capsys.readouterr().err
-    assert f"step_2: is damaged ({said}" in told and told.count("\n") == 1
+    warning = capsys.readouterr().err
+    assert f"step_2: is damaged ({message}" in warning and warning.count("\n") == 1
 
 
-def test_where_none_is_whole_the_run_does_not_begin_anew(copied: tuple) -> None:
+def test_a_run_does_not_start_over_if_no_checkpoint_is_intact(copied: tuple) -> None:
     checkpoints, actor = copied
     for step in (1, 2):
         flip(checkpoints.folder / f"step_{step}" / "__0_0.distcp")
@@ -270,7 +272,7 @@ def test_where_none_is_whole_the_run_does_not_begin_anew(copied: tuple) -> None:
         checkpoints.load_latest(actor.trainables)
 
 
-def test_checkpoints_that_recorded_no_files_are_taken_as_they_are(copied: tuple) -> None:
+def test_checkpoints_without_recorded_files_are_loaded_unchecked(copied: tuple) -> None:
     checkpoints, actor = copied
     file = checkpoints.folder / "step_2" / "state.json"
     state = json.loads(file.read_text())
@@ -279,7 +281,7 @@ def test_checkpoints_that_recorded_no_files_are_taken_as_they_are(copied: tuple)
     assert checkpoints.load_latest(actor.trainables) == (2, {"saved": 2})
 
 
-def test_killed_between_the_two_renames(copied: tuple) -> None:
+def test_a_kill_between_the_two_renames(copied: tuple) -> None:
     checkpoints, actor = copied
     (checkpoints.folder / "latest").write_text("step_1")
     assert checkpoints.load_latest(actor.trainables) == (1, {"saved": 1})
@@ -297,16 +299,16 @@ def test_a_half_written_folder_is_no_checkpoint(copied: tuple) -> None:
     assert checkpoints.load_latest(actor.trainables) == (3, {"saved": 3})
 
 
-def test_a_step_is_saved_again_over_what_was_there(copied: tuple) -> None:
+def test_a_step_saved_again_replaces_its_checkpoint(copied: tuple) -> None:
     checkpoints, actor = copied
     checkpoints.save(2, actor.trainables, {"saved": "again"})
     assert checkpoints.load_latest(actor.trainables) == (2, {"saved": "again"})
 
 
 def test_ranks_move_while_they_save_and_load(copied: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every tensor, and at every piece that is flushed."""
+    """A heartbeat at every tensor and at every flushed piece."""
     checkpoints, actor = copied
-    monkeypatch.setattr(storage, "_READ_BYTES", 1 << 30)  # a check of sums is a move a file then
+    monkeypatch.setattr(storage, "_READ_BYTES", 1 << 30)  # then checksums give one heartbeat per file
     tensors = len(weights(actor))
     before, synced = process.beats, []
     checkpoints.load_latest(actor.trainables)
@@ -323,12 +325,12 @@ def test_ranks_move_while_they_save_and_load(copied: tuple, monkeypatch: pytest.
     assert checkpoints.load_latest(actor.trainables) == (3, {"saved": 3})
 
 
-def test_nothing_saved_is_nothing_loaded(copied: tuple, tmp_path: Path) -> None:
+def test_an_empty_folder_loads_nothing(copied: tuple, tmp_path: Path) -> None:
     assert open_in(tmp_path / "empty").load_latest(copied[1].trainables) is None
 
 
 class EngineNorm(RMSNorm):
-    """With what TransformerEngine's has beside its weight (its ops/op.py), which no local norm has."""
+    """With the extra state of TransformerEngine's norms (its ops/op.py), which local norms lack."""
 
     loaded: ClassVar[list[torch.Tensor]] = []
 
@@ -340,7 +342,7 @@ class EngineNorm(RMSNorm):
 
 
 def test_runs_with_transformer_engine_and_without_resume_each_other(copied: tuple) -> None:
-    """Its layers and its Adam (pytorch/optimizers/fused_adam.py) are told apart by what a checkpoint holds of them."""
+    """Its layers and its Adam (pytorch/optimizers/fused_adam.py) are recognized by their entries in a checkpoint."""
     checkpoints, actor = copied
     norms = [module for module in actor.chunks[0].modules() if type(module) is RMSNorm]
     inner = actor.policy.optimizer.chained_optimizers[0].optimizer
@@ -352,7 +354,7 @@ def test_runs_with_transformer_engine_and_without_resume_each_other(copied: tupl
         expected = weights(actor)
         assert len(EngineNorm.loaded) == len(norms) > 2
         assert all(group["bias_correction"] and type(group["step"]) is int for group in inner.param_groups)
-        for group in inner.param_groups:  # what torch's Adam has and the other has not
+        for group in inner.param_groups:  # present in torch's Adam, missing in the other
             del group["amsgrad"]
         checkpoints.save(3, actor.trainables, {"saved": 3})
         checkpoints.finish()

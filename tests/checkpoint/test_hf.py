@@ -1,4 +1,4 @@
-"""Folders in and out: several files, one file, and what is wrong with a folder in one line."""
+"""Loading and saving Hugging Face folders: several files, one file, and one-line errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def shape_of(folder: Path) -> ModelShape:
     return ModelShape.from_hf(json.loads((folder / "config.json").read_text()))
 
 
-def test_several_files_and_one_hold_the_same_model(
+def test_several_files_and_one_contain_the_same_model(
     config: Config, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = policies.load(config)
@@ -52,14 +52,14 @@ def test_several_files_and_one_hold_the_same_model(
     assert all(file.stat().st_size < 90_000 for file in files)
     index = json.loads((tmp_path / "split" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {file.name for file in files}
-    again = policies.build(config, shape_of(source))
-    hf.load_hf(again, tmp_path / "split")
-    for (name, found), (_, expected) in zip(hf.named_shards(again), hf.named_shards(model), strict=True):
-        assert torch.equal(found, expected), name
+    reloaded = policies.build(config, shape_of(source))
+    hf.load_hf(reloaded, tmp_path / "split")
+    for (name, actual), (_, expected) in zip(hf.named_shards(reloaded), hf.named_shards(model), strict=True):
+        assert torch.equal(actual, expected), name
 
 
 def test_masters_of_fp8_parameters_begin_with_what_is_loaded(config: Config, source: Path) -> None:
-    """Not with what FP8 makes of it: TransformerEngine keeps a copy for them, which Megatron's optimizer takes."""
+    """Not with its FP8 rounding: TransformerEngine keeps a copy for them, which Megatron's optimizer uses."""
     chunks = policies.build(config, shape_of(source))
     for _, parameter in hf.named_shards(chunks):
         parameter.get_high_precision_init_val = partial(getattr, torch.zeros_like(parameter), "data")
@@ -68,7 +68,7 @@ def test_masters_of_fp8_parameters_begin_with_what_is_loaded(config: Config, sou
         assert torch.equal(parameter.get_high_precision_init_val(), parameter), name
 
 
-def test_a_folder_is_replaced_and_nothing_is_left_beside_it(config: Config, source: Path, tmp_path: Path) -> None:
+def test_a_folder_is_replaced_and_no_temporary_files_remain(config: Config, source: Path, tmp_path: Path) -> None:
     model = policies.load(config)
     target = tmp_path / "hf"
     target.mkdir()
@@ -79,15 +79,15 @@ def test_a_folder_is_replaced_and_nothing_is_left_beside_it(config: Config, sour
     assert (target / "tokenizer.json").is_file()
 
 
-def test_bfloat16_rounds_once_and_says_so(config: Config, source: Path, tmp_path: Path) -> None:
+def test_bfloat16_rounds_once_and_is_recorded(config: Config, source: Path, tmp_path: Path) -> None:
     config.model.dtype = "bfloat16"
     try:
         model = policies.load(config)
     finally:
         config.model.dtype = "float32"
     hf.save_hf(model, tmp_path / "hf", source)
-    expected, found = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "hf"))
-    assert all(torch.equal(found[name], expected[name].bfloat16()) for name in expected)
+    expected, exported = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "hf"))
+    assert all(torch.equal(exported[name], expected[name].bfloat16()) for name in expected)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -121,7 +121,7 @@ def test_a_missing_file_is_named(config: Config, damaged: Path) -> None:
         hf.load_hf(model, damaged)
 
 
-def test_computed_buffers_of_old_checkpoints_are_passed_over(config: Config, damaged: Path) -> None:
+def test_computed_buffers_of_old_checkpoints_are_ignored(config: Config, damaged: Path) -> None:
     rewrite(damaged, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
     model = policies.build(config, shape_of(damaged))
     hf.load_hf(model, damaged)
@@ -135,17 +135,17 @@ def test_replicas_take_turns_to_read_and_hand_on_what_they_read(tmp_path: Path, 
     folder = ranks.make_model(tmp_path / "model", experts=True)
     first, second = ranks.run_ranks(read_in_every_layout, 2, folder, device_type, device_type=device_type)
     assert len(first) == 2
-    for one, other in zip(first, second, strict=True):
-        tensors = [name for name, _ in one + other]
+    for reads, other_reads in zip(first, second, strict=True):
+        tensors = [name for name, _ in reads + other_reads]
         assert set(tensors) == set(load_file(folder / "model.safetensors"))
-        assert len(set(one + other)) == len(one + other), "a slice was read twice"
-        assert min(len(one), len(other)) > 0.4 * len(tensors)
+        assert len(set(reads + other_reads)) == len(reads + other_reads), "a slice was read twice"
+        assert min(len(reads), len(other_reads)) > 0.4 * len(tensors)
 
 
 def read_in_every_layout(folder: Path, device_type: str) -> list[list[tuple[str, str]]]:
-    """As one of two ranks: the slices that it reads where both hold all, and where each holds half of the experts."""
+    """As one of two ranks: the slices it reads if both hold all experts, and if each holds half of them."""
     read: list[tuple[str, str]] = []
-    found, real = [], hf.HFTensors.read
+    results, real = [], hf.HFTensors.read
 
     def noted(tensors: hf.HFTensors, name: str, index: hf_to_megatron.Index) -> torch.Tensor:
         read.append((name, str(index)))
@@ -157,12 +157,12 @@ def read_in_every_layout(folder: Path, device_type: str) -> list[list[tuple[str,
             read.clear()
             patch.setattr(hf.HFTensors, "read", noted)
             chunks = policies.load(config)
-            found.append(list(read))
+            results.append(list(read))
             shape, tensors = shape_of(folder), hf.HFTensors(folder, shape_of(folder))
             entries = {entry.megatron: entry for entry in hf_to_megatron.table(shape)}
             for name, parameter in hf.named_shards(chunks):
                 assert torch.equal(parameter.cpu(), tensors.shard(entries[name], shape, 1, 0, parameter.dtype)), name
-    return found
+    return results
 
 
 @pytest.mark.processes
@@ -170,14 +170,14 @@ def test_every_stage_writes_its_own_files(tmp_path: Path, device_type: str) -> N
     """As large as they may be, numbered as one writer would, and nothing is left of a folder that one has begun."""
     folder = ranks.make_model(tmp_path / "model", tied=False)
     written = ranks.run_ranks(write_in_stages, 2, folder, tmp_path / "out", device_type, device_type=device_type)
-    assert min(len(own) for own in written) > 1 and not set(written[0]) & set(written[1])
+    assert min(len(files) for files in written) > 1 and not set(written[0]) & set(written[1])
     names = sorted(written[0] + written[1])
     assert names == [f"model-{n:05d}-of-{len(names):05d}.safetensors" for n in range(1, len(names) + 1)]
     index = json.loads((tmp_path / "out" / hf.INDEX).read_text())["weight_map"]
     expected = load_file(folder / "model.safetensors")
-    found = {name: tensor for file in names for name, tensor in load_file(tmp_path / "out" / file).items()}
-    assert found.keys() == expected.keys() == index.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    exported = {name: tensor for file in names for name, tensor in load_file(tmp_path / "out" / file).items()}
+    assert exported.keys() == expected.keys() == index.keys()
+    assert all(torch.equal(exported[name], expected[name]) for name in expected)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 
 

@@ -1,6 +1,6 @@
-"""A checkpoint in bfloat16 is read to the bit by the layers that wrote it and by others: TransformerEngine's or ours.
+"""A bfloat16 checkpoint is loaded bit for bit by the layers that wrote it and by others, TransformerEngine's or ours.
 
-In FP8 it has the histories of delayed scaling, of the reference too, which takes part in the loss. On a CPU the
+In FP8 it contains the histories of delayed scaling, also of the reference, which takes part in the loss. On a CPU the
 engine's kernels are the reference ones of te_cpu.
 """
 
@@ -24,7 +24,7 @@ from tests.ranks import learn, make_config, make_model, make_samples, run_ranks
 
 pytestmark = pytest.mark.processes
 
-# NAME: whether TransformerEngine's layers save, and whether they load
+# NAME: (TransformerEngine's layers save?, TransformerEngine's layers load?)
 LIVES = {
     "local to local": (False, False),
     "engine to engine": (True, True),
@@ -36,7 +36,7 @@ FP8 = {"model.fp8": "hybrid", "model.fp8_recipe": "delayed", "algo.kl_coef": 0.1
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, device_type: str) -> dict[str, Any]:
+def lives(tmp_path_factory: pytest.TempPathFactory, device_type: str) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("layers")
     make_model(folder / "model")
     names = [name for name in LIVES if not (name == "fp8 to fp8" and lacks_fp8(device_type))]
@@ -48,9 +48,9 @@ def lacks_fp8(device_type: str) -> str:
 
 
 def live_in_both_layers(folder: Path, names: list[str], device_type: str) -> dict[str, Any]:
-    """By the name of LIVES: what was saved and what was loaded, and the next step's metrics of both."""
+    """By name of LIVES: the saved and the loaded state, and the metrics of the next step of both."""
     os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"  # as runtime/gpu_environment.py has it on GPUs
-    found = {}
+    results = {}
     with parallel.init_parallel(make_config(folder, {"launch.device": device_type})):
         for name in names:
             saves, loads = LIVES[name]
@@ -66,8 +66,8 @@ def live_in_both_layers(folder: Path, names: list[str], device_type: str) -> dic
                 second.step, _ = checkpoints.load_latest(second.checkpointed)
                 loaded = snapshot(second)
             batch = Batch(make_samples(9, 2))
-            found[name] = {"states": (saved, loaded), "metrics": [learn(actor, batch) for actor in (first, second)]}
-    return found
+            results[name] = {"states": (saved, loaded), "metrics": [learn(actor, batch) for actor in (first, second)]}
+    return results
 
 
 def with_layers(engine: bool, folder: Path, settings: dict[str, Any]) -> PolicyTrainer:
@@ -76,11 +76,11 @@ def with_layers(engine: bool, folder: Path, settings: dict[str, Any]) -> PolicyT
 
 
 @pytest.mark.parametrize("name", LIVES)
-def test_what_was_saved_is_loaded_to_the_bit(found: dict[str, Any], name: str) -> None:
+def test_what_was_saved_is_loaded_to_the_bit(lives: dict[str, Any], name: str) -> None:
     """Weights by name; where the layers are the same, the optimizer's state and random draws too."""
-    if name not in found:
+    if name not in lives:
         pytest.skip(lacks_fp8("cuda"))
-    saved, loaded = found[name]["states"]
+    saved, loaded = lives[name]["states"]
     same = LIVES[name][0] == LIVES[name][1]
     names = [key for key in saved if same or " model " in key]
     assert len(names) > 30 and (not same or saved.keys() == loaded.keys())
@@ -89,11 +89,11 @@ def test_what_was_saved_is_loaded_to_the_bit(found: dict[str, Any], name: str) -
 
 
 @pytest.mark.parametrize("name", LIVES)
-def test_the_next_step_is_the_one_that_would_have_come(found: dict[str, Any], name: str) -> None:
+def test_the_next_step_is_the_one_that_would_have_come(lives: dict[str, Any], name: str) -> None:
     """Between layers that round differently, to the rounding of bfloat16."""
-    if name not in found:
+    if name not in lives:
         pytest.skip(lacks_fp8("cuda"))
-    undisturbed, resumed = found[name]["metrics"]
+    undisturbed, resumed = lives[name]["metrics"]
     rel = 1e-5 if LIVES[name][0] == LIVES[name][1] else 2**-6
     for key in ("loss", "grad_norm", "mismatch/k3", "entropy"):
         assert resumed[key] == pytest.approx(undisturbed[key], rel=rel, abs=rel), key

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay, and how one is named. Files only."""
+"""Which checkpoints of a run are kept, and how they are named. Files only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def steps(run: Path) -> list[int]:
     return sorted(int(folder.name.removeprefix("step_")) for folder in (run / "checkpoints").glob("step_*"))
 
 
-def test_the_best_checkpoint_stays_beside_the_newest(run: Path) -> None:
+def test_the_best_checkpoint_is_kept_beside_the_newest(run: Path) -> None:
     mark_best(run, 20)
     storage.discard(run / "checkpoints", 50, keep=2)
     assert steps(run) == [20, 40, 50]
@@ -37,10 +37,10 @@ def test_the_best_checkpoint_stays_beside_the_newest(run: Path) -> None:
     assert steps(run) == [50]
 
 
-def test_a_checkpoint_is_found_by_every_name_of_it(run: Path) -> None:
+def test_a_checkpoint_is_found_by_all_its_names(run: Path) -> None:
     mark_best(run, 20)
     folder = run / "checkpoints"
-    for given, step in {
+    for path, step in {
         run: 50,
         folder: 50,
         folder / "step_30": 30,
@@ -48,7 +48,7 @@ def test_a_checkpoint_is_found_by_every_name_of_it(run: Path) -> None:
         Path(f"{run}@best"): 20,
         Path(f"{folder}@best"): 20,
     }.items():
-        assert storage.find_checkpoint(given) == folder / f"step_{step}", given
+        assert storage.find_checkpoint(path) == folder / f"step_{step}", path
 
 
 def test_only_the_last_part_of_a_path_names_a_step_and_a_folder_of_that_name_wins(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_only_the_last_part_of_a_path_names_a_step_and_a_folder_of_that_name_win
     for run in runs:
         for step in (30, 40):
             (run / "checkpoints" / f"step_{step}").mkdir(parents=True)
-    for given, found in {
+    for name, checkpoint in {
         "me@host/run": "me@host/run/checkpoints/step_40",
         "me@host/run@30": "me@host/run/checkpoints/step_30",
         "me@host/run/checkpoints/step_30": "me@host/run/checkpoints/step_30",
@@ -64,11 +64,11 @@ def test_only_the_last_part_of_a_path_names_a_step_and_a_folder_of_that_name_win
         "run@30@30": "run@30/checkpoints/step_30",
         "run@40": "run/checkpoints/step_40",
     }.items():
-        assert storage.find_checkpoint(tmp_path / given) == tmp_path / found, given
+        assert storage.find_checkpoint(tmp_path / name) == tmp_path / checkpoint, name
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("@35", "no checkpoint of that step; it keeps those of the steps 50, 40, 30, 20, 10"),
         ("@best", "keeps no best checkpoint; train with train.keep_best"),
@@ -76,7 +76,7 @@ def test_only_the_last_part_of_a_path_names_a_step_and_a_folder_of_that_name_win
         ("/nothing@3", "no checkpoint of that step; it has no checkpoints"),
     ],
 )
-def test_what_is_not_there_is_said_in_one_line(run: Path, name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as error:
+def test_a_missing_checkpoint_is_reported_in_one_line(run: Path, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
         storage.find_checkpoint(Path(f"{run}{name}"))
     assert "\n" not in str(error.value)

@@ -13,10 +13,11 @@ def test_every_range_is_covered_once_and_in_order(shape: tuple[int, ...]) -> Non
     numbers = np.arange(np.prod(shape)).reshape(shape)
     for start in range(numbers.size + 1):
         for end in range(start, numbers.size + 1):
-            found = list(rectangles(start, end, shape))
+            pieces = list(rectangles(start, end, shape))
             parts = [
-                numbers[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] for offsets, sizes in found
+                numbers[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+                for offsets, sizes in pieces
             ]
-            assert all(part.shape == sizes for part, (_, sizes) in zip(parts, found, strict=True))
+            assert all(part.shape == sizes for part, (_, sizes) in zip(parts, pieces, strict=True))
             assert [int(n) for part in parts for n in part.ravel()] == list(range(start, end))
-            assert len(found) <= 2 * len(shape) - 1
+            assert len(pieces) <= 2 * len(shape) - 1

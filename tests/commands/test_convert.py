@@ -88,9 +88,9 @@ def test_round_trip_is_bit_equal(folder: Path, tmp_path: Path, family: str, layo
     source = folder / family / "source"
     out = tmp_path / "out"
     assert tool(folder / family / layout, out, "--model", source, "--shard-size", "100KB") == 0
-    expected, found = tensors(source), tensors(out)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    expected, actual = tensors(source), tensors(out)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
     sizes = [file.stat().st_size for file in out.glob("*.safetensors")]
     assert len(sizes) > 3 and max(sizes) < 110_000
     assert {file.name for file in source.iterdir() if file.suffix != ".safetensors"} <= {
@@ -113,8 +113,8 @@ def test_another_dtype_is_the_rounded_model(folder: Path, tmp_path: Path) -> Non
     source = folder / "qwen3" / "source"
     assert tool(folder / "qwen3" / "tp2", tmp_path / "out", "--model", source, "--dtype", "bfloat16") == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    found = tensors(tmp_path / "out")
-    assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in tensors(source).items())
+    converted = tensors(tmp_path / "out")
+    assert all(torch.equal(converted[name], tensor.bfloat16()) for name, tensor in tensors(source).items())
 
 
 @pytest.mark.processes
@@ -191,8 +191,8 @@ def test_a_model_larger_than_the_memory_it_takes(tmp_path: Path) -> None:
     )
     peaks = [int(line) for line in done.stdout.split()]
     assert len(peaks) == 2 and max(peaks) < 2 * SHARD, peaks
-    found = tensors(tmp_path / "out")
-    assert all(np.array_equal(found[name].numpy(), tensor) for name, tensor in model.items())
+    converted = tensors(tmp_path / "out")
+    assert all(np.array_equal(converted[name].numpy(), tensor) for name, tensor in model.items())
 
 
 @pytest.mark.processes
@@ -206,7 +206,7 @@ def test_bad_input_is_one_line_and_exit_2(folder: Path, tmp_path: Path, capsys: 
     (tmp_path / "no weights").mkdir()
     (tmp_path / "no weights" / "config.json").write_text(json.dumps(config))
     out = tmp_path / "out"
-    for arguments, told in [
+    for arguments, message in [
         ((tmp_path / "none", out, "--model", source), "none: contains no checkpoint; give a run, RUN@STEP"),
         ((tmp_path / "step_9", out, "--model", source), "step_9: contains no checkpoint"),
         ((torn, out, "--model", source), "step_1: is damaged (__1_0.distcp is missing); give another checkpoint"),
@@ -216,9 +216,9 @@ def test_bad_input_is_one_line_and_exit_2(folder: Path, tmp_path: Path, capsys: 
         ((checkpoint, tmp_path, "--model", source), f"{tmp_path}: exists; give another folder"),
         ((tmp_path / "no weights", out, "--to-megatron"), "model.safetensors is missing"),
     ]:
-        assert tool(*arguments) == 2, told
+        assert tool(*arguments) == 2, message
         error = capsys.readouterr().err
-        assert told in error and error.count("\n") == 1, error
+        assert message in error and error.count("\n") == 1, error
         assert not out.exists()
 
 
@@ -233,7 +233,7 @@ def broken(folder: Path, tmp_path: Path, file: str, content: str | None) -> Path
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("file", "content", "told"),
+    ("file", "content", "message"),
     [
         ("state.json", "[1]", "is damaged (no valid state.json)"),
         ("state.json", "{", "is damaged (no valid state.json)"),
@@ -247,17 +247,17 @@ def test_a_checkpoint_that_is_not_whole(
     capsys: pytest.CaptureFixture[str],
     file: str,
     content: str,
-    told: str,
+    message: str,
 ) -> None:
     checkpoint = broken(folder / "qwen3" / "tp2" / "step_1", tmp_path, file, content)
     (checkpoint / ".metadata").unlink()
     assert tool(checkpoint, tmp_path / "out", "--model", folder / "qwen3" / "source") == 2
     error = capsys.readouterr().err
-    assert told in error and "give another checkpoint" in error and error.count("\n") == 1, error
+    assert message in error and "give another checkpoint" in error and error.count("\n") == 1, error
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "told"),
+    ("file", "content", "message"),
     [
         ("config.json", "{", "config.json: cannot be read as JSON"),
         ("config.json", "[]", "config.json: holds a list"),
@@ -278,14 +278,14 @@ def test_a_model_that_cannot_be_read(
     capsys: pytest.CaptureFixture[str],
     file: str,
     content: str,
-    told: str,
+    message: str,
 ) -> None:
     make_model(tmp_path / "made" / "model", vocab=301)
     model = broken(tmp_path / "made" / "model", tmp_path, file, content)
     capsys.readouterr()
     assert tool(model, tmp_path / "out", "--to-megatron") == 2
     error = capsys.readouterr().err
-    assert told in error and "; give a" in error and error.count("\n") == 1, error
+    assert message in error and "; give a" in error and error.count("\n") == 1, error
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,11 +313,11 @@ def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str], to_mega
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     error = capsys.readouterr().err
     assert "out: cannot be written (" in error and "free disk space" in error and error.count("\n") == 1, error
-    assert {found.name for found in tmp_path.iterdir()} == {"model", "start"}
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "start"}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ((), "the following arguments are required: source, out"),
         (("a", "b"), "give --model HF to convert a checkpoint, or --to-megatron"),
@@ -326,12 +326,12 @@ def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str], to_mega
     ],
     ids=str,
 )
-def test_wrong_options(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:
+def test_wrong_options(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(SystemExit) as ended:
         tool(*arguments)
     error = capsys.readouterr().err
     assert ended.value.code == 2 and error.startswith("megatron-collab: ") and error.count("\n") == 1
-    assert said in error
+    assert message in error
 
 
 @pytest.mark.processes

@@ -34,8 +34,8 @@ def test_every_probe_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row.split()[0] for row in rows[1 : len(probes()) + 1]] == [probe.name for probe in probes()]
     for row, probe in zip(rows[1:], probes(), strict=False):
         assert probe.detail in row and probe.enables in row
-        assert ("missing" in row) != probe.found
-        assert probe.found or f"-> {probe.fallback}" in row
+        assert ("missing" in row) != probe.available
+        assert probe.available or f"-> {probe.fallback}" in row
     printed = "\n".join(rows)
     assert all(patch.name in printed for patch in patches.register() if patch.when())
     assert "launch.device=auto selects" in rows[-1]
@@ -85,8 +85,8 @@ def test_a_plan_needs_no_library_of_gpus(tmp_path: Path) -> None:
 def test_a_plan_without_what_it_needs_is_refused_in_one_line(tmp_path: Path) -> None:
     done = plan_on_a_login_node(tmp_path, "torch")
     assert done.returncode == 2 and done.stdout == ""
-    said = "--plan: torch or Megatron-Core cannot be imported on this machine: OSError: libcuda.so.1: cannot open"
-    assert done.stderr == f"megatron-collab: {said}\n"
+    message = "--plan: torch or Megatron-Core cannot be imported on this machine: OSError: libcuda.so.1: cannot open"
+    assert done.stderr == f"megatron-collab: {message}\n"
 
 
 def test_a_plan_that_does_not_fit_ends_in_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +105,7 @@ def test_a_plan_names_gpus_without_a_server(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("model.path=/models/unknown", "model.path=/models/unknown: neither"),
         ("parallel.tp=16", "parallel.tp=16: does not divide the model's 8 key/value heads"),
@@ -113,10 +113,10 @@ def test_a_plan_names_gpus_without_a_server(capsys: pytest.CaptureFixture[str]) 
         ("parallel.pq=3", "parallel.pq"),
     ],
 )
-def test_a_plan_of_what_cannot_be(capsys: pytest.CaptureFixture[str], override: str, said: str) -> None:
+def test_a_plan_of_what_cannot_be(capsys: pytest.CaptureFixture[str], override: str, message: str) -> None:
     assert run("doctor", ["--plan", "experiment=train_70b", override]) == 2
     printed, line = capsys.readouterr()
-    assert printed == "" and line.count("\n") == 1 and said in line
+    assert printed == "" and line.count("\n") == 1 and message in line
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"model_type": "llama", "hidden_size": "64"}'])
@@ -128,7 +128,7 @@ def test_a_plan_of_a_broken_description(capsys: pytest.CaptureFixture[str], tmp_
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--gpu-gib", "0"], "--gpu-gib: invalid positive value: '0'"),
         (["--gpu-gib", "-1"], "--gpu-gib: invalid positive value: '-1'"),
@@ -139,12 +139,12 @@ def test_a_plan_of_a_broken_description(capsys: pytest.CaptureFixture[str], tmp_
     ],
     ids=str,
 )
-def test_wrong_options_of_the_doctor(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+def test_wrong_options_of_the_doctor(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     with pytest.raises(SystemExit) as ended:
         run("doctor", arguments)
     printed, line = capsys.readouterr()
     assert ended.value.code == 2 and printed == ""
-    assert line.startswith("megatron-collab: ") and line.count("\n") == 1 and said in line
+    assert line.startswith("megatron-collab: ") and line.count("\n") == 1 and message in line
 
 
 def test_the_folder_of_the_model_comes_before_the_known_shapes(
@@ -166,8 +166,8 @@ def test_data_is_shown_as_it_would_be_read(tmp_path: Path, capsys: pytest.Captur
         "sft": [{"prompt": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}],
         "other": [{"a": 1}],
     }
-    for name, each in rows.items():
-        write_jsonl(tmp_path / f"{name}.jsonl", each)
+    for name, entries in rows.items():
+        write_jsonl(tmp_path / f"{name}.jsonl", entries)
     assert run("doctor", ["--data", str(tmp_path / "tasks.jsonl")]) == 0
     printed = capsys.readouterr().out
     assert "read as question_answer, since it has question, answer" in printed and "7 rows, 7 tasks" in printed
@@ -179,11 +179,11 @@ def test_data_is_shown_as_it_would_be_read(tmp_path: Path, capsys: pytest.Captur
     assert "1 rows, 1 conversations" in capsys.readouterr().out
     both = f"[{{source: {tmp_path}/tasks.jsonl, weight: 2}}, {{source: {tmp_path}/chats.jsonl}}]"
     evaluated = f"{{source: {tmp_path}/tasks.jsonl, samples: 4}}"
-    for given, shown in ((both, ["7 rows, 7 tasks", "2 rows, 1 tasks"]), (evaluated, ["7 rows, 7 tasks"])):
-        assert run("doctor", ["--data", given]) == 0
+    for source, shown in ((both, ["7 rows, 7 tasks", "2 rows, 1 tasks"]), (evaluated, ["7 rows, 7 tasks"])):
+        assert run("doctor", ["--data", source]) == 0
         printed = capsys.readouterr().out
-        assert printed.count("read as") == len(shown) and all(each in printed for each in shown)
-    for given, said in (
+        assert printed.count("read as") == len(shown) and all(part in printed for part in shown)
+    for source, message in (
         (
             f"[{{source: {tmp_path}/tasks.jsonl, wieght: 2}}]",
             "--data[0].wieght: no such setting; the nearest is weight",
@@ -191,8 +191,8 @@ def test_data_is_shown_as_it_would_be_read(tmp_path: Path, capsys: pytest.Captur
         (tmp_path / "other.jsonl", "the columns a are those of no known format"),
         ("none", "no such file"),
     ):
-        assert run("doctor", ["--data", str(given)]) == 2
-        assert said in (error := capsys.readouterr().err) and error.count("\n") == 1
+        assert run("doctor", ["--data", str(source)]) == 2
+        assert message in (error := capsys.readouterr().err) and error.count("\n") == 1
 
 
 async def by_model(request: web.Request) -> web.StreamResponse:

@@ -68,8 +68,8 @@ def test_a_report_needs_a_run(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["megatron-collab", "report", str(tmp_path)])
     assert program.main() == 2
-    said = f"{tmp_path}: has no metrics.jsonl or evaluations.json; give the folder of a run"
-    assert capsys.readouterr().err == f"megatron-collab: {said}\n"
+    message = f"{tmp_path}: has no metrics.jsonl or evaluations.json; give the folder of a run"
+    assert capsys.readouterr().err == f"megatron-collab: {message}\n"
 
 
 @pytest.mark.parametrize("face", FACES)

@@ -37,7 +37,7 @@ def test_slower_links_take_longer(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["model.path=models/unknown"], "model.path=models/unknown: not in"),
         (["rollout.server.tp=16", "rollout.server.ep=3"], "rollout.server.ep=3: does not divide"),
@@ -47,11 +47,11 @@ def test_slower_links_take_longer(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(
-    capsys: pytest.CaptureFixture[str], options: list[str], said: str
+    capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     assert run("plan-sync", ["experiment=train_70b", *options]) == 2
     printed, line = capsys.readouterr()
-    assert printed == "" and line.count("\n") == 1 and said in line
+    assert printed == "" and line.count("\n") == 1 and message in line
 
 
 @pytest.mark.parametrize("speed", ["0", "-1", "nan", "fast"])

@@ -163,13 +163,13 @@ def test_a_pair_is_of_one_prompt(tmp_path: Path) -> None:
 def test_supervised_rows_keep_their_tools(tmp_path: Path) -> None:
     """Also where calls have arguments of different kinds, which no column of Arrow holds."""
     schema = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-    given = []
+    rows = []
     for value in (1, "one", {"x": [1]}):
         call = {"type": "function", "function": {"name": "add", "arguments": json.dumps({"a": value})}}
-        told = {"role": "assistant", "content": "", "tool_calls": [call]}
-        messages = [user(f"add {value}"), told, {"role": "tool", "content": "2"}, assistant("2")]
-        given.append({"messages": messages, "tools": json.dumps([schema])})
-    write_jsonl(tmp_path / "calls.jsonl", given)
+        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+        messages = [user(f"add {value}"), reply, {"role": "tool", "content": "2"}, assistant("2")]
+        rows.append({"messages": messages, "tools": json.dumps([schema])})
+    write_jsonl(tmp_path / "calls.jsonl", rows)
     before = list(load_conversations(tmp_path / "calls.jsonl"))
     (tmp_path / "system.txt").write_text("Be kind.")
     for more, skipped in (((), 0), (("--system-prompt", str(tmp_path / "system.txt")), 1)):
@@ -193,7 +193,7 @@ def test_whole_conversations_become_prefixes_and_long_ones_are_dropped(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (["--eval-share", "1"], "--eval-share=1: must be at least 0 and below 1"),
         (["--max-tokens", "5"], "--max-tokens and --model: give both or neither"),
@@ -204,10 +204,10 @@ def test_whole_conversations_become_prefixes_and_long_ones_are_dropped(tmp_path:
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
 ) -> None:
     write_jsonl(tmp_path / "rows.jsonl", [{"question": "2 + 2?", "answer": "4"}])
     arguments = [str(tmp_path / "rows.jsonl"), "--to", "rl", "--out", str(tmp_path / "out"), *more]
     assert run("prepare-data", arguments) == 2
-    assert (error := capsys.readouterr().err).count("\n") == 1 and said in error
+    assert (error := capsys.readouterr().err).count("\n") == 1 and message in error
     assert not (tmp_path / "out").exists()

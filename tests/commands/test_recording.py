@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_collab.commands.__main__ import run
-from megatron_collab.llm.recording import SUFFIX, Call, CallKey, Recording, Shard, Taken
+from megatron_collab.llm.recording import SUFFIX, Call, CallKey, Recording, Shard, Usage
 
 USER = {"model": "openai/user", "messages": [{"role": "user", "content": "I am Ann, ann@example.org."}], "sample": None}
 JUDGE = {"model": "openai/judge", "messages": [{"role": "user", "content": "How good?"}], "sample": "0"}
@@ -19,9 +19,9 @@ def write(folder: Path, *calls: tuple[str, dict[str, Any], Any, float], name: st
     shard = Shard(folder, name)
     for time, (conversation, question, answer, seconds) in enumerate(calls):
         failed = ("LlmError", answer) if isinstance(answer, str) else None
-        asked = CallKey(conversation, 0, question, question["sample"] is not None)
-        taken = Taken(100, 20, 0.5, seconds, 1, "m-2026")
-        shard.record(asked, Call(conversation, 0, time, question, None if failed else answer, failed, taken))
+        key = CallKey(conversation, 0, question, question["sample"] is not None)
+        usage = Usage(100, 20, 0.5, seconds, 1, "m-2026")
+        shard.record(key, Call(conversation, 0, time, question, None if failed else answer, failed, usage))
     return folder
 
 
@@ -29,14 +29,14 @@ def test_it_shows_calls_price_latency_and_versions(tmp_path: Path, capsys: pytes
     timed = [(f"t/{number}/0", USER, {"said": "yes"}, number / 100) for number in range(1, 101)]
     folder = write(tmp_path, *timed, ("t/1/0", JUDGE, "openai/judge: no", 3.0))
     assert run("recording", ["show", str(folder), "--calls", "1"]) == 0
-    said = capsys.readouterr().out
-    shown, _, rest = said.partition("\n\n")
+    printed = capsys.readouterr().out
+    shown, _, summary = printed.partition("\n\n")
     assert shown.splitlines() == [
         "t/1/0 asks openai/user:",
         "  user: I am Ann, ann@example.org.",
         "  -> {'said': 'yes'}",
     ]
-    assert rest.splitlines() == [
+    assert summary.splitlines() == [
         "101 calls of runs/a in 1 shards; 0 superseded",
         "",
         "openai/judge: from 1970-01-01 00:01:40 to 1970-01-01 00:01:40 UTC",
@@ -60,19 +60,19 @@ def test_it_shows_calls_price_latency_and_versions(tmp_path: Path, capsys: pytes
 def test_several_are_merged_and_of_the_same_call_the_latest_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = write(tmp_path / "one", ("a", USER, {"said": "first"}, 1.0), ("b", USER, {"said": "b"}, 1.0))
-    two = write(tmp_path / "two", *[("c", USER, {"said": "c"}, 1.0)] * 2, ("a", USER, {"said": "last"}, 1.0))
-    torn = next(one.glob(f"*{SUFFIX}"))
+    first = write(tmp_path / "one", ("a", USER, {"said": "first"}, 1.0), ("b", USER, {"said": "b"}, 1.0))
+    second = write(tmp_path / "two", *[("c", USER, {"said": "c"}, 1.0)] * 2, ("a", USER, {"said": "last"}, 1.0))
+    torn = next(first.glob(f"*{SUFFIX}"))
     with torn.open("ab") as file:
         file.write(b"half a call")
-    assert run("recording", ["merge", str(one), str(two), "--out", str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().out
-    assert f"{torn}: ends within a call; 2 before it are read" in said
-    assert "3 calls; 2 superseded ones are left out" in said
+    assert run("recording", ["merge", str(first), str(second), "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert f"{torn}: ends within a call; 2 before it are read" in printed
+    assert "3 calls; 2 superseded ones are left out" in printed
     merged = Recording(tmp_path / "out")
     assert merged.runs == {"runs/a"} and not merged.torn
-    found = {name: merged.find(CallKey(name, 0, USER)) for name in ("a", "b", "c")}
-    assert {name: call and call.answer["said"] for name, call in found.items()} == {"a": "last", "b": "b", "c": "c"}
+    calls = {name: merged.find(CallKey(name, 0, USER)) for name in ("a", "b", "c")}
+    assert {name: call and call.answer["said"] for name, call in calls.items()} == {"a": "last", "b": "b", "c": "c"}
 
 
 def test_scrubbed_calls_are_found_by_what_was_asked(
@@ -86,8 +86,8 @@ def test_scrubbed_calls_are_found_by_what_was_asked(
     )
     arguments = ["scrub", str(calls), "--out", str(tmp_path / "out"), "--pattern", r"\bAnn\b", "--pattern", r"\S+@\S+"]
     assert run("recording", [*arguments, "--field", "thought"]) == 0
-    said = capsys.readouterr().out.splitlines()[-1]
-    assert said == (
+    summary = capsys.readouterr().out.splitlines()[-1]
+    assert summary == (
         "removed by field: content 2, failed 1, said 1, thought 1; 1 answers are others now, and a replay gives these"
     )
     (file,) = (tmp_path / "out").glob(f"*{SUFFIX}")
@@ -100,7 +100,7 @@ def test_scrubbed_calls_are_found_by_what_was_asked(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["show", "NONE"], "NONE: holds no recorded calls (*.calls)"),
         (["merge", "CALLS"], "merge: give the folder to write as --out=FOLDER"),
@@ -110,7 +110,11 @@ def test_scrubbed_calls_are_found_by_what_was_asked(
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(Path("CALLS"), ("a", USER, {"said": "yes"}, 1.0))
@@ -120,4 +124,4 @@ def test_what_cannot_be_is_refused_in_one_line(
         code = int(str(ended.code))
     printed = capsys.readouterr().err
     assert code == 2 and printed.count("\n") == 1
-    assert printed.startswith(f"megatron-collab: {said}")
+    assert printed.startswith(f"megatron-collab: {message}")

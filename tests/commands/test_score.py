@@ -57,8 +57,8 @@ def test_the_same_futures_under_every_published_reward(
     """As they are rewarded where the setting is trained under, the turn that was cut among them."""
     groups, _ = play("paper")
     folder = ran(tmp_path / "run", "paper", *groups, api_base=f"http://127.0.0.1:{judge.port}/v1")
-    given = ["--reward", "paper", "--reward", "collabllm", "--reward", "verl", "--reward", "run"]
-    assert run("score", [str(folder), *given, "--out", str(tmp_path / "rewards.jsonl")]) == 0
+    options = ["--reward", "paper", "--reward", "collabllm", "--reward", "verl", "--reward", "run"]
+    assert run("score", [str(folder), *options, "--out", str(tmp_path / "rewards.jsonl")]) == 0
     rows = [json.loads(line) for line in (tmp_path / "rewards.jsonl").read_text().splitlines()]
     assert [row["task"] for row in rows] == list(GOLDEN["paper"])
     for row in rows:
@@ -72,14 +72,14 @@ def test_the_same_futures_under_every_published_reward(
     assert shown[3].split() == ["reward", *(f"{mean:.4f}" for mean in means)]
     malformed = next(line.split() for line in shown if "of malformed turns" in line)
     assert malformed[-4:] == ["0.0000", "0.0000", "-0.2500", "0.0000"], "the parts add up to the reward"
-    asked = len(judge.requests)
-    assert asked == 12 + 2 * 12, "accuracy once for all, interactivity by two rubrics"
+    requests = len(judge.requests)
+    assert requests == 12 + 2 * 12, "accuracy once for all, interactivity by two rubrics"
     assert run("score", [str(folder), "--reward", "paper", "--step", "2"]) == 0
-    assert len(judge.requests) == asked, "answers are cached in the run"
+    assert len(judge.requests) == requests, "answers are cached in the run"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (
             ["--reward", "papper"],
@@ -97,13 +97,13 @@ def test_the_same_futures_under_every_published_reward(
     ],
 )
 def test_what_cannot_be_scored_is_one_line(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     groups, _ = play("paper")
     folder = ran(tmp_path / "run", "paper", *groups)
     assert run("score", [str(folder), *arguments]) == 2
     shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.count("\n") == 1 and said in shown.err
+    assert shown.out == "" and shown.err.count("\n") == 1 and message in shown.err
 
 
 def test_other_data_than_the_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

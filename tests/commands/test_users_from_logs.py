@@ -18,7 +18,7 @@ from megatron_collab.commands.__main__ import run
 from megatron_collab.data.examples import load_tasks
 from megatron_collab.rollout.users.llm import LlmUser
 from tests.llm.endpoint import Endpoint, fails, in_thread, says
-from tests.rollout.users.helpers import users
+from tests.rollout.users.helpers import make_users
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ["reward.judge.model=openai/m", "reward.judge.attempts=2"]
@@ -40,10 +40,10 @@ class Truth:
     @property
     def row(self) -> dict[str, Any]:
         roles = ("user", "assistant")
-        said = [text for each in self.says for text in (each, "Tell me more.")]
+        texts = [text for message in self.says for text in (message, "Tell me more.")]
         return {
             "user_id": mail(self.person),
-            "messages": [{"role": roles[at % 2], "content": text} for at, text in enumerate(said)],
+            "messages": [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)],
         }
 
 
@@ -53,27 +53,27 @@ def mail(person: str) -> str:
 
 def truths() -> list[Truth]:
     """Of each person three conversations, all of other things."""
-    found = []
+    conversations = []
     for number, person in enumerate(PEOPLE):
         friend, first = FRIENDS[number % 2], person.split()[0]
-        told = [f"My name is {person}, mail {mail(person)}, call {PHONE}.", f"{first} pays {CARD} or {IBAN}."]
-        for thing, extra in (("sofa", told), ("lamp", ["soon"]), ("desk", ["no", "never mind"])):
+        personal = [f"My name is {person}, mail {mail(person)}, call {PHONE}.", f"{first} pays {CARD} or {IBAN}."]
+        for thing, extra in (("sofa", personal), ("lamp", ["soon"]), ("desk", ["no", "never mind"])):
             about = f"{thing}{number}"
             first_says = f"I want a {about} that fits room {number} of the {thing} wing, {number} by {number + 3} feet"
             first_says += f", for {friend} at {ADDRESS}" if thing == "lamp" else ""
-            found.append(Truth(about, person, (first_says, *extra), gave_up=thing == "desk"))
-    return found
+            conversations.append(Truth(about, person, (first_says, *extra), gave_up=thing == "desk"))
+    return conversations
 
 
 def made_log() -> list[dict[str, Any]]:
     rows = [truth.row for truth in truths()]
-    again = {**rows[0], "user_id": "x", "messages": [dict(each) for each in rows[0]["messages"]]}
-    again["messages"][0]["content"] = again["messages"][0]["content"].upper() + "!"
+    repeated = {**rows[0], "user_id": "x", "messages": [dict(message) for message in rows[0]["messages"]]}
+    repeated["messages"][0]["content"] = repeated["messages"][0]["content"].upper() + "!"
     begun = {**rows[3], "messages": rows[3]["messages"][:-1]}
     near = json.loads(json.dumps(rows[6]))
     near["user_id"], near["messages"][-2]["content"] = "y", near["messages"][-2]["content"].replace("or", "and", 1)
     silent = {"user_id": "z", "messages": [{"role": "assistant", "content": "Hello?"}]}
-    return [*rows, again, begun, near, silent]
+    return [*rows, repeated, begun, near, silent]
 
 
 def answer(truth: Truth) -> dict[str, Any]:
@@ -91,8 +91,8 @@ def answer(truth: Truth) -> dict[str, Any]:
 
 
 async def tell(request: web.Request) -> web.StreamResponse:
-    asked = (await request.json())["messages"][0]["content"]
-    (truth,) = (truth for truth in truths() if re.search(rf"\b{truth.about}\b", asked, re.IGNORECASE))
+    prompt = (await request.json())["messages"][0]["content"]
+    (truth,) = (truth for truth in truths() if re.search(rf"\b{truth.about}\b", prompt, re.IGNORECASE))
     if truth.about == "sofa5":
         return await says("It is about a desk.")(request)
     return await says(answer(truth))(request)
@@ -108,7 +108,7 @@ def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Endpoint]
         yield endpoint
 
 
-def made(out: str, *options: str, port: int = 9) -> int:
+def convert_log(out: str, *options: str, port: int = 9) -> int:
     base = f"reward.judge.api_base=http://127.0.0.1:{port}/v1"
     return run("users-from-logs", ["log.jsonl", "--out", out, *MODEL, base, *options])
 
@@ -124,7 +124,10 @@ def written(folder: Path) -> dict[str, bytes]:
 def test_a_log_becomes_tasks_and_does_so_again_from_its_recording(
     model: Endpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert made("out", "--eval-share", "0.3", "llm.record=calls", "llm.prices={openai/m: [1, 2]}", port=model.port) == 0
+    assert (
+        convert_log("out", "--eval-share", "0.3", "llm.record=calls", "llm.prices={openai/m: [1, 2]}", port=model.port)
+        == 0
+    )
     shown = capsys.readouterr()
     files = written(Path("out"))
     assert sorted(files) == ["README.md", "eval.jsonl", "train.jsonl"], "neither answers nor drafts"
@@ -132,14 +135,14 @@ def test_a_log_becomes_tasks_and_does_so_again_from_its_recording(
     everything = "\n".join(text.decode() for text in files.values()) + shown.out + shown.err
     sent = json.dumps(model.requests)
     forms, introduced = [CARD, IBAN, PHONE, *map(mail, PEOPLE)], [part for name in PEOPLE for part in name.split()]
-    told = [ADDRESS, *(part for name in FRIENDS for part in name.split())]
-    for secret in (*forms, *introduced, *told):
+    personal = [ADDRESS, *(part for name in FRIENDS for part in name.split())]
+    for secret in (*forms, *introduced, *personal):
         assert not re.search(rf"\b{re.escape(secret)}\b", everything, re.IGNORECASE), secret
     for secret in forms:
         assert secret.casefold() not in sent.casefold(), secret
-    own = {truth.about: truth.person for truth in truths() if truth.about.startswith("sofa")}
+    owners = {truth.about: truth.person for truth in truths() if truth.about.startswith("sofa")}
     for request in (request["messages"][0]["content"] for request in model.requests):
-        for person in (person for about, person in own.items() if about in request):
+        for person in (person for about, person in owners.items() if about in request):
             assert not any(re.search(rf"\b{part}\b", request) for part in person.split())
 
     sides = {side: rows_of(Path("out") / f"{side}.jsonl") for side in ("train", "eval")}
@@ -165,7 +168,7 @@ def test_a_log_becomes_tasks_and_does_so_again_from_its_recording(
     assert persona.endswith("If you do not get what you want, you give up after 3 messages.")
     tasks = load_tasks("out/train.jsonl")
     assert len(tasks) == len(sides["train"]) and {task.user for task in tasks} == {""}
-    user = users(model="openai/m").make(tasks[0], "s/0")
+    user = make_users(model="openai/m").make(tasks[0], "s/0")
     assert isinstance(user, LlmUser) and user.persona == tasks[0].metadata["persona"], (
         "who is played is who was described"
     )
@@ -190,7 +193,7 @@ def test_a_log_becomes_tasks_and_does_so_again_from_its_recording(
     assert "18 calls of openai/m: at most " in shown.out and " USD\n" in shown.out
     assert len(model.requests) == 18 + 1, "the malformed answer was asked for twice"
 
-    assert made("again", "--eval-share", "0.3", "llm.replay=calls") == 0, "by an endpoint that is not there"
+    assert convert_log("again", "--eval-share", "0.3", "llm.replay=calls") == 0, "by an endpoint that is not there"
     assert written(Path("again")) == files
     assert "18 descriptions by openai/m, recorded in calls; nothing is called" in capsys.readouterr().out
 
@@ -199,12 +202,12 @@ def test_an_outage_loses_nothing_and_the_same_command_asks_for_the_rest(
     model: Endpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model.replies = [tell] * 6 + [fails(401)]
-    assert made("out", "llm.max_concurrent=1", "--user-opens", port=model.port) == 3
+    assert convert_log("out", "llm.max_concurrent=1", "--user-opens", port=model.port) == 3
     assert "12 conversations are not described, the first: openai/m: AuthenticationError" in capsys.readouterr().err
     assert not Path("out/README.md").exists() and Path("out/llm_cache").stat().st_mode & 0o077 == 0
     model.requests.clear()
     model.replies = [tell]
-    assert made("out", "--user-opens", port=model.port) == 0
+    assert convert_log("out", "--user-opens", port=model.port) == 0
     assert len(model.requests) == 12 + 1 and not Path("out/llm_cache").exists()
     assert {str(row["prompt"]) for row in rows_of(Path("out/train.jsonl"))} == {"[]"}
     assert all(task.unopened for task in load_tasks("out/train.jsonl"))
@@ -212,9 +215,9 @@ def test_an_outage_loses_nothing_and_the_same_command_asks_for_the_rest(
 
 def test_a_spent_budget_is_said_and_a_larger_one_goes_on(model: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
     price = ["llm.prices={openai/m: [1000, 1000]}", "llm.max_concurrent=1"]  # 0.12 USD a call
-    assert made("out", *price, "llm.budget_usd=0.5", port=model.port) == 3
+    assert convert_log("out", *price, "llm.budget_usd=0.5", port=model.port) == 3
     assert "llm.budget_usd=0.5 is used up: 5 calls cost 0.6 USD" in capsys.readouterr().err
-    assert made("out", *price, "llm.budget_usd=5", port=model.port) == 0
+    assert convert_log("out", *price, "llm.budget_usd=5", port=model.port) == 0
     assert len(model.requests) == 18 + 1
 
 
@@ -225,7 +228,7 @@ def test_with_a_model_of_names_none_is_sent(model: Endpoint, capsys: pytest.Capt
     names = [{"label": "PERSON", "pattern": name} for name in FRIENDS]
     pipeline.add_pipe("entity_ruler").add_patterns(names)
     pipeline.to_disk("names")
-    assert made("out", "--spacy", "names", port=model.port) == 0
+    assert convert_log("out", "--spacy", "names", port=model.port) == 0
     assert not any(part in json.dumps(model.requests) for name in FRIENDS for part in name.split())
     assert "no column says whose a conversation is (--person)" in capsys.readouterr().out
     card = " ".join(Path("out/README.md").read_text().split())
@@ -235,15 +238,15 @@ def test_with_a_model_of_names_none_is_sent(model: Endpoint, capsys: pytest.Capt
 def test_the_commands_of_the_page_run(model: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/howto/users-from-logs.md").read_text().replace("\\\n", " ")
     monkeypatch.setenv("OPENAI_API_BASE", f"http://127.0.0.1:{model.port}/v1")
-    commands = [shlex.split(found) for found in re.findall(r"^    megatron-collab (.*)", page, re.MULTILINE)]
-    made = [command for command in commands if command[0] != "train" and "--realism" not in command]
-    assert len(made) >= 4
-    for name, *arguments in made:
+    commands = [shlex.split(line) for line in re.findall(r"^    megatron-collab (.*)", page, re.MULTILINE)]
+    runnable = [command for command in commands if command[0] != "train" and "--realism" not in command]
+    assert len(runnable) >= 4
+    for name, *arguments in runnable:
         assert run(name, arguments) == 0, arguments
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([], "reward.judge.model: not set; give the model that describes the users"),
         ([*MODEL, "--eval-share", "1"], "--eval-share=1: must be at least 0 and below 1"),
@@ -261,16 +264,16 @@ def test_the_commands_of_the_page_run(model: Endpoint, monkeypatch: pytest.Monke
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_before_anything_is_asked(
-    arguments: list[str], said: str, model: Endpoint, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, model: Endpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("users-from-logs", ["log.jsonl", "--out", "out", *arguments]) == 2
     printed = capsys.readouterr().err
-    assert printed.startswith(f"megatron-collab: {said}") and printed.count("\n") == 1, printed
+    assert printed.startswith(f"megatron-collab: {message}") and printed.count("\n") == 1, printed
     assert not model.requests and not Path("out").exists()
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ('{"messages": [\n{"messages"\n', "log.jsonl row 1: is no JSON"),
         ('{"text": "hi"}\n', "log.jsonl row 1: no messages; give a list of messages"),
@@ -278,13 +281,13 @@ def test_what_cannot_be_is_refused_in_one_line_before_anything_is_asked(
     ],
 )
 def test_a_bad_log_is_refused_with_its_row(
-    content: str, said: str, model: Endpoint, capsys: pytest.CaptureFixture[str]
+    content: str, message: str, model: Endpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("log.jsonl").write_text(content)
-    assert made("out", port=model.port) == 2
-    assert said in capsys.readouterr().err and not model.requests
+    assert convert_log("out", port=model.port) == 2
+    assert message in capsys.readouterr().err and not model.requests
     Path("log.jsonl").write_text(json.dumps(made_log()[0]) + "\n")
     Path("out").mkdir()
     Path("out/README.md").write_text("something of mine")
-    assert made("out", port=model.port) == 2
+    assert convert_log("out", port=model.port) == 2
     assert "--out=out: holds tasks; remove it, or give another" in capsys.readouterr().err

@@ -32,7 +32,7 @@ from megatron_collab.trainer.losses import policy_loss
 from megatron_collab.types import Conversation, Future, Message, Missing, Task
 from tests.reward.fakes import about, play, score
 from tests.rollout.fakes import FakePolicy
-from tests.rollout.users.helpers import said, task, users
+from tests.rollout.users.helpers import dialogue, make_users, task
 
 OUTSIDE = Path(__file__).resolve().parents[1] / "outside"
 
@@ -99,8 +99,8 @@ def test_a_user() -> None:
     spec = "collab_extras:TerseUser"
     assert check_user(spec, Config()) is None
     for options, name, words in [({}, spec, "no"), ({"word": "yes"}, f"{spec}/!", "yes!")]:
-        made = users(options=options).make(task(name), "s")
-        reply = asyncio.run(made.reply(said("hi", "hello")))
+        user = make_users(options=options).make(task(name), "s")
+        reply = asyncio.run(user.reply(dialogue("hi", "hello")))
         assert (reply.message, reply.reward) == (Message("user", words), 0.25)
     config = Config()
     config.user.options = {"word": "maybe"}
@@ -112,16 +112,16 @@ def test_a_user() -> None:
 def test_a_script_of_a_user(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("def reply(goal, messages):\n    return f'{goal} {len(messages)}'\n")
-    made = users().make(task(f"scripted/{script}:reply"), "s")
-    assert asyncio.run(made.reply(said("hi", "hello"))).message.content == "the goal 2"
+    user = make_users().make(task(f"scripted/{script}:reply"), "s")
+    assert asyncio.run(user.reply(dialogue("hi", "hello"))).message.content == "the goal 2"
 
 
 def test_a_tool() -> None:
     async def throw(**options: object) -> tuple[Sequence[Message], float]:
         config = RolloutConfig(tools=["collab_extras:Dice", "calculator"], tool_options=options)
         box = Toolbox(config, FakePolicy(lambda prompt, seed: ""))
-        async with box.open(Task("t", (), "g", "", "")) as own:
-            return await own.answer("call dice {}")
+        async with box.open(Task("t", (), "g", "", "")) as session:
+            return await session.answer("call dice {}")
 
     assert asyncio.run(throw()) == ([Message("tool", "6 of 6")], 0.5)
     assert asyncio.run(throw(dice={"sides": 20})) == ([Message("tool", "20 of 20")], 0.5)
@@ -152,8 +152,8 @@ def test_a_reader_of_tasks(tmp_path: Path) -> None:
     file = tmp_path / "lines.txt"
     file.write_text("hello\nhi\n")
     reader = DataConfig(format="collab_extras:Lines", format_options={"user": "replay"})
-    found = load_tasks(file, "data.eval", reader)
-    assert [(each.messages[0].content, each.user) for each in found] == [("hello", "replay"), ("hi", "replay")]
+    tasks = load_tasks(file, "data.eval", reader)
+    assert [(loaded.messages[0].content, loaded.user) for loaded in tasks] == [("hello", "replay"), ("hi", "replay")]
     with pytest.raises(ValueError, match=r"data.eval=.* task 1: the prompt ends with a message of the assistant"):
         list(load_tasks(file, "data.eval", DataConfig(format="collab_extras:replies_only")))
     with pytest.raises(ConfigError, match=r"data.format_options: .* is a function, which takes no options"):
@@ -233,12 +233,12 @@ def test_files_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         algo__loss="../my.py:Loss/x",
     )
     config.reward.weights = {"./my.py:Length": 1.0}
-    made = make_absolute(config)
-    assert made.reward.metrics["mine"] == {"metric": f"{tmp_path}/my.py:Length", "prompt": "see my.py: it is long"}
-    assert made.reward.weights == {f"{tmp_path}/my.py:Length": 1.0}
-    assert made.rollout.tools == [f"{tmp_path}/tools/my.py:Dice", "calculator", "collab_extras:Dice"]
-    assert made.user.name == f"scripted/{tmp_path}/my.py:reply"
-    assert made.algo.loss == f"{tmp_path.parent}/my.py:Loss/x"
+    absolute = make_absolute(config)
+    assert absolute.reward.metrics["mine"] == {"metric": f"{tmp_path}/my.py:Length", "prompt": "see my.py: it is long"}
+    assert absolute.reward.weights == {f"{tmp_path}/my.py:Length": 1.0}
+    assert absolute.rollout.tools == [f"{tmp_path}/tools/my.py:Dice", "calculator", "collab_extras:Dice"]
+    assert absolute.user.name == f"scripted/{tmp_path}/my.py:reply"
+    assert absolute.algo.loss == f"{tmp_path.parent}/my.py:Loss/x"
 
 
 def test_a_file_is_loaded_once(tmp_path: Path) -> None:

@@ -114,9 +114,9 @@ COMMANDS = {
 def test_the_hint_for_an_option_of_another_system(name: str, hint: str) -> None:
     with pytest.raises(ConfigError) as refused:
         compose([f"{name}=1"])
-    _, found, names = str(refused.value).partition("; the nearest ")
+    _, separator, names = str(refused.value).partition("; the nearest ")
     assert names.removeprefix("is ").removeprefix("are ").split(" (")[0].split("; ")[0] == hint, refused.value
-    assert bool(found) == bool(hint)
+    assert bool(separator) == bool(hint)
 
 
 def test_there_are_names_of_many_systems() -> None:

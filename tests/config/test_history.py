@@ -60,9 +60,9 @@ MIXES = [
 
 
 def test_what_extends_a_run_or_leaves_its_results_may_change_and_no_more(begun: Path) -> None:
-    found = goes_on(begun, *EXTENDS, *MIXES)
-    said = {f"{change.setting}={change.after}".lower(): change.allowed for change in found}
-    assert said == dict.fromkeys(EXTENDS, True) | dict.fromkeys(MIXES, False)
+    differences = goes_on(begun, *EXTENDS, *MIXES)
+    allowed = {f"{change.setting}={change.after}".lower(): change.allowed for change in differences}
+    assert allowed == dict.fromkeys(EXTENDS, True) | dict.fromkeys(MIXES, False)
 
 
 def test_a_metric_may_not_go_either(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_prompt_that_was_edited_is_another_setting(tmp_path: Path) -> None:
     prompts[1].write_text("Be long.")
     (change,) = changes(config)
     assert change.setting == "users.strict.prompt" and not change.allowed
-    assert [said.partition("…")[0] for said in (change.before, change.after)] == [
+    assert [value.partition("…")[0] for value in (change.before, change.after)] == [
         f"{prompts[1]} with SHA-256 {hashlib.sha256(text).hexdigest()[:12]}" for text in (b"Be brief.", b"Be long.")
     ]
     assert json.loads((tmp_path / SETTINGS).read_text())["prompts"]["users.strict.prompt"]["text"] == "Be brief."

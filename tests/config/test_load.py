@@ -31,7 +31,7 @@ def test_a_published_reward_is_one_word(mode: str, tokens: float, count: str, ru
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["reward=verl"], "reward.weights.accuracy: needs a judge; set reward.judge.model"),
         (
@@ -80,12 +80,12 @@ def test_a_published_reward_is_one_word(mode: str, tokens: float, count: str, ru
         (["rollout.future.max_new_tokens=0"], "rollout.future.max_new_tokens=0: must be at least 1"),
     ],
 )
-def test_what_cannot_work_names_the_setting_and_the_way_out(overrides: list[str], said: str) -> None:
-    assert said in refused(*overrides)
+def test_what_cannot_work_names_the_setting_and_the_way_out(overrides: list[str], message: str) -> None:
+    assert message in refused(*overrides)
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         (
             "reward.judge.modl=x",
@@ -113,10 +113,10 @@ def test_what_cannot_work_names_the_setting_and_the_way_out(overrides: list[str]
         ("optim.lr=1e-6,1e-5", "optim.lr=1e-6,1e-5: a run has one value of each option, and no sweeps; "),
     ],
 )
-def test_an_unknown_option_is_refused_and_nothing_that_is_refused_is_recommended(override: str, said: str) -> None:
-    found = refused(override)
-    assert found.startswith(said)
-    assert "+" not in found and "multirun" not in found
+def test_an_unknown_option_is_refused_and_nothing_that_is_refused_is_recommended(override: str, message: str) -> None:
+    refusal = refused(override)
+    assert refusal.startswith(message)
+    assert "+" not in refusal and "multirun" not in refusal
 
 
 @pytest.mark.parametrize("plus", ["", "+", "++"])
@@ -156,8 +156,8 @@ def test_one_metric_stands_twice_under_other_names() -> None:
     ],
 )
 def test_a_published_algorithm_is_one_word(name: str, expected: dict[str, object]) -> None:
-    found = asdict(load(["experiment=gsm8k", f"algo={name}"]).algo)
-    assert {option: value for option, value in found.items() if value != asdict(AlgoConfig())[option]} == expected
+    options = asdict(load(["experiment=gsm8k", f"algo={name}"]).algo)
+    assert {option: value for option, value in options.items() if value != asdict(AlgoConfig())[option]} == expected
 
 
 def test_every_algorithm_is_tested() -> None:
@@ -167,18 +167,18 @@ def test_every_algorithm_is_tested() -> None:
 
 def test_every_value_says_where_it_is_from() -> None:
     overrides = ["experiment=booking", "algo=dapo", "reward=verl", "++algo.clip_high=0.5", "optim={lr: 1.0}"]
-    found = {name: (value, source) for name, value, source in settings(overrides)}
-    assert found["train.prompts_per_step"] == (16, "default")
-    assert found["parallel.tp"] == (2, "conf/experiment/booking_world.yaml")
-    assert found["data.train"] == ("runs/booking/world/train.jsonl", "conf/experiment/booking.yaml")
-    assert found["algo.kl_coef"] == (0.0, "conf/algo/dapo.yaml"), "an algorithm wins over the experiment"
-    assert found["reward.weights.token_amount"] == (-1e-4, "conf/reward/verl.yaml")
-    assert found["reward.weights.booking_right"] == (1.0, "conf/experiment/booking.yaml")
-    assert found["algo.clip_high"] == (0.5, "command line") and found["optim.lr"] == (1.0, "command line")
+    options = {name: (value, source) for name, value, source in settings(overrides)}
+    assert options["train.prompts_per_step"] == (16, "default")
+    assert options["parallel.tp"] == (2, "conf/experiment/booking_world.yaml")
+    assert options["data.train"] == ("runs/booking/world/train.jsonl", "conf/experiment/booking.yaml")
+    assert options["algo.kl_coef"] == (0.0, "conf/algo/dapo.yaml"), "an algorithm wins over the experiment"
+    assert options["reward.weights.token_amount"] == (-1e-4, "conf/reward/verl.yaml")
+    assert options["reward.weights.booking_right"] == (1.0, "conf/experiment/booking.yaml")
+    assert options["algo.clip_high"] == (0.5, "command line") and options["optim.lr"] == (1.0, "command line")
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         (
             "experiment=bokking",
@@ -201,8 +201,8 @@ def test_every_value_says_where_it_is_from() -> None:
         ("reward.weights.acuracy=1", "reward.weights=acuracy: no such name; known are accuracy,"),
     ],
 )
-def test_what_is_mistyped_is_refused_with_what_is_near(override: str, said: str) -> None:
-    assert refused(override).startswith(said)
+def test_what_is_mistyped_is_refused_with_what_is_near(override: str, message: str) -> None:
+    assert refused(override).startswith(message)
 
 
 def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:

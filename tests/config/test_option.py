@@ -27,7 +27,7 @@ class Options:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         ("color", "gren", "x.color=gren: choose one of red, green; the nearest is green"),
         ("color", "x:Y", "x.color=x:Y: choose one of red, green"),
@@ -42,10 +42,10 @@ class Options:
         ("names", ["a", "c"], "x.names=c: choose one of a, b"),
     ],
 )
-def test_a_value_that_is_not_allowed_is_refused_by_name(name: str, value: object, said: str) -> None:
+def test_a_value_that_is_not_allowed_is_refused_by_name(name: str, value: object, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_declared(Options(**{name: value}), "x.")
-    assert str(error.value) == said
+    assert str(error.value) == message
 
 
 def test_allowed_values_pass() -> None:
@@ -56,9 +56,9 @@ def test_allowed_values_pass() -> None:
 
 def test_declarations_are_read_from_a_class_and_from_its_objects() -> None:
     assert {name: default for name, default, _ in declared(Options)}["weights"] == {}
-    found = {name: (value, rule) for name, value, rule in declared(Options(share=0.25), "x.")}
-    assert found["x.share"][0] == 0.25 and found["x.share"][1].allowed() == "at least 0 and at most 1"
-    assert found["x.color"][1].may_change and found["x.loss"][1].allowed() == "ppo | package.module:Class"
+    declarations = {name: (value, rule) for name, value, rule in declared(Options(share=0.25), "x.")}
+    assert declarations["x.share"][0] == 0.25 and declarations["x.share"][1].allowed() == "at least 0 and at most 1"
+    assert declarations["x.color"][1].may_change and declarations["x.loss"][1].allowed() == "ppo | package.module:Class"
 
 
 def test_every_option_has_help_and_every_number_a_bound_or_a_reason() -> None:
@@ -75,14 +75,14 @@ def test_settings_of_a_metric_have_the_types_of_its_options() -> None:
     assert build(Options, {"share": 1, "names": ["a"], "loss": "x:Y"}, "x.") == Options(
         share=1.0, names=["a"], loss="x:Y"
     )
-    for given, said in (
+    for values, message in (
         ({"share": "much"}, "x.share=much: "),
         ({"share": 2}, "x.share=2.0: must be at least 0 and at most 1"),
         ({"colour": "red"}, "x.colour: no such setting; the nearest is color; there are color, loss"),
     ):
         with pytest.raises(ConfigError) as error:
-            build(Options, given, "x.")
-        assert str(error.value).startswith(said)
+            build(Options, values, "x.")
+        assert str(error.value).startswith(message)
 
 
 def test_the_parsers_of_tool_calls_are_those_of_sglang() -> None:

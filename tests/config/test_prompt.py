@@ -19,7 +19,7 @@ def written(folder: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("one\n{% if goal %}two", " line 2: Unexpected end of template."),
         ("one\ntwo {{ goal | shout }}", " line 2: No filter named 'shout'."),
@@ -28,19 +28,19 @@ def written(folder: Path, text: str) -> str:
         ("a\n{% include 'other.j2' %}", " line 2: takes in another template; write it into this file"),
     ],
 )
-def test_a_template_that_cannot_work_is_refused_with_its_line(tmp_path: Path, text: str, said: str) -> None:
+def test_a_template_that_cannot_work_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
     file = written(tmp_path, text)
     with pytest.raises(ConfigError) as refused:
         read_prompt("user.prompt", file, "", VARIABLES)
-    assert str(refused.value).startswith(f"user.prompt={file}{said}")
+    assert str(refused.value).startswith(f"user.prompt={file}{message}")
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("file", "said"), [("none.j2", "no such file"), ("rubric.txt", "name the file of a Jinja tem")]
+    ("file", "message"), [("none.j2", "no such file"), ("rubric.txt", "name the file of a Jinja tem")]
 )
-def test_what_is_no_file_of_a_template_is_refused(file: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"user.prompt={file}: {said}"):
+def test_what_is_no_file_of_a_template_is_refused(file: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"user.prompt={file}: {message}"):
         read_prompt("user.prompt", file, "", VARIABLES)
 
 
@@ -52,7 +52,7 @@ def test_values_are_text_and_no_template(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("a\n{{ metadata.grade }}", "line 2: UndefinedError: 'dict object' has no attribute 'grade'"),
         ("a\nb\n{{ goal.__class__.__mro__ }}", "line 3: SecurityError"),
@@ -61,12 +61,12 @@ def test_values_are_text_and_no_template(tmp_path: Path) -> None:
         ("{% macro again() %}{{ again() }}{% endmacro %}\n{{ again() }}", "line 1: RecursionError"),
     ],
 )
-def test_what_fails_on_a_task_names_file_and_line(tmp_path: Path, text: str, said: str) -> None:
+def test_what_fails_on_a_task_names_file_and_line(tmp_path: Path, text: str, message: str) -> None:
     metadata: dict[str, Any] = {}
     prompt = read_prompt("user.prompt", file := written(tmp_path, text), "", VARIABLES)
     with pytest.raises(PromptError) as failed:
         prompt.render(conversation="", goal="g", metadata=metadata)
-    assert str(failed.value).startswith(f"user.prompt={file} {said}") and metadata == {}
+    assert str(failed.value).startswith(f"user.prompt={file} {message}") and metadata == {}
 
 
 def test_files_of_prompts_are_the_same_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +80,8 @@ def test_a_name_without_a_folder_that_is_no_file_here_is_one_of_ours(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert make_absolute("collaborator.j2") == str(PROMPTS / "collaborator.j2")
-    said = read_prompt("rollout.system_prompt", "collaborator.j2", "", ()).render()
-    assert "one short question at a time" in said and "answer at once" in said
+    prompt = read_prompt("rollout.system_prompt", "collaborator.j2", "", ()).render()
+    assert "one short question at a time" in prompt and "answer at once" in prompt
     assert make_absolute("./collaborator.j2") == f"{tmp_path}/collaborator.j2"
     Path("user_published.j2").write_text("mine")
     assert make_absolute("user_published.j2") == f"{tmp_path}/user_published.j2"

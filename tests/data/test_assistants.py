@@ -1,4 +1,4 @@
-"""Who gives which candidate, by build.assistants."""
+"""Which assistant gives which candidate, by build.assistants."""
 
 from __future__ import annotations
 
@@ -7,40 +7,47 @@ from typing import Any
 import pytest
 
 from megatron_collab.config import Config, ConfigError
-from megatron_collab.data.assistants import Dealt, dealt, named, written_out
+from megatron_collab.data.assistants import (
+    CandidateAssistant,
+    assistant_configs,
+    candidate_assistants,
+    with_all_settings,
+)
 from tests.helpers import configured
 
 
-def given(assistants: Any, **settings: Any) -> Config:
+def config_with(assistants: Any, **settings: Any) -> Config:
     named = {name.replace("__", "."): value for name, value in settings.items()}
     return configured(Config(), {"build.assistants": assistants, "model.path": "/models/small", **named})
 
 
 def test_candidates_are_dealt_in_turn_and_the_first_share_is_proactive() -> None:
-    config = given({"ours": "policy", "other": "served/other"}, train__rollouts_per_prompt=5, build__proactive=0.4)
-    assert dealt(config) == [
-        Dealt("ours", True),
-        Dealt("other", True),
-        *(Dealt("ours", False), Dealt("other", False), Dealt("ours", False)),
+    config = config_with(
+        {"ours": "policy", "other": "served/other"}, train__rollouts_per_prompt=5, build__proactive=0.4
+    )
+    assert candidate_assistants(config) == [
+        CandidateAssistant("ours", True),
+        CandidateAssistant("other", True),
+        *(CandidateAssistant("ours", False), CandidateAssistant("other", False), CandidateAssistant("ours", False)),
     ]
-    alone = given({}, train__rollouts_per_prompt=2)
-    assert dealt(alone) == [Dealt("small", False)] * 2
+    alone = config_with({}, train__rollouts_per_prompt=2)
+    assert candidate_assistants(alone) == [CandidateAssistant("small", False)] * 2
 
 
-def test_an_entry_has_the_settings_of_assistant_where_it_sets_none_and_keeps_them() -> None:
+def test_an_entry_inherits_the_settings_of_assistant_and_keeps_them() -> None:
     entries = {"cold": {"model": "openai/m", "temperature": 0.1}, "warm": "openai/m", "policy": "policy"}
-    config = given(entries, assistant__max_tokens=77)
-    found = named(config)
-    cold, warm = found["cold"], found["warm"]
-    assert found["policy"] is None and cold and warm and (cold.temperature, warm.temperature) == (0.1, 1.0)
+    config = config_with(entries, assistant__max_tokens=77)
+    configs = assistant_configs(config)
+    cold, warm = configs["cold"], configs["warm"]
+    assert configs["policy"] is None and cold and warm and (cold.temperature, warm.temperature) == (0.1, 1.0)
     assert cold.max_tokens == 77 and cold.model == warm.model == "openai/m"
-    config.build.assistants = written_out(found)
+    config.build.assistants = with_all_settings(configs)
     config.assistant = cold
-    assert named(config) == found
+    assert assistant_configs(config) == configs
 
 
 @pytest.mark.parametrize(
-    ("assistants", "said"),
+    ("assistants", "message"),
     [
         ({"a": 3}, r"build.assistants.a=3: names no model; give policy or a model"),
         ({"a": {}}, r"build.assistants.a=\{\}: names no model"),
@@ -53,7 +60,7 @@ def test_an_entry_has_the_settings_of_assistant_where_it_sets_none_and_keeps_the
         ({"a": {"model": "openai/m", "temperature": -1}}, r"build.assistants.a.temperature"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_line(assistants: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as refused:
-        named(given(assistants))
+def test_bad_entries_are_refused_in_one_line(assistants: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        assistant_configs(config_with(assistants))
     assert "\n" not in str(refused.value)

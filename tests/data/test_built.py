@@ -1,4 +1,4 @@
-"""Built conversations are read as tasks, as the best conversations and as pairs."""
+"""Built conversations can be read as tasks, as the best conversations and as pairs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from megatron_collab.config import Config, DataConfig
-from megatron_collab.data.assistants import Dealt
+from megatron_collab.data.assistants import CandidateAssistant
 from megatron_collab.data.built import rows_of, write
 from megatron_collab.data.examples import load_conversations, load_pairs, load_tasks
 from megatron_collab.data.preparation import Preparation
@@ -25,7 +25,7 @@ from megatron_collab.types import (
     Turn,
 )
 
-BY = [Dealt("a", True), Dealt("b", False)]
+BY = [CandidateAssistant("a", True), CandidateAssistant("b", False)]
 TASK = Task("t7", (Message("user", "hi"),), "a table", "done : 2", "llm", {"level": 3})
 
 
@@ -57,7 +57,7 @@ def test_rows_have_the_published_columns() -> None:
     assert json.loads(rows[0]["rewards"]) == {"judged": [None, None], "right": [1.0, 1.0]}
 
 
-def test_what_is_written_is_trained_on_in_every_stage(tmp_path: Path) -> None:
+def test_built_data_is_read_in_every_stage(tmp_path: Path) -> None:
     config = Config()
     config.model.path, config.reward.weights, config.train.rollouts_per_prompt = "models/small", {"right": 1.0}, 2
     write(tmp_path, "train", [built()], config)
@@ -68,7 +68,7 @@ def test_what_is_written_is_trained_on_in_every_stage(tmp_path: Path) -> None:
     assert [len(task.messages) for task in tasks] == [1, 1, 3]
     assert [message.content for message in load_conversations(source)[2]][-1] == "done : 2"
     assert load_pairs(source, "SOURCE", DataConfig()).format == "collabllm"
-    (pair,) = [one.row for one in Preparation(source, "dpo", gap=0.1)]
+    (pair,) = [prepared.row for prepared in Preparation(source, "dpo", gap=0.1)]
     assert pair["chosen"][-1]["content"] == "how many ?" and pair["rejected"][-1]["content"] == "done : 3"
     card = (tmp_path / "README.md").read_text()
     assert "1 conversations, 2 turns, 3 candidates" in card

@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from megatron_collab.config import Config
-from megatron_collab.data.chat_template import ChatRenderer, policys
+from megatron_collab.data.chat_template import ChatRenderer, policy_renderer
 from megatron_collab.data.datasets import SupervisedData, write_jsonl
 from megatron_collab.environments import booking, tiny_model
 from megatron_collab.types import Finish, Message, Turn
@@ -28,7 +28,7 @@ TEMPLATES = {
     "llama": (LLAMA, "<|eot_id|>"),
     "ours": (tiny_model.CHAT_TEMPLATE, tiny_model.END),
 }
-SAID = [
+MESSAGES = [
     Message("user", "please book a table for 2 people ."),
     Message("assistant", "which day and what time ?"),
     Message("user", "on monday at 7pm ."),
@@ -69,11 +69,11 @@ def stream(chat: ChatRenderer, messages: list[Message], ended: bool = True) -> t
 
 
 def test_appended_tokens_are_those_of_rendering_everything_at_once(chat: tuple[ChatRenderer, str]) -> None:
-    assert stream(chat[0], SAID) == chat[0].first(SAID)
+    assert stream(chat[0], MESSAGES) == chat[0].first(MESSAGES)
 
 
 def test_a_turn_that_was_cut_off_is_closed_once(chat: tuple[ChatRenderer, str]) -> None:
-    assert stream(chat[0], SAID, ended=False) == chat[0].first(SAID)
+    assert stream(chat[0], MESSAGES, ended=False) == chat[0].first(MESSAGES)
 
 
 def test_the_end_of_a_turn_is_the_templates_own(chat: tuple[ChatRenderer, str]) -> None:
@@ -84,11 +84,11 @@ def test_the_end_of_a_turn_is_the_templates_own(chat: tuple[ChatRenderer, str]) 
 def test_sampled_tokens_are_kept_although_the_tokenizer_would_have_cut_the_text_otherwise(
     chat: tuple[ChatRenderer, str],
 ) -> None:
-    """The same text from other tokens, as a model may sample it: nothing that follows depends on them."""
+    """A model may sample the same text as other tokens: nothing that follows depends on them."""
     renderer, _ = chat
     letters = tuple(token for letter in "which day" for token in renderer.reply(letter)[:-1])
     assert letters != renderer.reply("which day")[:-1]
-    prompt = renderer.first(SAID[:1])
+    prompt = renderer.first(MESSAGES[:1])
     turn = Turn(
         prompt,
         (*letters, renderer.end_id),
@@ -97,17 +97,17 @@ def test_sampled_tokens_are_kept_although_the_tokenizer_would_have_cut_the_text_
         Finish.STOP,
         "which day",
     )
-    assert renderer.next([SAID[2]], turn.token_ids) == renderer.next(
-        [SAID[2]], sampled(renderer, prompt, "which day").token_ids
+    assert renderer.next([MESSAGES[2]], turn.token_ids) == renderer.next(
+        [MESSAGES[2]], sampled(renderer, prompt, "which day").token_ids
     )
 
 
 def test_the_booking_world_as_words(tmp_path: Path) -> None:
     tiny_model.word_tokenizer(booking.words()).save_pretrained(tmp_path)
     chat = ChatRenderer(str(tmp_path))
-    assert stream(chat, SAID) == chat.first(SAID)
-    assert chat.tokenizer.unk_token_id not in chat.first(SAID)
-    assert chat.tokenizer.decode(chat.reply(SAID[3].content), skip_special_tokens=True) == SAID[3].content
+    assert stream(chat, MESSAGES) == chat.first(MESSAGES)
+    assert chat.tokenizer.unk_token_id not in chat.first(MESSAGES)
+    assert chat.tokenizer.decode(chat.reply(MESSAGES[3].content), skip_special_tokens=True) == MESSAGES[3].content
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_the_prompt_tells_of_tools_and_their_answers_are_appended(tmp_path: Path
     chat = ChatRenderer(str(renderer(tmp_path, TOOLS).model_path), [SCHEMA])
     prompt = chat.first([Message("user", "x")])
     assert "calculator" in chat.tokenizer.decode(prompt)
-    said = chat.next([Message("tool", "42"), Message("tool", "43")], sampled(chat, prompt, "call").token_ids)
+    appended = chat.next([Message("tool", "42"), Message("tool", "43")], sampled(chat, prompt, "call").token_ids)
     shown = "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>tool\n43<|im_end|>\n<|im_start|>assistant\n<think>\n"
-    assert chat.tokenizer.decode(said) == shown
+    assert chat.tokenizer.decode(appended) == shown
 
 
 def test_a_template_that_knows_no_tools_is_refused(tmp_path: Path) -> None:
@@ -173,21 +173,21 @@ THINKING = (
 
 def test_arguments_of_the_template_change_the_prompt_and_turns_are_still_appended(tmp_path: Path) -> None:
     plain, silent = renderer(tmp_path, THINKING), renderer(tmp_path, THINKING, (), {"enable_thinking": False})
-    opened, prompt = plain.first(SAID[:1]), silent.first(SAID[:1])
+    opened, prompt = plain.first(MESSAGES[:1]), silent.first(MESSAGES[:1])
     empty = plain.tokenizer("<think>\n\n</think>\n\n", add_special_tokens=False)["input_ids"]
     assert prompt == (*opened, *empty) and not silent.opens_thought(prompt)
-    whole = stream(silent, SAID)
+    whole = stream(silent, MESSAGES)
     assert whole[: len(prompt)] == prompt and whole[-len(empty) :] == tuple(empty)
     # What was sampled is never rendered again: the empty thoughts of earlier turns stay, which the template would drop.
     shown = silent.tokenizer.decode(whole)
     assert shown.count("<think>\n\n</think>\n\n") == 3
-    assert shown.replace("<think>\n\n</think>\n\n", "") == plain.tokenizer.decode(plain.first(SAID))
+    assert shown.replace("<think>\n\n</think>\n\n", "") == plain.tokenizer.decode(plain.first(MESSAGES))
     turn = sampled(silent, prompt, "which day and what time ?")
-    assert (*prompt, *turn.token_ids, *silent.next(SAID[2:3], turn.token_ids)) == stream(silent, SAID[:3])
+    assert (*prompt, *turn.token_ids, *silent.next(MESSAGES[2:3], turn.token_ids)) == stream(silent, MESSAGES[:3])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (
             {"enable_thinkin": False},
@@ -197,24 +197,24 @@ def test_arguments_of_the_template_change_the_prompt_and_turns_are_still_appende
         ({"messages": []}, "model.chat_template_args.messages: is set by each run itself; remove it"),
     ],
 )
-def test_arguments_that_change_nothing_are_refused(tmp_path: Path, arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_arguments_that_change_nothing_are_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         renderer(tmp_path, THINKING, (), arguments)
 
 
 def test_a_system_prompt_stands_in_front_once_and_never_twice(tmp_path: Path) -> None:
-    plain, told = renderer(tmp_path, QWEN), renderer(tmp_path, QWEN, (), {}, "Be brief.")
+    plain, prompted = renderer(tmp_path, QWEN), renderer(tmp_path, QWEN, (), {}, "Be brief.")
     system = Message("system", "Be brief.")
-    assert told.first(SAID[:1]) == plain.first([system, *SAID[:1]]) != plain.first(SAID[:1])
-    own = [Message("system", "Be long."), *SAID[:1]]
-    assert told.first(own) == plain.first(own)
-    assert told.first([system, *SAID[:1]]) == told.first(SAID[:1])
-    assert stream(told, SAID) == plain.first([system, *SAID]), "later turns have none"
+    assert prompted.first(MESSAGES[:1]) == plain.first([system, *MESSAGES[:1]]) != plain.first(MESSAGES[:1])
+    with_system = [Message("system", "Be long."), *MESSAGES[:1]]
+    assert prompted.first(with_system) == plain.first(with_system)
+    assert prompted.first([system, *MESSAGES[:1]]) == prompted.first(MESSAGES[:1])
+    assert stream(prompted, MESSAGES) == plain.first([system, *MESSAGES]), "later turns have none"
 
 
 def test_supervised_training_sees_the_prompt_of_rollouts(tmp_path: Path) -> None:
     (tmp_path / "system.j2").write_text("Be brief.\n")
-    write_jsonl(tmp_path / "rows.jsonl", [{"messages": [message.as_dict() for message in SAID[:2]]}])
+    write_jsonl(tmp_path / "rows.jsonl", [{"messages": [message.as_dict() for message in MESSAGES[:2]]}])
     config = Config()
     config.model.path, config.data.train = str(tmp_path), str(tmp_path / "rows.jsonl")
     config.model.chat_template_args = {"enable_thinking": False}
@@ -222,11 +222,11 @@ def test_supervised_training_sees_the_prompt_of_rollouts(tmp_path: Path) -> None
     config.run.dir, config.train.stage = str(tmp_path / "run"), "sft"
     plain = renderer(tmp_path, THINKING)
     (sample,) = SupervisedData(config).batch(0).samples
-    prompt = policys(config).first(SAID[:1])
-    assert (*prompt, *plain.reply(SAID[1].content)) == tuple(sample.token_ids)
+    prompt = policy_renderer(config).first(MESSAGES[:1])
+    assert (*prompt, *plain.reply(MESSAGES[1].content)) == tuple(sample.token_ids)
     shown = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nplease book"
     assert plain.tokenizer.decode(prompt).startswith(shown)
-    assert sample.loss_mask.sum() == len(plain.reply(SAID[1].content))
+    assert sample.loss_mask.sum() == len(plain.reply(MESSAGES[1].content))
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_a_tokenizer_is_loaded_once_a_process_unless_it_changes(
         return load(folder, **options)
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "from_pretrained", counted)
-    first, second = (ChatRenderer(str(tmp_path), system=system).first(SAID[:1]) for system in ("", "be brief"))
+    first, second = (ChatRenderer(str(tmp_path), system=system).first(MESSAGES[:1]) for system in ("", "be brief"))
     assert loaded == [tmp_path] and len(second) > len(first)
     tokenizer.chat_template = f"{tokenizer.chat_template}{{# another #}}"
     tokenizer.save_pretrained(tmp_path)

@@ -73,16 +73,16 @@ def test_a_bad_task_is_refused_by_file_and_row(tmp_path: Path, change: dict, fau
     assert str(refusal.value).startswith(f"data.eval={path} row 1: ") and fault in str(refusal.value)
 
 
-def test_the_user_opens_where_the_prompt_is_empty_or_no_row_has_one(tmp_path: Path) -> None:
+def test_the_user_opens_if_the_prompt_is_empty_or_no_row_has_one(tmp_path: Path) -> None:
     system = Message("system", "s")
     rows = [ROW | {"prompt": []}, ROW, ROW | {"prompt": [system.as_dict()]}]
-    found = list(load_tasks(file(tmp_path, rows)))
-    assert [task.unopened for task in found] == [True, False, True]
-    assert [task.messages for task in found[::2]] == [(), (system,)]
-    (found,) = load_tasks(file(tmp_path, [{"goal": "a table"}]))
-    assert found.unopened and found.goal == "a table" and [*prefixes(found)] == [found]
-    opened = found.play_on(Message("user", "hi"))
-    assert not opened.unopened and opened.played == 1 and opened.given == found
+    tasks = list(load_tasks(file(tmp_path, rows)))
+    assert [task.unopened for task in tasks] == [True, False, True]
+    assert [task.messages for task in tasks[::2]] == [(), (system,)]
+    (unopened,) = load_tasks(file(tmp_path, [{"goal": "a table"}]))
+    assert unopened.unopened and unopened.goal == "a table" and [*prefixes(unopened)] == [unopened]
+    opened = unopened.play_on(Message("user", "hi"))
+    assert not opened.unopened and opened.played == 1 and opened.original == unopened
 
 
 def test_the_number_of_the_bad_row_is_given(tmp_path: Path) -> None:

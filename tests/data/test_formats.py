@@ -1,4 +1,4 @@
-"""Rows as they are published: recognised by their columns, and read as tasks, conversations and pairs."""
+"""Published rows: recognized by their columns, and read as tasks, conversations and pairs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_collab.config import ConfigError, DataConfig
 from megatron_collab.config.schema import FORMATS as NAMES
 from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.data.examples import load_conversations, load_tasks
-from megatron_collab.data.formats import FORMATS, recognise
+from megatron_collab.data.formats import FORMATS, recognize
 from megatron_collab.data.readers import Unfit, final_answer
 from megatron_collab.environments import gsm8k
 from megatron_collab.reward.metrics.pass_rate import PassRate
@@ -142,13 +142,13 @@ def test_a_pair_has_the_better_reply_first() -> None:
     assert pair is not None
     whole = {"chosen": [USER, ASSISTANT], "rejected": [USER, {**ASSISTANT, "content": "no"}], "prompt": "hi"}
     words = {"chosen": "\n\nHuman: hi\n\nAssistant: hello", "rejected": "\n\nHuman: hi\n\nAssistant: no"}
-    asked = {"question": "hi", "chosen": "hello", "rejected": "no", "system": ""}
+    columns = {"question": "hi", "chosen": "hello", "rejected": "no", "system": ""}
     apart = {"prompt": [USER], "chosen": [ASSISTANT], "rejected": "no", "score_chosen": 9, "score_rejected": 2.5}
-    for row, scores in ((whole, None), (words, None), (asked, None), (apart, (9.0, 2.5))):
+    for row, scores in ((whole, None), (words, None), (columns, None), (apart, (9.0, 2.5))):
         read = pair(row)
         assert texts(read.prompt) == [("user", "hi")] and read.scores == scores
         assert (read.chosen[0].content, read.rejected[0].content) == ("hello", "no")
-    assert texts(pair({**asked, "system": "Be kind."}).prompt) == [("system", "Be kind."), ("user", "hi")]
+    assert texts(pair({**columns, "system": "Be kind."}).prompt) == [("system", "Be kind."), ("user", "hi")]
     follow_up = "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: more\n\nAssistant: {}"
     read = pair({side: follow_up.format(side) for side in ("chosen", "rejected")})
     assert [message.content for message in read.prompt] == ["hi", "hello", "more"] and read.rejected[0].content == (
@@ -164,7 +164,7 @@ def test_a_pair_has_the_better_reply_first() -> None:
 
 
 def test_an_answer_may_be_a_number_in_some_rows(tmp_path: Path) -> None:
-    """Which the library reads as numbers in all of them."""
+    """The library then reads numbers in all rows."""
     rows = [{"prompt": [USER], "goal": "g", "answer": answer} for answer in ("1", 4, 2.5)]
     assert [task.answer for task in loaded(tmp_path, load_tasks, *rows)] == ["1", "4", "2.5"]
 
@@ -208,10 +208,10 @@ def test_the_final_answer(text: str, answer: str) -> None:
     assert final_answer(text) == answer
 
 
-@pytest.mark.parametrize(("answer", "said"), [(4, "4"), (4.0, "4"), (2.5, "2.5"), ("4", "4")])
-def test_a_table_may_have_numbers_for_answers(answer: object, said: str) -> None:
+@pytest.mark.parametrize(("answer", "expected"), [(4, "4"), (4.0, "4"), (2.5, "2.5"), ("4", "4")])
+def test_a_table_may_have_numbers_for_answers(answer: object, expected: str) -> None:
     read = FORMATS["question_answer"].task
-    assert read is not None and read({"question": "2 + 2?", "answer": answer}, 0).answer == said
+    assert read is not None and read({"question": "2 + 2?", "answer": answer}, 0).answer == expected
     with pytest.raises(ValueError, match="answer is not a string"):
         read({"question": "2 + 2?", "answer": float("nan")}, 0)
 
@@ -219,8 +219,10 @@ def test_a_table_may_have_numbers_for_answers(answer: object, said: str) -> None
 def test_columns_of_no_format_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as refusal:
         loaded(tmp_path, load_tasks, {"a": 1, "b": 2})
-    said = str(refusal.value)
-    assert said.startswith(f"data.train={tmp_path}/rows.jsonl: the columns a, b are those of no known format of tasks")
+    message = str(refusal.value)
+    assert message.startswith(
+        f"data.train={tmp_path}/rows.jsonl: the columns a, b are those of no known format of tasks"
+    )
     for load, row, fault in (
         (load_tasks, {"prompt": [USER, ASSISTANT]}, "recipe_sft, which train.stage=sft reads as conversations"),
         (load_conversations, {"prompt": [USER], "goal": "g"}, "task, which train.stage=rl reads as tasks"),
@@ -228,7 +230,7 @@ def test_columns_of_no_format_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"these are rows of the format {fault}"):
             loaded(tmp_path, load, row)
     with pytest.raises(ConfigError, match=r"data\.format=text: reads no conversations; there are messages"):
-        recognise("text", ["text"], {"text": "a"}, "conversation", "data.train=x")
+        recognize("text", ["text"], {"text": "a"}, "conversation", "data.train=x")
 
 
 def test_all_of_gsm8k(dataset: Callable[[str], Path]) -> None:
@@ -240,7 +242,7 @@ def test_all_of_gsm8k(dataset: Callable[[str], Path]) -> None:
 
 @pytest.mark.processes
 def test_reference_solutions_of_human_eval_pass(dataset: Callable[[str], Path]) -> None:
-    """Compressed as it is published; of all 164, the first few in the sandbox."""
+    """Compressed as published; the sandbox runs the first few of all 164."""
     file = dataset("humaneval/HumanEval.jsonl.gz")
     tasks, conversations = load_tasks(file), load_conversations(file)
     assert tasks.format == conversations.format == "humaneval" and len(list(tasks)) == 164
@@ -252,7 +254,7 @@ def test_reference_solutions_of_human_eval_pass(dataset: Callable[[str], Path]) 
 
 @pytest.mark.processes
 def test_reference_solutions_of_big_code_bench_pass(tmp_path: Path) -> None:
-    """The whole function, and the function without the imports that the task has."""
+    """The whole function, and the function without the imports of the task."""
     (task,) = loaded(tmp_path, load_tasks, BIG_CODE_BENCH)
     (conversation,) = loaded(tmp_path, load_conversations, BIG_CODE_BENCH)
     assert passed(task, conversation) == 1.0
@@ -261,7 +263,7 @@ def test_reference_solutions_of_big_code_bench_pass(tmp_path: Path) -> None:
 
 
 def passed(task: Task, replied: tuple[Message, ...]) -> float:
-    """The score of the last of `replied` by the metric pass_rate."""
+    """Score of the last of `replied` by the metric pass_rate."""
     turn = Turn((1,), (2,), (-1.0,), (0,), Finish.STOP, replied[-1].content)
     conversation = Conversation(task.messages, (1,)).add_turn(turn)
     score = asyncio.run(PassRate(PassRate.Options(), judge=None).score(task, conversation))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Conversations of a log as they are read, and which of them are there twice."""
+"""How conversations of a log are read, and which of them are duplicates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.data.logs import Logged, distinct, read_log
+from megatron_collab.data.logs import LoggedConversation, distinct, read_log
 from megatron_collab.data.personal import PersonalData
 from megatron_collab.data.rows import open_rows
 from megatron_collab.data.sources import Source
@@ -18,18 +18,18 @@ DATA = PersonalData()
 
 
 def turns(*texts: str) -> list[dict[str, str]]:
-    """Messages of user and assistant in turn."""
+    """Messages of user and assistant, alternating."""
     return [{"role": "assistant" if at % 2 else "user", "content": text} for at, text in enumerate(texts)]
 
 
-def read(folder: Path, rows: list[Any], person: str | None = None) -> tuple[list[Logged], Counter[str]]:
+def read(folder: Path, rows: list[Any], person: str | None = None) -> tuple[list[LoggedConversation], Counter[str]]:
     file = folder / "log.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     dropped = Counter[str]()
     return read_log(open_rows(Source(source=str(file)), "LOG"), DATA, person, dropped), dropped
 
 
-def test_what_counts_are_the_messages_of_user_and_assistant(tmp_path: Path) -> None:
+def test_only_messages_of_user_and_assistant_count(tmp_path: Path) -> None:
     called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
     begun = [{"role": "system", "content": "Be kind."}, {"role": "assistant", "content": "How can I help?"}]
     answered = [{"role": "tool", "content": "42"}, {"role": "assistant", "content": "42."}]
@@ -42,26 +42,28 @@ def test_what_counts_are_the_messages_of_user_and_assistant(tmp_path: Path) -> N
         {"messages": []},
     ]
     logged, dropped = read(tmp_path, rows)
-    roles = [[message.role for message in one.messages] for one in logged]
+    roles = [[message.role for message in entry.messages] for entry in logged]
     assert roles == [["assistant", "user", "user", "assistant", "user"], ["user", "assistant"], ["user"]]
-    assert logged[0].opening == ["hi", "a table"] and logged[0].said == ["hi", "a table", "thanks"]
-    assert [one.opening for one in logged[1:]] == [["what?"], ["in parts"]]
+    assert logged[0].opening == ["hi", "a table"] and logged[0].user_texts == ["hi", "a table", "thanks"]
+    assert [entry.opening for entry in logged[1:]] == [["what?"], ["in parts"]]
     assert dropped == {"without a message of the user": 2, "with content that is no text": 1}
-    assert len({one.name for one in logged}) == len({one.person for one in logged}) == 3
+    assert len({entry.name for entry in logged}) == len({entry.person for entry in logged}) == 3
 
 
-def test_a_person_is_who_the_column_says_and_is_not_named_in_texts(tmp_path: Path) -> None:
+def test_the_column_names_the_person_and_texts_do_not(tmp_path: Path) -> None:
     rows = [
-        {"who": who, "messages": turns(f"I am {who}, {at}")}
-        for at, who in enumerate(["blue77", "blue77", 7, None, None])
+        {"who": person, "messages": turns(f"I am {person}, {at}")}
+        for at, person in enumerate(["blue77", "blue77", 7, None, None])
     ]
     logged, _ = read(tmp_path, rows, "who")
-    assert [one.person for one in logged[:3]] == ["blue77", "blue77", "7"] and len({one.person for one in logged}) == 4
-    assert [one.said[0] for one in logged[:3]] == ["I am <PERSON_1>, 0", "I am <PERSON_1>, 1", "I am 7, 2"]
+    assert [entry.person for entry in logged[:3]] == ["blue77", "blue77", "7"] and len(
+        {entry.person for entry in logged}
+    ) == 4
+    assert [entry.user_texts[0] for entry in logged[:3]] == ["I am <PERSON_1>, 0", "I am <PERSON_1>, 1", "I am 7, 2"]
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "message"),
     [
         (
             [{"messages": turns("hi")}, {"text": "hi"}],
@@ -72,10 +74,10 @@ def test_a_person_is_who_the_column_says_and_is_not_named_in_texts(tmp_path: Pat
         ([{"conversations": [{"from": "me", "value": "hi"}]}], "row 1: conversations has a message from 'me'"),
     ],
 )
-def test_a_bad_row_is_named(tmp_path: Path, rows: list[Any], said: str) -> None:
+def test_a_bad_row_is_named(tmp_path: Path, rows: list[Any], message: str) -> None:
     with pytest.raises(ValueError) as refused:
         read(tmp_path, rows)
-    assert str(refused.value).startswith(f"LOG={tmp_path / 'log.jsonl'} {said}")
+    assert str(refused.value).startswith(f"LOG={tmp_path / 'log.jsonl'} {message}")
 
 
 def test_duplicates_are_left_out_exactly(tmp_path: Path) -> None:
@@ -100,7 +102,7 @@ def test_duplicates_are_left_out_exactly(tmp_path: Path) -> None:
     logged, _ = read(tmp_path, rows)
     dropped = Counter[str]()
     kept = distinct(logged, dropped)
-    assert [logged.index(one) for one in kept] == [1, 3, 4, 7]
+    assert [logged.index(entry) for entry in kept] == [1, 3, 4, 7]
     assert {reason[:28]: count for reason, count in dropped.items()} == {
         "that were logged again as th": 1,
         "whose user says the same as ": 2,

@@ -1,4 +1,4 @@
-"""Pairs as stage dpo reads them: which tokens count, which rows are left out, what is said of bad ones."""
+"""Pairs as stage dpo reads them: which tokens count, which rows are left out, the messages about bad rows."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def trained(data: SupervisedData, sample: Sample) -> str:
 
 
 def texts(data: SupervisedData, samples: Sequence[Sample]) -> list[str]:
-    """What is learned from, without the marks of turns."""
+    """The trained text, without turn markers."""
     return [trained(data, sample).replace("<|im_end|>", "|") for sample in samples]
 
 
-def test_what_follows_the_shared_prompt_counts_and_users_never_do(tmp_path: Path) -> None:
+def test_replies_after_the_shared_prompt_count_and_users_never_do(tmp_path: Path) -> None:
     more = [user("why"), assistant("rain")]
     rows = [
         {"prompt": "hi", "chosen": "hello", "rejected": "no"},
@@ -41,7 +41,7 @@ def test_what_follows_the_shared_prompt_counts_and_users_never_do(tmp_path: Path
     data = SupervisedData(config)
     order = [texts(data, data.batch(0).samples[at : at + 2]) for at in (0, 2, 4)]
     assert sorted(order) == [["fine|", "bad|rain|"], ["fine|rain|", "fine|rain|"], ["hello|", "no|"]]
-    assert sum(len(batch.samples) for batch in data.whole(2)) == 6
+    assert sum(len(batch.samples) for batch in data.all_batches(2)) == 6
 
 
 def test_a_pair_may_call_tools(tmp_path: Path) -> None:
@@ -60,10 +60,10 @@ def test_a_pair_may_call_tools(tmp_path: Path) -> None:
     assert '"name": "compute"' in first and "42|" in first and second == "40|"
 
 
-def test_of_candidates_the_best_is_paired_with_the_worst(tmp_path: Path) -> None:
+def test_the_best_candidate_is_paired_with_the_worst(tmp_path: Path) -> None:
     def candidate(turn: int, score: float) -> dict[str, Any]:
-        said = {"conv_id": "a", "turn_id": turn, "score": score, "single_turn_prompt": "g"}
-        return {"prompt": [user(f"turn {turn}")], "completion": f"{turn} {score}", **said}
+        columns = {"conv_id": "a", "turn_id": turn, "score": score, "single_turn_prompt": "g"}
+        return {"prompt": [user(f"turn {turn}")], "completion": f"{turn} {score}", **columns}
 
     rows = [
         candidate(1, 0.5),
@@ -81,7 +81,7 @@ def test_of_candidates_the_best_is_paired_with_the_worst(tmp_path: Path) -> None
     assert line.endswith("left out: 2 whose candidates are not better and worse")
 
 
-def test_what_cannot_be_learned_from_is_left_out_and_counted(tmp_path: Path) -> None:
+def test_useless_pairs_are_left_out_and_counted(tmp_path: Path) -> None:
     rows = [{"prompt": "hi", "chosen": "a", "rejected": text} for text in ("b", "a", "x" * 900, "")]
     config = configured(tmp_path, rows, "dpo", 128)
     (line,) = TrainingData[Any](config).lines()
@@ -90,7 +90,7 @@ def test_what_cannot_be_learned_from_is_left_out_and_counted(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         (
             {"prompt": [user("hi")], "chosen": [user("a")], "rejected": [assistant("b")]},
@@ -103,10 +103,10 @@ def test_what_cannot_be_learned_from_is_left_out_and_counted(tmp_path: Path) -> 
         ),
     ],
 )
-def test_a_bad_row_is_named_in_one_line(tmp_path: Path, row: dict[str, Any], said: str) -> None:
+def test_a_bad_row_is_named_in_one_line(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     good = {"prompt": [user("hi")], "chosen": [assistant("a")], "rejected": [assistant("b")]}
     config = configured(tmp_path, [good, row], "dpo")
-    with pytest.raises(ValueError, match=f"row 2: {said}") as error:
+    with pytest.raises(ValueError, match=f"row 2: {message}") as error:
         TrainingData[Any](config)
     assert "\n" not in str(error.value)
 
@@ -122,10 +122,10 @@ def test_a_set_for_evaluation_is_known_beforehand_too(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "eval.jsonl", [{"prompt": "ho", "chosen": "c", "rejected": "d"}])
     config.data.eval = str(tmp_path / "eval.jsonl")
     data = SupervisedData(config)
-    (one,) = evaluation_sets(config)
-    (batch,) = data.validation(one)
+    (eval_set,) = evaluation_sets(config)
+    (batch,) = data.validation(eval_set)
     assert texts(data, batch.samples) == ["c|", "d|"]
-    assert [len(batch.samples) for batch in data.whole(4)] == [4, 2]
+    assert [len(batch.samples) for batch in data.all_batches(4)] == [4, 2]
     config.train.eval_tasks += 1
     assert SupervisedData(config).fingerprint != data.fingerprint
 

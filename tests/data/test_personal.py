@@ -1,4 +1,4 @@
-"""What is personal in a conversation is found and replaced, each by the same placeholder in all texts."""
+"""Personal data in a conversation is detected and replaced, by the same placeholder in all texts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_has_a_form_or_is_introduced(data: PersonalData, text: str, replace
     assert places.replaced(replaced) == replaced
 
 
-def test_of_a_conversation_every_text_has_the_same_placeholders(data: PersonalData) -> None:
+def test_all_texts_of_a_conversation_share_placeholders(data: PersonalData) -> None:
     texts = ["I am b@x.org", "Is b@x.org right, or a@x.org?", "a@x.org. Regards, Ann Meyer"]
     places = Placeholders(data, ["u-77-blue"])
     for text in texts:
@@ -74,7 +74,7 @@ def test_of_a_conversation_every_text_has_the_same_placeholders(data: PersonalDa
     assert places.counts == {"PERSON": 2, "EMAIL": 2}
 
 
-def test_what_is_told_later_is_replaced_as_whole_words_and_placeholders_stay(data: PersonalData) -> None:
+def test_added_texts_are_replaced_as_whole_words_and_placeholders_stay(data: PersonalData) -> None:
     places = Placeholders(data)
     for text, kind in (
         ("Eva  Lind", "PERSON"),
@@ -84,8 +84,8 @@ def test_what_is_told_later_is_replaced_as_whole_words_and_placeholders_stay(dat
         ("EMAIL", "PERSON"),
     ):
         places.add(text, kind)
-    said = "eva of 12 elm\nstreet, Lind, evangelic <EMAIL_1> x"
-    assert places.replaced(said) == "<PERSON_1> of <DETAIL_1>, <PERSON_1>, evangelic <EMAIL_1> x"
+    sentence = "eva of 12 elm\nstreet, Lind, evangelic <EMAIL_1> x"
+    assert places.replaced(sentence) == "<PERSON_1> of <DETAIL_1>, <PERSON_1>, evangelic <EMAIL_1> x"
 
 
 def test_a_model_of_spacy_finds_names_that_nothing_introduces(tmp_path: Path) -> None:

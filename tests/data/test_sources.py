@@ -91,7 +91,7 @@ def test_folders_and_globs(tmp_path: Path, table: datasets.Dataset) -> None:
     library = datasets.load_from_disk(str(tmp_path / "saved"))
     library = datasets.concatenate_datasets([library["test"], library["train"].select(range(6))])
     assert opened(str(tmp_path / "saved"), split="test+train[:50%]") == library.to_list()
-    for settings, said in (
+    for settings, message in (
         ({}, f"has the subsets easy, all; choose one, as '{{source: {tmp_path}, subset: easy}}'"),
         ({"subset": "esay"}, "no subset esay; the nearest is easy; there are easy, all"),
         ({"subset": "all", "split": "tset"}, "no split tset; there are train, and all"),
@@ -99,7 +99,7 @@ def test_folders_and_globs(tmp_path: Path, table: datasets.Dataset) -> None:
     ):
         with pytest.raises(ConfigError) as refusal:
             opened(str(tmp_path), **settings)
-        assert said in str(refusal.value)
+        assert message in str(refusal.value)
 
 
 def test_large_rows_stay_on_disk(tmp_path: Path) -> None:
@@ -108,8 +108,8 @@ def test_large_rows_stay_on_disk(tmp_path: Path) -> None:
     first = open_rows(Source(source=str(tmp_path / "rows.jsonl")), "data.train", cache)
     written = {file: file.stat().st_mtime_ns for file in cache.rglob("*.arrow")}
     assert len(written) == 1 and list(first) == ROWS
-    again = open_rows(Source(source=str(tmp_path / "rows.jsonl")), "data.train", cache)
-    assert list(again) == ROWS and again.fingerprint == first.fingerprint
+    reopened = open_rows(Source(source=str(tmp_path / "rows.jsonl")), "data.train", cache)
+    assert list(reopened) == ROWS and reopened.fingerprint == first.fingerprint
     assert {file: file.stat().st_mtime_ns for file in cache.rglob("*.arrow")} == written
     (tmp_path / "rows.jsonl").write_text(jsonl(ROWS[:5]))
     assert len(open_rows(Source(source=str(tmp_path / "rows.jsonl")), "data.train", cache)) == 5
@@ -134,7 +134,7 @@ def test_a_list_of_sources(tmp_path: Path) -> None:
     assert (first.weight, first.title, second.weight, second.title) == (1, "rows", 2, "math")
     names = {"/data/me@host/rows.jsonl": "rows", "rows@2.jsonl": "rows", "me/maths@refs/pr/1": "maths"}
     assert {name: TrainingSource(name).title for name in names} == names
-    for value, said in (
+    for value, message in (
         ([{"source": file, "wieght": 2}], r"data.train\[0\].wieght: no such setting; the nearest is weight"),
         ([{"source": file, "weight": 0}], r"data.train\[0\].weight=0.0: must be above 0"),
         ([{"weight": 1}], r"data.train\[0\].source: not set"),
@@ -142,7 +142,7 @@ def test_a_list_of_sources(tmp_path: Path) -> None:
         ([], r"data.train=\[\]: names no source"),
         ([file, "none.jsonl"], "data.train=none.jsonl: no such file"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             check_exists(value, "data.train", TrainingSource)
     check_exists([file, "owner/name@v1", str(tmp_path / "*.jsonl"), str(tmp_path)], "data.train", TrainingSource)
     with pytest.raises(ConfigError, match=r"data.eval\[0\].weight: no such setting"):
@@ -152,7 +152,7 @@ def test_a_list_of_sources(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_a_data_set_of_the_hub(tmp_path: Path) -> None:
-    """Pinned, then read without the network; `datasets` itself reads the same from the stand-in."""
+    """Pinned, then read offline; `datasets` itself reads the same from the stand-in."""
     repo = tmp_path / "repo"
     (repo / "data").mkdir(parents=True)
     (repo / "data" / "train-00000-of-00001.jsonl").write_text(jsonl(ROWS))
@@ -167,13 +167,13 @@ import sys
 from pathlib import Path
 from megatron_collab.data.rows import open_rows
 from megatron_collab.data.sources import Source, TrainingSource, pinned
-for given in sys.argv[2:]:
-    path = pinned(given, "data.train", Path(sys.argv[1]))
+for name in sys.argv[2:]:
+    path = pinned(name, "data.train", Path(sys.argv[1]))
     print(path, len(open_rows(TrainingSource(source=path), "data.train")))
     print(list(open_rows(Source(source=path, split="test[:1]"), "data.eval")))
-    if given == path: continue
+    if name == path: continue
     import datasets
-    print(len(datasets.load_dataset(given)["train"]))
+    print(len(datasets.load_dataset(name)["train"]))
 """
     with serving() as hub:
         commit = hub.add("dataset", "some/data", repo)
@@ -197,14 +197,14 @@ for given in sys.argv[2:]:
         assert (summary["source"], summary["kept"]) == (f"some/data@{commit}", {"train": 13, "eval": 1})
 
 
-def test_what_is_no_data_is_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_sources_are_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty.jsonl.gz").write_bytes(gzip.compress(b""))
     (tmp_path / "empty.parquet").write_bytes(b"")
     (tmp_path / "broken.jsonl").write_text('{"question": \n')
     (tmp_path / "rows.jsonl").write_text(jsonl(ROWS))
     (tmp_path / "card").mkdir()
     (tmp_path / "card" / "README.md").write_text("---\nconfigs: [\n---\n")
-    for name, settings, said in (
+    for name, settings, message in (
         ("empty.jsonl.gz", {}, "has no rows; give a source with some"),
         ("empty.parquet", {}, "cannot be read as parquet (Parquet file size is 0 bytes); it may be"),
         ("broken.jsonl", {}, "is no JSON (Expecting value at character"),
@@ -215,13 +215,13 @@ def test_what_is_no_data_is_refused_in_one_line(tmp_path: Path, capfd: pytest.Ca
     ):
         with pytest.raises(ValueError) as refusal:
             opened(str(tmp_path / name), **settings)
-        assert str(refusal.value).startswith(f"data.train={tmp_path / name}") and said in str(refusal.value)
+        assert str(refusal.value).startswith(f"data.train={tmp_path / name}") and message in str(refusal.value)
         assert "\n" not in str(refusal.value)
     assert not capfd.readouterr().err
 
 
 def test_a_glob_and_a_card_that_say_little(tmp_path: Path) -> None:
-    """Folders that a glob matches are no files, and a card's only subset needs no name."""
+    """Folders that match a glob are skipped, and the only subset of a card needs no name."""
     (tmp_path / "rows.jsonl").write_text(jsonl(ROWS))
     (tmp_path / "older").mkdir()
     assert opened(str(tmp_path / "*")) == ROWS

@@ -1,4 +1,4 @@
-"""What a run takes of its data: rows that are too long or that another one stands for are left out, and counted."""
+"""Which rows a run uses: rows that are too long or represented by another row are left out and counted."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def configured(folder: Path, rows: list[dict], stage: str = "rl", context: int =
     return config
 
 
-def test_a_user_that_rows_wish_for_in_vain_is_named(tmp_path: Path) -> None:
+def test_an_unknown_user_of_rows_is_reported(tmp_path: Path) -> None:
     wished = {"prompt": [user("hi")], "extra_info": {"interaction_kwargs": {"name": "collabllm"}}}
     config = configured(tmp_path, [wished, wished])
     config.users = {"collablm": {}}
-    said = "rows wish for the user collabllm, which users lacks; the nearest is collablm"
-    assert TrainingData[Any](config).lines()[1:] == [f"data.train={tmp_path}/rows.jsonl: {said}"]
+    message = "rows wish for the user collabllm, which users lacks; the nearest is collablm"
+    assert TrainingData[Any](config).lines()[1:] == [f"data.train={tmp_path}/rows.jsonl: {message}"]
     for users, name in (({"collabllm": {}}, None), ({}, "replay")):
         config.users, config.user.name = users, name
         assert len(TrainingData[Any](config).lines()) == 1
@@ -54,20 +54,20 @@ def test_overlong_prompts_are_left_out_and_counted(tmp_path: Path, monkeypatch: 
     config.train.steps = 10
     data = TrainingData[Any](config)
     (read,) = data.sets
-    assert [each.id for each in read] == ["0", "2", "4"] and read[-1].messages[0].content == "yes"
+    assert [row.id for row in read] == ["0", "2", "4"] and read[-1].messages[0].content == "yes"
     (line,) = data.lines()
     assert line.startswith(f"data.train={tmp_path}/rows.jsonl: 3 rows, read as task (it has prompt, goal)")
     assert line.endswith("; left out: 2 of more than 63 tokens")
     assert data.surveys[0].users == {"replay": "0", "llm": "2"}
-    taken = [data.at(position, 0).id for position in range(6)]
-    assert sorted(taken) == sorted(2 * ["0", "2", "4"])
+    ids = [data.at(position, 0).id for position in range(6)]
+    assert sorted(ids) == sorted(2 * ["0", "2", "4"])
 
     def refuse(*_: object) -> None:
         raise AssertionError("the rows were surveyed a second time")
 
     monkeypatch.setattr(datasets, "survey", refuse)  # other processes of the run find what the first has found
-    again = TrainingData[Any](config)
-    assert [again.at(position, 0).id for position in range(6)] == taken and again.lines() == [line]
+    resurveyed = TrainingData[Any](config)
+    assert [resurveyed.at(position, 0).id for position in range(6)] == ids and resurveyed.lines() == [line]
     config.rollout.context_length = 1024
     with pytest.raises(AssertionError, match="a second time"):
         TrainingData[Any](config)
@@ -113,9 +113,9 @@ CANDIDATES = [
 ]
 
 
-def test_of_candidates_a_run_takes_one_of_a_prompt(tmp_path: Path) -> None:
+def test_a_run_uses_one_candidate_of_each_prompt(tmp_path: Path) -> None:
     data = TrainingData[Any](configured(tmp_path, CANDIDATES))
-    assert [each.messages[0].content for each in data.sets[0]] == ["a", "b", "c"]
+    assert [row.messages[0].content for row in data.sets[0]] == ["a", "b", "c"]
     assert "left out: 3 in place of which another candidate is taken" in data.lines()[0]
 
 
@@ -130,32 +130,32 @@ def test_a_run_trains_on_every_prefix_of_a_task_once(tmp_path: Path) -> None:
     config.data.prefixes, config.data.eval = True, config.data.train
     data = TrainingData[Any](config)
     (read,) = data.sets
-    assert [(each.id, [message.content for message in each.messages]) for each in read] == [
+    assert [(row.id, [message.content for message in row.messages]) for row in read] == [
         ("x-1", ["a"]),
         ("x", ["a", "b", "c"]),
     ]
     (line,) = data.lines()
     assert ": 2 rows, read as task (it has prompt, goal, every prefix of 3 rows); left out: 1 of more than 63" in line
     (whole,) = SurveyedSources[Any](config, "data.eval", evaluation_sets(config)).sets
-    assert [each.id for each in whole] == ["x", "y"], "an evaluation plays tasks as they are"
+    assert [row.id for row in whole] == ["x", "y"], "an evaluation plays tasks as they are"
     config.data.train = [{"source": str(tmp_path / "rows.jsonl"), "sort_by": "-level"}]
     sorted_data = TrainingData[Any](config)
     assert [sorted_data.at(position, 0).id for position in range(2)] in (["x-1", "x"], ["x", "x-1"])
 
 
-def test_of_candidates_the_prefixes_are_their_prompts(tmp_path: Path) -> None:
+def test_prefixes_of_candidates_are_their_prompts(tmp_path: Path) -> None:
     first = scored(1, 1, "a", 0.9)
     later = {**scored(1, 3, "b", 0.2), "prompt": [user("a"), assistant("well"), user("b")]}
     config = configured(tmp_path, [first, later, later, scored(2, 1, "c", 0.1)])
     config.data.prefixes = True
-    assert [len(each.messages) for each in TrainingData[Any](config).sets[0]] == [1, 3, 1]
+    assert [len(row.messages) for row in TrainingData[Any](config).sets[0]] == [1, 3, 1]
 
 
 def test_tasks_that_the_user_opens_are_told_apart_by_their_goals(tmp_path: Path) -> None:
     rows = [{**talk(), "goal": goal} for goal in ("a table", "a room", "a table")]
     config = configured(tmp_path, rows)
     config.data.prefixes = True
-    assert [each.goal for each in TrainingData[Any](config).sets[0]] == ["a table", "a room"]
+    assert [row.goal for row in TrainingData[Any](config).sets[0]] == ["a table", "a room"]
 
 
 def test_a_bad_row_is_refused_with_its_place_among_prefixes_too(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_bad_row_is_refused_with_its_place_among_prefixes_too(tmp_path: Path) 
         TrainingData[Any](config)
 
 
-def test_of_candidates_supervised_training_takes_the_best_last_turn(tmp_path: Path) -> None:
+def test_supervised_training_uses_the_best_last_turn_of_candidates(tmp_path: Path) -> None:
     data = TrainingData[Any](configured(tmp_path, CANDIDATES, "sft"))
     assert [messages[-1].content for messages in data.sets[0]] == ["b 0.7", "c 0.3"]
 
@@ -196,7 +196,7 @@ def test_several_sources_are_mixed_and_sets_for_evaluation_are_apart(tmp_path: P
     with pytest.raises(ConfigError, match="sort_by=level: its values must be all numbers or all texts, without a gap"):
         TrainingData[Any](config)
     config.data.eval = [f"{tmp_path}/rows.jsonl", f"{tmp_path}/more.jsonl"]
-    assert [len(each) for each in SurveyedSources[Any](config, "data.eval", evaluation_sets(config)).sets] == [3, 4]
+    assert [len(rows) for rows in SurveyedSources[Any](config, "data.eval", evaluation_sets(config)).sets] == [3, 4]
 
 
 def test_a_bad_row_is_refused_whichever_it_is(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Supervised training on calls of tools: rows as OpenAI's interface writes them, in the stream of a rollout."""
+"""Supervised training on tool calls: rows in the form of OpenAI's interface, rendered as the stream of a rollout."""
 
 from __future__ import annotations
 
@@ -52,22 +52,22 @@ def calling(*expressions: str, content: str | None = None, as_text: bool = True)
 
 
 def row(*assistant: dict[str, Any], **columns: Any) -> dict[str, Any]:
-    """The assistant's messages, each with calls answered, between a question and a reply, and another question."""
+    """The assistant's messages, each with answers to its calls, between a question and a reply with a follow-up."""
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "6*7?"}]
     for message in assistant:
-        told = [{"role": "tool", "content": "42", "tool_call_id": call["id"]} for call in message["tool_calls"]]
-        messages += [message, *told]
-    rest = [("assistant", "it is 42"), ("user", "thanks"), ("assistant", "bye")]
-    return {"messages": messages + [{"role": role, "content": text} for role, text in rest], **columns}
+        results = [{"role": "tool", "content": "42", "tool_call_id": call["id"]} for call in message["tool_calls"]]
+        messages += [message, *results]
+    closing = [("assistant", "it is 42"), ("user", "thanks"), ("assistant", "bye")]
+    return {"messages": messages + [{"role": role, "content": text} for role, text in closing], **columns}
 
 
 def test_calls_are_trained_and_answers_are_not_in_the_stream_of_a_rollout(tmp_path: Path) -> None:
-    """The stream of a rollout in which the policy has sampled these calls, which is also that of the whole template."""
+    """Equals the stream of a rollout that sampled these calls, and the rendering of the whole template."""
     plain = renderer(tmp_path, QWEN)
     conversation = tool_conversation(row(calling("6*7", content="see:"), calling("1", "2"), tools=[SCHEMA]))
     sample = rendered(plain, conversation)
     chat = plain.with_tools([{"type": "function", "function": SCHEMA}])
-    said = [
+    replies = [
         'see:\n<tool_call>\n{"name": "compute", "arguments": {"e": "6*7"}}\n</tool_call>',
         "\n".join(f'<tool_call>\n{{"name": "compute", "arguments": {{"e": "{e}"}}}}\n</tool_call>' for e in "12"),
         "it is 42",
@@ -75,7 +75,7 @@ def test_calls_are_trained_and_answers_are_not_in_the_stream_of_a_rollout(tmp_pa
     ]
     heard = [[Message("tool", "42")], [Message("tool", "42")] * 2, [Message("user", "thanks")]]
     played = Conversation(conversation[:2], chat.first(conversation[:2]))
-    for text, messages in zip(said, [*heard, None], strict=True):
+    for text, messages in zip(replies, [*heard, None], strict=True):
         tokens = chat.reply(text)
         played = played.add_turn(
             Turn(played.token_ids, tokens, (0.0,) * len(tokens), (0,) * len(tokens), Finish.STOP, text)
@@ -84,7 +84,7 @@ def test_calls_are_trained_and_answers_are_not_in_the_stream_of_a_rollout(tmp_pa
             played = played.add_messages(messages, chat.next(messages, tokens))
     assert tuple(sample.token_ids) == played.token_ids
     assert chat.tokenizer.decode(sample.token_ids[sample.loss_mask == 1]) == "".join(
-        f"{text}<|im_end|>" for text in said
+        f"{text}<|im_end|>" for text in replies
     )
     rows = [message.as_dict() for message in conversation]
     whole = chat.tokenizer.apply_chat_template(rows, tools=chat.tools, tokenize=False)
@@ -93,7 +93,7 @@ def test_calls_are_trained_and_answers_are_not_in_the_stream_of_a_rollout(tmp_pa
 
 
 def test_rows_of_a_file_with_other_arguments_and_tools_in_each(tmp_path: Path) -> None:
-    """Arrow gives every row the names of all; without calls a row is read as ever."""
+    """Arrow gives every row the names of all rows; a row without calls is read as before."""
     other = {"type": "function", "function": {**SCHEMA, "name": "other", "parameters": {"type": "object"}}}
     objects = row(calling("1", as_text=False), tools=[SCHEMA])
     more = row(calling("2", as_text=False), tools=[other])
@@ -121,11 +121,11 @@ def test_rows_of_a_file_with_other_arguments_and_tools_in_each(tmp_path: Path) -
         (lambda m: m[4].update(content=" "), "a message without content"),
     ],
 )
-def test_what_is_no_conversation_with_tools_is_refused(change: Any, fault: str) -> None:
-    given = row(calling("1"))
-    change(given["messages"])
+def test_bad_conversations_with_tools_are_refused(change: Any, fault: str) -> None:
+    broken = row(calling("1"))
+    change(broken["messages"])
     with pytest.raises(ValueError, match=fault):
-        tool_conversation(given)
+        tool_conversation(broken)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_what_is_no_conversation_with_tools_is_refused(change: Any, fault: str) 
         (QWEN.replace("message.tool_calls or []", "[]"), calling("1"), "drops tool_calls"),
     ],
 )
-def test_what_the_template_cannot_write_is_refused(
+def test_messages_that_the_template_cannot_render_are_refused(
     tmp_path: Path, template: str, message: dict[str, Any], fault: str
 ) -> None:
     renderer(tmp_path, template)

@@ -1,4 +1,4 @@
-"""The stream of a conversation against the vendors' chat templates, token by token, or with the difference named.
+"""The stream of a conversation against the vendors' chat templates: equal token by token, or with a named difference.
 
 Six turns of the policy with a system prompt, two calls of a tool and thoughts. docs/explanation/conversations.md has
 this table in words.
@@ -31,7 +31,7 @@ SCHEMA = {
 }
 CALL = {"type": "function", "function": {"name": "compute", "arguments": {"e": "6*7"}}}
 # What the policy thinks and says in each turn; None is a call. After a call comes the tool, after a reply the user.
-SAID = [
+TURNS = [
     ("six times seven", None),
     ("it is known now", "That is 42.\n\nShall I go on?"),
     ("they want more", "Then 43."),
@@ -39,7 +39,7 @@ SAID = [
     ("the same", "Still 42."),
     ("a farewell", "Bye."),
 ]
-ASKED = ["What is 6*7?", "Yes, go on.", "Check it again!", "Thanks.", "And?", "So?", "Well."]
+QUESTIONS = ["What is 6*7?", "Yes, go on.", "Check it again!", "Thanks.", "And?", "So?", "Well."]
 # In the form of DeepSeek-R1's, which is not among the files: no earlier thought is ever shown.
 DEEPSEEK = (
     "{{ bos_token }}{{ tools | tojson if tools }}"
@@ -55,11 +55,11 @@ PLAIN_CALL = '{"name": "compute", "arguments": {"e": "6*7"}}'
 LLAMA_CALL = '{"name": "compute", "parameters": {"e": "6*7"}}'
 
 
-# By name of a template, or DEEPSEEK's form: how it writes a call (none: it knows no tools), whether the policy thinks,
-# the template's arguments, and where the stream differs from it as thoughts are kept or stripped.
-#   ""       nowhere
-#   earlier  it keeps the thoughts of earlier turns, an empty one too, which the template drops
-#   all      the template drops those before a call in the same turn too; they stay till the user speaks again
+# Name of a template, or "deepseek" for DEEPSEEK; form of a call (None: no tools); whether the policy thinks; key of
+# ARGUMENTS; how the stream differs from the template with thoughts kept, and with thoughts stripped:
+#   ""       not at all
+#   earlier  it keeps the thoughts of earlier turns, also empty ones, which the template drops
+#   all      the template also drops thoughts before a call in the same turn; the stream keeps those
 ARGUMENTS = {"thinking": {"enable_thinking": True}, "silent": {"enable_thinking": False}, "": {}}
 CASES = [
     ("llama3", None, False, "", "", ""),
@@ -86,11 +86,11 @@ Renderer = Callable[..., ChatRenderer]
 
 @pytest.fixture
 def renderer(dataset: Callable[[str], Path], tmp_path: Path) -> Renderer:
-    """Makes the one of a template: renderer(NAME, ARGUMENTS, tools=True)."""
+    """Makes the renderer of a template: renderer(NAME, ARGUMENTS, tools=True)."""
 
     def make(name: str, arguments: Mapping[str, Any], tools: bool = True) -> ChatRenderer:
         template = DEEPSEEK if name == "deepseek" else dataset(f"chat_templates/{name}.jinja").read_text()
-        tokenizer = tiny_model.byte_tokenizer([text for _, text in SAID if text] * 4, 300)
+        tokenizer = tiny_model.byte_tokenizer([text for _, text in TURNS if text] * 4, 300)
         tokenizer.add_special_tokens({"additional_special_tokens": MARKS, "bos_token": "<|begin|>"})
         tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])  # as in Qwen3's, no special ones
         tokenizer.chat_template = template
@@ -103,29 +103,29 @@ def renderer(dataset: Callable[[str], Path], tmp_path: Path) -> Renderer:
 def play(
     chat: ChatRenderer, call: str | None, thinks: bool, strip: bool
 ) -> tuple[Conversation, list[tuple[tuple[int, ...], tuple[int, ...], str]]]:
-    """The conversation; before each turn the stream, what the template makes of all messages, and the last question."""
-    begun, asked = [Message("system", "Be brief."), Message("user", ASKED[0])], [*ASKED]
+    """The conversation and, before each turn, the stream, the template's rendering and the last question."""
+    begun, questions = [Message("system", "Be brief."), Message("user", QUESTIONS[0])], [*QUESTIONS]
     rows: list[dict[str, Any]] = [message.as_dict() for message in begun]
     conversation, seen = Conversation(tuple(begun), chat.first(begun)), []
     options = {"tools": chat.tools or None, "add_generation_prompt": True, **chat.arguments}
-    for thought, text in SAID:
+    for thought, text in TURNS:
         whole = chat.tokens(chat.tokenizer.apply_chat_template(rows, tokenize=False, **options))
-        seen.append((conversation.token_ids, whole, asked[0]))
+        seen.append((conversation.token_ids, whole, questions[0]))
         calls = text is None and call is not None
-        said = text or call or "One moment."
+        reply = text or call or "One moment."
         thoughts = f"<think>\n{thought}\n</think>\n\n" if thinks else ""
-        tokens = chat.reply(thoughts.removeprefix("<think>\n" * chat.opens_thought(conversation.token_ids)) + said)
+        tokens = chat.reply(thoughts.removeprefix("<think>\n" * chat.opens_thought(conversation.token_ids)) + reply)
         n = len(tokens)
-        turn = Turn(conversation.token_ids, tokens, (-1.0,) * n, (0,) * n, Finish.STOP, thoughts + said)
+        turn = Turn(conversation.token_ids, tokens, (-1.0,) * n, (0,) * n, Finish.STOP, thoughts + reply)
         conversation = conversation.add_turn(turn)
-        asked = asked if calls else asked[1:]
-        heard = Message("tool", "42") if calls else Message("user", asked[0])
+        questions = questions if calls else questions[1:]
+        heard = Message("tool", "42") if calls else Message("user", questions[0])
         if strip and not calls:
-            prompt = chat.again([*conversation.messages, heard], conversation.turns)
+            prompt = chat.prompt_without_thoughts([*conversation.messages, heard], conversation.turns)
         else:
             prompt = conversation.token_ids + chat.next([heard], tokens)
         conversation = conversation.begin_anew([heard], prompt)
-        row = {"role": "assistant", "content": "" if calls else said, "reasoning_content": thought if thinks else None}
+        row = {"role": "assistant", "content": "" if calls else reply, "reasoning_content": thought if thinks else None}
         rows += [{**row, "tool_calls": [CALL]} if calls else row, heard.as_dict()]
     return conversation, seen
 
@@ -139,23 +139,23 @@ def as_template(text: str, difference: str, last: str) -> str:
 
 
 @pytest.mark.parametrize("strip", [False, True], ids=["kept", "stripped"])
-@pytest.mark.parametrize(("name", "call", "thinks", "said", "kept", "stripped"), CASES)
+@pytest.mark.parametrize(("name", "call", "thinks", "mode", "kept", "stripped"), CASES)
 def test_the_stream_is_what_the_template_renders(
-    renderer: Renderer, name: str, call: str | None, thinks: bool, said: str, kept: str, stripped: str, strip: bool
+    renderer: Renderer, name: str, call: str | None, thinks: bool, mode: str, kept: str, stripped: str, strip: bool
 ) -> None:
-    arguments = dict(ARGUMENTS[said])
+    arguments = dict(ARGUMENTS[mode])
     if name == "qwen3_8":
         arguments["preserve_thinking"] = not strip
     if name == "llama3_2":
-        arguments["date_string"] = "26 Jul 2024"  # it takes that of the day, else
+        arguments["date_string"] = "26 Jul 2024"  # the default is the date of the day
     chat = renderer(name, arguments, tools=call is not None)
     chat.check_thinking(RolloutConfig(strip_thoughts=strip))
     conversation, seen = play(chat, call, thinks, strip)
     difference = stripped if strip else kept
     for stream, whole, last in seen:
         if difference:
-            found = as_template(chat.tokenizer.decode(stream), difference, last)
-            assert found == chat.tokenizer.decode(whole)
+            expected = as_template(chat.tokenizer.decode(stream), difference, last)
+            assert expected == chat.tokenizer.decode(whole)
         else:
             assert stream == whole
     assert any(stream != whole for stream, whole, _ in seen) == bool(difference), (
@@ -174,7 +174,7 @@ def test_the_stream_is_what_the_template_renders(
         assert any(sequence[: len(whole)].tolist() == list(whole) for sequence in sequences)
 
 
-def test_a_template_that_keeps_thoughts_is_refused_where_they_are_to_be_stripped(renderer: Renderer) -> None:
+def test_a_template_that_keeps_thoughts_is_refused_if_they_are_stripped(renderer: Renderer) -> None:
     chat = renderer("qwen3_8", {})
     why = "rollout.strip_thoughts=true: the chat template of .* keeps the thoughts of earlier turns; set it to false, "
     with pytest.raises(ConfigError, match=f"{why}or model.chat_template_args.preserve_thinking=false"):
@@ -189,19 +189,19 @@ def test_the_first_of_llama_3_knows_no_tools(renderer: Renderer) -> None:
 def test_turns_that_think_and_turns_that_do_not(renderer: Renderer) -> None:
     """rollout.future.enable_thinking=false after a trained turn that thinks."""
     chat = renderer("qwen3_5_think", {}, tools=False)
-    asked = [Message("user", ASKED[0])]
-    prompt = chat.first(asked, True)
-    assert chat.opens_thought(prompt) and not chat.opens_thought(chat.first(asked, False))
+    question = [Message("user", QUESTIONS[0])]
+    prompt = chat.first(question, True)
+    assert chat.opens_thought(prompt) and not chat.opens_thought(chat.first(question, False))
     tokens = chat.reply("hm\n</think>\n\n42")
     n = len(tokens)
     turn = Turn(prompt, tokens, (-1.0,) * n, (0,) * n, Finish.STOP, "<think>hm\n</think>\n\n42")
-    more = [Message("user", ASKED[1])]
+    more = [Message("user", QUESTIONS[1])]
     silent = chat.next(more, tokens, False)
     assert chat.tokenizer.decode(silent).endswith("<think>\n\n</think>\n\n")
-    again = chat.again([*asked, Message("assistant", "42"), *more], [turn], False)
-    rows = [*(m.as_dict() for m in asked), {"role": "assistant", "content": "42"}, more[0].as_dict()]
+    rerendered = chat.prompt_without_thoughts([*question, Message("assistant", "42"), *more], [turn], False)
+    rows = [*(m.as_dict() for m in question), {"role": "assistant", "content": "42"}, more[0].as_dict()]
     whole = chat.tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-    assert again == chat.tokens(whole)
+    assert rerendered == chat.tokens(whole)
 
 
 @pytest.mark.parametrize(
@@ -212,12 +212,12 @@ def test_turns_that_think_and_turns_that_do_not(renderer: Renderer) -> None:
         (("which", " day", "<think>", "hm"), "which day"),
     ],
 )
-def test_where_a_thought_ends_within_a_token_the_reply_is_written_again(
+def test_a_reply_is_rendered_again_if_its_thought_ends_within_a_token(
     renderer: Renderer, tokens: tuple[str, ...], text: str
 ) -> None:
     chat = renderer("qwen3", {}, tools=False)
     ids = tuple(token for piece in tokens for token in chat.tokens(piece))
     sampled = "".join(tokens)
     turn = Turn((1,), ids, (-1.0,) * len(ids), (0,) * len(ids), Finish.LENGTH, sampled)
-    asked = [Message("user", "x"), Message("assistant", text), Message("user", "y")]
-    assert chat.again(asked, [turn]) == chat.first(asked)
+    messages = [Message("user", "x"), Message("assistant", text), Message("user", "y")]
+    assert chat.prompt_without_thoughts(messages, [turn]) == chat.first(messages)

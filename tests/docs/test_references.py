@@ -48,8 +48,8 @@ def test_files_exist(page: Path) -> None:
 
 @pages
 def test_options_exist_and_have_these_values(page: Path) -> None:
-    for found, value in OPTION.findall(page.read_text()):
-        name = ALIASES.get(found, found)
+    for spelling, value in OPTION.findall(page.read_text()):
+        name = ALIASES.get(spelling, spelling)
         if name.rpartition(".")[2] in ("py", "jsonl", "yaml", "j2") or name.startswith(OPEN):
             continue
         prefix = any(option.startswith(f"{name}.") for option in OPTIONS)
@@ -60,9 +60,9 @@ def test_options_exist_and_have_these_values(page: Path) -> None:
 
 @pages
 def test_groups_of_settings_exist(page: Path) -> None:
-    there = groups()
+    known = groups()
     assert not sorted(
-        f"{group}={name}" for group, name in GROUP_FILE.findall(page.read_text()) if name not in there[group]
+        f"{group}={name}" for group, name in GROUP_FILE.findall(page.read_text()) if name not in known[group]
     )
 
 
@@ -126,15 +126,15 @@ def _tests_for_a_gpu() -> Iterator[str]:
         if "pytest.mark.gpu" not in text and "device_type" not in text:
             continue
         body = ast.parse(text).body
-        given = [
+        module_marks = [
             node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node).startswith("pytestm")
         ]
         fixtures = {"device_type"} | {
             node.name
             for node in body
-            if isinstance(node, ast.FunctionDef) and "device_type" in {one.arg for one in node.args.args}
+            if isinstance(node, ast.FunctionDef) and "device_type" in {argument.arg for argument in node.args.args}
         }
-        everything = "pytest.mark.gpu" in " ".join(map(ast.unparse, given))
+        everything = "pytest.mark.gpu" in " ".join(map(ast.unparse, module_marks))
         for node in body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 marks = " ".join(map(ast.unparse, node.decorator_list))
@@ -146,7 +146,7 @@ def _tests_for_a_gpu() -> Iterator[str]:
 def test_every_page_is_in_the_navigation() -> None:
     """Which mkdocs.yml lists by hand; `make docs` finds the opposite, entries without a page."""
     named = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
-    there = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
-    assert {path for path in there if not path.startswith("decisions/0")} == named
+    paths = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert {path for path in paths if not path.startswith("decisions/0")} == named
     index = (ROOT / "docs/decisions/index.md").read_text()
     assert all(path.name in index for path in (ROOT / "docs/decisions").glob("0*.md"))

@@ -89,14 +89,17 @@ def test_from_a_data_set_of_the_hub_to_a_trained_model(endpoint: str, tmp_path: 
         openai = {"OPENAI_API_BASE": endpoint, "OPENAI_API_KEY": "a-key-of-the-test"}
         environment = hub.environment(tmp_path / "home", **openai)
         smaller = [
-            re.sub(r"(megatron-collab (?:train|evaluate) (?:.*\\\n)*.*)", rf"\1 {small}", each) for each in commands
+            re.sub(r"(megatron-collab (?:train|evaluate) (?:.*\\\n)*.*)", rf"\1 {small}", command)
+            for command in commands
         ]
-        looked, _, planned, _, called, _, compared, taken = (follow(each, tmp_path, environment) for each in smaller)
+        looked, _, planned, _, called, _, compared, exported = (
+            follow(command, tmp_path, environment) for command in smaller
+        )
 
     assert "read as collabllm" in looked and "48 rows, 24 tasks" in looked
     sides = {to: [rows(tmp_path / f"data/{to}/{side}.jsonl") for side in ("train", "eval")] for to in ("sft", "rl")}
     held_out = [{row["messages"][1]["content"] for row in sides["sft"][1]}, {row["goal"] for row in sides["rl"][1]}]
-    assert held_out[0] and {each.split()[-1] for each in held_out[0]} == {each.split()[-1] for each in held_out[1]}
+    assert held_out[0] and {text.split()[-1] for text in held_out[0]} == {text.split()[-1] for text in held_out[1]}
 
     assert "Fits a GPU of 24 GiB" in planned
     runs = tmp_path / "runs" / "math"
@@ -111,10 +114,10 @@ def test_from_a_data_set_of_the_hub_to_a_trained_model(endpoint: str, tmp_path: 
     results = [json.loads((runs / name / "result.json").read_text()) for name in ("trained", "before")]
     assert [result["step"] for result in results] == [best["step"], 0]
     assert compared.count("eval/accuracy_se") == 2
-    assert "models/math: written from" in taken and (tmp_path / "models/math/tokenizer.json").is_file()
+    assert "models/math: written from" in exported and (tmp_path / "models/math/tokenizer.json").is_file()
     assert "eval/accuracy" in (runs / "rl" / "report.html").read_text()
 
 
 def evaluations(run: Path, score: str) -> list[float]:
     """The scores of the evaluations of a run, in their order."""
-    return [each[score] for each in json.loads((run / "evaluations.json").read_text()).values()]
+    return [record[score] for record in json.loads((run / "evaluations.json").read_text()).values()]

@@ -1,4 +1,4 @@
-"""Programs on two hosts that are network namespaces of this machine."""
+"""Training on two hosts, which are network namespaces of this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMESPACES = ["unshare", "--user", "--map-root-user", "--net", "--mount", "--pid
 
 
 def train_on_two_hosts(folder: Path, arguments: Sequence[str], gpus: bool = False, timeout: float = 600) -> str:
-    """What the first host printed of a training over both, which ends with exit code 0; logs are in `folder`."""
+    """Console output of the first host of a training over both, which ends with exit code 0; logs are in `folder`."""
     script = [*NAMESPACES, "--kill-child", "bash", str(Path(__file__).with_name("two_hosts.sh")), str(folder)]
     environment = os.environ | {"PYTHON": sys.executable, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     environment |= {"GPUS": "1"} if gpus else {}

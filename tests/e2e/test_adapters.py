@@ -1,4 +1,4 @@
-"""Adapters that servers hold beside the base: a run samples with what it trains, also after parts of it were killed."""
+"""Servers keep adapters beside the base model: a run samples with what it trains, also after parts of it are killed."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Program]]:
 
 
 def test_a_run_samples_with_the_adapters_that_it_trains(tmp_path: Path, start: Callable[[str], Program]) -> None:
-    """One whose server and then all of it are killed goes on with servers of the base alone, and ends the same."""
+    """If its server and then the whole run are killed, it resumes with new servers of the base and ends the same."""
     start("whole").finish()
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     program = start("killed")
     program.when(lambda: steps_done(killed) == 1)
-    (server,) = (p for p in program.left() if "--weight-version" in p.cmdline() and os.getsid(p.pid) == p.pid)
+    (server,) = (p for p in program.processes() if "--weight-version" in p.cmdline() and os.getsid(p.pid) == p.pid)
     server.kill()
     program.when(lambda: steps_done(killed) == 2)
     assert [line["servers/back"] for line in lines(killed / "metrics.jsonl")] == [0, 1]
     kill(program)
     start("killed").finish()
-    found = lines(whole / "metrics.jsonl")
-    assert all(line["mismatch/max_abs"] <= 1e-4 for line in found) and len(found) == 3
-    assert found[-1]["kl"] > 1e-6, "two updates have moved the policy"
-    for one, other in zip(found, lines(killed / "metrics.jsonl"), strict=True):
-        assert {name: one[name] for name in SAME} == {name: other[name] for name in SAME}
+    metrics = lines(whole / "metrics.jsonl")
+    assert all(line["mismatch/max_abs"] <= 1e-4 for line in metrics) and len(metrics) == 3
+    assert metrics[-1]["kl"] > 1e-6, "two updates have moved the policy"
+    for row, other in zip(metrics, lines(killed / "metrics.jsonl"), strict=True):
+        assert {name: row[name] for name in SAME} == {name: other[name] for name in SAME}
     assert parameters(killed) == parameters(whole)

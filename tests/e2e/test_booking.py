@@ -1,4 +1,4 @@
-"""The main job, small: the real program under torchrun with Megatron-Core, SGLang, Ray and LiteLLM."""
+"""The main job at small size: the real program under torchrun with Megatron-Core, SGLang, Ray and LiteLLM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers import listening
 
 pytestmark = pytest.mark.processes
 
-API_KEY = "sk-test-0123456789"  # that the environment of the undisturbed run holds
+API_KEY = "sk-test-0123456789"  # in the environment of the undisturbed run
 
 SFT = ["experiment=booking_sft", "train.steps=60", "train.checkpoint_every=20", "optim.warmup_steps=10"]
 SFT += ["data.eval=${data.dir}/sft.jsonl", "train.eval_tasks=16", "train.eval_every=20", "train.keep_best=-eval/loss"]
@@ -42,7 +42,7 @@ RANDOM = ["reward.malformed=null", "reward.weights.token_amount=-0.01"]  # a ran
 
 
 class Program:
-    """One start of the program, in a session of its own, whose processes can all be found again."""
+    """One start of the program in its own session, which finds all its processes by a mark in their environment."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Program:
         self.descendants: list[psutil.Process] = []
         with log.open("w") as stream:
             self.process = subprocess.Popen(
-                # A session of tests in the background ignores SIGINT, one under nohup SIGHUP.
+                # Tests in the background inherit an ignored SIGINT, tests under nohup an ignored SIGHUP.
                 ["env", f"--default-signal={defaults}", sys.executable, "-m", module, *arguments],
                 stdout=stream,
                 stderr=subprocess.STDOUT,
@@ -69,7 +69,7 @@ class Program:
         return self.process.wait(timeout)
 
     def finish(self, timeout: float = 300) -> None:
-        """Wait for the end, which has to be a good one."""
+        """Wait for exit code 0."""
         assert self.wait(timeout) == 0, self.log.read_text()[-5000:]
 
     def when(self, holds: Callable[[], bool], timeout: float = 300) -> None:
@@ -78,57 +78,57 @@ class Program:
             assert self.process.poll() is None, f"ended before the moment came:\n{self.log.read_text()[-3000:]}"
             assert time.monotonic() < deadline, f"the moment never came:\n{self.log.read_text()[-3000:]}"
             time.sleep(0.002)
-        # Some of Ray's processes hide their environment, so they are noted while they still have their parents.
+        # Some of Ray's processes hide their environment, so record them while they still have their parents.
         self.descendants = psutil.Process(self.process.pid).children(recursive=True)
 
-    def left(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
         """Living processes that were started by this program, directly or not."""
-        found = []
+        living = []
         for process in {*psutil.process_iter(), *self.descendants}:
             try:
                 ours = process in self.descendants or environment_of(process).get("MEGATRON_COLLAB_TEST") == self.mark
                 if ours and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+                    living.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-        return found
+        return living
 
     def values(self, variable: str) -> set[str]:
-        """What the environments of its processes hold for it; some of Ray's hide theirs."""
-        return {found for process in self.left() if (found := environment_of(process).get(variable))}
+        """Values of the variable in the environments of its processes, except those of Ray that hide theirs."""
+        return {value for process in self.processes() if (value := environment_of(process).get(variable))}
 
     def gone(self, timeout: float = 60) -> list[str]:
-        """Wait until nothing of the program lives; what still does after `timeout` seconds."""
+        """Wait until all its processes have ended; return those that still live after `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        while self.left() and time.monotonic() < deadline:
+        while self.processes() and time.monotonic() < deadline:
             time.sleep(0.1)
-        return [" ".join(process.cmdline()[:6]) for process in self.left()]
+        return [" ".join(process.cmdline()[:6]) for process in self.processes()]
 
     def end(self) -> None:
-        for process in self.left():
+        for process in self.processes():
             process.kill()
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A process: what it is, the environment that it was started with, the addresses at which it listens."""
+class ProcessInfo:
+    """A process: its command, the environment it was started with, the addresses at which it listens."""
 
     command: str
     environment: bytes
     addresses: frozenset[str]
 
 
-def seen(program: Program) -> list[Seen]:
-    found = []
-    for process, sockets in listening(program.left()).items():
+def process_infos(program: Program) -> list[ProcessInfo]:
+    infos = []
+    for process, sockets in listening(program.processes()).items():
         with suppress(psutil.Error, OSError):  # it has just ended
             command, environment = " ".join(process.cmdline()), Path(f"/proc/{process.pid}/environ").read_bytes()
-            found.append(Seen(command or process.name(), environment, frozenset(host for host, _ in sockets)))
-    return found
+            infos.append(ProcessInfo(command or process.name(), environment, frozenset(host for host, _ in sockets)))
+    return infos
 
 
 def environment_of(process: psutil.Process) -> dict[str, str]:
-    """Empty where it has ended or may not be looked at."""
+    """The process's environment; empty if it has ended or may not be read."""
     try:
         return process.environ()
     except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -164,46 +164,46 @@ def supervised(root: Path, addresses: dict[int, set[str]]) -> Path:
     """The undisturbed supervised run; later stages start from its model."""
     program = Program([*SFT, f"run.dir={root}/sft", f"data.dir={root}/world"], root / "sft.log")
     program.when(lambda: steps_done(root / "sft") >= 1)
-    found = listening([psutil.Process(program.process.pid), *program.descendants])
-    addresses |= {process.pid: {host for host, _ in sockets} for process, sockets in found.items()}
+    listeners = listening([psutil.Process(program.process.pid), *program.descendants])
+    addresses |= {process.pid: {host for host, _ in sockets} for process, sockets in listeners.items()}
     program.finish()
     return root / "sft"
 
 
 @pytest.fixture(scope="module")
 def keys() -> dict[str, str]:
-    """The keys of the undisturbed run by the variables that its processes have them in."""
+    """The keys of the undisturbed run, by environment variable."""
     return {"OPENAI_API_KEY": API_KEY}
 
 
 @pytest.fixture(scope="module")
 def temporary() -> Iterator[Path]:
-    """A temporary folder of the programs that get it, with a short path: sockets are in it."""
+    """A temporary folder for the programs, with a short path, since sockets are in it."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 
 
 @pytest.fixture(scope="module")
 def shared() -> set[Path]:
-    """The shared memory that processes of the undisturbed run had under a name."""
+    """The named shared memory of the undisturbed run's processes."""
     return set()
 
 
 @pytest.fixture(scope="module")
-def whole() -> list[Seen]:
+def whole() -> list[ProcessInfo]:
     """The processes of the undisturbed run while it samples and trains."""
     return []
 
 
 @pytest.fixture(scope="module")
 def trained(
-    root: Path, supervised: Path, keys: dict[str, str], temporary: Path, shared: set[Path], whole: list[Seen]
+    root: Path, supervised: Path, keys: dict[str, str], temporary: Path, shared: set[Path], whole: list[ProcessInfo]
 ) -> Path:
     """The undisturbed run on multiturn-aware reward."""
     program = Program(rl(root, "rl"), root / "rl.log", TMPDIR=str(temporary), **keys)
     program.when(lambda: steps_done(root / "rl") >= 1)
     shared |= shared_memory(program)
-    whole += seen(program)
+    whole += process_infos(program)
     keys |= {name: value for name in (KEY_VARIABLE, "RAY_AUTH_TOKEN") for value in program.values(name)}
     program.finish()
     assert program.gone() == []
@@ -215,12 +215,12 @@ def rl(root: Path, name: str) -> list[str]:
 
 
 def rl_at_random(root: Path, name: str) -> list[str]:
-    """As `rl`, from a random model, which needs no run before it."""
+    """As `rl`, but from a random model, which needs no earlier run."""
     return [*rl(root, name), f"model.path={root}/world/model", *RANDOM]
 
 
 def lines(file: Path) -> list[dict]:
-    """The whole lines of a file that may be written to at this moment."""
+    """The complete lines of a file that may be being written."""
     text = file.read_text() if file.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
@@ -234,16 +234,16 @@ def parameters(run: Path) -> bytes:
 
 
 def shared_memory(program: Program) -> set[Path]:
-    found: set[Path] = set()
-    for process in program.left():
+    files: set[Path] = set()
+    for process in program.processes():
         with suppress(psutil.Error):
             maps = process.memory_maps(grouped=False)
-            found |= {Path(each.path) for each in maps if each.path.startswith("/dev/shm/")}
-    return {file for file in found if file.exists()}  # most have lost their name already
+            files |= {Path(mapping.path) for mapping in maps if mapping.path.startswith("/dev/shm/")}
+    return {file for file in files if file.exists()}  # most have lost their name already
 
 
 def kill(program: Program) -> None:
-    """SIGKILL the process that the user started; everything else must notice."""
+    """SIGKILL the process that the user started; all others must end too."""
     program.process.kill()
     program.wait()
     assert program.gone() == []
@@ -263,13 +263,13 @@ def test_supervised_training_learns_and_exports_a_hugging_face_folder(supervised
 
 def test_nothing_of_a_run_listens_beyond_loopback(supervised: Path, addresses: dict[int, set[str]]) -> None:
     """torchrun's store and the ranks' gloo; a server of its own: tests/inference/test_server.py."""
-    assert [found for found in addresses.values() if found] == [{"127.0.0.1"}] * 3
+    assert [hosts for hosts in addresses.values() if hosts] == [{"127.0.0.1"}] * 3
 
 
 def test_supervised_training_that_is_killed_ends_with_the_same_parameters(
     root: Path, supervised: Path, temporary: Path, start: Callable[..., Program]
 ) -> None:
-    """And with nothing in the temporary folder."""
+    """It also leaves nothing in the temporary folder."""
     arguments = [*SFT, f"run.dir={root}/sft_killed", f"data.dir={root}/world"]
     run = root / "sft_killed"
     between_checkpoints = start(arguments, TMPDIR=str(temporary))
@@ -283,7 +283,7 @@ def test_supervised_training_that_is_killed_ends_with_the_same_parameters(
     assert (run / "evaluations.json").read_text() == (supervised / "evaluations.json").read_text()
 
 
-def test_a_fork_goes_on_from_the_training_state_of_another_run(
+def test_a_fork_continues_from_the_training_state_of_another_run(
     root: Path, supervised: Path, start: Callable[..., Program]
 ) -> None:
     """With the same settings it ends with the same parameters, to the last bit."""
@@ -346,33 +346,33 @@ def test_no_file_of_a_run_holds_a_key(trained: Path, keys: dict[str, str]) -> No
         assert [name for name, key in keys.items() if key.encode() in text] == [], file
 
 
-def test_no_process_of_a_run_has_inherited_a_key(trained: Path, whole: list[Seen], keys: dict[str, str]) -> None:
-    """But Ray's token, which Ray's processes and those that talk to them have, and a server its own."""
-    kinds = Counter(kind(one) for one in whole)
+def test_no_process_of_a_run_has_inherited_a_key(trained: Path, whole: list[ProcessInfo], keys: dict[str, str]) -> None:
+    """Except Ray's token, which Ray's processes and their clients have, and the key of a server in its own process."""
+    kinds = Counter(kind(process) for process in whole)
     assert kinds["rank"] == 2 and kinds["agent"] == 1 and kinds["server"] >= 2, kinds
     assert {"gcs_server", "raylet", "ray::ConversationWorker", "ray::RewardWorker"} <= kinds.keys()
-    for one in whole:
-        found = {name for name, key in keys.items() if key.encode() in one.environment}
-        assert found <= ({KEY_VARIABLE} if kind(one) == "server" else {"RAY_AUTH_TOKEN"}), (one.command, found)
+    for process in whole:
+        names = {name for name, key in keys.items() if key.encode() in process.environment}
+        assert names <= ({KEY_VARIABLE} if kind(process) == "server" else {"RAY_AUTH_TOKEN"}), (process.command, names)
 
 
-def test_nothing_of_a_whole_run_listens_beyond_loopback(trained: Path, whole: list[Seen]) -> None:
-    """Neither ranks and servers, nor Ray's processes, whose own default is every interface (runtime/ray_cluster.py)."""
-    listens = {kind(one) for one in whole if one.addresses}
+def test_nothing_of_a_whole_run_listens_beyond_loopback(trained: Path, whole: list[ProcessInfo]) -> None:
+    """Neither ranks and servers, nor Ray's processes, whose default is every interface (runtime/ray_cluster.py)."""
+    listens = {kind(process) for process in whole if process.addresses}
     assert {"rank", "agent", "server", "gcs_server", "raylet", "ray::ConversationWorker"} <= listens
-    assert {address for one in whole for address in one.addresses} == {"127.0.0.1", "::ffff:127.0.0.1"}
+    assert {address for process in whole for address in process.addresses} == {"127.0.0.1", "::ffff:127.0.0.1"}
 
 
-def kind(one: Seen) -> str:
-    """What a process of a run is."""
+def kind(process: ProcessInfo) -> str:
+    """The part of a run that a process is."""
     for part, name in {
         "megatron_collab.launch.torchrun": "agent",
         "megatron_collab.train": "rank",
         "megatron_collab.inference": "server",
     }.items():
-        if f"-m {part}" in one.command:
+        if f"-m {part}" in process.command:
             return name
-    return one.command.split()[0].rpartition("/")[2].partition(".")[0]
+    return process.command.split()[0].rpartition("/")[2].partition(".")[0]
 
 
 def test_nothing_is_left_in_the_temporary_folder_and_no_shared_memory(
@@ -392,16 +392,16 @@ def test_a_finished_run_is_not_trained_again(trained: Path, root: Path, start: C
 
 @pytest.mark.slow
 def test_sampling_runs_ahead_of_training(root: Path, start: Callable[[list[str]], Program]) -> None:
-    """Weights are put into the servers in the middle of requests, and every sample is at most a version behind.
+    """Servers receive weights in the middle of requests, and every sample is at most one version behind.
 
-    Two ranks as DP2; what a server holds is compared with what was sent at every publish.
+    Two ranks as DP2; every publish compares the server's weights with those that were sent.
     """
     ahead = ["rollout.max_staleness=1", "rollout.server.colocated=false", "algo.correction=truncated"]
     options = [*ahead, "parallel.tp=1", "publish.verify=1", "train.eval_tasks=0"]
     start([*rl_at_random(root, "ahead"), *options]).finish()
     metrics = lines(root / "ahead" / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [0, 1, 2, 3]
-    assert metrics[0]["staleness/max"] == 0 and metrics[0]["mismatch/max_abs"] <= 1e-4  # nothing else was there
+    assert metrics[0]["staleness/max"] == 0 and metrics[0]["mismatch/max_abs"] <= 1e-4  # there was no older version
     assert max(line["staleness/max"] for line in metrics) == 1
     assert all(line["ending/error"] == 0 for line in metrics if "ending/error" in line)
     streams = [

@@ -58,10 +58,10 @@ def scores(rows: list[dict[str, Any]]) -> list[tuple[str, int, dict, list]]:
     return [(row["task"], row["rollout"], row["scores"], row["messages"]) for row in rows]
 
 
-def test_a_checkpoint_is_evaluated_and_goes_on_where_it_was_killed(root: Path, start: Callable[..., Program]) -> None:
-    """And its conversations are those of the same weights as a Hugging Face folder, to the letter.
+def test_a_killed_evaluation_of_a_checkpoint_resumes(root: Path, start: Callable[..., Program]) -> None:
+    """Its conversations equal those of the same weights in a Hugging Face folder, to the letter.
 
-    The user opens those of one set.
+    The user opens the conversations of one set.
     """
     run, opened = root / "checkpoint", SETS.replace("eval.jsonl, name: sampled", "unopened.jsonl, name: sampled")
     opened = opened.replace("WORLD", f"{root}/world")
@@ -74,13 +74,13 @@ def test_a_checkpoint_is_evaluated_and_goes_on_where_it_was_killed(root: Path, s
     (first,) = json.loads((run / "evaluations.json").read_text())
     written = (run / f"eval_{first.replace('/', '_')}.jsonl").stat().st_mtime_ns
     start(of_checkpoint, module="megatron_collab.evaluate").finish()
-    assert (run / f"eval_{first.replace('/', '_')}.jsonl").stat().st_mtime_ns == written, "what is recorded stays"
+    assert (run / f"eval_{first.replace('/', '_')}.jsonl").stat().st_mtime_ns == written, "recorded evaluations stay"
 
     start(arguments(root, "folder", f"model.path={root}/sft/hf", opened), module="megatron_collab.evaluate").finish()
-    for one, conversations in (("greedy", 6), ("sampled", 12)):
-        rows = lines(run / f"eval_{one}_model.jsonl")
+    for set_name, conversations in (("greedy", 6), ("sampled", 12)):
+        rows = lines(run / f"eval_{set_name}_model.jsonl")
         assert len(rows) == conversations
-        assert scores(rows) == scores(lines(root / "folder" / f"eval_{one}_model.jsonl"))
+        assert scores(rows) == scores(lines(root / "folder" / f"eval_{set_name}_model.jsonl"))
     sampled = lines(run / "eval_sampled_model.jsonl")
     pairs = list(zip(sampled[::2], sampled[1::2], strict=True))
     assert any(a["messages"] != b["messages"] for a, b in pairs)
@@ -94,11 +94,11 @@ def test_a_checkpoint_is_evaluated_and_goes_on_where_it_was_killed(root: Path, s
     assert "eval/sampled/booking_right_se" in result
     assert not (run / "hf").exists() and not list((run / "journal").iterdir())
     assert "Evaluation sampled" in (run / "report.html").read_text()
-    again = start(of_checkpoint, module="megatron_collab.evaluate")
-    assert again.wait() == 0 and "all sets are evaluated" in again.log.read_text()
+    repeated = start(of_checkpoint, module="megatron_collab.evaluate")
+    assert repeated.wait() == 0 and "all sets are evaluated" in repeated.log.read_text()
 
 
-def test_conversations_are_built_turn_by_turn_and_go_on_where_they_were_killed(
+def test_conversations_are_built_turn_by_turn_and_resume_after_a_kill(
     root: Path, start: Callable[..., Program]
 ) -> None:
     run, tasks = root / "built", f"data.eval={root}/world/unopened.jsonl"
@@ -112,8 +112,8 @@ def test_conversations_are_built_turn_by_turn_and_go_on_where_they_were_killed(
     resumed = start(command, module="megatron_collab.build_dataset")
     resumed.finish()
     # 6 tasks, 3 turns, 3 candidates, 2 futures with 2, 1 and 0 messages of the user.
-    said = "6 conversations: at most 162 replies, 114 messages of users, 0 judgements"
-    assert said in resumed.log.read_text()
+    bound = "6 conversations: at most 162 replies, 114 messages of users, 0 judgements"
+    assert bound in resumed.log.read_text()
     rows = lines(run / "built" / "train.jsonl")
     by_turn: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
@@ -129,14 +129,14 @@ def test_conversations_are_built_turn_by_turn_and_go_on_where_they_were_killed(
             assert prompt[:-2] == best["prompt"] and prompt[-2]["content"] == best["completion"]
     assert f"{len(rows)} candidates" in (run / "built" / "README.md").read_text()
     assert len(load_tasks(Source(source=str(run / "built")))) == len(rows)
-    again = start(command, module="megatron_collab.build_dataset")
-    assert again.wait() == 0 and "all conversations are built" in again.log.read_text()
+    repeated = start(command, module="megatron_collab.build_dataset")
+    assert repeated.wait() == 0 and "all conversations are built" in repeated.log.read_text()
     refused = start([*command[:-1], f"run.dir={root}/none"], module="megatron_collab.build_dataset")
     assert refused.wait() == 2 and "rollout.max_messages: not set" in refused.log.read_text()
 
 
 def test_conversations_are_built_by_several_assistants_and_uploaded(root: Path) -> None:
-    """The policy on its server beside an endpoint; the first upload fails, and the same command does it alone."""
+    """The policy on its server and an endpoint; the first upload fails, and the same command repeats only that."""
     run = root / "cast"
     more = (f"data.eval={root}/world/eval.jsonl", "train.eval_tasks=3", "build.candidates=3", "rollout.futures=1")
     more = (*more, "rollout.max_messages=6", "build.parquet=true", "build.push_to_hub=me/bookings")
@@ -146,8 +146,17 @@ def test_conversations_are_built_by_several_assistants_and_uploaded(root: Path) 
             url = f"http://127.0.0.1:{endpoint.port}/v1"
             other = f"{{model: openai/m, temperature: 0.3, api_base: '{url}', max_tokens: 30}}"
             prices = "llm.prices={openai/m: [10, 100]}"
-            cast = ["build.assistants={policy: policy, other: " + other + "}", prices, f"model.path={root}/sft/hf"]
-            command = [sys.executable, "-m", "megatron_collab.build_dataset", *arguments(root, "cast", *more, *cast)]
+            assistants = [
+                "build.assistants={policy: policy, other: " + other + "}",
+                prices,
+                f"model.path={root}/sft/hf",
+            ]
+            command = [
+                sys.executable,
+                "-m",
+                "megatron_collab.build_dataset",
+                *arguments(root, "cast", *more, *assistants),
+            ]
             environment = hub.environment(root / "home", OPENAI_API_KEY="sk-test", HF_TOKEN=token)
             environment |= proxy.environment()
             log = root / "cast.log"
@@ -170,8 +179,10 @@ def test_conversations_are_built_by_several_assistants_and_uploaded(root: Path) 
         by = {name: [row for row in table if row["assistant"] == name] for name in ("policy", "other")}
         assert sum(map(len, by.values())) == len(table) and all(by.values())
         assert {row["completion"] for row in by["other"]} == {"a table for 2 people on monday at 6pm ."}
-        said = {message["content"] for row in by["policy"] for each in row["sessions"] for message in each}
-        assert not said & {row["completion"] for row in by["other"]}, "its futures are its own"
+        policy_texts = {
+            message["content"] for row in by["policy"] for session in row["sessions"] for message in session
+        }
+        assert not policy_texts & {row["completion"] for row in by["other"]}, "its futures are its own"
         assert {(request["temperature"], request["max_tokens"]) for request in requests} == {(0.3, 30)}
         card = (run / "built" / "README.md").read_text()
         assert "| other (openai/m): " in card and "; policy (hf): " in card and "path: train.parquet" in card
@@ -190,18 +201,18 @@ def test_conversations_are_built_by_several_assistants_and_uploaded(root: Path) 
 async def _evaluated(
     arguments: list[str], log: Path, at_request: tuple[int, Callable[[], object]] | None = None
 ) -> list[dict[str, Any]]:
-    """The requests that an endpoint of the test got, which always answers with the same booking.
+    """The requests to an endpoint of the test, which asks once and then always answers with the same booking.
 
-    `at_request`: what is done once at the request of that number.
+    `at_request`: a function that is called once, at the request of that number.
     """
-    left = [at_request] if at_request else []
+    pending = [at_request] if at_request else []
 
     async def reply(request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        if left and len(endpoint.requests) >= left[0][0]:
-            left.pop()[1]()
-        asked = sum(message["role"] == "assistant" for message in body["messages"])
-        text = booking.ask(["people", "day", "time"]) if not asked else "a table for 2 people on monday at 6pm ."
+        if pending and len(endpoint.requests) >= pending[0][0]:
+            pending.pop()[1]()
+        replies = sum(message["role"] == "assistant" for message in body["messages"])
+        text = booking.ask(["people", "day", "time"]) if not replies else "a table for 2 people on monday at 6pm ."
         return await says(text)(request)
 
     endpoint = Endpoint(reply)
@@ -227,7 +238,7 @@ async def _requests(
 
 
 def test_a_model_behind_litellm_is_the_assistant(tmp_path: Path) -> None:
-    """It is given messages; no server is started and no model read."""
+    """It receives messages; no server is started and no model read."""
     requests = asyncio.run(_evaluated(arguments(tmp_path, "api", "assistant.temperature=0.5"), tmp_path / "log"))
     run = tmp_path / "api"
     greedy, sampled = lines(run / "eval_greedy_model.jsonl"), lines(run / "eval_sampled_model.jsonl")
@@ -245,8 +256,8 @@ def test_a_model_behind_litellm_is_the_assistant(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_reward_model_whose_server_is_killed_scores_all_the_same(tmp_path: Path) -> None:
-    """It is started again and waited for, and what it could not score is played once more."""
+def test_killing_a_reward_models_server_loses_no_score(tmp_path: Path) -> None:
+    """It is restarted, the run waits for it, and groups that it could not score are played again."""
     model = make_reward_model(tmp_path / "model", positions=256)
 
     def kill() -> None:
@@ -259,6 +270,8 @@ def test_a_reward_model_whose_server_is_killed_scores_all_the_same(tmp_path: Pat
     scored = ["reward.weights.reward_model=1", f"reward.metrics.reward_model.model={model}"]
     log = tmp_path / "log"
     asyncio.run(_evaluated(arguments(tmp_path, "scored", *scored), log, (5, kill)))
-    rows = [row for one in ("greedy", "sampled") for row in lines(tmp_path / "scored" / f"eval_{one}_model.jsonl")]
+    rows = [
+        row for set_name in ("greedy", "sampled") for row in lines(tmp_path / "scored" / f"eval_{set_name}_model.jsonl")
+    ]
     assert len(rows) == 18 and "SGLang server 0 of reward_model is left out and started again" in log.read_text()
     assert all(isinstance(row["scores"]["reward_model"], float) for row in rows)

@@ -1,4 +1,4 @@
-"""Every experiment that is planned for GPUs: its plan fits, and its settings train a tiny model on this machine."""
+"""Every experiment for GPUs: its memory plan fits, and its settings train a tiny model on this machine."""
 
 from __future__ import annotations
 
@@ -52,38 +52,38 @@ TEST = "def check(candidate):\n    assert candidate(2) == 4\n"
 
 
 def published(number: int) -> dict[str, Any]:
-    """A row with the columns of the published data sets: the second turn of a conversation, one of two candidates."""
-    said = [("user", f"help me with {number // 2}"), ("assistant", "which part?"), ("user", "all of it")]
+    """A row with the columns of the published datasets: one of two candidates for the second turn of a conversation."""
+    messages = [("user", f"help me with {number // 2}"), ("assistant", "which part?"), ("user", "all of it")]
     return {
-        "prompt": [{"role": role, "content": text} for role, text in said],
+        "prompt": [{"role": role, "content": text} for role, text in messages],
         "completion": f"the answer is {number}",
         "conv_id": number // 2,
         "score": float(number % 2),
         "single_turn_prompt": f"problem {number // 2}",
         "single_turn_completion": str(number // 2),
         "single_turn_metadata": {"test": TEST, "entry_point": "double"},
-        "turn_id": len(said),
+        "turn_id": len(messages),
         "sessions": [],
         "rewards": {"accuracy": [1.0]},
     }
 
 
 class Answers(BaseHTTPRequestHandler):
-    """A language model that fills in the JSON object which a prompt asks for; `asked` are the prompts."""
+    """A language model that fills in the JSON object that a prompt requests; `prompts` are all of them."""
 
-    asked: list[str] = []  # noqa: RUF012 (shared by the handlers of the test)
+    prompts: list[str] = []  # noqa: RUF012 (shared by the handlers of the test)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         prompt = "\n".join(str(message["content"]) for message in body["messages"])
-        self.asked.append(prompt)
+        self.prompts.append(prompt)
         fields = re.findall(r'^ +"(\w+)": (string|.)', prompt, re.MULTILINE)
-        found: dict[str, Any] = {name: f"some {name}" if kind == "string" else 1 for name, kind in fields}
+        reply: dict[str, Any] = {name: f"some {name}" if kind == "string" else 1 for name, kind in fields}
         if '{"answer": "yes"}' in prompt:  # of doctor --llm
-            found = {"answer": "yes"}
+            reply = {"answer": "yes"}
         elif "You play the user" in prompt:
-            found = {"current_answer": "", "thought": "not yet", "response": "please go on"}
-        choice = {"index": 0, "message": {"role": "assistant", "content": json.dumps(found)}, "finish_reason": "stop"}
+            reply = {"current_answer": "", "thought": "not yet", "response": "please go on"}
+        choice = {"index": 0, "message": {"role": "assistant", "content": json.dumps(reply)}, "finish_reason": "stop"}
         usage = {"prompt_tokens": 20, "completion_tokens": 20, "total_tokens": 40}
         answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
         data = json.dumps({**answer, "usage": usage}).encode()
@@ -108,7 +108,7 @@ def endpoint() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("name", "gib"), [*((name, 80) for name in (*COLLABLLM, *PAPER)), ("qwen3_0_6b", 24)])
-def test_the_plan_fits_with_room_for_what_is_not_counted(name: str, gib: int) -> None:
+def test_the_plan_fits_with_room_for_uncounted_memory(name: str, gib: int) -> None:
     assert name in groups()["experiment"]
     config, shape = memory.read_run([f"experiment={name}"])
     peak = max(map(memory.peak, memory.plan_memory(config, shape))) / memory.GIB
@@ -116,24 +116,24 @@ def test_the_plan_fits_with_room_for_what_is_not_counted(name: str, gib: int) ->
     assert config.launch.nproc_per_node == (1 if name == "qwen3_0_6b" else 8)
 
 
-def test_the_supervised_experiments_differ_in_their_data_alone() -> None:
-    """So that one of them stands for all in what follows."""
-    found = []
+def test_the_supervised_experiments_differ_only_in_their_data() -> None:
+    """So one of them represents all of them in the tests below."""
+    configs = []
     for task in ("math", "medium", "code"):
         config = compose([f"experiment=collabllm_{task}_sft"])
         folder = f"data/collabllm_{task}/sft"
         assert (config.data.train, config.data.eval) == (f"{folder}/train.jsonl", f"{folder}/eval.jsonl")
         assert config.run.dir == f"runs/collabllm_{task}/sft"
         config.run.dir = config.data.train = config.data.eval = ""
-        found.append(config)
-    assert found[0] == found[1] == found[2]
+        configs.append(config)
+    assert configs[0] == configs[1] == configs[2]
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in COLLABLLM if name == "collabllm_math_sft" or "sft" not in name])
 def test_an_experiment_trains_a_tiny_model(name: str, endpoint: str, tmp_path: Path) -> None:
-    """On rows with the published columns, prepared by its command, from a stand-in of the Hub; it has held some out."""
+    """On rows with the published columns from a stand-in of the Hub, prepared and split by the command in its file."""
     config = compose([f"experiment={name}"])
     text = (CONF / "experiment" / f"{name}.yaml").read_text().replace(" \\\n#", "")
     ((source, arguments),) = re.findall(r"^# +megatron-collab prepare-data (\S+) (.*)$", text, re.MULTILINE)
@@ -163,7 +163,7 @@ def test_an_experiment_trains_a_tiny_model(name: str, endpoint: str, tmp_path: P
 @pytest.mark.processes
 @pytest.mark.slow
 def test_the_first_evening_trains_a_tiny_model(tmp_path: Path) -> None:
-    """The world makes the data, from problems of GSM8K's form."""
+    """The world makes the data from problems in the form of GSM8K."""
     problem = {"question": "Ana has 2 pens. Ben has 3 pens. How many pens are there?", "answer": "2+3=5\n#### 5"}
     for file in ("train.jsonl", "test.jsonl"):
         write_jsonl(tmp_path / file, [problem] * 4)
@@ -174,7 +174,7 @@ def test_the_first_evening_trains_a_tiny_model(tmp_path: Path) -> None:
         f"model.path={tmp_path}/model",
         f"data.path={tmp_path}",
         f"data.dir={tmp_path}/world",
-        # The made tokenizer has no thoughts; test_thinking.py has one that does.
+        # This tokenizer has no tokens for thoughts; that of test_thinking.py does.
         *("rollout.strip_thoughts=false", "rollout.turn.thinking_budget=null", "rollout.future.thinking_budget=null"),
     ]
     run = train(tmp_path, "qwen3_0_6b", *settings)

@@ -1,6 +1,6 @@
-"""The main job on a GPU, through what happens to a run; the same story is told on a CPU, shorter.
+"""The main job on a GPU with faults; on a CPU the same run is shorter.
 
-Colocated servers lose their memory and get it back at every step. One is killed, the run is preempted and goes on.
+Colocated servers release their memory and get it back at every step. One is killed; the run is preempted and resumes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tests.helpers import make_model, nats_apart
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(2400)]
 
-# Sides that are multiples of a block of FP8, which the booking world's own model lacks.
+# Sizes that are multiples of an FP8 block, which those of the booking world's model are not.
 SIZES = {"vocab": 512, "hidden": 512, "ffn": 1024, "heads": 8, "kv_heads": 4, "head_dim": 64}
-# Each reads segments in memory of its own device.
+# Each server reads segments in memory of its own device.
 TWO = ["launch.nproc_per_node=2", "parallel.tp=2", "rollout.server.replicas=2"]
 CASES = {
     "fp8 servers": ("llama", ["rollout.server.fp8=true"]),
@@ -47,7 +47,7 @@ MINUTES = 60
 
 
 class Models(NamedTuple):
-    """The model that is trained, and the KL divergence, in nats, of one with other random weights from it."""
+    """The model that is trained, and the KL divergence, in nats, of a model with other random weights from it."""
 
     folder: Path
     apart: float
@@ -55,10 +55,10 @@ class Models(NamedTuple):
 
 def make_models(root: Path, family: str, **sizes: Any) -> Models:
     more = {"moe_intermediate_size": 256} if family == "qwen3_moe" else {}
-    one, other = (
+    trained, other = (
         make_model(root / name, family=family, seed=seed, **sizes, **more) for seed, name in enumerate(["one", "other"])
     )
-    return Models(one, nats_apart(one, other))
+    return Models(trained, nats_apart(trained, other))
 
 
 def arguments(root: Path, models: Models, device_type: str, *more: str) -> list[str]:
@@ -69,40 +69,40 @@ def arguments(root: Path, models: Models, device_type: str, *more: str) -> list[
     return [*SMALL, *folders, f"launch.device={device_type}", f"model.dtype={dtype}", *more]
 
 
-class Lived(NamedTuple):
-    """What is left of a run: metrics by step, and what it said before and after the preemption notice.
+class FaultyRun(NamedTuple):
+    """Results of a run: its metrics by step, and its console output before and after the preemption notice.
 
-    `code`: how that ended it; `before`: the metrics of until then; `saved`: its checkpoint; `left`: bytes of the GPU
-    that were not given back.
+    `code`: the exit code after the notice; `before`: the metrics until then; `saved`: its checkpoint; `leaked`: bytes
+    of the GPU that were not freed.
     """
 
     metrics: list[dict[str, float]]
-    said: tuple[str, str]
+    logs: tuple[str, str]
     code: int
     before: list[dict[str, float]]
     saved: str
-    left: int
+    leaked: int
     apart: float
 
 
 @pytest.fixture(scope="module")
-def lived(tmp_path_factory: pytest.TempPathFactory, device_type: str) -> Lived:
+def faulty_run(tmp_path_factory: pytest.TempPathFactory, device_type: str) -> FaultyRun:
     root = tmp_path_factory.mktemp("lived")
     models = make_models(root, "qwen3", **(SIZES if device_type == "cuda" else {}))
     run, steps = root / "run", STEPS[device_type]
-    given = arguments(root, models, device_type, f"train.steps={steps}", "train.checkpoint_every=5")
+    settings = arguments(root, models, device_type, f"train.steps={steps}", "train.checkpoint_every=5")
     before = free(device_type)
-    first = Program(given, root / "first.log")
+    first = Program(settings, root / "first.log")
     try:
         first.when(lambda: steps_done(run) == 1, 20 * MINUTES)  # kernels are compiled at a first start
         time.sleep(0.5)  # the weights are published, the next step is sampled
-        (server,) = (p for p in first.left() if "--weight-version" in p.cmdline() and os.getsid(p.pid) == p.pid)
+        (server,) = (p for p in first.processes() if "--weight-version" in p.cmdline() and os.getsid(p.pid) == p.pid)
         server.kill()
         first.when(lambda: steps_done(run) >= steps // 2, 20 * MINUTES)
         first.process.send_signal(PREEMPTION)
         code = first.process.wait(5 * MINUTES)
         done, saved = lines(run / "metrics.jsonl"), (run / "checkpoints" / "latest").read_text()
-        second = Program(given, root / "second.log")
+        second = Program(settings, root / "second.log")
         try:
             assert second.process.wait(20 * MINUTES) == 0, second.log.read_text()[-5000:]
             assert first.gone() == second.gone() == []
@@ -110,9 +110,9 @@ def lived(tmp_path_factory: pytest.TempPathFactory, device_type: str) -> Lived:
             second.end()
     finally:
         first.end()
-    said = first.log.read_text(), second.log.read_text()
-    left = before - free(device_type)
-    return Lived(lines(run / "metrics.jsonl"), said, code, done, saved, left, models.apart)
+    logs = first.log.read_text(), second.log.read_text()
+    leaked = before - free(device_type)
+    return FaultyRun(lines(run / "metrics.jsonl"), logs, code, done, saved, leaked, models.apart)
 
 
 def free(device_type: str) -> int:
@@ -123,44 +123,49 @@ def free(device_type: str) -> int:
 
 @pytest.mark.slow
 def test_every_step_samples_with_the_weights_that_are_trained(
-    lived: Lived, record_property: Callable[[str, object], None]
+    faulty_run: FaultyRun, record_property: Callable[[str, object], None]
 ) -> None:
     """20 steps of booking (5 on a CPU): the servers' log-probs are the trainer's before every update."""
-    assert [line["step"] for line in lived.metrics] == list(range(len(lived.metrics)))
-    assert len(lived.metrics) in STEPS.values()
-    k3 = [line["mismatch/k3"] for line in lived.metrics]
-    record_property("KL over that of other weights", f"{max(k3) / lived.apart:.5f}")
-    seconds = [sum(value for name, value in line.items() if name.startswith("seconds/")) for line in lived.metrics]
+    assert [line["step"] for line in faulty_run.metrics] == list(range(len(faulty_run.metrics)))
+    assert len(faulty_run.metrics) in STEPS.values()
+    k3 = [line["mismatch/k3"] for line in faulty_run.metrics]
+    record_property("KL over that of other weights", f"{max(k3) / faulty_run.apart:.5f}")
+    seconds = [sum(value for name, value in line.items() if name.startswith("seconds/")) for line in faulty_run.metrics]
     record_property("seconds a step", f"{sorted(seconds)[len(seconds) // 2]:.1f}")
-    assert min(k3) > -1e-6 and max(k3) < BFLOAT16 * lived.apart
+    assert min(k3) > -1e-6 and max(k3) < BFLOAT16 * faulty_run.apart
 
 
 @pytest.mark.slow
-def test_a_killed_server_comes_back_into_the_run(lived: Lived) -> None:
-    """It is started again, takes its memory and the weights, and the step that it was killed in is finished."""
-    lost, back = (sum(line[f"servers/{name}"] for line in lived.metrics) for name in ("lost", "back"))
+def test_a_killed_server_comes_back_into_the_run(faulty_run: FaultyRun) -> None:
+    """It is restarted, allocates its memory, receives the weights, and the interrupted step is finished."""
+    lost, back = (sum(line[f"servers/{name}"] for line in faulty_run.metrics) for name in ("lost", "back"))
     assert (lost, back) == (1, 1)
-    assert "engine: SGLang server 0 is back (start 2)" in lived.said[0]
+    assert "engine: SGLang server 0 is back (start 2)" in faulty_run.logs[0]
 
 
 @pytest.mark.slow
-def test_a_preempted_run_goes_on_where_it_was(lived: Lived) -> None:
-    """Told to end, it saves and ends with its code; started again, it repeats no step."""
-    assert lived.code == EXIT_PREEMPTED
-    assert lived.saved == f"step_{len(lived.before)}"
-    assert 0 < len(lived.before) < len(lived.metrics) and lived.metrics[: len(lived.before)] == lived.before
+def test_a_preempted_run_goes_on_where_it_was(faulty_run: FaultyRun) -> None:
+    """At the notice it saves and ends with the exit code for it; after a restart it repeats no step."""
+    assert faulty_run.code == EXIT_PREEMPTED
+    assert faulty_run.saved == f"step_{len(faulty_run.before)}"
+    assert (
+        0 < len(faulty_run.before) < len(faulty_run.metrics)
+        and faulty_run.metrics[: len(faulty_run.before)] == faulty_run.before
+    )
 
 
 @pytest.mark.slow
-def test_the_kv_cache_that_a_server_has_is_said(lived: Lived) -> None:
-    assert all("engine: SGLang servers have a KV cache of at least " in said for said in lived.said)
+def test_the_kv_cache_that_a_server_has_is_said(faulty_run: FaultyRun) -> None:
+    assert all("engine: SGLang servers have a KV cache of at least " in log for log in faulty_run.logs)
 
 
 @pytest.mark.gpu
-def test_nothing_of_a_run_is_left_on_the_gpu(lived: Lived, record_property: Callable[[str, object], None]) -> None:
-    """With a server and a run that were ended in the middle; other processes may take a little meanwhile."""
-    record_property("MiB not given back", lived.left >> 20)
-    assert lived.left < 256 << 20
+def test_nothing_of_a_run_is_left_on_the_gpu(
+    faulty_run: FaultyRun, record_property: Callable[[str, object], None]
+) -> None:
+    """Although a server and the run were ended in the middle; other processes may use a little meanwhile."""
+    record_property("MiB not given back", faulty_run.leaked >> 20)
+    assert faulty_run.leaked < 256 << 20
 
 
 @pytest.mark.gpu(1, gpus.HOPPER, engine=True)
@@ -170,7 +175,7 @@ def test_nothing_of_a_run_is_left_on_the_gpu(lived: Lived, record_property: Call
 def test_what_is_sampled_is_what_is_trained(
     tmp_path: Path, case: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """Every step proves by checksums what the server holds, and compares its log-probs with the trainer's."""
+    """Every step checks the server's weights by checksums, and compares its log-probs with the trainer's."""
     family, settings = CASES[case]
     models = make_models(tmp_path, family, **SIZES)
     program = Program(arguments(tmp_path, models, "cuda", "train.steps=3", *settings), tmp_path / "console.log")
@@ -184,7 +189,7 @@ def test_what_is_sampled_is_what_is_trained(
 
 @pytest.mark.gpu(2)
 def test_a_server_over_two_hosts(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    """Its ranks talk over NCCL, and each gives its memory back and takes weights from its own host's trainer."""
+    """Its ranks communicate over NCCL; each releases its memory and receives weights from its own host's trainer."""
     models = make_models(tmp_path, "qwen3", **SIZES)
     server = ["rollout.server.tp=2", "rollout.server.nnodes=2", "train.steps=3"]
     train_on_two_hosts(tmp_path, arguments(tmp_path, models, "cuda", *server), gpus=True, timeout=20 * MINUTES)
@@ -193,8 +198,8 @@ def test_a_server_over_two_hosts(tmp_path: Path, record_property: Callable[[str,
 
 
 def largest_kl(run: Path) -> float:
-    """Of the servers' log-probs from the trainer's, in a run of three steps that lost no server."""
-    found = lines(run / "metrics.jsonl")
-    assert [(line["step"], line["servers/lost"]) for line in found] == [(0, 0), (1, 0), (2, 0)]
-    assert min(line["mismatch/k3"] for line in found) > -1e-6
-    return max(line["mismatch/k3"] for line in found)
+    """Largest KL of the servers' log-probs from the trainer's, in a run of three steps that lost no server."""
+    metrics = lines(run / "metrics.jsonl")
+    assert [(line["step"], line["servers/lost"]) for line in metrics] == [(0, 0), (1, 0), (2, 0)]
+    assert min(line["mismatch/k3"] for line in metrics) > -1e-6
+    return max(line["mismatch/k3"] for line in metrics)

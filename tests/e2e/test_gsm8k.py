@@ -1,4 +1,4 @@
-"""Real problems with a random model: nothing can be solved, everything must be in place."""
+"""Real problems with a random model, which solves none of them: all metrics and transcripts are written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_two_steps_with_every_metric_and_every_transcript(tmp_path: Path, datase
     conversations = config["train"]["prompts_per_step"] * config["train"]["rollouts_per_prompt"]
     transcripts = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
     assert {line["step"] for line in transcripts} == {0, 1}
-    assert len(transcripts) == 2 * conversations  # whole ones, one a rollout
+    assert len(transcripts) == 2 * conversations  # whole conversations, one per rollout
     assert max(len(line["messages"]) for line in transcripts) > 2
     for line in transcripts:
         assert line["messages"][-1]["content"] is not None

@@ -1,4 +1,4 @@
-"""A run by names alone, of model and data, from a stand-in of the Hub; resumed after the branches have moved."""
+"""A run whose model and data are names on a stand-in of the Hub; it resumes after the branches have moved."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = [
 ]
 
 
-def test_a_run_goes_on_with_the_commits_it_began_with(tmp_path: Path) -> None:
+def test_a_resumed_run_uses_the_commits_it_began_with(tmp_path: Path) -> None:
     data, run = tmp_path / "data", tmp_path / "run"
     data.mkdir()
     write_jsonl(data / "train.jsonl", ROWS)
@@ -42,9 +42,9 @@ def test_a_run_goes_on_with_the_commits_it_began_with(tmp_path: Path) -> None:
         printed = train(2)
         assert f"data.train=some/chats@{chats}: 6 rows, read as sharegpt (it has conversations)" in printed
         fetched = [
-            each for each in hub.requests if each.startswith("GET") and each.endswith((".safetensors", ".jsonl"))
+            call for call in hub.requests if call.startswith("GET") and call.endswith((".safetensors", ".jsonl"))
         ]
-        assert len(fetched) == 2  # each once, by the launcher
+        assert len(fetched) == 2  # the launcher downloads each once
         hub.add("model", "some/model", make_model(tmp_path / "other", seed=1, layers=2))
         write_jsonl(data / "train.jsonl", ROWS[:1])
         hub.add("dataset", "some/chats", data)

@@ -1,4 +1,4 @@
-"""A run in which all that can come from outside does: from an installed package, and from a file."""
+"""A run with every kind of extension, from an installed package and from a file."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a new environment with the package, which also finds what is installed in this one."""
+    """The interpreter of a new environment with the package, which also imports what is installed in this one."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
@@ -71,12 +71,12 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", "--no-deps"]
     install += ["--no-build-isolation", "--disable-pip-version-check", "--quiet"]
     source = folder / "source"
-    subprocess.run(["cp", "-r", ROOT / "tests" / "outside", source], check=True)  # where pip leaves its build
+    subprocess.run(["cp", "-r", ROOT / "tests" / "outside", source], check=True)  # pip writes its build there
     subprocess.run([*install, str(source)], check=True)
     return python
 
 
-def test_a_run_with_everything_from_outside(python: Path, tmp_path: Path) -> None:
+def test_a_run_with_every_extension_from_outside(python: Path, tmp_path: Path) -> None:
     (tmp_path / "my_metric.py").write_text(LENGTH)
     run = tmp_path / "run"
     command = [python, "-m", "megatron_collab.train", *SETTINGS, f"run.dir={run}", f"data.dir={tmp_path}/world"]
@@ -96,8 +96,8 @@ def test_a_run_with_everything_from_outside(python: Path, tmp_path: Path) -> Non
         assert [message["content"] for message in line["messages"][2::2]] == ["yes"]
         assert line["turn_rewards"][0] == 0.25
         assert line["scores"]["length"] == len(line["messages"]) == 4
-        said = "".join(message["content"] for message in line["messages"][1::2])
-        assert line["scores"]["polite"] == said.count("a")
+        text = "".join(message["content"] for message in line["messages"][1::2])
+        assert line["scores"]["polite"] == text.count("a")
         rollouts.setdefault((line["step"], line["task"], line["rollout"]), []).append(line)
     for lines in rollouts.values():
         assert lines[0]["reward"] == max(line["scores"]["polite"] for line in lines) + 0.5 * 4
@@ -105,7 +105,7 @@ def test_a_run_with_everything_from_outside(python: Path, tmp_path: Path) -> Non
     result = json.loads((run / "result.json").read_text())
     settings = json.loads((run / "config.json").read_text())
     assert settings["reward"]["metrics"]["length"]["metric"] == f"{tmp_path}/my_metric.py:Length"
-    assert set(result) >= {"politeness_before", "politeness_after"}, "as the world calls it"
+    assert set(result) >= {"politeness_before", "politeness_after"}, "the world names the metric"
 
 
 def test_a_name_that_the_package_lacks_ends_the_command_in_one_line(python: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A training whose user and judge are behind HTTP is recorded, and trained again from the recording without them."""
+"""A training with user and judge behind HTTP is recorded, and repeated from the recording without them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "sk-proj-0123456789abcdef0123456789"
-# What a replay takes and costs, and what the policy's server finds in its cache, which depends on who asks first.
+# Time and cost of a replay, and cache hits of the policy's server, which depend on the order of requests.
 OTHER = ("seconds/", "llm/", "count/cached_tokens", "count/prefill_tokens")
 SETTINGS = [
     "launch.device=cpu",
@@ -52,9 +52,9 @@ SETTINGS = [
 
 
 async def _trained(arguments: list[str], log: Path, endpoint: bool, **environment: str) -> int:
-    """How many requests a training made to an endpoint that never says the same twice, or that is not there.
+    """Number of requests of a training to an endpoint that never answers the same twice, or to no endpoint.
 
-    In its environment is a proxy, which must not be asked: all that is asked is on loopback.
+    Its environment names a proxy, which must receive no request, since all addresses are on loopback.
     """
     numbers, drawn = count(), random.Random(0)
 
@@ -85,34 +85,34 @@ async def _requests(arguments: list[str], log: Path, reply: Reply, endpoint: boo
 
 
 def steps(run: Path) -> list[dict[str, Any]]:
-    found = lines(run / "metrics.jsonl")
-    return [{name: value for name, value in step.items() if not name.startswith(OTHER)} for step in found]
+    metrics = lines(run / "metrics.jsonl")
+    return [{name: value for name, value in step.items() if not name.startswith(OTHER)} for step in metrics]
 
 
 def test_a_recorded_run_is_trained_again_to_the_bit_without_endpoint_and_key(tmp_path: Path) -> None:
-    """By other workers, which play and score in another order. Every other conversation is opened by the user."""
+    """Other workers play and score in another order. The user opens every other conversation."""
     first_messages = [[{"role": "user", "content": f"hi {i}"}] if i % 2 else [] for i in range(4)]
     rows = [
         {"prompt": messages, "goal": "a table", "answer": "a blue one", "id": str(i)}
         for i, messages in enumerate(first_messages)
     ]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = [f"data.train={tmp_path}/tasks.jsonl", f"model.path={make_model(tmp_path / 'policy', layers=1)}"]
-    first, again, calls = tmp_path / "first", tmp_path / "again", tmp_path / "calls"
-    record = [*given, f"run.dir={first}", f"llm.record={calls}", "reward.workers=2"]
+    settings = [f"data.train={tmp_path}/tasks.jsonl", f"model.path={make_model(tmp_path / 'policy', layers=1)}"]
+    first, replayed, calls = tmp_path / "first", tmp_path / "again", tmp_path / "calls"
+    record = [*settings, f"run.dir={first}", f"llm.record={calls}", "reward.workers=2"]
     requests = asyncio.run(_trained(record, tmp_path / "first.log", True, OPENAI_API_KEY=KEY))
-    replay = [*given, f"run.dir={again}", f"llm.replay={calls}", "rollout.workers=2"]
+    replay = [*settings, f"run.dir={replayed}", f"llm.replay={calls}", "rollout.workers=2"]
     assert asyncio.run(_trained(replay, tmp_path / "again.log", False)) == 0
 
-    assert steps(again) == steps(first)
-    assert (again / "transcripts.jsonl").read_text() == (first / "transcripts.jsonl").read_text()
-    assert parameters(again) == parameters(first)
-    said = [message["content"] for row in lines(first / "transcripts.jsonl") for message in row["messages"][2::2]]
-    assert len(set(said)) == len(said) == 2 * 2 * 2 * 3 * 2, "no two are the same"
+    assert steps(replayed) == steps(first)
+    assert (replayed / "transcripts.jsonl").read_text() == (first / "transcripts.jsonl").read_text()
+    assert parameters(replayed) == parameters(first)
+    replies = [message["content"] for row in lines(first / "transcripts.jsonl") for message in row["messages"][2::2]]
+    assert len(set(replies)) == len(replies) == 2 * 2 * 2 * 3 * 2, "no two are the same"
     assert len({row["scores"]["accuracy"] for row in lines(first / "transcripts.jsonl")}) == 2
-    took = {name: sum(step[name] for step in lines(again / "metrics.jsonl")) for name in ("llm/calls", "llm/usd")}
+    took = {name: sum(step[name] for step in lines(replayed / "metrics.jsonl")) for name in ("llm/calls", "llm/usd")}
     assert took == {"llm/calls": 0, "llm/usd": 0}
-    cost, after = json.loads((first / "spend.json").read_text())["usd"], lines(again / "metrics.jsonl")
+    cost, after = json.loads((first / "spend.json").read_text())["usd"], lines(replayed / "metrics.jsonl")
     assert sum(step["llm/replayed"] for step in after) == len(Recording(calls)) == requests
     assert sum(step["llm/replayed_usd"] for step in after) == pytest.approx(cost) and cost > 0
     assert all(KEY.encode() not in file.read_bytes() for file in calls.iterdir())
@@ -121,6 +121,6 @@ def test_a_recorded_run_is_trained_again_to_the_bit_without_endpoint_and_key(tmp
     assert len(commands) == 3
     for command in commands:
         done = [sys.executable, "-m", "megatron_collab.commands", *shlex.split(command)]
-        said = subprocess.run(done, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-        assert f"{requests} calls" in said
+        printed = subprocess.run(done, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        assert f"{requests} calls" in printed
     assert {"merged", "public"} <= {folder.name for folder in tmp_path.iterdir()}

@@ -1,4 +1,4 @@
-"""Studies whole, in small: the booking world's with scripted users, and the paper's with a made model and endpoint."""
+"""Whole studies at small size: the booking world's with scripted users, the paper's with a made model and endpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(2400)
 MODULE = "megatron_collab.reproduce"
 
 
-ARMS = ("base", "sft", "ppo", "offline_dpo")  # of all kinds of rows; tests/reproduce/test_plan.py has the others
+ARMS = ("base", "sft", "ppo", "offline_dpo")  # all kinds of rows; tests/reproduce/test_plan.py has the other arms
 
 
 def small_booking(folder: Path) -> Path:
@@ -41,29 +41,29 @@ def small_booking(folder: Path) -> Path:
     return folder / "booking.yaml"
 
 
-def test_the_booking_study_goes_on_where_it_was_killed(tmp_path: Path, start: Callable[..., Program]) -> None:
+def test_the_booking_study_resumes_after_a_kill(tmp_path: Path, start: Callable[..., Program]) -> None:
     out = tmp_path / "out"
     command = [str(small_booking(tmp_path)), "--out", str(out), "--seeds", "2", "--arms", ",".join(ARMS)]
     killed = start(command, module=MODULE)
     killed.when(lambda: any(file.stat().st_size for file in (out / "booking").glob("build/journal/*.groups")))
     killed.process.kill()
     killed.process.wait()
-    assert killed.gone() == [], "the program that it ran ends with it"
+    assert killed.gone() == [], "the program that it runs ends with it"
     base = (out / "booking" / "base" / "result.json").stat().st_mtime_ns
     resumed = start(command, module=MODULE)
     resumed.finish(1200)
-    assert (out / "booking" / "base" / "result.json").stat().st_mtime_ns == base, "what is done stays"
+    assert (out / "booking" / "base" / "result.json").stat().st_mtime_ns == base, "finished work stays"
     assert "expected of all: 0 USD\n" in resumed.log.read_text(), "nobody is paid"
     table = (out / "page.md").read_text()
     arms = read("booking").arms
     for name in ARMS:
         assert re.search(rf"^\| {arms[name].title} (\| \d+\.\d+ ± \d+\.\d+ ){{2}}\| ", table, re.MULTILINE), table
-    again = start(command, module=MODULE)
-    assert again.wait() == 0 and re.search(r"(\d+)/\1 booking/offline_dpo_eval: done", again.log.read_text())
+    repeated = start(command, module=MODULE)
+    assert repeated.wait() == 0 and re.search(r"(\d+)/\1 booking/offline_dpo_eval: done", repeated.log.read_text())
 
 
 def small_paper(folder: Path) -> Path:
-    """The shipped study, in which GRPO begins with the model itself."""
+    """The shipped study, but GRPO begins with the base model."""
     study: dict[str, Any] = yaml.safe_load((STUDIES / "collabllm.yaml").read_text())
     del study["arms"]["grpo"]["from"]
     (folder / "collabllm.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
@@ -105,18 +105,18 @@ def test_the_paper_is_recorded_and_replayed_without_key_or_network(
         assert re.search(r"--budget=0.0001(: .* USD are spent and about .* to come| is used up)", short.log.read_text())
         recorded = start([*command, "--out", str(first), *calls, *settings, *paid], module=MODULE, **environment)
         recorded.finish(1200)
-        asked = len(Answers.asked)
+        prompt_count = len(Answers.prompts)
         del environment["OPENAI_API_KEY"]
         second = tmp_path / "second"
         nowhere = ["user.api_base=http://127.0.0.1:9/v1", "reward.judge.api_base=http://127.0.0.1:9/v1", *paid[2:]]
         replay = ["--replay", str(tmp_path / "calls")]
         start([*command, "--out", str(second), *replay, *settings, *nowhere], module=MODULE, **environment).finish(1200)
     assert re.search(r"expected of all: (?!0 )\S+( ± \S+)? USD", recorded.log.read_text())
-    assert len(Answers.asked) == asked
+    assert len(Answers.prompts) == prompt_count
     assert (first / "results.json").read_text() == (second / "results.json").read_text()
     for run in ("base_eval", "grpo_eval"):
         files = [out / "math" / run / "eval_seed0_model.jsonl" for out in (first, second)]
         assert files[0].read_bytes() == files[1].read_bytes()
-    found = {(row["arm"], row["column"]): row for row in json.loads((first / "results.json").read_text())}
-    assert found["base", "ITR"]["value"] == pytest.approx(100), "the judge gives 1"
+    results = {(row["arm"], row["column"]): row for row in json.loads((first / "results.json").read_text())}
+    assert results["base", "ITR"]["value"] == pytest.approx(100), "the judge gives 1"
     assert "| Base | " in (first / "page.md").read_text()

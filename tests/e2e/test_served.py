@@ -1,6 +1,6 @@
-"""A training whose user and judge are a model that the run serves itself, on the trainer's devices in turn with it.
+"""A training whose user and judge are a model that the run serves itself, colocated with the trainer.
 
-On a GPU its weights leave the device whenever the trainer takes it, and come back.
+On a GPU its weights are offloaded to the host while the trainer uses the device, and loaded back.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from tests.proxy import recording_proxy
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(2400)]
 
-# Heads that kernels of a GPU know.
+# Sizes of heads that GPU kernels support.
 SIZES = {"cpu": {}, "cuda": {"hidden": 512, "ffn": 1024, "heads": 8, "kv_heads": 4, "head_dim": 64}}
 ON = {
     "cpu": ["launch.device=cpu", "model.dtype=float32"],
     "cuda": ["launch.device=cuda", "model.dtype=bfloat16", "rollout.server.max_total_tokens=32768"],
 }
 SECONDS = {"cpu": 550, "cuda": 1800}  # kernels are compiled at a first start
-LOGIT = 5.0  # of a quote, beside 0 for the other 511 tokens: texts end after some three tokens
+LOGIT = 5.0  # of a quote; the other 511 tokens have 0, so that texts end after about three tokens
 
 
 def make_talker(folder: Path, **sizes: int) -> Path:
-    """A model that draws every token alike, whatever it is told, but the quote more often: its JSON comes to an end."""
+    """A model that samples all tokens alike for any prompt, except the quote more often, so that its JSON ends."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     make_model(folder, layers=1, **sizes)
@@ -83,7 +83,7 @@ def test_a_model_of_the_runs_own_is_user_and_judge(tmp_path: Path, device_type: 
         "rollout.future.max_new_tokens=8",
         "rollout.context_length=900",
         "reward.malformed=null",  # the random policy never ends a turn by itself
-        "llm.requests_per_minute=1",  # which holds for others alone
+        "llm.requests_per_minute=1",  # applies only to models of others
     ]
     command = [sys.executable, "-m", "megatron_collab.train", *settings]
     with (tmp_path / "console.log").open("w") as log, recording_proxy() as proxy:
@@ -97,17 +97,17 @@ def test_a_model_of_the_runs_own_is_user_and_judge(tmp_path: Path, device_type: 
     transcripts = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
     assert len(transcripts) == 2 * 2 * 2
     assert {row["scores"]["accuracy"] for row in transcripts} <= {0, 1}
-    said = {row["messages"][2]["content"] for row in transcripts}
-    assert len(said) > 4 and all(said), "the user's sample is in its seed"
+    texts = {row["messages"][2]["content"] for row in transcripts}
+    assert len(texts) > 4 and all(texts), "the user's sample is in its seed"
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["servers/helper_lost"] for line in metrics] == [0, 0]
     assert (run / "sglang-helper-0.log").exists()
 
 
-def test_a_model_of_its_own_describes_the_users_of_a_log(tmp_path: Path) -> None:
-    """Whatever it says is of the asked form, since the server lets it say nothing else."""
-    said = [f"I want table {number} at the window of room {3 * number}" for number in range(12)]
-    log = [{"user_id": text, "messages": [{"role": "user", "content": text}]} for text in said]
+def test_a_served_model_describes_the_users_of_a_log(tmp_path: Path) -> None:
+    """Its answers have the requested form, since the server allows no other."""
+    texts = [f"I want table {number} at the window of room {3 * number}" for number in range(12)]
+    log = [{"user_id": text, "messages": [{"role": "user", "content": text}]} for text in texts]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
     settings = [
         *ON["cpu"],

@@ -1,5 +1,5 @@
-"""A policy that thinks, trained on real servers: turns with budgets for thoughts, futures that do not think, and later
-turns that see no earlier thought. It has experts, of which the trainer takes those that the servers chose."""
+"""A policy that thinks, trained on real servers: turns have budgets for thoughts, futures do not think, and later turns
+see no earlier thoughts. The policy has experts, and the trainer uses those that the servers selected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_collab.rollout.thinking import CLOSED
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 WORDS = [*"abcdefghijklmnop", "which", "day", "?"]
-# The form of Qwen3.5's: the template opens the thought, an empty one where none is wanted, and drops those before.
+# Like Qwen3.5's template: it opens the thought, adds an empty one if thinking is off, and drops earlier thoughts.
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1].lstrip() }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|><think>"
@@ -26,7 +26,7 @@ TEMPLATE = (
 
 
 def give_experts(folder: Path) -> None:
-    """Have a random Qwen3-MoE in the place of the Qwen3 of `folder`, of its sizes."""
+    """Replace the Qwen3 in `folder` by a random Qwen3-MoE of the same sizes."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = json.loads((folder / "config.json").read_text())

@@ -1,6 +1,6 @@
-"""A policy that learns to use a tool: from examples of calls that it imitates in part, then from reward.
+"""A policy learns to use a tool: first from examples, some of which call it, then from reward.
 
-A reward model, which the run serves too, scores the conversations and has no weight.
+A reward model, which the run serves too, scores the conversations with weight 0.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tests.helpers import make_reward_model
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 NAMES = ["ana", "ben", "eva", "max"]
-CODES = ["red", "blue", "green", "pink", "gold", "grey", "black", "white"]  # a token each
+CODES = ["red", "blue", "green", "pink", "gold", "grey", "black", "white"]  # one token each
 SCHEMA = {
     "name": "code_of",
     "description": "c",
     "parameters": {"type": "object", "properties": {"who": {"type": "string"}}, "required": ["who"]},
 }
-# Who is asked for has a code that no prompt holds; a notebook of state lets each be asked for once.
+# No prompt has the codes. The tool keeps state, so that each code can be looked up once.
 EXTENSIONS = f"""
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.rollout.tools import Tool, ToolError, ToolResult
@@ -47,10 +47,10 @@ class CodeOf(Tool):
 
 class Right(Metric):
     async def score(self, task, conversation):
-        wanted = task.answer.split()
-        return sum(map(str.__eq__, conversation.replies, wanted)) / len(wanted)
+        expected = task.answer.split()
+        return sum(map(str.__eq__, conversation.replies, expected)) / len(expected)
 """
-# The calls as Llama 3 writes them; a word stands for all schemas.
+# Calls in the form of Llama 3; one word stands for all schemas.
 TEMPLATE = (
     "{{ 'tools' if tools }}{% for message in messages %}"
     "{{ '<|system|>' if message.role == 'tool' else '<|' + message.role + '|>' }}"
@@ -65,7 +65,7 @@ def question(name: str) -> str:
 
 
 def example(chance: random.Random) -> dict[str, Any]:
-    """Two questions; each is looked up in two cases of five, and else answered at random."""
+    """Two questions; each is looked up with probability 0.4, and otherwise answered at random."""
     messages = []
     for name in chance.sample(NAMES, 2):
         messages.append({"role": "user", "content": question(name)})
@@ -149,11 +149,11 @@ def test_a_policy_learns_to_use_a_tool(tmp_path: Path) -> None:
     assert all(line["count/tool_calls"] > 0 and "count/tool_failures" not in line for line in steps)
     assert all("score/reward_model" in line and line["missing"] == 0 for line in steps), "the run serves the model"
     transcripts = [json.loads(line) for line in (learned / "transcripts.jsonl").read_text().splitlines()]
-    told = {m["content"] for line in transcripts for m in line["messages"] if m["role"] == "tool"}
-    assert set(CODES) <= told and all(text in CODES or text.startswith("error: ") for text in told)
+    answers = {m["content"] for line in transcripts for m in line["messages"] if m["role"] == "tool"}
+    assert set(CODES) <= answers and all(text in CODES or text.startswith("error: ") for text in answers)
     for line in transcripts:
         calls = sum(message["role"] == "tool" and message["content"] in CODES for message in line["messages"])
         assert sum(line.get("turn_rewards", ())) == pytest.approx(0.1 * calls)
-    # Those of the first step are counted with those of the evaluation before it.
+    # Calls of the first step are counted with those of the evaluation before it.
     assert steps[-1]["count/tool_calls"] > 1.3 * steps[1]["count/tool_calls"], "the policy calls more often"
     assert result["after"]["right"] > result["before"]["right"] + 0.15

@@ -1,6 +1,6 @@
 """Processes and a Ray node die, the clock jumps, a preemption notice arrives, the ranks are on two hosts.
 
-The parameters at the end are to the last bit those of an undisturbed run on one host.
+The final parameters equal those of an undisturbed run on one host, to the last bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.processes
 RL = ["experiment=booking", "train.steps=3", "train.checkpoint_every=1", "train.prompts_per_step=4"]
 RL += ["train.rollouts_per_prompt=4", "rollout.futures=2", "train.eval_tasks=0", *RANDOM]
 SAME = ("reward", "turn_tokens", "loss", "grad_norm", "missing", "ending/error")
-# On PYTHONPATH: every Python process sees the wall clock jump by a day, forth and back, every second, and says so.
+# On PYTHONPATH: in every Python process the wall clock jumps by a day and back, every second; each leaves a file.
 JUMPING = """
 import os, time
 real, real_ns = time.time, time.time_ns
@@ -42,7 +42,7 @@ time.time = lambda: real() + ahead()
 time.time_ns = lambda: real_ns() + ahead() * 10**9
 open(f"{os.path.dirname(__file__)}/jumps-{os.getpid()}", "w").close()
 """
-# Ray asks a node five times, three seconds apart, before it is dead; here less often.
+# Ray's default declares a node dead after five health checks, three seconds apart; these are faster.
 QUICK = json.dumps(
     {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
 )
@@ -82,17 +82,17 @@ def workers(run: Path, name: str) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
 
 
-def same(run: Path, undisturbed: Path) -> None:
-    for ours, theirs in zip(lines(run / "metrics.jsonl"), lines(undisturbed / "metrics.jsonl"), strict=True):
-        assert {name: ours.get(name) for name in SAME} == {name: theirs.get(name) for name in SAME}
+def assert_same(run: Path, undisturbed: Path) -> None:
+    for line, expected in zip(lines(run / "metrics.jsonl"), lines(undisturbed / "metrics.jsonl"), strict=True):
+        assert {name: line.get(name) for name in SAME} == {name: expected.get(name) for name in SAME}
     assert parameters(run) == parameters(undisturbed)
 
 
 @pytest.mark.slow
-def test_a_finished_run_trains_on_whatever_the_clock_says(
+def test_a_finished_run_trains_on_while_the_clock_jumps(
     root: Path, undisturbed: Path, start: Callable[..., Program]
 ) -> None:
-    """With more steps, and other settings that leave its results as they are; the clock jumps all the time."""
+    """With more steps, and other settings that do not change its results; the clock jumps all the time."""
     run, clock = root / "longer", root / "clock"
     clock.mkdir()
     (clock / "sitecustomize.py").write_text(JUMPING)
@@ -101,7 +101,7 @@ def test_a_finished_run_trains_on_whatever_the_clock_says(
     assert len(list(clock.glob("jumps-*"))) >= 5  # torchrun, two ranks, at least two workers
     assert (run / "result.json").is_file() and not (run / "history.jsonl").exists()
     start([*rl(root, "longer"), "rollout.workers=2", "rollout.deadline=800"], **jumping).finish()
-    same(run, undisturbed)
+    assert_same(run, undisturbed)
     changed = [(line["step"], line["setting"], line["before"], line["after"]) for line in lines(run / "history.jsonl")]
     assert changed == [
         (2, "rollout.deadline", 900.0, 800.0),
@@ -116,12 +116,12 @@ def test_a_finished_run_trains_on_whatever_the_clock_says(
 
 @pytest.mark.slow
 def test_training_whose_parts_are_killed(root: Path, undisturbed: Path, start: Callable[..., Program]) -> None:
-    """Workers and server are started again, and what they were doing is done again; a rank ends the job."""
+    """Killed workers and servers are restarted, and their work is repeated; a killed rank ends the job."""
     run, temporary = root / "killed", tempfile.mkdtemp(dir="/tmp")
     parts = start(rl(root, "killed"), TMPDIR=temporary)
     parts.when(lambda: steps_done(run) == 1)
     time.sleep(0.5)  # the weights are published, the next step is sampled
-    (server,) = (p for p in parts.left() if "--weight-version" in p.cmdline() and os.getsid(p.pid) == p.pid)
+    (server,) = (p for p in parts.processes() if "--weight-version" in p.cmdline() and os.getsid(p.pid) == p.pid)
     for process in (*workers(run, "conversation-0"), *workers(run, "reward-0"), server):
         process.kill()
     parts.when(lambda: steps_done(run) == 2)
@@ -131,7 +131,9 @@ def test_training_whose_parts_are_killed(root: Path, undisturbed: Path, start: C
     console = parts.log.read_text()
     assert "engine: SGLang server 0 is left out and started again: " in console
     assert "engine: SGLang server 0 is back (start 2)" in console
-    (rank,) = (p for p in parts.left() if p.environ().get("RANK") == "1" and "megatron_collab.train" in p.cmdline())
+    (rank,) = (
+        p for p in parts.processes() if p.environ().get("RANK") == "1" and "megatron_collab.train" in p.cmdline()
+    )
     rank.kill()
     assert parts.wait() != 0
     assert parts.gone() == []
@@ -143,20 +145,20 @@ def test_training_whose_parts_are_killed(root: Path, undisturbed: Path, start: C
     in_the_save.when(lambda: any(run.glob("checkpoints/step_3*")))
     kill(in_the_save)
     start(rl(root, "killed"), TMPDIR=temporary).finish()
-    same(run, undisturbed)
-    os.rmdir(temporary)  # nothing of the four that were killed is in it
+    assert_same(run, undisturbed)
+    os.rmdir(temporary)  # the killed programs left nothing in it
 
 
 @pytest.mark.slow
 def test_a_preemption_notice(root: Path, undisturbed: Path, start: Callable[..., Program]) -> None:
-    """SIGUSR1 once a step is learned and of the next some groups are finished: both are there when the run goes on.
+    """SIGUSR1 after a step was trained and some groups of the next were finished: the resumed run has both.
 
-    With the save of every step left out it is the signal that saves. tools/bench/preemption.py sends it at any time.
+    No step before the last saves a checkpoint here, so the signal does. tools/bench/preemption.py sends it at any time.
     """
     run = root / "preempted"
     arguments = [*rl(root, "preempted"), "train.checkpoint_every=3"]
-    found: list[JournalEntry] = []
-    while not found:  # where all of the groups were finished at once, the step may have been learned meanwhile
+    journaled: list[JournalEntry] = []
+    while not journaled:  # if all groups finished at once, the step may have been trained meanwhile
         program = start(arguments)
         program.when(lambda: steps_done(run) >= 1)
         journal, deadline = run / "journal" / f"step_{steps_done(run)}.groups", time.monotonic() + 120
@@ -168,11 +170,11 @@ def test_a_preemption_notice(root: Path, undisturbed: Path, start: Callable[...,
         learned = steps_done(run)
         assert (run / "checkpoints" / "latest").read_text() == f"step_{learned}"
         assert learned < 3, "the signal came too late each time"
-        found = list(entries(journal)) if journal.exists() else []
+        journaled = list(entries(journal)) if journal.exists() else []
     start(arguments).finish()
-    assert lines(run / "metrics.jsonl")[learned]["count/from_journal"] == len(found)
+    assert lines(run / "metrics.jsonl")[learned]["count/from_journal"] == len(journaled)
     assert (run / "transcripts.jsonl").read_text() == (undisturbed / "transcripts.jsonl").read_text()
-    same(run, undisturbed)
+    assert_same(run, undisturbed)
 
 
 @pytest.mark.slow
@@ -186,11 +188,11 @@ def test_pipeline_parallel_trains_the_same_and_ctrl_c_leaves_no_process_behind(
     os.killpg(program.process.pid, signal.SIGINT)
     assert program.wait() != 0
     assert program.gone() == []
-    for ours, theirs in zip(lines(run / "metrics.jsonl")[:2], lines(undisturbed / "metrics.jsonl")[:2], strict=True):
-        assert ours["mismatch/max_abs"] <= 1e-4
-        assert ours["reward"] == theirs["reward"]
-        assert ours["turn_tokens"] == theirs["turn_tokens"]
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    for line, expected in zip(lines(run / "metrics.jsonl")[:2], lines(undisturbed / "metrics.jsonl")[:2], strict=True):
+        assert line["mismatch/max_abs"] <= 1e-4
+        assert line["reward"] == expected["reward"]
+        assert line["turn_tokens"] == expected["turn_tokens"]
+        assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
 Nodes = tuple[str, psutil.Process, dict[str, str]]
@@ -198,7 +200,7 @@ Nodes = tuple[str, psutil.Process, dict[str, str]]
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    """Two Ray nodes, each a raylet of its own: the address of the first, the process of the second, their secret."""
+    """Two Ray nodes, each with its own raylet: the address of the first, the process of the second, their secret."""
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "PYTHONUNBUFFERED": "1"}
     address = f"127.0.0.1:{free_port()}"
     folder = ScratchFolder()
@@ -221,24 +223,24 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     finally:
         family = [process for node in started if node.is_running() for process in (*node.children(True), node)]
         for process in family:
-            with suppress(psutil.NoSuchProcess):  # they end each other
+            with suppress(psutil.NoSuchProcess):  # the end of one may end others
                 process.kill()
         folder.remove()
 
 
 @pytest.mark.slow
 def test_a_ray_node_that_is_killed(root: Path, undisturbed: Path, nodes: Nodes, start: Callable[..., Program]) -> None:
-    """Its workers are started again on the other node, and what they were doing is done again."""
+    """Its workers are restarted on the other node, and their work is repeated."""
     run, (address, node, secret) = root / "node", nodes
     program = start([*rl(root, "node"), "rollout.workers=2", "reward.workers=2"], RAY_ADDRESS=address, **secret)
     program.when(lambda: steps_done(run) == 1)
-    there = node.children(recursive=True)
-    assert [worker for name in ("conversation", "reward") for worker in workers(run, name) if worker in there]
+    node_processes = node.children(recursive=True)
+    assert [worker for name in ("conversation", "reward") for worker in workers(run, name) if worker in node_processes]
     time.sleep(0.5)  # the weights are published, the next step is sampled
-    for process in there:
+    for process in node_processes:
         process.kill()
     program.finish()
-    same(run, undisturbed)
+    assert_same(run, undisturbed)
 
 
 @pytest.mark.slow
@@ -252,11 +254,13 @@ def test_a_ray_node_that_is_killed(root: Path, undisturbed: Path, nodes: Nodes, 
 def test_two_hosts_train_what_one_trains(
     name: str, servers: list[str], addresses: list[str], root: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """Each a network of its own, with a torchrun agent, a Ray node and an SGLang server, or a part of the only one:
-    seeds decide the samples, whichever server gives them, and the two ranks compute the same."""
+    """Each host has its own network, a torchrun agent, a Ray node and an SGLang server or a part of the only one.
+
+    Seeds decide the samples, whichever server draws them, and the two ranks compute the same.
+    """
     console = train_on_two_hosts(tmp_path, [*rl(root, name), *servers])
     ready = next(line for line in console.splitlines() if line.startswith("engine: ready"))
     assert re.findall(r"http://([\d.]+):", ready) == addresses
-    assert len(list((root / name).glob("sglang-*.log"))) == 2, "one of each host"
-    same(root / name, undisturbed)
+    assert len(list((root / name).glob("sglang-*.log"))) == 2, "one per host"
+    assert_same(root / name, undisturbed)
     assert parameters(undisturbed) != (root / "world" / "model" / "model.safetensors").read_bytes()

@@ -16,21 +16,21 @@ def task(*contents: str) -> Task:
     return Task("t", messages, json.dumps(GOAL), booking.final(GOAL), "booking")
 
 
-def said(content: str) -> str:
+def user_reply(content: str) -> str:
     return booking.reply(json.dumps(GOAL), [Message("user", "please book a table ."), Message("assistant", content)])
 
 
 def test_the_user_answers_what_is_asked() -> None:
-    assert said("which day ?") == "on friday ."
-    assert said("what time and how many people ?") == "for 4 people at 7pm ."
+    assert user_reply("which day ?") == "on friday ."
+    assert user_reply("what time and how many people ?") == "for 4 people at 7pm ."
 
 
-def test_the_user_repeats_the_request_where_nothing_is_asked() -> None:
-    assert said("4 table ?") == "please book a table ."
+def test_the_user_repeats_the_request_if_nothing_is_asked() -> None:
+    assert user_reply("4 table ?") == "please book a table ."
 
 
 def test_the_user_ends_the_chat_after_any_booking() -> None:
-    assert booking.STOP in said("done : for 9 people on monday at 1pm")
+    assert booking.STOP in user_reply("done : for 9 people on monday at 1pm")
     assert booking.is_final("done : for 9 people") and not booking.is_final("which day ?")
 
 
@@ -44,24 +44,24 @@ def test_the_user_ends_the_chat_after_any_booking() -> None:
         (["please book a table on friday .", booking.final(GOAL), "please book a table ."], {"people", "time"}),
     ],
 )
-def test_what_is_missing_is_what_the_user_has_not_said(contents: list[str], missing: set[str]) -> None:
+def test_missing_slots_are_those_that_the_user_has_not_said(contents: list[str], missing: set[str]) -> None:
     assert booking.missing(task(*contents)) == missing
 
 
-def test_what_is_asked() -> None:
-    assert booking.asked(booking.ask(["day", "people"])) == {"people", "day"}
-    assert booking.asked(booking.final(GOAL)) == set()
+def test_slots_asked() -> None:
+    assert booking.slots_asked(booking.ask(["day", "people"])) == {"people", "day"}
+    assert booking.slots_asked(booking.final(GOAL)) == set()
 
 
 def test_tasks_come_from_their_seed() -> None:
     assert booking.tasks(1, 50) == booking.tasks(1, 50) != booking.tasks(2, 50)
 
 
-def test_no_goal_and_no_first_message_that_is_evaluated_is_trained_on() -> None:
+def test_evaluated_goals_and_first_messages_are_not_trained_on() -> None:
     evaluated = booking.tasks(0, booking.EVALUATED, held_out=True)
     trained = booking.tasks(0, 4096)
     conversations = booking.conversations(0, 4096)
-    booked = {messages[-1].content for messages in conversations if says_everything(messages)}  # others guess
+    booked = {messages[-1].content for messages in conversations if says_everything(messages)}  # the others guess
     goals = {task.answer for task in trained} | booked
     first = {task.messages[0].content for task in trained} | {messages[0].content for messages in conversations}
     assert len(goals) > 250 and len(first) > 350
@@ -70,14 +70,14 @@ def test_no_goal_and_no_first_message_that_is_evaluated_is_trained_on() -> None:
 
 
 def says_everything(messages: tuple[Message, ...]) -> bool:
-    """Whether the user has said everything in the end: what is booked is the goal then, not a guess."""
-    said = " ".join(message.content for message in messages if message.role == "user")
-    return all(part in said for part in ("people", "day", "pm"))
+    """Whether the user has said everything at the end; if so, the booking is the goal and not a guess."""
+    text = " ".join(message.content for message in messages if message.role == "user")
+    return all(part in text for part in ("people", "day", "pm"))
 
 
 def test_each_value_of_a_slot_is_trained_on() -> None:
-    said = " ".join(message.content for task in booking.tasks(0, 4096) for message in task.messages)
-    assert all(f" {word} " in f" {said} " for values in booking.SLOTS.values() for word in values)
+    text = " ".join(message.content for task in booking.tasks(0, 4096) for message in task.messages)
+    assert all(f" {word} " in f" {text} " for values in booking.SLOTS.values() for word in values)
 
 
 def test_evaluated_tasks_begin_at_the_beginning_and_400_different_ones_say_everything() -> None:

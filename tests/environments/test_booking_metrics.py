@@ -15,18 +15,18 @@ METRICS = "megatron_collab.environments.booking_metrics"
 GOAL = {"people": "4", "day": "friday", "time": "7pm"}
 
 
-def task(*given: str) -> Task:
-    messages = (Message("user", " ".join([booking.REQUEST, booking.say(GOAL, given), "."])),)
+def task(*slots: str) -> Task:
+    messages = (Message("user", " ".join([booking.REQUEST, booking.say(GOAL, slots), "."])),)
     return Task("t", messages, json.dumps(GOAL), booking.final(GOAL), booking.USER)
 
 
 def played(task: Task, *replies: str) -> Conversation:
     """The policy's replies, each but the last followed by the scripted user's message."""
-    said: list[str] = []
+    texts: list[str] = []
     for text in replies[:-1]:
-        conversation = play(task, *said, text)
-        said += [text, booking.reply(task.goal, conversation.messages)]
-    return play(task, *said, *replies[-1:])
+        conversation = play(task, *texts, text)
+        texts += [text, booking.reply(task.goal, conversation.messages)]
+    return play(task, *texts, *replies[-1:])
 
 
 def score(name: str, task: Task, *replies: str) -> Score | None:
@@ -43,7 +43,7 @@ def test_the_last_reply_is_what_is_judged() -> None:
     assert score("BookingRight", task("day"), booking.ask(["people", "time"])) == 0.0
 
 
-def test_where_all_was_said_being_right_takes_no_collaboration() -> None:
+def test_right_when_missing_does_not_apply_if_the_task_says_everything() -> None:
     assert score("RightWhenMissing", task("day"), booking.ask(["people", "time"]), RIGHT) == 1.0
     assert score("RightWhenMissing", task("day"), WRONG) == 0.0
     assert score("RightWhenMissing", task(*ALL), RIGHT) is None
@@ -83,7 +83,7 @@ def test_booking_metrics_do_not_apply_to_other_worlds(name: str) -> None:
     assert score_of(f"{METRICS}:{name}", other, play(other, "5")) is None
 
 
-def test_later_turns_are_judged_where_the_first_asks_for_exactly_what_is_missing() -> None:
+def test_later_turns_are_judged_if_the_first_asks_for_exactly_the_missing_slots() -> None:
     both = booking.ask(["people", "time"])
     assert score("RightOnceTold", task("day"), both, RIGHT) == 1.0
     assert score("RightOnceTold", task("day"), both, WRONG) == 0.0

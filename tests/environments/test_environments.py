@@ -39,7 +39,7 @@ def test_the_booking_world_is_a_model_and_data(world: Path) -> None:
     assert longest < booking.CONTEXT / 3
 
 
-def test_a_world_that_is_there_is_left_alone(world: Path) -> None:
+def test_an_existing_world_is_left_alone(world: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in world.rglob("*")}
     environments.prepare(config(world))
     assert {file: file.stat().st_mtime_ns for file in world.rglob("*")} == before
@@ -50,12 +50,12 @@ def test_a_world_of_another_seed_is_refused(world: Path) -> None:
         environments.prepare(config(world, seed=1))
 
 
-def test_a_folder_that_is_no_world_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_world_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.dir=.*holds something else"):
         environments.prepare(config(tmp_path))
 
 
-def test_a_half_made_world_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_world_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> list[Task]:
         raise KeyboardInterrupt
 
@@ -68,7 +68,7 @@ def test_a_half_made_world_is_made_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert (folder / "world.json").exists() and not list(tmp_path.glob("*unfinished*"))
 
 
-def test_no_world_is_no_work(tmp_path: Path) -> None:
+def test_without_a_world_nothing_is_prepared(tmp_path: Path) -> None:
     environments.prepare(config(tmp_path / "world", world=None))
     assert not (tmp_path / "world").exists()
 

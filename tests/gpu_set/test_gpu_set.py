@@ -1,8 +1,8 @@
-"""What only the set for GPUs can show, on a machine without a GPU: `make test-gpu-set` runs this there.
+"""Tests that need the GPU set but no GPU: `make test-gpu-set` runs them.
 
 The compiled part of TransformerEngine has the names, numbers and arguments of its stand-in; SGLang on CUDA takes our
-arguments, compiles its kernels, and starts its schedulers; ranks have their environment before CUDA begins; a login
-node, which has the packages and no driver, plans runs. `wheels_alone.sh` starts the tests, so that no toolkit of the
+arguments, compiles its kernels, and starts its schedulers; ranks have their environment before CUDA starts; a login
+node, which has the packages but no driver, plans runs. `wheels_alone.sh` starts the tests, so that no toolkit of the
 machine helps out.
 """
 
@@ -28,15 +28,15 @@ from megatron_collab.runtime import device, gpu_environment, toolkit
 from tests.ranks import EXPERTS, HF
 
 ROOT = Path(__file__).resolve().parents[2]
-INSTALLED = any(each.name == "sglang-kernel" for each in metadata.distributions())
+INSTALLED = any(distribution.name == "sglang-kernel" for distribution in metadata.distributions())
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(not INSTALLED, reason="the set for GPUs is not installed: make test-gpu-set"),
 ]
 
 
-def asked(code: str, *arguments: str, environment: dict[str, str] | None = None) -> Any:
-    """What `code` prints last, as JSON, in a process that no patch has changed."""
+def output_of(code: str, *arguments: str, environment: dict[str, str] | None = None) -> Any:
+    """The last line that `code` prints, parsed as JSON; its process has no patches."""
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -44,30 +44,30 @@ def asked(code: str, *arguments: str, environment: dict[str, str] | None = None)
 
 
 def test_the_loader_knows_the_wheels_alone() -> None:
-    """Else the tests below would show nothing of a fresh node: a toolkit of the machine would help out."""
+    """Otherwise a toolkit of the machine could make the tests below pass, unlike on a fresh node."""
     libraries = ("libcudart.so.13", "libcublas.so.13", "libcudnn.so.9", "libnvrtc.so.13", "libnccl.so.2")
     code = "import ctypes, json, sys\n" + "".join(
         f"try: ctypes.CDLL({library!r}); print(json.dumps({library!r})); sys.exit()\nexcept OSError: pass\n"
         for library in libraries
     )
-    assert asked(code + "print('null')") is None, "run these tests by tests/gpu_set/wheels_alone.sh"
+    assert output_of(code + "print('null')") is None, "run these tests by tests/gpu_set/wheels_alone.sh"
 
 
-# Of a module each public name: the numbers of an enumeration, else what its first line of help says.
+# By public name of a module: the members of an enumeration, otherwise the docstring.
 DESCRIBED = """
 import inspect, json
 import torch, transformer_engine.pytorch, transformer_engine_torch
 from megatron_collab.trainer.megatron.te_cpu import extension
 
 def described(module):
-    found = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    members = {name: {key: int(each) for key, each in value.__members__.items()}
-               for name, value in found.items() if hasattr(value, "__members__")}
-    return {name: members.get(name, (value.__doc__ or "").strip()) for name, value in found.items()}
+    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    members = {name: {key: int(member) for key, member in value.__members__.items()}
+               for name, value in public.items() if hasattr(value, "__members__")}
+    return {name: members.get(name, (value.__doc__ or "").strip()) for name, value in public.items()}
 
 def parameters(kernel):
-    each = inspect.signature(kernel).parameters.values()
-    return [[one.name, one.kind is one.KEYWORD_ONLY, one.default is not one.empty] for one in each]
+    signature = inspect.signature(kernel)
+    return [[p.name, p.kind is p.KEYWORD_ONLY, p.default is not p.empty] for p in signature.parameters.values()]
 
 kernels = {name: parameters(kernel) for name, kernel in extension.kernels().items()}
 print(json.dumps([described(transformer_engine_torch), described(extension.module()), kernels]))
@@ -76,12 +76,12 @@ print(json.dumps([described(transformer_engine_torch), described(extension.modul
 
 @pytest.fixture(scope="module")
 def engines() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """By name: the compiled module, its stand-in, and what the stand-in's kernels take."""
-    return tuple(asked(DESCRIBED))
+    """By name: the compiled module, its stand-in, and the parameters of the stand-in's kernels."""
+    return tuple(output_of(DESCRIBED))
 
 
-def taken(help_text: str) -> list[list[Any]]:
-    """The parameters in "name(first: type, *, second: type = None) -> type", as DESCRIBED gives those of Python."""
+def parameters_of(help_text: str) -> list[list[Any]]:
+    """The parameters in "name(first: type, *, second: type = None) -> type", in the form of DESCRIBED for Python."""
     between, depth, parts = help_text.partition("(")[2], 0, [""]
     for letter in between:
         depth += (letter in "([{<") - (letter in ")]}")
@@ -91,13 +91,13 @@ def taken(help_text: str) -> list[list[Any]]:
             parts.append("")
         else:
             parts[-1] += letter
-    found, by_name = [], False
+    parameters, by_name = [], False
     for part in filter(None, map(str.strip, parts)):
         if part == "*":
             by_name = True
         else:
-            found.append([re.match(r"\w+", part)[0], by_name, bool(re.search(r" = |\w=", part))])
-    return found
+            parameters.append([re.match(r"\w+", part)[0], by_name, bool(re.search(r" = |\w=", part))])
+    return parameters
 
 
 def test_the_stand_in_has_no_name_of_its_own(engines: Any) -> None:
@@ -112,13 +112,14 @@ def test_its_numbers_are_the_compiled_ones(engines: Any) -> None:
     assert len(numbers) >= 10 and numbers == {name: compiled[name] for name in numbers}
 
 
-def test_its_kernels_take_what_the_compiled_ones_take(engines: Any) -> None:
+def test_its_kernels_have_the_parameters_of_the_compiled_ones(engines: Any) -> None:
     compiled, _, kernels = engines
     for name, ours in kernels.items():
-        theirs = taken(compiled[name])
-        unnamed = [each[0] == f"arg{place}" for place, each in enumerate(theirs)]
+        theirs = parameters_of(compiled[name])
+        unnamed = [parameter[0] == f"arg{place}" for place, parameter in enumerate(theirs)]
         named = [
-            [place[0], *each[1:]] if blank else each for place, each, blank in zip(ours, theirs, unnamed, strict=False)
+            [place[0], *parameter[1:]] if blank else parameter
+            for place, parameter, blank in zip(ours, theirs, unnamed, strict=False)
         ]
         assert len(ours) == len(theirs) and ours == named, name
 
@@ -171,26 +172,26 @@ def test_on_cuda_sglang_takes_every_argument_that_we_pass(tmp_path: Path) -> Non
         ({}, {"serves": Serves.TEXT}),
         ({}, {"serves": Serves.SCORES}),
     ]
-    for settings, given in cases:
+    for settings, keywords in cases:
         config = Config()
         config.model.path = str(tmp_path)
         for name, value in settings.items():
             setattr(config.rollout.server, name, value)
-        commands.append(server_module.arguments(config, "http://10.0.0.1:30000", 0, **given))
+        commands.append(server_module.arguments(config, "http://10.0.0.1:30000", 0, **keywords))
     passed = {word for command in commands for word in command}
     assert {"--moe-runner-backend", "--load-format", "--nnodes", f"--{SCORES_FLAG}"} <= passed
-    assert asked(HOPPER + ARGUMENTS, json.dumps(commands)) == [[]] * len(commands)
+    assert output_of(HOPPER + ARGUMENTS, json.dumps(commands)) == [[]] * len(commands)
 
 
 @pytest.mark.usefixtures("on_cuda")
 def test_servers_compile_their_kernels_with_what_the_set_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without a toolkit of the machine's own; the driver's library is the stand-in."""
+    """Without a toolkit of the machine; the driver's library is the stand-in."""
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
-    given = server_module._environment(Config(), "", 0)
-    assert Path(given["CUDA_HOME"]).is_relative_to(sys.prefix)
-    given |= dict.fromkeys(("SGLANG_JIT_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"), str(tmp_path))
-    assert asked(HOPPER + KERNELS, environment=given | {"FLASHINFER_CUDA_ARCH_LIST": "9.0a"}) == "loaded"
+    environment = server_module._environment(Config(), "", 0)
+    assert Path(environment["CUDA_HOME"]).is_relative_to(sys.prefix)
+    environment |= dict.fromkeys(("SGLANG_JIT_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"), str(tmp_path))
+    assert output_of(HOPPER + KERNELS, environment=environment | {"FLASHINFER_CUDA_ARCH_LIST": "9.0a"}) == "loaded"
 
 
 # As SGLang starts the schedulers of a colocated server, by its TorchMemorySaverAdapter; a file that they can import.
@@ -211,7 +212,7 @@ if __name__ == "__main__":
 def test_the_schedulers_of_colocated_servers_start(tmp_path: Path) -> None:
     (file := tmp_path / "spawn.py").write_text(SPAWN)
     run = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
-    assert asked(run, str(file), environment=server_module._environment(Config(), "", 0)) == 0
+    assert output_of(run, str(file), environment=server_module._environment(Config(), "", 0)) == 0
 
 
 RUN = ["-m", "megatron_collab.train", "experiment=booking_sft", "launch.device=cuda"]
@@ -264,7 +265,7 @@ def test_no_part_of_a_modules_cudnn_joins_the_wheels(tmp_path: Path) -> None:
     (module := tmp_path / "module").mkdir()
     shutil.copy(part, module)
     modules = os.environ | {"CUDNN_HOME": str(module), "LD_LIBRARY_PATH": f"{module}:{os.environ['LD_LIBRARY_PATH']}"}
-    assert asked(PARTS, environment=gpu_environment.environment(modules)) == [str(part)]
+    assert output_of(PARTS, environment=gpu_environment.environment(modules)) == [str(part)]
 
 
 def test_a_driver_that_is_too_old_is_named_in_the_refusal(tmp_path: Path) -> None:
@@ -291,7 +292,7 @@ def test_doctor_says_what_a_process_with_the_hook_saw() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     {
         "doctor": "launch.device=auto selects cpu",
         "doctor --plan experiment=train_70b": "Fits a GPU of 79.6 GiB",
@@ -299,9 +300,9 @@ def test_doctor_says_what_a_process_with_the_hook_saw() -> None:
         "rehearse experiment=train_70b": "classes of ranks, ",  # minutes
     }.items(),
 )
-def test_a_login_node_without_a_driver_plans(command: str, said: str) -> None:
+def test_a_login_node_without_a_driver_plans(command: str, message: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     program = [sys.executable, "-m", "megatron_collab.commands", *command.split()]
     done = subprocess.run(program, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert said in done.stdout
+    assert message in done.stdout

@@ -1,4 +1,4 @@
-"""The client against a server that fails in every way a server can."""
+"""The client against a server with every kind of failure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def stream(request: web.Request, *events: Any, then: asyncio.Event | None = None) -> web.StreamResponse:
-    """Events as SGLang streams them; waits for `then` after the first."""
+    """Stream events as SGLang does; wait for `then` after the first."""
     response = web.StreamResponse()
     await response.prepare(request)
     for event in events:
@@ -58,7 +58,7 @@ async def stream_turn(request: web.Request) -> web.StreamResponse:
 
 
 def served(handler: Handler, use: Callable[[SGLangClient], Awaitable[Any]], timeout: float = 5.0) -> Any:
-    """What `use` makes of a client whose server answers everything by `handler`."""
+    """Result of `use` with a client whose server answers every request with `handler`."""
 
     async def run() -> Any:
         application = web.Application()
@@ -139,7 +139,7 @@ def test_a_turn_of_many_pieces_is_whole() -> None:
     assert ask(handler).text == "x" * 300_000
 
 
-def test_weights_that_change_in_the_middle_of_a_turn_are_told_by_token() -> None:
+def test_weights_that_change_during_a_turn_are_recorded_by_token() -> None:
     spans = [{"version": "12", "start": 0, "end": 1}, {"version": "14", "start": 1, "end": 3}]
     answer = {**ANSWER, "meta_info": {**ANSWER["meta_info"], "weight_version": "14", "weight_versions": spans}}
 
@@ -149,7 +149,7 @@ def test_weights_that_change_in_the_middle_of_a_turn_are_told_by_token() -> None
     assert ask(handler) == replace(TURN, versions=(12, 14, 14))
 
 
-def test_what_passes_is_tried_again() -> None:
+def test_transient_faults_are_retried() -> None:
     calls = []
 
     async def handler(request: web.Request) -> web.StreamResponse:
@@ -170,7 +170,7 @@ def test_what_passes_is_tried_again() -> None:
     assert len(calls) == 5
 
 
-def test_what_does_not_pass_is_an_engine_error() -> None:
+def test_permanent_faults_are_engine_errors() -> None:
     calls = []
 
     async def handler(request: web.Request) -> web.Response:
@@ -243,7 +243,7 @@ def test_no_server_is_an_engine_error() -> None:
         asyncio.run(run())
 
 
-def test_of_the_same_prompt_at_once_one_goes_ahead_until_it_has_been_read() -> None:
+def test_equal_prompts_wait_until_the_first_has_been_read() -> None:
     seen: list[list[int]] = []
     gate = asyncio.Event()
 
@@ -254,19 +254,19 @@ def test_of_the_same_prompt_at_once_one_goes_ahead_until_it_has_been_read() -> N
         return await stream_turn(request)
 
     async def use(client: SGLangClient) -> list[Turn]:
-        asked = [asyncio.create_task(turn_of(client, prompt)) for prompt in [(1, 2)] * 8 + [(3, 4)]]
+        tasks = [asyncio.create_task(turn_of(client, prompt)) for prompt in [(1, 2)] * 8 + [(3, 4)]]
         while len(seen) < 2:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.05)
         assert sorted(seen) == [[1, 2], [3, 4]]
         gate.set()
-        return await asyncio.gather(*asked)
+        return await asyncio.gather(*tasks)
 
     assert [turn.token_ids for turn in served(handler, use)] == [(7, 8, 2)] * 9
     assert len(seen) == 9
 
 
-def test_the_others_go_on_at_the_first_token_and_all_at_once() -> None:
+def test_waiting_requests_continue_together_at_the_first_token() -> None:
     answered = 0
     all_asked = asyncio.Event()
 
@@ -283,7 +283,7 @@ def test_the_others_go_on_at_the_first_token_and_all_at_once() -> None:
     assert served(handler, use) == [TURN] * 8
 
 
-def test_one_that_fails_ahead_does_not_hold_up_the_others() -> None:
+def test_a_first_request_that_fails_does_not_block_waiting_ones() -> None:
     calls = []
 
     async def handler(request: web.Request) -> web.StreamResponse:
@@ -293,9 +293,9 @@ def test_one_that_fails_ahead_does_not_hold_up_the_others() -> None:
     async def use(client: SGLangClient) -> list[Any]:
         return await asyncio.gather(*(turn_of(client) for _ in range(3)), return_exceptions=True)
 
-    first, *others = served(handler, use)
+    first, *later = served(handler, use)
     assert isinstance(first, EngineError)
-    assert others == [TURN, TURN]
+    assert later == [TURN, TURN]
 
 
 def test_prompt_tokens_are_counted_as_computed_or_cached() -> None:
@@ -329,14 +329,14 @@ def test_calls_of_tools_are_what_the_engine_finds() -> None:
         web.json_response({"normal_text": "", "calls": [{"name": "add", "parameters": '{"a": '}]}),
     ],
 )
-def test_calls_that_the_engine_cannot_read_are_not_asked_for_again(answer: web.Response) -> None:
-    asked = 0
+def test_calls_that_the_engine_cannot_read_are_not_retried(answer: web.Response) -> None:
+    calls = 0
 
     async def handler(request: web.Request) -> web.Response:
-        nonlocal asked
-        asked += 1
+        nonlocal calls
+        calls += 1
         return answer
 
     with pytest.raises(UnreadableCall):
         served(handler, lambda client: client.tool_calls("text", []))
-    assert asked == 1
+    assert calls == 1

@@ -1,4 +1,4 @@
-"""A fleet of one real server: killed, it is back at the same address; released, it samples again afterwards."""
+"""A fleet of one real server: it restarts at the same address when killed, and samples again after a release."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ from tests.inference.test_server import PROMPTS, sample, with_client
 
 pytestmark = pytest.mark.processes
 
-ASKED = [(prompt, seed) for seed, prompt in enumerate(PROMPTS[:4])]
+REQUESTS = [(prompt, seed) for seed, prompt in enumerate(PROMPTS[:4])]
 
 
-def fleet_of(server: SGLangServer, told: list[Sequence[int]], colocated: bool, tokens: int | None = None) -> ServerPool:
+def fleet_of(
+    server: SGLangServer, announced: list[Sequence[int]], colocated: bool, tokens: int | None = None
+) -> ServerPool:
     server_options = ServerConfig(colocated=colocated, start_timeout=400.0, max_total_tokens=tokens)
-    return ServerPool([server], server_options, told.append)
+    return ServerPool([server], server_options, announced.append)
 
 
 def test_a_released_server_samples_what_it_sampled_before(
     servers: dict[str, Served], capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = servers["untied"].server
-    before = sample(server, ASKED, at_once=True)
+    before = sample(server, REQUESTS, at_once=True)
     has = server.cache_tokens()
     fleet = fleet_of(server, [], colocated=True, tokens=2 * has)
     fleet.begin()
-    said = f"has a KV cache of {has} tokens, not of rollout.server.max_total_tokens={2 * has}"
+    message = f"has a KV cache of {has} tokens, not of rollout.server.max_total_tokens={2 * has}"
     printed = capsys.readouterr().out
-    assert said in printed and f"SGLang servers have a KV cache of at least {has} tokens each" in printed
+    assert message in printed and f"SGLang servers have a KV cache of at least {has} tokens each" in printed
     assert server.released == {"kv_cache", "weights"}
     with pytest.raises(EngineError, match="no answer within"):
         with_client(server, impatient)
@@ -45,16 +47,16 @@ def test_a_released_server_samples_what_it_sampled_before(
     publish(server)
     fleet.serve()
     assert server.released == set() and server.alive()
-    assert sample(server, ASKED, at_once=True) == before
-    fleet.rest()  # requests have been served, and it was idle
+    assert sample(server, REQUESTS, at_once=True) == before
+    fleet.sleep()  # requests have been served, and it was idle
     assert fleet.ready(seconds=1)
     publish(server)
     fleet.serve()
-    assert sample(server, ASKED, at_once=True) == before
+    assert sample(server, REQUESTS, at_once=True) == before
 
 
 def publish(server: SGLangServer) -> None:
-    """What a publish does at its end."""
+    """The last step of a publish."""
     server.resume("kv_cache")
     server.ask("/continue_generation", {})
 
@@ -67,22 +69,22 @@ async def impatient(client: SGLangClient) -> None:
 def test_a_killed_server_is_started_again_at_the_same_address(servers: dict[str, Served]) -> None:
     server = servers["tied"].server
     address, generation = (server.url, server.api_key), server.generation
-    told: list[Sequence[int]] = []
-    fleet = fleet_of(server, told, colocated=False)
+    announced: list[Sequence[int]] = []
+    fleet = fleet_of(server, announced, colocated=False)
     fleet.begin()
     killed = server.process.pid
     os.kill(killed, signal.SIGKILL)
-    while not told:
+    while not announced:
         fleet.watch()
         time.sleep(0.01)
-    assert fleet.lost_all() and told == [[]]
+    assert fleet.lost_all() and announced == [[]]
     assert fleet.present() == [], "it takes its time, and nobody waits for it"
     while not fleet.ready(seconds=1):
         pass
     fleet.serve()
-    assert told == [[], [0]]
+    assert announced == [[], [0]]
     assert (server.url, server.api_key) == address
     assert server.generation == generation + 1 and server.process.pid != killed
     assert fleet.take_counters() == {"servers/lost": 1.0, "servers/back": 1.0}
-    turns = sample(server, ASKED, at_once=True)
+    turns = sample(server, REQUESTS, at_once=True)
     assert {version for turn in turns for version in turn.versions} == {UNPUBLISHED}, "nobody may train on them"

@@ -1,4 +1,4 @@
-"""Servers held by Ray actors: started, seen to end, ended with their actor. They need not come so far as to serve."""
+"""Servers of Ray actors: start, detection of their end, end with the actor. Most tests do not wait for readiness."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def machines(config: Config) -> Iterator[Machines]:
 
 
 def server_at(url: str) -> list[psutil.Process]:
-    """The first process of the server at `url`."""
+    """The main process of the server at `url`."""
     port = str(urlsplit(url).port)
-    found = []
+    processes = []
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
         if "--weight-version" in command and command[command.index("--port") + 1] == port:
-            found.append(process)
-    return found
+            processes.append(process)
+    return processes
 
 
 def wait_until(holds: Callable[[], object]) -> None:
@@ -91,7 +91,7 @@ def test_a_server_elsewhere_starts_and_ends_as_one_here(config: Config, machines
     wait_until(lambda: not server_at(url))
 
 
-def test_a_busy_port_elsewhere_is_said_here(config: Config, machines: Machines, tmp_path: Path) -> None:
+def test_a_busy_port_of_another_machine_is_reported(config: Config, machines: Machines, tmp_path: Path) -> None:
     port = int(ray.get_runtime_context().gcs_address.rpartition(":")[2])
     config.rollout.server.port = port
     process = RemoteProcess(machines, HOST, config, tmp_path / "log", 0, "key")
@@ -118,7 +118,7 @@ def test_a_server_over_two_nodes_samples_and_starts_anew_with_both_parts(config:
     start = partial(SpreadProcess, [ServerProcess, ServerProcess], f"{HOST}:{store.port}")
     with SGLangServer(config, tmp_path / "sglang-0.log", 0, start) as server:
         server.wait_healthy(400.0)
-        said = sample(server, [(prompt, seed) for seed, prompt in enumerate(PROMPTS[:4])], at_once=True)
+        turns = sample(server, [(prompt, seed) for seed, prompt in enumerate(PROMPTS[:4])], at_once=True)
         first, second = server.process._parts  # type: ignore[attr-defined]
         assert server.url == first.url
         os.killpg(second.pid, signal.SIGKILL)
@@ -127,4 +127,4 @@ def test_a_server_over_two_nodes_samples_and_starts_anew_with_both_parts(config:
         assert server.process.ended() == f"node 1 of its 2 (log: {log}): it ended with code -9"
         server.restart()
         server.wait_healthy(400.0)
-        assert sample(server, [(prompt, seed) for seed, prompt in enumerate(PROMPTS[:4])], at_once=True) == said
+        assert sample(server, [(prompt, seed) for seed, prompt in enumerate(PROMPTS[:4])], at_once=True) == turns

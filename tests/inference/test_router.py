@@ -1,4 +1,4 @@
-"""Where conversations go: the choice as a pure function, and the router with servers that come and go."""
+"""Routing of conversations: the choice as a pure function, and the router with servers that come and go."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Servers:
-    """Stand-ins for servers; `asked` is the server of each request, in order."""
+    """Stand-ins for servers; `requests` has the server of each request, in order."""
 
     def __init__(self) -> None:
-        self.asked: list[int] = []
+        self.requests: list[int] = []
         self.broken: set[int] = set()
         self.unpublished: set[int] = set()
-        self.held = asyncio.Event()
-        self.held.set()
+        self.released = asyncio.Event()
+        self.released.set()
 
     def handler(self, server: int) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -85,8 +85,8 @@ class Servers:
                 assert request.transport is not None
                 request.transport.close()
                 return web.Response()
-            self.asked.append(server)
-            await self.held.wait()
+            self.requests.append(server)
+            await self.released.wait()
             if server in self.unpublished:
                 return await stream(request, ANSWER | {"meta_info": ANSWER["meta_info"] | {"weight_version": "-1"}})
             return await stream_turn(request)
@@ -96,14 +96,14 @@ class Servers:
 
 def with_servers(count: int, play: Callable[[Servers, Router], Awaitable[None]]) -> None:
     async def run() -> None:
-        servers, found = Servers(), []
+        servers, addresses = Servers(), []
         async with AsyncExitStack() as stack:
             for server in range(count):
                 application = web.Application()
                 application.router.add_post("/generate", servers.handler(server))
                 running = await stack.enter_async_context(TestServer(application))
-                found.append((str(running.make_url("")).rstrip("/"), "secret"))
-            router = Router(found, RolloutConfig(turn_timeout=5.0))
+                addresses.append((str(running.make_url("")).rstrip("/"), "secret"))
+            router = Router(addresses, RolloutConfig(turn_timeout=5.0))
             stack.push_async_callback(router.close)
             await play(servers, router)
 
@@ -124,8 +124,8 @@ def test_an_affinity_stays_with_its_server_whatever_the_load() -> None:
         await ask(router, ["a"])
         await ask(router, ["b", "a", "a", "a", "a", "a", "a", "a"])
         await ask(router, ["a"] * 8)
-        of_a = servers.asked[0]
-        assert servers.asked.count(of_a) >= 1 + 7 + 8
+        of_a = servers.requests[0]
+        assert servers.requests.count(of_a) >= 1 + 7 + 8
         assert router.in_flight == [0, 0, 0]
 
     with_servers(3, play)
@@ -133,16 +133,16 @@ def test_an_affinity_stays_with_its_server_whatever_the_load() -> None:
 
 def test_a_busy_server_is_passed_over_for_new_affinities() -> None:
     async def play(servers: Servers, router: Router) -> None:
-        servers.held.clear()
+        servers.released.clear()
         first = asyncio.create_task(ask(router, ["a"] * 20))
         await asyncio.sleep(0.01)
         busy = max(range(2), key=lambda server: router.in_flight[server])
-        others = asyncio.create_task(ask(router, NAMES[:10]))
+        second = asyncio.create_task(ask(router, NAMES[:10]))
         await asyncio.sleep(0.01)
         assert router.in_flight[busy] == 20
         assert router.in_flight[1 - busy] == 10
-        servers.held.set()
-        await asyncio.gather(first, others)
+        servers.released.set()
+        await asyncio.gather(first, second)
 
     with_servers(2, play)
 
@@ -151,47 +151,47 @@ def test_a_lost_server_is_left_out_and_counted() -> None:
     async def play(servers: Servers, router: Router) -> None:
         await ask(router, NAMES[:30])
         servers.broken.add(1)
-        servers.asked.clear()
+        servers.requests.clear()
         turns = await ask(router, NAMES[:30])
         assert [turn.prompt_ids for turn in turns] == [(7, i) for i in range(30)]
-        assert set(servers.asked) == {0, 2} and len(servers.asked) == 30
+        assert set(servers.requests) == {0, 2} and len(servers.requests) == 30
         assert router.take_counters()["servers_lost"] == 1
         servers.broken.clear()
         await ask(router, NAMES[:30])
-        assert 1 not in servers.asked
+        assert 1 not in servers.requests
         assert router.take_counters()["servers_lost"] == 0
 
     with_servers(3, play)
 
 
-def test_only_servers_that_may_be_asked_are_asked() -> None:
+def test_only_servers_in_use_get_requests() -> None:
     async def play(servers: Servers, router: Router) -> None:
         router.use([0, 2])
         await ask(router, NAMES[:30])
-        assert set(servers.asked) == {0, 2}
+        assert set(servers.requests) == {0, 2}
         servers.broken = {0, 2}
         with pytest.raises(ServerGone):
             await ask(router, NAMES[:1])
-        assert 1 not in servers.asked
+        assert 1 not in servers.requests
         servers.broken = set()
         await ask(router, NAMES[:30])
-        assert 1 not in servers.asked
+        assert 1 not in servers.requests
 
     with_servers(3, play)
 
 
-def test_a_server_that_came_back_is_asked_again() -> None:
+def test_a_server_that_came_back_gets_requests_again() -> None:
     async def play(servers: Servers, router: Router) -> None:
         servers.broken = {1}
         await ask(router, NAMES[:30])
         router.use([0])
         servers.broken = set()
-        servers.asked.clear()
+        servers.requests.clear()
         await ask(router, NAMES[:30])
-        assert set(servers.asked) == {0}
+        assert set(servers.requests) == {0}
         router.use([0, 1])
         await ask(router, NAMES[30:90])
-        assert set(servers.asked) == {0, 1}
+        assert set(servers.requests) == {0, 1}
 
     with_servers(2, play)
 
@@ -201,7 +201,7 @@ def test_a_server_without_the_runs_weights_counts_as_gone() -> None:
         servers.unpublished = {1}
         turns = await ask(router, NAMES[:30])
         assert {version for turn in turns for version in turn.versions} == {12}
-        assert 1 in servers.asked and router.gone == {1}
+        assert 1 in servers.requests and router.gone == {1}
         router.unpublished = True
         router.use([1])
         assert (await ask(router, NAMES[:1]))[0].versions == (-1, -1, -1)
@@ -214,7 +214,7 @@ def test_without_a_server_requests_fail_at_once() -> None:
         router.use([])
         with pytest.raises(ServerGone, match="no SGLang server is in use"):
             await ask(router, ["a"])
-        assert servers.asked == []
+        assert servers.requests == []
 
     with_servers(2, play)
 
@@ -231,10 +231,10 @@ def test_no_server_left_is_an_error_and_the_next_request_tries_again() -> None:
 
 
 def test_a_refusal_is_no_reason_to_ask_another_server() -> None:
-    asked: list[str] = []
+    paths: list[str] = []
 
     async def refuse(request: web.Request) -> web.Response:
-        asked.append(request.path)
+        paths.append(request.path)
         return web.Response(status=400, text="too long")
 
     async def run() -> None:
@@ -249,7 +249,7 @@ def test_a_refusal_is_no_reason_to_ask_another_server() -> None:
                 await router.close()
 
     asyncio.run(run())
-    assert len(asked) == 1
+    assert len(paths) == 1
 
 
 def test_counters_add_up_over_the_servers_since_the_last_time() -> None:

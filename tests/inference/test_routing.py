@@ -1,4 +1,4 @@
-"""The experts that a real server says it has chosen: of every token once, and with them the trainer agrees with it."""
+"""The experts that a real server reports: once for every token, and with them the trainer agrees with the server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ START = {"cpu": 400.0, "cuda": 1800.0}  # on a GPU the first start compiles kern
 
 
 def config_of(folder: Path, name: str, device_type: str = "cpu") -> Config:
-    """In bfloat16, in which two scores of experts are often nearly equal."""
+    """In bfloat16, where scores of two experts are often nearly equal."""
     config = serving_config(folder / name, device_type)
     config.model.dtype, config.rollout.routing_replay, config.algo.kl_coef = "bfloat16", name == "experts", 0.0
     return config
@@ -55,19 +55,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def running(folder: Path, device_type: str) -> Iterator[dict[str, SGLangServer]]:
     with ExitStack() as stack:
-        made = {}
+        started = {}
         for name in MODELS:
             config, log = config_of(folder, name, device_type), folder / f"{name}-{device_type}.log"
-            made[name] = stack.enter_context(SGLangServer(config, log))
-        for server in made.values():
+            started[name] = stack.enter_context(SGLangServer(config, log))
+        for server in started.values():
             server.wait_healthy(START[device_type])
-        yield made
+        yield started
 
 
 def sampled(
     server: SGLangServer, prompts: list[tuple[int, ...]], routing_from: Callable[[int], int] | None, tokens: int = REPLY
 ) -> list[Turn]:
-    """A turn after each prompt, with its experts from where `routing_from` makes of the prompt's number."""
+    """A turn after each prompt, with its experts from the position `routing_from(number of the prompt)`."""
 
     async def use() -> list[Turn]:
         client = SGLangClient(server.url, server.api_key, server.config.rollout)
@@ -88,7 +88,7 @@ PROMPTS = [tuple(row) for row in np.random.default_rng(0).integers(3, 500, (TURN
 
 
 def test_every_position_is_routed_once(running: dict[str, SGLangServer], device_type: str) -> None:
-    """A later turn has the experts of what is new alone; on a CPU all of them, cached or not, say the same."""
+    """A later turn has the experts of new tokens only; on a CPU, cached and uncached experts are equal."""
     server = running["experts"]
     first = sampled(server, PROMPTS[:4], lambda _: 0, tokens=12)
     longer = [(*turn.stream, 9, 9) for turn in first]
@@ -98,12 +98,12 @@ def test_every_position_is_routed_once(running: dict[str, SGLangServer], device_
     fresh = sampled(server, longer, lambda _: 0, tokens=12)
     exact = device_type == "cpu"
     assert not exact or fresh == cached == later
-    for one, two, whole, again in zip(first, later, cached, fresh, strict=True):
-        assert one.routing is not None and two.routing is not None and whole.routing is not None
-        assert one.routing.dtype == np.uint8 and one.routing.shape == (len(one.stream) - 1, LAYERS * WIDTH)
-        assert len(one.routing) + len(two.routing) == len(two.stream) - 1
-        assert not exact or np.array_equal(np.concatenate([one.routing, two.routing]), whole.routing)
-        assert not exact or np.array_equal(whole.routing, again.routing)
+    for opening, continued, whole, uncached in zip(first, later, cached, fresh, strict=True):
+        assert opening.routing is not None and continued.routing is not None and whole.routing is not None
+        assert opening.routing.dtype == np.uint8 and opening.routing.shape == (len(opening.stream) - 1, LAYERS * WIDTH)
+        assert len(opening.routing) + len(continued.routing) == len(continued.stream) - 1
+        assert not exact or np.array_equal(np.concatenate([opening.routing, continued.routing]), whole.routing)
+        assert not exact or np.array_equal(whole.routing, uncached.routing)
         chosen = np.sort(whole.routing.reshape(-1, LAYERS, WIDTH), axis=-1)
         assert chosen.max() < EXPERTS and (np.diff(chosen, axis=-1) > 0).all()
         assert len(np.unique(chosen)) == EXPERTS
@@ -130,7 +130,7 @@ def test_with_replay_the_trainer_agrees_with_the_server_as_of_a_dense_model(
         for replay in (True, False) if name == "experts" else (True,):
             rows = trainer.log_probs(trainer.chunks, batch, replay=replay)
             pairs = zip(rows, batch.samples, strict=True)
-            differences = np.concatenate([(row - one.log_probs)[one.loss_mask > 0] for row, one in pairs])
+            differences = np.concatenate([(row - item.log_probs)[item.loss_mask > 0] for row, item in pairs])
             apart[name, replay] = {
                 "mean": np.abs(differences).mean(),
                 "k3": (np.exp(differences) - 1 - differences).mean(),

@@ -1,4 +1,4 @@
-"""Models beside the policy: every server of a reward model gives the score of transformers, also after its end."""
+"""Models beside the policy: every server of a reward model gives the score of transformers, also after a restart."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ POSITIONS = 256
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random reward model of Qwen3's family, whose heads SGLang gives a bias, for 256 tokens."""
+    """A tiny random reward model of the Qwen3 family, whose heads get a bias in SGLang, for 256 tokens."""
     return make_reward_model(tmp_path_factory.mktemp("scoring"), positions=POSITIONS)
 
 
@@ -62,7 +62,7 @@ def expected(folder: Path, *conversations: list[Message]) -> list[float]:
 
 
 def long_one(system: bool) -> Conversation:
-    """Turns of some 60 tokens, of which the model has room for four or so."""
+    """Turns of about 60 tokens; about four fit the model."""
     words = "the quick brown fox jumps over the lazy dog " * 2
     messages = [Message("system", "be brief")] if system else []
     for number in range(6):
@@ -73,18 +73,18 @@ def long_one(system: bool) -> Conversation:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_every_server_scores_as_transformers_does(servers: ModelServers, folder: Path) -> None:
-    """Overlong ones without their first turns, and the system message, where there is one, kept."""
+    """Overlong conversations lose their first turns but keep a system message."""
     conversations = [PLAYED, PLAYED.add_messages([Message("user", "thanks")], ()), long_one(False), long_one(True)]
     cut = [[*long_one(True).messages[:1], *long_one(True).messages[begin:]] for begin in range(3, 13, 2)]
-    wanted = expected(folder, *(list(c.messages) for c in conversations[:2]))
-    assert abs(wanted[0] - wanted[1]) > 0.01
+    reference = expected(folder, *(list(c.messages) for c in conversations[:2]))
+    assert abs(reference[0] - reference[1]) > 0.01
     for address in servers.model.addresses:
         scorer = metric("reward_model", model=str(folder), replicas=2)
         scorer.servers = [address]
-        found = [asyncio.run(scorer.score(TASK, conversation)) for conversation in conversations]
-        assert found[:2] == pytest.approx(wanted, abs=1e-4)
-        assert found[3] in [pytest.approx(score, abs=1e-4) for score in expected(folder, *cut)]
-        assert found[2] in [pytest.approx(score, abs=1e-4) for score in expected(folder, *(c[1:] for c in cut))]
+        scores = [asyncio.run(scorer.score(TASK, conversation)) for conversation in conversations]
+        assert scores[:2] == pytest.approx(reference, abs=1e-4)
+        assert scores[3] in [pytest.approx(score, abs=1e-4) for score in expected(folder, *cut)]
+        assert scores[2] in [pytest.approx(score, abs=1e-4) for score in expected(folder, *(c[1:] for c in cut))]
         assert scorer.counters == {"cut": 2}
 
 
@@ -95,7 +95,7 @@ def test_a_server_that_ends_is_started_again_and_the_other_scores_meanwhile(
 ) -> None:
     scorer = metric("reward_model", model=str(folder), replicas=2)
     scorer.servers = servers.model.addresses
-    (wanted,) = expected(folder, list(PLAYED.messages))
+    (reference,) = expected(folder, list(PLAYED.messages))
     first = servers.servers[0]
     os.killpg(first.process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
     assert wait_for(lambda: first.process.ended() is not None, 30)
@@ -103,17 +103,15 @@ def test_a_server_that_ends_is_started_again_and_the_other_scores_meanwhile(
     async def several() -> list[Any]:
         return await asyncio.gather(*(scorer.score(TASK, PLAYED) for _ in range(4)))
 
-    assert asyncio.run(several()) == pytest.approx([wanted] * 4, abs=1e-4)
+    assert asyncio.run(several()) == pytest.approx([reference] * 4, abs=1e-4)
     assert servers.ready(60.0), "the other one answers"
     assert wait_for(lambda: len(servers.pool.present()) == 2, 400)
     assert servers.pool.take_counters() == {"servers/reward_model_lost": 1.0, "servers/reward_model_back": 1.0}
     scorer.servers = servers.model.addresses[:1]
-    assert asyncio.run(scorer.score(TASK, PLAYED)) == pytest.approx(wanted, abs=1e-4), "no bias of its own"
+    assert asyncio.run(scorer.score(TASK, PLAYED)) == pytest.approx(reference, abs=1e-4), "no bias of its own"
 
 
-def test_servers_that_are_started_end_where_another_one_does_not_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_started_servers_end_if_another_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     begun: list[Any] = []
 
     class Busy:
@@ -130,9 +128,9 @@ def test_servers_that_are_started_end_where_another_one_does_not_start(
             self.over = True
 
     monkeypatch.setattr(served, "SGLangServer", Busy)
-    given = ModelServers(serving_config(tmp_path), "good", ServedConfig(str(tmp_path), replicas=3), 0)
+    model_servers = ModelServers(serving_config(tmp_path), "good", ServedConfig(str(tmp_path), replicas=3), 0)
     assert begun == [], "they are started once it is entered"
-    with pytest.raises(ServerError, match="30002"), given:
+    with pytest.raises(ServerError, match="30002"), model_servers:
         raise AssertionError("entered")
     assert [server.over for server in begun] == [True, True]
 
@@ -191,24 +189,24 @@ def test_a_reward_model_by_name_is_pinned_and_fetched_before_the_start(tmp_path:
         commit = hub.add("model", "some/scores", tmp_path / "scores")
         hub.add("model", "some/chats", tmp_path / "chats")
 
-        def start(what: str, model: str) -> str:
+        def start(program: str, model: str) -> str:
             settings = [
-                f"run.dir={tmp_path}/{what}",
+                f"run.dir={tmp_path}/{program}",
                 f"model.path={tmp_path}/scores",
                 f"data.train={tmp_path}/tasks.jsonl",
             ]
             settings += [f"data.eval={tmp_path}/tasks.jsonl", "reward.weights={good: 1}", "user.name=reveal"]
             settings += [f"reward.metrics.good={{metric: reward_model, model: {model}}}"]
             environment = hub.environment(tmp_path / "home")
-            command = [sys.executable, "-c", FETCH, what, *settings]
+            command = [sys.executable, "-c", FETCH, program, *settings]
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
             assert done.returncode == 0, done.stderr[-3000:]
             return done.stdout.strip()
 
-        said = f"some/scores@{commit} config.json model.safetensors"
-        assert [start(what, "some/scores") for what in ("train", "evaluate")] == [said, said]
+        pinned = f"some/scores@{commit} config.json model.safetensors"
+        assert [start(program, "some/scores") for program in ("train", "evaluate")] == [pinned, pinned]
         hub.add("model", "some/scores", tmp_path / "chats")
-        assert start("train", "some/scores") == said, "the branch has moved, the run has not"
+        assert start("train", "some/scores") == pinned, "the branch has moved, the run has not"
         setting = "reward.metrics.good.model"
         assert start("train", "some/chats").startswith(f"{setting}=some/chats@")
         assert "architecture Qwen2ForCausalLM gives no score" in start("evaluate", "some/chats")
@@ -221,9 +219,9 @@ def test_devices_come_after_those_of_the_policy() -> None:
     assert first_device(config) == 2
     config.rollout.server.colocated = False
     assert first_device(config) == 6
-    own, shared = (ServedConfig("judge", replicas=1, tp=2, colocated=colocated) for colocated in (False, True))
-    assert (devices(own), devices(shared)) == (2, 0)
-    assert [first_gpu(config_of(config, model, 6), 0) for model in (own, shared)] == [6, 0]
+    separate, shared = (ServedConfig("judge", replicas=1, tp=2, colocated=colocated) for colocated in (False, True))
+    assert (devices(separate), devices(shared)) == (2, 0)
+    assert [first_gpu(config_of(config, model, 6), 0) for model in (separate, shared)] == [6, 0]
 
 
 def test_only_the_policy_has_adapters() -> None:

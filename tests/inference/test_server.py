@@ -1,4 +1,4 @@
-"""The real server: seeds decide samples, log-probs are the model's, keys are asked for, processes end."""
+"""The real server: seeds decide samples, log-probs are the model's, keys are required, processes end."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def sample(
     tokens: int = 12,
     sampling: SamplingConfig | None = None,
 ) -> list[Turn]:
-    """One turn for each (prompt, seed), all in flight together or one after the other."""
+    """One turn for each (prompt, seed), all concurrently or one after the other."""
     return sample_and_count(server, requests, at_once, tokens, sampling)[0]
 
 
@@ -129,7 +129,7 @@ def test_a_prompt_asked_for_at_once_is_read_once(server: SGLangServer) -> None:
     flush(server)
     turns, tokens = sample_and_count(server, [(PROMPTS[2], seed) for seed in range(8)], at_once=True)
     assert len({turn.token_ids for turn in turns}) == 8
-    # SGLang reads the last token of a prompt anew for every request
+    # SGLang computes the last token of a prompt again for every request
     assert tokens["prefill_tokens"] == len(PROMPTS[2]) + 7
 
 
@@ -182,8 +182,8 @@ def test_samples_follow_the_log_probs(server: SGLangServer) -> None:
 
 @pytest.mark.processes
 def test_a_turn_ends_at_its_budget_or_with_its_end(server: SGLangServer) -> None:
-    asked = [(prompt, seed) for prompt in PROMPTS for seed in range(10)]  # about every fifth ends by itself
-    turns = sample(server, asked, at_once=True, tokens=60)
+    requests = [(prompt, seed) for prompt in PROMPTS for seed in range(10)]  # about every fifth ends by itself
+    turns = sample(server, requests, at_once=True, tokens=60)
     for turn in turns:
         ended = turn.token_ids[-1] == 2
         assert turn.finish is (Finish.STOP if ended else Finish.LENGTH)
@@ -194,7 +194,7 @@ def test_a_turn_ends_at_its_budget_or_with_its_end(server: SGLangServer) -> None
 
 
 class Closing:
-    """Of a renderer what a budget of thoughts needs; to this model token 5 ends a thought."""
+    """The part of a renderer that thinking budgets use; token 5 ends a thought of this model."""
 
     thought_end = 5
 
@@ -207,22 +207,22 @@ class Closing:
 
 @pytest.mark.processes
 def test_a_thought_and_its_reply_are_sampled_as_one_turn_would_be(server: SGLangServer) -> None:
-    """In two requests, to the last bit; and after a thought that was closed as after the prompt with it."""
+    """In two requests, bitwise equal; and after a forced end of the thought as after a prompt that contains it."""
     budgets = SamplingConfig(thinking_budget=30, max_new_tokens=30)
 
     async def use(client: SGLangClient) -> list[tuple[Turn, Turn, Turn | None]]:
-        async def one(seed: int, prompt: tuple[int, ...]) -> tuple[Turn, Turn, Turn | None]:
+        async def sample_both(seed: int, prompt: tuple[int, ...]) -> tuple[Turn, Turn, Turn | None]:
             ask = partial(client.generate, sampling=budgets, seed=seed)
-            turn = await thinking.sampled(ask, cast(Renderer, Closing()), prompt, budgets, 1000)
+            turn = await thinking.sample_turn(ask, cast(Renderer, Closing()), prompt, budgets, 1000)
             closed = turn.forced[1]
             after = await ask(prompt + turn.token_ids[:closed], max_new_tokens=30) if closed else None
             return turn, await ask(prompt, max_new_tokens=60), after
 
-        return await asyncio.gather(*(one(seed, prompt) for seed, prompt in enumerate(PROMPTS * 4)))
+        return await asyncio.gather(*(sample_both(seed, prompt) for seed, prompt in enumerate(PROMPTS * 4)))
 
-    found = with_client(server, use)
-    assert {bool(turn.forced[1]) for turn, *_ in found} == {True, False}
-    for turn, plain, after in found:
+    results = with_client(server, use)
+    assert {bool(turn.forced[1]) for turn, *_ in results} == {True, False}
+    for turn, plain, after in results:
         sampled = turn.forced[0] if after else min(len(turn.token_ids), len(plain.token_ids))
         assert turn.token_ids[:sampled] == plain.token_ids[:sampled]
         assert turn.log_probs[:sampled] == plain.log_probs[:sampled]
@@ -233,7 +233,7 @@ def test_a_thought_and_its_reply_are_sampled_as_one_turn_would_be(server: SGLang
 
 
 @pytest.mark.processes
-def test_marks_of_calls_are_in_the_text_where_there_are_tools(servers: dict[str, Served]) -> None:
+def test_markers_of_calls_are_in_the_text_if_there_are_tools(servers: dict[str, Served]) -> None:
     """Mistral's is a special token."""
     config = RolloutConfig(turn_timeout=60.0, tools=["calculator"], tool_parser="mistral")
     served = servers["untied"]
@@ -242,9 +242,9 @@ def test_marks_of_calls_are_in_the_text_where_there_are_tools(servers: dict[str,
     async def run() -> tuple[list[Turn], list[ToolCall]]:
         client = SGLangClient(served.server.url, served.server.api_key, config)
         try:
-            asked = (client.generate(p, max_new_tokens=60, sampling=SamplingConfig(), seed=0) for p in PROMPTS)
+            pending = (client.generate(p, max_new_tokens=60, sampling=SamplingConfig(), seed=0) for p in PROMPTS)
             called = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'
-            return await asyncio.gather(*asked), await client.tool_calls(called, [SCHEMA])
+            return await asyncio.gather(*pending), await client.tool_calls(called, [SCHEMA])
         finally:
             await client.close()
 
@@ -272,10 +272,10 @@ def test_nothing_is_served_without_the_key(server: SGLangServer, path: str, head
 
 @pytest.mark.processes
 def test_weights_stay_what_they_are_without_the_key(servers: dict[str, Served]) -> None:
-    server, others = servers["untied"].server, servers["tied"].folder
+    server, other_model = servers["untied"].server, servers["tied"].folder
     requests = [(prompt, seed) for seed, prompt in enumerate(PROMPTS[:4])]
     before = sample(server, requests, at_once=True)
-    body = json.dumps({"model_path": str(others), "flush_cache": True}).encode()
+    body = json.dumps({"model_path": str(other_model), "flush_cache": True}).encode()
     for headers in ({}, {"Authorization": "Bearer wrong"}):
         request = Request(
             server.url + "/update_weights_from_disk", body, {"Content-Type": "application/json", **headers}
@@ -368,8 +368,8 @@ def test_arguments_on_gpus(on_gpus: Path) -> None:
 
 
 def test_gpus_are_counted_within_a_node(on_gpus: Path) -> None:
-    found = [arguments(on_gpus, index, nodes=2, tp=2, replicas=4)["base-gpu-id"] for index in range(4)]
-    assert found == ["0", "2", "0", "2"]
+    devices = [arguments(on_gpus, index, nodes=2, tp=2, replicas=4)["base-gpu-id"] for index in range(4)]
+    assert devices == ["0", "2", "0", "2"]
     assert arguments(on_gpus, 3, nodes=2, tp=2, replicas=4, colocated=False)["base-gpu-id"] == "6"
 
 
@@ -418,14 +418,16 @@ def test_the_environment_on_gpus(on_gpus: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(toolkit, "libraries", lambda: ["/wheels/cu13/lib"])
     monkeypatch.setenv("CUDA_PATH", "/opt/cuda-12.4")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/lib")
-    made = server_module._environment(Config(), "key", 0)
-    assert made["CUDA_HOME"] == "/opt/cuda" and made["LD_LIBRARY_PATH"] == "/wheels/cu13/lib:/opt/lib"
-    assert "CUDA_PATH" not in made
-    assert not [name for name in made if "ALLOC_CONF" in name or "MEMORY_SAVER" in name]  # it would refuse to start
-    assert made["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] == "1"  # else a first start in FP8 takes longer than start_timeout
-    assert made["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
+    environment = server_module._environment(Config(), "key", 0)
+    assert environment["CUDA_HOME"] == "/opt/cuda" and environment["LD_LIBRARY_PATH"] == "/wheels/cu13/lib:/opt/lib"
+    assert "CUDA_PATH" not in environment
+    # SGLang would refuse to start with these.
+    assert not [name for name in environment if "ALLOC_CONF" in name or "MEMORY_SAVER" in name]
+    # Without it a first start in FP8 exceeds start_timeout.
+    assert environment["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] == "1"
+    assert environment["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
     for name in ("SGLANG_CACHE_DIR", "SGLANG_JIT_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"):
-        assert socket.gethostname() in Path(made[name]).parts
+        assert socket.gethostname() in Path(environment[name]).parts
     monkeypatch.setenv("SGLANG_CACHE_DIR", "/scratch")
     assert server_module._environment(Config(), "key", 0)["SGLANG_CACHE_DIR"] == "/scratch"
 
@@ -452,7 +454,7 @@ def test_a_server_that_dies_shows_its_last_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_what_sglang_leaves_in_the_temporary_folder_goes_with_the_server(tmp_path: Path) -> None:
+def test_temporary_files_of_sglang_are_removed_with_the_server(tmp_path: Path) -> None:
     with SGLangServer(serving_config(tmp_path / "no-model"), tmp_path / "log") as server:
         process = psutil.Process(server.process.pid)
         assert wait_until(process.environ, 30), "the kernel shows none until the program has been loaded"
@@ -463,15 +465,15 @@ def test_what_sglang_leaves_in_the_temporary_folder_goes_with_the_server(tmp_pat
 
 def group(leader: int) -> list[int]:
     """Processes of the group that have not ended."""
-    found = []
+    members = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             state = (process / "stat").read_text().rpartition(")")[2].split()[0]
             if os.getpgid(int(process.name)) == leader and state != "Z":
-                found.append(int(process.name))
+                members.append(int(process.name))
         except (FileNotFoundError, ProcessLookupError):
             continue
-    return found
+    return members
 
 
 def wait_until(holds: object, seconds: float) -> bool:

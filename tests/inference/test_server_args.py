@@ -1,4 +1,4 @@
-"""Arguments that the settings pass to SGLang: the run's own are refused, the others must be known to SGLang itself."""
+"""Arguments that settings pass to SGLang: those that the run sets are refused, SGLang must know the remaining ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers import make_model, refused
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("overrides", "message"),
     [
         ("{tp_size: 2}", "tp-size: rollout.server.tp decides it; set that"),
         ("{model: other}", "model: model.path decides it; set that"),
@@ -30,28 +30,28 @@ from tests.helpers import make_model, refused
         ("{preferred_sampling_params: '{}'}", "preferred-sampling-params: rollout.turn and rollout.future decide"),
     ],
 )
-def test_what_the_run_decides_is_refused_with_what_decides_it(given: str, said: str) -> None:
-    assert refused(f"rollout.server.args={given}").startswith(f"rollout.server.args.{said}")
+def test_arguments_that_a_setting_decides_are_refused_with_the_setting(overrides: str, message: str) -> None:
+    assert refused(f"rollout.server.args={overrides}").startswith(f"rollout.server.args.{message}")
 
 
 def test_a_kernel_is_chosen_on_gpus_alone() -> None:
-    given = {"attention_backend": "fa3"}
-    assert server_args.decided(given, "rollout.server", on_cpu=False) is None
-    said = server_args.decided(given, "rollout.server", on_cpu=True)
-    assert said == "rollout.server.args.attention-backend: launch.device=cpu decides it; remove it"
+    options = {"attention_backend": "fa3"}
+    assert server_args.conflict(options, "rollout.server", on_cpu=False) is None
+    message = server_args.conflict(options, "rollout.server", on_cpu=True)
+    assert message == "rollout.server.args.attention-backend: launch.device=cpu decides it; remove it"
 
 
 def test_a_server_of_its_own_model_may_have_other_parameters() -> None:
-    given = {"quantization": "fp8", "moe_a2a_backend": "deepep"}
-    assert server_args.decided(given, "servers.judge", on_cpu=False, model="servers.judge.model") is None
-    said = server_args.decided({"model-path": "x"}, "servers.judge", on_cpu=False, model="servers.judge.model")
-    assert said == "servers.judge.args.model-path: servers.judge.model decides it; set that"
+    options = {"quantization": "fp8", "moe_a2a_backend": "deepep"}
+    assert server_args.conflict(options, "servers.judge", on_cpu=False, model="servers.judge.model") is None
+    message = server_args.conflict({"model-path": "x"}, "servers.judge", on_cpu=False, model="servers.judge.model")
+    assert message == "servers.judge.args.model-path: servers.judge.model decides it; set that"
 
 
-def test_arguments_come_last_and_take_ours_away(tmp_path: Path) -> None:
+def test_arguments_come_last_and_replace_those_of_the_run(tmp_path: Path) -> None:
     config = serving_config(tmp_path)
-    given: dict[str, Any] = {"log_level": "info", "sleep-on-idle": False, "enable-metrics": True, "page_size": None}
-    config.rollout.server.args = given | {"gc-threshold": [7, 8], "extra-metric-labels": {"a": "b"}}
+    options: dict[str, Any] = {"log_level": "info", "sleep-on-idle": False, "enable-metrics": True, "page_size": None}
+    config.rollout.server.args = options | {"gc-threshold": [7, 8], "extra-metric-labels": {"a": "b"}}
     words = arguments(config, "http://127.0.0.1:30000", 0)
     assert words[-6:] == ["--enable-metrics", "--gc-threshold", "7", "8", "--extra-metric-labels", '{"a": "b"}']
     assert "--sleep-on-idle" not in words and "--page-size" not in words
@@ -59,7 +59,7 @@ def test_arguments_come_last_and_take_ours_away(tmp_path: Path) -> None:
 
 
 # Names and aliases of all that SGLang's server takes, and what its parser says of the arguments that it is given.
-ASKED = """
+PARSER_PROGRAM = """
 import json, sys
 from argparse import ArgumentParser
 from megatron_collab import patches
@@ -69,8 +69,8 @@ from megatron_collab.inference.server_args import fault, plain, words
 parser = ArgumentParser()
 ServerArgs.add_cli_args(parser)
 names = [[name.lstrip("-") for name in action.option_strings] for action in parser._actions]
-said = [fault(each, ["--model-path", "x", *words(plain(each))]) for each in json.loads(sys.argv[1])]
-print(json.dumps([names, said]))
+faults = [fault(args, ["--model-path", "x", *words(plain(args))]) for args in json.loads(sys.argv[1])]
+print(json.dumps([names, faults]))
 """
 FAULTS = (
     ({"schedule-polici": "lpm"}, ".schedule-polici: SGLang has no such argument; the nearest is schedule-policy"),
@@ -82,12 +82,12 @@ FAULTS = (
 
 @pytest.mark.processes
 def test_sglangs_own_parser_knows_the_names() -> None:
-    """Those that are refused are among them, with all aliases; others are checked by it."""
-    command = [sys.executable, "-c", ASKED, json.dumps([given for given, _ in FAULTS])]
+    """It has the refused names with all their aliases, and it checks the remaining ones."""
+    command = [sys.executable, "-c", PARSER_PROGRAM, json.dumps([overrides for overrides, _ in FAULTS])]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
     options, faults = json.loads(printed.splitlines()[-1])
-    for found, (_, said) in zip(faults, FAULTS, strict=True):
-        assert found.startswith(said)
+    for fault, (_, message) in zip(faults, FAULTS, strict=True):
+        assert fault.startswith(message)
     groups = [
         *server_args._BY_SETTING,
         *server_args._BY_SETTING_OF_POLICY,
@@ -99,8 +99,8 @@ def test_sglangs_own_parser_knows_the_names() -> None:
         assert any(server_args._among(name, pattern) for names in options for name in names), pattern
     for names in options:
         plain = [name for name in names if not name.startswith("no-")]
-        said_of = [server_args.decided({name: 1}, "rollout.server", on_cpu=True) for name in plain]
-        assert len({said is None for said in said_of}) == 1, names
+        conflicts = [server_args.conflict({name: 1}, "rollout.server", on_cpu=True) for name in plain]
+        assert len({answer is None for answer in conflicts}) == 1, names
 
 
 @pytest.mark.processes
@@ -109,6 +109,6 @@ def test_a_server_that_would_not_start_is_refused_before(tmp_path: Path) -> None
     config.rollout.server.args = {"chunked_prefill_size": 64, "page-size": 8, "sleep-on-idle": False}
     assert refusal(config) is None
     config.rollout.server.args |= {"chunked-prefill-size": 63}
-    said = r"^rollout.server.args: SGLang refuses them: AssertionError: chunked_prefill_size must be divisible"
-    with pytest.raises(ConfigError, match=said):
+    message = r"^rollout.server.args: SGLang refuses them: AssertionError: chunked_prefill_size must be divisible"
+    with pytest.raises(ConfigError, match=message):
         check_arguments(config)

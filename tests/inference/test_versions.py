@@ -1,4 +1,4 @@
-"""A real server whose weights change in the middle of requests: each token is that of the weights it says."""
+"""A real server whose weights change in the middle of requests: each token comes from the version it reports."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def load(served: Served, folder: Path, version: int) -> None:
 
 
 async def interrupted(served: Served, other: Path) -> tuple[list[Turn], Turn, Turn]:
-    """Turns in whose middle the weights of `other` come, a turn from before that, one asked for while it is done."""
+    """Turns interrupted by the weights of `other`, a turn from before, and one requested during the update."""
     client = SGLangClient(served.server.url, served.server.api_key, RolloutConfig(turn_timeout=120.0))
 
     def ask(seed: int, tokens: int) -> asyncio.Task[Turn]:
@@ -74,14 +74,14 @@ def sampled(servers: dict[str, Served], other: Path) -> Iterator[tuple[list[Turn
 
 
 def log_probs(folder: Path, turn: Turn) -> np.ndarray:
-    """Of a turn's tokens, by transformers; float32 [tokens]."""
+    """Log-probs of a turn's tokens, by transformers; float32 [tokens]."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.tensor(turn.prompt_ids + turn.token_ids)
     with torch.no_grad():
-        found = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-    return found[len(turn.prompt_ids) - 1 :].numpy()
+        values = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    return values[len(turn.prompt_ids) - 1 :].numpy()
 
 
 def test_versions_change_once_in_the_middle_of_a_request(sampled: tuple[list[Turn], Turn, Turn]) -> None:

@@ -63,7 +63,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def given(tmp_path: Path, model: Path, rows: list[dict], *more: str) -> list[str]:
+def overrides(tmp_path: Path, model: Path, rows: list[dict], *more: str) -> list[str]:
     """A supervised run on a model and a file of the user's own."""
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -91,7 +91,7 @@ def test_a_value_that_cannot_be(capsys: pytest.CaptureFixture[str], booking: lis
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "message"),
     [
         ("optim.beta1=1", "optim.beta1=1.0: must be at least 0 and below 1"),
         ("optim.beta2=-0.1", "optim.beta2=-0.1: must be at least 0 and below 1"),
@@ -100,19 +100,19 @@ def test_a_value_that_cannot_be(capsys: pytest.CaptureFixture[str], booking: lis
     ],
 )
 def test_a_value_out_of_its_range(
-    capsys: pytest.CaptureFixture[str], booking: list[str], setting: str, said: str
+    capsys: pytest.CaptureFixture[str], booking: list[str], setting: str, message: str
 ) -> None:
-    assert said in refused(capsys, *booking, setting)
+    assert message in refused(capsys, *booking, setting)
 
 
 def test_more_servers_than_gpus(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only where servers run, and on GPUs."""
-    monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(found=True, detail=""))
+    monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(available=True, detail=""))
     monkeypatch.setattr(device, "count", lambda: 3)
     servers = ["rollout.server.tp=2", "rollout.server.replicas=2", "rollout.server.max_total_tokens=64"]
-    settings = given(tmp_path, model, [ROW], *servers, "launch.device=cuda")
+    settings = overrides(tmp_path, model, [ROW], *servers, "launch.device=cuda")
     rl = [*settings, "train.stage=rl", "reward.weights={token_amount: -1}"]
     line = refused(capsys, *rl)
     assert "rollout.server.replicas=2 x rollout.server.tp=2: needs more than the 3 GPUs of this node" in line
@@ -129,7 +129,7 @@ def test_more_processes_than_this_machine_could_hold(
     """Ray would start thousands of workers one after the other until the kernel ends them."""
     monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(total=64 << 30))
     rl = ["train.stage=rl", "reward.weights={token_amount: -1}", "launch.device=cpu"]
-    line = refused(capsys, *given(tmp_path, model, [ROW], *rl, setting))
+    line = refused(capsys, *overrides(tmp_path, model, [ROW], *rl, setting))
     assert f"{setting}: the processes of a node need " in line and "this machine has 64; lower it" in line
 
 
@@ -145,12 +145,12 @@ def test_a_layout_that_the_ranks_do_not_fill(capsys: pytest.CaptureFixture[str],
 def test_a_layout_that_does_not_divide_the_heads(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path
 ) -> None:
-    line = refused(capsys, *given(tmp_path, model, [ROW], "parallel.tp=4", "launch.nproc_per_node=4"))
+    line = refused(capsys, *overrides(tmp_path, model, [ROW], "parallel.tp=4", "launch.nproc_per_node=4"))
     assert "parallel.tp=4: does not divide the model's 2 key/value heads" in line
 
 
 def test_more_stages_than_layers(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
-    line = refused(capsys, *given(tmp_path, model, [ROW], "parallel.pp=4", "launch.nproc_per_node=4"))
+    line = refused(capsys, *overrides(tmp_path, model, [ROW], "parallel.pp=4", "launch.nproc_per_node=4"))
     assert "parallel.pp=4: the model has only 3 layers" in line
 
 
@@ -161,7 +161,7 @@ def test_a_missing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path, mode
 
 
 @pytest.mark.parametrize(
-    ("train", "said"),
+    ("train", "message"),
     [
         ("[{source: rows.jsonl, wieght: 2}]", "data.train[0].wieght: no such setting; the nearest is weight"),
         ("[rows.jsonl]", "data.train=rows.jsonl: no such file"),
@@ -171,22 +171,22 @@ def test_a_missing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path, mode
     ],
 )
 def test_a_source_that_cannot_be(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, train: str, said: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, train: str, message: str
 ) -> None:
     arguments = [f"run.dir={tmp_path}/run", f"model.path={model}", "train.stage=sft", f"data.train={train}"]
-    assert said in refused(capsys, *arguments)
+    assert message in refused(capsys, *arguments)
 
 
 def test_a_name_of_the_hub_that_cannot_be_asked_for(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path
 ) -> None:
-    line = refused(capsys, *given(tmp_path, Path("some/model"), [ROW]))
+    line = refused(capsys, *overrides(tmp_path, Path("some/model"), [ROW]))
     assert "model.path=some/model: not in " in line and "HF_HUB_OFFLINE is set; unset it" in line
     assert not (tmp_path / "run").exists()
 
 
 def test_a_missing_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
-    line = refused(capsys, *given(tmp_path, tmp_path / "none", [ROW]))
+    line = refused(capsys, *overrides(tmp_path, tmp_path / "none", [ROW]))
     assert f"model.path={tmp_path}/none: no config.json there; give the folder of a Hugging Face model, or " in line
     assert "OWNER/NAME of the Hub" in line
 
@@ -194,19 +194,19 @@ def test_a_missing_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, mod
 def test_a_model_of_an_unknown_family(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
     config = json.loads((model / "config.json").read_text()) | {"model_type": "rwkv"}
     (model / "config.json").write_text(json.dumps(config))
-    line = refused(capsys, *given(tmp_path, model, [ROW]))
+    line = refused(capsys, *overrides(tmp_path, model, [ROW]))
     assert "unknown model family model_type='rwkv'" in line and "qwen3" in line
 
 
 def test_a_model_with_an_unsupported_feature(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
     config = json.loads((model / "config.json").read_text()) | {"use_sliding_window": True}
     (model / "config.json").write_text(json.dumps(config))
-    line = refused(capsys, *given(tmp_path, model, [ROW]))
+    line = refused(capsys, *overrides(tmp_path, model, [ROW]))
     assert "model.path" in line and "use_sliding_window" in line
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "config.json: cannot be read as JSON"),
         ("[1]", "config.json: holds a list"),
@@ -215,37 +215,37 @@ def test_a_model_with_an_unsupported_feature(capsys: pytest.CaptureFixture[str],
     ],
 )
 def test_a_broken_description_of_a_model(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, text: str, said: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, text: str, message: str
 ) -> None:
     file = model / "config.json"
     file.write_text(file.read_text()[:-1] + f", {text}}}" if text.startswith('"') else text)
-    line = refused(capsys, *given(tmp_path, model, [ROW]))
-    assert f"model.path={model}: " in line and said in line and "give another model" in line
+    line = refused(capsys, *overrides(tmp_path, model, [ROW]))
+    assert f"model.path={model}: " in line and message in line and "give another model" in line
 
 
 def test_a_dataset_row_without_a_prompt(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
     task = {"id": "0", "prompt": [{"role": "user", "content": "hi"}], "goal": "g", "answer": "a", "user": "booking"}
     rows = [task, {key: value for key, value in task.items() if key != "prompt"} | {"id": "1"}]
-    line = refused(capsys, *given(tmp_path, model, rows, "train.stage=rl", "reward.weights={token_amount: -1}"))
+    line = refused(capsys, *overrides(tmp_path, model, rows, "train.stage=rl", "reward.weights={token_amount: -1}"))
     assert "data.train" in line and "prompt" in line
 
 
 def test_a_task_that_nobody_plays(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "user": "nobody"}]
-    line = refused(capsys, *given(tmp_path, model, rows, "train.stage=rl", "reward.weights={token_amount: -1}"))
+    line = refused(capsys, *overrides(tmp_path, model, rows, "train.stage=rl", "reward.weights={token_amount: -1}"))
     known = "no such name; known are feedback, llm, replay"
     assert f"data.train={tmp_path}/data.jsonl, task 0: user=nobody: {known}" in line
     played = tmp_path / "played.jsonl"
     played.write_text(json.dumps(rows[0] | {"user": "replay", "metadata": {"replay": ["so"]}}) + "\n")
     sets = f"data.eval=[{{source: {tmp_path}/data.jsonl, name: held}}]"
     more = ("train.stage=rl", "reward.weights={token_amount: -1}", sets, f"data.train={played}")
-    line = refused(capsys, *given(tmp_path, model, rows), *more)
+    line = refused(capsys, *overrides(tmp_path, model, rows), *more)
     assert f"data.eval[held]={tmp_path}/data.jsonl, task 0: user=nobody:" in line
 
 
 def test_a_user_without_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "hi"}], "goal": "g"}]
-    line = refused(capsys, *given(tmp_path, model, rows, "train.stage=rl", "reward.weights={token_amount: -1}"))
+    line = refused(capsys, *overrides(tmp_path, model, rows, "train.stage=rl", "reward.weights={token_amount: -1}"))
     assert "data.jsonl, task 0: user llm" in line and "user.model" in line
 
 
@@ -256,14 +256,14 @@ def test_a_user_whose_model_takes_no_such_setting(
         {"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "user": user} for user in ("", "llm/openai/o3")
     ]
     settings = ["train.stage=rl", "reward.weights={token_amount: -1}", "user.model=openai/gpt-5"]
-    line = refused(capsys, *given(tmp_path, model, rows, *settings, "user.top_p=0.5", "user.temperature=null"))
+    line = refused(capsys, *overrides(tmp_path, model, rows, *settings, "user.top_p=0.5", "user.temperature=null"))
     assert "user.top_p=0.5: openai/gpt-5 does not take it" in line and "set user.top_p=null" in line
-    line = refused(capsys, *given(tmp_path, model, rows[1:], *settings, "user.temperature=0.5"))
+    line = refused(capsys, *overrides(tmp_path, model, rows[1:], *settings, "user.temperature=0.5"))
     assert "user.temperature=0.5: openai/o3 does not take it" in line
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "message"),
     [
         ("user.prompt=none.j2", "user.prompt={}/none.j2: no such file"),
         ("user.prompt=bad.j2", "user.prompt={}/bad.j2 line 1: no variable goals; there are goal, "),
@@ -276,12 +276,12 @@ def test_a_prompt_that_is_none_is_refused_before_data_is_read(
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
     setting: str,
-    said: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.j2").write_text("{{ goals }}")
     settings = ["train.stage=rl", "reward.weights={token_amount: -1}", setting]
-    assert said.format(tmp_path) in refused(capsys, *given(tmp_path, model, [{"nothing": "of use"}], *settings))
+    assert message.format(tmp_path) in refused(capsys, *overrides(tmp_path, model, [{"nothing": "of use"}], *settings))
 
 
 def test_a_user_without_a_key(
@@ -290,7 +290,7 @@ def test_a_user_without_a_key(
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     rows = [{"prompt": [{"role": "user", "content": "hi"}], "goal": "g"}]
     settings = ["train.stage=rl", "reward.weights={token_amount: -1}", "user.model=openai/gpt-4o-mini"]
-    line = refused(capsys, *given(tmp_path, model, rows, *settings))
+    line = refused(capsys, *overrides(tmp_path, model, rows, *settings))
     assert "user.model=openai/gpt-4o-mini: OPENAI_API_KEY is not set; export it" in line
 
 
@@ -303,7 +303,7 @@ PAIR = {"prompt": "hi", "chosen": "hello", "rejected": "no"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (["reward.weights={accuracy: 1}"], "reward.weights.accuracy=1: data.train={}: none of its tasks has an answer"),
         (["reward.weights={accuracy: 0.5, asks: 1}"], "reward.weights.accuracy=0.5: data.train={}: none of its tasks"),
@@ -320,15 +320,15 @@ PAIR = {"prompt": "hi", "chosen": "hello", "rejected": "no"}
     ],
 )
 def test_a_metric_or_a_user_for_whom_no_task_is_fit(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, settings: list[str], said: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, settings: list[str], message: str
 ) -> None:
     user = [] if any("user" in setting for setting in settings) else ["user.model=policy"]
-    line = refused(capsys, *given(tmp_path, model, [PAIR, PAIR], "train.stage=rl", *settings, *user))
-    assert said.format(tmp_path / "data.jsonl") in line
+    line = refused(capsys, *overrides(tmp_path, model, [PAIR, PAIR], "train.stage=rl", *settings, *user))
+    assert message.format(tmp_path / "data.jsonl") in line
 
 
 def test_a_reward_of_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
-    line = refused(capsys, *given(tmp_path, model, [ROW], "train.stage=rl"))
+    line = refused(capsys, *overrides(tmp_path, model, [ROW], "train.stage=rl"))
     assert "reward.weights: no metric has a weight" in line
 
 
@@ -347,10 +347,10 @@ def test_fp8_without_transformer_engine(capsys: pytest.CaptureFixture[str], book
 
 
 def test_a_busy_port(capsys: pytest.CaptureFixture[str], booking: list[str]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         line = refused(capsys, *booking, f"rollout.server.port={port}")
     assert f"rollout.server.port={port}: address already in use" in line
 
@@ -365,7 +365,7 @@ def test_a_folder_that_holds_another_run(
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (
             ["data.eval=[{source: a.jsonl, sampels: 2}]"],
@@ -383,5 +383,5 @@ def test_a_folder_that_holds_another_run(
         (["train.stage=sft", "data.eval=[{source: a.jsonl, samples: 2}]"], "data.eval[a]: samples is of conversations"),
     ],
 )
-def test_an_evaluation_that_cannot_be(settings: list[str], said: str) -> None:
-    assert said in helpers.refused(*settings)
+def test_an_evaluation_that_cannot_be(settings: list[str], message: str) -> None:
+    assert message in helpers.refused(*settings)

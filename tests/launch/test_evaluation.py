@@ -36,14 +36,14 @@ def tasks(tmp_path: Path) -> Path:
     return file
 
 
-def given(tmp_path: Path, tasks: Path, *more: str) -> list[str]:
+def overrides(tmp_path: Path, tasks: Path, *more: str) -> list[str]:
     return [f"run.dir={tmp_path}/out", f"data.eval={tasks}", METRIC, *more]
 
 
 def prepared(arguments: list[str]) -> object:
     """As one start of the program, which then ends."""
-    with ExitStack() as held:
-        return evaluate.prepared(arguments, held)
+    with ExitStack() as stack:
+        return evaluate.prepared(arguments, stack)
 
 
 def refused(arguments: list[str]) -> str:
@@ -65,16 +65,16 @@ def test_servers_have_all_devices(tmp_path: Path, tasks: Path, monkeypatch: pyte
     model = make_model(tmp_path / "model")
     options = ["rollout.server.replicas=2", "rollout.server.tp=2", "rollout.context_length=512"]
     budgets = [f"rollout.{part}.max_new_tokens=64" for part in ("turn", "future")]
-    config = evaluation.load(given(tmp_path, tasks, f"model.path={model}", "launch.device=cpu", *options, *budgets))
+    config = evaluation.load(overrides(tmp_path, tasks, f"model.path={model}", "launch.device=cpu", *options, *budgets))
     serving, step = evaluation.prepared(config)
     assert (step, serving.model.path) == (0, str(model))
     serving.launch.device = "cuda"
-    monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(found=True, detail=""))
+    monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(available=True, detail=""))
     monkeypatch.setattr(device, "count", lambda: 4)
     servers.check_servers_on_machine(serving)
-    found = [server.arguments(serving, "http://127.0.0.1:1", index) for index in range(2)]
-    assert [row[row.index("--base-gpu-id") + 1] for row in found] == ["0", "2"]
-    assert "--enable-memory-saver" not in found[0]
+    server_arguments = [server.arguments(serving, "http://127.0.0.1:1", index) for index in range(2)]
+    assert [row[row.index("--base-gpu-id") + 1] for row in server_arguments] == ["0", "2"]
+    assert "--enable-memory-saver" not in server_arguments[0]
     monkeypatch.setattr(device, "count", lambda: 3)
     with pytest.raises(ConfigError, match="needs more than the 3 GPUs of this node; lower one"):
         evaluation.check_devices(serving)
@@ -83,10 +83,10 @@ def test_servers_have_all_devices(tmp_path: Path, tasks: Path, monkeypatch: pyte
 def test_a_judge_of_the_runs_own_needs_gpus_whoever_is_evaluated(
     tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = evaluation.load(given(tmp_path, tasks, "assistant.model=openai/m", "launch.device=cpu"))
+    config = evaluation.load(overrides(tmp_path, tasks, "assistant.model=openai/m", "launch.device=cpu"))
     judge = make_model(tmp_path / "judge")
     config.launch.device, config.servers = "cuda", {"judge": {"model": str(judge), "tp": 4}}
-    monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(found=True, detail=""))
+    monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(available=True, detail=""))
     monkeypatch.setattr(device, "count", lambda: 4)
     evaluation.prepared(config)
     monkeypatch.setattr(device, "count", lambda: 3)
@@ -96,15 +96,15 @@ def test_a_judge_of_the_runs_own_needs_gpus_whoever_is_evaluated(
 
 def test_an_assistant_behind_litellm_needs_no_model_and_no_server(tmp_path: Path, tasks: Path) -> None:
     sets = f"data.eval=[{{source: {tasks}, max_new_tokens: 900, max_assistant_turns: 4}}]"
-    arguments = given(tmp_path, tasks, sets, "assistant.model=openai/m", "assistant.max_tokens=300")
+    arguments = overrides(tmp_path, tasks, sets, "assistant.model=openai/m", "assistant.max_tokens=300")
     config = evaluation.load([*arguments, "rollout.context_length=256"])
     serving, _ = evaluation.prepared(config)
     assert serving.rollout.server.replicas == 0
     assert (serving.rollout.turn.max_new_tokens, serving.rollout.future.temperature) == (300, 1.0)
     assert serving.rollout.context_length > 4 * 900, "the model has a limit of its own"
-    own = evaluation.load([*arguments, "assistant.temperature=null", "assistant.model=openai/gpt-5"])
-    evaluation.prepared(own)
-    assert own.rollout.turn.temperature == 1.0 and own.assistant.temperature is None
+    no_temperature = evaluation.load([*arguments, "assistant.temperature=null", "assistant.model=openai/gpt-5"])
+    evaluation.prepared(no_temperature)
+    assert no_temperature.rollout.turn.temperature == 1.0 and no_temperature.assistant.temperature is None
     budget = ["assistant.max_tokens=null", "assistant.extra={max_completion_tokens: 70}"]
     assert evaluation.load([*arguments, *budget]).rollout.turn.max_new_tokens == 70
     greedy = evaluation.load([*arguments, "assistant.temperature=0"])
@@ -112,7 +112,7 @@ def test_an_assistant_behind_litellm_needs_no_model_and_no_server(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (["data.eval=null"], "data.eval: not set; give the tasks that are evaluated"),
         (["train.eval_tasks=0"], "train.eval_tasks=0: nothing is evaluated"),
@@ -142,23 +142,25 @@ def test_an_assistant_behind_litellm_needs_no_model_and_no_server(tmp_path: Path
     ],
 )
 def test_what_cannot_be_evaluated(
-    tmp_path: Path, tasks: Path, more: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tasks: Path, more: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert said.format(tmp_path) in refused(given(tmp_path, tasks, "assistant.model=openai/m", *more))
+    assert message.format(tmp_path) in refused(overrides(tmp_path, tasks, "assistant.model=openai/m", *more))
 
 
 def test_models_that_are_not_there(tmp_path: Path, tasks: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints" / "step_10").mkdir(parents=True)
-    assert f"model.path={run}@35: no checkpoint of that step" in refused(given(tmp_path, tasks, f"model.path={run}@35"))
-    assert "has no config.json, which names the model" in refused(given(tmp_path, tasks, f"model.path={run}"))
+    assert f"model.path={run}@35: no checkpoint of that step" in refused(
+        overrides(tmp_path, tasks, f"model.path={run}@35")
+    )
+    assert "has no config.json, which names the model" in refused(overrides(tmp_path, tasks, f"model.path={run}"))
     settings = Config()
     settings.run.dir, settings.model.path, settings.data.train = str(run), str(tmp_path / "gone"), "t"
     (run / "config.json").write_text(json.dumps(asdict(settings)))
-    assert "gone, which is not there any more" in refused(given(tmp_path, tasks, f"model.path={run}@10"))
+    assert "gone, which is not there any more" in refused(overrides(tmp_path, tasks, f"model.path={run}@10"))
     for name in (f"{tmp_path}/nothing", f"{tmp_path}/nothing@3"):  # @3 may also be a revision of a model
-        assert f"model.path={name}: no config.json there" in refused(given(tmp_path, tasks, f"model.path={name}"))
+        assert f"model.path={name}: no config.json there" in refused(overrides(tmp_path, tasks, f"model.path={name}"))
 
 
 def test_an_evaluation_goes_on_with_the_checkpoint_that_it_found(tmp_path: Path, tasks: Path) -> None:
@@ -166,23 +168,23 @@ def test_an_evaluation_goes_on_with_the_checkpoint_that_it_found(tmp_path: Path,
     for step in (10, 20):
         (run / "checkpoints" / f"step_{step}").mkdir(parents=True)
 
-    def found(name: str, out: str = "out") -> str:
-        config = evaluation.load([*given(tmp_path, tasks, f"model.path={name}"), f"run.dir={tmp_path}/{out}"])
+    def pinned(name: str, out: str = "out") -> str:
+        config = evaluation.load([*overrides(tmp_path, tasks, f"model.path={name}"), f"run.dir={tmp_path}/{out}"])
         evaluation.pin(config)
         return config.model.path
 
-    assert found(f"{run}") == found(f"{run}/checkpoints") == f"{run}@20"
-    assert found(f"{run}@10") == f"{run}@10" and found(f"{run}/checkpoints/step_10").endswith("/step_10")
+    assert pinned(f"{run}") == pinned(f"{run}/checkpoints") == f"{run}@20"
+    assert pinned(f"{run}@10") == f"{run}@10" and pinned(f"{run}/checkpoints/step_10").endswith("/step_10")
     (run / "best.json").write_text(json.dumps({"step": 10}))
-    assert found(f"{run}@best") == f"{run}@10"
+    assert pinned(f"{run}@best") == f"{run}@10"
     (run / "best.json").write_text(json.dumps({"step": 30}))
     (run / "checkpoints" / "step_30").mkdir()
-    assert (found(f"{run}"), found(f"{run}@best")) == (f"{run}@20", f"{run}@10"), "the run has trained on"
-    assert found(f"{run}@best", "other") == found(f"{run}", "other") == f"{run}@30"
+    assert (pinned(f"{run}"), pinned(f"{run}@best")) == (f"{run}@20", f"{run}@10"), "the run has trained on"
+    assert pinned(f"{run}@best", "other") == pinned(f"{run}", "other") == f"{run}@30"
     other = tmp_path / "me@host" / "run"
     (other / "checkpoints" / "step_7").mkdir(parents=True)
-    assert (found(f"{other}", "mine"), found(f"{other}@7", "mine")) == (f"{other}@7", f"{other}@7")
-    assert found(str(other.parent), "folder") == str(other.parent), "a model, whose folder has an @"
+    assert (pinned(f"{other}", "mine"), pinned(f"{other}@7", "mine")) == (f"{other}@7", f"{other}@7")
+    assert pinned(str(other.parent), "folder") == str(other.parent), "a model, whose folder has an @"
 
 
 def test_a_world_is_made_before_its_tasks_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,23 +208,23 @@ def test_a_world_is_made_before_its_tasks_are_looked_for(tmp_path: Path, monkeyp
 def test_the_folder_of_a_run_that_trains_is_not_written_to(tmp_path: Path, tasks: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "metrics.jsonl").touch()
-    said = refused(given(tmp_path, tasks, "assistant.model=openai/m"))
-    assert said.endswith("holds a run that trains; give the evaluation a run.dir of its own")
+    message = refused(overrides(tmp_path, tasks, "assistant.model=openai/m"))
+    assert message.endswith("holds a run that trains; give the evaluation a run.dir of its own")
 
 
 def test_another_model_is_another_evaluation(tmp_path: Path, tasks: Path) -> None:
-    config = evaluation.load(given(tmp_path, tasks, "assistant.model=openai/m"))
+    config = evaluation.load(overrides(tmp_path, tasks, "assistant.model=openai/m"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text(json.dumps(asdict(config)))
-    said = refused(given(tmp_path, tasks, "assistant.model=openai/n"))
-    assert "holds a run with assistant.model=openai/m, not openai/n; choose another run.dir" in said
+    message = refused(overrides(tmp_path, tasks, "assistant.model=openai/n"))
+    assert "holds a run with assistant.model=openai/m, not openai/n; choose another run.dir" in message
 
 
 def test_a_set_that_is_recorded_keeps_its_settings(tmp_path: Path, tasks: Path) -> None:
     """Others may be added: the command goes on with them."""
 
     def sets(*entries: str) -> list[str]:
-        return given(tmp_path, tasks, "assistant.model=openai/m", f"data.eval=[{', '.join(entries)}]")
+        return overrides(tmp_path, tasks, "assistant.model=openai/m", f"data.eval=[{', '.join(entries)}]")
 
     first, second = (f"{{source: {tasks}, name: {name}}}" for name in ("a", "b"))
     (tmp_path / "out").mkdir()
@@ -244,11 +246,11 @@ def ran(folder: Path, *settings: str, stage: str = "rl") -> Path:
     return folder
 
 
-def taken(run: Path, *arguments: str) -> Config:
+def inherited_config(run: Path, *arguments: str) -> Config:
     """What an evaluation of the run's checkpoint is played under."""
-    given = [f"model.path={run}@10", "run.dir=out", *arguments]
-    with inherited.settings(given) as defaults:
-        return evaluation.load(given, defaults)
+    command_line = [f"model.path={run}@10", "run.dir=out", *arguments]
+    with inherited.settings(command_line) as defaults:
+        return evaluation.load(command_line, defaults)
 
 
 CONVERSATIONS = (
@@ -283,7 +285,7 @@ def test_a_checkpoint_is_evaluated_in_the_conversations_of_its_run(
     tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = ran(tmp_path / "run", *CONVERSATIONS, *TRAINING)
-    config, trained = taken(run), compose([f"run.dir={run}", "model.path=m", "data.train=t", *CONVERSATIONS])
+    config, trained = inherited_config(run), compose([f"run.dir={run}", "model.path=m", "data.train=t", *CONVERSATIONS])
     for part in ("user", "users", "reward"):
         assert getattr(config, part) == getattr(trained, part), part
     for part in ("turn", "future", "tools", "max_user_turns", "futures"):
@@ -300,22 +302,22 @@ def test_what_is_given_is_not_taken_from_the_run(
     tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = ran(tmp_path / "run", *CONVERSATIONS)
-    config = taken(
+    config = inherited_config(
         run, "rollout.tools=[]", "rollout.max_user_turns=1", "reward.weights.asks=0", "data.eval=other.jsonl"
     )
     assert (config.rollout.tools, config.rollout.max_user_turns) == ([], 1)
     assert config.reward.weights == {"accuracy": 1.0, "token_amount": -0.01, "asks": 0.0}, "as of an experiment"
     assert (config.data.eval, config.train.eval_tasks) == ("other.jsonl", 256), "how many is said of the run's own"
-    other = taken(run, "user.model=openai/v", "reward=paper")
+    other = inherited_config(run, "user.model=openai/v", "reward=paper")
     assert (other.user.model, other.user.api_base, other.user.stop) == ("openai/v", None, "BYE"), "of another endpoint"
     assert other.reward.weights.keys() == {"accuracy", "interactivity", "token_amount"}, "two rewards are never mixed"
     assert other.reward.clamp == {} and other.reward.judge.model == "openai/j"
-    whole = taken(run, "experiment=booking", "data.eval=e.jsonl", "rollout.turn.temperature=0.5")
+    whole = inherited_config(run, "experiment=booking", "data.eval=e.jsonl", "rollout.turn.temperature=0.5")
     assert whole.reward.weights.keys() == compose(["experiment=booking"]).reward.weights.keys()
     assert (whole.rollout.turn.max_new_tokens, whole.rollout.turn.temperature) == (24, 0.5)
     capsys.readouterr()
-    given = ["model.path=m", "run.dir=out", f"run.fork={run}"]
-    with inherited.settings(given) as defaults:  # a Hugging Face folder has no run
+    command_line = ["model.path=m", "run.dir=out", f"run.fork={run}"]
+    with inherited.settings(command_line) as defaults:  # a Hugging Face folder has no run
         assert defaults == {} and capsys.readouterr().out == ""
 
 
@@ -323,10 +325,10 @@ def test_of_a_supervised_run_the_prompt_is_taken_and_its_conversations_are_no_ta
     (tmp_path / "system.j2").write_text("Be kind.")
     supervised = (f"rollout.system_prompt={tmp_path}/system.j2", "data.eval=talk.jsonl", "train.eval_tasks=9")
     run = ran(tmp_path / "run", *supervised, stage="sft")
-    config = taken(run, "data.eval=tasks.jsonl", "reward.weights.asks=1")
+    config = inherited_config(run, "data.eval=tasks.jsonl", "reward.weights.asks=1")
     assert config.rollout.system_prompt == f"{tmp_path}/system.j2" and config.train.eval_tasks == 256
     with pytest.raises(ConfigError, match=r"data\.eval: not set; give the tasks"):
-        taken(run, "reward.weights.asks=1")
+        inherited_config(run, "reward.weights.asks=1")
 
 
 def test_what_of_a_run_is_gone_is_said_with_where_it_is_from(tmp_path: Path, tasks: Path, people: Path) -> None:
@@ -335,14 +337,14 @@ def test_what_of_a_run_is_gone_is_said_with_where_it_is_from(tmp_path: Path, tas
     short = [f"rollout.{part}.max_new_tokens=64" for part in ("turn", "future")]
     settings = (f"model.path={model}", METRIC, users, "rollout.context_length=256", *short)
     run = ran(tmp_path / "run", "data.eval=held_out.jsonl", *settings)
-    given = ["run.dir=out", f"model.path={run}@10", "launch.device=cpu"]
-    said = f"is taken from {run}/config.json, unless it is given)"
-    assert refused(given) == f"data.eval=held_out.jsonl: no such file (data.eval {said}"
+    command_line = ["run.dir=out", f"model.path={run}@10", "launch.device=cpu"]
+    origin = f"is taken from {run}/config.json, unless it is given)"
+    assert refused(command_line) == f"data.eval=held_out.jsonl: no such file (data.eval {origin}"
     people.unlink()
-    gone = refused([*given, f"data.eval={tasks}"])
-    assert "personas=people.txt: no such file" in gone and gone.endswith(f"(users.a.personas {said}")
+    gone = refused([*command_line, f"data.eval={tasks}"])
+    assert "personas=people.txt: no such file" in gone and gone.endswith(f"(users.a.personas {origin}")
     (run / "config.json").write_text("{}")
-    assert refused(given).endswith("config.json holds no settings of a run; restore it")
+    assert refused(command_line).endswith("config.json holds no settings of a run; restore it")
 
 
 BUILDS = ("rollout.max_messages=6", "assistant.max_tokens=50")
@@ -351,23 +353,23 @@ BUILDS = ("rollout.max_messages=6", "assistant.max_tokens=50")
 def test_conversations_are_built_by_several_assistants(tmp_path: Path, tasks: Path) -> None:
     """Without the policy there is neither a model nor a server of it."""
     two = "build.assistants={a: {model: openai/gpt-4o-mini, temperature: 0.2}, b: openai/gpt-4o-mini}"
-    config = evaluation.load(given(tmp_path, tasks, two, *BUILDS), builds=True)
+    config = evaluation.load(overrides(tmp_path, tasks, two, *BUILDS), builds=True)
     serving, _ = evaluation.prepared(config)
     assert serving.rollout.server.replicas == 0 and config.assistant.temperature == 0.2
-    assert [(each.setting, each.endpoint.temperature) for each in asked_models.of_assistant(config)] == [
+    assert [(entry.setting, entry.endpoint.temperature) for entry in asked_models.assistant_endpoints(config)] == [
         ("build.assistants.a.model", 0.2),
         ("build.assistants.b.model", 1.0),
     ]
     model = make_model(tmp_path / "model")
     both = [f"model.path={model}", "build.assistants={ours: policy, other: openai/m}", "rollout.context_length=256"]
     budgets = [f"rollout.{part}.max_new_tokens=64" for part in ("turn", "future")]
-    config = evaluation.load(given(tmp_path, tasks, *both, *budgets, *BUILDS), builds=True)
+    config = evaluation.load(overrides(tmp_path, tasks, *both, *budgets, *BUILDS), builds=True)
     assert config.assistant.model is None and config.rollout.turn.max_new_tokens == 64
     assert evaluation.prepared(config)[0].rollout.server.replicas == 1
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (
             ["build.assistants={a: openai/m}", "assistant.model=openai/n"],
@@ -396,7 +398,7 @@ def test_conversations_are_built_by_several_assistants(tmp_path: Path, tasks: Pa
         ),
     ],
 )
-def test_what_cannot_be_built_is_refused_in_a_line(tmp_path: Path, tasks: Path, more: list[str], said: str) -> None:
+def test_what_cannot_be_built_is_refused_in_a_line(tmp_path: Path, tasks: Path, more: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        evaluation.load(given(tmp_path, tasks, *BUILDS, *more), builds=True)
-    assert said in str(error.value) and "\n" not in str(error.value)
+        evaluation.load(overrides(tmp_path, tasks, *BUILDS, *more), builds=True)
+    assert message in str(error.value) and "\n" not in str(error.value)

@@ -31,16 +31,16 @@ def other(tmp_path: Path) -> Path:
     return run
 
 
-def config(folder: Path, given: str | None = None, model: Path | None = None) -> Config:
-    made = Config()
-    made.run.dir, made.run.fork = str(folder / "new"), given
-    made.model.path = str(model or folder / "model")
-    return made
+def config(folder: Path, source: str | None = None, model: Path | None = None) -> Config:
+    run_config = Config()
+    run_config.run.dir, run_config.run.fork = str(folder / "new"), source
+    run_config.model.path = str(model or folder / "model")
+    return run_config
 
 
 def test_a_fork_has_the_checkpoint_and_shares_its_files(tmp_path: Path, other: Path) -> None:
-    made = config(tmp_path, f"{other}@10")
-    fork(made)
+    run_config = config(tmp_path, f"{other}@10")
+    fork(run_config)
     (checkpoint,) = storage.candidates(tmp_path / "new" / "checkpoints")
     saved = storage.read_state(checkpoint)
     assert saved is not None and (saved["step"], saved["state"]) == (10, {})
@@ -49,7 +49,7 @@ def test_a_fork_has_the_checkpoint_and_shares_its_files(tmp_path: Path, other: P
     storage.discard(other / "checkpoints", 20, keep=1)
     assert (checkpoint / "__0_0.distcp").read_text() == "weights of 10", "the other run may discard it"
     (checkpoint.parent / "step_30").mkdir()
-    fork(made)  # when the run is started again
+    fork(run_config)  # when the run is started again
     assert storage.read_state(checkpoint) == saved
 
 
@@ -75,7 +75,7 @@ def test_run_from_is_run_fork() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "settings", "said"),
+    ("suffix", "settings", "message"),
     [
         ("@15", {}, "no checkpoint of that step; it keeps those of the steps 20, 10"),
         ("@20", {"train.steps": 20}, "goes on from step 20, and train.steps=20; raise it"),
@@ -87,21 +87,21 @@ def test_run_from_is_run_fork() -> None:
     ],
 )
 def test_what_cannot_be_gone_on_with(
-    tmp_path: Path, other: Path, given: str, settings: dict[str, object], said: str
+    tmp_path: Path, other: Path, suffix: str, settings: dict[str, object], message: str
 ) -> None:
-    made = config(tmp_path, f"{other}{given}")
+    run_config = config(tmp_path, f"{other}{suffix}")
     for name, value in settings.items():
         group, _, option = name.rpartition(".")
         if option == "path":
             value = str(make_model(tmp_path / str(value), experts=True))
-        setattr(attrgetter(group)(made), option, value)
-    with pytest.raises(ConfigError, match=said) as error:
-        fork(made)
-    assert "\n" not in str(error.value) and str(error.value).startswith(f"run.fork={other}{given}")
+        setattr(attrgetter(group)(run_config), option, value)
+    with pytest.raises(ConfigError, match=message) as error:
+        fork(run_config)
+    assert "\n" not in str(error.value) and str(error.value).startswith(f"run.fork={other}{suffix}")
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "said"),
+    ("before", "after", "message"),
     [
         (None, {"rank": 8}, "trained whole weights, and model.lora.rank=8 adapters; start from its model, model.path="),
         ({"rank": 8}, {}, "has adapters of model.lora.rank=8, and here it is None; give the same"),
@@ -111,19 +111,19 @@ def test_what_cannot_be_gone_on_with(
     ],
 )
 def test_adapters_are_gone_on_with_as_they_are(
-    tmp_path: Path, other: Path, before: dict[str, object] | None, after: dict[str, object], said: str
+    tmp_path: Path, other: Path, before: dict[str, object] | None, after: dict[str, object], message: str
 ) -> None:
     file = other / "checkpoints" / "step_20" / "state.json"
     if before:
         file.write_text(json.dumps(json.loads(file.read_text()) | {"lora": asdict(LoraConfig(**before))}))
-    made = config(tmp_path, f"{other}@20")
-    made.model.lora = LoraConfig(**after)
-    with pytest.raises(ConfigError, match=said) if said else nullcontext():
-        fork(made)
+    run_config = config(tmp_path, f"{other}@20")
+    run_config.model.lora = LoraConfig(**after)
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        fork(run_config)
 
 
 def test_a_folder_with_checkpoints_of_its_own_is_no_fork(tmp_path: Path, other: Path) -> None:
-    made = config(tmp_path, str(other))
-    made.run.dir = str(other)
+    run_config = config(tmp_path, str(other))
+    run_config.run.dir = str(other)
     with pytest.raises(ConfigError, match="has checkpoints of its own; choose another"):
-        fork(made)
+        fork(run_config)

@@ -17,7 +17,7 @@ def test_the_help_lists_all_that_can_be_set(capsys: pytest.CaptureFixture[str]) 
     words = {" ".join(line.split()[:2]) for line in capsys.readouterr().out.splitlines()}
     names = {word for line in words for word in line.split()[:1]}
     assert {name for name, _, _ in declared(Config)} <= names
-    assert {f"{group}={name}" for group, found in groups().items() for name in found} <= names
+    assert {f"{group}={name}" for group, choices in groups().items() for name in choices} <= names
     assert {*metrics.METRICS, *users.USERS, *toolbox.TOOLS, ".judge", ".rubric", ".cpu_seconds"} <= names
     assert "train.steps *" in words and "run.seed *" not in words
 
@@ -31,10 +31,10 @@ def test_a_line_of_the_help_says_what_is_allowed_and_the_default() -> None:
 
 
 def test_what_cfg_prints_composes_to_the_same_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["experiment=train_8b", "algo=dapo", "reward=verl", "reward.metrics.accuracy.model='a: \"b\" #c'"]
-    assert main([*given, "--cfg"]) == 0
+    overrides = ["experiment=train_8b", "algo=dapo", "reward=verl", "reward.metrics.accuracy.model='a: \"b\" #c'"]
+    assert main([*overrides, "--cfg"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert compose([line.rpartition("  # ")[0].rstrip() for line in lines]) == compose(given)
+    assert compose([line.rpartition("  # ")[0].rstrip() for line in lines]) == compose(overrides)
     assert any(line.split() == ["algo.clip_high=0.28", "#", "conf/algo/dapo.yaml"] for line in lines)
 
 

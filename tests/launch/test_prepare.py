@@ -76,12 +76,12 @@ def test_a_rank_does_not_check_again_what_its_launcher_has(
 
 
 def test_a_name_that_only_other_programs_know_asks_for_no_user_of_that_name() -> None:
-    found = [(Survey(users={"collabllm?": "7", "calm": "8"}), "data.train")]
+    surveys = [(Survey(users={"collabllm?": "7", "calm": "8"}), "data.train")]
 
     def users(**named: dict) -> dict[str, str]:
         config = compose(["experiment=booking"])
         config.users = named
-        return prepare.users_of_tasks(config, [(config, option, survey) for survey, option in found])
+        return prepare.users_of_tasks(config, [(config, option, survey) for survey, option in surveys])
 
     assert users() == {"": "data.train, task 7", "calm": "data.train, task 8"}
     assert set(users(collabllm={"weight": 0})) == {"collabllm", "calm"}
@@ -102,8 +102,8 @@ def test_each_metric_picks_its_tasks_from_the_sources_and_its_share_is_said(tmp_
     assert not any("reward.weights" in line for line in train.lines())
     config.reward.weights = {"asks": 1.0, "accuracy": 1.0}
     (train, held_out) = prepare.read_data(config, ())
-    some, none = train.lines()
-    assert some.endswith("; reward.weights.accuracy: for 2 of 3 rows (1 lack an answer)")
+    mixed, none = train.lines()
+    assert mixed.endswith("; reward.weights.accuracy: for 2 of 3 rows (1 lack an answer)")
     assert none.endswith("; reward.weights.accuracy: for 0 of 2 rows (2 lack an answer)")
     assert held_out.lines()[0].endswith("for 0 of 2 rows (2 lack an answer)")
     config.user.name = "feedback"
@@ -113,7 +113,7 @@ def test_each_metric_picks_its_tasks_from_the_sources_and_its_share_is_said(tmp_
         prepare.read_data(config, ())
 
 
-@pytest.mark.parametrize("given", ["assistant.model=openai/m", "build.proactive=0.5"])
-def test_what_only_plays_is_not_trained(given: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{given.partition('.')[0]}.*; remove it"):
-        prepare.prepare(compose(["experiment=gsm8k", given]))
+@pytest.mark.parametrize("override", ["assistant.model=openai/m", "build.proactive=0.5"])
+def test_what_only_plays_is_not_trained(override: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{override.partition('.')[0]}.*; remove it"):
+        prepare.prepare(compose(["experiment=gsm8k", override]))

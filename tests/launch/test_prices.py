@@ -7,7 +7,7 @@ import pytest
 from megatron_collab import patches
 from megatron_collab.config import Config, ConfigError, EndpointConfig
 from megatron_collab.launch.endpoints import check_prices
-from megatron_collab.rollout.asked_models import AskedModel
+from megatron_collab.rollout.asked_models import NamedEndpoint
 
 MODELS = ("openai/nobody-knows", "openai/gpt-4o-mini", "policy", "served/judge", "openai/given")
 
@@ -17,20 +17,22 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patches, "apply", lambda *_: None)  # other tests have imported LiteLLM
 
 
-def asked() -> list[AskedModel]:
-    return [AskedModel(f"users.{number}.model", "user", EndpointConfig(model)) for number, model in enumerate(MODELS)]
+def named_endpoints() -> list[NamedEndpoint]:
+    return [
+        NamedEndpoint(f"users.{number}.model", "user", EndpointConfig(model)) for number, model in enumerate(MODELS)
+    ]
 
 
 def test_recorded_answers_cost_nothing() -> None:
     config = Config()
     config.llm.budget_usd, config.llm.replay = 5.0, "calls"
-    assert check_prices(config, asked()) == []
+    assert check_prices(config, named_endpoints()) == []
 
 
 def test_without_a_budget_a_line_says_of_which_calls_the_cost_is_unknown() -> None:
     config = Config()
     config.llm.prices = {"openai/given": [1, 2]}
-    assert check_prices(config, asked()) == [
+    assert check_prices(config, named_endpoints()) == [
         "no price of users.0.model=openai/nobody-knows is known, so what its calls cost is not; "
         "set llm.prices='{openai/nobody-knows: [INPUT, OUTPUT]}' to its USD per million tokens (0 if it is free)"
     ]
@@ -40,6 +42,6 @@ def test_with_a_budget_they_are_refused_unless_prices_are_given() -> None:
     config = Config()
     config.llm.budget_usd, config.llm.prices = 5.0, {"openai/given": [1, 2]}
     with pytest.raises(ConfigError, match=r"^llm.budget_usd=5: no price of users.0.model=openai/nobody-knows is known"):
-        check_prices(config, asked())
+        check_prices(config, named_endpoints())
     config.llm.prices["openai/nobody-knows"] = [0, 0]
-    check_prices(config, asked())
+    check_prices(config, named_endpoints())

@@ -9,7 +9,7 @@ import pytest
 from megatron_collab.commands.__main__ import run
 from megatron_collab.config import ConfigError, compose
 from megatron_collab.launch import endpoints, validate
-from megatron_collab.llm.recording import Call, CallKey, Shard, Taken
+from megatron_collab.llm.recording import Call, CallKey, Shard, Usage
 from megatron_collab.reward import metrics
 from megatron_collab.rollout import asked_models
 
@@ -24,12 +24,12 @@ REPLAYED += ["reward.weights.good=1", "reward.metrics.good={metric: reward_model
 
 def make_recording(folder: Path, name: str) -> Path:
     question = {"model": "m", "messages": []}
-    Shard(folder, name).record(CallKey("a", 0, question), Call("a", 0, 1.0, question, {}, None, Taken()))
+    Shard(folder, name).record(CallKey("a", 0, question), Call("a", 0, 1.0, question, {}, None, Usage()))
     return folder
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (["llm.replay_latency=1"], "llm.replay_latency=1.0: nothing is replayed; set llm.replay, or remove it"),
         (["llm.replay_missing=live"], "llm.replay_missing=live: nothing is replayed; set llm.replay, or remove it"),
@@ -41,25 +41,25 @@ def make_recording(folder: Path, name: str) -> Path:
         ),
     ],
 )
-def test_options_that_cannot_be_together_are_refused(settings: list[str], said: str) -> None:
+def test_options_that_cannot_be_together_are_refused(settings: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         validate.check_settings(compose(["experiment=gsm8k", *settings]))
-    assert str(error.value).startswith(said)
+    assert str(error.value).startswith(message)
 
 
 def test_folders_are_looked_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ours, others = (
+    ours, foreign = (
         make_recording(tmp_path / "ours", f"{tmp_path}/run"),
         make_recording(tmp_path / "others", "/other/run"),
     )
-    config = compose(["experiment=gsm8k", f"run.dir={tmp_path}/run", f"llm.record={ours}", f"llm.replay={others}"])
+    config = compose(["experiment=gsm8k", f"run.dir={tmp_path}/run", f"llm.record={ours}", f"llm.replay={foreign}"])
     endpoints.check_recordings(config)
     config.llm.record = str(tmp_path / "new")
     endpoints.check_recordings(config)
-    config.llm.record = str(others)
+    config.llm.record = str(foreign)
     with pytest.raises(ConfigError, match=r"^llm\.record=.*others: holds calls of /other/run; choose another folder$"):
         endpoints.check_recordings(config)
-    (next(others.iterdir())).write_bytes(b"{}\n")
+    (next(foreign.iterdir())).write_bytes(b"{}\n")
     with pytest.raises(ConfigError, match=r"^llm\.replay=.*is no shard of a recording; give another folder$"):
         endpoints.check_recordings(config)
     config.llm.replay = str(tmp_path)
@@ -82,11 +82,11 @@ def test_where_recorded_calls_answer_no_model_key_or_variable_is_needed(
     config = compose(settings)
     validate.check_settings(config)
     assert metrics.served_models(config) == {}
-    judges = asked_models.of_judges(config)
+    judges = asked_models.judge_endpoints(config)
     assert endpoints.check_prices(config, judges) == []
     endpoints.check_support(config, judges)
     with pytest.raises(ConfigError, match=r"^reward\.weights\.good: /no/such/folder: no config\.json there"):
         validate.check_settings(compose([*settings, "llm.replay_missing=live"]))
     assert run("doctor", ["--llm", *settings, f"data.train={tmp_path}/none.jsonl"]) == 0
-    said = f"Recorded calls answer for served/gone, openai/judge (llm.replay={calls}); nothing is called.\n"
-    assert capsys.readouterr().out == said
+    expected = f"Recorded calls answer for served/gone, openai/judge (llm.replay={calls}); nothing is called.\n"
+    assert capsys.readouterr().out == expected

@@ -49,12 +49,12 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    found = Machine()
-    probes = {"cuda": lambda: found.gpus > 0, "memory_saver": lambda: found.saver}
-    monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(found=probes[name](), detail="not installed"))
-    monkeypatch.setattr(device, "count", lambda: found.gpus)
-    monkeypatch.setattr(device, "capability", lambda: found.capability)
-    return found
+    fake = Machine()
+    probes = {"cuda": lambda: fake.gpus > 0, "memory_saver": lambda: fake.saver}
+    monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(available=probes[name](), detail="not installed"))
+    monkeypatch.setattr(device, "count", lambda: fake.gpus)
+    monkeypatch.setattr(device, "capability", lambda: fake.capability)
+    return fake
 
 
 def configure(nproc: int = 1, **server: Any) -> Config:
@@ -76,16 +76,16 @@ def refused(check: Any, config: Config, *shape: ModelShape) -> str:
 
 def test_colocated_servers_fit_the_gpus_of_the_node(machine: Machine) -> None:
     servers.check_servers_on_machine(configure(nproc=8, replicas=4, tp=2))
-    said = refused(servers.check_servers_on_machine, configure(nproc=8, replicas=5, tp=2))
-    assert said.startswith("rollout.server.replicas=5 x rollout.server.tp=2: needs more than the 8 GPUs")
+    message = refused(servers.check_servers_on_machine, configure(nproc=8, replicas=5, tp=2))
+    assert message.startswith("rollout.server.replicas=5 x rollout.server.tp=2: needs more than the 8 GPUs")
 
 
 def test_colocated_servers_stand_with_as_many_ranks_each(machine: Machine) -> None:
     for fits in ({"nproc": 8, "replicas": 2, "tp": 2}, {"nproc": 1, "replicas": 1, "tp": 2}):
         servers.check_servers_on_machine(configure(**fits))
     for uneven in ({"nproc": 8, "replicas": 3, "tp": 2}, {"nproc": 4, "replicas": 4, "tp": 2}):
-        said = refused(servers.check_servers_on_machine, configure(**uneven))
-        assert said.startswith(f"rollout.server.replicas={uneven['replicas']}: each colocated server needs as many")
+        message = refused(servers.check_servers_on_machine, configure(**uneven))
+        assert message.startswith(f"rollout.server.replicas={uneven['replicas']}: each colocated server needs as many")
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_gpus_that_sample_and_those_that_never_do_are_not_reported(machine: Mach
 
 def test_servers_of_their_own_need_gpus_beside_the_trainer(machine: Machine) -> None:
     servers.check_servers_on_machine(configure(nproc=4, replicas=2, tp=2, colocated=False))
-    said = refused(servers.check_servers_on_machine, configure(nproc=5, replicas=2, tp=2, colocated=False))
-    assert "beside launch.nproc_per_node=5, more than the 8 of this node" in said
+    message = refused(servers.check_servers_on_machine, configure(nproc=5, replicas=2, tp=2, colocated=False))
+    assert "beside launch.nproc_per_node=5, more than the 8 of this node" in message
 
 
 def test_reward_models_that_the_run_serves_need_gpus_of_their_own(machine: Machine) -> None:
@@ -136,8 +136,8 @@ def test_reward_models_that_the_run_serves_need_gpus_of_their_own(machine: Machi
     config.reward.metrics = {"reward_model": {"model": "some/folder", "replicas": 2}}
     servers.check_servers_on_machine(config)
     config.reward.metrics["reward_model"]["tp"] = 2
-    said = refused(servers.check_servers_on_machine, config)
-    assert said.startswith("reward.metrics.reward_model.replicas x tp: ") and "need 10 GPUs of a node" in said
+    message = refused(servers.check_servers_on_machine, config)
+    assert message.startswith("reward.metrics.reward_model.replicas x tp: ") and "need 10 GPUs of a node" in message
 
 
 def test_gpus_are_counted_on_a_node(machine: Machine) -> None:
@@ -147,8 +147,8 @@ def test_gpus_are_counted_on_a_node(machine: Machine) -> None:
     servers.check_servers_on_machine(config)
     servers.check_servers(config)
     config.launch.nodes = 4
-    said = refused(servers.check_servers, config)
-    assert said.startswith("rollout.server.replicas=6: is no multiple of launch.nodes=4")
+    message = refused(servers.check_servers, config)
+    assert message.startswith("rollout.server.replicas=6: is no multiple of launch.nodes=4")
 
 
 def test_a_server_over_several_nodes_has_as_many_ranks_on_each(machine: Machine) -> None:
@@ -157,11 +157,11 @@ def test_a_server_over_several_nodes_has_as_many_ranks_on_each(machine: Machine)
     servers.check_servers(config)
     servers.check_servers_on_machine(config)
     config.rollout.server.replicas = 3
-    said = refused(servers.check_servers, config)
-    assert said.startswith("rollout.server.replicas=3 x rollout.server.nnodes=2: is no multiple of launch.nodes=4; ")
+    message = refused(servers.check_servers, config)
+    assert message.startswith("rollout.server.replicas=3 x rollout.server.nnodes=2: is no multiple of launch.nodes=4; ")
     config.rollout.server.replicas, config.rollout.server.tp = 2, 32
-    said = refused(servers.check_servers, config)
-    assert "rollout.server.tp=32 / launch.nodes=4: needs 16 devices of a node" in said
+    message = refused(servers.check_servers, config)
+    assert "rollout.server.tp=32 / launch.nodes=4: needs 16 devices of a node" in message
     config.rollout.server.nnodes = 3
     assert refused(servers.check_servers, config).startswith(
         "rollout.server.nnodes=3: does not divide rollout.server.tp"
@@ -172,8 +172,8 @@ def test_a_server_over_several_nodes_has_as_many_ranks_on_each(machine: Machine)
 
 def test_colocated_servers_on_gpus_need_the_memory_saver(machine: Machine) -> None:
     machine.saver = False
-    said = refused(servers.check_servers_on_machine, configure())
-    assert "needs torch-memory-saver (not installed)" in said and "set rollout.server.colocated=false" in said
+    message = refused(servers.check_servers_on_machine, configure())
+    assert "needs torch-memory-saver (not installed)" in message and "set rollout.server.colocated=false" in message
     servers.check_servers_on_machine(configure(colocated=False))
     machine.gpus = 0
     servers.check_servers_on_machine(configure())
@@ -197,8 +197,8 @@ def test_colocated_servers_open_memory_of_plain_segments(
 def test_colocated_servers_on_gpus_get_no_weights_over_the_network(machine: Machine, nodes: int) -> None:
     config = configure()
     config.publish.transport, config.launch.nodes = "network", nodes
-    said = refused(servers.check_servers_on_machine, config)
-    assert said.startswith("publish.transport=network: ") and "set publish.transport=auto" in said
+    message = refused(servers.check_servers_on_machine, config)
+    assert message.startswith("publish.transport=network: ") and "set publish.transport=auto" in message
     config.rollout.server.colocated = False
     servers.check_servers_on_machine(config)
     for transport in ("auto", "memory", "disk"):
@@ -223,8 +223,8 @@ def test_colocated_servers_on_several_nodes_fit_the_devices_of_the_trainer() -> 
     config.launch.nodes = 2
     servers.check_servers(config)
     config.rollout.server.tp = 4
-    said = refused(servers.check_servers, config)
-    assert said.startswith(
+    message = refused(servers.check_servers, config)
+    assert message.startswith(
         "rollout.server.replicas=4 x rollout.server.tp=4 / launch.nodes=2: needs 8 devices of a node"
     )
     config.rollout.server.colocated = False
@@ -232,23 +232,24 @@ def test_colocated_servers_on_several_nodes_fit_the_devices_of_the_trainer() -> 
 
 
 def test_colocated_servers_on_gpus_do_not_size_their_own_cache(machine: Machine) -> None:
-    said = refused(servers.check_servers_on_machine, configure(max_total_tokens=None))
-    assert said.startswith("rollout.server.max_total_tokens: not set")
+    message = refused(servers.check_servers_on_machine, configure(max_total_tokens=None))
+    assert message.startswith("rollout.server.max_total_tokens: not set")
     servers.check_servers_on_machine(configure(max_total_tokens=None, colocated=False))
 
 
 @pytest.mark.parametrize(
-    ("gpus", "capability", "said"),
+    ("gpus", "capability", "message"),
     [(0, None, "here is none"), (8, (8, 0), "here is one of 8.0"), (8, (10, 0), "here is one of 10.0")],
 )
 def test_fp8_needs_a_device_that_multiplies_it(
-    machine: Machine, gpus: int, capability: tuple[int, int] | None, said: str
+    machine: Machine, gpus: int, capability: tuple[int, int] | None, message: str
 ) -> None:
     servers.check_servers_on_machine(configure(fp8=True))
     machine.gpus, machine.capability = gpus, capability
     line = refused(servers.check_servers_on_machine, configure(fp8=True))
     assert (
-        line.startswith("rollout.server.fp8=true: needs GPUs of compute capability 8.9 to below 10.0") and said in line
+        line.startswith("rollout.server.fp8=true: needs GPUs of compute capability 8.9 to below 10.0")
+        and message in line
     )
 
 
@@ -269,18 +270,18 @@ def test_fp8_needs_bfloat16_and_a_transport_that_quantises() -> None:
 
 
 def test_what_servers_with_adapters_cannot_go_with() -> None:
-    def given(**server: Any) -> Config:
+    def with_adapters(**server: Any) -> Config:
         config = configure(**server)
         config.model.lora.rank, config.model.lora.serve = 8, "adapters"
         return config
 
-    servers.check_servers(given(tp=2))
-    assert "a base in FP8, rollout.server.fp8=true; set one" in refused(servers.check_servers, given(fp8=True))
-    on_two = given(tp=2, nnodes=2)
+    servers.check_servers(with_adapters(tp=2))
+    assert "a base in FP8, rollout.server.fp8=true; set one" in refused(servers.check_servers, with_adapters(fp8=True))
+    on_two = with_adapters(tp=2, nnodes=2)
     on_two.launch.nodes = 2
-    said = "model.lora.serve=adapters: rollout.server.nnodes=2 would not agree on an adapter's id; set it to merged"
-    assert refused(servers.check_servers, on_two) == said
-    by_disk = given()
+    message = "model.lora.serve=adapters: rollout.server.nnodes=2 would not agree on an adapter's id; set it to merged"
+    assert refused(servers.check_servers, on_two) == message
+    by_disk = with_adapters()
     by_disk.publish.transport = "disk"
     assert refused(servers.check_servers, by_disk).startswith("publish.transport=disk: a folder holds a whole model")
     by_disk.model.lora.serve = "merged"
@@ -288,7 +289,7 @@ def test_what_servers_with_adapters_cannot_go_with() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "settings", "said"),
+    ("model", "settings", "message"),
     [
         (DENSE, {"tp": 3}, "rollout.server.tp=3: does not divide the model's attention heads (8)"),
         (DENSE, {"tp": 16}, "rollout.server.tp=16: does not divide the model's attention heads (8)"),
@@ -301,15 +302,15 @@ def test_what_servers_with_adapters_cannot_go_with() -> None:
         (EXPERTS | {"head_dim": 128, "moe_intermediate_size": 192}, {"fp8": True}, "has 192 rows"),
     ],
 )
-def test_a_model_that_cannot_be_cut_like_that(model: dict[str, Any], settings: dict[str, Any], said: str) -> None:
-    assert said in refused(servers.check_servers_of_model, configure(**settings), ModelShape.from_hf(model))
+def test_a_model_that_cannot_be_cut_like_that(model: dict[str, Any], settings: dict[str, Any], message: str) -> None:
+    assert message in refused(servers.check_servers_of_model, configure(**settings), ModelShape.from_hf(model))
 
 
 def test_experts_are_replayed_of_models_that_have_some() -> None:
     config = configure()
     config.rollout.routing_replay = True
-    said = "rollout.routing_replay=true: the model has no experts; set it to false"
-    assert refused(servers.check_servers_of_model, config, ModelShape.from_hf(DENSE)) == said
+    message = "rollout.routing_replay=true: the model has no experts; set it to false"
+    assert refused(servers.check_servers_of_model, config, ModelShape.from_hf(DENSE)) == message
     servers.check_servers_of_model(config, ModelShape.from_hf(EXPERTS))
 
 
@@ -332,7 +333,7 @@ JUDGED = ("reward.weights.accuracy=1", "reward.metrics.accuracy.judge=true")
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (["servers={judge: {modle: x}}"], "servers.judge.modle: no such setting; the nearest is model; there are mod"),
         (["servers={judge: {tp: 2}}"], "servers.judge.model: not set; give a Hugging Face folder, or OWNER/NAME"),
@@ -363,8 +364,8 @@ JUDGED = ("reward.weights.accuracy=1", "reward.metrics.accuracy.judge=true")
         ),
     ],
 )
-def test_models_beside_the_policy_that_cannot_be(settings: list[str], said: str) -> None:
-    assert helpers.refused(*settings).startswith(said)
+def test_models_beside_the_policy_that_cannot_be(settings: list[str], message: str) -> None:
+    assert helpers.refused(*settings).startswith(message)
 
 
 def test_a_model_that_gives_scores_answers_nothing_and_one_that_gives_text_scores_nothing(tmp_path: Path) -> None:
@@ -372,11 +373,11 @@ def test_a_model_that_gives_scores_answers_nothing_and_one_that_gives_text_score
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"architectures": [kind]}))
     served = f"servers={{rm: {{model: {tmp_path}/rm}}, chat: {{model: {tmp_path}/chat}}}}"
-    said = helpers.refused(served, *JUDGED, "reward.judge.model=served/rm")
-    assert f"servers.rm.model={tmp_path}/rm gives scores and no text; choose another" in said
+    message = helpers.refused(served, *JUDGED, "reward.judge.model=served/rm")
+    assert f"servers.rm.model={tmp_path}/rm gives scores and no text; choose another" in message
     metric = "reward.metrics.good={metric: reward_model, model: served/%s}"
-    said = helpers.refused(served, "reward.weights.good=1", metric % "chat")
-    assert said.startswith("reward.metrics.good.model=served/chat: ") and "gives no score" in said
+    message = helpers.refused(served, "reward.weights.good=1", metric % "chat")
+    assert message.startswith("reward.metrics.good.model=served/chat: ") and "gives no score" in message
 
 
 def test_models_beside_the_policy_have_gpus_of_their_own_or_the_trainers(machine: Machine) -> None:
@@ -384,8 +385,11 @@ def test_models_beside_the_policy_have_gpus_of_their_own_or_the_trainers(machine
     config.servers = {"judge": {"model": "x", "tp": 4}}
     servers.check_servers_on_machine(config)
     config.servers["user"] = {"model": "y"}
-    said = refused(servers.check_servers_on_machine, config)
-    assert said.startswith("servers.judge.replicas x tp, servers.user.replicas x tp: ") and "they need 9 GPUs" in said
+    message = refused(servers.check_servers_on_machine, config)
+    assert (
+        message.startswith("servers.judge.replicas x tp, servers.user.replicas x tp: ")
+        and "they need 9 GPUs" in message
+    )
     config.servers["user"]["colocated"] = True
     assert "servers.user.max_total_tokens: not set" in refused(servers.check_servers_on_machine, config)
     config.servers["user"]["max_total_tokens"] = 4096

@@ -62,8 +62,8 @@ def test_the_nodes_of_a_job_are_asked_without_a_proxy(tmp_path: Path) -> None:
     hosts = "localhost,127.0.0.1,::1,10.0.0.1,10.0.0.2"
     for name, value in (("no_proxy", "example.org"), ("NO_PROXY", "example.org"), ("OTHER", "")):
         environment = {"PATH": os.environ["PATH"], name: value}
-        said = subprocess.run(["bash", "-euc", shown], capture_output=True, text=True, check=True, env=environment)
-        assert said.stdout.split() == [f"{value},{hosts}"] * 2
+        result = subprocess.run(["bash", "-euc", shown], capture_output=True, text=True, check=True, env=environment)
+        assert result.stdout.split() == [f"{value},{hosts}"] * 2
 
 
 @pytest.mark.processes
@@ -87,10 +87,10 @@ def test_ports_are_explicit_distinct_and_below_those_of_the_kernel(tmp_path: Pat
     lines = [line for line in done.stdout.splitlines() if line.startswith("srun")]
     ports, blocks = [], []
     for line in lines:
-        given = {name: int(port) for name, port in re.findall(r"--([\w-]*port)=(\d+)", line)}
+        named_ports = {name: int(port) for name, port in re.findall(r"--([\w-]*port)=(\d+)", line)}
         if "ray start" in line:
-            blocks.append(range(given.pop("min-worker-port"), given.pop("max-worker-port") + 1))
-        ports += given.values()
+            blocks.append(range(named_ports.pop("min-worker-port"), named_ports.pop("max-worker-port") + 1))
+        ports += named_ports.values()
     assert len(blocks) == 3 and len(ports) == 3 * 6 + 2 + 1  # those of each Ray node, of the head, of the ranks
     every = [*ports, *(port for block in blocks for port in block)]
     assert len(every) == len(set(every))
@@ -123,8 +123,8 @@ def test_the_settings_that_decide_the_commands(tmp_path: Path, capsys: pytest.Ca
     overrides = ["experiment=booking", f"run.dir={tmp_path}"]
     assert slurm.main(["address", *overrides, "launch.interface=lo"]) == 0
     assert slurm.main(["address", *overrides, "launch.interface=nothing0"]) == 2
-    printed, said = capsys.readouterr()
-    assert printed == "127.0.0.1\n" and "launch.interface=nothing0" in said
+    printed, error = capsys.readouterr()
+    assert printed == "127.0.0.1\n" and "launch.interface=nothing0" in error
 
 
 @pytest.fixture
@@ -222,13 +222,13 @@ def test_everything_of_ours_runs_in_the_container(tmp_path: Path, by: str) -> No
         contained = f"apptainer exec --nv --bind {mounts} --pwd {ROOT} {image} "
     ours = [call for call in calls if "session_latest" not in call]
     assert all(contained in call for call in ours) and len(calls) > len(ours)
-    for what in ("slurm settings", "slurm address", "ray start", "slurm wait", "launch.torchrun"):
-        assert any(what in call for call in ours), what
+    for command in ("slurm settings", "slurm address", "ray start", "slurm wait", "launch.torchrun"):
+        assert any(command in call for call in ours), command
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "message"),
     [
         ({"CONTAINER_IMAGE": "a", "APPTAINER_IMAGE": "b"}, "CONTAINER_IMAGE and APPTAINER_IMAGE: one container only"),
         ({"CONTAINER_IMAGE": "/nowhere.sqsh"}, "CONTAINER_IMAGE=/nowhere.sqsh: no such file"),
@@ -236,10 +236,10 @@ def test_everything_of_ours_runs_in_the_container(tmp_path: Path, by: str) -> No
         ({"CONTAINER_MOUNTS": "/models"}, "CONTAINER_MOUNTS=/models: there is no container"),
     ],
 )
-def test_a_container_that_cannot_be_is_refused(tmp_path: Path, variables: dict[str, str], said: str) -> None:
+def test_a_container_that_cannot_be_is_refused(tmp_path: Path, variables: dict[str, str], message: str) -> None:
     done, calls = job_in_a_container(tmp_path, **variables)
     assert done.returncode == 2 and not calls
-    assert done.stderr.startswith(f"megatron-collab: {said}") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"megatron-collab: {message}") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.processes

@@ -113,14 +113,14 @@ def agent(script: str, folder: Path, *arguments: str, options: Sequence[str] = (
         yield process
     finally:
         if process.poll() is None:
-            for one in [*psutil.Process(process.pid).children(recursive=True), process]:
-                one.kill()
+            for target in [*psutil.Process(process.pid).children(recursive=True), process]:
+                target.kill()
             process.communicate()
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    said = process.communicate(timeout=TIMEOUT)[1]
-    return process.returncode, said
+    stderr = process.communicate(timeout=TIMEOUT)[1]
+    return process.returncode, stderr
 
 
 def test_a_signal_before_the_first_line_is_heeded(tmp_path: Path) -> None:
@@ -158,8 +158,8 @@ def test_a_signal_to_all_processes_of_a_job_ends_none(tmp_path: Path) -> None:
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path: Path, code: int, shown: int) -> None:
     """The others are ended by it, with codes of their own; what nobody has explained is explained."""
     with agent(ENDS, tmp_path, str(code)) as process:
-        found, said = ended(process)
-        assert (found, "rank      : 1" in said) == (shown, code < 0)
+        exit_code, stderr = ended(process)
+        assert (exit_code, "rank      : 1" in stderr) == (shown, code < 0)
 
 
 @pytest.mark.parametrize(
@@ -176,22 +176,22 @@ def test_it_listens_on_one_address(tmp_path: Path, options: list[str], address: 
             time.sleep(0.01)
         assert {file.read_text() for file in met} == {address}
         family = psutil.Process(process.pid)
-        found = listening([family, *family.children(recursive=True)])
-        assert {host for sockets in found.values() for host, _ in sockets} == {address}
+        listeners = listening([family, *family.children(recursive=True)])
+        assert {host for sockets in listeners.values() for host, _ in sockets} == {address}
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--rdzv-backend=c10d"], "--rdzv-backend, --rdzv-endpoint: "),
         (["--master-addr=192.0.2.1"], "--master-addr=192.0.2.1, --master-port=0: "),  # of nobody (RFC 5737)
-        (["--master-port={taken}"], "--master-addr=127.0.0.1, --master-port={taken}: "),
+        (["--master-port={port}"], "--master-addr=127.0.0.1, --master-port={port}: "),
     ],
 )
-def test_where_it_cannot_listen_nothing_is_started(tmp_path: Path, options: list[str], said: str) -> None:
+def test_where_it_cannot_listen_nothing_is_started(tmp_path: Path, options: list[str], message: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        taken = listener.getsockname()[1]
-        with agent(ENDS, tmp_path, "0", options=[option.format(taken=taken) for option in options]) as process:
+        port = listener.getsockname()[1]
+        with agent(ENDS, tmp_path, "0", options=[option.format(port=port) for option in options]) as process:
             code, error = ended(process)
     assert code == EXIT_BAD_INPUT
-    assert error.startswith(f"megatron-collab: {said.format(taken=taken)}") and error.count("\n") == 1
+    assert error.startswith(f"megatron-collab: {message.format(port=port)}") and error.count("\n") == 1

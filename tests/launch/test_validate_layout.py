@@ -43,7 +43,7 @@ def configure(settings: dict[str, Any]) -> Config:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """TransformerEngine on a Hopper device."""
-    monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(found=True, detail=""))
+    monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(available=True, detail=""))
     monkeypatch.setattr(device, "capability", lambda: (9, 0))
 
 
@@ -60,7 +60,7 @@ def refused(settings: dict[str, Any], shape: dict[str, Any] | None = None) -> st
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"model.fp8": "e5m2"}, "model.fp8=e5m2: choose one of hybrid, e4m3"),
         ({"model.fp8_recipe": "mx"}, "model.fp8_recipe=mx: choose one of delayed, tensorwise, blockwise, mxfp8"),
@@ -97,8 +97,8 @@ def refused(settings: dict[str, Any], shape: dict[str, Any] | None = None) -> st
     ],
     ids=str,
 )
-def test_what_no_model_can_be_trained_with(settings: dict[str, Any], said: str) -> None:
-    assert said in refused(settings)
+def test_what_no_model_can_be_trained_with(settings: dict[str, Any], message: str) -> None:
+    assert message in refused(settings)
 
 
 @pytest.mark.parametrize("installed", [False, True])
@@ -108,7 +108,7 @@ def test_bfloat16_on_gpus_needs_the_layers_that_are_planned(
     monkeypatch: pytest.MonkeyPatch, backend: device.Device, dtype: str, installed: bool
 ) -> None:
     monkeypatch.setattr(device, "select", lambda setting: backend)
-    monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(found=installed, detail="not installed"))
+    monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(available=installed, detail="not installed"))
     settings = {"model.dtype": dtype}
     if installed or dtype == "float32" or backend.type == "cpu":
         validate.check_layout_on_machine(configure(settings))
@@ -150,7 +150,7 @@ def test_recipes_of_fp8_need_their_devices(
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({**FP8, "model.dtype": "float32"}, "model.fp8=hybrid: needs model.dtype=bfloat16, not float32"),
         (
@@ -174,12 +174,12 @@ def test_recipes_of_fp8_need_their_devices(
     ],
     ids=str,
 )
-def test_what_fp8_cannot_go_with(engine: None, settings: dict[str, Any], said: str) -> None:
-    assert said in refused(settings)
+def test_what_fp8_cannot_go_with(engine: None, settings: dict[str, Any], message: str) -> None:
+    assert message in refused(settings)
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"model.lora.rank": 0}, "model.lora.rank=0: must be at least 1 and at most 4096"),
         (
@@ -194,12 +194,12 @@ def test_what_fp8_cannot_go_with(engine: None, settings: dict[str, Any], said: s
     ],
     ids=str,
 )
-def test_adapters_that_cannot_be(settings: dict[str, Any], said: str) -> None:
-    assert said in refused(settings)
+def test_adapters_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+    assert message in refused(settings)
 
 
 @pytest.mark.parametrize(
-    ("settings", "shape", "said"),
+    ("settings", "shape", "message"),
     [
         (
             {"parallel.tp": 8, "launch.nproc_per_node": 8},
@@ -247,8 +247,10 @@ def test_adapters_that_cannot_be(settings: dict[str, Any], said: str) -> None:
     ],
     ids=str,
 )
-def test_what_does_not_suit_the_model(engine: None, settings: dict[str, Any], shape: dict[str, Any], said: str) -> None:
-    assert said in refused(settings, shape)
+def test_what_does_not_suit_the_model(
+    engine: None, settings: dict[str, Any], shape: dict[str, Any], message: str
+) -> None:
+    assert message in refused(settings, shape)
 
 
 @pytest.mark.parametrize(

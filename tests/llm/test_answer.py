@@ -13,7 +13,7 @@ from megatron_collab.llm.answer import Field, MalformedAnswer, json_schema, pars
 BOTH = [Field("thought", str), Field("score", float, 0.0, 1.0)]
 
 
-def one(kind: type, value: Any, **limits: Any) -> Any:
+def parse_value(kind: type, value: Any, **limits: Any) -> Any:
     """What a field of this type gets from an answer with this value."""
     return parse(json.dumps({"x": value}), [Field("x", kind, **limits)])["x"]
 
@@ -141,8 +141,8 @@ def test_values_are_of_their_fields_type() -> None:
         (bool, False, False),
         (str, "3", "3"),
     ]:
-        found = one(kind, value)
-        assert (found, type(found)) == (expected, kind)
+        parsed = parse_value(kind, value)
+        assert (parsed, type(parsed)) == (expected, kind)
 
 
 @pytest.mark.parametrize(
@@ -151,15 +151,15 @@ def test_values_are_of_their_fields_type() -> None:
 )
 def test_another_type_is_refused(kind: type, value: Any) -> None:
     with pytest.raises(MalformedAnswer, match="the field 'x' has to be a"):
-        one(kind, value)
+        parse_value(kind, value)
 
 
 def test_choices_and_ranges_include_their_ends() -> None:
-    assert one(str, "B", choices=("A", "B")) == "B"
-    assert one(int, "2", choices=(1, 2)) == 2
-    assert (one(int, 1, low=1, high=3), one(int, 3, low=1, high=3)) == (1, 3)
+    assert parse_value(str, "B", choices=("A", "B")) == "B"
+    assert parse_value(int, "2", choices=(1, 2)) == 2
+    assert (parse_value(int, 1, low=1, high=3), parse_value(int, 3, low=1, high=3)) == (1, 3)
     with pytest.raises(MalformedAnswer, match="'x' is \"C\"; choose one of A, B"):
-        one(str, "C", choices=("A", "B"))
+        parse_value(str, "C", choices=("A", "B"))
 
 
 def test_the_schema_says_what_is_parsed() -> None:
@@ -185,12 +185,12 @@ def test_the_schema_says_what_is_parsed() -> None:
 def test_nonsense_is_refused_and_breaks_nothing(text: str) -> None:
     for framed in (text, '{"thought": "' + text, '{"thought": "ok", "score": 0.5' + text):
         try:
-            found = parse(framed, BOTH)
+            answer = parse(framed, BOTH)
         except MalformedAnswer as error:
             assert str(error)
         else:
-            assert [type(value) for value in found.values()] == [str, float]
-            assert 0 <= found["score"] <= 1
+            assert [type(value) for value in answer.values()] == [str, float]
+            assert 0 <= answer["score"] <= 1
 
 
 @given(st.text(max_size=40), st.floats(0, 1), st.data())

@@ -19,10 +19,10 @@ def test_what_was_put_is_there_after_a_restart(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "new" / "folder")
     cache.put("a", answer)
     del cache
-    again = Cache(tmp_path / "new" / "folder")
-    assert again.get("a", fields) == answer
-    assert [type(value) for value in (again.get("a", fields) or {}).values()] == [str, float, int, bool]
-    assert again.get("b", fields) is None and not again.counters
+    reopened = Cache(tmp_path / "new" / "folder")
+    assert reopened.get("a", fields) == answer
+    assert [type(value) for value in (reopened.get("a", fields) or {}).values()] == [str, float, int, bool]
+    assert reopened.get("b", fields) is None and not reopened.counters
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_damaged_entry_is_not_there_counted_and_replaced(written: object, tmp_
     cache, fields = Cache(tmp_path), [Field("score", float, 0.0, 1.0)]
     cache.put("a", {"score": 0.5})
     assert cache.get("a", fields) == {"score": 0.5} and not cache.counters
-    cache._file.execute("UPDATE answers SET answer = ?", (written,))
+    cache._connection.execute("UPDATE answers SET answer = ?", (written,))
     assert cache.get("a", fields) is None
     assert cache.counters == {"damaged": 1}
     cache.put("a", {"score": 0.25})
@@ -122,8 +122,8 @@ def test_processes_write_at_the_same_time(tmp_path: Path) -> None:
 
 def test_a_key_depends_on_every_part_and_on_no_order() -> None:
     assert key_of({"a": 1, "b": [1, 2]}) == key_of({"b": [1, 2], "a": 1})
-    others = [{"a": 1, "b": [2, 1]}, {"a": "1", "b": [1, 2]}, {"a": 1}, {"a": 1, "b": [1, 2], "c": None}]
-    assert len({key_of(other) for other in [*others, {"a": 1, "b": [1, 2]}]}) == 5
+    variants = [{"a": 1, "b": [2, 1]}, {"a": "1", "b": [1, 2]}, {"a": 1}, {"a": 1, "b": [1, 2], "c": None}]
+    assert len({key_of(other) for other in [*variants, {"a": 1, "b": [1, 2]}]}) == 5
 
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:

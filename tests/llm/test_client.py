@@ -23,7 +23,7 @@ from megatron_collab.llm import limiter as limiters
 from megatron_collab.llm.answer import AnswerTooLong, Field, LlmError, json_schema
 from megatron_collab.llm.cache import Cache
 from megatron_collab.llm.client import LlmClient, Messages, retry_after
-from megatron_collab.llm.limiter import BudgetSpent, Ended, Limiter, Wish
+from megatron_collab.llm.limiter import BudgetSpent, FinishedCall, Limiter, Reservation
 from tests.llm.endpoint import Endpoint, Reply, fails, hangs, resets, says, writes
 
 SCORE = [Field("score", float, 0.0, 1.0)]
@@ -40,7 +40,7 @@ class LocalLimiter(Limiter):
         self.local_talk = self.talk
         self.talk = SimpleNamespace(remote=self._remote)
 
-    async def _remote(self, ended: list[Ended], wishes: list[Wish]) -> list[int]:
+    async def _remote(self, ended: list[FinishedCall], wishes: list[Reservation]) -> list[int]:
         self.talks.append((len(ended), len(wishes)))
         return await self.local_talk(ended, wishes)
 
@@ -55,15 +55,15 @@ def no_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds that the client means to pause; it does not."""
-    wanted: list[float] = []
+    requested: list[float] = []
     sleep = asyncio.sleep
 
     async def note(seconds: float) -> None:
-        wanted.append(seconds)
+        requested.append(seconds)
         await sleep(0)
 
     monkeypatch.setattr(clients, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": note}))
-    return wanted
+    return requested
 
 
 def play(*replies: Reply, with_: Callable[[Endpoint], Coroutine[Any, Any, Any]]) -> tuple[Any, list[dict[str, Any]]]:
@@ -272,7 +272,7 @@ def says_long(size: int, compressed: bool = False) -> Reply:
 
 
 @pytest.mark.parametrize(
-    ("reply", "said"),
+    ("reply", "message"),
     [
         (says_long(clients.LONGEST_BODY), f"openai/m: more than {clients.LONGEST_BODY} bytes"),
         (says_long(clients.LONGEST_BODY, compressed=True), f"openai/m: more than {clients.LONGEST_BODY} bytes"),
@@ -280,13 +280,13 @@ def says_long(size: int, compressed: bool = False) -> Reply:
     ],
     ids=["body", "compressed", "text"],
 )
-def test_an_answer_that_is_too_long_is_not_read(reply: Reply, said: str) -> None:
+def test_an_answer_that_is_too_long_is_not_read(reply: Reply, message: str) -> None:
     """Nor asked for again; and it counts."""
     client = LlmClient(prices={"openai/m": [0, 1e6]})
     error, requests = ask(reply, GOOD, client=client, max_tokens=77)
-    assert isinstance(error, AnswerTooLong) and str(error) == said
+    assert isinstance(error, AnswerTooLong) and str(error) == message
     assert len(requests) == 1
-    assert client.took["usd"] == (20 if "characters" in said else 77)
+    assert client.totals["usd"] == (20 if "characters" in message else 77)
 
 
 def test_an_answer_may_be_long() -> None:
@@ -328,8 +328,8 @@ def test_another_question_is_another_answer(changes: dict[str, Any], tmp_path: P
         client = LlmClient(cache=Cache(tmp_path))
         first = await client.ask(endpoint.config(), QUESTION, SCORE, sample="0")
         settings = {name: value for name, value in changes.items() if name not in ("messages", "fields")}
-        asked = [changes.get("messages", QUESTION), changes.get("fields", SCORE)]
-        return first, await client.ask(endpoint.config(**settings), *asked, sample="0")
+        question = [changes.get("messages", QUESTION), changes.get("fields", SCORE)]
+        return first, await client.ask(endpoint.config(**settings), *question, sample="0")
 
     assert play(GOOD, says({"score": 1}), with_=two)[0] == ({"score": 0.5}, {"score": 1})
 
@@ -431,10 +431,10 @@ def spent(*replies: Reply, config: LlmConfig = PRICED, **changes: Any) -> dict[s
     "fault", [hangs(), resets, writes("<html>"), writes("{}")], ids=["hang", "reset", "html", "{}"]
 )
 def test_a_try_of_which_nobody_says_what_it_took_costs_the_most_it_may(fault: Reply) -> None:
-    found = spent(fault, timeout=0.3)  # which no answer meets, however long it may take
-    assert (found["calls"], found["unpriced"]) == (1, 0)
-    assert MOST < found["usd"] < 1.01 * MOST
-    assert 120 < found["tokens"] < 500
+    totals = spent(fault, timeout=0.3)  # which no answer meets, however long it may take
+    assert (totals["calls"], totals["unpriced"]) == (1, 0)
+    assert MOST < totals["usd"] < 1.01 * MOST
+    assert 120 < totals["tokens"] < 500
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 408, 429, 500, 503])
@@ -448,16 +448,16 @@ def test_a_try_without_a_connection_costs_nothing() -> None:
     async def question(client: LlmClient, endpoint: Endpoint) -> None:
         nobody = endpoint.config(api_base="http://127.0.0.1:9/v1", attempts=2, max_tokens=120)
         with pytest.raises(LlmError, match="Connection error"):
-            await client.ask(nobody, QUESTION, SCORE, others=True)
+            await client.ask(nobody, QUESTION, SCORE, has_fallback=True)
 
-    found = with_limiter(PRICED, question, GOOD)[1].spend()
-    assert (found["calls"], found["usd"]) == (2, 0)
+    totals = with_limiter(PRICED, question, GOOD)[1].spend()
+    assert (totals["calls"], totals["usd"]) == (2, 0)
 
 
 def test_a_cancelled_try_costs_the_most_it_may() -> None:
     async def question(client: LlmClient, endpoint: Endpoint) -> None:
-        asked = client.ask(endpoint.config(max_tokens=120), QUESTION, SCORE)
-        task = asyncio.create_task(asked)
+        call = client.ask(endpoint.config(max_tokens=120), QUESTION, SCORE)
+        task = asyncio.create_task(call)
         while not endpoint.requests:
             await asyncio.sleep(0.01)
         task.cancel()
@@ -481,8 +481,8 @@ def test_an_answer_without_tokens_costs_what_its_text_may(usage: Any) -> None:
 
 
 def test_a_price_that_is_given_is_taken_before_that_of_litellm() -> None:
-    found = spent(GOOD, model="openai/gpt-4o-mini", config=LlmConfig(prices={"openai/gpt-4o-mini": [10.0, 100.0]}))
-    assert found["usd"] == pytest.approx((100 * 10 + 20 * 100) * 1e-6)
+    totals = spent(GOOD, model="openai/gpt-4o-mini", config=LlmConfig(prices={"openai/gpt-4o-mini": [10.0, 100.0]}))
+    assert totals["usd"] == pytest.approx((100 * 10 + 20 * 100) * 1e-6)
 
 
 def test_timeouts_use_the_budget_up() -> None:
@@ -569,8 +569,8 @@ def test_a_fault_of_the_limiter_reaches_everybody_who_waits() -> None:
 
     async def questions(endpoint: Endpoint) -> list[Any]:
         client = LlmClient(SimpleNamespace(talk=SimpleNamespace(remote=broken)))
-        asked = [client.ask(endpoint.config(), QUESTION, SCORE) for _ in range(3)]
-        return await asyncio.gather(*asked, return_exceptions=True)
+        calls = [client.ask(endpoint.config(), QUESTION, SCORE) for _ in range(3)]
+        return await asyncio.gather(*calls, return_exceptions=True)
 
     errors, requests = play(GOOD, with_=questions)
     assert [type(error) for error in errors] == [KeyError] * 3

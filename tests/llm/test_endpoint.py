@@ -46,9 +46,9 @@ def test_everything_that_is_set_is_sent_and_nothing_else(monkeypatch: pytest.Mon
             )
             newer = endpoint.config(temperature=None, max_tokens=None, extra={"max_completion_tokens": 70})
             client = LlmClient()
-            for each in (plain, full, newer):
-                await client.ask(each, QUESTION, SCORE)
-            assert client.took["tokens"] == 360 and client.took["unpriced"] == 3, "of m, which has no price"
+            for settings in (plain, full, newer):
+                await client.ask(settings, QUESTION, SCORE)
+            assert client.totals["tokens"] == 360 and client.totals["unpriced"] == 3, "of m, which has no price"
             return endpoint.requests
 
     plain, full, newer = asyncio.run(play())
@@ -95,8 +95,8 @@ def test_what_a_server_does_not_take_is_said_with_the_setting(
                 await LlmClient().ask(endpoint.config(**settings), QUESTION, SCORE)
             return str(error.value)
 
-    said = asyncio.run(play())
-    assert words in said and said.endswith(out or words)
+    message = asyncio.run(play())
+    assert words in message and message.endswith(out or words)
 
 
 def test_a_variable_that_a_worker_does_not_have_is_a_failure_of_the_call() -> None:
@@ -114,7 +114,7 @@ def key(**changes: Any) -> str:
 def test_the_key_of_an_answer_has_every_setting_that_changes_it_and_earlier_keys_stay() -> None:
     """The first is the key that earlier versions gave."""
     assert key() == "e1be3b40acd68a39a12e8a72f60c34c83c2dc6808674ac8e8a8d5c08a2b7fc12"
-    others: list[dict[str, Any]] = [
+    variants: list[dict[str, Any]] = [
         {"model": "openai/n"},
         {"api_base": None},
         {"temperature": None},
@@ -126,12 +126,12 @@ def test_the_key_of_an_answer_has_every_setting_that_changes_it_and_earlier_keys
         {"extra": {"seed": 1}},
         {"extra": {"seed": 2}},
     ]
-    assert len({key(), *(key(**other) for other in others)}) == 1 + len(others)
+    assert len({key(), *(key(**other) for other in variants)}) == 1 + len(variants)
     assert key(attempts=9, timeout=1.0, deadline=2.0) == key()
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"extra": {"temperature": 1}}, "reward.judge.extra.temperature: is not passed on; set temperature itself"),
         ({"max_tokens": None}, "reward.judge.max_tokens=null: answers need a budget; set reward.judge.extra.max_com"),
@@ -154,11 +154,11 @@ def test_the_key_of_an_answer_has_every_setting_that_changes_it_and_earlier_keys
         ),
     ],
 )
-def test_what_is_no_matter_of_extra_and_keys_are_refused(settings: dict[str, Any], said: str) -> None:
+def test_what_is_no_matter_of_extra_and_keys_are_refused(settings: dict[str, Any], message: str) -> None:
     check_settings(EndpointConfig(extra={"prompt_cache_key": "judges"}, headers={"X-Team": "blue"}), "reward.judge")
     with pytest.raises(ConfigError) as refused:
         check_settings(EndpointConfig(**settings), "reward.judge")
-    assert str(refused.value).startswith(said)
+    assert str(refused.value).startswith(message)
 
 
 def refusal(check: Callable[[EndpointConfig, str, str], None], settings: dict[str, Any]) -> str | None:
@@ -170,7 +170,7 @@ def refusal(check: Callable[[EndpointConfig, str, str], None], settings: dict[st
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"model": "openai/gpt-5"}, "reward.judge.temperature=0.0: openai/gpt-5 does not take it (gpt-5 doesn't"),
         ({"model": "openai/o3"}, "reward.judge.temperature=0.0: openai/o3 does not take it"),
@@ -191,15 +191,15 @@ def refusal(check: Callable[[EndpointConfig, str, str], None], settings: dict[st
     ],
     ids=str,
 )
-def test_litellm_says_before_a_run_what_a_model_does_not_take(settings: dict[str, Any], said: str | None) -> None:
+def test_litellm_says_before_a_run_what_a_model_does_not_take(settings: dict[str, Any], message: str | None) -> None:
     patches.apply("litellm")
     refused = refusal(check_support, settings)
-    assert (refused is None) == (said is None), refused
-    assert refused is None or (refused.startswith(str(said)) and "\n" not in refused and "; " in refused)
+    assert (refused is None) == (message is None), refused
+    assert refused is None or (refused.startswith(str(message)) and "\n" not in refused and "; " in refused)
 
 
 @pytest.mark.parametrize(
-    ("settings", "variables", "said"),
+    ("settings", "variables", "message"),
     [
         ({"model": "openai/m"}, {}, "openai/m: OPENAI_API_KEY is not set; export it"),
         ({"model": "gpt-4o-mini"}, {}, "gpt-4o-mini: OPENAI_API_KEY is not set; export it"),
@@ -221,7 +221,7 @@ def test_litellm_says_before_a_run_what_a_model_does_not_take(settings: dict[str
     ids=str,
 )
 def test_a_model_that_nobody_can_reach_is_refused_and_no_other(
-    settings: dict[str, Any], variables: dict[str, str], said: str | None, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], variables: dict[str, str], message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patches.apply("litellm")
     for name in [name for name in os.environ if KEYS.search(name)]:
@@ -229,8 +229,8 @@ def test_a_model_that_nobody_can_reach_is_refused_and_no_other(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     refused = refusal(check_access, settings)
-    assert (refused is None) == (said is None), refused
-    assert refused is None or refused.startswith(f"reward.judge.model={said}")
+    assert (refused is None) == (message is None), refused
+    assert refused is None or refused.startswith(f"reward.judge.model={message}")
 
 
 def test_an_assistant_sends_no_temperature_and_its_budget_by_the_name_that_is_set(
@@ -240,10 +240,10 @@ def test_an_assistant_sends_no_temperature_and_its_budget_by_the_name_that_is_se
 
     async def play() -> dict[str, Any]:
         async with Endpoint(says("hello")) as endpoint:
-            own = endpoint.config(temperature=None, max_tokens=None, extra={"max_completion_tokens": 70})
-            sampling, said = SamplingConfig(30, temperature=0.5), [Message("user", "hi")]
-            playing = LlmAssistant(own, LlmClient())
-            await playing.generate((), messages=said, max_new_tokens=30, sampling=sampling, seed=0, affinity="")
+            config = endpoint.config(temperature=None, max_tokens=None, extra={"max_completion_tokens": 70})
+            sampling, messages = SamplingConfig(30, temperature=0.5), [Message("user", "hi")]
+            playing = LlmAssistant(config, LlmClient())
+            await playing.generate((), messages=messages, max_new_tokens=30, sampling=sampling, seed=0, affinity="")
             return endpoint.requests[0]
 
     sent = asyncio.run(play())

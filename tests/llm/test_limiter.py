@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_collab.config import Config, LlmConfig
 from megatron_collab.llm import limiter as limiters
-from megatron_collab.llm.limiter import MINUTE, BudgetSpent, Ended, Limiter, LimiterDied, Line, Wish
+from megatron_collab.llm.limiter import MINUTE, BudgetSpent, CallQueue, FinishedCall, Limiter, LimiterDied, Reservation
 from megatron_collab.runtime.ray_cluster import ray_session
 
 LEDGER = Path("spend.json")
@@ -36,13 +36,13 @@ class Clock:
         return self.now
 
 
-def talk(limiter: Limiter, ended: list[Ended], wishes: list[Wish]) -> list[int]:
+def talk(limiter: Limiter, ended: list[FinishedCall], wishes: list[Reservation]) -> list[int]:
     return asyncio.run(limiter.talk(ended, wishes))
 
 
 def begun(limiter: Limiter, *tokens: int, seconds: float = 10.0) -> int:
     """How many calls of these tokens the limiter lets begin."""
-    return len(talk(limiter, [], [Wish(count, seconds) for count in tokens]))
+    return len(talk(limiter, [], [Reservation(count, seconds) for count in tokens]))
 
 
 def test_without_limits_every_call_begins() -> None:
@@ -64,16 +64,25 @@ def test_requests_a_minute() -> None:
 def test_tokens_a_minute_are_reserved_and_then_what_was_used() -> None:
     clock = Clock()
     limiter = Limiter(LlmConfig(tokens_per_minute=1000), LEDGER, clock)
-    (first,) = talk(limiter, [], [Wish(800, 10), Wish(300, 10)])
-    assert len(talk(limiter, [Ended(first, tokens=100)], [Wish(500, 10), Wish(400, 10), Wish(1, 10)])) == 2
+    (first,) = talk(limiter, [], [Reservation(800, 10), Reservation(300, 10)])
+    assert (
+        len(
+            talk(
+                limiter,
+                [FinishedCall(first, tokens=100)],
+                [Reservation(500, 10), Reservation(400, 10), Reservation(1, 10)],
+            )
+        )
+        == 2
+    )
     clock.now += MINUTE
     assert begun(limiter, 1000) == 1
 
 
 def test_a_call_without_a_known_use_keeps_its_reservation() -> None:
     limiter = Limiter(LlmConfig(tokens_per_minute=1000), LEDGER, Clock())
-    (first,) = talk(limiter, [], [Wish(800, 10)])
-    assert talk(limiter, [Ended(first)], [Wish(300, 10)]) == []
+    (first,) = talk(limiter, [], [Reservation(800, 10)])
+    assert talk(limiter, [FinishedCall(first)], [Reservation(300, 10)]) == []
 
 
 def test_a_call_larger_than_the_limit_goes_alone() -> None:
@@ -87,9 +96,9 @@ def test_a_call_larger_than_the_limit_goes_alone() -> None:
 def test_calls_at_once_and_those_of_the_dead() -> None:
     clock = Clock()
     limiter = Limiter(LlmConfig(max_concurrent=2), LEDGER, clock)
-    first, _ = talk(limiter, [], [Wish(1, 10), Wish(1, 20), Wish(1, 10)])
+    first, _ = talk(limiter, [], [Reservation(1, 10), Reservation(1, 20), Reservation(1, 10)])
     assert begun(limiter, 1) == 0
-    assert len(talk(limiter, [Ended(first)], [Wish(1, 30), Wish(1, 30)])) == 1
+    assert len(talk(limiter, [FinishedCall(first)], [Reservation(1, 30), Reservation(1, 30)])) == 1
     clock.now += 20  # nobody said that the second ended
     assert begun(limiter, 1, 1) == 1
 
@@ -98,25 +107,25 @@ def test_a_call_that_nobody_reports_counts_as_what_it_wished_and_once() -> None:
     """Its process has died; or it was stuck, and reports after all."""
     clock = Clock()
     limiter = Limiter(LlmConfig(budget_usd=1.0), LEDGER, clock)
-    late, _ = talk(limiter, [], [Wish(100, 10, 0.25), Wish(50, 10, None)])
+    late, _ = talk(limiter, [], [Reservation(100, 10, 0.25), Reservation(50, 10, None)])
     clock.now += 10
     assert begun(limiter, 1) == 1
     assert limiter.spend() == {"calls": 2, "tokens": 150, "usd": 0.25, "unpriced": 1}
-    talk(limiter, [Ended(late, 80, 0.2)], [])
+    talk(limiter, [FinishedCall(late, 80, 0.2)], [])
     assert limiter.spend()["calls"] == 2 and limiter.spend()["usd"] == 0.25
-    (last,) = talk(limiter, [], [Wish(1, 20, 0.75)])
+    (last,) = talk(limiter, [], [Reservation(1, 20, 0.75)])
     clock.now += 20
     with pytest.raises(BudgetSpent):
-        talk(limiter, [], [Wish(1, 10)])
+        talk(limiter, [], [Reservation(1, 10)])
     assert last not in limiter._running
 
 
 def test_the_budget_stops_every_further_call_and_says_what_to_do() -> None:
     limiter = Limiter(LlmConfig(budget_usd=1.0), LEDGER)
-    a, b = talk(limiter, [], [Wish(1, 10), Wish(1, 10)])
-    assert talk(limiter, [Ended(a, 10, 0.99)], []) == []
+    a, b = talk(limiter, [], [Reservation(1, 10), Reservation(1, 10)])
+    assert talk(limiter, [FinishedCall(a, 10, 0.99)], []) == []
     with pytest.raises(BudgetSpent) as stopped:
-        talk(limiter, [Ended(b, 10, 0.01)], [Wish(1, 10)])
+        talk(limiter, [FinishedCall(b, 10, 0.01)], [Reservation(1, 10)])
     assert str(stopped.value) == (
         "llm.budget_usd=1 is used up: 2 calls cost 1 USD; raise it to go on from the last checkpoint"
     )
@@ -124,34 +133,34 @@ def test_the_budget_stops_every_further_call_and_says_what_to_do() -> None:
 
 def test_what_was_spent_is_in_the_ledger_from_which_the_next_limiter_goes_on() -> None:
     before = Limiter(LlmConfig(), LEDGER)
-    calls = talk(before, [], [Wish(1, 10)] * 3)
-    talk(before, [Ended(calls[0], 10, 0.5), Ended(calls[1], 20, None)], [])
+    calls = talk(before, [], [Reservation(1, 10)] * 3)
+    talk(before, [FinishedCall(calls[0], 10, 0.5), FinishedCall(calls[1], 20, None)], [])
     before.write()
     assert json.loads(LEDGER.read_text()) == {"calls": 2, "tokens": 30, "usd": 0.5, "unpriced": 1}
-    talk(before, [Ended(calls[2])], [])
+    talk(before, [FinishedCall(calls[2])], [])
     assert before.spend() == json.loads(LEDGER.read_text()) == {"calls": 3, "tokens": 30, "usd": 0.5, "unpriced": 1}
     after = Limiter(LlmConfig(budget_usd=0.4), LEDGER)
     assert after.spend() == before.spend()
     with pytest.raises(BudgetSpent):
-        talk(after, [], [Wish(1, 10)])
+        talk(after, [], [Reservation(1, 10)])
 
 
 def test_a_budget_that_is_used_up_is_written_at_once() -> None:
     clock = Clock()
     limiter = Limiter(LlmConfig(budget_usd=1.0), LEDGER, clock)
-    (call,) = talk(limiter, [], [Wish(1, 10)])
+    (call,) = talk(limiter, [], [Reservation(1, 10)])
     with pytest.raises(BudgetSpent):
-        talk(limiter, [Ended(call, 10, 1.5)], [])
+        talk(limiter, [FinishedCall(call, 10, 1.5)], [])
     assert json.loads(LEDGER.read_text())["usd"] == 1.5
 
 
 def test_a_call_of_the_limiter_before_ends_quietly() -> None:
     before, after = (Limiter(LlmConfig(max_concurrent=1, tokens_per_minute=10), LEDGER) for _ in range(2))
-    (old,) = talk(before, [], [Wish(5, 10)])
-    (new,) = talk(after, [], [Wish(5, 10)])
-    assert talk(after, [Ended(old, 7, 0.5)], [Wish(1, 10)]) == []  # the place is that of the new one
+    (old,) = talk(before, [], [Reservation(5, 10)])
+    (new,) = talk(after, [], [Reservation(5, 10)])
+    assert talk(after, [FinishedCall(old, 7, 0.5)], [Reservation(1, 10)]) == []  # the place is that of the new one
     assert after.spend()["usd"] == 0.5
-    assert len(talk(after, [Ended(new, 5, 0.5)], [Wish(1, 10)])) == 1
+    assert len(talk(after, [FinishedCall(new, 5, 0.5)], [Reservation(1, 10)])) == 1
 
 
 @given(
@@ -180,13 +189,13 @@ class Slow:
         self.talk = self
         self.answer = asyncio.Event()
 
-    async def remote(self, ended: list[Ended], wishes: list[Wish]) -> list[int]:
+    async def remote(self, ended: list[FinishedCall], wishes: list[Reservation]) -> list[int]:
         admission = await self.limiter.talk(ended, wishes)
         await self.answer.wait()
         return admission
 
 
-async def settled(line: Line) -> None:
+async def settled(line: CallQueue) -> None:
     """Until the line has nothing more to say."""
     while line._talking is not None and not line._talking.done():
         await asyncio.sleep(0)
@@ -195,8 +204,8 @@ async def settled(line: Line) -> None:
 def test_a_call_that_was_cancelled_while_it_was_let_through_holds_no_place() -> None:
     async def cancel_during_the_talk() -> dict[int, float]:
         slow = Slow(LlmConfig())
-        line = Line(slow)
-        call = asyncio.create_task(line.begin(Wish(1, 60.0)))
+        line = CallQueue(slow)
+        call = asyncio.create_task(line.begin(Reservation(1, 60.0)))
         while not slow.limiter._running:
             await asyncio.sleep(0)
         call.cancel()
@@ -212,8 +221,8 @@ def test_a_call_that_was_cancelled_after_it_was_let_through_holds_no_place(monke
     async def cancel_after_the_talk() -> dict[int, float]:
         slow = Slow(LlmConfig())
         slow.answer.set()
-        line = Line(slow)
-        call = asyncio.create_task(line.begin(Wish(1, 60.0)))
+        line = CallQueue(slow)
+        call = asyncio.create_task(line.begin(Reservation(1, 60.0)))
         exchange = line._exchange
 
         async def exchange_and_cancel() -> None:
@@ -233,15 +242,15 @@ def test_a_call_that_was_cancelled_after_it_was_let_through_holds_no_place(monke
 @pytest.mark.parametrize("actor", [LlmConfig(max_concurrent=1)], indirect=True)
 def test_a_limiter_that_is_killed_is_started_again_and_goes_on_from_its_ledger(actor: Any) -> None:
     async def calls() -> None:
-        line = Line(actor)
-        line.end(Ended(await line.begin(Wish(1, 60.0)), 10, 0.25))
+        line = CallQueue(actor)
+        line.end(FinishedCall(await line.begin(Reservation(1, 60.0)), 10, 0.25))
         await settled(line)
         spent = await actor.spend.remote()
-        await line.begin(Wish(1, 60.0))
-        waiting = asyncio.create_task(line.begin(Wish(1, 60.0)))
+        await line.begin(Reservation(1, 60.0))
+        waiting = asyncio.create_task(line.begin(Reservation(1, 60.0)))
         (process,) = (p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::Limiter"))
         process.kill()
-        line.end(Ended(await waiting, 10, 0.25))  # what the one before let through is forgotten
+        line.end(FinishedCall(await waiting, 10, 0.25))  # what the one before let through is forgotten
         await settled(line)
         assert (spent["usd"], (await actor.spend.remote())["usd"]) == (0.25, 0.5)
 
@@ -268,14 +277,14 @@ class Caller:
     """A process that makes calls, each of which takes 20 ms and 0.01 USD."""
 
     async def calls(self, count: int) -> int:
-        line = Line(ray.get_actor(limiters.NAME))
+        line = CallQueue(ray.get_actor(limiters.NAME))
 
-        async def one() -> None:
-            call = await line.begin(Wish(10, 60.0))
+        async def make_call() -> None:
+            call = await line.begin(Reservation(10, 60.0))
             await asyncio.sleep(0.02)
-            line.end(Ended(call, 10, 0.01))
+            line.end(FinishedCall(call, 10, 0.01))
 
-        await asyncio.gather(*(one() for _ in range(count)))
+        await asyncio.gather(*(make_call() for _ in range(count)))
         while line._ended or not line._talking.done():  # type: ignore[union-attr]
             await asyncio.sleep(0.01)
         return count
@@ -292,8 +301,8 @@ def test_processes_share_one_limiter(actor: Any) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("actor", [LlmConfig()], indirect=True)
 def test_the_last_talk_of_all_is_written_too(actor: Any) -> None:
-    (call,) = ray.get(actor.talk.remote([], [Wish(1, 60.0)]))
-    ray.get(actor.talk.remote([Ended(call, 10, 0.5)], []))
+    (call,) = ray.get(actor.talk.remote([], [Reservation(1, 60.0)]))
+    ray.get(actor.talk.remote([FinishedCall(call, 10, 0.5)], []))
     deadline = time.monotonic() + 60
     while not LEDGER.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -312,9 +321,9 @@ def test_a_spent_budget_comes_through_from_another_process(actor: Any) -> None:
 @pytest.mark.parametrize("actor", [LlmConfig(max_concurrent=1)], indirect=True)
 def test_a_dead_limiter_is_said(actor: Any) -> None:
     async def wait_in_line() -> None:
-        line = Line(actor)
-        await line.begin(Wish(1, 60.0))
-        waiting = asyncio.create_task(line.begin(Wish(1, 60.0)))
+        line = CallQueue(actor)
+        await line.begin(Reservation(1, 60.0))
+        waiting = asyncio.create_task(line.begin(Reservation(1, 60.0)))
         await asyncio.sleep(0.05)
         ray.kill(actor)
         await waiting

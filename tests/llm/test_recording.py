@@ -19,7 +19,7 @@ from megatron_collab.llm.answer import AnswerTooLong, Field, LlmError
 from megatron_collab.llm.cache import Cache
 from megatron_collab.llm.caller import ask_as
 from megatron_collab.llm.client import LlmClient
-from megatron_collab.llm.recording import SUFFIX, Call, CallKey, Recording, Shard, Taken
+from megatron_collab.llm.recording import SUFFIX, Call, CallKey, Recording, Shard, Usage
 from megatron_collab.llm.tape import NotRecorded, Tape, open_tape
 from megatron_collab.runtime.process import RunStopped
 from tests.helpers import configured
@@ -94,10 +94,10 @@ def futures(order: list[int]) -> Callable[[LlmClient, EndpointConfig], Awaitable
 
 def test_equal_questions_get_the_answers_of_their_own_conversations(tmp_path: Path) -> None:
     """In whatever order they are asked, by one client or several."""
-    said, endpoint = recorded(tmp_path, numbered(), ask=futures([0, 1, 2]))
-    assert len({text for texts in said.values() for text in texts}) == 6
-    assert replay(tmp_path, endpoint, futures([2, 0, 1])) == said
-    assert replay(tmp_path, endpoint, futures([1])) == {1: said[1]}
+    answers, endpoint = recorded(tmp_path, numbered(), ask=futures([0, 1, 2]))
+    assert len({text for texts in answers.values() for text in texts}) == 6
+    assert replay(tmp_path, endpoint, futures([2, 0, 1])) == answers
+    assert replay(tmp_path, endpoint, futures([1])) == {1: answers[1]}
 
 
 def test_a_conversation_that_was_played_again_counts_as_the_last_time(tmp_path: Path) -> None:
@@ -118,9 +118,9 @@ def test_a_call_says_what_it_took(tmp_path: Path) -> None:
     assert (len(recording), recording.runs, recording.torn) == (1, {f"{tmp_path}/run"}, [])
     assert call.answer == {"said": "yes"} and call.failed is None
     assert call.question["messages"] == QUESTION, "as it was asked, without the corrections"
-    taken = call.taken
-    assert (taken.prompt_tokens, taken.answer_tokens, taken.requests, taken.version) == (200, 40, 2, "m")
-    assert taken.usd == pytest.approx((200 * 10 + 40 * 100) * 1e-6) and taken.seconds > 0 and not taken.cached
+    usage = call.taken
+    assert (usage.prompt_tokens, usage.answer_tokens, usage.requests, usage.version) == (200, 40, 2, "m")
+    assert usage.usd == pytest.approx((200 * 10 + 40 * 100) * 1e-6) and usage.seconds > 0 and not usage.cached
 
 
 def test_failures_are_replayed_as_they_were(tmp_path: Path) -> None:
@@ -129,9 +129,9 @@ def test_failures_are_replayed_as_they_were(tmp_path: Path) -> None:
             await once(client, endpoint)
         return type(error.value), str(error.value)
 
-    said, endpoint = recorded(tmp_path, fails(400, f"bad request with {KEY}"), ask=failing)
-    assert "bad request with ***" in said[1]
-    assert replay(tmp_path, endpoint, failing) == said
+    outcome, endpoint = recorded(tmp_path, fails(400, f"bad request with {KEY}"), ask=failing)
+    assert "bad request with ***" in outcome[1]
+    assert replay(tmp_path, endpoint, failing) == outcome
     long, endpoint = recorded(tmp_path / "long", says("x" * (1 << 20) + "x"), ask=failing)
     assert long[0] is AnswerTooLong
     assert replay(tmp_path / "long", endpoint, failing) == long
@@ -150,12 +150,12 @@ def test_no_key_is_recorded_and_the_run_goes_on_with_what_is(tmp_path: Path) -> 
     async def leaking(client: LlmClient, endpoint: EndpointConfig) -> Any:
         return await client.ask(endpoint, [{"role": "user", "content": f"my key is {KEY}"}], FIELDS)
 
-    said, endpoint = recorded(tmp_path, numbered(key=f" {KEY}"), ask=leaking)
-    assert said == {"said": "0 ***"}
+    answer, endpoint = recorded(tmp_path, numbered(key=f" {KEY}"), ask=leaking)
+    assert answer == {"said": "0 ***"}
     call = Recording(tmp_path / "calls").stored(0).call()
     assert KEY not in str(call) and call.question["messages"][0]["content"] == "my key is ***"
     assert "api_base" not in call.question
-    assert replay(tmp_path, endpoint, leaking) == said
+    assert replay(tmp_path, endpoint, leaking) == answer
 
 
 @pytest.mark.parametrize(
@@ -172,18 +172,18 @@ def test_a_call_that_was_not_recorded_names_the_nearest(tmp_path: Path, changed:
 
 
 def missed(folder: Path, endpoint: EndpointConfig, messages: list[dict[str, str]] = QUESTION, name: str = "") -> str:
-    async def asked(client: LlmClient, endpoint: EndpointConfig) -> Any:
+    async def ask_question(client: LlmClient, endpoint: EndpointConfig) -> Any:
         ask_as(name)
         return await client.ask(endpoint, messages, FIELDS)
 
     with pytest.raises(NotRecorded) as error:
-        replay(folder, endpoint, asked)
-    said = str(pickle.loads(pickle.dumps(error.value)))  # as Ray does
-    assert said.startswith(f"llm.replay={folder}/calls: has no answer to a question of ") and "\n" not in said
-    assert said.endswith(
+        replay(folder, endpoint, ask_question)
+    message = str(pickle.loads(pickle.dumps(error.value)))  # as Ray does
+    assert message.startswith(f"llm.replay={folder}/calls: has no answer to a question of ") and "\n" not in message
+    assert message.endswith(
         "replay with the settings and data of the recorded run, or set llm.replay_missing=live, which asks the model"
     )
-    return said
+    return message
 
 
 def test_the_nearest_call_is_of_the_same_conversation_and_says_which_message_differs(tmp_path: Path) -> None:
@@ -193,22 +193,22 @@ def test_the_nearest_call_is_of_the_same_conversation_and_says_which_message_dif
             await client.ask(endpoint, [QUESTION[0], {"role": "user", "content": last}], FIELDS)
 
     _, endpoint = recorded(tmp_path, numbered(), ask=named)
-    said = missed(tmp_path, endpoint, name="b/0/0")
-    assert 'of b/0/0, and differs in message 2 (user) from character 7 on: "ext?", recorded "ix?";' in said
+    message = missed(tmp_path, endpoint, name="b/0/0")
+    assert 'of b/0/0, and differs in message 2 (user) from character 7 on: "ext?", recorded "ix?";' in message
     assert "of a/0/0, and differs in who asks;" in missed(tmp_path, endpoint, name="c/0/0")
     more = [*QUESTION, {"role": "user", "content": "And?"}]
     assert "differs in the number of messages: 3, recorded 2;" in missed(tmp_path, endpoint, more, "a/0/0")
 
 
 def test_what_was_not_recorded_may_go_live_and_is_counted(tmp_path: Path) -> None:
-    said, _ = recorded(tmp_path, numbered(), ask=futures([0]))
+    answers, _ = recorded(tmp_path, numbered(), ask=futures([0]))
 
     async def session() -> None:
         async with Endpoint(numbered(key=" live")) as endpoint:
             tape = taped(tmp_path, replay=f"{tmp_path}/calls", replay_missing="live", record=f"{tmp_path}/more")
             client = LlmClient(tape=tape)
-            found = await futures([0, 1])(client, endpoint.config())
-            assert found[0] == said[0] and found[1] == ["0 live", "1 live"]
+            replayed = await futures([0, 1])(client, endpoint.config())
+            assert replayed[0] == answers[0] and replayed[1] == ["0 live", "1 live"]
             assert len(endpoint.requests) == 2
             counts = tape.take_counters()
             assert (counts["llm/replayed"], counts["llm/live"]) == (2, 2)
@@ -239,22 +239,22 @@ def test_a_replay_may_take_its_time(tmp_path: Path) -> None:
 def test_the_answers_of_a_cache_are_recorded_and_those_of_judges_serve_every_conversation(tmp_path: Path) -> None:
     async def judged(client: LlmClient, endpoint: EndpointConfig) -> list[str]:
         client._cache = Cache(tmp_path / "cache")
-        said = []
+        answers = []
         for name in ("a", "b"):
             ask_as(name)
-            said.append((await client.ask(endpoint, QUESTION, FIELDS, sample="0"))["said"])
-        return said
+            answers.append((await client.ask(endpoint, QUESTION, FIELDS, sample="0"))["said"])
+        return answers
 
-    said, endpoint = recorded(tmp_path, numbered(), ask=judged)
-    assert said == ["0", "0"]
+    answers, endpoint = recorded(tmp_path, numbered(), ask=judged)
+    assert answers == ["0", "0"]
     calls = Recording(tmp_path / "calls")
     assert [calls.stored(number).call().taken.cached for number in range(2)] == [False, True]
 
-    async def again(client: LlmClient, endpoint: EndpointConfig) -> Any:
+    async def other_conversation(client: LlmClient, endpoint: EndpointConfig) -> Any:
         ask_as("c")
         return await client.ask(endpoint, QUESTION, FIELDS, sample="0")
 
-    assert replay(tmp_path, endpoint, again) == {"said": "0"}
+    assert replay(tmp_path, endpoint, other_conversation) == {"said": "0"}
 
 
 def test_replies_of_an_assistant_and_policies_and_served_models(tmp_path: Path) -> None:
@@ -263,8 +263,8 @@ def test_replies_of_an_assistant_and_policies_and_served_models(tmp_path: Path) 
     async def replies(client: LlmClient, endpoint: EndpointConfig) -> Any:
         return await client.reply(endpoint, QUESTION)
 
-    said, endpoint = recorded(tmp_path, says("hello"), ask=replies)
-    assert said.text == "hello" and replay(tmp_path, endpoint, replies) == said
+    reply, endpoint = recorded(tmp_path, says("hello"), ask=replies)
+    assert reply.text == "hello" and replay(tmp_path, endpoint, replies) == reply
 
     async def session() -> None:
         async with Endpoint(numbered()) as policy:
@@ -278,7 +278,7 @@ def test_replies_of_an_assistant_and_policies_and_served_models(tmp_path: Path) 
     shard = Shard(tmp_path / "calls", "run")
     question = {"model": "served/helper", "temperature": 0.0, "max_tokens": 2048, "messages": QUESTION}
     question |= {"schema": None, "sample": None}
-    shard.record(CallKey("", 0, question), Call("", 0, 1.0, question, ["from served", 2, "stop"], None, Taken()))
+    shard.record(CallKey("", 0, question), Call("", 0, 1.0, question, ["from served", 2, "stop"], None, Usage()))
     helper = EndpointConfig(model="served/helper/train-0-0/0/0")
     assert replay(tmp_path, helper, replies).text == "from served", "with no server there"
 
@@ -286,17 +286,17 @@ def test_replies_of_an_assistant_and_policies_and_served_models(tmp_path: Path) 
 def make_shard(folder: Path, calls: int) -> Path:
     shard = Shard(folder, "run")
     for number in range(calls):
-        asked = CallKey("a", number, {"model": "m", "messages": []})
-        shard.record(asked, Call("a", number, float(number), dict(asked.question), {"n": number}, None, Taken()))
+        call_key = CallKey("a", number, {"model": "m", "messages": []})
+        shard.record(call_key, Call("a", number, float(number), dict(call_key.question), {"n": number}, None, Usage()))
     return shard.file
 
 
-@pytest.mark.parametrize("left", ["content", "head", "line", "nothing"])
-def test_a_torn_shard_is_read_up_to_the_tear_and_named(tmp_path: Path, left: str) -> None:
+@pytest.mark.parametrize("remaining", ["content", "head", "line", "nothing"])
+def test_a_torn_shard_is_read_up_to_the_tear_and_named(tmp_path: Path, remaining: str) -> None:
     file = make_shard(tmp_path, 3)
     content = file.read_bytes()
     size = (len(content) - content.index(b"\n") - 1) // 3
-    kept = {"content": len(content) - 5, "head": len(content) - size + 9, "line": 7, "nothing": 0}[left]
+    kept = {"content": len(content) - 5, "head": len(content) - size + 9, "line": 7, "nothing": 0}[remaining]
     os.truncate(file, kept)
     recording = Recording(tmp_path)
     calls = 2 if kept > 100 else 0
@@ -315,11 +315,11 @@ def test_what_is_damaged_or_no_recording_is_said(tmp_path: Path) -> None:
     content[-20] ^= 1
     file.write_bytes(content)
     recording = Recording(tmp_path)
-    asked = [CallKey("a", number, {"model": "m", "messages": []}) for number in range(2)]
-    first = recording.find(asked[0])
+    keys = [CallKey("a", number, {"model": "m", "messages": []}) for number in range(2)]
+    first = recording.find(keys[0])
     assert first is not None and first.answer == {"n": 0}
     with pytest.raises(ValueError, match="a recorded call is damaged"):
-        recording.find(asked[1])
+        recording.find(keys[1])
     with pytest.raises(RunStopped, match="damaged"):
         asyncio.run(_replayed(tmp_path))
     for line, why in ((b"{}", "is no shard"), (json.dumps({"format": 2, "run": ""}).encode(), "has format 2")):
@@ -331,7 +331,7 @@ def test_what_is_damaged_or_no_recording_is_said(tmp_path: Path) -> None:
 
 
 async def _replayed(folder: Path) -> None:
-    async def never(taken: Taken) -> None:
+    async def never(usage: Usage) -> None:
         raise AssertionError
 
     tape = taped(folder, replay=str(folder))

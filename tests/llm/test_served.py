@@ -47,23 +47,23 @@ def test_calls_go_to_the_servers_with_their_keys_and_seeds_that_follow_from_the_
             keys.append(request.headers["Authorization"])
             return await says({"score": 1})(request)
 
-        async with Endpoint(reply) as one, Endpoint(reply) as two:
-            client = LlmClient(served=model(one.port, two.port))
-            client._line = Refuses()
+        async with Endpoint(reply) as first, Endpoint(reply) as second:
+            client = LlmClient(served=model(first.port, second.port))
+            client._queue = Refuses()
             for about in "abcdefgh":
                 assert await ask(client, f"served/judge/{about}", about) == {"score": 1}
                 await ask(client, f"served/judge/{about}", about)
             await ask(client, "served/judge/other", "a")
-            for endpoint in (one, two):
+            for endpoint in (first, second):
                 assert endpoint.requests, "both are asked"
                 assert {request["model"] for request in endpoint.requests} == {"default"}
                 assert all("response_format" in request for request in endpoint.requests)
-            assert set(keys) == {f"Bearer key-of-{one.port}", f"Bearer key-of-{two.port}"}
+            assert set(keys) == {f"Bearer key-of-{first.port}", f"Bearer key-of-{second.port}"}
             seeds: dict[str, set[int]] = {}
-            for request in [*one.requests, *two.requests]:
+            for request in [*first.requests, *second.requests]:
                 seeds.setdefault(request["messages"][0]["content"], set()).add(request["seed"])
             assert len(seeds["b"]) == 1 and len(seeds["a"]) == 2, "one for a sample of a question"
-            places = [{request["messages"][0]["content"] for request in each.requests} for each in (one, two)]
+            places = [{request["messages"][0]["content"] for request in server.requests} for server in (first, second)]
             assert not places[0] & places[1], "what begins alike goes to one server, which has it in its cache"
 
     monkeypatch.setattr(clients, "_FIRST_PAUSE", 0.0)
@@ -77,7 +77,7 @@ def test_a_server_without_connection_is_left_alone_while_another_answers(monkeyp
             client = LlmClient(served=model(gone, endpoint.port))
             for number in range(8):
                 assert await ask(client, about=str(number)) == {"score": 1}
-            balance = client._own.balances["judge"]
+            balance = client._servers.balances["judge"]
             assert balance._away[0] > 0 and balance._in_flight == [0, 0]
             late = LlmClient(served=model(gone))
             waiting = asyncio.create_task(ask(late))
@@ -94,7 +94,7 @@ def test_a_cached_answer_is_that_of_the_model_and_not_of_its_name(tmp_path: Path
     async def play() -> list[dict[str, Any]]:
         async with Endpoint(says({"score": 1}), says({"score": 2})) as endpoint:
             paths = ("/models/a", "/models/a", "/models/b")
-            asked = (LlmClient(cache=Cache(tmp_path), served=model(endpoint.port, path=path)) for path in paths)
-            return [await ask(client, sample="0") for client in asked]
+            llm_clients = (LlmClient(cache=Cache(tmp_path), served=model(endpoint.port, path=path)) for path in paths)
+            return [await ask(client, sample="0") for client in llm_clients]
 
     assert asyncio.run(play()) == [{"score": 1}, {"score": 1}, {"score": 2}]

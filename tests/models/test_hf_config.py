@@ -1,4 +1,4 @@
-"""What config.json says: sizes, RoPE, experts; what is not supported is named."""
+"""Contents of config.json: sizes, RoPE, experts; unsupported fields are named."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def test_scalings_of_rope(rope: dict[str, object], expected: Rope) -> None:
 def test_experts_of_every_layer_and_of_some() -> None:
     assert ModelShape.from_hf(LLAMA).experts is None
     assert ModelShape.from_hf(MOE).experts == Experts(8, 2, 6, True, (0, 1, 2, 3))
-    some = MOE | {"decoder_sparse_step": 2, "norm_topk_prob": False}
-    assert ModelShape.from_hf(some).experts == Experts(8, 2, 6, False, (1, 3))
-    assert ModelShape.from_hf(some | {"mlp_only_layers": [3]}).experts.layers == (1,)
-    assert ModelShape.from_hf(some | {"mlp_only_layers": [1, 3]}).experts is None
+    sparse = MOE | {"decoder_sparse_step": 2, "norm_topk_prob": False}
+    assert ModelShape.from_hf(sparse).experts == Experts(8, 2, 6, False, (1, 3))
+    assert ModelShape.from_hf(sparse | {"mlp_only_layers": [3]}).experts.layers == (1,)
+    assert ModelShape.from_hf(sparse | {"mlp_only_layers": [1, 3]}).experts is None
     renamed = {("num_local_experts" if name == "num_experts" else name): value for name, value in MOE.items()}
     assert ModelShape.from_hf(renamed) == ModelShape.from_hf(MOE)  # as transformers 5 writes it
 
@@ -122,14 +122,14 @@ def test_a_missing_field_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [("{", "cannot be read as JSON"), ("[]", "holds a list"), ("\xff", "cannot be read as JSON"), (None, "cannot be")],
 )
-def test_a_file_that_describes_no_model(tmp_path: Path, text: str | None, said: str) -> None:
+def test_a_file_that_describes_no_model(tmp_path: Path, text: str | None, message: str) -> None:
     file = tmp_path / "config.json"
     if text is not None:
         file.write_text(text, encoding="latin-1")
-    with pytest.raises(ValueError, match=f"^config.json: {said}.*$"):
+    with pytest.raises(ValueError, match=f"^config.json: {message}.*$"):
         read(file)
 
 

@@ -1,4 +1,4 @@
-"""The table covers every element of every tensor once, whatever the sizes and the tensor-parallel size."""
+"""The table covers every element of every tensor once, for all sizes and tensor-parallel sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server's ranks hold is what SGLang's own models have, every element where its loader puts it."""
+"""The planned parameters of a server's ranks are those of SGLang's models, each element where its loader puts it."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ ADAPTERS = [["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "do
 
 @pytest.mark.processes
 def test_ranks_hold_what_sglangs_models_hold(tmp_path: Path) -> None:
-    """Names, shapes, dtypes, and after SGLang has loaded a checkpoint every element, on each rank."""
+    """Names, shapes, dtypes and, after SGLang has loaded a checkpoint, every element, on each rank."""
     run_ranks(compare_all, 1, tmp_path)
 
 
 def compare_all(folder: Path) -> None:
-    """In a process of its own: SGLang decides at import that there is no GPU.
+    """In a separate process: SGLang decides at import that there is no GPU.
 
     Its models are built and loaded there as any rank of a server. No process groups are made: the layers ask them only
     for a size and a rank.
@@ -105,13 +105,13 @@ def compare_all(folder: Path) -> None:
 
 
 def numbered(shape: ModelShape) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint, every element a number of its own."""
-    found, start = {}, 1
+    """The tensors of a checkpoint, every element a different number."""
+    tensors, start = {}, 1
     for name, sides in hf_to_megatron.hf_shapes(shape).items():
         count = torch.Size(sides).numel()
-        found[name] = torch.arange(start, start + count, dtype=torch.float32).view(sides)
+        tensors[name] = torch.arange(start, start + count, dtype=torch.float32).view(sides)
         start += count
-    return found
+    return tensors
 
 
 def compare(hf: dict[str, Any], layout: ServerLayout, folder: Path) -> None:
@@ -128,27 +128,27 @@ def compare(hf: dict[str, Any], layout: ServerLayout, folder: Path) -> None:
     }
     (folder / "config.json").write_text(json.dumps(hf))
     shape = ModelShape.from_hf(hf)
-    quantisation = Fp8Config(True, "dynamic", weight_block_size=[128, 128]) if layout.fp8 else None
+    quantization = Fp8Config(True, "dynamic", weight_block_size=[128, 128]) if layout.fp8 else None
     for rank in range(layout.tp):
-        wanted = {parameter.name: parameter for parameter in hf_to_sglang.table(shape, layout, rank)}
+        parameters = {parameter.name: parameter for parameter in hf_to_sglang.table(shape, layout, rank)}
         with as_rank(folder, layout, "float32", rank), torch.no_grad():
-            model = models[hf["model_type"]](AutoConfig.from_pretrained(folder), quantisation)
-            held = dict(model.named_parameters())
-            scales = {name: held.pop(name) for name in list(held) if name.endswith("_scale_inv")}
-            assert {name: tuple(value.shape) for name, value in held.items()} == {
-                name: parameter.shape for name, parameter in wanted.items()
+            model = models[hf["model_type"]](AutoConfig.from_pretrained(folder), quantization)
+            tensors = dict(model.named_parameters())
+            scales = {name: tensors.pop(name) for name in list(tensors) if name.endswith("_scale_inv")}
+            assert {name: tuple(value.shape) for name, value in tensors.items()} == {
+                name: parameter.shape for name, parameter in parameters.items()
             }
             if layout.fp8:
-                check_fp8(wanted, held, scales)
-                check_kv_scales(wanted, held, model)
+                check_fp8(parameters, tensors, scales)
+                check_kv_scales(parameters, tensors, model)
             else:
-                check_elements(wanted, held, numbered(shape), model)
+                check_elements(parameters, tensors, numbered(shape), model)
                 for targets in ADAPTERS:
                     check_adapters(shape, replace(layout, lora=LoraConfig(rank=3, targets=targets)), rank, model)
 
 
 def check_adapters(shape: ModelShape, layout: ServerLayout, rank: int, model: torch.nn.Module) -> None:
-    """SGLang cuts A and B, stacked as it stacks those of fused layers, into what the rank is said to hold."""
+    """SGLang cuts A and B, stacked as for fused layers, into the shards that the table plans for the rank."""
     from sglang.srt.lora.layers import get_lora_layer
 
     assert layout.lora is not None
@@ -166,33 +166,35 @@ def check_adapters(shape: ModelShape, layout: ServerLayout, rank: int, model: to
         name, _, kind = parameter.name.rpartition(".")
         module, _, fused = name.rpartition(".")
         layer = get_lora_layer(model.get_submodule(name), SimpleNamespace())
-        own = [f"{module}.{x}.lora_{kind[-1].upper()}.weight" for x in matrices.get(fused, (fused,))]
-        stacked = torch.cat([whole[key] for key in own])
-        wanted = layer.slice_lora_a_weights(stacked) if kind == "lora_a" else layer.slice_lora_b_weights(stacked)
-        held = torch.zeros(parameter.shape)
+        keys = [f"{module}.{x}.lora_{kind[-1].upper()}.weight" for x in matrices.get(fused, (fused,))]
+        stacked = torch.cat([whole[key] for key in keys])
+        expected = layer.slice_lora_a_weights(stacked) if kind == "lora_a" else layer.slice_lora_b_weights(stacked)
+        assembled = torch.zeros(parameter.shape)
         for part in parameter.parts:
-            held[part.shard_index] = whole[part.hf][part.hf_index]
+            assembled[part.shard_index] = whole[part.hf][part.hf_index]
             seen.add(part.hf)
-        assert torch.equal(held, wanted), parameter.name
+        assert torch.equal(assembled, expected), parameter.name
     assert seen == sizes.keys()
 
 
-def check_fp8(wanted: dict[str, Parameter], held: dict[str, torch.Tensor], scales: dict[str, torch.Tensor]) -> None:
-    quantised = {name: parameter for name, parameter in wanted.items() if parameter.quantised}
-    assert {name for name, value in held.items() if value.dtype is torch.float8_e4m3fn} == quantised.keys()
+def check_fp8(
+    parameters: dict[str, Parameter], tensors: dict[str, torch.Tensor], scales: dict[str, torch.Tensor]
+) -> None:
+    quantized = {name: parameter for name, parameter in parameters.items() if parameter.quantized}
+    assert {name for name, value in tensors.items() if value.dtype is torch.float8_e4m3fn} == quantized.keys()
     assert {name: (tuple(value.shape), value.dtype) for name, value in scales.items()} == {
-        f"{name}_scale_inv": (fp8_scales(parameter.shape), torch.float32) for name, parameter in quantised.items()
+        f"{name}_scale_inv": (fp8_scales(parameter.shape), torch.float32) for name, parameter in quantized.items()
     }
 
 
-def check_kv_scales(wanted: dict[str, Parameter], held: dict[str, torch.Tensor], model: torch.nn.Module) -> None:
-    """After a publish has filled in the constants, what SGLang derives from them at its end multiplies by 1."""
+def check_kv_scales(parameters: dict[str, Parameter], tensors: dict[str, torch.Tensor], model: torch.nn.Module) -> None:
+    """Scales that SGLang derives from the constants at the end of a publish are 1."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    constants = {name: parameter.constant for name, parameter in wanted.items() if parameter.constant is not None}
+    constants = {name: parameter.constant for name, parameter in parameters.items() if parameter.constant is not None}
     for name, value in constants.items():
-        assert held[name].dtype is torch.float32 and not wanted[name].parts
-        held[name].fill_(value)
+        assert tensors[name].dtype is torch.float32 and not parameters[name].parts
+        tensors[name].fill_(value)
     attention = {name: module for name, module in model.named_modules() if isinstance(module, RadixAttention)}
     scaled = {name: module for name, module in attention.items() if module.quant_method is not None}
     assert {f"{name}.{x}_scale" for name in scaled for x in "kv"} == constants.keys()
@@ -202,22 +204,25 @@ def check_kv_scales(wanted: dict[str, Parameter], held: dict[str, torch.Tensor],
 
 
 def check_elements(
-    wanted: dict[str, Parameter], held: dict[str, torch.Tensor], hf: dict[str, torch.Tensor], model: torch.nn.Module
+    parameters: dict[str, Parameter],
+    tensors: dict[str, torch.Tensor],
+    hf: dict[str, torch.Tensor],
+    model: torch.nn.Module,
 ) -> None:
-    for value in held.values():
+    for value in tensors.values():
         value.fill_(-1)
     model.load_weights(hf.items())
-    for name, parameter in wanted.items():
-        if (held[name] == -1).all():  # a tied head of Qwen3-MoE, which SGLang does not load
+    for name, parameter in parameters.items():
+        if (tensors[name] == -1).all():  # a tied head of Qwen3-MoE, which SGLang does not load
             assert name == "lm_head.weight" and parameter.parts[0].hf == "model.embed_tokens.weight"
             continue
         for part in parameter.parts:
-            block = held[name][part.shard_index]
+            block = tensors[name][part.shard_index]
             assert (block == hf[part.hf][part.hf_index].view(block.shape)).all(), (name, part)
 
 
 @pytest.mark.parametrize(
-    ("hf", "server", "said"),
+    ("hf", "server", "message"),
     [
         (
             model("qwen3", num_attention_heads=6),
@@ -235,11 +240,11 @@ def check_elements(
         (model("qwen3_moe", mlp_only_layers=[1]), {"tp": 1}, "layer 1 has no experts"),
     ],
 )
-def test_what_a_server_cannot_hold_is_said(hf: dict[str, Any], server: dict[str, int], said: str) -> None:
-    with pytest.raises(ValueError, match=f"^.*{re.escape(said)}.*$"):
+def test_an_impossible_server_layout_is_reported(hf: dict[str, Any], server: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^.*{re.escape(message)}.*$"):
         hf_to_sglang.table(ModelShape.from_hf(hf), ServerLayout(**server), 0)
 
 
-def test_a_server_that_can_has_no_fault() -> None:
+def test_valid_layouts_are_accepted() -> None:
     for hf, server in CASES:
         assert hf_to_sglang.table(ModelShape.from_hf(hf), ServerLayout(**server), server["tp"] - 1)

@@ -1,4 +1,4 @@
-"""The plan of adapters: every row of every B has its place once, sizes are PEFT's, experts and others have none."""
+"""The plan of adapters: every row of every B is used once, sizes are PEFT's, experts have none."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ EXPERTS = QWEN3 | {
 def test_rows_of_a_parameter_are_those_of_its_matrices(targets: tuple[str, ...], tp: int) -> None:
     shape, config = ModelShape.from_hf(QWEN3), LoraConfig(rank=3, targets=[*targets])
     seen = set()
-    for entry, own in lora.adapted(shape, config):
+    for entry, factors in lora.adapted(shape, config):
         blocks, rank = lora.blocks(entry, shape, config, tp), tp - 1
-        done = [0] * len(own)
+        done = [0] * len(factors)
         for piece, (number, count) in zip(pieces(entry, shape, tp, rank), blocks, strict=True):
             module = piece.hf.removesuffix(".weight")
             if number is None:
                 assert module.rpartition(".")[2] not in targets
                 continue
-            assert own[number].b.key == f"{module}.lora_B.weight"
-            first = own[number].b.local(tp)[0] * rank if own[number].b.axis == 0 else 0
+            assert factors[number].b.key == f"{module}.lora_B.weight"
+            first = factors[number].b.local(tp)[0] * rank if factors[number].b.axis == 0 else 0
             assert piece.hf_index[0] == slice(first + done[number], first + done[number] + count)
             done[number] += count
         assert sum(count for _, count in blocks) == shard_shape(entry, tp)[0]
-        assert done == [each.b.local(tp)[0] for each in own]
-        assert all(each.a.local(tp)[1] == shard_shape(entry, tp)[1] for each in own)
-        seen |= {each.projection for each in own}
+        assert done == [factor.b.local(tp)[0] for factor in factors]
+        assert all(factor.a.local(tp)[1] == shard_shape(entry, tp)[1] for factor in factors)
+        seen |= {factor.projection for factor in factors}
     assert seen == set(targets)
 
 
 def test_keys_and_shapes_are_those_of_peft() -> None:
     config = LoraConfig(rank=3, targets=["k_proj", "down_proj"])
-    found = {factor.key: factor.shape for factor in lora.factors(ModelShape.from_hf(QWEN3), config)}
+    shapes = {factor.key: factor.shape for factor in lora.factors(ModelShape.from_hf(QWEN3), config)}
     sides = {"self_attn.k_proj": ((3, 32), (24, 3)), "mlp.down_proj": ((3, 48), (32, 3))}
-    assert found == {
+    assert shapes == {
         f"model.layers.{layer}.{module}.lora_{kind}.weight": size
         for layer in range(2)
         for module, both in sides.items()

@@ -42,11 +42,11 @@ class Page(HTMLParser):
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
+        self.tags.append((tag, dict(attrs)))
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.handle_starttag(tag, attrs)
@@ -54,7 +54,7 @@ class Page(HTMLParser):
 
 def test_the_report_needs_nothing_but_itself(run: Path) -> None:
     html = report.write(run).read_text()
-    for tag, attributes in Page(html).found:
+    for tag, attributes in Page(html).tags:
         assert tag not in ("script", "link", "iframe", "img", "b")
         assert "src" not in attributes
         for name in ("href", "xlink:href"):
@@ -76,7 +76,7 @@ def test_a_folder_of_an_earlier_version_is_read(run: Path) -> None:
 
 
 def test_ten_conversations_before_and_after_side_by_side(run: Path) -> None:
-    classes = [attributes.get("class") for _, attributes in Page(report.write(run).read_text()).found]
+    classes = [attributes.get("class") for _, attributes in Page(report.write(run).read_text()).tags]
     assert classes.count("pair") == 10
     assert classes.count("message assistant") == 20
 
@@ -105,15 +105,15 @@ def test_conversations_about_one_task_are_one_piece_of_evidence() -> None:
 
 def test_evaluations_between_steps_are_curves_with_errors_and_sets_have_tables_of_their_own(run: Path) -> None:
     records: dict[str, dict] = {}
-    for one in ("math", "code"):
+    for name in ("math", "code"):
         for step, moment in enumerate(("before", "step_1", "after")):
             scores = {"score/right": 0.25 * step, "score_se/right": 0.1, "score/tokens": 20.0, "score_se/tokens": 2.0}
-            records[f"{one}/{moment}"] = {"step": step, "set": one, "tasks": 12, **scores}
-            write(run / f"eval_{one}_{moment}.jsonl", [conversation(0, f"{one} {moment}", 0.5)])
+            records[f"{name}/{moment}"] = {"step": step, "set": name, "tasks": 12, **scores}
+            write(run / f"eval_{name}_{moment}.jsonl", [conversation(0, f"{name} {moment}", 0.5)])
     (run / "evaluations.json").write_text(json.dumps(records))
     drawn = {title: (series, errors) for title, series, errors in report.curves([], records)}
     series, errors = drawn["Evaluation, with standard errors"]
-    assert series == {f"{one}/right": [(0, 0.0), (1, 0.25), (2, 0.5)] for one in ("math", "code")}
+    assert series == {f"{name}/right": [(0, 0.0), (1, 0.25), (2, 0.5)] for name in ("math", "code")}
     assert errors["code/right"] == [(0, 0.1), (1, 0.1), (2, 0.1)]
     assert "Evaluation, with standard errors: math/tokens" in drawn
     html = report.write(run).read_text()
@@ -153,8 +153,8 @@ def test_a_supervised_run_has_curves_alone(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_the_tool_makes_the_report_again_and_refuses_another_folder(run: Path, tmp_path: Path) -> None:
-    made = subprocess.run([sys.executable, str(TOOL), str(run)], capture_output=True, text=True)
-    assert made.returncode == 0 and (run / "report.html").exists()
+    result = subprocess.run([sys.executable, str(TOOL), str(run)], capture_output=True, text=True)
+    assert result.returncode == 0 and (run / "report.html").exists()
     (tmp_path / "empty").mkdir()
     refused = subprocess.run([sys.executable, str(TOOL), str(tmp_path / "empty")], capture_output=True, text=True)
     assert refused.returncode == 2 and "has no metrics.jsonl or evaluations.json" in refused.stderr

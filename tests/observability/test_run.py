@@ -108,8 +108,8 @@ def test_a_transcript_has_messages_scores_and_reasons(tmp_path: Path) -> None:
     with opened(tmp_path) as run:
         run.transcripts(0, [group(Missing("judge is down"))])
     (row,) = rows(tmp_path / "transcripts.jsonl")
-    said = [(message["role"], message["content"]) for message in row["messages"]]
-    assert said == [("user", "a table ."), ("assistant", "which day ?")]
+    messages = [(message["role"], message["content"]) for message in row["messages"]]
+    assert messages == [("user", "a table ."), ("assistant", "which day ?")]
     assert row["scores"] == {"booking_right": {"missing": "judge is down"}, "ask_when_missing": 1.0}
     assert row["reward"] is None and row["ending"] == "user_done"
 
@@ -128,8 +128,8 @@ def test_a_failure_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
         for step in range(3):
             run.transcripts(step, [group(1.0), *failing[:1], *failing[:1], *failing[1:]])
             assert "KeyError" in (tmp_path / "transcripts.jsonl").read_text().splitlines()[-2]
-    said = "step 1: failed, and counted as missing: metric right: KeyError: 'facts' (2 times, as of task t-1); "
-    assert capsys.readouterr().out == f"{said}2 other reasons are in the transcripts\n"
+    message = "step 1: failed, and counted as missing: metric right: KeyError: 'facts' (2 times, as of task t-1); "
+    assert capsys.readouterr().out == f"{message}2 other reasons are in the transcripts\n"
 
 
 def test_the_result_compares_the_evaluations(tmp_path: Path) -> None:
@@ -152,18 +152,18 @@ def test_the_result_compares_the_evaluations(tmp_path: Path) -> None:
     assert (tmp_path / "report.html").exists()
 
 
-def evaluate(run: Run, one: str, step: int, right: float) -> str | None:
+def evaluate(run: Run, eval_set: str, step: int, right: float) -> str | None:
     """The set's evaluation at `step`, if it is due."""
-    name = run.evaluation_due(one, step)
+    name = run.evaluation_due(eval_set, step)
     if name:
         metrics = {"score/right": right, "score_se/right": 0.125, "ending/malformed": 0.5, "missing": 1.0}
-        run.evaluation(name, one, step, metrics, [group(right)])
+        run.evaluation(name, eval_set, step, metrics, [group(right)])
     return name
 
 
 def test_an_evaluation_is_in_every_place_with_its_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with opened(tmp_path) as run:
-        assert [evaluate(run, one, 0, 0.5) for one in ("math", "code")] == ["math/before", "code/before"]
+        assert [evaluate(run, eval_set, 0, 0.5) for eval_set in ("math", "code")] == ["math/before", "code/before"]
         run.finish()
     assert "evaluation math/before (1 tasks): right 0.500±0.125" in capsys.readouterr().out
     records = json.loads((tmp_path / "evaluations.json").read_text())
@@ -171,7 +171,9 @@ def test_an_evaluation_is_in_every_place_with_its_errors(tmp_path: Path, capsys:
     assert [row["task"] for row in rows(tmp_path / "eval_code_before.jsonl")] == ["t-1"]
     assert json.loads((tmp_path / "result.json").read_text())["before"] == {"math/right": 0.5, "code/right": 0.5}
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    names = {f"eval/{one}/{name}" for one in ("math", "code") for name in ("right", "right_se", "ending/malformed")}
+    names = {
+        f"eval/{eval_set}/{name}" for eval_set in ("math", "code") for name in ("right", "right_se", "ending/malformed")
+    }
     assert set(events.Tags()["scalars"]) == names
     assert events.Tags()["tensors"] == ["eval/math/t-1/text_summary", "eval/code/t-1/text_summary"]
     (text,) = events.Tensors("eval/math/t-1/text_summary")
@@ -239,12 +241,12 @@ def test_what_changed_when_a_run_went_on_is_a_line_of_its_history(tmp_path: Path
         assert not (tmp_path / "result.json").exists(), "a run that trains on is not finished"
     with Run(settings, 5, {}, {}):
         pass
-    found = rows(tmp_path / "history.jsonl")
-    assert [(row["step"], row["setting"], row["before"], row["after"]) for row in found] == [
+    changes = rows(tmp_path / "history.jsonl")
+    assert [(row["step"], row["setting"], row["before"], row["after"]) for row in changes] == [
         (4, "optim.lr", 1e-6, 0.5),
         (4, "train.steps", 4, 6),
     ]
-    assert all(row["time"].endswith("+00:00") for row in found)
+    assert all(row["time"].endswith("+00:00") for row in changes)
     assert json.loads((tmp_path / "config.json").read_text())["train"]["steps"] == 6
 
 
@@ -272,17 +274,17 @@ def recorded_by_wandb(file: Path) -> list[Any]:
     """What W&B would upload. In blocks of 32 KiB come pieces of records: checksum, size, and 1 or 4 for a last one."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, at, whole, found = file.read_bytes(), 7, b"", []
+    data, at, whole, records = file.read_bytes(), 7, b"", []
     while at + 7 <= len(data):
-        if (left := 32768 - at % 32768) < 7:
-            at += left
+        if (remaining := 32768 - at % 32768) < 7:
+            at += remaining
             continue
         size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
         at, whole = at + 7 + size, whole + data[at + 7 : at + 7 + size]
         if kind in (1, 4):
-            found.append(Record.FromString(whole))
+            records.append(Record.FromString(whole))
             whole = b""
-    return found
+    return records
 
 
 @pytest.mark.processes

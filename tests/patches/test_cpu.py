@@ -1,4 +1,4 @@
-"""Megatron-Core on a machine without a CUDA device: its calls reach the CPU, and GPU libraries are left alone."""
+"""Megatron-Core on a machine without a CUDA device: its calls reach the CPU, and GPU libraries stay unused."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from tests.helpers import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# Importable, like the real one without a device: any name of any of its modules is there. What is built or called is
-# refused.
+# Importable, like the real one without a device: any name of its modules exists, but construction and calls fail.
 ENGINE = """
 import importlib.abc
 import importlib.machinery
@@ -107,7 +106,7 @@ def test_model_parallel_random_stream_is_apart(one_rank: Config) -> None:
         assert not torch.equal(torch.rand(4, device="cuda"), first)
 
 
-def test_streams_and_synchronisation_do_nothing_on_a_cpu() -> None:
+def test_streams_and_synchronization_do_nothing_on_a_cpu() -> None:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     stream.record_event().synchronize()
@@ -127,7 +126,7 @@ def test_megatron_is_not_compiled_on_a_cpu() -> None:
 
 @pytest.mark.processes
 def test_training_on_a_cpu_leaves_transformer_engine_alone(tmp_path: Path) -> None:
-    """Layers, optimizer and gradient norm are those of a machine where it is not installed."""
+    """Layers, optimizer and gradient norm are the same as without TransformerEngine."""
     package, info = tmp_path / "transformer_engine", tmp_path / "transformer_engine-2.20.2.dist-info"
     package.mkdir()
     (package / "__init__.py").write_text(ENGINE)

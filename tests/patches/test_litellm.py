@@ -1,4 +1,4 @@
-"""LiteLLM is imported without the network, raises without printing, and is told that calls have no callbacks."""
+"""LiteLLM is imported without network access, raises without printing, and its calls have no callbacks."""
 
 from __future__ import annotations
 

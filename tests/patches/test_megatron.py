@@ -32,7 +32,7 @@ def test_fused_gradient_accumulation_needs_no_apex(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.processes
 def test_importing_megatron_prints_nothing() -> None:
-    """And leaves out its loggers, which can be imported afterwards."""
+    """It skips Megatron's loggers, which can still be imported later."""
     program = """
 from megatron_collab import patches
 patches.apply("megatron")
@@ -89,7 +89,7 @@ def test_an_optimizer_state_without_step_can_be_set(one_rank: Config) -> None:
 
 
 def test_a_pickled_tensor_names_torch_alone() -> None:
-    """Else only processes with Megatron could read it."""
+    """Otherwise only processes with Megatron could read it."""
     import megatron.core  # noqa: F401
 
     pickled = pickle.dumps(torch.arange(3.0))

@@ -30,7 +30,7 @@ def named(entries: list[Patch]) -> list[object]:
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
-    """All but the register itself, and te_cpu: tests and the rehearsal pretend by it to have a GPU, no run does."""
+    """All sources but the register itself and te_cpu, with which tests and the rehearsal simulate a GPU."""
     for file in sorted(PACKAGE.rglob("*.py")):
         if file.parent.name not in ("patches", "te_cpu"):
             yield str(file.relative_to(PACKAGE)), ast.parse(file.read_text())
@@ -56,9 +56,9 @@ def test_versions_are_those_of_the_lock_files(entry: Patch) -> None:
 @pytest.mark.parametrize("entry", named([e for e in REGISTER if e.when() and e.library != "sglang"]))
 def test_what_is_replaced_is_ours(entry: Patch) -> None:
     for attribute in (*entry.sets, *entry.wraps):
-        found = resolve_name(attribute)
-        ours = found in (None, True) or found.__module__.startswith(patches.__name__)
-        assert ours and entry.sets.get(attribute, found) is found, attribute
+        current = resolve_name(attribute)
+        ours = current in (None, True) or current.__module__.startswith(patches.__name__)
+        assert ours and entry.sets.get(attribute, current) is current, attribute
 
 
 @pytest.mark.parametrize("entry", named([e for e in REGISTER if e.apply is None and e.library != "sglang"]))
@@ -67,8 +67,9 @@ def test_private_interfaces_exist(entry: Patch) -> None:
         if "nccl" in attribute.lower():  # a build for CPU has none
             continue
         owner, name = attribute.rsplit(".", 1)
-        found = resolve_name(owner)
-        assert hasattr(found, name) or name in found.__private_attributes__, attribute  # pydantic keeps its own apart
+        resolved = resolve_name(owner)
+        # pydantic keeps private attributes apart
+        assert hasattr(resolved, name) or name in resolved.__private_attributes__, attribute
 
 
 def test_what_comes_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +81,7 @@ def test_what_comes_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 def bound_to_libraries(tree: ast.Module) -> set[str]:
     """Names that an import binds to a library, or to a part of one."""
-    found = set()
+    result = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [(alias.asname or alias.name.split(".")[0], alias.name) for alias in node.names]
@@ -88,8 +89,8 @@ def bound_to_libraries(tree: ast.Module) -> set[str]:
             names = [(alias.asname or alias.name, node.module) for alias in node.names]
         else:
             continue
-        found |= {bound for bound, source in names if source.split(".")[0] in LIBRARIES}
-    return found
+        result |= {bound for bound, source in names if source.split(".")[0] in LIBRARIES}
+    return result
 
 
 def root(node: ast.expr) -> str | None:
@@ -145,23 +146,23 @@ def test_a_change_to_a_library_is_seen(program: str) -> None:
 
 def test_nothing_outside_of_patches_changes_a_library() -> None:
     # The sandbox runs programs, and the loader of extensions files of the user, as modules of their own.
-    own = ("reward/sandboxed/", "config/extension.py")
-    found = [f"{file}:{line}" for file, tree in sources() for line in changes(tree)]
-    assert [place for place in found if not place.startswith(own)] == []
+    exempt = ("reward/sandboxed/", "config/extension.py")
+    places = [f"{file}:{line}" for file, tree in sources() for line in changes(tree)]
+    assert [place for place in places if not place.startswith(exempt)] == []
 
 
 def test_private_names_of_libraries_are_in_the_register() -> None:
-    """A name with an underscore that the package reads but never defines is some library's."""
-    own, read = set(dir(builtins)) | DOCUMENTED, {}
+    """A name with an underscore that the package reads but never defines belongs to a library."""
+    defined, read = set(dir(builtins)) | DOCUMENTED, {}
     for file, tree in sources():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                own.add(node.name)
+                defined.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                own.add(node.id)
+                defined.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
-                    own.add(node.attr)
+                    defined.add(node.attr)
             elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
                 read[node.attr] = f"{file}:{node.lineno}"
             elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in LIBRARIES:
@@ -169,11 +170,11 @@ def test_private_names_of_libraries_are_in_the_register() -> None:
                 read |= {name: f"{file}:{node.lineno}" for name in private}
     listed = [name for entry in REGISTER for name in (*entry.sets, *entry.wraps, *entry.uses)]
     known = {part for name in listed for part in name.split(".")[1:]}
-    assert {name: place for name, place in read.items() if name not in own | known} == {}
+    assert {name: place for name, place in read.items() if name not in defined | known} == {}
 
 
 def test_devices_are_named_in_one_place() -> None:
-    """Elsewhere a device comes from runtime/device.py; the choices of launch.device stand with the option.
+    """All other code gets devices from runtime/device.py; the choices of launch.device are beside the option.
 
     Three files of runtime/ are about CUDA itself: its driver, its compiler, its libraries.
     """

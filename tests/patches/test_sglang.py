@@ -1,4 +1,4 @@
-"""Stand-ins for what SGLang lacks on CPU: used where it is missing, right where they compute."""
+"""Stand-ins for modules that SGLang lacks on a CPU: used only if missing, and numerically correct."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def test_the_hash_is_murmur3_of_seed_position_and_column() -> None:
     seeds = [0, 1, 2**32 - 1, 2**63 + 12345, 2**64 - 1]
     positions = [0, 1, 77, 2**20, 4095]
     columns = [0, 1, 511, 151935]
-    found = torch.ops.sgl_kernel.murmur_hash32_cpu(
+    hashes = torch.ops.sgl_kernel.murmur_hash32_cpu(
         torch.tensor(seeds, dtype=torch.uint64), torch.tensor(positions), torch.tensor(columns)
     )
-    assert found.dtype == torch.uint32
+    assert hashes.dtype == torch.uint32
     for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
         expected = [murmur3([seed & MASK, seed >> 32, position, column]) for column in columns]
-        assert found[row].tolist() == expected
+        assert hashes[row].tolist() == expected
 
 
 def test_requests_get_their_cache_slots() -> None:
@@ -83,7 +83,7 @@ def run_python(code: str, *paths: Path) -> str:
 @pytest.mark.processes
 @pytest.mark.parametrize(("on_cpu", "modules"), [("0", ["triton", "sgl_kernel"]), ("1", ["sgl_kernel"])])
 def test_a_real_module_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: str, modules: list[str]) -> None:
-    """On GPUs; on a CPU it is of no use, since the kernels for CPUs are missing."""
+    """On GPUs; on a CPU the stand-in wins, since the real module has no kernels for it."""
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", on_cpu)
     for name in modules:
         (tmp_path / name).mkdir()
@@ -97,7 +97,7 @@ def test_a_real_module_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_
 
 @pytest.mark.processes
 def test_kernels_can_be_defined_without_triton() -> None:
-    """As with a torch that is built for the CPU, which does not bring triton."""
+    """As with a CPU build of torch, which lacks triton."""
     code = """
 import importlib.util
 find_spec = importlib.util.find_spec
@@ -117,7 +117,7 @@ print(triton.cdiv(7, 4), triton.next_power_of_2(5))
 
 @pytest.mark.processes
 def test_servers_do_not_import_megatron(tmp_path: Path) -> None:
-    """An OSError in Megatron's import, as without a driver, would end every process of a server."""
+    """An OSError from Megatron's import, for example without a driver, would end every process of a server."""
     (tmp_path / "megatron" / "core").mkdir(parents=True)
     (tmp_path / "megatron" / "core" / "__init__.py").write_text("raise OSError('libcuda.so.1')\n")
     code = """

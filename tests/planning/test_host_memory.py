@@ -24,10 +24,10 @@ def test_a_node_pins_what_is_planned(experiment: str) -> None:
     with rank_on_paper(config, shape, fullest * parallel_layout.ranks(config) // len(stages)) as ledger:
         trainable = Trainable(config, model.build(config, shape))
         with trainable.offloaded():
-            masters = ledger.held.now[PINNED]
+            masters = ledger.usage.now[PINNED]
         for optimizer in trainable.optimizer.chained_optimizers:
             optimizer._init_optimizer_states_with_dummy_values()
         with trainable.offloaded():
-            pinned = ledger.held.now[PINNED]
+            pinned = ledger.usage.now[PINNED]
     assert 0 < masters < pinned * 0.4
     assert memory.host_memory(config, stages) == pytest.approx(pinned * config.launch.nproc_per_node, rel=0.05)

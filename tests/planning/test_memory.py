@@ -1,4 +1,4 @@
-"""The plan of a run's memory against what small models really allocate, part by part, within a tenth."""
+"""The memory plan of a run against the real allocations of small models, part by part, within 10 %."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_collab.trainer.host_memory import PIECE
 from megatron_collab.trainer.losses import apply_head
 from megatron_collab.trainer.megatron import parallel
 from tests import gpus
-from tests.planning.held import held
+from tests.planning.allocated import allocated_bytes
 from tests.ranks import make_config, run_ranks
 
 MOE = {
@@ -66,7 +66,7 @@ def layout(settings: Mapping[str, object]) -> Config:
 
 
 def planned(config: Config, hf: dict[str, object], stage: int = 0) -> dict[str, float]:
-    # SGLang has no model of which some layers only have experts.
+    # SGLang has no model with experts in only some layers.
     config.rollout.server.colocated, config.publish.transport = False, "disk"
     parts = memory.plan_memory(config, ModelShape.from_hf(hf))[stage]
     return {part.name: part.training for part in parts}
@@ -76,7 +76,7 @@ def shape_of(name: str) -> ModelShape:
     return ModelShape.from_hf(json.loads((CONF / "shapes" / f"{name}.json").read_text()))
 
 
-# Of bfloat16, which takes a CPU several times as long, one only is left to make test.
+# bfloat16 takes a CPU several times as long, so make test runs only one case of it.
 ONE_RANK = [
     *product(SHAPES, ["float32"], ["none", "selective", "full"]),
     ("qwen3_moe", "bfloat16", "full"),
@@ -92,7 +92,7 @@ ONE_RANK = [
 def test_one_rank(one_rank: Config, family: str, dtype: str, recompute: str) -> None:
     config = layout({"model.dtype": dtype, "parallel.recompute": recompute, "launch.nproc_per_node": 1})
     plan = planned(config, SHAPES[family])
-    for part, size in held(config, SHAPES[family], micro_batches=1).items():
+    for part, size in allocated_bytes(config, SHAPES[family], micro_batches=1).items():
         assert plan[part] == pytest.approx(size, rel=TENTH), part
 
 
@@ -113,7 +113,7 @@ def test_adapters_alone_have_gradients_and_an_optimizer(
     config = layout(ADAPTERS | settings)
     plan = planned(config, SHAPES[family])
     assert "reference" not in plan and "reference" in planned(layout(settings), SHAPES[family])
-    for part, size in held(config, SHAPES[family], micro_batches=1).items():
+    for part, size in allocated_bytes(config, SHAPES[family], micro_batches=1).items():
         assert plan[part] == pytest.approx(size, rel=TENTH), part
 
 
@@ -138,11 +138,11 @@ def test_a_gpu_allocates_what_is_planned(
     config = layout(sizes | on)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    found, plan = held(config, hf, micro_batches=1), planned(config, hf)
-    most, total = torch.cuda.max_memory_allocated() - before, sum(plan[part] for part in found)
+    allocated, plan = allocated_bytes(config, hf, micro_batches=1), planned(config, hf)
+    most, total = torch.cuda.max_memory_allocated() - before, sum(plan[part] for part in allocated)
     record_property("GiB planned", f"{total / memory.GIB:.2f}")
     record_property("allocated over planned", f"{most / total:.3f}")
-    for part, size in found.items():
+    for part, size in allocated.items():
         assert plan[part] == pytest.approx(size, rel=TENTH), part
     assert 1 - TENTH < most / total < 1.25
 
@@ -150,23 +150,23 @@ def test_a_gpu_allocates_what_is_planned(
 def test_a_critic_trains_no_output_layer(one_rank: Config) -> None:
     config = layout({"algo.advantage": "gae", "launch.nproc_per_node": 1})
     plan = planned(config, SHAPES["qwen3"])
-    found = held(config, SHAPES["qwen3"], micro_batches=1, critic=True)
+    allocated = allocated_bytes(config, SHAPES["qwen3"], micro_batches=1, critic=True)
     assert plan["gradients"] - plan["critic: gradients"] == pytest.approx(4 * 1000 * 256, rel=TENTH)
     for part in ("parameters", "gradients", "optimizer"):
-        assert plan[f"critic: {part}"] == pytest.approx(found[part], rel=0.01)
+        assert plan[f"critic: {part}"] == pytest.approx(allocated[part], rel=0.01)
 
 
 def test_the_head(one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The most that the allocator gave out from the hidden states to their gradient."""
+    """Peak allocation from the hidden states to their gradient."""
     monkeypatch.setattr(logprobs, "TILE", {"cpu": 1 << 14, "cuda": 1 << 14})
     shape, tokens = ModelShape.from_hf(SHAPES["qwen3"]), 1024
     weight = torch.randn(shape.vocab, shape.hidden, requires_grad=True)
     weight.main_grad = torch.zeros_like(weight)
     micro_batch = SimpleNamespace(positions=torch.arange(tokens), labels=torch.randint(0, shape.vocab, (tokens,)))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        # As in a schedule, nobody keeps the hidden states themselves.
-        given = [torch.randn(1, 1, shape.hidden, requires_grad=True).repeat(1, tokens, 1)]
-        log_probs, _ = apply_head(SimpleNamespace(head=weight), 1.0, shape.vocab, micro_batch, given.pop())
+        # As in a schedule, there is no other reference to the hidden states.
+        hidden = [torch.randn(1, 1, shape.hidden, requires_grad=True).repeat(1, tokens, 1)]
+        log_probs, _ = apply_head(SimpleNamespace(head=weight), 1.0, shape.vocab, micro_batch, hidden.pop())
         log_probs.sum().backward()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     most = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
@@ -176,34 +176,34 @@ def test_the_head(one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_ranks() -> None:
-    """Each rank of every layout, among them pipelines with several micro-batches under way."""
-    found = run_ranks(hold_every_layout, 2)
+    """Each rank of every layout, including pipelines with several micro-batches in flight."""
+    rank_results = run_ranks(hold_every_layout, 2)
     for name, (settings, hf) in LAYOUTS.items():
         config = layout(settings)
         for rank in range(2):
             plan = planned(config, hf, stage=rank if config.parallel.pp > 1 else 0)
-            for part, size in found[rank][name].items():
+            for part, size in rank_results[rank][name].items():
                 assert plan[part] == pytest.approx(size, rel=TENTH), (name, rank, part)
 
 
 def hold_every_layout() -> dict[str, dict[str, int]]:
-    """As one of two ranks: what it holds in each layout."""
-    found = {}
+    """As one of two ranks: its allocated bytes in each layout."""
+    allocated = {}
     for name, (settings, hf) in LAYOUTS.items():
         config = layout(settings)
         with parallel.init_parallel(config):
-            found[name] = held(config, hf, MICRO_BATCHES)
-    return found
+            allocated[name] = allocated_bytes(config, hf, MICRO_BATCHES)
+    return allocated
 
 
-def test_micro_batches_under_way() -> None:
+def test_micro_batches_in_flight() -> None:
     assert [activations.in_flight([1.0], 4, rank) for rank in range(4)] == [4, 3, 2, 1]
     assert activations.in_flight([1.0], 1, 0) == 1
     # 2 (p - r - 1) + (v - 1) p + 1 of the schedule's own count
     assert [activations.in_flight([1.0, 1.0], 4, rank) for rank in range(4)] == [11, 9, 7, 5]
-    # Two virtual stages of different sizes: three passes of the first and two of the second are under way.
+    # Two virtual stages of different sizes: three passes of the first and two of the second are in flight.
     assert activations.in_flight([1.0, 10.0], 2, 0) == 2 + 2 * 10 + 1
-    # Three exchanged where there is another stage; but on the first rank, the last of the warm-up with its gradient.
+    # Three exchanged tensors if there is another stage; on the first rank, the last of the warm-up has its gradient.
     assert [activations.in_flight([1.0, 1.0], 4, rank, 0.1) for rank in range(4)] == [11.3, 9.5, 7.5, 5.5]
 
 
@@ -237,7 +237,7 @@ def test_the_shapes_have_the_published_sizes(name: str, billions: float) -> None
     assert memory.network_parts(config, shape_of(name), 0)[0].training == pytest.approx(4e9 * billions, rel=0.001)
 
 
-def test_what_is_where_in_the_two_phases() -> None:
+def test_where_parts_are_in_the_two_phases() -> None:
     shape = shape_of("Llama-3.3-70B-Instruct")
     stays = compose(["experiment=train_70b", "parallel.offload=false"])
     for part in memory.plan_memory(stays, shape)[0]:
@@ -255,7 +255,7 @@ def test_what_is_where_in_the_two_phases() -> None:
     assert 0 <= parts["optimizer"].host - parts["optimizer"].training < PIECE
     supervised = compose(["experiment=train_70b", "train.stage=sft"])
     stages = memory.plan_memory(supervised, shape)
-    assert memory.host_memory(supervised, stages) == 0  # parallel.offload is for what samples
+    assert memory.host_memory(supervised, stages) == 0  # parallel.offload applies only to stages that sample
     names = {part.name for part in stages[3]}
     assert names == {"parameters", "gradients", "optimizer", "activations", "head"}
     pairs = compose(["experiment=train_70b", "train.stage=dpo"])
@@ -275,7 +275,7 @@ def test_a_server_keeps_two_slots_for_adapters_also_while_the_trainer_trains() -
     assert "server: adapters" not in {part.name for part in memory.plan_memory(config, shape)[0]}
 
 
-# A server on two of eight GPUs, which are those of the first of four stages.
+# A server on two of eight GPUs, those of the first of four stages.
 ON_ONE_NODE = [
     "experiment=train_70b",
     "launch.nodes=1",
@@ -285,13 +285,13 @@ ON_ONE_NODE = [
 ]
 
 
-def test_servers_stand_on_the_first_gpus() -> None:
+def test_servers_are_on_the_first_gpus() -> None:
     stages = memory.plan_memory(compose(ON_ONE_NODE), shape_of("Llama-3.3-70B-Instruct"))
     assert [any(part.name == "server: weights" for part in parts) for parts in stages] == [True, False, False, False]
 
 
-def test_buckets_of_new_weights_stand_beside_a_server() -> None:
-    """On the GPUs that have one: two of 512 MiB at most, and what is sent to other nodes or servers in a round."""
+def test_buckets_of_new_weights_are_on_the_gpus_of_a_server() -> None:
+    """At most two of 512 MiB, plus what is sent to other nodes or servers in a round."""
     config, shape = compose(ON_ONE_NODE), shape_of("Llama-3.3-70B-Instruct")
 
     def sizes() -> list[float]:
@@ -300,22 +300,22 @@ def test_buckets_of_new_weights_stand_beside_a_server() -> None:
             for stage in memory.plan_memory(config, shape)
         ]
 
-    first, *others = sizes()
-    assert 0.9 < first < 1.1 and max(others) < 0.1  # the other stages only send
+    first, *other_sizes = sizes()
+    assert 0.9 < first < 1.1 and max(other_sizes) < 0.1  # the other stages only send
     config.rollout.server.colocated = False
     assert max(sizes()) == 0  # they are on the servers' own GPUs
     assert not any("server" in part.name for part in memory.plan_memory(config, shape)[0])
     config.publish.transport = "network"
-    assert 0 < max(sizes()) <= 1  # two of what a rank sends in a round
+    assert 0 < max(sizes()) <= 1  # two buffers of what a rank sends in a round
 
 
-def test_models_beside_the_policy_count_where_they_share_its_devices(tmp_path: Path) -> None:
+def test_models_beside_the_policy_count_if_they_share_its_devices(tmp_path: Path) -> None:
     judge = "servers={judge: {model: Llama-3.1-8B-Instruct, tp: 2, max_total_tokens: 65536, colocated: %s}}"
     shape = shape_of("Llama-3.3-70B-Instruct")
     stages = memory.plan_memory(compose([*ON_ONE_NODE, judge % "true"]), shape)
-    found = {part.name: part.sampling / memory.GIB for part in stages[0] if part.name.startswith("judge")}
+    judge_parts = {part.name: part.sampling / memory.GIB for part in stages[0] if part.name.startswith("judge")}
     # 8.03 billion parameters in bfloat16, and 32 layers of 4 heads of keys and values of 128 on each of two GPUs.
-    assert found == {"judge: weights": pytest.approx(7.48, abs=0.01), "judge: KV cache": 4.0}
+    assert judge_parts == {"judge: weights": pytest.approx(7.48, abs=0.01), "judge: KV cache": 4.0}
     assert not any("judge" in part.name for stage in stages[1:] for part in stage), "it is on the first two GPUs"
     apart = memory.plan_memory(compose([*ON_ONE_NODE, judge % "false"]), shape)
     assert apart[0] == [part for part in stages[0] if not part.name.startswith("judge")]
@@ -327,8 +327,8 @@ def test_models_beside_the_policy_count_where_they_share_its_devices(tmp_path: P
 
 def test_train_70b_fits_128_gpus_of_80_gib_with_room() -> None:
     config = compose(["experiment=train_70b"])
-    found = memory.plan_memory(config, shape_of("Llama-3.3-70B-Instruct"))
-    assert len(found) == 4 and all(memory.peak(stage) < 65 * memory.GIB for stage in found)
+    stages = memory.plan_memory(config, shape_of("Llama-3.3-70B-Instruct"))
+    assert len(stages) == 4 and all(memory.peak(stage) < 65 * memory.GIB for stage in stages)
     config.parallel.pp = 1
     assert memory.peak(memory.plan_memory(config, shape_of("Llama-3.3-70B-Instruct"))[0]) > 80 * memory.GIB
 
@@ -336,6 +336,6 @@ def test_train_70b_fits_128_gpus_of_80_gib_with_room() -> None:
 def test_the_fullest_node_counts() -> None:
     """Of three pipeline stages on two nodes of three ranks: each has two ranks, and the second node the last stage."""
     layout_of_stages = layout({"launch.nodes": 2, "launch.nproc_per_node": 3, "parallel.pp": 3})
-    others = memory.MemoryPart("head", 9.0, 0.0)
-    stages = [[memory.MemoryPart("optimizer", 9.0, 0.0, host), others] for host in (1, 5, 2)]
+    head = memory.MemoryPart("head", 9.0, 0.0)
+    stages = [[memory.MemoryPart("optimizer", 9.0, 0.0, host), head] for host in (1, 5, 2)]
     assert memory.host_memory(layout_of_stages, stages) == 5 + 2 + 2

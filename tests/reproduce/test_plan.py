@@ -13,14 +13,14 @@ import pytest
 from megatron_collab.config import ConfigError
 from megatron_collab.data.evaluation import evaluation_sets
 from megatron_collab.reproduce.__main__ import main
-from megatron_collab.reproduce.plan import BUILD, EVALUATE, PREPARE, TRAIN, Given, Stage, stages
-from megatron_collab.reproduce.study import Study, chosen, known, read
+from megatron_collab.reproduce.plan import BUILD, EVALUATE, PREPARE, TRAIN, Stage, StudyOptions, stages
+from megatron_collab.reproduce.study import Study, known, read, select
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def given(study: Study, **more: object) -> Given:
-    return replace(Given(Path("out"), list(study.tasks), list(study.arms), study.model), **more)
+def options(study: Study, **more: object) -> StudyOptions:
+    return replace(StudyOptions(Path("out"), list(study.tasks), list(study.arms), study.model), **more)
 
 
 def by_name(planned: list[Stage]) -> dict[str, Stage]:
@@ -31,7 +31,7 @@ def test_every_study_can_be_composed_and_its_arms_have_numbers_for_every_column(
     assert known() == ["booking", "collabllm"]
     for name in known():
         study = read(name)
-        for stage in stages(study, given(study)):
+        for stage in stages(study, options(study)):
             assert stage.prepares or stage.config.run.dir == str(stage.folder)
         for arm in study.arms.values():
             for task, printed in arm.published.items():
@@ -52,13 +52,13 @@ def test_the_published_table_has_the_improvements_that_its_paper_states() -> Non
 
 def test_the_paper_is_trained_and_evaluated_as_its_tables_say() -> None:
     study = read("collabllm")
-    planned = by_name(stages(study, given(study, tasks=["code"])))
-    found = {
+    planned = by_name(stages(study, options(study, tasks=["code"])))
+    trained = {
         name: (c.optim.lr, c.train.prompts_per_step, c.train.stage, c.objective)
         for name in ("sft", "ppo", "offline_dpo", "online_dpo")
         if (c := planned[f"code/{name}"].config)
     }
-    assert found == {  # table 6
+    assert trained == {  # table 6
         "sft": (1e-5, 64, "sft", "sft"),
         "ppo": (2e-6, 64, "rl", "policy"),
         "offline_dpo": (5e-6, 64, "dpo", "dpo"),
@@ -72,27 +72,27 @@ def test_the_paper_is_trained_and_evaluated_as_its_tables_say() -> None:
     assert planned["code/online_dpo"].config.model.path == "out/code/offline_dpo/hf"
     evaluated = planned["code/base_eval"].config
     sets = evaluation_sets(evaluated)
-    assert [(one.name, one.tasks, one.max_messages, one.max_user_turns) for one in sets] == [
+    assert [(eval_set.name, eval_set.tasks, eval_set.max_messages, eval_set.max_user_turns) for eval_set in sets] == [
         (f"seed{seed}", 600, 14, 7) for seed in range(3)
     ]
     assert evaluated.rollout.system_prompt is None and evaluated.model.path == study.model
     assert planned["code/proactive_eval"].config.rollout.system_prompt == "collaborator.j2"
-    medium = by_name(stages(study, given(study, tasks=["medium"])))["medium/ppo"].config
+    medium = by_name(stages(study, options(study, tasks=["medium"])))["medium/ppo"].config
     assert medium.reward.weights["token_amount"] == -1e-4 and "accuracy" not in medium.reward.weights
 
 
 def test_an_arm_brings_what_it_begins_with_and_data_come_first() -> None:
     study = read("collabllm")
-    planned = stages(study, given(study, tasks=["math"], arms=["online_dpo"]))
+    planned = stages(study, options(study, tasks=["math"], arms=["online_dpo"]))
     names = [stage.name for stage in planned]
     assert names == [
         *("rows_opened", "rows_sft", "rows_dpo", "rows_rl", "pilot"),
         *("sft", "offline_dpo", "online_dpo", "online_dpo_eval"),
     ]
     assert [stage.module for stage in planned] == [PREPARE] * 4 + [EVALUATE] + [TRAIN] * 3 + [EVALUATE]
-    both = stages(study, given(study, tasks=["math", "code"], arms=["sft"]))
+    both = stages(study, options(study, tasks=["math", "code"], arms=["sft"]))
     assert [stage.task for stage in both] == ["math"] * 3 + ["code"] * 3 + ["math"] * 2 + ["code"] * 2
-    built = by_name(stages(study, given(study, tasks=["math"], arms=["sft"], build=True, pilot=0)))
+    built = by_name(stages(study, options(study, tasks=["math"], arms=["sft"], build=True, pilot=0)))
     assert [*built] == [f"math/{name}" for name in ("rows_opened", "build", "rows_sft", "sft", "sft_eval")]
     build = built["math/build"]
     assert build.module == BUILD and build.config.assistant.model == "openai/gpt-4o" and not build.first
@@ -103,13 +103,13 @@ def test_an_arm_brings_what_it_begins_with_and_data_come_first() -> None:
 def test_any_arms_alone_have_all_that_they_read(arms: list[str]) -> None:
     """What a program reads in the folder of its task is of a program before it; the first one makes the world."""
     study = read("booking")
-    made = {"world"}
-    planned = stages(study, given(study, arms=arms))
+    folders = {"world"}
+    planned = stages(study, options(study, arms=arms))
     assert planned[0].title == "booking/base"
     for stage in planned:
         names = re.findall("out/booking/(\\w+)", " ".join(stage.arguments))
-        assert set(names) - {stage.folder.name} <= made, stage.title
-        made.add(stage.folder.name)
+        assert set(names) - {stage.folder.name} <= folders, stage.title
+        folders.add(stage.folder.name)
     assert [stage.title for stage in planned if "_eval" in stage.title and not stage.prepares] == [
         f"booking/{arm}_eval" for arm in arms
     ]
@@ -117,29 +117,29 @@ def test_any_arms_alone_have_all_that_they_read(arms: list[str]) -> None:
 
 def test_steps_are_those_of_the_epochs(tmp_path: Path) -> None:
     study = read("collabllm")
-    of_sft = by_name(stages(study, given(study, out=tmp_path, tasks=["math"])))["math/sft"]
+    of_sft = by_name(stages(study, options(study, out=tmp_path, tasks=["math"])))["math/sft"]
     assert of_sft.rows == tmp_path / "math" / "rows_sft" / "summary.json" and of_sft.steps(640) == 30
     of_sft.rows.parent.mkdir(parents=True)
     of_sft.rows.write_text(json.dumps({"kept": {"train": 65}}))
     assert of_sft.command()[-1] == "train.steps=4"  # 195 rows in batches of 64
-    told = given(study, out=tmp_path, tasks=["math"], settings=("train.steps=2",))
-    assert "train.steps=4" not in by_name(stages(study, told))["math/sft"].command()
+    limited = options(study, out=tmp_path, tasks=["math"], settings=("train.steps=2",))
+    assert "train.steps=4" not in by_name(stages(study, limited))["math/sft"].command()
 
 
 def test_calls_are_recorded_and_replayed_by_program() -> None:
     study = read("collabllm")
-    recorded = by_name(stages(study, given(study, tasks=["math"], record=Path("calls"))))
+    recorded = by_name(stages(study, options(study, tasks=["math"], record=Path("calls"))))
     assert "llm.record=calls/math/pilot" in recorded["math/pilot"].arguments
     assert recorded["math/ppo"].calls == Path("calls/math/ppo")
     assert recorded["math/sft"].calls is None, "it asks no model"
-    replayed = by_name(stages(study, given(study, tasks=["math"], arms=["base"], replay=Path("calls"))))
+    replayed = by_name(stages(study, options(study, tasks=["math"], arms=["base"], replay=Path("calls"))))
     assert "llm.replay=calls/math/base_eval" in replayed["math/base_eval"].arguments
     booking = read("booking")
-    assert not any(stage.calls for stage in stages(booking, given(booking)) if not stage.prepares)
+    assert not any(stage.calls for stage in stages(booking, options(booking)) if not stage.prepares)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("title: x", "is no study: 'tasks'"),
         ("tasks: {a: {title: A, source: s, columns: [{metric: m}]}}\narms: {}", "is no study: Column"),
@@ -150,9 +150,9 @@ def test_calls_are_recorded_and_replayed_by_program() -> None:
         ),
     ],
 )
-def test_a_file_that_is_no_study_is_refused(tmp_path: Path, content: str, said: str) -> None:
+def test_a_file_that_is_no_study_is_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "mine.yaml").write_text(content)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         read(str(tmp_path / "mine.yaml"))
 
 
@@ -170,6 +170,6 @@ def test_names_that_a_study_lacks_are_refused() -> None:
     with pytest.raises(ConfigError, match="STUDY=collab: there is none of that name; studies: booking, collabllm"):
         read("collab")
     arms = read("collabllm").arms
-    assert chosen("grpo, base", arms, "--arms") == ["base", "grpo"] and chosen(None, arms, "--arms") == list(arms)
+    assert select("grpo, base", arms, "--arms") == ["base", "grpo"] and select(None, arms, "--arms") == list(arms)
     with pytest.raises(ConfigError, match=r"--arms=grop: the study has base, .*; the nearest is grpo"):
-        chosen("grop", arms, "--arms")
+        select("grop", arms, "--arms")

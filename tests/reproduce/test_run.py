@@ -17,8 +17,8 @@ from megatron_collab.config import ConfigError
 from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.reproduce import plan, run
 from megatron_collab.reproduce.page import page
-from megatron_collab.reproduce.plan import Given, Stage
-from megatron_collab.reproduce.results import Measured, measured
+from megatron_collab.reproduce.plan import Stage, StudyOptions
+from megatron_collab.reproduce.results import Estimate, estimates
 from megatron_collab.reproduce.study import Arm, Column, Study, StudyTask, read
 
 GPU = (989.0, 3.35)
@@ -45,13 +45,13 @@ class Programs:
 
     def __call__(self, arguments: Sequence[str]) -> int:
         self.ran.append(list(arguments))
-        said = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+        options = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
         if "--out" in arguments:
             folder = Path(arguments[arguments.index("--out") + 1])
             folder.mkdir(parents=True)
             (folder / "summary.json").write_text(json.dumps({"kept": {"train": 64}}))
             return 0
-        folder = Path(said["run.dir"])
+        folder = Path(options["run.dir"])
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "spend.json").write_text(json.dumps({"usd": self.usd}))
         if folder.name == self.failing:
@@ -65,8 +65,8 @@ class Programs:
 
 def record_evaluations(folder: Path) -> None:
     """That both seeds are evaluated, and the program has ended."""
-    found = {f"seed{seed}/model": {"step": 0, "set": f"seed{seed}"} for seed in range(2)}
-    (folder / "evaluations.json").write_text(json.dumps(found))
+    evaluations = {f"seed{seed}/model": {"step": 0, "set": f"seed{seed}"} for seed in range(2)}
+    (folder / "evaluations.json").write_text(json.dumps(evaluations))
     (folder / "result.json").write_text("{}")
 
 
@@ -75,9 +75,9 @@ def start(
 ) -> tuple[int, list[Stage]]:
     monkeypatch.setattr(run, "_program", programs)
     study = small()
-    given = replace(Given(out, ["sums"], ["base", "sft"], study.model, seeds=2, pilot=0), **more)
-    stages = plan.stages(study, given)
-    return run.run(study, given, stages, budget, GPU), stages
+    options = replace(StudyOptions(out, ["sums"], ["base", "sft"], study.model, seeds=2, pilot=0), **more)
+    stages = plan.stages(study, options)
+    return run.run(study, options, stages, budget, GPU), stages
 
 
 def test_a_study_goes_on_where_a_program_failed(
@@ -87,9 +87,9 @@ def test_a_study_goes_on_where_a_program_failed(
     assert start(monkeypatch, out, Programs(failing="sft"))[0] == 7
     assert "4/5 sums/sft: ended with exit code 7" in capsys.readouterr().err
     assert "| SFT | - | 13.5 | - | 58 |" in (out / "page.md").read_text()
-    again = Programs()
-    assert start(monkeypatch, out, again)[0] == 0
-    assert len(again.ran) == 2 and "train.steps=4" in again.ran[0], "64 rows, 16 a step"
+    resumed = Programs()
+    assert start(monkeypatch, out, resumed)[0] == 0
+    assert len(resumed.ran) == 2 and "train.steps=4" in resumed.ran[0], "64 rows, 16 a step"
     assert "3/5 sums/base_eval: done" in capsys.readouterr().out
     table = (out / "page.md").read_text()
     # Problem n is right in one of the two seeds: each has a mean of 0.5.
@@ -97,7 +97,7 @@ def test_a_study_goes_on_where_a_program_failed(
     assert json.loads((out / "results.json").read_text())[0]["seeds"] == [50.0, 50.0]
     with pytest.raises(ConfigError, match="sums/base_eval is done under other settings; choose another folder"):
         start(monkeypatch, out, Programs(), settings=("run.seed=1",))
-    assert start(monkeypatch, out, again, settings=("llm.max_concurrent=3",))[0] == 0 and len(again.ran) == 2
+    assert start(monkeypatch, out, resumed, settings=("llm.max_concurrent=3",))[0] == 0 and len(resumed.ran) == 2
 
 
 def test_programs_get_what_is_left_of_the_budget(
@@ -151,27 +151,27 @@ def test_means_are_over_problems_and_seeds(tmp_path: Path) -> None:
     for seed, row in enumerate(scores):
         rows = [{"task": f"t{n}", "scores": {"right": s, "interactivity": 0.8}} for n, s in enumerate(row)]
         write_jsonl(folder / f"eval_seed{seed}_model.jsonl", [*rows, {"task": "other", "scores": {}}])
-    right, itr = measured(tmp_path, small(), "sums", "base", 2) or ()
+    right, itr = estimates(tmp_path, small(), "sums", "base", 2) or ()
     # Means of the problems 1, 0, 0.5, 1: 0.625, with a standard error of sqrt(0.2292 / 4).
-    assert right == Measured(
+    assert right == Estimate(
         62.5, pytest.approx(100 * 1.959964 * 0.239357, rel=1e-5), (pytest.approx(66.667, rel=1e-4), 50.0), 4, 1
     )
     assert itr and itr.value == pytest.approx(2 * 100 * ((1 + 2 * 0.8) - 2.5)), "2 (S - 2.5), in percent"
-    assert measured(tmp_path, small(), "sums", "sft", 2) is None
+    assert estimates(tmp_path, small(), "sums", "sft", 2) is None
 
 
 def test_the_page_says_what_this_command_made_different() -> None:
     study = read("collabllm")
-    given = Given(Path("o"), ["math"], ["base", "grpo"], "Qwen/Qwen3-8B", settings=("train.steps=3",))
-    few = Measured(12.34, 3.0, (12.0,), 150, 0)
-    found = {
-        ("math", "base"): [few, Measured(2.5, float("nan"), (2.5,), 1, 0), replace(few, missing=7)],
+    options = StudyOptions(Path("o"), ["math"], ["base", "grpo"], "Qwen/Qwen3-8B", settings=("train.steps=3",))
+    few = Estimate(12.34, 3.0, (12.0,), 150, 0)
+    results = {
+        ("math", "base"): [few, Estimate(2.5, float("nan"), (2.5,), 1, 0), replace(few, missing=7)],
         ("math", "grpo"): None,
     }
-    said = page(study, given, found, [("math/base_eval", 12.0, 1.25), ("math/rows_sft", 0.5, None)])
-    assert "| | ACC | published | Tokens (k) | published | ITR | published |" in said
-    assert "| Base | 12.3 ± 3.00 | 11 | 2.50 | 3.4 | 12.3 ± 3.00 | 44 |" in said
-    assert "| GRPO-MR | - |  | - |  | - |  |" in said
+    markdown = page(study, options, results, [("math/base_eval", 12.0, 1.25), ("math/rows_sft", 0.5, None)])
+    assert "| | ACC | published | Tokens (k) | published | ITR | published |" in markdown
+    assert "| Base | 12.3 ± 3.00 | 11 | 2.50 | 3.4 | 12.3 ± 3.00 | 44 |" in markdown
+    assert "| GRPO-MR | - |  | - |  | - |  |" in markdown
     for line in (
         "- The model is `Qwen/Qwen3-8B`; the study's is `meta-llama/Llama-3.1-8B-Instruct`.",
         "- Settings of the command line: `train.steps=3`.",
@@ -180,4 +180,4 @@ def test_the_page_says_what_this_command_made_different() -> None:
         "- MATH-Chat: 7 conversations have no ITR; they are left out.",
         "| all | 12.5 | 1.25 |",
     ):
-        assert line in said
+        assert line in markdown

@@ -1,4 +1,4 @@
-"""Programs that do not solve their task and try to pass its tests all the same; tools/bench/sandbox.py reads them too.
+"""Programs that try to pass the tests of their task without solving it; tools/bench/sandbox.py reads them too.
 
 The task is `twice(x)`, which is 2 * x, or x.multiply(2) where it has that method. Each program of attacks.txt is tried
 against each of FORMS, and must score 0.

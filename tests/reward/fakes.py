@@ -1,4 +1,4 @@
-"""What tests of metrics share: conversations, a judge that says what it is told, scores by a metric's name."""
+"""Shared by tests of metrics: conversations, a judge with scripted answers, scores by a metric's name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_collab.types import Conversation, Finish, Message, Missing, Score,
 
 
 class FakeJudge:
-    """Gives `answers` one after the other; keeps what it was asked."""
+    """Returns `answers` one after the other and records the questions."""
 
     def __init__(self, *answers: dict[str, Any] | Missing) -> None:
         self.answers = list(answers)
@@ -30,16 +30,16 @@ class FakeJudge:
         return self.answers.pop(0)
 
 
-def about(answer: str, *said: str, goal: str = "the goal") -> Task:
-    """A task whose messages are `said` by user and assistant in turns, the user first."""
-    messages = tuple(Message("assistant" if i % 2 else "user", text) for i, text in enumerate(said or ("hi",)))
+def about(answer: str, *texts: str, goal: str = "the goal") -> Task:
+    """A task whose messages `texts` are of user and assistant in turn, the user first."""
+    messages = tuple(Message("assistant" if i % 2 else "user", text) for i, text in enumerate(texts or ("hi",)))
     return Task("t", messages, goal, answer, "llm")
 
 
-def play(task: Task, *said: str) -> Conversation:
-    """`task` played on: policy and user in turns, the policy first; a reply has one token a word and its end."""
+def play(task: Task, *texts: str) -> Conversation:
+    """`task` continued: policy and user in turn, the policy first; a reply has one token a word and an end token."""
     conversation = Conversation(task.messages, (1,))
-    for i, text in enumerate(said):
+    for i, text in enumerate(texts):
         if i % 2:
             conversation = conversation.add_messages([Message("user", text)], (2,))
         else:
@@ -50,7 +50,7 @@ def play(task: Task, *said: str) -> Conversation:
 
 
 def metric(name: str, judge: Any = None, /, **settings: Any) -> Metric:
-    """The metric of that name, or of settings['metric']."""
+    """The metric of that name, or settings['metric']."""
     kind, options = metrics.split(name, settings)
     return kind(options, judge)
 

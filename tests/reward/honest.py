@@ -1,4 +1,4 @@
-"""Right programs with tests of the forms that published tasks have: all must pass. Each is (solution, metadata)."""
+"""Correct programs with tests in the forms of published tasks; all must pass. Each is (solution, metadata)."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ def adder(n):
 """,
         cases("""    def test_callbacks(self):
         seen = []
-        found = task_func(lambda x: seen.append(x) or x + 1, iter([1, 2]))
-        self.assertIsInstance(found, types.GeneratorType)
-        self.assertEqual((next(found), list(found), seen), (2, [3], [1, 2]))
+        result = task_func(lambda x: seen.append(x) or x + 1, iter([1, 2]))
+        self.assertIsInstance(result, types.GeneratorType)
+        self.assertEqual((next(result), list(result), seen), (2, [3], [1, 2]))
         with self.assertRaises(StopIteration):
-            next(found)
+            next(result)
         self.assertEqual(list(task_func(abs, [-1])), [1])
         self.assertEqual(adder(2)(3), 5)
     def test_exceptions(self):
@@ -164,11 +164,11 @@ def run(command):
                 file.write("c")
             before, sys.stdout, sys.stdin = (sys.stdout, sys.stdin), io.StringIO(), io.StringIO("joe\\n")
             try:
-                found, said = task_func(path), sys.stdout.getvalue()
+                rows, output = task_func(path), sys.stdout.getvalue()
             finally:
                 sys.stdout, sys.stdin = before
-        self.assertEqual(found[:2], ([["c"]], "joe"))
-        self.assertEqual(said, f"reading {path}\\nname? ")
+        self.assertEqual(rows[:2], ([["c"]], "joe"))
+        self.assertEqual(output, f"reading {path}\\nname? ")
     @patch("subprocess.run")
     def test_a_command(self, ran):
         ran.return_value = MagicMock(returncode=3, stdout=b"hi")
@@ -195,9 +195,9 @@ class Part:
 def in_parts(function):
     before, sys.stdout = sys.stdout, Part()
     print("unseen")
-    found = function()
+    result = function()
     sys.stdout = before
-    print("seen", found)
+    print("seen", result)
 """,
         cases("""    def test_redirected(self):
         import contextlib
@@ -258,7 +258,7 @@ def asks():
         task_func()
         printed.assert_called_once_with("a", 1, flush=True)
     @patch("sys.stdin", **{"readline.side_effect": ["joe\\n"], "read.return_value": "z"})
-    def test_a_mock_that_is_read(self, given):
+    def test_a_mock_that_is_read(self, stdin):
         self.assertEqual(asks(), ("joe", "z"))
 """),
     ),
@@ -285,7 +285,7 @@ class Shop:
     def size(self):
         print("size")
         return 4
-def each(items):
+def print_all(items):
     print("first")
     for item in items:
         print(item)
@@ -294,30 +294,30 @@ def each(items):
         self.before = sys.stdout
     def tearDown(self):
         sys.stdout = self.before
-    def said(self, act):
+    def output_of(self, act):
         sys.stdout = io.StringIO()
         act()
         return sys.stdout.getvalue()
     def test_a_generator(self):
-        made = task_func([1, 2, 3])
-        self.assertEqual(self.said(lambda: next(made)), "item 1\\n")
-        self.assertEqual(self.said(lambda: list(made)), "item 2\\nitem 3\\n")
+        generator = task_func([1, 2, 3])
+        self.assertEqual(self.output_of(lambda: next(generator)), "item 1\\n")
+        self.assertEqual(self.output_of(lambda: list(generator)), "item 2\\nitem 3\\n")
     def test_a_coroutine(self):
-        self.assertEqual(self.said(lambda: asyncio.run(later())), "begins\\nends\\n")
+        self.assertEqual(self.output_of(lambda: asyncio.run(later())), "begins\\nends\\n")
     def test_an_object(self):
         shop = Shop()
-        self.assertEqual(self.said(lambda: str(shop)), "text\\n")
-        self.assertEqual(self.said(lambda: shop.size), "size\\n")
-        self.assertEqual(self.said(lambda: shop.__class__), "")
+        self.assertEqual(self.output_of(lambda: str(shop)), "text\\n")
+        self.assertEqual(self.output_of(lambda: shop.size), "size\\n")
+        self.assertEqual(self.output_of(lambda: shop.__class__), "")
         def enter():
             with shop:
                 pass
-        self.assertEqual(self.said(enter), "enter\\nexit\\n")
+        self.assertEqual(self.output_of(enter), "enter\\nexit\\n")
     def test_the_order_of_what_both_print(self):
         def items():
             print("ours")
             yield 1
-        self.assertEqual(self.said(lambda: each(items())), "first\\nours\\n1\\n")
+        self.assertEqual(self.output_of(lambda: print_all(items())), "first\\nours\\n1\\n")
 """),
     ),
     "random numbers that tests seed": (
@@ -330,10 +330,10 @@ def task_func(n):
         import numpy
         random.seed(3)
         numpy.random.seed(3)
-        found, drawn = task_func(2)
+        result, drawn = task_func(2)
         random.seed(3)
         numpy.random.seed(3)
-        self.assertEqual(found, [random.random(), random.random()])
+        self.assertEqual(result, [random.random(), random.random()])
         numpy.testing.assert_array_equal(drawn, numpy.random.rand(2))
 """),
     ),
@@ -341,9 +341,9 @@ def task_func(n):
         """import numpy as np
 import pandas as pd
 def task_func(frame):
-    made = frame.assign(total=frame["n"] * 2)
-    made.index.name = "row"
-    return made
+    table = frame.assign(total=frame["n"] * 2)
+    table.index.name = "row"
+    return table
 def raise_by_one(array):
     array += 1
     return array.mean()
@@ -356,11 +356,11 @@ def grouped(frame):
         frame = pd.DataFrame({"name": ["a", "b", "a"], "n": [1, 2, 3]})
         frame["when"] = pd.to_datetime(["2020-01-01", "2020-01-02", None])
         frame["kind"] = pd.Categorical(["u", "v", "u"])
-        found = task_func(frame)
-        self.assertIsInstance(found, pd.DataFrame)
+        result = task_func(frame)
+        self.assertIsInstance(result, pd.DataFrame)
         expected = frame.assign(total=[2, 4, 6])
         expected.index.name = "row"
-        pd.testing.assert_frame_equal(found, expected)
+        pd.testing.assert_frame_equal(result, expected)
         self.assertEqual(grouped(frame).to_dict(), {"a": 4, "b": 2})
         array = np.arange(3.0)
         self.assertAlmostEqual(raise_by_one(array), 2.0)

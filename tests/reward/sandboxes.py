@@ -1,4 +1,4 @@
-"""What tests of the sandbox share: a run of one program, and what of it is left on the machine."""
+"""Shared by tests of the sandbox: a run of one program, and what it leaves behind on the machine."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ def unindented(source: str) -> str:
 
 
 def launchers() -> list[psutil.Process]:
-    """Processes below this one that are a sandbox's or run in one; other tests have processes of their own."""
-    found = programs(psutil.Process())
+    """Descendants of this process that launch a sandbox or run in one; other tests have other processes."""
+    processes = programs(psutil.Process())
     for below in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            found += [below] if any("sandboxed" in word for word in below.cmdline()) else []
-    return found
+            processes += [below] if any("sandboxed" in word for word in below.cmdline()) else []
+    return processes
 
 
 def programs(process: psutil.Process) -> list[psutil.Process]:
-    """Those below `process` that are in a PID namespace of their own."""
+    """Descendants of `process` in another PID namespace."""
 
     def space(pid: int) -> str:
         return os.readlink(f"/proc/{pid}/ns/pid")
 
-    found = []
+    isolated = []
     for below in process.children(recursive=True):
         with suppress(FileNotFoundError):  # it has just ended
-            found += [below] if space(below.pid) != space(os.getpid()) else []
-    return found
+            isolated += [below] if space(below.pid) != space(os.getpid()) else []
+    return isolated
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """After every test no process and no mount is left, and a right program still passes.
+    """After every test no process and no mount is left, and a correct program still passes.
 
-    Nothing is tried before the trial of the sandbox has passed, which is harmless: a sandbox that somebody broke
-    must not let a fork bomb loose on their machine.
+    A harmless trial of the sandbox runs first: a broken sandbox must not release a fork bomb on a developer's
+    machine.
     """
     assert sandbox.unavailable() is None
     mounts = Path("/proc/self/mounts").read_text()
@@ -67,15 +67,15 @@ def nothing_is_left() -> Iterator[None]:
 
 def assert_ended(processes: list[psutil.Process]) -> None:
     _, running = psutil.wait_procs(processes, timeout=60)
-    left = [process for process in running if process.status() != psutil.STATUS_ZOMBIE]
-    for process in left:
+    remaining = [process for process in running if process.status() != psutil.STATUS_ZOMBIE]
+    for process in remaining:
         process.kill()
-    assert left == []
+    assert remaining == []
 
 
 @contextmanager
 def changed(folder: Path, file: str, old: str, new: str) -> Iterator[None]:
-    """The sandbox with one place of its code changed."""
+    """The sandbox with one change to its code."""
     shutil.copytree(sandbox._CODE, folder / "sandboxed", ignore=shutil.ignore_patterns("__pycache__"))
     text = (folder / "sandboxed" / file).read_text()
     assert text.count(old) == 1

@@ -28,14 +28,14 @@ def ended(text: str, ending: Ending = Ending.TURN_LIMIT, error: str = "") -> Con
 
 
 class Length(Metric):
-    """Characters of the reply, at once."""
+    """Characters of the reply, without delay."""
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         return float(len(conversation.replies[-1]))
 
 
 class Process(Metric):
-    """The process that scores, a little later."""
+    """Id of the scoring process, after a short delay."""
 
     seconds = 0.3
 
@@ -54,7 +54,7 @@ class Slow(Metric):
 
 
 class Buggy(Metric):
-    """Fails as its conversation's last reply says; 1 where that is "good"."""
+    """Fails in the way that the last reply names; 1 if that is "good"."""
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         match conversation.replies[-1]:
@@ -87,7 +87,7 @@ class Judged(Metric):
         return True
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
-        return float(self.judge.client._line is not None)
+        return float(self.judge.client._queue is not None)
 
 
 METRICS = (Length, Process, Slow, Buggy, Broke, Judged)
@@ -98,7 +98,7 @@ def split(name: str, settings: dict[str, Any]) -> tuple[type[Metric], Any]:
 
 
 class TestingWorker(RewardWorker):
-    """A RewardWorker, of a class that pytest leaves alone, with the metrics of this file."""
+    """A RewardWorker with the metrics of this file; pytest does not collect the class."""
 
     __test__ = False
 
@@ -111,7 +111,7 @@ class TestingWorker(RewardWorker):
 
 
 class Asker:
-    """Asks as a ConversationWorker does: from a Ray actor."""
+    """Requests scores from a Ray actor, as a ConversationWorker does."""
 
     def __init__(self, workers: list[str], config: RewardConfig) -> None:
         metrics.split = split

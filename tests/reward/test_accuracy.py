@@ -25,7 +25,7 @@ def test_the_answer_to_a_problem_is_checked_symbolically(reply: str, expected: f
 
 
 @pytest.mark.processes
-def test_the_judge_is_not_asked_where_an_answer_is_clearly_stated() -> None:
+def test_the_judge_is_not_asked_if_an_answer_is_clearly_stated() -> None:
     task = about("18")
     assert score("accuracy", task, play(task, "The answer is 18."), FakeJudge(), judge=True) == 1.0
     assert score("accuracy", task, play(task, "So it is 19."), FakeJudge(), judge=True) == 0.0
@@ -35,9 +35,14 @@ def test_the_judge_is_not_asked_where_an_answer_is_clearly_stated() -> None:
 @pytest.mark.parametrize("verdict", [0, 1])
 def test_the_judge_decides_what_is_not_clearly_stated(verdict: int) -> None:
     task = about("18")
-    for said in (["There are 18 eggs."], ["It is 18 or 20."], ["Are there 18?"], ["The answer is 18.", "ok", "Fine!"]):
+    for replies in (
+        ["There are 18 eggs."],
+        ["It is 18 or 20."],
+        ["Are there 18?"],
+        ["The answer is 18.", "ok", "Fine!"],
+    ):
         judge = FakeJudge({"thought": "", "accuracy": verdict})
-        assert score("accuracy", task, play(task, *said), judge, judge=True) == verdict
+        assert score("accuracy", task, play(task, *replies), judge, judge=True) == verdict
 
 
 @pytest.mark.processes
@@ -48,7 +53,7 @@ def test_another_unit_is_for_the_judge() -> None:
 
 
 @pytest.mark.parametrize("answer", [0, 1])
-def test_the_judge_decides_where_nothing_can_be_read(answer: int) -> None:
+def test_the_judge_decides_if_no_answer_can_be_read(answer: int) -> None:
     task = about("eighteen apples", goal="How many apples?")
     judge = FakeJudge({"thought": "", "accuracy": answer})
     conversation = play(task, "how many per box?", "six", "Eighteen.")

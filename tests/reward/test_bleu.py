@@ -10,7 +10,7 @@ CAT = about("the cat sat on a mat")
 
 
 def test_the_token_level_by_hand() -> None:
-    """Of 6, 5, 4, 3 n-grams 5, 3, 2, 1 match: 5/6 * 3/5 * 2/4 * 1/3 = 1/12; lengths are equal."""
+    """5 of 6, 3 of 5, 2 of 4 and 1 of 3 n-grams match: 5/6 * 3/5 * 2/4 * 1/3 = 1/12; lengths are equal."""
     judge = FakeJudge({"document": "the cat sat on the mat"})
     assert score("bleu", CAT, play(CAT, "Here you go"), judge) == pytest.approx((1 / 12) ** 0.25)
 

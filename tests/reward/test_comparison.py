@@ -1,4 +1,4 @@
-"""Several rewards of the same futures, where a run has malformed turns, counts of tokens and missing scores."""
+"""Several rewards of the same futures, with malformed turns, token counts and missing scores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import pytest
 
 from megatron_collab.config import Config, RewardConfig
-from megatron_collab.reward.comparison import agreement, rewarded, scored_again, together
+from megatron_collab.reward.comparison import agreement, group_rewards, merge_metrics, rescore
 from megatron_collab.reward.workers import RewardWorker
 from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Missing, Reward, Rollout, Score, Turn
 from tests.reward.fakes import about
@@ -20,7 +20,7 @@ COUNTS = {"token_amount": {"count": "words"}}
 def rollout(
     *replies: str, finish: Finish = Finish.STOP, ending: Ending = Ending.TURN_LIMIT, tokens: float = 7
 ) -> Rollout:
-    """A rollout as a transcript has it: one future, without token ids."""
+    """A rollout as read from a transcript: one future, without token ids."""
     played = Conversation(TASK.messages, ())
     for text in replies:
         played = played.add_turn(Turn((), (), (), (), finish, text))
@@ -28,25 +28,26 @@ def rollout(
     return Rollout(played, (Future(played, {"token_amount": tokens}),), Reward(0.5))
 
 
-def values(reward: RewardConfig, *rollouts: Rollout, own: RewardConfig | None = None) -> list[Score]:
-    """The rewards of a group, scored again; `own`: the run's."""
-    group, shared = Group(TASK, rollouts), together({"one": reward})
+def values(reward: RewardConfig, *rollouts: Rollout, run_reward: RewardConfig | None = None) -> list[Score]:
+    """The rewards of a group, scored again; `run_reward`: the reward settings of the run."""
+    group, shared = Group(TASK, rollouts), merge_metrics({"one": reward})
     worker = RewardWorker(Config(reward=shared.reward))
     done: list[int] = []
-    scores = asyncio.run(scored_again(worker, [group], own or reward, done.append))
-    found = {future: shared.of("one", each) for future, each in scores.items()}
-    return [each.value for each in rewarded(group, found, reward)]
+    scores = asyncio.run(rescore(worker, [group], run_reward or reward, done.append))
+    scores_by_future = {future: shared.scores_of("one", metric_scores) for future, metric_scores in scores.items()}
+    return [outcome.value for outcome in group_rewards(group, scores_by_future, reward)]
 
 
 def test_metrics_with_the_same_settings_are_one() -> None:
     words = RewardConfig(weights={"asks": 1.0, "token_amount": -0.1}, metrics=COUNTS)
     renamed = RewardConfig(weights={"short": -1.0}, metrics={"short": {"metric": "token_amount", "count": "words"}})
     tokens = RewardConfig(weights={"token_amount": -0.1})
-    shared = together({"words": words, "renamed": renamed, "tokens": tokens})
+    shared = merge_metrics({"words": words, "renamed": renamed, "tokens": tokens})
     assert list(shared.reward.weights) == ["asks", "token_amount", "tokens/token_amount"]
     assert shared.names["renamed"] == {"short": "token_amount"}
     scores: dict[str, Score] = {"asks": 1.0, "token_amount": 4.0, "tokens/token_amount": 9.0}
-    assert shared.of("tokens", scores) == {"token_amount": 9.0} and shared.of("renamed", scores) == {"short": 4.0}
+    assert shared.scores_of("tokens", scores) == {"token_amount": 9.0}
+    assert shared.scores_of("renamed", scores) == {"short": 4.0}
 
 
 def test_tokens_of_the_policy_are_those_that_the_run_has_recorded() -> None:
@@ -55,8 +56,8 @@ def test_tokens_of_the_policy_are_those_that_the_run_has_recorded() -> None:
         RewardConfig(weights={"token_amount": 1.0}, metrics=COUNTS),
     )
     assert values(tokens, rollout("a b c")) == [7.0]
-    assert values(words, rollout("a b c"), own=tokens) == [3.0]
-    (missing,) = values(tokens, rollout("a b c"), own=words)
+    assert values(words, rollout("a b c"), run_reward=tokens) == [3.0]
+    (missing,) = values(tokens, rollout("a b c"), run_reward=words)
     assert isinstance(missing, Missing) and "no token ids" in missing.why
 
 

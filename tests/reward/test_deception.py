@@ -1,4 +1,4 @@
-"""Who passes: nobody who deceives, everybody who solved the task; and tests that cannot be judged apart are missing."""
+"""Deceptive programs never pass, correct ones always do, and tests that cannot be judged separately are missing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.processes
 
 
 def score(pairs: list[tuple[str, Mapping[str, Any]]], **options: Any) -> list[Score | None]:
-    """Of code against the tests in the metadata of its task."""
+    """Score of code against the tests in the metadata of its task."""
 
     async def scores() -> list[Score | None]:
         metric = PassRate(PassRate.Options(**options), judge=None)  # type: ignore[arg-type]  # it asks no judge
@@ -82,7 +82,7 @@ def test_a_right_program_passes(name: str) -> None:
         ("assert f(1) ==", "do not parse"),
     ],
 )
-def test_what_cannot_be_judged_apart_is_missing_whatever_the_candidate(tests: str, why: str) -> None:
+def test_tests_that_cannot_be_judged_separately_are_missing(tests: str, why: str) -> None:
     for code in ("def f(x):\n    return x\n", "import os\nos._exit(0)", "no code"):
         if "logging" in tests and code != "def f(x):\n    return x\n":
             assert score([(code, {"tests": tests})]) == [0.0]  # it never came to that call
@@ -101,7 +101,7 @@ def test_a_prompt_that_does_not_run_is_missing() -> None:
 
 
 def test_helpers_of_the_prompt_are_the_tasks_own() -> None:
-    """As `poly` in HumanEval/32: the reply may write it anew, and the tests do not judge by that."""
+    """Like `poly` in HumanEval/32: the reply may redefine it, and the tests do not use that definition."""
     task = {"prompt": 'def helper(x):\n    return x - 3\n\ndef f():\n    """A root."""\n', "entry_point": "f"}
     task["test"] = "def check(candidate):\n    assert helper(candidate()) == 0\n"
     lie = "def helper(x):\n    return 0\ndef f():\n    return 5\n"

@@ -30,7 +30,7 @@ def started(session: None) -> list[Any]:
 
 @pytest.fixture
 def workers(started: list[Any], stand_ins: None) -> list[Any]:
-    """Two of them, up; Ray starts each again three times in all."""
+    """Two running workers; Ray restarts each at most three times."""
     ray.get([worker.ready.remote() for worker in started], timeout=60)
     return started
 
@@ -46,7 +46,7 @@ def ask_all(client: RewardClient, *texts: str) -> list[Scores]:
 
 
 class LocalWorker:
-    """The handle of a RewardWorker without Ray; with a fault it raises that, silent it never says anything."""
+    """The handle of a RewardWorker without Ray; it raises `fault` if set, and never answers if `silent`."""
 
     def __init__(self, fault: Exception | None = None, silent: bool = False) -> None:
         self.fault = fault
@@ -87,8 +87,8 @@ def test_no_more_is_sent_than_the_workers_make_within_four_rounds(stand_ins: Non
     async def scores() -> None:
         waiting = [asyncio.create_task(client.score(TASK, ended(str(i)))) for i in range(20)]
         await asyncio.sleep(0.05)
-        for one in waiting:
-            one.cancel()
+        for task in waiting:
+            task.cancel()
 
     asyncio.run(scores())
     assert [len(request) for request in worker.requests] == [8]
@@ -143,32 +143,32 @@ def test_without_a_worker_scores_are_missing(worker: LocalWorker, why: str) -> N
     assert all(isinstance(score, Missing) and why in score.why for score in scores.values())
 
 
-def test_a_worker_that_is_stuck_is_not_asked_again() -> None:
+def test_a_stuck_worker_gets_no_more_requests() -> None:
     stuck, other = LocalWorker(silent=True), LocalWorker()
     client = RewardClient([stuck, other], RewardConfig(weights=WEIGHTS, timeout=0.05))
 
     async def scores() -> list[Scores]:
         return [await client.score(TASK, ended(text)) for text in ("one", "two", "three", "four")]
 
-    first, *rest = asyncio.run(scores())
+    first, *later = asyncio.run(scores())
     assert all(isinstance(score, Missing) for score in first.values())
-    assert rest == [dict.fromkeys(WEIGHTS, n) for n in (3, 5, 4)]
+    assert later == [dict.fromkeys(WEIGHTS, n) for n in (3, 5, 4)]
 
 
 # On Ray
 
 
 @pytest.mark.processes
-def test_a_slow_judge_blocks_nobody(workers: list[Any]) -> None:
-    """Not even those whose scores were asked for in the same request."""
+def test_a_slow_judge_does_not_block_other_scores(workers: list[Any]) -> None:
+    """Not even the scores that were requested in the same call."""
     client = RewardClient(workers, settings("length", "slow", concurrency=4))
 
     async def scores() -> tuple[list[Scores], bool]:
         slow = asyncio.create_task(client.score(TASK, ended("never")))
-        others = await asyncio.gather(*(client.score(TASK, ended("x" * n)) for n in range(1, 100)))
+        fast = await asyncio.gather(*(client.score(TASK, ended("x" * n)) for n in range(1, 100)))
         waits = not slow.done()
         slow.cancel()
-        return others, waits
+        return fast, waits
 
     assert asyncio.run(scores()) == ([{"length": n, "slow": 1.0} for n in range(1, 100)], True)
 
@@ -176,24 +176,24 @@ def test_a_slow_judge_blocks_nobody(workers: list[Any]) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("for_good", [False, True])
 def test_the_work_of_a_worker_that_dies_is_done_elsewhere(workers: list[Any], for_good: bool) -> None:
-    """One of two is killed with half of the work in its hands: every score arrives, from one that lives."""
+    """One of two workers is killed while it holds half of the work: every score arrives, from the living one."""
     dies = start_actor(TestingWorker, Config(reward=ALL)) if for_good else workers[0]
     doomed, other = ray.get([worker.pid.remote() for worker in (dies, workers[1])], timeout=60)
     client = RewardClient([dies, workers[1]], settings("process", concurrency=4))
 
     async def scores() -> list[Scores]:
-        asked = [asyncio.create_task(client.score(TASK, ended(str(i)))) for i in range(80)]
-        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        tasks = [asyncio.create_task(client.score(TASK, ended(str(i)))) for i in range(80)]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if for_good:
             ray.kill(dies)
         else:
             os.kill(doomed, signal.SIGKILL)
-        return await asyncio.gather(*asked)
+        return await asyncio.gather(*tasks)
 
-    made = Counter(score for scores in asyncio.run(scores()) for score in scores.values())
-    assert made.total() == 80
-    assert not any(isinstance(score, Missing) for score in made)
-    assert made[doomed] < 40 < made[other]
+    counts = Counter(score for scores in asyncio.run(scores()) for score in scores.values())
+    assert counts.total() == 80
+    assert not any(isinstance(score, Missing) for score in counts)
+    assert counts[doomed] < 40 < counts[other]
 
 
 @pytest.mark.processes
@@ -207,7 +207,7 @@ def test_a_worker_that_ray_starts_again_is_waited_for(workers: list[Any]) -> Non
 
 
 @pytest.mark.processes
-def test_a_worker_that_stood_still_is_asked_again_once_it_goes_on(workers: list[Any]) -> None:
+def test_a_paused_worker_gets_requests_again_once_it_resumes(workers: list[Any]) -> None:
     client = RewardClient(workers, settings("process", timeout=1.0))
     still, other = ray.get([worker.pid.remote() for worker in workers])
 
@@ -228,7 +228,7 @@ def test_a_worker_that_stood_still_is_asked_again_once_it_goes_on(workers: list[
 
 @pytest.mark.processes
 def test_a_spent_budget_reaches_the_trainer(session: None, stand_ins: None) -> None:
-    """From the RewardWorker through the ConversationWorker: it is not a failure of one task."""
+    """From the RewardWorker through the ConversationWorker; it does not count as a failure of one task."""
     config = settings("length", "broke")
     scorer = start_actor(TestingWorker, Config(reward=config), name="scores-broke")
     asker = start_actor(Asker, ["scores-broke"], config)

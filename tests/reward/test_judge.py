@@ -25,7 +25,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def judge(client: LlmClient, *replies: Reply, **options: Any) -> tuple[Any, list[dict[str, Any]]]:
-    """What a judge says to "Good?", and the requests that came in."""
+    """The judge's answer to "Good?", and the requests that arrived."""
 
     async def run() -> tuple[Any, list[dict[str, Any]]]:
         async with Endpoint(*replies) as endpoint:
@@ -55,8 +55,8 @@ def test_an_outage_is_missing_with_its_reason_and_no_score(reply: Reply) -> None
 def test_judgements_are_kept(tmp_path: Path) -> None:
     async def run() -> list[Any]:
         async with Endpoint(says({"score": 0.1}), says({"score": 0.2})) as endpoint:
-            asked = Judge(LlmClient(cache=Cache(tmp_path)), endpoint.config())
-            return [await asked.ask(question, SCORE) for question in ("Good?", "Better?", "Good?")]
+            cached = Judge(LlmClient(cache=Cache(tmp_path)), endpoint.config())
+            return [await cached.ask(question, SCORE) for question in ("Good?", "Better?", "Good?")]
 
     assert asyncio.run(run()) == [{"score": 0.1}, {"score": 0.2}, {"score": 0.1}]
 
@@ -73,8 +73,8 @@ def test_a_spent_budget_is_not_a_missing_score() -> None:
         judge(LlmClient(Spent()), says({"score": 0}))
 
 
-def test_an_endpoint_that_is_away_is_asked_again_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More often than it may fail: while nobody listens nothing is asked, and nothing fails."""
+def test_an_unreachable_endpoint_is_retried_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More often than `attempts` allows: refused connections do not count as attempts."""
     monkeypatch.setattr(clients, "_FIRST_PAUSE", 0.2)
     monkeypatch.setattr(clients, "_LONGEST_PAUSE", 0.4)
 
@@ -82,10 +82,10 @@ def test_an_endpoint_that_is_away_is_asked_again_until_the_deadline(monkeypatch:
         async with Endpoint(says({"score": 1})) as before:
             lasting, short = (Judge(LlmClient(), before.config(attempts=1, deadline=s)) for s in (60.0, 2.0))
             await lasting.ask("Do you know LiteLLM by now?", SCORE)
-        asked = [asyncio.create_task(lasting.ask(f"Good, {i}?", SCORE)) for i in range(8)]
+        pending = [asyncio.create_task(lasting.ask(f"Good, {i}?", SCORE)) for i in range(8)]
         gave_up = await short.ask("Good?", SCORE)
         async with Endpoint(says({"score": 1}), port=before.port):
-            return await asyncio.gather(*asked), gave_up
+            return await asyncio.gather(*pending), gave_up
 
     scores, gave_up = asyncio.run(run())
     assert scores == [{"score": 1.0}] * 8

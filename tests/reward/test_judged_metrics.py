@@ -58,11 +58,11 @@ def test_the_judges_answer_is_the_score(
 
 
 @pytest.mark.parametrize(("name", "settings", "answer", "expected"), CASES)
-def test_an_answer_out_of_form_is_asked_again_and_a_refusal_is_missing(
+def test_a_malformed_answer_is_retried_and_a_refusal_is_missing(
     name: str, settings: dict[str, Any], answer: dict[str, Any], expected: float
 ) -> None:
-    bad = json.dumps({field: 77 for field in answer})  # out of range, and a number where text is due
-    again = Endpoint(says(bad), says(answer))
-    assert judged(again, name, settings) == pytest.approx(expected)
-    assert len(again.requests) == 2
+    bad = json.dumps({field: 77 for field in answer})  # out of range, and a number in place of text
+    endpoint = Endpoint(says(bad), says(answer))
+    assert judged(endpoint, name, settings) == pytest.approx(expected)
+    assert len(endpoint.requests) == 2
     assert isinstance(judged(Endpoint(fails(401)), name, settings), Missing)

@@ -25,7 +25,7 @@ def checker() -> Iterator[Checker]:
 
 
 def end(checker: Checker) -> int:
-    """The exit code of its child, whose input has ended, as it does with the process that started it."""
+    """The exit code of its child after the child's input is closed, as happens when the parent process ends."""
     assert checker._child is not None
     checker._child.communicate()
     return checker._child.returncode
@@ -46,7 +46,7 @@ def test_it_gives_up_before_that() -> None:
     end(patient)
 
 
-def test_what_is_undecided_is_told_from_what_is_different(checker: Checker) -> None:
+def test_undecided_is_distinguished_from_different(checker: Checker) -> None:
     assert checker.compare("18", "19 apples") is Verdict.DIFFERENT
     assert checker.compare("18", "How many do you have?") is Verdict.NO_ANSWER
     assert checker.compare("Paris", "18") is Verdict.NO_TRUTH
@@ -55,7 +55,7 @@ def test_what_is_undecided_is_told_from_what_is_different(checker: Checker) -> N
 
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[str]]:
-    """The processes that checkers start."""
+    """Child processes that checkers start."""
     started: list[subprocess.Popen[str]] = []
     start = subprocess.Popen
 

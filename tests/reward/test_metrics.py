@@ -1,4 +1,4 @@
-"""The metrics by their names, and what is checked before a run."""
+"""Metrics by name, and the checks before a run."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def test_a_question_mark_is_asking() -> None:
 
 def test_turn_rewards_are_summed_up_from_the_trained_turn_on() -> None:
     about_it = about("5")
-    given = play(about_it, "one").add_reward(0.5).add_messages([Message("user", "so?")], ())
+    earlier = play(about_it, "one").add_reward(0.5).add_messages([Message("user", "so?")], ())
     later = play(about_it, "one", "so?", "two")
     assert score("turn_rewards", about_it, later) == 0.0
-    both = Conversation(given.messages, (1,), later.turns, (0.5, -0.25))
+    both = Conversation(earlier.messages, (1,), later.turns, (0.5, -0.25))
     assert score("turn_rewards", about_it, both) == 0.25
 
 
 def test_every_name_is_that_of_a_metric() -> None:
     for name in metrics.METRICS:
-        found = metrics.find_metric(name)
-        assert issubclass(found, metrics.Metric)
-        assert asyncio.iscoroutinefunction(found.score) and found.score is not metrics.Metric.score
+        metric_class = metrics.find_metric(name)
+        assert issubclass(metric_class, metrics.Metric)
+        assert asyncio.iscoroutinefunction(metric_class.score) and metric_class.score is not metrics.Metric.score
 
 
 def test_a_name_that_no_metric_has_is_refused_with_the_nearest() -> None:
@@ -43,7 +43,7 @@ def test_a_name_that_no_metric_has_is_refused_with_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "said"),
+    ("name", "settings", "message"),
     [
         ("token_amount", {"count": "bytes"}, "count=bytes: choose one of policy, cl100k, seen, words"),
         ("interactivity", {"rubric": "whole"}, "rubric=whole: choose one of holistic, parts"),
@@ -54,10 +54,10 @@ def test_a_name_that_no_metric_has_is_refused_with_the_nearest() -> None:
         ("reward_model", {}, "give the address of an SGLang server"),
     ],
 )
-def test_a_setting_that_cannot_work_is_refused_by_name(name: str, settings: dict[str, object], said: str) -> None:
+def test_a_setting_that_cannot_work_is_refused_by_name(name: str, settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError) as refused:
         metrics.split(name, settings)
-    assert re.match(rf"reward\.metrics\.{name}[.:]", str(refused.value)) and said in str(refused.value)
+    assert re.match(rf"reward\.metrics\.{name}[.:]", str(refused.value)) and message in str(refused.value)
 
 
 def test_metrics_that_need_a_judge_say_so() -> None:

@@ -1,4 +1,4 @@
-"""The published formulas of the reward, each against values worked out by hand."""
+"""The published reward formulas, each against values worked out by hand."""
 
 from __future__ import annotations
 

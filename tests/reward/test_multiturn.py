@@ -88,11 +88,11 @@ def test_a_task_without_any_weighted_metric_has_no_reward() -> None:
 
 def group(*rewards: tuple[Score, bool]) -> list[Rollout]:
     """Rollouts with a reward each, and whether they are malformed."""
-    made = []
+    rollouts = []
     for value, malformed in rewards:
         start = Conversation((), ()).end(Ending.MALFORMED if malformed else Ending.USER_DONE)
-        made.append(Rollout(start, (Future(start, {}),), Reward(value)))
-    return made
+        rollouts.append(Rollout(start, (Future(start, {}),), Reward(value)))
+    return rollouts
 
 
 @pytest.mark.parametrize(

@@ -112,9 +112,12 @@ def test_tests_may_be_asserts() -> None:
 def test_tests_may_be_unittest_cases_and_those_of_the_reply_do_not_count() -> None:
     case = "import unittest\nclass {}(unittest.TestCase):\n    def test_it(self):\n        self.assertEqual({}, {})\n"
     tests = {"tests": case.format("TestTwice", "twice(2)", 4) + "\nif __name__ == '__main__':\n    unittest.main()\n"}
-    own = CODE + case.format("TestOwn", 1, 2)
-    assert score(tests, reply(CODE), reply("twice = abs\n"), reply(own)) == [1.0, 0.0, 1.0]
-    assert score({"tests": "assert twice(2) == 4"}, reply(own), reply(own + "twice = abs\n")) == [1.0, 0.0]
+    with_tests = CODE + case.format("TestOwn", 1, 2)
+    assert score(tests, reply(CODE), reply("twice = abs\n"), reply(with_tests)) == [1.0, 0.0, 1.0]
+    assert score({"tests": "assert twice(2) == 4"}, reply(with_tests), reply(with_tests + "twice = abs\n")) == [
+        1.0,
+        0.0,
+    ]
 
 
 BIG_CODE = {  # BigCodeBench's form; its solution may be a whole program as well
@@ -235,7 +238,7 @@ def test_what_a_reply_replaces_does_not_run_its_unittest_cases(code: str) -> Non
 
 @pytest.mark.processes
 def test_a_reply_may_use_unittest_itself() -> None:
-    """Tests find a unittest whose parts belong together, whatever the reply has loaded of its own."""
+    """Tests use a consistent unittest, whatever parts of it the reply has loaded."""
     uses = "import unittest.mock\nfrom unittest import IsolatedAsyncioTestCase, TestCase\n"
     tests = BIG_CODE["test"].replace(
         "from unittest.mock import patch", "import unittest.mock\npatch = unittest.mock.patch"
@@ -275,7 +278,7 @@ def test_a_sandbox_that_fails_is_missing_and_no_zero(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.processes
-def test_so_many_programs_run_at_once_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_programs_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     running, most = 0, 0
 
     async def run(program: sandbox.Program, limits: sandbox.Limits, container: Sequence[str]) -> sandbox.Result:
@@ -338,7 +341,7 @@ def problems(dataset: Callable[[str], Path]) -> list[dict[str, Any]]:
 
 
 def failing(problems: Sequence[Mapping[str, Any]], replies: Sequence[str]) -> list[str]:
-    """Which problems of HumanEval do not score 1, given a reply to each."""
+    """Problems of HumanEval that do not score 1 for the replies."""
 
     async def scores() -> list[Score | None]:
         pass_rate = metric()

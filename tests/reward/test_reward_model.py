@@ -1,4 +1,4 @@
-"""The client of a reward model against an HTTP server that fails as told, and the metric against the real SGLang."""
+"""The client of a reward model against an HTTP server with scripted faults, and the metric against real SGLang."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ TOKENS = {"tokens": [1, 2, 3]}
 
 
 class Server:
-    """Answers (status, body) one after the other, the last one for ever; keeps what it was asked."""
+    """Returns `answers` (status, body) one after the other and repeats the last; records the requests."""
 
     played = PLAYED
     tape: Tape | None = None
 
     def __init__(self, *answers: tuple[int, Any]) -> None:
         self.answers = list(answers)
-        self.asked: list[tuple[str, Any, str | None]] = []
+        self.requests: list[tuple[str, Any, str | None]] = []
 
     async def answer(self, request: web.Request) -> web.Response:
-        self.asked.append((request.path, await request.json(), request.headers.get("Authorization")))
-        status, body = self.answers[min(len(self.asked), len(self.answers)) - 1]
+        self.requests.append((request.path, await request.json(), request.headers.get("Authorization")))
+        status, body = self.answers[min(len(self.requests), len(self.answers)) - 1]
         return web.json_response(body, status=status)
 
     def score(self) -> Score | None:
@@ -76,43 +76,43 @@ def test_the_whole_conversation_is_rendered_by_the_server_and_scored() -> None:
     assert server.score() == -1.5
     messages = [message.as_dict() for message in PLAYED.messages]
     key = "Bearer a-key-of-the-test"
-    assert server.asked == [
+    assert server.requests == [
         ("/v1/tokenize", {"messages": messages, "add_generation_prompt": False}, key),
         ("/classify", {"input_ids": [1, 2, 3]}, key),
     ]
 
 
-def test_what_may_pass_is_tried_again() -> None:
+def test_transient_faults_of_the_server_are_retried() -> None:
     server = Server((503, {}), (200, TOKENS), (429, {}), (500, {}), (200, {"embedding": [0.25]}))
     assert server.score() == 0.25
-    assert len(server.asked) == 5
+    assert len(server.requests) == 5
 
 
-def test_what_is_too_long_is_cut_by_turns_from_the_front() -> None:
-    """One turn after the other, the system message kept, until it fits; the last turn alone is not cut."""
+def test_overlong_conversations_lose_their_first_turns() -> None:
+    """Drops one turn after another until it fits, but keeps the system message and the last turn."""
     system = Message("system", "be brief")
     turns = [Message(role, f"{role} {number}") for number in range(3) for role in ("user", "assistant", "tool")]
-    said = [system, *turns, Message("assistant", "bye"), Message("user", "thanks")]
+    messages = [system, *turns, Message("assistant", "bye"), Message("user", "thanks")]
     refused = (400, "longer than the model's context length (9 tokens)")
 
     class Long(Server):
-        played = Conversation(tuple(said), (1,))
+        played = Conversation(tuple(messages), (1,))
 
     for times, begin in ((0, 0), (1, 3), (2, 6)):
         server = Long((200, TOKENS), *[refused, (200, TOKENS)] * times, (200, {"embedding": [0.5]}))
         assert server.score() == 0.5
-        shown = server.asked[-2][1]["messages"]
-        assert shown == [message.as_dict() for message in (system, *turns[begin:], *said[-2:])]
+        shown = server.requests[-2][1]["messages"]
+        assert shown == [message.as_dict() for message in (system, *turns[begin:], *messages[-2:])]
         assert server.counters == ({"cut": 1} if times else {})
     server = Long(*[(200, TOKENS), refused] * 3)
-    found = server.score()
-    assert isinstance(found, Missing) and "context length" in found.why
+    result = server.score()
+    assert isinstance(result, Missing) and "context length" in result.why
 
 
 def test_scores_are_recorded_and_replayed_without_a_server(tmp_path: Path) -> None:
-    """That of a cut conversation too, and why there was none."""
+    """Including the score of a cut conversation, and the reason of a missing one."""
     refused = (400, "longer than the model's context length (9 tokens)")
-    for name, answers, wanted, cut in (
+    for name, answers, expected, cut in (
         ("whole", [(200, TOKENS), (200, {"embedding": [0.25]})], 0.25, 0),
         ("cut", [(200, TOKENS), refused, (200, TOKENS), (200, {"embedding": [0.5]})], 0.5, 1),
         ("none", [(200, TOKENS), (200, {"embedding": [0.5, 0.5]})], "the model has 2 outputs", 0),
@@ -121,13 +121,13 @@ def test_scores_are_recorded_and_replayed_without_a_server(tmp_path: Path) -> No
         config.run.dir, config.llm.record = str(tmp_path), str(tmp_path / name)
         server = Server(*answers)
         server.tape = open_tape(config)
-        found = server.score()
-        again = metric("reward_model", url="http://127.0.0.1:9")
+        result = server.score()
+        replayed = metric("reward_model", url="http://127.0.0.1:9")
         config.llm.record, config.llm.replay = None, str(tmp_path / name)
-        again.tape = open_tape(config)
-        assert asyncio.run(again.score(TASK, PLAYED)) == found
-        assert str(wanted) in found.why if isinstance(found, Missing) else found == wanted
-        assert again.counters == server.counters == ({"cut": 1} if cut else {})
+        replayed.tape = open_tape(config)
+        assert asyncio.run(replayed.score(TASK, PLAYED)) == result
+        assert str(expected) in result.why if isinstance(result, Missing) else result == expected
+        assert replayed.counters == server.counters == ({"cut": 1} if cut else {})
 
 
 def test_conversations_are_spread_over_the_servers_and_go_on_where_one_is_gone() -> None:
@@ -165,7 +165,7 @@ def test_conversations_are_spread_over_the_servers_and_go_on_where_one_is_gone()
         ({"model": "m", "replicas": 0}, "reward.metrics.reward_model.replicas=0: must be at least 1"),
     ],
 )
-def test_settings_that_cannot_be(settings: dict[str, Any], why: str) -> None:
+def test_impossible_settings_are_refused(settings: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(why)):
         metrics.split("reward_model", settings)
 
@@ -183,16 +183,16 @@ def test_settings_that_cannot_be(settings: dict[str, Any], why: str) -> None:
         ([(200, [])], "is it SGLang?", 1),
     ],
 )
-def test_what_does_not_pass_is_missing_with_the_reason(answers: list[Any], why: str, requests: int) -> None:
+def test_permanent_faults_are_missing_with_the_reason(answers: list[Any], why: str, requests: int) -> None:
     server = Server(*answers)
-    found = server.score()
-    assert isinstance(found, Missing) and why in found.why
-    assert len(server.asked) == requests
+    result = server.score()
+    assert isinstance(result, Missing) and why in result.why
+    assert len(server.requests) == requests
 
 
-def test_a_server_that_is_not_there_is_missing() -> None:
-    found = score("reward_model", TASK, PLAYED, url="http://127.0.0.1:9")
-    assert isinstance(found, Missing) and "127.0.0.1:9" in found.why
+def test_an_unreachable_server_is_missing() -> None:
+    result = score("reward_model", TASK, PLAYED, url="http://127.0.0.1:9")
+    assert isinstance(result, Missing) and "127.0.0.1:9" in result.why
 
 
 def test_a_server_that_hangs_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,8 +202,8 @@ def test_a_server_that_hangs_is_missing(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(reward_model, "TIMEOUT", 0.05)
     monkeypatch.setattr(Server, "answer", hang)
-    found = Server().score()
-    assert isinstance(found, Missing) and "no answer within 0.05 s" in found.why
+    result = Server().score()
+    assert isinstance(result, Missing) and "no answer within 0.05 s" in result.why
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +224,7 @@ def server(folder: Path) -> Iterator[SGLangServer]:
 def test_sglang_scores_as_transformers_does(
     server: SGLangServer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole conversations, short and long, with a system message and tools; all at once and on their own."""
+    """Whole conversations, short and long, with a system message and tools; concurrently and one by one."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     monkeypatch.setenv(KEY_VARIABLE, server.api_key)
@@ -256,11 +256,11 @@ def test_sglang_scores_as_transformers_does(
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_what_sglang_refuses_is_missing(server: SGLangServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_of_sglang_is_missing(server: SGLangServer, monkeypatch: pytest.MonkeyPatch) -> None:
     too_long = play(TASK, "word " * 5000)
     monkeypatch.setenv(KEY_VARIABLE, server.api_key)
-    found = score("reward_model", TASK, too_long, url=server.url)
-    assert isinstance(found, Missing) and "context length" in found.why
+    result = score("reward_model", TASK, too_long, url=server.url)
+    assert isinstance(result, Missing) and "context length" in result.why
     monkeypatch.setenv(KEY_VARIABLE, "another")
-    found = score("reward_model", TASK, PLAYED, url=server.url)
-    assert isinstance(found, Missing) and "status 401" in found.why
+    result = score("reward_model", TASK, PLAYED, url=server.url)
+    assert isinstance(result, Missing) and "status 401" in result.why

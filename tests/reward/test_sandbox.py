@@ -1,4 +1,4 @@
-"""What untrusted code might do to the machine, tried: each is scored as failed, contained, and harms nobody."""
+"""Hostile programs against the sandbox: each scores as failed, stays contained and harms nothing outside."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_packages_of_the_interpreter_are_there_and_the_project_is_not() -> N
     assert "No module named 'megatron_collab" in result.output
 
 
-def test_an_exception_is_told() -> None:
+def test_an_exception_is_reported() -> None:
     result = run("raise ValueError('odd')")
     assert (result.passed, result.why) == (False, "exit 1")
     assert result.output.endswith("ValueError: odd\n")
@@ -89,15 +89,15 @@ def test_waiting_for_ever_ends() -> None:
 
 
 def test_files_are_limited_in_size_and_together() -> None:
-    one = "open('x', 'wb').write(bytes(2 << 20))"
+    large = "open('x', 'wb').write(bytes(2 << 20))"
     many = "for i in range(100):\n    open(str(i), 'wb').write(bytes(1 << 20))"
     limits = Limits(file=1 << 20, disk=10 << 20)
-    assert "File too large" in run(one, limits).output
+    assert "File too large" in run(large, limits).output
     assert "No space left on device" in run(many, limits).output
     assert run("open('x', 'wb').write(bytes(1 << 20))", limits).passed
 
 
-def test_its_folder_is_empty_and_its_own() -> None:
+def test_a_program_starts_in_an_empty_private_folder() -> None:
     name = secrets.token_hex(8)
     source = f"import os\nassert os.listdir() == []\nopen('{name}', 'w').write('1')\nassert os.listdir() == ['{name}']"
     assert [run(source).passed for _ in range(2)] == [True, True]

@@ -1,4 +1,4 @@
-"""Memory of code in the sandbox: every way to take some is counted for it, or refused."""
+"""Memory of code in the sandbox: every way to allocate some is counted or refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_memory_that_no_limit_counts_is_refused(call: str) -> None:
 
 
 def test_shared_memory_without_a_file_is_refused() -> None:
-    """Pages of it that a process lets go of are still there, and of nobody: 650 MB under a limit of 200 MB."""
+    """Its pages outlive a process that unmaps them, and no process is charged: 650 MB under a limit of 200 MB."""
     result = run("import mmap\nkept = mmap.mmap(-1, 650 << 20)\nkept.madvise(mmap.MADV_DONTNEED)\n", SMALL)
     assert "PermissionError" in result.output
     assert "FileNotFoundError" in run("open('/dev/zero', 'r+b')").output
@@ -86,9 +86,9 @@ def test_buffers_of_sockets_count() -> None:
 
 
 def group(folder: Path, monkeypatch: pytest.MonkeyPatch, controllers: str) -> Path:
-    """A hierarchy of control groups in which we are in /mine, made of files."""
+    """A hierarchy of control groups, made of files, with this process in /mine."""
     (folder / "own").write_text("1:cpu:/\n0::/mine\n")
-    monkeypatch.setattr(memory, "OWN", folder / "own")
+    monkeypatch.setattr(memory, "CGROUP", folder / "own")
     mine = folder / "hierarchy" / "mine"
     mine.mkdir(parents=True)
     for above in (mine, mine.parent):
@@ -109,26 +109,26 @@ def group(folder: Path, monkeypatch: pytest.MonkeyPatch, controllers: str) -> Pa
 
 def test_a_control_group_counts_where_memory_is_delegated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = group(tmp_path, monkeypatch, "cpu memory\n")
-    made = memory.Memory({"memory": 1000, "disk": 24}, tmp_path / "hierarchy")
-    (found,) = mine.glob("sandbox-*")
-    assert ((found / "memory.max").read_text(), (found / "memory.swap.max").read_text()) == ("1024", "0")
-    assert not made.exceeded()
-    made.enter()
-    assert (found / "cgroup.procs").read_text() == "0ax\n"  # written over "max"
-    (found / "memory.events").write_text("low 0\noom 1\noom_kill 1\n")
-    assert made.exceeded()
+    limit = memory.Memory({"memory": 1000, "disk": 24}, tmp_path / "hierarchy")
+    (folder,) = mine.glob("sandbox-*")
+    assert ((folder / "memory.max").read_text(), (folder / "memory.swap.max").read_text()) == ("1024", "0")
+    assert not limit.exceeded()
+    limit.enter()
+    assert (folder / "cgroup.procs").read_text() == "0ax\n"  # written over "max"
+    (folder / "memory.events").write_text("low 0\noom 1\noom_kill 1\n")
+    assert limit.exceeded()
 
 
 def test_where_memory_is_not_delegated_processes_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = group(tmp_path, monkeypatch, "cpu\n")
-    made = memory.Memory({"memory": 1, "disk": 24}, tmp_path / "hierarchy")
+    limit = memory.Memory({"memory": 1, "disk": 24}, tmp_path / "hierarchy")
     assert [*mine.glob("sandbox-*")] == []
     if (alone := os.fork()) == 0:  # other tests may have processes of their own below this one
-        before = made.exceeded()
+        before = limit.exceeded()
         child = os.fork()
         if child == 0:
             os.read(os.pipe()[0], 1)
-        counted = made.exceeded()
+        counted = limit.exceeded()
         os.kill(child, 9)
         os._exit((before, counted) != (False, True))
     assert os.waitstatus_to_exitcode(os.waitpid(alone, 0)[1]) == 0

@@ -1,4 +1,4 @@
-"""What code in the sandbox may not reach: keys, the network, other processes, rights, and system calls without need."""
+"""Out of reach in the sandbox: keys, the network, other processes, privileges, and unnecessary system calls."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_a_key_in_the_environment_cannot_be_read() -> None:
     """
     environment = os.environ | {"OPENAI_API_KEY": "sk-secret"}
     command = [sys.executable, "-c", unindented(code)]
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    outside, inside = said.split("sandbox ")
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    outside, inside = output.split("sandbox ")
     assert "sk-secret" in outside  # there is something to steal
     assert "sk-secret" not in inside
     assert "passed=False" in inside
@@ -55,7 +55,7 @@ def test_no_socket_can_be_opened() -> None:
 
 
 def test_without_its_filter_the_network_is_empty_all_the_same(tmp_path: Path) -> None:
-    """Two walls: with `socket` allowed, nothing is reached from the network namespace."""
+    """Second barrier: even with `socket` allowed, nothing is reachable from the network namespace."""
     more = '**{"socket": 41, "connect": 42, '
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -66,7 +66,7 @@ def test_without_its_filter_the_network_is_empty_all_the_same(tmp_path: Path) ->
 
 
 def test_leaving_before_the_launcher_looks_is_a_failure_of_the_program(tmp_path: Path) -> None:
-    """Were it taken for one of the sandbox, a policy could turn a 0 into a missing score."""
+    """If it counted as a failure of the sandbox, a policy could turn a 0 into a missing score."""
     with changed(tmp_path, "launcher.py", "    why, tail = watch(", "    time.sleep(0.5)\n    why, tail = watch("):
         assert run("import os\nos._exit(0)") == Result(False, "exit 0", "")
 
@@ -113,8 +113,8 @@ def test_a_system_call_that_is_not_listed_is_refused(number: int) -> None:
     assert run(source + "assert ctypes.get_errno() == 1, ctypes.get_errno()").passed
 
 
-def test_a_system_call_newer_than_the_list_is_not_there() -> None:
-    """Else the C library would take the refusal for an answer, and not fall back to an older one."""
+def test_a_system_call_newer_than_the_list_does_not_exist() -> None:
+    """Otherwise the C library would take the refusal as final and not fall back to an older call."""
     source = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nassert libc.syscall(452, 0, 0, 0, 0) == -1\n"
     assert run(source + "assert ctypes.get_errno() == 38, ctypes.get_errno()").passed
 
@@ -159,14 +159,14 @@ def test_what_honest_programs_need_is_allowed() -> None:
     assert run(unindented(source)) == Result(True, "", "\n")
 
 
-def test_it_leaves_the_trainer_its_processors() -> None:
-    own = sorted(os.sched_getaffinity(0))
+def test_a_program_leaves_processors_to_the_trainer() -> None:
+    processors = sorted(os.sched_getaffinity(0))
     mine = os.getpriority(os.PRIO_PROCESS, 0)
     source = f"""
         import os
-        assert sorted(os.sched_getaffinity(0)) == {own[len(own) // 2 :]}
+        assert sorted(os.sched_getaffinity(0)) == {processors[len(processors) // 2 :]}
         assert os.getpriority(os.PRIO_PROCESS, 0) == {min(19, mine + 10)}
-        for act in (lambda: os.sched_setaffinity(0, {set(own)}), lambda: os.setpriority(os.PRIO_PROCESS, 0, 0)):
+        for act in (lambda: os.sched_setaffinity(0, {set(processors)}), lambda: os.setpriority(os.PRIO_PROCESS, 0, 0)):
             try:
                 act()
             except PermissionError:

@@ -1,4 +1,4 @@
-"""How the sandbox isolates: as root and as another user; by namespaces, bubblewrap or a container, or not at all."""
+"""How the sandbox isolates: as root or another user; with namespaces, bubblewrap or a container, or not at all."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ exec setpriv --reuid 12345 --regid 12345 --clear-groups "$PYTHON" -c "$CODE"
 
 
 def as_an_ordinary_user(code: str, folder: Path) -> str:
-    """What a program of ours prints; where we are root, run by another user, who sees the interpreter and the project
-    even in folders of root's."""
+    """Output of a program of the project; if this process is root, another user runs it, who sees the interpreter and
+    the project even in root's folders."""
     command = [sys.executable, "-c", code]
     if os.geteuid() == 0:
         folders = [str(PROJECT), sys.prefix, sys.base_prefix]
@@ -56,7 +56,7 @@ from megatron_collab.reward import sandbox
 from megatron_collab.reward.metrics.pass_rate import program
 from tests.reward.attacks import ATTACKS, FORMS, RIGHT
 way = sandbox._candidates(())["bubblewrap"]
-assert asyncio.run(sandbox._tried(way)) is None
+assert asyncio.run(sandbox._trial_failure(way)) is None
 for name in [*NAMES, None]:
     code = ATTACKS[name] if name else RIGHT
     result = asyncio.run(sandbox._launch(way, program(code, FORMS["check"]), sandbox.Limits(cpu=2, wall=10.0)))
@@ -69,10 +69,10 @@ REACHING = [name for name in ATTACKS if any(word in name for word in ("kill", "s
 @bubblewrap
 def test_bubblewrap_isolates_root_and_another_user(tmp_path: Path) -> None:
     code = IN_BUBBLEWRAP.replace("NAMES", repr(REACHING))
-    told = "".join(f"{name} False\n" for name in REACHING) + "None True\n"
+    expected = "".join(f"{name} False\n" for name in REACHING) + "None True\n"
     assert len(REACHING) > 8
-    assert as_an_ordinary_user(code, tmp_path) == told
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT).stdout == told
+    assert as_an_ordinary_user(code, tmp_path) == expected
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT).stdout == expected
 
 
 @bubblewrap
@@ -89,14 +89,14 @@ def test_bubblewrap_is_taken_where_namespaces_fail(monkeypatch: pytest.MonkeyPat
 @pytest.mark.skipif(not shutil.which("python3.11", path="/usr/bin"), reason="there is no Python 3.11 in /usr/bin")
 def test_a_command_may_start_a_container() -> None:
     """Such as podman run --rm -i --network=none IMAGE; here bubblewrap, with a root like that of an image."""
-    isolated = [word for word in sandbox._wrapped("bwrap") if "unshare" in word]
-    rights = [word for right in sandbox._LAUNCHERS_RIGHTS for word in ("--cap-add", right)] if os.geteuid() == 0 else []
+    isolated = [word for word in sandbox._bubblewrap_command("bwrap") if "unshare" in word]
+    rights = [word for right in sandbox._CAPABILITIES for word in ("--cap-add", right)] if os.geteuid() == 0 else []
     words = "--die-with-parent --ro-bind / / --dev-bind /dev/null /dev/null --perms 1777 --tmpfs /tmp --proc /proc"
     container = ["bwrap", *isolated, *words.split(), "--cap-drop", "ALL", *rights, "--setenv", "PATH", "/usr/bin:/bin"]
     assert sandbox.unavailable(container) is None
     for code, passed in ((RIGHT, True), (ATTACKS["builtins.exec"], False)):
-        found = asyncio.run(sandbox.run(Program({"solution": code}, FORMS["asserts"]["tests"]), Limits(), container))
-        assert found.passed == passed, found
+        result = asyncio.run(sandbox.run(Program({"solution": code}, FORMS["asserts"]["tests"]), Limits(), container))
+        assert result.passed == passed, result
 
 
 @pytest.mark.parametrize("command", [["false"], ["no-such-command"], ["sh", "-c", 'exec "$@"', "sh"]])
@@ -106,7 +106,7 @@ def test_a_command_that_starts_no_container_is_refused(command: list[str]) -> No
 
 @pytest.mark.parametrize("count", ["user", "pid", "net", "mnt"])
 def test_a_machine_without_namespaces_says_so_in_one_line_and_runs_nothing(count: str, tmp_path: Path) -> None:
-    """In a user namespace whose own limit on further namespaces is 0."""
+    """In a user namespace with a limit of 0 further namespaces."""
     code = (
         "import asyncio, sys\nfrom megatron_collab.reward import sandbox\nprint(sandbox.unavailable())\n"
         "try:\n    asyncio.run(sandbox.run(sandbox.Program({'x': 'print(1)'}), sandbox.Limits()))\n"
@@ -114,10 +114,10 @@ def test_a_machine_without_namespaces_says_so_in_one_line_and_runs_nothing(count
     )
     script = f'echo 0 > /proc/sys/user/max_{count}_namespaces && exec {sys.executable} -c "$0"'
     command = ["unshare", "--user", "--map-root-user", "sh", "-c", script, code]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PROJECT).stdout.splitlines()
-    assert len(said) == 2
-    assert said[0].startswith("this machine cannot isolate untrusted code (")
+    lines = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PROJECT).stdout.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("this machine cannot isolate untrusted code (")
     for way_out in ("allow user namespaces", "install bubblewrap", "reward.metrics.pass_rate.container"):
-        assert way_out in said[0]
-    assert "kernel.apparmor_restrict_unprivileged_userns=0" in said[0]
-    assert said[1] == "refused"
+        assert way_out in lines[0]
+    assert "kernel.apparmor_restrict_unprivileged_userns=0" in lines[0]
+    assert lines[1] == "refused"

@@ -1,8 +1,8 @@
-"""The rules that read an answer from a conversation, by example, and against a careful reader.
+"""The rules that extract an answer from a conversation, by example and against a careful human reader.
 
 accuracy_cases.jsonl: conversations, each with the question, the task's answer, what policy and user said in turns, and
-the verdict of a careful reader: 1 where the answer that the policy commits itself to last is right. With `judge`, no
-rule reads the answer, as where it is given in words; then the score is the judge's, and without one 0.
+the verdict of a careful reader: 1 if the last answer that the policy commits to is right. With `judge`, no rule
+reads the answer, for example if it is in words; then the score is the judge's, and 0 without one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.reward.metrics.stated_answer import Stated, as_math, stated
+from megatron_collab.reward.metrics.stated_answer import StatedAnswer, as_math, stated_answer
 from tests.reward.fakes import FakeJudge, about, play, score
 
 CASES: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -26,7 +26,7 @@ for line in (Path(__file__).parent / "accuracy_cases.jsonl").read_text().splitli
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", CASES)
 def test_a_careful_reader_agrees(kind: str) -> None:
-    """Without a judge where a rule reads the answer, and with one in every case: then he decides what is not sure."""
+    """Without a judge if a rule reads the answer, and with one in every case; the judge decides unclear cases."""
     for case in CASES[kind]:
         task = about(case["answer"], case["question"])
         played, reader = play(task, *case["said"]), FakeJudge({"thought": "", "accuracy": case["verdict"]})
@@ -35,12 +35,12 @@ def test_a_careful_reader_agrees(kind: str) -> None:
 
 
 @pytest.mark.processes
-def test_the_judge_is_needed_where_the_cases_say_so() -> None:
-    """Else they would be left out of what the rules are measured by."""
+def test_the_judge_is_needed_in_the_marked_cases() -> None:
+    """Otherwise they would be excluded from the evaluation of the rules."""
     cases = [case for kind in CASES.values() for case in kind if case.get("judge")]
     tasks = [(case, about(case["answer"], case["question"])) for case in cases]
-    found = [(score("accuracy", task, play(task, *case["said"])), case["verdict"]) for case, task in tasks]
-    assert sum(given != verdict for given, verdict in found) > len(cases) / 2
+    pairs = [(score("accuracy", task, play(task, *case["said"])), case["verdict"]) for case, task in tasks]
+    assert sum(value != verdict for value, verdict in pairs) > len(cases) / 2
 
 
 CLEAR = [  # the last reply states it
@@ -59,7 +59,7 @@ UNSURE = [
 
 @pytest.mark.parametrize(("reply", "value"), CLEAR + UNSURE)
 def test_what_a_reply_states(reply: str, value: str) -> None:
-    assert stated([reply]) == Stated(value, clear=(reply, value) in CLEAR)
+    assert stated_answer([reply]) == StatedAnswer(value, clear=(reply, value) in CLEAR)
 
 
 @pytest.mark.parametrize(
@@ -67,15 +67,15 @@ def test_what_a_reply_states(reply: str, value: str) -> None:
     ["", "Are there 18 eggs?", "It might be 18.", "It is not 18.", "If he eats 3, 18 are left.", r"Is it \boxed{18}?"],
 )
 def test_what_states_nothing(reply: str) -> None:
-    assert stated([reply]) is None
+    assert stated_answer([reply]) is None
 
 
 def test_an_earlier_reply_counts_unless_it_is_withdrawn() -> None:
-    assert stated(["The answer is 42.", "You're welcome!"]) == Stated("42", False)
-    assert stated(["The answer is 42.", "So it is 48."]) == Stated("48", True)
-    assert stated(["The answer is 42.", "Sorry, that was wrong. Which box is full?"]) is None
-    assert stated([r"\boxed{48} Wait, it is 42."]) == Stated("42", False)
-    assert stated(["It is a common mistake to say 48. The answer is 42."]) == Stated("42", True)
+    assert stated_answer(["The answer is 42.", "You're welcome!"]) == StatedAnswer("42", False)
+    assert stated_answer(["The answer is 42.", "So it is 48."]) == StatedAnswer("48", True)
+    assert stated_answer(["The answer is 42.", "Sorry, that was wrong. Which box is full?"]) is None
+    assert stated_answer([r"\boxed{48} Wait, it is 42."]) == StatedAnswer("42", False)
+    assert stated_answer(["It is a common mistake to say 48. The answer is 42."]) == StatedAnswer("42", True)
 
 
 @pytest.mark.parametrize(

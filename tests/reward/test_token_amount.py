@@ -20,7 +20,7 @@ def test_policy_counts_its_own_token_ids_from_the_trained_turn_on() -> None:
 
 
 def test_words_are_those_of_user_and_assistant_from_the_trained_turn_on() -> None:
-    """Three (without the thought), three and one; the tool's two are no one's."""
+    """Three (without the thought), three and one; the tool's two do not count."""
     with_tool = PLAYED.add_messages([Message("tool", "7 8")], ())
     assert score("token_amount", TASK, with_tool, count="words") == 3 + 3 + 1
 
@@ -49,13 +49,13 @@ def test_seen_counts_what_the_user_reads_and_writes() -> None:
 
 OFFLINE = """
 import socket
-asked = []
+addresses = []
 def refuse(*address, **_):
-    asked.append(address)
+    addresses.append(address)
     raise OSError("no network")
 socket.getaddrinfo = socket.socket.connect = refuse
 from tests.reward.test_token_amount import PLAYED, TASK, score
-print(score("token_amount", TASK, PLAYED, count="cl100k"), asked)
+print(score("token_amount", TASK, PLAYED, count="cl100k"), addresses)
 """
 
 

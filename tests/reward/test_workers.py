@@ -23,11 +23,11 @@ from tests.reward.stand_ins import TASK, WEIGHTS, Process, TestingWorker, ended,
 def score(worker: RewardWorker, *texts: str) -> list[Scores]:
     async def scores() -> list[Scores]:
         jobs = [Job(tuple(worker.metrics), TASK, ended(text)) for text in texts]
-        found: dict[int, Scores] = {}
-        async for some in worker.score(jobs):
-            assert not found.keys() & some.keys()
-            found |= some
-        return [found[index] for index in range(len(jobs))]
+        results: dict[int, Scores] = {}
+        async for batch in worker.score(jobs):
+            assert not results.keys() & batch.keys()
+            results |= batch
+        return [results[index] for index in range(len(jobs))]
 
     return asyncio.run(scores())
 
@@ -81,7 +81,7 @@ def test_a_worker_makes_as_many_scores_at_once_as_it_may(stand_ins: None, monkey
 
 
 def test_a_slow_metric_takes_no_place_from_another(stand_ins: None) -> None:
-    """With one place each, a judge that hangs in one conversation leaves the other metrics of all others alone."""
+    """With one slot per metric, a judge that hangs in one conversation does not block the other metrics."""
     worker = RewardWorker(Config(reward=settings("slow", "process", concurrency=1)))
 
     async def first() -> dict[int, Scores]:
@@ -118,7 +118,7 @@ def test_a_judge_keeps_to_the_limiter_and_remembers(session: None, tmp_path: Pat
 
     async def scores() -> list[Any]:
         stream = worker.score.remote([Job(("judged",), TASK, ended("one"))])
-        return [await some async for some in stream]
+        return [await item async for item in stream]
 
     assert asyncio.run(scores()) == [{0: {"judged": 1.0}}]
     assert list((tmp_path / "llm_cache").iterdir())

@@ -1,4 +1,4 @@
-"""What tests of the collector and of the engine share."""
+"""Fixtures for tests of the collector and of the servers."""
 
 from __future__ import annotations
 

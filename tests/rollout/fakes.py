@@ -21,19 +21,19 @@ STOP = "[[TERMINATE CHAT]]"
 
 
 def config(**rollout: Any) -> Config:
-    """Options for conversations of the fakes; `rollout` sets options of that group, `turn` and `future` budgets."""
-    made = Config(user=UserConfig(attempts=2))
-    made.rollout.context_length = 4096
+    """Options for conversations with the fakes. `rollout` sets rollout.*; `turn` and `future` are token budgets."""
+    options = Config(user=UserConfig(attempts=2))
+    options.rollout.context_length = 4096
     for name in ("turn", "future"):
         if name in rollout:
-            getattr(made.rollout, name).max_new_tokens = rollout.pop(name)
+            getattr(options.rollout, name).max_new_tokens = rollout.pop(name)
     for name, value in rollout.items():
-        setattr(made.rollout, name, value)
-    return made
+        setattr(options.rollout, name, value)
+    return options
 
 
 def encode(text: str) -> tuple[int, ...]:
-    """One token a character; 0 ends a turn."""
+    """One token per character; 0 ends a turn."""
     return tuple(map(ord, text))
 
 
@@ -42,20 +42,20 @@ def decode(ids: tuple[int, ...]) -> str:
 
 
 class CharacterRenderer:
-    """`<role>content`, one token a character."""
+    """Writes `<role>content`, one token per character."""
 
-    thought_end = ord("}")  # for </think>, of which `tokens` makes one too
+    thought_end = ord("}")  # stands for </think>, which `tokens` also makes one token
 
     def first(self, messages: Sequence[Message], thinking: bool | None = None) -> tuple[int, ...]:
         opening = {None: "", True: "<think>", False: "<think></think>"}[thinking]
-        said = "".join(f"<{message.role}>{message.content}" for message in messages)
-        return encode(f"{said}<assistant>{opening}")
+        text = "".join(f"<{message.role}>{message.content}" for message in messages)
+        return encode(f"{text}<assistant>{opening}")
 
     def next(self, messages: Sequence[Message], turn: Sequence[int], thinking: bool | None = None) -> tuple[int, ...]:
         lacking = () if tuple(turn[-1:]) == (END,) else (END,)
         return lacking + self.first(messages, thinking)
 
-    def again(
+    def prompt_without_thoughts(
         self, messages: Sequence[Message], turns: Sequence[Turn], thinking: bool | None = None
     ) -> tuple[int, ...]:
         return self.first(messages, thinking)
@@ -68,7 +68,7 @@ class CharacterRenderer:
 
 
 def routing(stream: Sequence[int], start: int | None, number: int) -> np.ndarray | None:
-    """Experts that say of which position they are and of which request, [R, 2], of those from `start` on."""
+    """Experts that encode (position, number of the request), uint8 [R, 2], for the positions from `start` on."""
     if start is None:
         return None
     return np.array([(position, number) for position in range(start, len(stream) - 1)], np.uint8)
@@ -142,8 +142,8 @@ class FakeUser:
 
     async def reply(self, conversation: Conversation) -> UserReply:
         self.calls.append("reply")
-        said = self._reply(self.goal, conversation.messages)
-        return said if isinstance(said, UserReply) else UserReply(Message("user", said), STOP in said)
+        answer = self._reply(self.goal, conversation.messages)
+        return answer if isinstance(answer, UserReply) else UserReply(Message("user", answer), STOP in answer)
 
     async def finish(self, conversation: Conversation) -> float:
         self.calls.append("finish")
@@ -151,18 +151,18 @@ class FakeUser:
 
 
 class FakeUsers:
-    """Makes a FakeUser a conversation and remembers them by the name of the sample."""
+    """Makes one FakeUser per conversation and keeps them by the name of the sample."""
 
     def __init__(self, reply: Callable[[str, Sequence[Message]], UserReply | str]) -> None:
         self.reply = reply
         self.opens: Callable[[str], str] = "opened by {}".format  # by the name of the sample
-        self.made: dict[str, FakeUser] = {}
+        self.by_sample: dict[str, FakeUser] = {}
         self.config, self.counters = config(), Counter[str]()
 
     def make(self, task: Task, sample: str) -> FakeUser:
-        assert sample not in self.made
-        self.made[sample] = FakeUser(self.reply, task.goal, lambda: self.opens(sample))
-        return self.made[sample]
+        assert sample not in self.by_sample
+        self.by_sample[sample] = FakeUser(self.reply, task.goal, lambda: self.opens(sample))
+        return self.by_sample[sample]
 
     def ended(self, task: Task, conversation: Conversation) -> None:
-        """Nobody counts."""
+        """Counts nothing."""

@@ -1,6 +1,6 @@
-"""Twelve conversations, the same under each published setting, what a judge says of them, and the rewards expected.
+"""Twelve conversations that are the same under each published setting, a judge's scores and the expected rewards.
 
-Four trained turns have three futures each. What is expected is worked out by hand, but for counts of cl100k tokens.
+Four trained turns have three futures each. The expected values are computed by hand, except counts of cl100k tokens.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy
 NAMES = ("verl", "collabllm", "paper")
 BUDGET = 20_000  # characters, which are the fake policy's tokens
 
-# By task: what is said before the trained turn, the trained turn, and what the user and the policy then say by future.
-# Every message of the user is there once, and what the policy answers follows from it.
+# By task: the messages before the trained turn, the trained turn, and by future the later messages of user and policy.
+# Every message of the user is unique and decides what the policy answers.
 BEFORE: dict[str, tuple[str, ...]] = {
     "asked": ("how many apples?", "<think>well</think>in which box?", "mine"),
     "thought": ("how many pears?",),
@@ -58,7 +58,7 @@ FUTURES: dict[str, list[list[str]]] = {
         ["and?", "eighteen", "so", "eighteen figs, as I said"],
     ],
 }
-# By future, what a judge says: accuracy, interactivity, understanding, clarification, suggestion.
+# By future, the judge's scores: accuracy, interactivity, understanding, clarification, suggestion.
 JUDGED: dict[str, list[tuple[float, ...]]] = {
     "asked": [(1, 1, 1, 0.7, 0.4), (0, 0.5, 0.3, 0.3, 0), (0, 0.3, 0.3, 0, 0)],
     "thought": [(1, 0.2, 0.3, 0, 0.3), (1, 0.6, 0.7, 0.3, 0.5), (1, 0.4, 0.6, 0, 0.6)],
@@ -66,14 +66,14 @@ JUDGED: dict[str, list[tuple[float, ...]]] = {
     "long": [(1, 0.3, 0.3, 0, 0.6), (0, 0.2, 0, 0, 0.6), (1, 0.1, 0.3, 0, 0)],
 }
 
-# By preset and task, token_amount of each future, and the reward. Of `cut` under verl there are no futures.
+# By preset and task, token_amount of each future, and the reward. `cut` has no futures under verl.
 #
 # verl: words of both sides from the trained turn on. Of `asked` 4 of it, then 1 + 6 + 3 with the mark of the end,
 #   2 + 8 + 1 + 4, and 1 + 4 + 2 + 4; of `thought` 4 without the thought. The reward is the mean of accuracy, that of
 #   interactivity, which is the mean of three parts, and -1e-4 times that of the words.
 # collabllm: thousands of cl100k tokens of all assistant messages, with the thoughts of the task's. The mean of accuracy
 #   and of interactivity, and -0.5 times that of the tokens, however many.
-# paper: cl100k tokens of what the user reads and writes. The same, with -min(5e-4 * tokens, 1) in each future.
+# paper: cl100k tokens that the user reads and writes. The same, with -min(5e-4 * tokens, 1) in each future.
 GOLDEN: dict[str, dict[str, tuple[list[float], float]]] = {
     "verl": {
         "asked": ([14, 19, 15], 1 / 3 + (0.7 + 0.2 + 0.1) / 3 - 1e-4 * 16),
@@ -97,17 +97,17 @@ GOLDEN: dict[str, dict[str, tuple[list[float], float]]] = {
 
 
 def verdict(prompt: str) -> dict[str, Any]:
-    """What JUDGED says of the conversation in a judge's prompt."""
-    futures = ((task, number, said) for task, futures in FUTURES.items() for number, said in enumerate(futures))
-    ((task, number),) = [(task, number) for task, number, said in futures if f"**User**: {said[0]}\n" in prompt]
+    """The scores in JUDGED of the conversation in a judge's prompt."""
+    futures = ((task, number, texts) for task, futures in FUTURES.items() for number, texts in enumerate(futures))
+    ((task, number),) = [(task, number) for task, number, texts in futures if f"**User**: {texts[0]}\n" in prompt]
     names = ("accuracy", "interactivity", "understanding", "clarification", "suggestion")
     return {"thought": "because", **dict(zip(names, JUDGED[task][number], strict=True))}
 
 
 class Judge:
     async def ask(self, prompt: str, fields: Sequence[Field], **_: Any) -> dict[str, Any]:
-        found = verdict(prompt)
-        return {field.name: found[field.name] for field in fields}
+        scores = verdict(prompt)
+        return {field.name: scores[field.name] for field in fields}
 
 
 class Scores:
@@ -119,15 +119,15 @@ class Scores:
         self.metrics = {name: kind(options, judge) for name, (kind, options) in kinds.items()}
 
     async def score(self, task: Task, conversation: Conversation) -> dict[str, Score]:
-        found = {name: await metric.score(task, conversation) for name, metric in self.metrics.items()}
-        return {name: value for name, value in found.items() if value is not None}
+        scores = {name: await metric.score(task, conversation) for name, metric in self.metrics.items()}
+        return {name: value for name, value in scores.items() if value is not None}
 
 
 class Scripted:
-    """The user of a future, who says what FUTURES has."""
+    """The user of a future: says its messages in FUTURES."""
 
-    def __init__(self, config: Config, said: Sequence[str] = ()) -> None:
-        self.config, self.said, self.counters = config, iter(said), Counter[str]()
+    def __init__(self, config: Config, texts: Sequence[str] = ()) -> None:
+        self.config, self.texts, self.counters = config, iter(texts), Counter[str]()
 
     def make(self, task: Task, sample: str) -> Any:
         return Scripted(self.config, FUTURES[task.id][int(sample.rpartition("/")[2])][::2])
@@ -136,14 +136,14 @@ class Scripted:
         """Nothing to prepare."""
 
     async def reply(self, conversation: Conversation) -> UserReply:
-        said = next(self.said)
-        return UserReply(Message("user", said), STOP in said)
+        text = next(self.texts)
+        return UserReply(Message("user", text), STOP in text)
 
     async def finish(self, conversation: Conversation) -> float:
         return 0.0
 
     def ended(self, task: Task, conversation: Conversation) -> None:
-        """Nobody counts."""
+        """Counts nothing."""
 
 
 def preset(name: str) -> Config:
@@ -154,19 +154,19 @@ def preset(name: str) -> Config:
 
 
 def task_of(name: str, config: Config) -> Task:
-    """With the system message in front that rollout.system_prompt puts there."""
+    """The task, beginning with the system message of rollout.system_prompt."""
     system = read_prompt("rollout.system_prompt", config.rollout.system_prompt, "", ()).render()
-    said = [Message("assistant" if at % 2 else "user", text) for at, text in enumerate(BEFORE[name])]
-    return Task(name, (Message("system", system), *said), f"How many {name}?", "18", "llm")
+    messages = [Message("assistant" if at % 2 else "user", text) for at, text in enumerate(BEFORE[name])]
+    return Task(name, (Message("system", system), *messages), f"How many {name}?", "18", "llm")
 
 
 def play(name: str) -> tuple[list[Group], list[str]]:
-    """A group of one rollout for each task, and the prompts that the policy was given."""
+    """A group of one rollout for each task, and the prompts that the policy received."""
     config, prompts = preset(name), list[str]()
     config.train.rollouts_per_prompt = 1
     answers = {BEFORE[task][-1]: reply for task, reply in TRAINED.items()}
-    for said in (said for futures in FUTURES.values() for said in futures):
-        answers |= dict(zip(said[::2], said[1::2], strict=False))  # the user's last message may end the chat
+    for texts in (texts for futures in FUTURES.values() for texts in futures):
+        answers |= dict(zip(texts[::2], texts[1::2], strict=False))  # the user's last message may end the chat
 
     def reply(prompt: str, seed: int) -> str:
         prompts.append(prompt)

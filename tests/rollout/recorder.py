@@ -1,4 +1,4 @@
-"""SGLang servers in this process: they record what they are told, and die of what SGLang dies of."""
+"""SGLang servers in this process: they record their requests, and end on requests that would end SGLang."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron_collab.runtime.network import bindable
 
 
 class Recorded(SGLangServer):
-    """Writes calls to `events`, which others may write to as well, as "server 0: /path argument"."""
+    """Appends requests to `events`, which may be shared, as "server 0: /path argument"."""
 
     def __init__(self, config: Config, folder: Path, index: int, events: list[str]) -> None:
         self.events = events
-        self.starts = True  # it comes up when it is started again
+        self.starts = True  # whether a restart succeeds
         super().__init__(config, folder / f"{index}.log", index, self._begin)
 
     def _begin(self, config: Config, log: Path, index: int, api_key: str) -> Any:
@@ -37,7 +37,7 @@ class Recorded(SGLangServer):
         self.log.parent.mkdir(exist_ok=True)
         self.log.write_text("out of memory\n")
         self.gone: set[str] = set()
-        self.busy = False  # it has a request that does not end
+        self.busy = False  # a request is running that does not end
         self.paused = self.idle = False
         self.note(f"start {self.generation}")
         if self.starts:
@@ -59,7 +59,7 @@ class Recorded(SGLangServer):
         self.events.append(f"server {self.index}: {event}")
 
     def answer(self, path: str, body: dict[str, Any]) -> int:
-        """What SGLang does with a call, and the status of its answer."""
+        """Handle a request as SGLang does; return the HTTP status."""
         tags = set(body.get("tags", ()))
         path = path.partition("?")[0]
         if path not in ("/health", "/freeze_gc"):
@@ -92,13 +92,13 @@ class Recorded(SGLangServer):
                 self.end_headers()
 
             def do_GET(self) -> None:
-                said = json.dumps({"max_total_num_tokens": 4096} if self.path == "/get_server_info" else {}).encode()
+                reply = json.dumps({"max_total_num_tokens": 4096} if self.path == "/get_server_info" else {}).encode()
                 self.send_response(200)
-                self.send_header("Content-Length", str(len(said)))
+                self.send_header("Content-Length", str(len(reply)))
                 self.end_headers()
-                self.wfile.write(said)
+                self.wfile.write(reply)
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Quiet."""
+                """Print nothing."""
 
         return Handler

@@ -1,4 +1,4 @@
-"""A RolloutManager whose one worker is a function: groups are there at once, or when the test says so."""
+"""A RolloutManager whose only worker is a function: groups are finished at once, or when the test says so."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.helpers import byte_level_tokenizer
 
 TASKS, PROMPTS = 40, 6
 EQUAL, DIFFERENT, LOST = [1.0, 1.0, 1.0], [1.0, 0.0, 1.0], [1.0, Missing("down"), Missing("down")]
-Rewards = Callable[[int], Sequence[Score]]  # of a task
+Rewards = Callable[[int], Sequence[Score]]  # by the number of a task
 
 
 def rollout(value: Score, version: int, ending: Ending = Ending.USER_DONE) -> Rollout:
@@ -63,37 +63,37 @@ class Method:
 
 
 class FakeRay:
-    """Of what is finished, gives first what was asked last."""
+    """Returns finished calls, the latest first."""
 
     idle = 0
 
-    def get(self, asked: Any) -> Any:
-        return [one.value for one in asked] if isinstance(asked, list) else asked.value
+    def get(self, references: Any) -> Any:
+        return [reference.value for reference in references] if isinstance(references, list) else references.value
 
     def wait(
         self, pending: list[Reference], num_returns: int, timeout: float
     ) -> tuple[list[Reference], list[Reference]]:
         assert pending
-        found = [one for one in reversed(pending) if one.finished()][:num_returns]
-        self.idle = 0 if found else self.idle + 1
+        finished = [reference for reference in reversed(pending) if reference.finished()][:num_returns]
+        self.idle = 0 if finished else self.idle + 1
         assert self.idle < 100, "nothing will ever be finished"
-        return found, [one for one in pending if one not in found]
+        return finished, [reference for reference in pending if reference not in finished]
 
 
 class _Workers(Workers):
     def stop(self) -> None:
-        """There is no process."""
+        """There is no process to stop."""
 
 
 class World:
-    """A run of one worker that gives `rewards`, with weights whose version is the step.
+    """A run with one worker whose groups have `rewards`, and weights whose version is the step.
 
-    `played` are streams and their tasks, `calls` how often each was played, `begun` the version that sampled it,
-    `written` the transcripts, `usd` what was spent, `peak` the most groups that were in flight. What is in `slow` is
-    not finished; what is in `broken` ends with errors, the first time, and what is in `unscored` lacks its scores. No
-    server is left from the look number `outage` on, until they are revived, which calls `on_revive`; of those of a
-    reward model none from the look number `scoring_outage` on, until they are waited for. `stats` is what every
-    update measures. `journal`: that of an earlier run in `folder` is kept. `sets`: of what is evaluated, by stream.
+    By stream, `played` has the task, `calls` how often it was played, `begun` the version that sampled it and `sets`
+    its evaluation set. `written` are the transcripts, `usd` is the money spent, `peak` the most groups in flight.
+    Streams in `slow` do not finish; the first time they are played, those in `broken` end with errors and those in
+    `unscored` lack their scores. From look number `outage` on all servers are lost, until they are revived, which calls
+    `on_revive`; from look number `scoring_outage` on those of a reward model, until the run waits for them. `stats` are
+    the metrics of every update. `journal`: keep the journal of an earlier run in `folder`.
     """
 
     def __init__(
@@ -152,24 +152,24 @@ class World:
         self.evaluations = Evaluations(folder, 0, config.train.steps)
         run: Any = SimpleNamespace(
             transcripts=lambda step, groups: self.written.extend(groups),
-            evaluation_due=lambda one, step: self.evaluations.due(one, step, config.train.eval_every),
+            evaluation_due=lambda set_name, step: self.evaluations.due(set_name, step, config.train.eval_every),
             evaluation=self._record,
         )
         self.manager = RolloutManager(config, servers, weights, run, state or {})
 
     def next(self, step: int) -> Batch:
-        """The batch of a step, which is learned."""
+        """Collect the batch of a step and train on it."""
         self.version = step
         batch = self.manager.collect(step)
         self.manager.learned(self.stats)
         return batch
 
     def lose_servers(self) -> None:
-        """There was a time when no server was left."""
+        """Lose all servers for some time."""
         self._gone = True
 
     def trained(self, batch: Batch) -> list[int]:
-        """The tasks of a batch, in its order."""
+        """The tasks of a batch, in order."""
         return [int(credit.peers.split("/")[1]) for sample in batch.samples[::3] for credit in sample.credits]
 
     def group(self, task: Task, stream: str) -> Group:
@@ -180,17 +180,19 @@ class World:
             rewards = [Missing("no server of the reward model")] * len(rewards)
         return Group(task, tuple(rollout(value, self.version, ending) for value in rewards))
 
-    def _play(self, task: Task, stream: str, one: EvaluationSet | None = None) -> Reference:
+    def _play(self, task: Task, stream: str, eval_set: EvaluationSet | None = None) -> Reference:
         self.calls[stream] += 1
         assert self.calls[stream] <= 1 + (stream in self.broken | self.unscored)
         self.played[stream] = int(task.id)
         self.begun[stream] = self.version
-        self.sets[stream] = one
+        self.sets[stream] = eval_set
         self.peak = max(self.peak, len(self.played) - len(self.written))
         return Reference(self.group(task, stream), lambda: stream not in self.slow)
 
-    def _record(self, name: str, one: str, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
-        self.evaluations.records[name] = {"step": step, "set": one, **metrics}
+    def _record(
+        self, name: str, set_name: str, step: int, metrics: Mapping[str, float], groups: Sequence[Group]
+    ) -> None:
+        self.evaluations.records[name] = {"step": step, "set": set_name, **metrics}
         self.evaluated += groups
 
     def _lost_all(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from jinja2 import TemplateError
 
-from megatron_collab.algo.credit import sample, whole
+from megatron_collab.algo.credit import conversation_sample, sample
 from megatron_collab.config import RewardConfig
 from megatron_collab.inference.client import EngineError
 from megatron_collab.llm.limiter import BudgetSpent
@@ -36,7 +36,7 @@ PLACE = RolloutPlace("step-0", 0)
 
 
 def user(goal: str, messages: Sequence[Message]) -> str:
-    """Ends the chat when it is told to, fails when told to, else asks on."""
+    """Ends the chat after "end", fails after "break", else goes on."""
     last = messages[-1].content
     if "break" in last:
         raise UserError("no usable message")
@@ -67,7 +67,7 @@ def says(text: str) -> FakePolicy:
     return FakePolicy(lambda prompt, seed: text)
 
 
-def test_every_user_turn_is_answered_and_the_limit_ends_it() -> None:
+def test_every_user_turn_is_answered_until_the_turn_limit() -> None:
     (conversation,) = play(says("ok"), max_user_turns=2)
     assert [message.role for message in conversation.messages] == ["user"] + ["assistant", "user"] * 2 + ["assistant"]
     assert conversation.ending is Ending.TURN_LIMIT
@@ -83,14 +83,14 @@ def test_both_limits_hold_and_the_policy_has_the_last_word(user_turns: int, assi
 
 
 @pytest.mark.parametrize(("limit", "messages"), [(2, 2), (3, 2), (4, 4), (7, 6), (14, 8)])
-def test_messages_are_limited_with_those_of_the_task_and_without_tools(limit: int, messages: int) -> None:
+def test_max_messages_counts_task_messages_but_no_tool_messages(limit: int, messages: int) -> None:
     policy = FakePolicy(lambda prompt, seed: "ok" if "<tool>" in prompt else 'call calculator {"expression": "2+3"}')
     (conversation,) = play(policy, max_user_turns=3, max_assistant_turns=4, max_messages=limit, tools=["calculator"])
-    assert conversation.said == messages and conversation.messages[-1] == Message("assistant", "ok")
+    assert conversation.message_count == messages and conversation.messages[-1] == Message("assistant", "ok")
     assert conversation.ending is Ending.TURN_LIMIT and len(conversation.messages) == messages + 2
 
 
-def test_the_user_ends_it_and_the_closing_message_stays() -> None:
+def test_a_user_may_end_the_conversation_and_its_closing_message_stays() -> None:
     (conversation,) = play(says("end"))
     assert conversation.ending is Ending.USER_DONE
     assert conversation.messages[-1] == Message("user", f"bye {STOP}")
@@ -106,7 +106,7 @@ def test_tokens_are_appended() -> None:
 
 
 @pytest.mark.parametrize(("settings", "later"), [({}, False), ({"train_turns": "all"}, True)])
-def test_turns_that_are_trained_have_the_experts_of_what_no_turn_before_has(
+def test_trained_turns_have_the_experts_of_positions_that_no_earlier_turn_has(
     settings: dict[str, Any], later: bool
 ) -> None:
     (conversation,) = play(says("ok"), max_user_turns=1, routing_replay=True, **settings)
@@ -116,19 +116,19 @@ def test_turns_that_are_trained_have_the_experts_of_what_no_turn_before_has(
     assert (second.routing is not None) is later
     if second.routing is not None:
         assert second.routing[:, 0].tolist() == list(range(seen - 1, len(second.stream) - 1))
-        made = sample([second], [], before=[first]).routing
-        assert made is not None
-        assert made.tolist() == [[at, 1 + (at >= seen - 1)] for at in range(len(second.stream) - 1)] + [[0, 0]]
+        routing = sample([second], [], before=[first]).routing
+        assert routing is not None
+        assert routing.tolist() == [[at, 1 + (at >= seen - 1)] for at in range(len(second.stream) - 1)] + [[0, 0]]
 
 
-def test_turns_that_see_no_earlier_thoughts_have_the_experts_of_all_that_they_saw() -> None:
+def test_turns_without_earlier_thoughts_have_the_experts_of_all_their_tokens() -> None:
     policy = FakePolicy(lambda prompt, seed: "<think>hm</think>ok")
     (conversation,) = play(policy, max_user_turns=1, routing_replay=True, strip_thoughts=True, train_turns="all")
     first, second = conversation.turns
     assert second.prompt_ids[: len(first.stream)] != first.stream
-    made = sample([first, second], []).routing
-    assert made is not None and len(made) == len(first.stream) + len(second.stream)
-    assert made[:, 0].tolist() == [*range(len(first.stream) - 1), 0, *range(len(second.stream) - 1), 0]
+    routing = sample([first, second], []).routing
+    assert routing is not None and len(routing) == len(first.stream) + len(second.stream)
+    assert routing[:, 0].tolist() == [*range(len(first.stream) - 1), 0, *range(len(second.stream) - 1), 0]
     assert first.routing is not None and second.routing is not None
     assert (first.routing[:, 1] == 1).all() and (second.routing[:, 1] == 2).all()
 
@@ -180,7 +180,7 @@ def test_all_futures_are_played_at_once() -> None:
     assert len(play(Patient(lambda prompt, seed: "ok"), futures=200)) == 200
 
 
-def test_the_error_of_one_future_is_its_own() -> None:
+def test_an_error_in_one_future_leaves_the_others() -> None:
     def reply(prompt: str, seed: int) -> str:
         if prompt.endswith("<user>hi<assistant>"):
             return "start"
@@ -215,7 +215,7 @@ def test_an_aborted_turn_is_an_error() -> None:
     assert conversation.turns == ()
 
 
-def test_a_future_that_takes_too_long_ends_with_what_was_said() -> None:
+def test_a_future_past_its_deadline_keeps_its_messages() -> None:
     class Stuck(FakePolicy):
         async def generate(self, prompt_ids: tuple[int, ...], **options: Any) -> Turn:
             if "go on" in decode(prompt_ids):
@@ -227,7 +227,7 @@ def test_a_future_that_takes_too_long_ends_with_what_was_said() -> None:
     assert conversation.ending is Ending.DEADLINE
     assert "rollout.deadline=0.05" in conversation.error
     assert [message.content for message in conversation.messages] == ["hi", "ok", "go on"]
-    assert users.made["step-0/0/0"].calls == ["start", "reply", "finish"]
+    assert users.by_sample["step-0/0/0"].calls == ["start", "reply", "finish"]
 
 
 def test_every_user_is_finished_once_whatever_happens() -> None:
@@ -235,9 +235,13 @@ def test_every_user_is_finished_once_whatever_happens() -> None:
         users = FakeUsers(user)
         conversations = play(says(text), futures=3, users=users)
         assert {conversation.ending for conversation in conversations} == {reason}
-        assert len(users.made) == 3
-        for made in users.made.values():
-            assert made.calls[0] == "start" and made.calls.count("finish") == 1 and made.calls[-1] == "finish"
+        assert len(users.by_sample) == 3
+        for fake_user in users.by_sample.values():
+            assert (
+                fake_user.calls[0] == "start"
+                and fake_user.calls.count("finish") == 1
+                and fake_user.calls[-1] == "finish"
+            )
 
 
 class Finishing(FakeUsers):
@@ -248,19 +252,17 @@ class Finishing(FakeUsers):
         self.finish, self.ends = finish, list[Conversation]()
 
     def make(self, task: Task, sample: str) -> FakeUser:
-        made = super().make(task, sample)
-        made.finish = lambda conversation: self.finish()  # type: ignore[method-assign]
-        return made
+        fake_user = super().make(task, sample)
+        fake_user.finish = lambda conversation: self.finish()  # type: ignore[method-assign]
+        return fake_user
 
     def ended(self, task: Task, conversation: Conversation) -> None:
         self.ends.append(conversation)
 
 
 @pytest.mark.parametrize(("hangs", "why"), [(False, "the world is gone"), (True, "rollout.deadline=0.05")])
-def test_a_user_who_fails_to_finish_ends_its_conversation_alone(
-    monkeypatch: pytest.MonkeyPatch, hangs: bool, why: str
-) -> None:
-    """Typed and counted, with what was said, and an error of before stays."""
+def test_an_error_in_finish_ends_only_that_conversation(monkeypatch: pytest.MonkeyPatch, hangs: bool, why: str) -> None:
+    """It has its type and is counted, the messages stay, and so does an earlier error."""
     monkeypatch.setattr(conversation_module, "FINISH_SECONDS", 0.05)
 
     async def finish() -> float:
@@ -278,7 +280,7 @@ def test_a_user_who_fails_to_finish_ends_its_conversation_alone(
 
 
 def test_a_user_has_time_to_finish_after_the_deadline() -> None:
-    """To end what it holds, as a session with a server; its rewards count."""
+    """To close what it holds, such as a session with a server; its rewards count."""
 
     async def finish() -> float:
         await asyncio.sleep(0.1)
@@ -302,7 +304,7 @@ def test_rewards_of_users_go_to_the_turn_they_answer() -> None:
 
 
 def test_users_may_credit_earlier_turns() -> None:
-    """In a reply and at the end, and the journal and the credits of turns have what they gave."""
+    """In a reply and at the end; these rewards reach the journal and the credits of turns."""
 
     def hindsight(goal: str, messages: Sequence[Message]) -> UserReply:
         late = len(messages) > 2
@@ -310,24 +312,24 @@ def test_users_may_credit_earlier_turns() -> None:
 
     class Generous(FakeUsers):
         def make(self, task: Task, sample: str) -> FakeUser:
-            made = super().make(task, sample)
-            made.finish = lambda conversation: given({1: 8.0, -1: 16.0})  # type: ignore[method-assign]
-            return made
+            fake_user = super().make(task, sample)
+            fake_user.finish = lambda conversation: finish({1: 8.0, -1: 16.0})  # type: ignore[method-assign]
+            return fake_user
 
-    async def given(rewards: dict[int, float]) -> Any:
+    async def finish(rewards: dict[int, float]) -> Any:
         return rewards
 
     (conversation,) = play(says("ok"), users=Generous(hindsight), max_user_turns=2)
     assert conversation.turn_rewards == (0.5 + 2.0, 0.5 + 8.0, 16.0)
     assert pickle.loads(pickle.dumps(conversation)) == conversation
     reward = RewardConfig(turn_credit="reward_to_go")
-    credits = whole(Rollout(conversation, (), Reward(32.0)), reward, "g").credits
+    credits = conversation_sample(Rollout(conversation, (), Reward(32.0)), reward, "g").credits
     assert [credit.value for credit in credits] == [59.0, 56.5, 48.0]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_reward_that_is_no_finite_number_is_an_error(value: float) -> None:
-    """Not a score that spreads to every weight."""
+def test_a_reward_that_is_not_finite_is_an_error(value: float) -> None:
+    """It must not reach the loss, and so every weight."""
     paying = FakeUsers(lambda goal, messages: UserReply(Message("user", "go on"), False, reward=value))
     (conversation,) = play(says("ok"), users=paying)
     why = f"user testing: ValueError: a reward of {value} for turn -1; give a finite number"
@@ -336,7 +338,7 @@ def test_a_reward_that_is_no_finite_number_is_an_error(value: float) -> None:
 
 
 class Deep(FakeUsers):
-    """Makes users that fail on one task by the kind of error that its goal names, and as no user should."""
+    """Makes users that fail with the error that the goal of their task names, or cannot be made."""
 
     def make(self, task: Task, sample: str) -> Any:
         if task.goal == "made":
@@ -373,7 +375,7 @@ def _late() -> Any:
         ("turn", "user testing: ValueError: a reward for turn 7"),
     ],
 )
-def test_whatever_a_user_raises_is_the_error_of_its_task_alone(goal: str, why: str) -> None:
+def test_any_exception_of_a_user_is_an_error_of_its_task_only(goal: str, why: str) -> None:
     users = Deep(fails)
     options = config(max_user_turns=1)
     options.reward.weights = {"asks": 1.0}
@@ -427,14 +429,14 @@ def test_tools_answer_within_a_turn_and_the_user_after_it() -> None:
     assert second.prompt_ids == first.prompt_ids + first.token_ids + encode("<tool>42<assistant>")
 
 
-def test_calls_without_end_are_ended_and_the_last_one_is_the_reply() -> None:
+def test_max_tool_calls_ends_endless_calls_and_the_last_call_is_the_reply() -> None:
     call = 'call calculator {"expression": "1"}'
     (conversation,) = play(says(call), tools=["calculator"], max_tool_calls=3, max_user_turns=1)
     assert len(conversation.turns) == 2 * 4
     assert conversation.replies == (call, call)
 
 
-def test_without_room_for_a_tools_answer_the_call_is_the_last_word() -> None:
+def test_without_room_for_a_tool_message_the_call_is_the_reply() -> None:
     call = 'call calculator {"expression": "1"}'
     length = len(encode("<user>hi<assistant>")) + len(call) + 5
     (conversation,) = play(says(call), tools=["calculator"], context_length=length)
@@ -442,7 +444,7 @@ def test_without_room_for_a_tools_answer_the_call_is_the_last_word() -> None:
     assert conversation.replies == (call,)
 
 
-def test_thoughts_are_seen_by_nobody_and_stay_in_the_tokens() -> None:
+def test_users_do_not_see_thoughts_which_stay_in_the_tokens() -> None:
     heard = []
 
     def listening(goal: str, messages: Sequence[Message]) -> str:
@@ -455,10 +457,10 @@ def test_thoughts_are_seen_by_nobody_and_stay_in_the_tokens() -> None:
     assert "<think>hm</think>" in decode(conversation.token_ids)
 
 
-def test_later_turns_see_no_earlier_thought_where_they_are_stripped() -> None:
-    """Within a turn they are seen: the policy has called a tool in the middle of it."""
-    said = iter(['call calculator {"expression": "6*7"}', "<think>hm</think>42", "<think>so</think>bye"])
-    policy = FakePolicy(lambda prompt, seed: next(said))
+def test_later_turns_see_no_earlier_thoughts_if_they_are_stripped() -> None:
+    """Within a turn they stay: the policy has called a tool in the middle of it."""
+    texts = iter(['call calculator {"expression": "6*7"}', "<think>hm</think>42", "<think>so</think>bye"])
+    policy = FakePolicy(lambda prompt, seed: next(texts))
     (conversation,) = play(policy, tools=["calculator"], strip_thoughts=True, max_user_turns=1)
     call, reply, last = conversation.turns
     assert reply.prompt_ids[: len(call.prompt_ids)] == call.prompt_ids
@@ -468,21 +470,21 @@ def test_later_turns_see_no_earlier_thought_where_they_are_stripped() -> None:
     assert conversation.token_ids == last.prompt_ids + last.token_ids
 
 
-def test_the_trained_turn_thinks_and_those_of_futures_do_not() -> None:
-    made = config(max_user_turns=1)
-    made.rollout.turn.enable_thinking, made.rollout.future.enable_thinking = True, False
+def test_the_trained_turn_thinks_and_turns_of_futures_do_not() -> None:
+    options = config(max_user_turns=1)
+    options.rollout.turn.enable_thinking, options.rollout.future.enable_thinking = True, False
     policy = FakePolicy(lambda prompt, seed: "hm</think>ok" if prompt.endswith("<think>") else "ok")
-    player = Player(policy, CharacterRenderer(), FakeUsers(user), SCORES, made)
-    made.reward.weights = {"asks": 1.0}
+    player = Player(policy, CharacterRenderer(), FakeUsers(user), SCORES, options)
+    options.reward.weights = {"asks": 1.0}
     group = asyncio.run(player.play(TASK, "step-0-0"))
     for future in (future for rollout in group.rollouts for future in rollout.futures):
         first, second = future.conversation.turns
-        assert first.text == "<think>hm</think>ok", "what the prompt has opened is in the text"
+        assert first.text == "<think>hm</think>ok", "the opening in the prompt is in the text"
         assert decode(second.prompt_ids).endswith("<user>go on<assistant><think></think>") and second.text == "ok"
         assert future.conversation.replies == ("ok", "ok")
 
 
-def test_a_call_that_is_only_thought_of_is_none() -> None:
+def test_a_tool_call_inside_a_thought_is_not_made() -> None:
     thought = '<think>call calculator {"expression": "1"}</think>it is 1'
     (conversation,) = play(says(thought), tools=["calculator"], max_user_turns=1)
     assert conversation.replies == ("it is 1", "it is 1")
@@ -503,13 +505,13 @@ def test_a_malformed_turn_is_refused_with_the_reason(text: str, why: str) -> Non
     assert (refused.ending, refused.error) == (Ending.MALFORMED, why)
 
 
-def test_strictly_played_a_malformed_later_turn_ends_it() -> None:
+def test_with_strict_a_malformed_later_turn_ends_the_conversation() -> None:
     policy = FakePolicy(lambda prompt, seed: "" if "go on" in prompt else "ok")
     (conversation,) = play(policy, strict=True)
     assert (conversation.ending, len(conversation.turns)) == (Ending.MALFORMED, 2)
 
 
-def test_seeds_are_the_same_in_every_process_and_differ_in_every_part() -> None:
+def test_seeds_are_the_same_in_every_process_and_depend_on_every_part() -> None:
     assert seed_of(0, RolloutPlace("train-0-0", 0, 0), 0) == 507381455
     parts = [(r, RolloutPlace(s, g, f), t) for r in range(3) for s in ("train-0-0", "train-0-1") for g in range(4)
              for f in range(4) for t in range(3)]  # fmt: skip
@@ -518,7 +520,7 @@ def test_seeds_are_the_same_in_every_process_and_differ_in_every_part() -> None:
     assert all(0 <= seed < 2**31 for seed in seeds)
 
 
-def test_a_run_that_starts_again_samples_with_the_same_seeds_on_the_same_server() -> None:
+def test_a_restarted_run_samples_with_the_same_seeds_on_the_same_server() -> None:
     first, second = (FakePolicy(lambda prompt, seed: "ok", wait=0.01) for _ in range(2))
     play(first, futures=4)
     play(second, futures=4)

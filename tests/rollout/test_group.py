@@ -17,20 +17,22 @@ TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")
 
 
 class FakeRewards:
-    """Scores a conversation with `right(conversation)`; remembers what it was asked."""
+    """Scores a conversation with `right(conversation)`; keeps the conversations that it scored."""
 
     def __init__(self, right: Callable[[Conversation], Score]) -> None:
         self.right = right
-        self.asked: list[Conversation] = []
+        self.conversations: list[Conversation] = []
 
     async def score(self, task: Task, conversation: Conversation) -> dict[str, Score]:
-        self.asked.append(conversation)
+        self.conversations.append(conversation)
         if conversation.ending in (Ending.ERROR, Ending.DEADLINE):
             return {"right": Missing(conversation.error)}
         return {"right": self.right(conversation)}
 
 
-def player(policy: FakePolicy, rewards: FakeRewards, rollouts: int = 4, mode: str = "mr", **rollout: Any) -> Player:
+def make_player(
+    policy: FakePolicy, rewards: FakeRewards, rollouts: int = 4, mode: str = "mr", **rollout: Any
+) -> Player:
     options = config(**rollout)
     options.reward.weights = {"right": 1.0}
     options.reward.mode = mode
@@ -43,7 +45,7 @@ def player(policy: FakePolicy, rewards: FakeRewards, rollouts: int = 4, mode: st
 
 
 def play(policy: FakePolicy, rewards: FakeRewards, **options: Any) -> Group:
-    return asyncio.run(player(policy, rewards, **options).play(TASK, "s"))
+    return asyncio.run(make_player(policy, rewards, **options).play(TASK, "s"))
 
 
 def by_seed(prompt: str, seed: int) -> str:
@@ -75,33 +77,33 @@ def test_a_malformed_turn_is_penalised_and_has_no_futures() -> None:
     for rollout in malformed:
         assert rollout.reward.value == -1.0
         assert [future.conversation for future in rollout.futures] == [rollout.start]
-    assert len(rewards.asked) == 3 * (8 - len(malformed))
+    assert len(rewards.conversations) == 3 * (8 - len(malformed))
 
 
 def test_truncation_does_not_win_against_a_long_reply() -> None:
     policy = FakePolicy(lambda prompt, seed: "" if seed % 2 else "ok")
     long = FakeRewards(lambda conversation: -3.0)
     for worst, expected in ((False, -1.0), (True, -3.0)):
-        made = player(policy, long, rollouts=8)
-        made.config.reward.malformed_worst = worst
-        rollouts = asyncio.run(made.play(TASK, "s")).rollouts
+        player = make_player(policy, long, rollouts=8)
+        player.config.reward.malformed_worst = worst
+        rollouts = asyncio.run(player.play(TASK, "s")).rollouts
         assert {rollout.reward.value for rollout in rollouts if not rollout.malformed} == {-3.0}
         assert {rollout.reward.value for rollout in rollouts if rollout.malformed} == {expected}
 
 
 def test_without_a_penalty_malformed_turns_are_played_on() -> None:
-    made = player(FakePolicy(lambda prompt, seed: ""), FakeRewards(last_is_ok))
-    made.strict = False
-    for rollout in asyncio.run(made.play(TASK, "s")).rollouts:
+    player = make_player(FakePolicy(lambda prompt, seed: ""), FakeRewards(last_is_ok))
+    player.strict = False
+    for rollout in asyncio.run(player.play(TASK, "s")).rollouts:
         assert [len(future.conversation.turns) for future in rollout.futures] == [3, 3, 3]
 
 
 def test_an_evaluation_sees_what_a_user_would_see() -> None:
     rewards = FakeRewards(lambda conversation: float(len(conversation.turns)))
-    of_training = player(FakePolicy(lambda prompt, seed: ""), rewards, mode="single_turn").config
+    of_training = make_player(FakePolicy(lambda prompt, seed: ""), rewards, mode="single_turn").config
     settings = settings_of(of_training, EvaluationSet("tasks.jsonl", samples=2))
-    made = player(FakePolicy(lambda prompt, seed: ""), rewards)
-    group = asyncio.run(Player(made.policy, made.renderer, made.users, made.rewards, settings).play(TASK, "s"))
+    player = make_player(FakePolicy(lambda prompt, seed: ""), rewards)
+    group = asyncio.run(Player(player.policy, player.renderer, player.users, player.rewards, settings).play(TASK, "s"))
     for rollout in group.rollouts:
         assert rollout.reward.value == 3.0  # the malformed first turn was answered and played on
         assert len(rollout.futures) == 1
@@ -132,11 +134,11 @@ def test_a_malformed_turn_anywhere_ends_a_whole_conversation_with_the_penalty() 
     group = play(policy, rewards, futures=0)
     assert {rollout.reward.value for rollout in group.rollouts} == {-1.0}
     assert {len(rollout.start.turns) for rollout in group.rollouts} == {3}
-    assert rewards.asked == []
+    assert rewards.conversations == []
 
 
 def test_a_future_is_scored_the_moment_it_ends() -> None:
-    """The score of a future that ended early is asked for while another one is still played."""
+    """A future that ended early is scored while another one is still played."""
     order: list[str] = []
 
     class Slow(FakePolicy):
@@ -200,22 +202,22 @@ def test_a_reward_function_that_fails_is_missing_for_that_rollout_alone(
 ) -> None:
     (tmp_path / "own.py").write_text(FUNCTIONS)
     mode = f"{tmp_path}/own.py:{name}"
-    playing = player(FakePolicy(by_seed), FakeRewards(last_is_ok), mode=mode, futures=2)
-    values = [rollout.reward.value for rollout in asyncio.run(playing.play(TASK, "s")).rollouts]
-    found = [value for value in values if isinstance(value, Missing)]
-    assert found == [Failed(f"reward.mode={mode}: {why}")] * len(found)
-    assert len(found) == playing.counters["reward_failed"] == failed
+    player = make_player(FakePolicy(by_seed), FakeRewards(last_is_ok), mode=mode, futures=2)
+    values = [rollout.reward.value for rollout in asyncio.run(player.play(TASK, "s")).rollouts]
+    missing = [value for value in values if isinstance(value, Missing)]
+    assert missing == [Failed(f"reward.mode={mode}: {why}")] * len(missing)
+    assert len(missing) == player.counters["reward_failed"] == failed
     assert [value for value in values if not isinstance(value, Missing)] == [2.0] * (4 - failed)
 
 
 UNOPENED = Task("t", (Message("system", "s"),), "goal", "answer", "testing")
 
 
-def test_where_the_user_opens_it_all_rollouts_begin_with_the_same_message() -> None:
-    playing = player(FakePolicy(by_seed), FakeRewards(last_is_ok), futures=2)
-    group = asyncio.run(playing.play(UNOPENED, "s"))
+def test_if_the_user_opens_all_rollouts_begin_with_the_same_message() -> None:
+    player = make_player(FakePolicy(by_seed), FakeRewards(last_is_ok), futures=2)
+    group = asyncio.run(player.play(UNOPENED, "s"))
     assert group.task.messages == (*UNOPENED.messages, Message("user", "opened by s/opening"))
-    assert group.task.played == 1 and group.task.given == UNOPENED
+    assert group.task.played == 1 and group.task.original == UNOPENED
     for rollout in group.rollouts:
         for future in rollout.futures:
             assert future.conversation.messages[:2] == group.task.messages
@@ -229,10 +231,10 @@ def fails(text: str) -> str:
 @pytest.mark.parametrize(
     ("opens", "why"), [(fails, "ValueError: no idea"), (lambda sample: " ", "opens the conversation with ' '")]
 )
-def test_a_user_who_cannot_open_is_an_error_of_its_group_alone(opens: Callable[[str], str], why: str) -> None:
-    playing = player(FakePolicy(by_seed), FakeRewards(last_is_ok), futures=2)
-    playing.users.opens = opens  # type: ignore[attr-defined]
-    group = asyncio.run(playing.play(UNOPENED, "s"))
+def test_a_user_that_fails_to_open_fails_only_its_group(opens: Callable[[str], str], why: str) -> None:
+    player = make_player(FakePolicy(by_seed), FakeRewards(last_is_ok), futures=2)
+    player.users.opens = opens  # type: ignore[attr-defined]
+    group = asyncio.run(player.play(UNOPENED, "s"))
     assert group.task == UNOPENED and len(group.rollouts) == 4
     for rollout in group.rollouts:
         (future,) = rollout.futures

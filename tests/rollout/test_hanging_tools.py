@@ -1,4 +1,4 @@
-"""A tool that does not return holds up neither other calls nor the end of the process."""
+"""A tool that does not return delays neither other calls nor the end of the process."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ def block(wait: bool) -> str:
 """
 
 
-def test_calls_that_hang_delay_no_other_and_beyond_a_limit_are_failures(
+def test_hung_calls_delay_no_other_call_and_fail_beyond_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They would take threads without end; once they return, tools work again."""
+    """The limit bounds the number of threads. Once the calls return, tools work again."""
     monkeypatch.setattr(tools, "HUNG", 3)
     (tmp_path / "blocked.py").write_text(BLOCKED)
     spec = f"{tmp_path}/blocked.py:block"
     box = Toolbox(RolloutConfig(tools=[spec], tool_timeout=0.2), FakePolicy(lambda prompt, seed: ""))
 
     async def calls() -> list[str]:
-        told = []
-        async with box.open(TASK) as own:
+        answers = []
+        async with box.open(TASK) as session:
             for wait in (True, True, False, True):
-                told.append((await own.answer(f'call block {{"wait": {str(wait).lower()}}}'))[0][0].content)
+                answers.append((await session.answer(f'call block {{"wait": {str(wait).lower()}}}'))[0][0].content)
             with pytest.raises(ToolFailure, match="3 calls of tools have timed out and still hang in their threads"):
-                await own.answer('call block {"wait": false}')
+                await session.answer('call block {"wait": false}')
             find_tool(spec).function.__globals__["ends"].set()  # type: ignore[attr-defined]
             assert wait_for(lambda: not any(thread.is_alive() for thread in tools._hung), 10)
-            told.append((await own.answer('call block {"wait": true}'))[0][0].content)
-        return told
+            answers.append((await session.answer('call block {"wait": true}'))[0][0].content)
+        return answers
 
     late = "error: block timed out"
     assert asyncio.run(calls()) == [late, late, "ended", late, "ended"]

@@ -1,4 +1,4 @@
-"""What is finished is not played again: the file of groups, and runs that are stopped anywhere and start again."""
+"""Finished groups are not played again: the files of the journal, and runs that stop anywhere and resume."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Maker = Callable[..., World]
 
 
 def digests(*losses: float) -> WeightDigests:
-    """Of a run that began at version 2 and has since learned with these losses."""
-    made = WeightDigests(keep=8)
-    made.begin(2)
+    """The digests of a run that began at version 2 and made one update for each loss."""
+    weights = WeightDigests(keep=8)
+    weights.begin(2)
     for loss in losses:
-        made.learned({"loss": loss})
-    return made
+        weights.learned({"loss": loss})
+    return weights
 
 
 def opened(folder: Path, *losses: float) -> Journal:
@@ -37,28 +37,30 @@ def opened(folder: Path, *losses: float) -> Journal:
 
 
 def test_a_group_comes_back_to_the_last_bit(tmp_path: Path) -> None:
-    folder = tmp_path / "run" / "journal"  # which it makes
+    folder = tmp_path / "run" / "journal"  # which the journal creates
     opened(folder).write(3, {"train-3-0": GROUP})
     assert opened(folder).find("train-3-0", TASK) == GROUP
     assert opened(folder).find("train-3-1", TASK) is None
-    given = replace(TASK, messages=())
-    begun = replace(GROUP, task=given.play_on(*TASK.messages))  # by the user
+    unopened = replace(TASK, messages=())
+    begun = replace(GROUP, task=unopened.play_on(*TASK.messages))  # by the user
     opened(tmp_path).write(3, {"train-3-2": begun})
-    assert opened(tmp_path).find("train-3-2", given) == begun and opened(tmp_path).find("train-3-2", TASK) is None
+    assert opened(tmp_path).find("train-3-2", unopened) == begun and opened(tmp_path).find("train-3-2", TASK) is None
 
 
 def test_a_turn_comes_back_with_its_experts(tmp_path: Path) -> None:
-    """Which have no part in telling turns apart."""
-    one, experts = rollout(0.1, 2), np.arange(8, dtype=np.uint8).reshape(4, 2)
-    routed = replace(one, start=replace(one.start, turns=(replace(one.start.turns[0], routing=experts),)))
+    """Experts are ignored when turns are compared."""
+    original, experts = rollout(0.1, 2), np.arange(8, dtype=np.uint8).reshape(4, 2)
+    routed = replace(
+        original, start=replace(original.start, turns=(replace(original.start.turns[0], routing=experts),))
+    )
     opened(tmp_path).write(3, {"train-3-0": Group(TASK, (routed,))})
-    found = opened(tmp_path).find("train-3-0", TASK)
-    assert found is not None and found.rollouts == (one,)
-    assert found.rollouts[0].start.turns[0].routing.dtype == np.uint8
-    assert found.rollouts[0].start.turns[0].routing.tolist() == experts.tolist()
+    group = opened(tmp_path).find("train-3-0", TASK)
+    assert group is not None and group.rollouts == (original,)
+    assert group.rollouts[0].start.turns[0].routing.dtype == np.uint8
+    assert group.rollouts[0].start.turns[0].routing.tolist() == experts.tolist()
 
 
-def test_it_serves_its_own_task_and_weights_that_the_run_has(tmp_path: Path) -> None:
+def test_a_group_is_found_only_for_its_task_and_weights_of_the_run(tmp_path: Path) -> None:
     """GROUP was sampled by versions 2 and 3."""
     opened(tmp_path).write(2, {"train-2-0": GROUP})
     assert opened(tmp_path).find("train-2-0", replace(TASK, goal="another")) is None
@@ -67,7 +69,7 @@ def test_it_serves_its_own_task_and_weights_that_the_run_has(tmp_path: Path) -> 
     assert opened(tmp_path, 0.1 + 1e-15, 0.2).find("train-2-0", TASK) is None, "another version 3"
 
 
-def test_what_weights_that_are_too_old_sampled_is_not_kept(tmp_path: Path) -> None:
+def test_groups_of_outdated_weights_are_not_written(tmp_path: Path) -> None:
     old = WeightDigests(keep=1)
     old.begin(3)
     old.learned({"loss": 0.1})
@@ -75,15 +77,15 @@ def test_what_weights_that_are_too_old_sampled_is_not_kept(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
-def test_a_checkpoint_keeps_which_weights_there_are() -> None:
-    made = digests(0.1, 0.2)
-    again = WeightDigests(2, json.loads(json.dumps([*made.items()])))
-    again.learned({"loss": 0.3})
-    made.learned({"loss": 0.3})
-    assert [again.get(version) for version in (3, 4, 5, 6)] == [None, made[4], made[5], None]
+def test_weight_digests_survive_a_checkpoint() -> None:
+    weights = digests(0.1, 0.2)
+    restored = WeightDigests(2, json.loads(json.dumps([*weights.items()])))
+    restored.learned({"loss": 0.3})
+    weights.learned({"loss": 0.3})
+    assert [restored.get(version) for version in (3, 4, 5, 6)] == [None, weights[4], weights[5], None]
 
 
-def test_a_group_of_another_checkout_is_no_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_an_unknown_class_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = type("Gone", (Group,), {"__module__": types.__name__})
     monkeypatch.setattr(types, "Gone", gone, raising=False)
     opened(tmp_path).write(3, {"train-3-0": gone(TASK, GROUP.rollouts)})
@@ -92,7 +94,7 @@ def test_a_group_of_another_checkout_is_no_group(tmp_path: Path, monkeypatch: py
     assert opened(tmp_path).find("train-3-0", TASK) is None
 
 
-def test_what_lacks_a_reward_or_ended_with_an_error_is_played_again(tmp_path: Path) -> None:
+def test_groups_with_a_missing_reward_or_an_error_are_not_written(tmp_path: Path) -> None:
     lost = {
         "no reward": Group(TASK, (rollout(1.0, 0), rollout(Missing("down"), 0))),
         "error": Group(TASK, (rollout(1.0, 0, Ending.ERROR),)),
@@ -102,16 +104,20 @@ def test_what_lacks_a_reward_or_ended_with_an_error_is_played_again(tmp_path: Pa
 
 
 def branched(start: Ending, *ends: tuple[Ending, Score]) -> Rollout:
-    """A trained turn that has ended so, with futures that have ended so and have this score."""
-    one = rollout(0.5, 2, start)
-    futures = tuple(Future(one.start.end(end), {"right": score, "style": 1.0}) for end, score in ends)
-    return replace(one, futures=futures)
+    """A trained turn with the ending `start`, and futures with these endings and scores."""
+    base = rollout(0.5, 2, start)
+    futures = tuple(Future(base.start.end(end), {"right": score, "style": 1.0}) for end, score in ends)
+    return replace(base, futures=futures)
 
 
 def test_one_conversation_with_an_error_makes_a_failed_group(tmp_path: Path) -> None:
-    """The trained turn or any future of any rollout."""
+    """The error may be in the trained turn or in any future of any rollout."""
     well = branched(Ending.USER_DONE, (Ending.USER_DONE, 1.0), (Ending.LENGTH, 0.0))
-    assert [one.ending for one in conversations(Group(TASK, (well,)))] == ["user_done", "user_done", "length"]
+    assert [conversation.ending for conversation in conversations(Group(TASK, (well,)))] == [
+        "user_done",
+        "user_done",
+        "length",
+    ]
     assert not failed(Group(TASK, (well, well)))
     journal = opened(tmp_path)
     for broken in (
@@ -131,7 +137,7 @@ def test_a_group_is_scored_if_no_score_is_missing() -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 5, 14, 20, 60, "damaged"])
-def test_what_a_kill_left_half_written_is_dropped(tmp_path: Path, cut: int | str) -> None:
+def test_a_partly_written_entry_is_dropped(tmp_path: Path, cut: int | str) -> None:
     journal = opened(tmp_path)
     (file,) = [tmp_path / "step_0.groups"]
     journal.write(0, {"first": GROUP})
@@ -143,9 +149,9 @@ def test_what_a_kill_left_half_written_is_dropped(tmp_path: Path, cut: int | str
     else:
         content[-3] ^= 1
     file.write_bytes(content)
-    again = opened(tmp_path)
-    assert again.find("first", TASK) == GROUP and again.find("second", TASK) is None
-    again.write(0, {"third": GROUP})
+    reopened = opened(tmp_path)
+    assert reopened.find("first", TASK) == GROUP and reopened.find("second", TASK) is None
+    reopened.write(0, {"third": GROUP})
     assert [entry.stream for entry in entries(file)] == ["first", "third"]
 
 
@@ -167,60 +173,60 @@ def test_steps_before_a_checkpoint_are_forgotten(tmp_path: Path) -> None:
 
 
 def make(world: Maker, **options: Any) -> World:
-    made = world(lambda task: DIFFERENT if task % 2 else EQUAL, refills=3, **options)
-    made.config.train.steps = 6
-    return made
+    run = world(lambda task: DIFFERENT if task % 2 else EQUAL, refills=3, **options)
+    run.config.train.steps = 6
+    return run
 
 
-def preempted(made: World, play: Callable[[], Any], *, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`play` is given up at the look after that at which `at` was begun; that look found what is not slow."""
-    group = made.group
+def preempted(run: World, play: Callable[[], Any], *, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preempt `play` at the look after the one that began stream `at`; that look collects what is not slow."""
+    group = run.group
 
-    def told(task: Task, stream: str) -> Group:
+    def group_with_notice(task: Task, stream: str) -> Group:
         if stream == at:
             monkeypatch.setattr(signals, "notice", signals.Notice(signals.PREEMPTION))
         return group(task, stream)
 
-    made.group = told  # type: ignore[method-assign]
-    with pytest.raises(Preempted), made.manager:
+    run.group = group_with_notice  # type: ignore[method-assign]
+    with pytest.raises(Preempted), run.manager:
         play()
     monkeypatch.setattr(signals, "notice", None)
 
 
-def assert_same(batch: Batch, wanted: Batch) -> None:
-    for one, other in zip(batch.samples, wanted.samples, strict=True):
-        assert np.array_equal(one.token_ids, other.token_ids) and np.array_equal(one.log_probs, other.log_probs)
-        assert (one.credits, one.version) == (other.credits, other.version)
+def assert_same(batch: Batch, expected: Batch) -> None:
+    for sample, other in zip(batch.samples, expected.samples, strict=True):
+        assert np.array_equal(sample.token_ids, other.token_ids) and np.array_equal(sample.log_probs, other.log_probs)
+        assert (sample.credits, sample.version) == (other.credits, other.version)
     counted = "count/from_journal"
-    assert {name: value for name, value in batch.metrics.items() if name != counted} == wanted.metrics
+    assert {name: value for name, value in batch.metrics.items() if name != counted} == expected.metrics
 
 
 @pytest.mark.parametrize("at", ["train-4-2", "train-4.1-0", "train-4.2-1"])
-def test_a_step_that_was_given_up_goes_on_where_it_was(world: Maker, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_step_resumes(world: Maker, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed = make(world)
-    wanted = undisturbed.next(4)
+    expected = undisturbed.next(4)
     assert at in undisturbed.played
     before = make(world)
     before.slow = {"train-4-0"} if at == "train-4-2" else set()
     preempted(before, lambda: before.next(4), at=at, monkeypatch=monkeypatch)
     after = make(world, journal=True)
     batch = after.next(4)
-    assert_same(batch, wanted)
+    assert_same(batch, expected)
     assert batch.metrics["count/from_journal"] == len(before.played) - len(before.slow)
     assert after.played.keys() == undisturbed.played.keys() - before.played.keys() | before.slow
     assert after.written == undisturbed.written
 
 
-def test_a_step_whose_update_was_given_up_is_collected_without_playing(world: Maker) -> None:
+def test_a_step_interrupted_in_its_update_is_collected_without_playing(world: Maker) -> None:
     before = make(world)
-    wanted = before.next(4)
+    expected = before.next(4)
     after = make(world, journal=True)
-    assert_same(after.next(4), wanted)
+    assert_same(after.next(4), expected)
     assert not after.played
 
 
-def test_sampling_ahead_goes_on_where_it_was(world: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch of step 2 was collected and never learned; the checkpoint is that of the step's beginning."""
+def test_sampling_ahead_resumes(world: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch of step 2 was collected but not trained; the checkpoint is from the beginning of the step."""
     before = make(world, max_staleness=1)
     before.slow = {"train-1-3"}
     for step in range(2):
@@ -228,17 +234,17 @@ def test_sampling_ahead_goes_on_where_it_was(world: Maker, monkeypatch: pytest.M
     state = json.loads(json.dumps(before.manager.state()))
     before.version = 2
     before.slow |= {"train-3-1"}
-    wanted = before.next(2)
+    expected = before.next(2)
     with pytest.raises(Preempted), before.manager:
         raise Preempted
     after = make(world, max_staleness=1, state=state, journal=True)
     after.slow = before.slow
-    assert_same(after.next(2), wanted)
+    assert_same(after.next(2), expected)
     assert after.played.keys() == before.slow & after.played.keys() == {"train-1-3", "train-3-1"}
 
 
-def test_what_newer_weights_sampled_is_played_again_by_a_run_that_went_back(world: Maker) -> None:
-    """A conversation begun at step 0 in the middle of which the weights of step 1 came."""
+def test_a_run_that_went_back_replays_groups_of_newer_weights(world: Maker) -> None:
+    """The conversation began at step 0; the weights of step 1 arrived in the middle of it."""
     before = make(world, max_staleness=1)
     before.slow = {"train-1-0"}
     before.group = lambda task, stream: Group(  # type: ignore[method-assign]
@@ -252,8 +258,8 @@ def test_what_newer_weights_sampled_is_played_again_by_a_run_that_went_back(worl
     assert set(after.played) == {"train-1-0"}
 
 
-def test_what_weights_sampled_that_came_out_differently_is_played_again(world: Maker) -> None:
-    """A run that goes back to an older checkpoint learns versions of the same number once more."""
+def test_groups_are_played_again_if_their_weights_come_out_differently(world: Maker) -> None:
+    """A run that goes back to an older checkpoint computes versions with the same numbers again."""
     before = make(world)
     for step in range(2):
         before.next(step)
@@ -266,8 +272,8 @@ def test_what_weights_sampled_that_came_out_differently_is_played_again(world: M
     assert other.played == {name: task for name, task in before.played.items() if name.startswith("train-1")}
 
 
-def test_what_is_finished_when_a_run_is_stopped_is_kept(world: Maker) -> None:
-    """Groups that nobody looked at, as the ranks were training."""
+def test_groups_that_are_finished_when_a_run_stops_are_written(world: Maker) -> None:
+    """They were not collected yet, since the ranks were training."""
     before = make(world, max_staleness=1)
     before.slow = {f"train-1-{number}" for number in range(PROMPTS)}
     before.next(0)
@@ -280,28 +286,28 @@ def test_what_is_finished_when_a_run_is_stopped_is_kept(world: Maker) -> None:
     assert not {name for name in after.played if name.startswith("train-1-")}
 
 
-def test_a_run_that_is_stopped_ends_for_its_own_reason(
+def test_an_error_while_closing_does_not_hide_why_a_run_stops(
     world: Maker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever fails when it puts away what is finished; its workers are ended all the same."""
-    made, ended = make(world, max_staleness=1), []
-    made.slow = {"train-1-0"}
-    made.next(0)
-    made.slow.clear()
+    """The error of writing finished groups is printed; the workers are stopped all the same."""
+    run, ended = make(world, max_staleness=1), []
+    run.slow = {"train-1-0"}
+    run.next(0)
+    run.slow.clear()
 
     def fail(*_: object) -> None:
         raise OSError("no space\nleft")
 
-    monkeypatch.setattr(made.manager._journal, "write", fail)
-    monkeypatch.setattr(type(made.manager._workers), "stop", lambda _: ended.append("workers"))
-    with pytest.raises(Preempted), made.manager:
+    monkeypatch.setattr(run.manager._journal, "write", fail)
+    monkeypatch.setattr(type(run.manager._workers), "stop", lambda _: ended.append("workers"))
+    with pytest.raises(Preempted), run.manager:
         raise Preempted
     assert ended == ["workers"]
     assert capsys.readouterr().err == "megatron-collab: at the end of sampling: no space left\n"
 
 
 @pytest.mark.parametrize("step", [0, 5])
-def test_an_evaluation_goes_on_where_it_was(world: Maker, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_evaluation_resumes(world: Maker, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed = make(world)
     undisturbed.version = step
     undisturbed.manager.evaluate(step)
@@ -316,20 +322,20 @@ def test_an_evaluation_goes_on_where_it_was(world: Maker, step: int, monkeypatch
     assert after.evaluated == undisturbed.evaluated
 
 
-def test_a_run_that_is_done_leaves_no_journal(world: Maker, tmp_path: Path) -> None:
-    made = make(world)
-    with made.manager:
-        made.next(0)
+def test_a_finished_run_leaves_no_journal(world: Maker, tmp_path: Path) -> None:
+    run = make(world)
+    with run.manager:
+        run.next(0)
         assert list((tmp_path / "journal").iterdir())
     assert not list((tmp_path / "journal").iterdir())
 
 
-def test_what_a_checkpoint_has_learned_is_forgotten(world: Maker, tmp_path: Path) -> None:
-    made = make(world, max_staleness=1)
-    made.slow = {"train-1-0"}
+def test_a_checkpoint_removes_learned_steps_from_the_journal(world: Maker, tmp_path: Path) -> None:
+    run = make(world, max_staleness=1)
+    run.slow = {"train-1-0"}
     for step in range(3):
-        made.next(step)
-        made.manager.forget((step + 1, {"collector": made.manager.state()}))
+        run.next(step)
+        run.manager.forget((step + 1, {"collector": run.manager.state()}))
     assert {file.name for file in (tmp_path / "journal").iterdir()} == {
         "step_1.groups",
         "step_2.groups",

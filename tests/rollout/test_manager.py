@@ -1,4 +1,4 @@
-"""Batches of the collector: without staleness those that it has always made."""
+"""Batches of the collector: without staleness they are the same as before sampling could run ahead."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from megatron_collab.rollout.manager import spending
 from tests.rollout.simulated import DIFFERENT, LOST, World
 
-# Of two steps of a run before sampling could run ahead: streams with their tasks as they were played, the groups of the
-# batch in its order (their first samples' peers), and metrics.
+# Two steps of a run from before sampling could run ahead: streams with their tasks as they were played, the groups of
+# the batch in order (the peers of their first samples), and metrics.
 PLAYED = {
     4: [("4", [34, 27, 13, 8, 9, 18]), ("4.1", [13, 18, 34]), ("4.2", [0, 32]), ("4.3", [27, 18]), ("4.4", [32]),
         ("4.5", [14]), ("4.6", [7])],
@@ -29,8 +29,8 @@ COMMON = {
 }  # fmt: skip
 
 
-def test_what_a_step_cost_is_unknown_where_a_call_had_no_price() -> None:
-    """Not as if that had been free; the steps after it are known again."""
+def test_the_cost_of_a_step_is_unknown_if_a_call_has_no_price() -> None:
+    """The call is not counted as free; the cost of later steps is known again."""
     before = {"calls": 2, "tokens": 10, "usd": 0.5, "unpriced": 1}
     known = spending(before, {"calls": 3, "tokens": 30, "usd": 0.75, "unpriced": 1})
     assert known == {"llm/calls": 1, "llm/tokens": 20, "llm/usd": 0.25, "llm/unpriced": 0}
@@ -40,14 +40,14 @@ def test_what_a_step_cost_is_unknown_where_a_call_had_no_price() -> None:
 
 def test_without_staleness_steps_are_those_of_a_recorded_run(world: Callable[..., World]) -> None:
     """The same tasks, streams, order and numbers, to the last bit."""
-    made = world(lambda task: DIFFERENT if task % 2 else (LOST if task % 3 == 0 else [1.0] * 3), 8)
+    run = world(lambda task: DIFFERENT if task % 2 else (LOST if task % 3 == 0 else [1.0] * 3), 8)
     for step in (4, 5):
-        made.played.clear()
-        batch = made.next(step)
+        run.played.clear()
+        batch = run.next(step)
         expected = [(f"train-{name}-{i}", task) for name, row in PLAYED[step] for i, task in enumerate(row)]
-        assert list(made.played.items()) == expected
+        assert list(run.played.items()) == expected
         assert [sample.credits[0].peers for sample in batch.samples][::3] == TRAINED[step]
         assert [sample.credits[0].value for sample in batch.samples] == DIFFERENT * 6
         measured = MEASURED[step]
         assert batch.metrics == {**COMMON, **measured, "score/right": measured["reward"]}
-    assert {**made.manager.state(), "weights": []} == {"next": (6, 0, 0), "in_flight": [], "weights": []}
+    assert {**run.manager.state(), "weights": []} == {"next": (6, 0, 0), "in_flight": [], "weights": []}

@@ -1,4 +1,4 @@
-"""Tools of real MCP servers, made with the official package, over standard streams and over HTTP."""
+"""Tools of real MCP servers, written with the official package, over standard streams and over HTTP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.rollout.test_tools import TASK, Scores, notes
 pytestmark = pytest.mark.processes
 BEARER = "MEGATRON_COLLAB_TEST_BEARER"
 
-# Words are noted in the process; `python notebook.py PORT` serves HTTP, on which the key is asked for.
+# The process keeps the words. `python notebook.py PORT` serves HTTP, which requires the key.
 NOTEBOOK = """
 import asyncio, os, sys
 from mcp.server.mcpserver import MCPServer
@@ -69,8 +69,8 @@ class Guarded:
         self.app = app
 
     async def __call__(self, scope, receive, send):
-        given = dict(scope.get("headers", [])).get(b"authorization")
-        if scope["type"] == "http" and given != b"Bearer " + os.environ["KEY"].encode():
+        header = dict(scope.get("headers", [])).get(b"authorization")
+        if scope["type"] == "http" and header != b"Bearer " + os.environ["KEY"].encode():
             await send({"type": "http.response.start", "status": 401, "headers": []})
             return await send({"type": "http.response.body", "body": b""})
         await self.app(scope, receive, send)
@@ -95,7 +95,7 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(notebook: Path) -> Iterator[str]:
-    """Where the notebook is served over HTTP, with a key."""
+    """Address of the notebook over HTTP, which requires a key."""
     port = free_port()
     os.environ[BEARER] = "a-key-of-the-test"
     environment = {**os.environ, "KEY": os.environ[BEARER]}
@@ -120,31 +120,33 @@ def by_stdio(notebook: Path, **settings: Any) -> dict[str, Any]:
 
 
 def say(box: Toolbox, *calls: str) -> list[str]:
-    """What one conversation is told."""
+    """The tool messages of one conversation with these calls."""
 
-    async def one() -> list[str]:
-        async with box.open(TASK) as own:
-            return [(await own.answer(f"call {call}"))[0][0].content for call in calls]
+    async def conversation() -> list[str]:
+        async with box.open(TASK) as session:
+            return [(await session.answer(f"call {call}"))[0][0].content for call in calls]
 
-    return asyncio.run(one())
+    return asyncio.run(conversation())
 
 
 def children() -> set[int]:
     return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
-def test_a_conversation_has_a_process_of_its_own_which_ends_with_it(notebook: Path) -> None:
+def test_each_conversation_has_its_own_process_which_ends_with_it(notebook: Path) -> None:
     before = children()
-    made = box(**by_stdio(notebook))
-    assert [schema["function"]["name"] for schema in made.schemas] == ["note", "environment", "nothing"]
-    assert made.parameters["note"]["required"] == ["word"]
-    assert say(made, 'note {"word": "a"}', 'note {"word": "b"}') == ["a", "a b"]
-    told = say(made, 'note {"word": "c"}', 'note {"word": "bad"}', 'note {"word": 3}', "environment {}", "nothing {}")
-    assert told[0] == "c" and told[1].startswith("error: ") and "not that word" in told[1]
-    assert told[2] == "error: argument word: 3 is not of type 'string'"
-    assert "PATH" in told[3] and "PYTEST_CURRENT_TEST" not in told[3]
-    assert told[4] == ""
-    assert made.counters == {"tool_calls": 7, "tool_errors": 2}
+    toolbox = box(**by_stdio(notebook))
+    assert [schema["function"]["name"] for schema in toolbox.schemas] == ["note", "environment", "nothing"]
+    assert toolbox.parameters["note"]["required"] == ["word"]
+    assert say(toolbox, 'note {"word": "a"}', 'note {"word": "b"}') == ["a", "a b"]
+    answers = say(
+        toolbox, 'note {"word": "c"}', 'note {"word": "bad"}', 'note {"word": 3}', "environment {}", "nothing {}"
+    )
+    assert answers[0] == "c" and answers[1].startswith("error: ") and "not that word" in answers[1]
+    assert answers[2] == "error: argument word: 3 is not of type 'string'"
+    assert "PATH" in answers[3] and "PYTEST_CURRENT_TEST" not in answers[3]
+    assert answers[4] == ""
+    assert toolbox.counters == {"tool_calls": 7, "tool_errors": 2}
     assert children() == before
 
 
@@ -161,66 +163,66 @@ def test_futures_repeat_the_calls_of_the_trained_turn(notebook: Path) -> None:
     assert children() == before
 
 
-def test_what_hangs_times_out_and_what_dies_is_started_again(notebook: Path, tmp_path: Path) -> None:
-    made = box(timeout=5.0, **by_stdio(notebook))
-    told = say(made, 'note {"word": "a"}', 'note {"word": "slow"}', 'note {"word": "b"}')
-    assert told == ["a", "error: note timed out", "a b"]
-    assert made.counters == {"tool_calls": 3, "tool_timeouts": 1, "tool_reconnects": 1}
+def test_hung_calls_time_out_and_dead_servers_are_restarted(notebook: Path, tmp_path: Path) -> None:
+    toolbox = box(timeout=5.0, **by_stdio(notebook))
+    results = say(toolbox, 'note {"word": "a"}', 'note {"word": "slow"}', 'note {"word": "b"}')
+    assert results == ["a", "error: note timed out", "a b"]
+    assert toolbox.counters == {"tool_calls": 3, "tool_timeouts": 1, "tool_reconnects": 1}
     before = children()
     with pytest.raises(ToolFailure, match=r"^tool note: "):  # dies again
-        say(made, 'note {"word": "a"}', 'note {"word": "die"}')
-    assert made.counters["tool_failures"] == 1
+        say(toolbox, 'note {"word": "a"}', 'note {"word": "die"}')
+    assert toolbox.counters["tool_failures"] == 1
     assert children() == before
 
-    async def killed_between(made: Toolbox, file: Path) -> list[str]:
-        """The server is killed, once for good: then the program is gone, and at last it is there again."""
-        told = []
-        async with made.open(TASK) as own:
-            await own.answer('call note {"word": "a"}')
+    async def killed_between(tested: Toolbox, file: Path) -> list[str]:
+        """Answers after each of two kills; after the second the program is missing for one call."""
+        answers = []
+        async with tested.open(TASK) as session:
+            await session.answer('call note {"word": "a"}')
             for gone in (False, True):
                 (pid,) = children() - before
                 psutil.Process(pid).kill()
                 if gone:
                     file.rename(f"{file}.gone")
                     with pytest.raises(ToolFailure):
-                        await own.answer('call note {"word": "-"}')
+                        await session.answer('call note {"word": "-"}')
                     Path(f"{file}.gone").rename(file)
-                told.append((await own.answer('call note {"word": "b"}'))[0][0].content)
-        for tools in made.toolsets:
-            await tools._leave_all()  # type: ignore[attr-defined]  # a shared one stays until its process ends
-        return told
+                answers.append((await session.answer('call note {"word": "b"}'))[0][0].content)
+        for tools in tested.toolsets:
+            await tools._leave_all()  # type: ignore[attr-defined]  # a shared server stays until its process ends
+        return answers
 
     mine = shutil.copy(notebook, tmp_path / "mine.py")
-    own = box(**by_stdio(mine))
-    assert asyncio.run(killed_between(own, mine)) == ["a b", "a b b"]
-    assert own.counters == {"tool_calls": 4, "tool_reconnects": 2, "tool_failures": 1}
+    private = box(**by_stdio(mine))
+    assert asyncio.run(killed_between(private, mine)) == ["a b", "a b b"]
+    assert private.counters == {"tool_calls": 4, "tool_reconnects": 2, "tool_failures": 1}
     assert asyncio.run(killed_between(box(**by_stdio(mine, shared=True)), mine)) == ["b", "b"]
     assert children() == before
 
 
-def test_repeated_calls_have_the_time_of_a_call_each(notebook: Path) -> None:
-    """Not that of the call which found the connection lost: together they take longer."""
-    made, before = box(timeout=5.0, **by_stdio(notebook)), children()
+def test_each_repeated_call_has_the_whole_timeout(notebook: Path) -> None:
+    """And not what remains of the timeout of the call that found the connection lost."""
+    toolbox, before = box(timeout=5.0, **by_stdio(notebook)), children()
 
-    async def one() -> str:
-        async with made.open(TASK) as own:
+    async def conversation() -> str:
+        async with toolbox.open(TASK) as session:
             for _ in range(3):
-                await own.answer('call note {"word": "nap"}')
+                await session.answer('call note {"word": "nap"}')
             (pid,) = children() - before
             psutil.Process(pid).kill()
-            return (await own.answer('call note {"word": "a"}'))[0][0].content
+            return (await session.answer('call note {"word": "a"}'))[0][0].content
 
-    assert asyncio.run(one()) == "nap nap nap a"
-    assert made.counters == {"tool_calls": 4, "tool_reconnects": 1}
+    assert asyncio.run(conversation()) == "nap nap nap a"
+    assert toolbox.counters == {"tool_calls": 4, "tool_reconnects": 1}
 
 
 def test_over_http_with_a_key_shared_or_not(url: str) -> None:
-    made = box(url=url, bearer=BEARER, tools=["note"], shared=True)
-    assert [schema["function"]["name"] for schema in made.schemas] == ["note"]
-    assert say(made, 'note {"word": "a"}') == ["a"]
-    own = box(url=url, bearer=BEARER, tools=["note"])
-    assert say(own, 'note {"word": "b"}', 'note {"word": "bad"}')[0] == "a b"
-    assert own.counters == {"tool_calls": 2, "tool_errors": 1}
+    shared = box(url=url, bearer=BEARER, tools=["note"], shared=True)
+    assert [schema["function"]["name"] for schema in shared.schemas] == ["note"]
+    assert say(shared, 'note {"word": "a"}') == ["a"]
+    private = box(url=url, bearer=BEARER, tools=["note"])
+    assert say(private, 'note {"word": "b"}', 'note {"word": "bad"}')[0] == "a b"
+    assert private.counters == {"tool_calls": 2, "tool_errors": 1}
 
 
 @pytest.mark.parametrize(
@@ -247,19 +249,19 @@ def test_a_server_that_cannot_be_used_is_refused_in_one_line(settings: dict[str,
     assert why.format(url=url) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_server_with_other_tools_than_at_the_runs_start_is_named(
+def test_a_server_whose_tools_have_changed_since_the_run_began_is_named(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = []
+    warnings = []
     for tools in ([], [], ["note"]):
         server = {"url": url, "bearer": BEARER, "tools": tools}
         compare_tools(tmp_path, make_tools(RolloutConfig(mcp_servers={"n": server})))
-        found.append(capsys.readouterr().err)
-    assert found[:2] == ["", ""] and found[2].count("\n") == 1
-    assert found[2].startswith(
+        warnings.append(capsys.readouterr().err)
+    assert warnings[:2] == ["", ""] and warnings[2].count("\n") == 1
+    assert warnings[2].startswith(
         "megatron-collab: rollout.mcp_servers.n: its tools are not those that it had when the run"
     )
-    assert found[2].endswith(": environment, nothing\n")
+    assert warnings[2].endswith(": environment, nothing\n")
 
 
 def test_two_tools_of_one_name_are_refused(notebook: Path) -> None:

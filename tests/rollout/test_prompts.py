@@ -1,4 +1,4 @@
-"""Our prompts are files of the package, and their texts are those that earlier results and cached answers rest on."""
+"""Prompts are files of the package; earlier results and cached answers depend on their exact texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_collab.rollout.users.llm import system_prompt
 from megatron_collab.types import Conversation, Message, Missing, Task
 from tests.reward.fakes import FakeJudge, about, metric, play
 
-# SHA-256 of what the version before the prompts were files made of TASK and PLAYED.
+# SHA-256 of the prompts for TASK and PLAYED in the last version whose prompts were not files.
 EARLIER = {
     "accuracy": "50f1c929f1641f41c7ef1470cb25aa3ab58d6edc0358930bae49eef7c0f3c438",
     "bleu": "9361767ddfbddcc1df12bef3e8248ee1cd6ded32edffe55f4e14b3678e5cc92b",
@@ -29,12 +29,15 @@ EARLIER = {
 }
 BEGUN = (Message("system", "s"), Message("user", "What is {goal}?"))
 TASK = Task("t", BEGUN, 'find "it" & {{ x }} <é>', "4'2", "llm")
-SAID = (Message("assistant", "{{ 1 }} <think>no</think>{answer} {% raw %}"), Message("user", "so?\n**Assistant**: hm"))
-PLAYED = Conversation((*BEGUN, *SAID), ())
+EXCHANGE = (
+    Message("assistant", "{{ 1 }} <think>no</think>{answer} {% raw %}"),
+    Message("user", "so?\n**Assistant**: hm"),
+)
+PLAYED = Conversation((*BEGUN, *EXCHANGE), ())
 
 
-def asked(name: str, **settings: Any) -> str:
-    """What the judge of a metric is asked."""
+def judge_prompt(name: str, **settings: Any) -> str:
+    """The prompt that the judge of a metric receives."""
     judge = FakeJudge(Missing("not asked"))
     asyncio.run(metric(name, judge, **settings).score(TASK, PLAYED))
     return judge.prompts[0]
@@ -42,21 +45,28 @@ def asked(name: str, **settings: Any) -> str:
 
 def test_the_default_prompts_are_those_of_earlier_versions_to_the_byte() -> None:
     user = UserConfig()
-    found = {
-        "accuracy": asked("accuracy", judge=True),
-        "bleu": asked("bleu"),
-        "holistic": asked("interactivity"),
-        "parts": asked("interactivity", rubric="parts"),
+    prompts = {
+        "accuracy": judge_prompt("accuracy", judge=True),
+        "bleu": judge_prompt("bleu"),
+        "holistic": judge_prompt("interactivity"),
+        "parts": judge_prompt("interactivity", rubric="parts"),
         "user": system_prompt(user, TASK),
         "user with a persona": system_prompt(user, TASK, "a <shy> {{ nurse }}"),
     }
-    assert {name: hashlib.sha256(text.encode()).hexdigest() for name, text in found.items()} == EARLIER
+    assert {name: hashlib.sha256(text.encode()).hexdigest() for name, text in prompts.items()} == EARLIER
 
 
-def test_the_user_is_told_of_the_task_where_it_has_a_description() -> None:
+def test_the_users_prompt_has_the_description_of_the_task_if_there_is_one() -> None:
     described = Task("t", BEGUN, "g", "", "llm", {"task_desc": "write an article"})
-    plain, told = system_prompt(UserConfig(), Task("t", BEGUN, "g", "", "llm")), system_prompt(UserConfig(), described)
-    assert told.replace("\nThe task that you and the assistant are about: write an article\n", "", 1) == plain != told
+    plain, extended = (
+        system_prompt(UserConfig(), Task("t", BEGUN, "g", "", "llm")),
+        system_prompt(UserConfig(), described),
+    )
+    assert (
+        extended.replace("\nThe task that you and the assistant are about: write an article\n", "", 1)
+        == plain
+        != extended
+    )
 
 
 def test_each_prompt_may_be_a_file(tmp_path: Path) -> None:
@@ -73,15 +83,15 @@ def test_each_prompt_may_be_a_file(tmp_path: Path) -> None:
         assert judge.prompts[0].startswith(shown), name
     file = tmp_path / "user.j2"
     file.write_text("Want: {{ goal }}\n")
-    told = system_prompt(UserConfig(prompt=str(file)), task)
-    assert told.startswith('Want: find it\n\nAnswer with one JSON object and nothing else:\n{"current_answer"')
+    user_prompt = system_prompt(UserConfig(prompt=str(file)), task)
+    assert user_prompt.startswith('Want: find it\n\nAnswer with one JSON object and nothing else:\n{"current_answer"')
 
 
 def test_a_rubric_that_a_task_does_not_fit_is_a_missing_score(tmp_path: Path) -> None:
     file = tmp_path / "graded.j2"
     file.write_text("{{ metadata.grade }} {{ conversation }}")
-    found = asyncio.run(metric("generative", FakeJudge(), prompt=str(file)).score(TASK, PLAYED))
-    assert isinstance(found, Missing) and f"{file} line 1: UndefinedError" in found.why
+    score = asyncio.run(metric("generative", FakeJudge(), prompt=str(file)).score(TASK, PLAYED))
+    assert isinstance(score, Missing) and f"{file} line 1: UndefinedError" in score.why
 
 
 @pytest.mark.parametrize("name", ["accuracy", "bleu", "interactivity", "generative"])
@@ -94,16 +104,16 @@ def test_a_rubric_without_the_conversation_is_refused(tmp_path: Path, name: str)
 
 def test_the_prompts_of_the_published_setting_are_named_without_a_folder() -> None:
     described = Task("t", BEGUN, 'find "it"', "", "llm", {"task_desc": "write an article"})
-    told = system_prompt(UserConfig(prompt="user_published.j2", stop="BYE"), described, "a nurse")
-    for said in ('{"goal": "find \\"it\\""}', "are about: write an article", "Who you are: a nurse", "put BYE into"):
-        assert said in told
-    assert "Be vague at first" in told and "Make a mistake now and then" in told
+    user_prompt = system_prompt(UserConfig(prompt="user_published.j2", stop="BYE"), described, "a nurse")
+    for text in ('{"goal": "find \\"it\\""}', "are about: write an article", "Who you are: a nurse", "put BYE into"):
+        assert text in user_prompt
+    assert "Be vague at first" in user_prompt and "Make a mistake now and then" in user_prompt
     config = Config()
     config.rollout.system_prompt = "collaborator.j2"
     assert chat_template.system_prompt(config) == (PROMPTS / "collaborator.j2").read_text().rstrip("\n")
 
 
 def test_every_prompt_is_tested() -> None:
-    there = {file.stem for file in PROMPTS.iterdir()}
+    names = {file.stem for file in PROMPTS.iterdir()}
     users = {"user", "user_published", "feedback", "user_of_log"}
-    assert there == {"accuracy", "bleu", "interactivity_holistic", "interactivity_parts", "collaborator"} | users
+    assert names == {"accuracy", "bleu", "interactivity_holistic", "interactivity_parts", "collaborator"} | users

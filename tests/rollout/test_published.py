@@ -1,4 +1,4 @@
-"""The published settings as conf/reward sets them: the same twelve conversations, played and scored under each."""
+"""The published settings in conf/reward: the same twelve conversations are played and scored under each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_published_setting(name: str) -> None:
     assert prompts and all(prompt.startswith("<system>You help a user over several turns.") for prompt in prompts)
     for task, (tokens, value) in GOLDEN[name].items():
         scores = [future.scores for future in rollouts[task].futures if future.scores]
-        assert [score["accuracy"] for score in scores] == [said[0] for said in JUDGED[task]][: len(tokens)], (
+        assert [score["accuracy"] for score in scores] == [judged[0] for judged in JUDGED[task]][: len(tokens)], (
             "the judge's"
         )
         assert [score["token_amount"] for score in scores] == pytest.approx(tokens), task
@@ -26,13 +26,13 @@ def test_a_published_setting(name: str) -> None:
 
 
 def test_the_twelve_conversations() -> None:
-    """Four trained turns with three futures, to which nothing is in common that decides a score."""
+    """Four trained turns have three futures each, and no message decides the score of two of them."""
     assert [len(futures) for futures in FUTURES.values()] == [3] * 4
-    said = [text for futures in FUTURES.values() for future in futures for text in future[::2]]
-    assert len({*said, *(texts[-1] for texts in BEFORE.values())}) == len(said) + len(BEFORE)
+    user_texts = [text for futures in FUTURES.values() for future in futures for text in future[::2]]
+    assert len({*user_texts, *(texts[-1] for texts in BEFORE.values())}) == len(user_texts) + len(BEFORE)
 
 
-SETTINGS = {  # of the recipe; of the authors' code, whose future has four new messages, and the paper, whose w is 2
+SETTINGS = {  # of the recipe, of the authors' code (a future has four new messages) and of the paper (w is 2)
     "verl": {"malformed": -1.0, "rubric": "parts", "count": "words", "max_tokens": 512, "attempts": 3},
     "collabllm": {"malformed": None, "rubric": "holistic", "count": "cl100k", "max_tokens": 1024, "attempts": 10},
     "paper": {"malformed": None, "rubric": "holistic", "count": "seen", "max_tokens": 1024, "attempts": 10},
@@ -41,13 +41,17 @@ SETTINGS = {  # of the recipe; of the authors' code, whose future has four new m
 
 @pytest.mark.parametrize("experiment", ["gsm8k", "collabllm_math", "train_8b"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_preset_sets_all_that_is_published_whatever_the_experiment(name: str, experiment: str) -> None:
+def test_a_preset_sets_every_published_option_in_every_experiment(name: str, experiment: str) -> None:
     config = compose([f"experiment={experiment}", f"reward={name}", "model.path=m", "run.dir=r", "data.train=t"])
     reward, rollout, user = config.reward, config.rollout, config.user
     assert reward.mode == name and reward.metrics["accuracy"] == {"judge": True, "verify": False}
-    own = {"malformed": reward.malformed, "rubric": reward.metrics["interactivity"]["rubric"]}
-    own |= {"count": reward.metrics["token_amount"]["count"], "max_tokens": user.max_tokens, "attempts": user.attempts}
-    assert own == SETTINGS[name]
+    settings = {"malformed": reward.malformed, "rubric": reward.metrics["interactivity"]["rubric"]}
+    settings |= {
+        "count": reward.metrics["token_amount"]["count"],
+        "max_tokens": user.max_tokens,
+        "attempts": user.attempts,
+    }
+    assert settings == SETTINGS[name]
     assert (rollout.futures, rollout.max_user_turns, rollout.max_assistant_turns) == (3, 2, 3)
     assert (rollout.train_turns, rollout.system_prompt, config.data.prefixes) == ("first", "collaborator.j2", True)
     assert (user.temperature, reward.judge.temperature, reward.judge.max_tokens, reward.judge.attempts) == (
@@ -61,14 +65,16 @@ def test_a_preset_sets_all_that_is_published_whatever_the_experiment(name: str, 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_user_has_the_published_rules(name: str) -> None:
     config = preset(name)
-    said = system_prompt(config.user, task_of("asked", config))
+    prompt = system_prompt(config.user, task_of("asked", config))
     for rule in ("little trouble", "Be vague at first", "Make a mistake now and then", "knowledge and preferences"):
-        assert rule in said
-    assert "answer what the assistant asks" not in said and "How many asked?" in said and '"current_answer"' in said
+        assert rule in prompt
+    assert (
+        "answer what the assistant asks" not in prompt and "How many asked?" in prompt and '"current_answer"' in prompt
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_without_a_judge_one_line_says_what_is_missing(name: str) -> None:
+def test_without_a_judge_the_error_names_the_setting(name: str) -> None:
     config = preset(name)
     config.reward.judge.model = None
     with pytest.raises(ConfigError, match=r"^reward\.weights\.accuracy: needs a judge; set reward\.judge\.model to a "):

@@ -1,4 +1,4 @@
-"""Rollouts read back from transcripts are those that were written, but for token ids."""
+"""Rollouts read back from transcripts equal the written ones, except for token ids."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def turn(text: str, finish: Finish = Finish.STOP) -> Turn:
     return Turn((), (), (), (), finish, text)
 
 
-def future(task: Task, *said: str, ending: Ending = Ending.USER_DONE, finish: Finish = Finish.STOP) -> Future:
-    """The policy, then user and policy in turn; `call` is a call of a tool, which answers at once."""
+def future(task: Task, *texts: str, ending: Ending = Ending.USER_DONE, finish: Finish = Finish.STOP) -> Future:
+    """Messages of policy and user in turn, the policy first; `call` is a tool call with its answer."""
     played = Conversation(task.messages, ())
-    for at, text in enumerate(said):
+    for at, text in enumerate(texts):
         if at % 2:
             played = played.add_messages([Message("user", text)], ())
         elif text.startswith("call"):
@@ -71,37 +71,39 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_was_played_comes_back(folder: Path) -> None:
+def test_written_groups_are_read_back(folder: Path) -> None:
     step, rows = rows_of_step(folder, None)
-    found = groups_of(rows, [load_tasks(folder / "tasks.jsonl")])
-    assert step == 1 and [group.task for group in found] == [A, A, B], "the same task twice are two groups"
-    for group, expected in zip(found, GROUPS, strict=True):
-        for one, other in zip(group.rollouts, expected.rollouts, strict=True):
-            assert one.futures == other.futures and one.malformed == other.malformed
+    groups = groups_of(rows, [load_tasks(folder / "tasks.jsonl")])
+    assert step == 1 and [group.task for group in groups] == [A, A, B], "the same task twice are two groups"
+    for group, expected in zip(groups, GROUPS, strict=True):
+        for restored, other in zip(group.rollouts, expected.rollouts, strict=True):
+            assert restored.futures == other.futures and restored.malformed == other.malformed
             missing = isinstance(other.reward.value, Missing)
-            assert isinstance(one.reward.value, Missing) if missing else one.reward.value == other.reward.value
+            assert (
+                isinstance(restored.reward.value, Missing) if missing else restored.reward.value == other.reward.value
+            )
 
 
-def test_what_the_user_opened_with_comes_back(tmp_path: Path) -> None:
-    given = replace(A, messages=())
-    task = given.play_on(Message("user", "hello"))
+def test_the_users_opening_message_is_read_back(tmp_path: Path) -> None:
+    unopened = replace(A, messages=())
+    task = unopened.play_on(Message("user", "hello"))
     append(
         tmp_path / "transcripts.jsonl",
         [{"step": 0, **row} for row in rows_of([Group(task, (rollout(future(task, "one")),))])],
     )
-    write_jsonl(tmp_path / "tasks.jsonl", [task_row(given)])
-    (found,) = groups_of(rows_of_step(tmp_path, None)[1], [load_tasks(tmp_path / "tasks.jsonl")])
-    assert found.task == task and found.rollouts[0].start.replies == ("one",)
+    write_jsonl(tmp_path / "tasks.jsonl", [task_row(unopened)])
+    (group,) = groups_of(rows_of_step(tmp_path, None)[1], [load_tasks(tmp_path / "tasks.jsonl")])
+    assert group.task == task and group.rollouts[0].start.replies == ("one",)
 
 
-def test_a_task_is_found_by_its_messages_where_ids_are_there_twice(folder: Path) -> None:
+def test_a_task_is_found_by_its_messages_if_its_id_is_not_unique(folder: Path) -> None:
     other = replace(A, messages=(Message("user", "another"),))
     write_jsonl(folder / "tasks.jsonl", map(task_row, (other, *TASKS)))
-    found = groups_of(rows_of_step(folder, 0)[1], [load_tasks(folder / "tasks.jsonl")])
-    assert [group.task.messages[0].content for group in found] == ["hi", "hi", "ho"]
+    groups = groups_of(rows_of_step(folder, 0)[1], [load_tasks(folder / "tasks.jsonl")])
+    assert [group.task.messages[0].content for group in groups] == ["hi", "hi", "ho"]
 
 
-def test_other_data_and_steps_are_refused(folder: Path) -> None:
+def test_changed_data_and_unknown_steps_are_refused(folder: Path) -> None:
     write_jsonl(folder / "tasks.jsonl", [task_row(B)])
     with pytest.raises(ConfigError, match="task a: its messages begin with no task of that id; the data have changed"):
         groups_of(rows_of_step(folder, 0)[1], [load_tasks(folder / "tasks.jsonl")])

@@ -1,4 +1,4 @@
-"""In what order servers, weight sync and workers are told, when servers share the trainer's devices and when not."""
+"""The order of calls to servers, weight sync and workers, with servers on the trainer's devices and on their own."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ RELEASE = [
 
 
 class Recording(WeightSync):
-    """Gives versions to the servers that are present, unless `failures` says which servers fail, try by try."""
+    """Publishes versions to the servers that are present; `failures` has the servers that fail, by attempt."""
 
     def __init__(self, config: Config, pool: ServerPool, events: list[str]) -> None:
-        config.publish.transport = "disk"  # which needs no weights before there is something to give
+        config.publish.transport = "disk"  # which needs no weights before the first publish
         super().__init__(config, [], None, pool)  # type: ignore[arg-type]
         self.pool, self.events = pool, events
         self.failures: list[set[int]] = []
@@ -52,7 +52,7 @@ class Recording(WeightSync):
 
 
 class Stage:
-    """The servers of rank 0, which record, and a weight sync that does too; `events` is what was told to whom."""
+    """Recording servers of rank 0 and a recording weight sync; `events` has their calls in order."""
 
     def __init__(self, folder: Path, replicas: int, colocated: bool, staleness: int) -> None:
         self.events: list[str] = []
@@ -61,7 +61,7 @@ class Stage:
         config.rollout.server.colocated, config.rollout.max_staleness = colocated, staleness
         config.rollout.server.start_timeout = 20.0
         self.servers = [Recorded(config, folder, index, self.events) for index in range(replicas)]
-        self.others: list[Recorded] = []  # of models beside the policy
+        self.model_servers: list[Recorded] = []  # of models beside the policy
         self.of_run = Servers(config)
         self.pool = self.of_run.pool = ServerPool(self.servers, config.rollout.server, self.tell)
         self.weights = Recording(config, self.pool, self.events)
@@ -74,7 +74,7 @@ class Stage:
         self.events.clear()
 
     def phase(self, version: int, play: Callable[[], None] = lambda: None) -> list[str]:
-        """One sampling phase; what was told in it."""
+        """Run one sampling phase; return its events."""
         self.events.clear()
         with self.of_run.awake():
             self.weights.sync(version)
@@ -95,26 +95,24 @@ def stage(tmp_path: Path, alone: None) -> Iterator[Callable[..., Stage]]:
         return stages[-1]
 
     yield make
-    for made in stages:
-        for server in [*made.servers, *made.others]:
+    for run in stages:
+        for server in [*run.servers, *run.model_servers]:
             server.stop()
 
 
 def beside(run: Stage, tmp_path: Path, colocated: bool) -> Recorded:
-    """The one server of a model called judge, which records; `run` has it from now on."""
+    """Add the only server of a model named judge to `run`; it records."""
     model = ModelServers(run.of_run.config, "judge", ServedConfig("judge", colocated=colocated), 1)
     server = Recorded(model.config, tmp_path / "judge", 7, run.events)
     model.servers.append(server)
-    run.others.append(server)
+    run.model_servers.append(server)
     run.of_run.served = [model]
     model.pool.begin()
     run.events.clear()
     return server
 
 
-def test_a_model_beside_the_policy_that_is_lost_is_noticed_in_a_phase_and_waited_for(
-    stage: Callable[..., Stage], tmp_path: Path
-) -> None:
+def test_a_lost_model_server_is_noticed_in_a_phase_and_awaited(stage: Callable[..., Stage], tmp_path: Path) -> None:
     run = stage()
     run.begin()
     judge = beside(run, tmp_path, colocated=False)
@@ -122,7 +120,7 @@ def test_a_model_beside_the_policy_that_is_lost_is_noticed_in_a_phase_and_waited
     judge.die()
     assert run.of_run.lost_all() and not run.pool.lost_all()
     run.of_run.serve_loaded(3)
-    assert not run.of_run.lost_all(), "also where nothing is trained"
+    assert not run.of_run.lost_all(), "also if nothing is trained"
     assert run.of_run.take_counters() == {
         "servers/lost": 0.0,
         "servers/back": 0.0,
@@ -135,20 +133,18 @@ def test_a_model_beside_the_policy_that_is_lost_is_noticed_in_a_phase_and_waited
         run.phase(0)
 
 
-def test_a_colocated_model_beside_the_policy_has_its_memory_only_in_a_phase(
-    stage: Callable[..., Stage], tmp_path: Path
-) -> None:
-    """It takes it with its own weights, and nobody gives it others."""
+def test_a_colocated_model_server_has_its_memory_only_in_a_phase(stage: Callable[..., Stage], tmp_path: Path) -> None:
+    """It resumes with its own weights, and no publish reaches it."""
     run = stage()
     run.begin()
     judge = beside(run, tmp_path, colocated=True)
     assert judge.released == {"kv_cache", "weights"}
-    taken = ["/resume_memory_occupation weights", "/resume_memory_occupation kv_cache", "/continue_generation"]
+    resumed = ["/resume_memory_occupation weights", "/resume_memory_occupation kv_cache", "/continue_generation"]
     for version in (0, 1):
-        told = run.phase(version, lambda: run.events.append("played"))
-        of_judge = [event.removeprefix("server 7: ") for event in told if "server 7" in event or event == "played"]
-        assert of_judge == [*taken, "played", *RELEASE]
-        assert f"publish {version} to [0]" in told
+        events = run.phase(version, lambda: run.events.append("played"))
+        of_judge = [event.removeprefix("server 7: ") for event in events if "server 7" in event or event == "played"]
+        assert of_judge == [*resumed, "played", *RELEASE]
+        assert f"publish {version} to [0]" in events
 
     def stop() -> None:
         raise RunStopped("the budget is used up")
@@ -175,7 +171,7 @@ def test_colocated_servers_have_their_memory_only_while_they_sample(stage: Calla
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_servers_on_devices_of_their_own_keep_their_memory(stage: Callable[..., Stage], staleness: int) -> None:
+def test_servers_on_their_own_devices_keep_their_memory(stage: Callable[..., Stage], staleness: int) -> None:
     run = stage(colocated=False, staleness=staleness)
     run.begin()
     assert run.phase(3) == ["publish 3 to [0]", "workers: ask [0]", "sampling"]
@@ -184,11 +180,11 @@ def test_servers_on_devices_of_their_own_keep_their_memory(stage: Callable[..., 
 def test_all_servers_have_their_memory_before_a_publish(stage: Callable[..., Stage]) -> None:
     run = stage(replicas=2)
     run.begin()
-    told = run.phase(0)
-    at = told.index("publish 0 to [0, 1]")
-    assert sorted(told[:at]) == [f"server {index}: /resume_memory_occupation weights" for index in (0, 1)]
-    assert told[at + 1 : at + 3] == [f"server {index}: /resume_memory_occupation kv_cache" for index in (0, 1)]
-    assert told[at + 3 :][:2] == ["workers: ask [0, 1]", "sampling"]
+    events = run.phase(0)
+    at = events.index("publish 0 to [0, 1]")
+    assert sorted(events[:at]) == [f"server {index}: /resume_memory_occupation weights" for index in (0, 1)]
+    assert events[at + 1 : at + 3] == [f"server {index}: /resume_memory_occupation kv_cache" for index in (0, 1)]
+    assert events[at + 3 :][:2] == ["workers: ask [0, 1]", "sampling"]
 
 
 @pytest.mark.parametrize("stuck", [False, True])
@@ -202,8 +198,8 @@ def test_a_run_that_stops_gives_the_trainer_its_memory_to_save(stage: Callable[.
 
     with pytest.raises(RunStopped, match="budget"):
         run.phase(0, play)
-    told = run.of_phase()
-    assert told[told.index("sampling") + 1 :] == (RELEASE[:2] if stuck else RELEASE)
+    events = run.of_phase()
+    assert events[events.index("sampling") + 1 :] == (RELEASE[:2] if stuck else RELEASE)
     assert run.servers[0].alive() is not stuck, "started again, it would take the memory"
 
 
@@ -239,9 +235,9 @@ def test_a_server_that_does_not_become_idle_is_not_released_but_started_again(st
         run.servers[1].busy = True
 
     run.phase(0, play)
-    told = [event for event in run.events if event.startswith(("server 1", "workers"))]
-    again = told.index("server 1: start 1")
-    assert told[again - 3 : again] == [
+    events = [event for event in run.events if event.startswith(("server 1", "workers"))]
+    restart = events.index("server 1: start 1")
+    assert events[restart - 3 : restart] == [
         "server 1: /pause_generation abort",
         "server 1: /flush_cache",
         "workers: ask [0]",
@@ -261,7 +257,7 @@ def test_a_lost_server_is_left_out_at_once_and_taken_back_by_the_next_publish(st
         "publish 0 to [0, 1]",
         "workers: ask [0, 1]",
         "sampling",
-        "workers: ask [0]",  # before the new process can answer: it has other weights
+        "workers: ask [0]",  # before the new process can answer, since it has other weights
         "server 1: start 1",
     ]
     assert run.phase(1) == ["publish 1 to [0, 1]", "workers: ask [0, 1]", "sampling"]
@@ -277,8 +273,8 @@ def test_a_colocated_server_that_comes_back_is_awaited_and_gives_its_memory_back
         run.servers[0].die()
         assert run.pool.lost_all()
 
-    told = run.phase(0, play)
-    assert told[told.index("sampling") + 1 :] == ["workers: ask []", "start 1", *RELEASE]
+    events = run.phase(0, play)
+    assert events[events.index("sampling") + 1 :] == ["workers: ask []", "start 1", *RELEASE]
     assert run.phase(1)[:4] == [
         "/resume_memory_occupation weights",
         "publish 1 to [0]",
@@ -300,8 +296,8 @@ def test_servers_that_were_all_lost_get_the_present_version(stage: Callable[...,
         run.pool.recover()
         assert not run.pool.lost_all()
 
-    told = run.phase(5, play)
-    assert told[told.index("sampling") + 1 :] == [
+    events = run.phase(5, play)
+    assert events[events.index("sampling") + 1 :] == [
         "workers: ask [1]",
         "server 0: start 1",
         "workers: ask []",
@@ -311,7 +307,7 @@ def test_servers_that_were_all_lost_get_the_present_version(stage: Callable[...,
     ]
 
 
-def test_what_was_in_flight_when_all_servers_were_lost_is_still_known_after_a_publish(
+def test_an_outage_during_training_is_still_reported_after_a_publish(
     stage: Callable[..., Stage],
 ) -> None:
     run = stage(colocated=False, staleness=1)
@@ -336,7 +332,7 @@ def test_a_server_lost_in_a_publish_is_left_out_and_the_others_sample(stage: Cal
     ]
 
 
-def test_a_server_that_came_back_is_not_asked_before_it_has_the_weights(stage: Callable[..., Stage]) -> None:
+def test_a_restarted_server_gets_no_requests_before_it_has_the_weights(stage: Callable[..., Stage]) -> None:
     run = stage(replicas=2, colocated=False, staleness=1)
     run.begin()
 
@@ -348,7 +344,7 @@ def test_a_server_that_came_back_is_not_asked_before_it_has_the_weights(stage: C
     run.weights.failures = [{0, 1}]
     assert run.phase(1) == [
         "publish 1 to [0, 1]",
-        "workers: ask []",  # and not [1], which is there again
+        "workers: ask []",  # and not [1], which is running again
         "server 0: start 1",
         "server 1: start 2",
         "publish 1 to [0, 1]",
@@ -357,7 +353,7 @@ def test_a_server_that_came_back_is_not_asked_before_it_has_the_weights(stage: C
     ]
 
 
-def test_a_version_that_reaches_nobody_ends_the_run(stage: Callable[..., Stage]) -> None:
+def test_a_version_that_reaches_no_server_ends_the_run(stage: Callable[..., Stage]) -> None:
     run = stage(colocated=False)
     run.begin()
     run.weights.failures = [{0}] * 9
@@ -366,7 +362,7 @@ def test_a_version_that_reaches_nobody_ends_the_run(stage: Callable[..., Stage])
     assert [event for event in run.events if event.startswith("publish")] == ["publish 0 to [0]"] * 3
 
 
-def test_a_server_that_does_not_start_any_more_ends_the_run(
+def test_a_server_that_cannot_be_restarted_ends_the_run(
     stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = stage(replicas=2, colocated=False)
@@ -387,7 +383,7 @@ def test_a_server_that_does_not_start_any_more_ends_the_run(
     assert len(printed) == 3
 
 
-def test_failures_count_in_a_row(stage: Callable[..., Stage]) -> None:
+def test_only_consecutive_failures_count(stage: Callable[..., Stage]) -> None:
     run = stage(colocated=False)
     run.begin()
     for version in range(6):
@@ -397,7 +393,7 @@ def test_failures_count_in_a_row(stage: Callable[..., Stage]) -> None:
     assert run.servers[0].generation == 6
 
 
-def test_the_first_start_of_a_server_is_not_tried_twice(stage: Callable[..., Stage]) -> None:
+def test_the_first_start_of_a_server_is_not_retried(stage: Callable[..., Stage]) -> None:
     run = stage()
     run.servers[0].die()
     with pytest.raises(ServerError, match="SGLang server 0: it ended with code -9; the end of"):
@@ -405,14 +401,14 @@ def test_the_first_start_of_a_server_is_not_tried_twice(stage: Callable[..., Sta
 
 
 @pytest.mark.processes
-def test_all_ranks_stop_where_a_server_cannot_be_kept_alive(tmp_path: Path) -> None:
-    """Rank 0 waits for servers a look at a time, and the other rank is told each time what it saw."""
+def test_all_ranks_stop_if_a_server_cannot_be_kept_alive(tmp_path: Path) -> None:
+    """Rank 0 polls the servers and shares the result of each poll with the other rank."""
     raised = run_ranks(lose_a_server_for_good, 2, tmp_path)
     assert all("server 0 failed after 3 new starts too" in reason for reason in raised)
 
 
 def lose_a_server_for_good(folder: Path) -> str:
-    """As one of two ranks, rank 0's server coming back once and no more: what stopped it."""
+    """Run one of two ranks; rank 0's server comes back only once. Returns the reason of the stop."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     leads = dist.get_rank() == 0
     run = Stage(folder / str(dist.get_rank()), replicas=1, colocated=True, staleness=0)

@@ -1,4 +1,4 @@
-"""What a step and an evaluation say in numbers, computed by hand."""
+"""Metrics of a step and of an evaluation, computed by hand."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def summary(groups: list[Group]) -> dict[str, float]:
 
 
 def evaluated(groups: list[Group]) -> dict[str, float]:
-    return numbers.evaluated(groups, applying)
+    return numbers.evaluation_summary(groups, applying)
 
 
 def rollout(value: Score, length: int = 2, missing: int = 0) -> Rollout:
@@ -68,7 +68,7 @@ def test_the_summary_of_nothing_scored_is_not_a_zero() -> None:
 
 
 def played(*scores: Score, ending: Ending = Ending.USER_DONE) -> Rollout:
-    """A rollout with a future a score; none: its turn was malformed."""
+    """A rollout with one future per score; without scores its turn is malformed."""
     (future,) = rollout(0.0).futures
     if not scores:
         malformed = Future(future.conversation.end(Ending.MALFORMED), {})
@@ -89,7 +89,7 @@ def test_every_rollout_counts_once_and_a_malformed_one_is_not_left_out() -> None
 
 
 @pytest.mark.parametrize(("task", "right"), [(TASK, 0.25), (CHAT, 0.5)], ids=["applies", "does not apply"])
-def test_a_task_whose_rollouts_are_all_malformed_counts_where_a_metric_applies_to_it(task: Task, right: float) -> None:
+def test_a_task_whose_rollouts_are_all_malformed_counts_if_a_metric_applies_to_it(task: Task, right: float) -> None:
     shown = summary([Group(task, (played(), played())), Group(TASK, (played(0.5), played(0.5)))])
     assert shown["score/right"] == right and shown["ending/malformed"] == 0.5
 

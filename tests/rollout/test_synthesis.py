@@ -1,4 +1,4 @@
-"""Of the candidates for a turn the best one goes on, with what the user said in one of its futures."""
+"""The best candidate for a turn continues the conversation, with the user's message of one of its futures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 from megatron_collab.rollout.conversation import Player
-from megatron_collab.rollout.synthesis import best, following, reply_of
+from megatron_collab.rollout.synthesis import best_rollout, next_task, reply_of
 from megatron_collab.types import Ending, Group, Message, Missing, Task
 from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUsers, config
 from tests.rollout.test_group import FakeRewards
@@ -16,7 +16,7 @@ TASK = Task("t", (Message("system", "s"), Message("user", "hi")), "goal", "answe
 
 
 def group(says: str = "ok", share: float = 0.0, task: Task = TASK) -> Group:
-    """Four candidates, of which the first is malformed; the reward is the length of what was said."""
+    """Four candidates, the first of them malformed; the reward is the number at the end of the reply."""
     options = config(futures=2, max_user_turns=1, max_assistant_turns=2)
     options.reward.weights, options.train.rollouts_per_prompt = {"right": 1.0}, 4
     options.build.proactive = share
@@ -37,40 +37,42 @@ def group(says: str = "ok", share: float = 0.0, task: Task = TASK) -> Group:
 
 
 def test_the_best_reply_and_the_users_answer_to_it_are_the_next_prompt() -> None:
-    found = group()
-    chosen = best(found)
+    candidates = group()
+    chosen = best_rollout(candidates)
     assert chosen is not None and [message.content for message in reply_of(chosen)] == ["ok 3"]
-    task = following(found, 14, random.Random(0))
-    said = ["s", "hi", "ok 3", "and ok 3"]
-    assert task is not None and [message.content for message in task.messages] == said
-    assert (task.id, task.goal, task.played) == ("t", "goal", 2) and task.given == TASK
-    further = following(group(task=task), 14, random.Random(0))
-    assert further is not None and [message.content for message in further.messages] == [*said, "ok 3", "and ok 3"]
+    task = next_task(candidates, 14, random.Random(0))
+    texts = ["s", "hi", "ok 3", "and ok 3"]
+    assert task is not None and [message.content for message in task.messages] == texts
+    assert (task.id, task.goal, task.played) == ("t", "goal", 2) and task.original == TASK
+    further = next_task(group(task=task), 14, random.Random(0))
+    assert further is not None and [message.content for message in further.messages] == [*texts, "ok 3", "and ok 3"]
 
 
-def test_a_conversation_ends_where_its_user_ends_it_and_at_its_longest() -> None:
-    assert following(group("end"), 14, random.Random(0)) is None
-    assert following(group(), 4, random.Random(0)) is not None and following(group(), 3, random.Random(0)) is None
+def test_a_conversation_ends_when_its_user_ends_it_and_at_its_greatest_length() -> None:
+    assert next_task(group("end"), 14, random.Random(0)) is None
+    assert next_task(group(), 4, random.Random(0)) is not None and next_task(group(), 3, random.Random(0)) is None
 
 
-def test_without_a_candidate_that_a_user_may_see_it_ends() -> None:
-    found = group()
-    malformed = Group(TASK, tuple(one for one in found.rollouts if one.start.ending is Ending.MALFORMED))
-    assert len(malformed.rollouts) == 1 and best(malformed) is None
-    assert following(malformed, 14, random.Random(0)) is None
-    silent = [one.reward.value for one in found.rollouts if isinstance(one.reward.value, Missing)]
+def test_a_conversation_ends_if_every_candidate_is_malformed() -> None:
+    candidates = group()
+    malformed = Group(
+        TASK, tuple(rollout for rollout in candidates.rollouts if rollout.start.ending is Ending.MALFORMED)
+    )
+    assert len(malformed.rollouts) == 1 and best_rollout(malformed) is None
+    assert next_task(malformed, 14, random.Random(0)) is None
+    silent = [rollout.reward.value for rollout in candidates.rollouts if isinstance(rollout.reward.value, Missing)]
     assert silent == []
 
 
-def test_a_share_of_the_candidates_is_asked_to_involve_the_user_and_the_prompt_is_not_in_the_conversation() -> None:
-    found = group(share=0.5)
-    first = [one.start.messages[0].content for one in found.rollouts]
+def test_proactive_candidates_have_a_prompt_that_is_not_in_the_conversation() -> None:
+    candidates = group(share=0.5)
+    first = [rollout.start.messages[0].content for rollout in candidates.rollouts]
     assert first[2:] == ["s", "s"] and first[0] == first[1] and "You help a user over several turns" in first[0]
-    task = following(found, 14, random.Random(0))
+    task = next_task(candidates, 14, random.Random(0))
     assert task is not None and [message.content for message in task.messages] == ["s", "hi", "ok 3", "and ok 3"]
 
 
-def test_candidates_are_dealt_to_the_assistants_who_play_their_own_futures() -> None:
+def test_candidates_are_dealt_to_assistants_that_play_their_own_futures() -> None:
     options = config(futures=2, max_user_turns=1, max_assistant_turns=2)
     options.reward.weights, options.train.rollouts_per_prompt = {"right": 1.0}, 5
     options.build.proactive = 0.4
@@ -82,11 +84,11 @@ def test_candidates_are_dealt_to_the_assistants_who_play_their_own_futures() -> 
         return Player(policy, CharacterRenderer(), users, rewards, options)  # type: ignore[arg-type]
 
     first = player("ours")
-    first.cast = {"ours": first, "m": player("m"), "n": player("n")}
-    found = asyncio.run(first.play(TASK, "s"))
+    first.candidate_players = {"ours": first, "m": player("m"), "n": player("n")}
+    candidates = asyncio.run(first.play(TASK, "s"))
     order = ["ours", "m", "n", "ours", "m"]
-    for name, one in zip(order, found.rollouts, strict=True):
-        assert {reply for future in one.futures for reply in future.conversation.replies} == {f"of {name}"}
-    assert [len(one.futures[0].conversation.replies) for one in found.rollouts] == [2] * 5
-    proactive = ["You help a user" in one.start.messages[0].content for one in found.rollouts]
+    for name, rollout in zip(order, candidates.rollouts, strict=True):
+        assert {reply for future in rollout.futures for reply in future.conversation.replies} == {f"of {name}"}
+    assert [len(rollout.futures[0].conversation.replies) for rollout in candidates.rollouts] == [2] * 5
+    proactive = ["You help a user" in rollout.start.messages[0].content for rollout in candidates.rollouts]
     assert proactive == [True, True, False, False, False]

@@ -1,4 +1,4 @@
-"""The budgets of a thought and of a reply, by a policy that goes on with a text wherever it is asked to."""
+"""Token budgets of a thought and of a reply, with a policy that continues a text from any position."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ OPENED, PLAIN = encode("<user>hi<assistant><think>"), encode("<user>hi<assistant
 
 
 def shown(text: str) -> str:
-    """A closing mark is one token, as which the fakes have a brace."""
+    """The text with closing marks as a brace, which is their single token in the fakes."""
     return text.replace("</think>", "}")
 
 
 class Reciter:
-    """Says `text` after a prompt, from where the prompt has come to; and `reply` after a thought that was closed."""
+    """Continues `text` from where the prompt ends, or says `reply` after a thought that was closed."""
 
     def __init__(self, prompt: tuple[int, ...], text: str, reply: str) -> None:
-        self.prompt, self.text, self.reply, self.asked = prompt, shown(text), reply, list[dict[str, Any]]()
+        self.prompt, self.text, self.reply, self.requests = prompt, shown(text), reply, list[dict[str, Any]]()
 
     async def __call__(
         self,
@@ -35,16 +35,16 @@ class Reciter:
         stop: int | None = None,
         routing_from: int | None = None,
     ) -> Turn:
-        self.asked.append({"max_new_tokens": max_new_tokens, "stop": stop})
-        said = decode(prompt_ids[len(self.prompt) :])
-        whole = (*encode(self.text.removeprefix(said) if self.text.startswith(said) else self.reply), END)
+        self.requests.append({"max_new_tokens": max_new_tokens, "stop": stop})
+        recited = decode(prompt_ids[len(self.prompt) :])
+        whole = (*encode(self.text.removeprefix(recited) if self.text.startswith(recited) else self.reply), END)
         if stop in whole:
             whole = whole[: whole.index(stop) + 1]
         ids = whole[:max_new_tokens]
         finish = Finish.STOP if len(ids) == len(whole) else Finish.LENGTH
         text = decode(ids[:-1] if stop is not None and ids[-1:] == (stop,) else ids)
         text, n = text.replace("}", "</think>"), len(ids)
-        experts = routing(prompt_ids + ids, routing_from, len(self.asked))
+        experts = routing(prompt_ids + ids, routing_from, len(self.requests))
         return Turn(prompt_ids, ids, (-0.5,) * n, (7,) * n, finish, text, routing=experts)
 
 
@@ -58,10 +58,10 @@ def sampled(
 ) -> Turn:
     policy = Reciter(prompt, text, "so")
     sampling = SamplingConfig(max_new_tokens=reply, thinking_budget=budget)
-    return asyncio.run(thinking.sampled(policy, CHAT, prompt, sampling, room, routing_from))
+    return asyncio.run(thinking.sample_turn(policy, CHAT, prompt, sampling, room, routing_from))
 
 
-def test_a_thought_within_its_budget_leaves_the_reply_its_own() -> None:
+def test_a_thought_within_its_budget_leaves_the_reply_its_whole_budget() -> None:
     turn = sampled(OPENED, "hm hm</think>which day", 10, 9)
     assert turn.token_ids == encode(shown("hm hm</think>which day")) and turn.finish is Finish.LENGTH
     assert turn.text == "<think>hm hm</think>which day" and turn.forced == (0, 0)
@@ -90,8 +90,8 @@ def test_a_turn_that_does_not_think_has_the_budget_of_its_reply() -> None:
     assert sampled(PLAIN, "yes", 4, 6).finish is Finish.STOP
 
 
-def test_the_context_bounds_both() -> None:
-    """What has no room for its end and a reply stays cut, and fills the context no further."""
+def test_the_context_length_bounds_thought_and_reply() -> None:
+    """A thought without room for its end and a reply stays cut, and no more tokens are added."""
     closed = len(CHAT.tokens(thinking.CLOSED))
     for room in range(1, 30):
         turn = sampled(OPENED, "hm hm hm hm hm", 5, 10, room)
@@ -102,8 +102,8 @@ def test_the_context_bounds_both() -> None:
 
 
 @pytest.mark.parametrize("text", ["hm hm hm hm hm", "hm</think>which day", "hm</think>"])
-def test_both_requests_of_a_turn_give_the_experts_of_what_they_read(text: str) -> None:
-    """The tokens that closed a thought were read for the reply, as was the last one of the thought."""
+def test_both_requests_of_a_turn_return_the_experts_of_their_tokens(text: str) -> None:
+    """The request for the reply reads the tokens that close a thought and the last token of the thought."""
     turn = sampled(OPENED, text, 5, 10, routing_from=3)
     assert turn.routing is not None
     thought = len(OPENED) + (5 if turn.forced[1] else len("hm}"))

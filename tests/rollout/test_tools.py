@@ -1,4 +1,4 @@
-"""Tools from classes and functions: what fits, what is refused, and whose state it is. test_mcp_server.py: MCP."""
+"""Tools from classes and functions: valid and refused ones, and the scope of their state. test_mcp_server.py: MCP."""
 
 from __future__ import annotations
 
@@ -148,11 +148,11 @@ def answer(text: str, *names: str, timeout: float = 60.0) -> tuple[list[Message]
     options = RolloutConfig(tools=list(names or ["calculator"]), tool_timeout=timeout)
     box = Toolbox(options, FakePolicy(lambda prompt, seed: ""))
 
-    async def one() -> list[Message]:
-        async with box.open(TASK) as own:
-            return (await own.answer(text))[0]
+    async def conversation() -> list[Message]:
+        async with box.open(TASK) as session:
+            return (await session.answer(text))[0]
 
-    return asyncio.run(one()), box
+    return asyncio.run(conversation()), box
 
 
 def test_a_call_is_answered_by_a_tool_message() -> None:
@@ -177,18 +177,18 @@ def test_a_refused_call_tells_the_policy_why_and_is_counted(text: str, why: str)
 
 
 def test_a_call_at_which_the_parser_fails_is_refused() -> None:
-    """It is the policy's text that cannot be read, and no outage: the conversation goes on."""
+    """The policy's text cannot be parsed, which is not an outage: the conversation goes on."""
 
     class Parser(FakePolicy):
         async def tool_calls(self, text: str, schemas: Any) -> list[ToolCall]:
             raise UnreadableCall("status 500")
 
-    async def one() -> tuple[list[Message], float]:
-        async with box.open(TASK) as own:
-            return await own.answer('{"name": "{"')
+    async def conversation() -> tuple[list[Message], float]:
+        async with box.open(TASK) as session:
+            return await session.answer('{"name": "{"')
 
     box = Toolbox(RolloutConfig(tools=["calculator"]), Parser(lambda prompt, seed: ""))
-    assert asyncio.run(one()) == ([Message("tool", "error: the call cannot be read")], 0.0)
+    assert asyncio.run(conversation()) == ([Message("tool", "error: the call cannot be read")], 0.0)
     assert box.counters == {"tool_calls": 1, "tool_errors": 1}
 
 
@@ -218,8 +218,8 @@ def test_arguments_have_the_types_of_the_schema(kind: str, value: Any, fits: boo
 
 def test_functions_are_tools_by_their_docstring_or_their_schema(mine: Path) -> None:
     forecast, area = f"{mine}:forecast", f"{mine}:area"
-    (told,), box = answer('call forecast {"city": "Bonn", "unit": null}', forecast, area, "calculator")
-    assert told == Message("tool", '{"city": "Bonn", "days": 1}')
+    (message,), box = answer('call forecast {"city": "Bonn", "unit": null}', forecast, area, "calculator")
+    assert message == Message("tool", '{"city": "Bonn", "days": 1}')
     assert [schema["function"]["name"] for schema in box.schemas] == ["forecast", "area_of", "calculator"]
     assert box.schemas[0]["type"] == "function"
     assert box.parameters["forecast"]["required"] == ["city"]
@@ -230,10 +230,10 @@ def test_functions_are_tools_by_their_docstring_or_their_schema(mine: Path) -> N
         '{"a": 1, "b": 3}': "not one of [1, 2]",
     }.items():
         assert why in answer(f"call area_of {call}", area)[0][0].content
-    (told,), box = answer('call forecast {"city": "nowhere"}', forecast)
-    assert told.content == "error: no such city" and box.counters["tool_errors"] == 1
-    (told,), box = answer('call forecast {"city": "far"}', forecast, timeout=0.05)
-    assert told.content == "error: forecast timed out"
+    (message,), box = answer('call forecast {"city": "nowhere"}', forecast)
+    assert message.content == "error: no such city" and box.counters["tool_errors"] == 1
+    (message,), box = answer('call forecast {"city": "far"}', forecast, timeout=0.05)
+    assert message.content == "error: forecast timed out"
     assert box.counters == {"tool_calls": 1, "tool_timeouts": 1}
 
 
@@ -247,7 +247,7 @@ def test_functions_are_tools_by_their_docstring_or_their_schema(mine: Path) -> N
         (["{mine}:loose"], "tool loose: its parameters are no JSON schema .*strng.*; correct them, or leave the tool"),
     ],
 )
-def test_what_is_no_tool_is_refused_in_one_line(names: list[str], why: str, mine: Path) -> None:
+def test_invalid_tools_are_refused_in_one_line(names: list[str], why: str, mine: Path) -> None:
     with pytest.raises(ConfigError, match=why) as error:
         schemas(make_tools(RolloutConfig(tools=[name.format(mine=mine) for name in names])))
     assert "\n" not in str(error.value)
@@ -261,27 +261,27 @@ def test_arguments_fit_the_version_of_json_schema_that_a_tool_names(mine: Path) 
 @pytest.mark.parametrize(
     "call", ['{"kind": "number"}', '{"kind": "text", "reward": "nan"}', '{"kind": "text", "reward": "none"}']
 )
-def test_a_result_that_is_none_is_a_failure_of_the_tool(call: str, mine: Path) -> None:
-    """And no end of the run, which a message without a text or a reward without a number would be later."""
+def test_an_unusable_result_is_a_failure_of_the_tool(call: str, mine: Path) -> None:
+    """It does not end the run, as a message without text or a reward that is not a number would do later."""
     with pytest.raises(ToolFailure, match=r"^tool odd: TypeError: a ToolResult has a "):
         answer(f"call odd {call}", f"{mine}:odd")
 
 
-def test_half_a_surrogate_pair_that_the_policy_wrote_does_not_come_back(mine: Path) -> None:
-    """No tokenizer takes it: the conversation could not go on."""
+def test_half_a_surrogate_pair_in_a_call_is_replaced(mine: Path) -> None:
+    """No tokenizer accepts it, so the conversation could not go on."""
     (echoed,), _ = answer('call odd {"kind": "a\\ud83d"}', f"{mine}:odd")
     (refused,), _ = answer('call odd {"kind": "a", "\\ud83d": 1}', f"{mine}:odd")
     assert echoed.content == "a?" and "unknown argument ?" in refused.content
 
 
-def test_tools_whose_start_fails_start_anew_at_the_next_call_and_are_closed(mine: Path) -> None:
+def test_tools_whose_start_fails_are_started_again_at_the_next_call_and_closed(mine: Path) -> None:
     box = Toolbox(RolloutConfig(tools=[f"{mine}:Starts"], tool_timeout=0.2), FakePolicy(lambda prompt, seed: ""))
     log = vars(sys.modules[find_tool(f"{mine}:Starts").__module__])["LOG"]
     log.clear()
 
     async def three() -> list[str]:
-        async with box.open(TASK) as own:
-            return [(await own.answer('call note {"word": "a"}'))[0][0].content for _ in range(3)]
+        async with box.open(TASK) as session:
+            return [(await session.answer('call note {"word": "a"}'))[0][0].content for _ in range(3)]
 
     assert asyncio.run(three()) == ["error: note timed out", "error: not yet", "t a"]
     assert log == ["start", ""] * 3 + ["close t", "close t", "close t a"]
@@ -293,7 +293,7 @@ class Scores:
 
 
 def play(reply: Callable[[str], str], tool: str, **rollout: Any) -> tuple[Group, Player, list[str]]:
-    """A group of one rollout with two futures, whose policy says `reply(prompt)`, and what its tool has seen."""
+    """A group of one rollout with two futures, whose policy says `reply(prompt)`; its player and its tool's log."""
     options = config(tools=[tool], max_user_turns=1, **{"futures": 2, **rollout})
     options.train.rollouts_per_prompt, options.reward.weights = 1, {"m": 1.0}
     users = FakeUsers(lambda goal, messages: "go on")
@@ -311,19 +311,19 @@ def notes(prompt: str) -> str:
     return 'call note {"word": "b"}' if prompt.endswith("<user>go on<assistant>") else "ok"
 
 
-def test_a_future_goes_on_from_a_copy_of_the_state_that_the_trained_turn_left(mine: Path) -> None:
-    """Either future has "a", and not the other's "b"; each instance is closed once, and what it holds is its own."""
+def test_a_future_continues_with_a_copy_of_the_trained_turns_tool_state(mine: Path) -> None:
+    """Each future has "a", but not the other's "b"; each instance has its own state and is closed once."""
     group, player, log = play(notes, f"{mine}:Notebook")
     (rollout,) = group.rollouts
     for future in rollout.futures:
-        told = [message.content for message in future.conversation.messages if message.role == "tool"]
-        assert told == ["t a", "t a b"]
+        texts = [message.content for message in future.conversation.messages if message.role == "tool"]
+        assert texts == ["t a", "t a b"]
         assert future.conversation.turn_rewards == (0.5, 0.0, 0.5, 0.0)
     assert sorted(log) == ["close t a", "close t a b", "close t a b", "start"]
     assert player.tools.counters == {"tool_calls": 3}
 
 
-def test_a_tool_that_nothing_calls_is_neither_made_nor_copied(mine: Path) -> None:
+def test_a_tool_that_is_never_called_is_neither_created_nor_copied(mine: Path) -> None:
     _, _, log = play(lambda prompt: "ok", f"{mine}:Lock")
     assert log == []
     _, _, log = play(lambda prompt: notes(prompt) if "go on" not in prompt else "ok", f"{mine}:Lock")
@@ -341,7 +341,7 @@ def test_without_futures_the_whole_conversation_has_one_instance(mine: Path) -> 
     [("Notebook", "bug", "tool note: KeyError: 'bug'"), ("Lock", "b", "tool note: TypeError: cannot pickle")],
 )
 def test_a_tool_that_fails_ends_its_conversation_and_is_closed(tool: str, word: str, why: str, mine: Path) -> None:
-    """A bug of the tool, and a state that cannot be copied: no score, since neither says anything about the policy."""
+    """With a bug of the tool, or a state that cannot be copied, there is no score: neither is the policy's fault."""
     group, player, log = play(lambda prompt: notes(prompt).replace('"b"', f'"{word}"'), f"{mine}:{tool}")
     for future in group.rollouts[0].futures:
         assert future.conversation.ending is Ending.ERROR and future.conversation.error.startswith(why)
@@ -349,17 +349,17 @@ def test_a_tool_that_fails_ends_its_conversation_and_is_closed(tool: str, word: 
     assert log.count("close t a") == (3 if tool == "Notebook" else 1)
 
 
-def test_tools_that_are_not_async_delay_nobody(mine: Path) -> None:
+def test_synchronous_tools_do_not_delay_other_conversations(mine: Path) -> None:
     """Calls of several conversations sleep at once, outside the event loop's thread."""
     box = Toolbox(RolloutConfig(tools=[f"{mine}:Notebook"]), FakePolicy(lambda prompt, seed: ""))
 
-    async def one() -> None:
-        async with box.open(TASK) as own:
-            await own.answer('call note {"word": "slow"}')
+    async def conversation() -> None:
+        async with box.open(TASK) as session:
+            await session.answer('call note {"word": "slow"}')
 
     async def together() -> float:
         began = asyncio.get_running_loop().time()
-        await asyncio.gather(*(one() for _ in range(20)))
+        await asyncio.gather(*(conversation() for _ in range(20)))
         return asyncio.get_running_loop().time() - began
 
     assert asyncio.run(together()) < 20 * 0.5 / 2

@@ -1,4 +1,4 @@
-"""Groups on real Ray workers: a fake policy, the scripted booking user behind LiteLLM, the booking metrics."""
+"""Groups on real Ray workers, with a fake policy, the scripted booking user and the booking metrics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout import scheduler
 from megatron_collab.rollout.conversation import Player
 from megatron_collab.rollout.journal import Journal, WeightDigests
-from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answered, answers, raised
+from megatron_collab.rollout.scheduler import Flight, GroupRequest, Slot, answers, available_results, worker_error
 from megatron_collab.rollout.users import Users
 from megatron_collab.rollout.workers import start_workers
 from megatron_collab.runtime.process import Hung
@@ -56,29 +56,29 @@ WEIGHTS = {"booking_right": 1.0, "token_amount": -0.001, "ask_when_missing": 0.0
 
 
 def answer(prompt: str, seed: int) -> str:
-    """Ask for all that is not in the prompt, then book; every third seed books a guess at once."""
+    """Asks for all that is missing in the prompt, then books; every third seed books a guess at once."""
     if seed % 5 == 0:
         raise EngineError("the engine fell over")
-    told = {
+    matches = {
         "people": re.search(r"for (\d+) people", prompt),
         "day": re.search(r"on (\w+day)", prompt),
         "time": re.search(r"at (\d+pm)", prompt),
     }
-    open_ = [slot for slot, found in told.items() if not found]
+    open_ = [slot for slot, match in matches.items() if not match]
     if open_ and seed % 3:
         return booking.ask(open_)
     rng = random.Random(seed)
-    return booking.final({s: found[1] if found else rng.choice(booking.SLOTS[s]) for s, found in told.items()})
+    return booking.final({s: match[1] if match else rng.choice(booking.SLOTS[s]) for s, match in matches.items()})
 
 
 def tasks(n: int) -> list[Task]:
-    """`n` tasks, two thirds of which leave something open."""
-    made = []
+    """`n` tasks; two thirds of them leave something open."""
+    task_list = []
     for i in range(n):
         goal = {slot: values[i % len(values)] for slot, values in booking.SLOTS.items()}
         text = " ".join([booking.REQUEST, booking.say(goal, list(booking.SLOTS)[: i % 3 + 1]), "."])
-        made.append(Task(f"t{i}", (Message("user", text),), json.dumps(goal), booking.final(goal), booking.USER))
-    return made
+        task_list.append(Task(f"t{i}", (Message("user", text),), json.dumps(goal), booking.final(goal), booking.USER))
+    return task_list
 
 
 class FakeEngineWorker:
@@ -89,7 +89,7 @@ class FakeEngineWorker:
         rewards = RewardClient([ray.get_actor(reward_worker)], config.reward)
         self.player = Player(policy, CharacterRenderer(), Users(config, LlmClient()), rewards, config)
 
-    async def play(self, task: Task, stream: str, one: EvaluationSet | None = None) -> Group:
+    async def play(self, task: Task, stream: str, eval_set: EvaluationSet | None = None) -> Group:
         return await self.player.play(task, stream)
 
     async def omp_threads(self) -> str | None:
@@ -98,15 +98,15 @@ class FakeEngineWorker:
 
 @pytest.fixture(scope="module")
 def options() -> Config:
-    made = config(max_user_turns=2)
-    made.reward.weights, made.reward.metrics = dict(WEIGHTS), METRICS
-    made.train.rollouts_per_prompt = 4
-    return made
+    settings = config(max_user_turns=2)
+    settings.reward.weights, settings.reward.metrics = dict(WEIGHTS), METRICS
+    settings.train.rollouts_per_prompt = 4
+    return settings
 
 
 @pytest.fixture(scope="module")
 def proxy() -> Iterator[RecordingProxy]:
-    """The variables of the environment, and so of Ray's workers, name a proxy for all addresses but example.org."""
+    """Environment variables, also those of Ray's workers, name a proxy for all addresses except example.org."""
     with recording_proxy() as proxy, pytest.MonkeyPatch.context() as patch:
         for name, value in proxy.environment().items():
             patch.setenv(name, value)
@@ -118,8 +118,8 @@ def session(options: Config, proxy: RecordingProxy) -> Iterator[None]:
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     with ray_session(options):
         yield
-    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
-    _, alive = psutil.wait_procs(left, timeout=10)
+    remaining = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    _, alive = psutil.wait_procs(remaining, timeout=10)
     assert alive == []
 
 
@@ -181,7 +181,7 @@ def test_playing_again_gives_the_same_group(worker: Any, groups: list[Group]) ->
     assert ray.get(worker.play.remote(groups[0].task, "train-0-0"), timeout=60) == groups[0]
 
 
-def test_a_reward_worker_that_dies_is_started_again(worker: Any, rewards: Any, groups: list[Group]) -> None:
+def test_a_reward_worker_that_dies_is_restarted(worker: Any, rewards: Any, groups: list[Group]) -> None:
     ray.kill(rewards, no_restart=False)
     assert ray.get(worker.play.remote(groups[1].task, "train-0-1"), timeout=60) == groups[1]
 
@@ -191,25 +191,25 @@ def test_workers_compute_in_one_thread(worker: Any) -> None:
 
 
 def test_goals_stay_with_their_conversations(worker: Any) -> None:
-    made = tasks(50)
-    pending = [worker.play.remote(task, f"train-2-{i}") for i, task in enumerate(made)]
-    for task, group in zip(made, ray.get(pending, timeout=60), strict=True):
+    all_tasks = tasks(50)
+    pending = [worker.play.remote(task, f"train-2-{i}") for i, task in enumerate(all_tasks)]
+    for task, group in zip(all_tasks, ray.get(pending, timeout=60), strict=True):
         goal = json.loads(task.goal)
         for rollout in group.rollouts:
             for future in rollout.futures:
                 for message in future.conversation.messages[len(task.messages) :]:
                     if message.role == "user" and booking.STOP not in message.content:
-                        said = message.content.removeprefix(booking.REQUEST).strip(" .")
-                        assert all(word in booking.say(goal, booking.SLOTS) for word in said.split())
+                        text = message.content.removeprefix(booking.REQUEST).strip(" .")
+                        assert all(word in booking.say(goal, booking.SLOTS) for word in text.split())
 
 
 KEY = "a key that only the workers know"
 
 
 class FakeServer(BaseHTTPRequestHandler):
-    """SGLang's /generate for who knows the key: every turn is the one token of the question mark, then the end."""
+    """SGLang's /generate for requests with the key: every turn is a question mark of one token, then the end."""
 
-    asked: ClassVar[list[dict[str, Any]]] = []
+    bodies: ClassVar[list[dict[str, Any]]] = []
     reply_ids: ClassVar[list[int]] = []
 
     def do_POST(self) -> None:
@@ -217,7 +217,7 @@ class FakeServer(BaseHTTPRequestHandler):
         if self.headers["Authorization"] != f"Bearer {KEY}":
             self.send_error(401)
             return
-        self.asked.append(body)
+        self.bodies.append(body)
         meta = {
             "output_token_logprobs": [[-0.5, token, None] for token in self.reply_ids],
             "weight_version": "3",
@@ -233,15 +233,15 @@ class FakeServer(BaseHTTPRequestHandler):
         self.wfile.write(answer)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Quiet."""
+        """Print nothing."""
 
 
-OTHER_NODE = "127.0.0.2"  # stands for the address of one
+OTHER_NODE = "127.0.0.2"  # stands for the address of another node
 
 
 @pytest.fixture
 def helper() -> Iterator[Endpoint]:
-    """A server of a model beside the policy."""
+    """A server of another model than the policy."""
     reply = says({"current_answer": "", "thought": "", "response": "please wait"})
     with in_thread(Endpoint(reply, host=OTHER_NODE)) as endpoint:
         yield endpoint
@@ -257,7 +257,7 @@ def server() -> Iterator[str]:
         thread.join()
 
 
-def test_a_conversation_worker_speaks_to_the_server(
+def test_a_conversation_worker_samples_from_its_servers(
     session: None,
     options: Config,
     server: str,
@@ -290,19 +290,19 @@ def test_a_conversation_worker_speaks_to_the_server(
         assert (turn.text, turn.versions, turn.log_probs) == ("?", (3, 3), (-0.5, -0.5))
         assert rollout.reward.value == pytest.approx(-0.001 * 2 * 3)
         for future in rollout.futures:
-            said = [message.content for message in future.conversation.messages[len(task.messages) :]]
-            assert said == ["?", "please book a table ."] * 2 + ["?"]
-    seeds = [body["sampling_params"]["sampling_seed"] for body in FakeServer.asked]
+            texts = [message.content for message in future.conversation.messages[len(task.messages) :]]
+            assert texts == ["?", "please book a table ."] * 2 + ["?"]
+    seeds = [body["sampling_params"]["sampling_seed"] for body in FakeServer.bodies]
     assert len(set(seeds)) == len(seeds) == 4 * (1 + 3 * 2)
     counted = ray.get(worker.take_counters.remote(), timeout=60)
     assert counted["servers_lost"] == 0
     assert (counted["user/guest/turns"], counted["user/guest/turn_limit"]) == (4 * 3 * 2, 4 * 3)
-    assert answered([reward.take_counters.remote() for reward in workers.rewards], 60) == [{}]
-    asked = ray.get(worker.play.remote(replace(task, user="llm"), "train-0-1"), timeout=60)
-    said = {future.conversation.messages[2:3] for rollout in asked.rollouts for future in rollout.futures}
-    assert said == {(Message("user", "please wait"),)}, asked.rollouts[0].futures[0].conversation
+    assert available_results([reward.take_counters.remote() for reward in workers.rewards], 60) == [{}]
+    llm_group = ray.get(worker.play.remote(replace(task, user="llm"), "train-0-1"), timeout=60)
+    replies = {future.conversation.messages[2:3] for rollout in llm_group.rollouts for future in rollout.futures}
+    assert replies == {(Message("user", "please wait"),)}, llm_group.rollouts[0].futures[0].conversation
     assert helper.requests
-    assert proxy.requests == [], "the run's servers, on whatever node, are asked directly"
+    assert proxy.requests == [], "requests to the run's servers, on any node, go through no proxy"
     assert KEY not in json.dumps(ray.get_runtime_context().runtime_env)
     assert_secret(KEY, os.environ["RAY_AUTH_TOKEN"])
     monkeypatch.setattr(scheduler, "group_seconds", lambda config, groups: 2.0 * groups)
@@ -310,7 +310,7 @@ def test_a_conversation_worker_speaks_to_the_server(
 
 
 def assert_secret(*keys: str) -> None:
-    """None of `keys` is in a file of Ray's session, or in the arguments of a process: all users can read both."""
+    """No key is in a file of Ray's session or in the arguments of a process, which all users can read."""
     folder = Path(ray._private.worker.global_worker.node.get_session_dir_path())
     texts = {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     assert any("worker" in name for name in texts), "Ray's logs are there"
@@ -322,7 +322,7 @@ def assert_secret(*keys: str) -> None:
 
 
 def gives_up_on_a_worker_that_hangs(worker: Any, task: Task, config: Config) -> None:
-    """The process is stopped: who waits for it says so, and so does its stack once it goes on."""
+    """While the process is suspended, waiting for it raises Hung; once it goes on, it writes its stack."""
     (file,) = Path(config.run.dir).glob("stacks/conversation-0-*.txt")
     process = psutil.Process(int(file.stem.rpartition("-")[2]))
     process.suspend()
@@ -333,21 +333,21 @@ def gives_up_on_a_worker_that_hangs(worker: Any, task: Task, config: Config) -> 
         flight = Flight(config, [worker], journal, lambda: False)
         for number in range(2):
             slot = Slot(7, 0, number)
-            flight.begin(Asked(slot, slot.stream, task))
+            flight.begin(GroupRequest(slot, slot.stream, task))
         with pytest.raises(
             Hung, match=r"waited 4 s for any of 2 groups.*train-7-0, train-7-1, asked of conversation-0"
         ):
             flight.wait_for(2, "step 7")
-            while flight.look() != "finished":
+            while flight.poll() != "finished":
                 pass
         with pytest.raises(Hung, match=r"waited 0\.1 s \(half of launch\.timeout\) for its counters"):
             answers({"its counters": worker.take_counters.remote(), "what is there": ray.put(1)}, 0.1)
-        assert answered([worker.take_counters.remote(), ray.put(1)], 0.1) == [1]
+        assert available_results([worker.take_counters.remote(), ray.put(1)], 0.1) == [1]
         assert file.stat().st_size == 0
     finally:
         process.resume()
     deadline = time.monotonic() + 30
-    while "default_worker.py" not in file.read_text():  # the signal that asked for it has waited
+    while "default_worker.py" not in file.read_text():  # the signal was pending meanwhile
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -364,7 +364,7 @@ def test_a_stranger_without_the_token_is_refused(session: None, tmp_path: Path) 
 
 
 class Stopped:
-    """A worker who stops the run, or fails, or asks one who does."""
+    """A worker that stops the run or fails, itself or by a call to another worker."""
 
     async def act(self, how: str, other: Any = None) -> None:
         if other is not None:
@@ -372,14 +372,14 @@ class Stopped:
         raise BudgetSpent("llm.budget_usd=1 is used up") if how == "stops" else ValueError("fails")
 
 
-def test_what_stops_the_run_says_so_without_the_traces_of_workers(session: None) -> None:
+def test_an_error_that_stops_the_run_has_no_traces_of_workers(session: None) -> None:
     first, second = start_actor(Stopped), start_actor(Stopped)
     for other in (None, second):
         with pytest.raises(BudgetSpent) as stopped:
             ray.get(first.act.remote("stops", other))
         assert "Traceback" in str(stopped.value) or "ray::" in str(stopped.value)
-        found = raised(stopped.value)
-        assert type(found) is BudgetSpent and str(found) == "llm.budget_usd=1 is used up"
+        error = worker_error(stopped.value)
+        assert type(error) is BudgetSpent and str(error) == "llm.budget_usd=1 is used up"
         with pytest.raises(ValueError) as failed:
             ray.get(first.act.remote("fails", other))
-        assert raised(failed.value) is failed.value, "where it was is shown"
+        assert worker_error(failed.value) is failed.value, "its traceback stays"

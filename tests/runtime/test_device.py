@@ -1,4 +1,4 @@
-"""The probes: what counts as found, and which device is selected."""
+"""The probes: what counts as available, and which device is selected."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatron_collab.runtime import device, driver, toolkit
 
 @pytest.fixture(autouse=True)
 def fresh_probes():
-    """Probes are cached for the life of a process; these tests change what is there."""
+    """Clears the probes' caches: these tests change what is installed."""
     device.probe.cache_clear()
     yield
     device.probe.cache_clear()
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, folder: Path, distribution: str, version: str, code: str) -> None:
-    """A distribution whose module of the same name runs `code` at import."""
+    """Install a distribution whose module of the same name runs `code` at import."""
     module = distribution.replace("-", "_")
     (folder / f"{module}.py").write_text(code)
     info = folder / f"{module}-{version}.dist-info"
@@ -32,21 +32,21 @@ def installed(monkeypatch: pytest.MonkeyPatch, folder: Path, distribution: str, 
     monkeypatch.delitem(sys.modules, module, raising=False)
 
 
-def with_cuda(monkeypatch: pytest.MonkeyPatch, found: bool) -> None:
-    monkeypatch.setattr(device, "_cuda", lambda: (found, ""))
+def with_cuda(monkeypatch: pytest.MonkeyPatch, available: bool) -> None:
+    monkeypatch.setattr(device, "_cuda", lambda: (available, ""))
 
 
 def test_probe_of_what_is_installed_gives_its_version() -> None:
     torch, megatron, sglang = (device.probe(name) for name in ("torch", "megatron", "sglang"))
-    assert torch.found and torch.detail == metadata.version("torch")
-    assert megatron.found and megatron.detail == "0.19.2"
-    assert sglang.found and sglang.detail == "0.5.23"
+    assert torch.available and torch.detail == metadata.version("torch")
+    assert megatron.available and megatron.detail == "0.19.2"
+    assert sglang.available and sglang.detail == "0.5.23"
 
 
 def test_probe_of_a_working_library_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with_cuda(monkeypatch, True)
     installed(monkeypatch, tmp_path, "flash-attn", "2.8.3", "")
-    assert device.probe("flash_attn").found and device.probe("flash_attn").detail == "2.8.3"
+    assert device.probe("flash_attn").available and device.probe("flash_attn").detail == "2.8.3"
 
 
 @pytest.mark.parametrize(
@@ -63,16 +63,14 @@ def test_cuda_kernels_are_not_found_without_a_cuda_device(
     for cuda in (True, False):
         with_cuda(monkeypatch, cuda)
         device.probe.cache_clear()
-        assert device.probe(name).found == cuda
+        assert device.probe(name).available == cuda
     assert device.probe(name).detail == "2.20.2 needs a CUDA device"
 
 
-def test_apex_counts_where_it_was_built_with_its_cuda_extensions(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_apex_counts_if_it_was_built_with_its_cuda_extensions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with_cuda(monkeypatch, True)
     installed(monkeypatch, tmp_path, "apex", "0.1", "")
-    assert not device.probe("apex").found
+    assert not device.probe("apex").available
     device.probe.cache_clear()
     monkeypatch.delitem(sys.modules, "fused_weight_gradient_mlp_cuda", raising=False)
     (tmp_path / "fused_weight_gradient_mlp_cuda.py").write_text("")
@@ -85,16 +83,16 @@ def test_a_broken_install_is_not_found_and_says_why(monkeypatch: pytest.MonkeyPa
     with_cuda(monkeypatch, True)
     installed(monkeypatch, tmp_path, "flash-attn", "2.8.3", "raise ImportError('undefined symbol:\\n  _ZN3c10')")
     probe = device.probe("flash_attn")
-    assert not probe.found
+    assert not probe.available
     assert probe.detail == "2.8.3 cannot be imported: undefined symbol: _ZN3c10"
 
 
 @pytest.mark.parametrize("error", [OSError, RuntimeError, AssertionError, AttributeError])
-def test_whatever_an_import_raises_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: type) -> None:
+def test_any_error_of_an_import_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: type) -> None:
     """OSError: ctypes without a driver. AssertionError: TransformerEngine, whose parts are of different versions."""
     installed(monkeypatch, tmp_path, "torch-memory-saver", "0.0.10", f"raise {error.__name__}('libcuda.so.1: no file')")
     probe = device.probe("memory_saver")
-    assert not probe.found
+    assert not probe.available
     assert probe.detail == "0.0.10 cannot be imported: libcuda.so.1: no file"
 
 
@@ -103,7 +101,7 @@ def test_the_placeholder_of_transformer_engine_is_not_transformer_engine(
 ) -> None:
     installed(monkeypatch, tmp_path, "transformer-engine", "0.0.0", "")
     probe = device.probe("transformer_engine")
-    assert not probe.found
+    assert not probe.available
     assert probe.detail == "0.0.0 is a placeholder"
 
 
@@ -111,12 +109,12 @@ def test_a_low_version_is_no_placeholder(monkeypatch: pytest.MonkeyPatch, tmp_pa
     """0.0.10 is a release: the one in requirements/gpu.lock, without which colocated servers are refused on GPUs."""
     assert "torch-memory-saver==0.0.10" in (Path(__file__).parents[2] / "requirements/gpu.lock").read_text()
     installed(monkeypatch, tmp_path, "torch-memory-saver", "0.0.10", "")
-    assert device.probe("memory_saver").found and device.probe("memory_saver").detail == "0.0.10"
+    assert device.probe("memory_saver").available and device.probe("memory_saver").detail == "0.0.10"
 
 
-def test_missing_slurm_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_slurm_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert not device.probe("slurm").found
+    assert not device.probe("slurm").available
     stub = tmp_path / "sbatch"
     stub.write_text("#!/bin/sh\necho slurm-wlm 22.05.8\n")
     stub.chmod(0o755)
@@ -124,13 +122,13 @@ def test_missing_slurm_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert device.probe("slurm").detail == "slurm-wlm 22.05.8"
 
 
-def test_auto_takes_cuda_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_selects_cuda_if_available(monkeypatch: pytest.MonkeyPatch) -> None:
     with_cuda(monkeypatch, True)
     assert device.select("auto") == device.select("cuda") == device.Device("cuda", "nccl")
     assert device.select("cpu") == device.Device("cpu", "gloo")
 
 
-def test_cuda_where_there_is_none_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cuda_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     with_cuda(monkeypatch, False)
     assert device.select("auto") == device.select("cpu") == device.Device("cpu", "gloo")
     with pytest.raises(ValueError, match=r"launch\.device=cuda: .* use launch\.device=cpu"):
@@ -184,8 +182,8 @@ def test_importing_the_module_imports_no_library() -> None:
 
 
 @pytest.mark.gpu
-def test_what_torch_keeps_of_freed_tensors_goes_back_to_the_gpu() -> None:
-    """Colocated servers take their memory from what the driver has, not from what torch has free."""
+def test_the_cache_of_torch_is_returned_to_the_gpu() -> None:
+    """Colocated servers allocate from the driver's free memory, not from torch's cache."""
     import torch
 
     torch.empty(1 << 30, dtype=torch.uint8, device="cuda")

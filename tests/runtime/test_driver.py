@@ -1,4 +1,4 @@
-"""The driver, as another process finds it: a stand-in, which is compiled here, in the place of NVIDIA's libraries."""
+"""The driver as a child process detects it; a compiled stand-in replaces NVIDIA's libraries."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fresh() -> Iterator[None]:
 
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A folder in which a process that is started finds libraries."""
+    """A folder on the library path of child processes."""
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     return tmp_path
 
@@ -57,7 +57,7 @@ def test_a_machine_without_a_driver() -> None:
 
 
 def test_a_driver_that_is_too_old_for_torchs_cuda_is_named(monkeypatch: pytest.MonkeyPatch, libraries: Path) -> None:
-    """It has devices, of which torch sees none. A newer library of CUDA beside it, cuda-compat's, is good enough."""
+    """It has devices, but torch sees none. A newer CUDA library from cuda-compat is sufficient."""
     put(STAND_IN, libraries / "libcuda.so.1")
     put(NVML, libraries / "libnvidia-ml.so.1")
     for name, value in {"DEVICES": "2", "CUDA": "12040", "DRIVER": "550.54.14"}.items():

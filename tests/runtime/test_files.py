@@ -38,7 +38,7 @@ def test_a_file_is_whole_whenever_its_writer_is_killed(tmp_path: Path) -> None:
         assert len(set(json.loads(file.read_text()))) == 1
 
 
-def test_a_full_disk_is_said_with_the_file(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_the_file(tmp_path: Path) -> None:
     file = tmp_path / "spend.json"
     files.replace(file, "old")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -46,11 +46,11 @@ def test_a_full_disk_is_said_with_the_file(tmp_path: Path) -> None:
     try:
         with pytest.raises(
             RunStopped, match=rf"^{file}: cannot be written: File too large; free space there; "
-        ) as told:
+        ) as stopped:
             files.replace(file, "new" * 1000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "\n" not in str(told.value) and file.read_text() == "old"
+    assert "\n" not in str(stopped.value) and file.read_text() == "old"
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:

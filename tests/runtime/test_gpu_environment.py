@@ -1,4 +1,4 @@
-"""The environment of processes that may use a GPU: CUDA of the wheels, and what ranks have before CUDA begins."""
+"""The environment of processes that may use a GPU: CUDA of the wheels, and variables that ranks set before CUDA."""
 
 from __future__ import annotations
 

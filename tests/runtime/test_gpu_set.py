@@ -1,4 +1,4 @@
-"""What is half installed of the set for GPUs: each part is named, with the command that mends it."""
+"""A half-installed GPU set: each missing part is named, with the command that repairs it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ WHOLE = {
 
 @pytest.fixture
 def put(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Put:
-    """Install the whole set in place of what is here, but for what is given as version and code of its module."""
+    """Install the whole set in place of this machine's; arguments override the version and module code of parts."""
 
     def install(**changed: tuple[str, str] | None) -> None:
         monkeypatch.delitem(gpu_set._MODULES, "torch-memory-saver")
-        given = {name.replace("_", "-"): value for name, value in changed.items()}
+        versions = {name.replace("_", "-"): value for name, value in changed.items()}
         for name, (version, code, requires) in WHOLE.items():
-            version, code = given.get(name, (version, code)) or ("", "")
+            version, code = versions.get(name, (version, code)) or ("", "")
             module = f"{name.replace('-', '_')}_here"
             monkeypatch.delitem(sys.modules, module, raising=False)
             if name in gpu_set._MODULES:
@@ -48,18 +48,18 @@ def put(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Put:
                 continue
             (tmp_path / f"{module}.py").write_text(code)
             (info := tmp_path / f"{name.replace('-', '_')}-{version}.dist-info").mkdir()
-            needs = "".join(f"Requires-Dist: {line}\n" for line in requires.splitlines())
-            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
+            requirements = "".join(f"Requires-Dist: {line}\n" for line in requires.splitlines())
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requirements}")
 
-    def found(name: str) -> metadata.Distribution:
+    def distribution(name: str) -> metadata.Distribution:
         return next(iter(metadata.distributions(name=name, path=[str(tmp_path)])), None) or missing(name)
 
     def missing(name: str) -> metadata.Distribution:
         raise metadata.PackageNotFoundError(name)
 
     here = SimpleNamespace(
-        version=lambda name: found(name).version,
-        requires=lambda name: found(name).requires,
+        version=lambda name: distribution(name).version,
+        requires=lambda name: distribution(name).requires,
         PackageNotFoundError=metadata.PackageNotFoundError,
     )
     monkeypatch.setattr(gpu_set, "metadata", here)
@@ -77,7 +77,7 @@ def test_a_whole_set_has_no_faults(put: Put) -> None:
 
 
 def test_the_set_of_this_machine_is_for_cpus_or_whole() -> None:
-    """Of a set for CPUs nothing is said: TransformerEngine's Python, which tests need, is no half set for GPUs."""
+    """No fault for a CPU set: TransformerEngine's Python part, which tests need, is not half a GPU set."""
     assert gpu_set.faults() == []
 
 
@@ -150,7 +150,7 @@ def test_a_gpu_without_any_of_it(put: Put, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def hook(tmp_path: Path) -> Path:
-    """A library that needs another one, libneeded.so.1, which lies in the folder `wheels`."""
+    """A library that depends on libneeded.so.1 in the folder `wheels`."""
     (tmp_path / "wheels").mkdir()
     (tmp_path / "empty.c").touch()
     needed, hook = tmp_path / "wheels" / "libneeded.so.1", tmp_path / "hook.so"
@@ -169,7 +169,7 @@ def with_libraries(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
 def test_a_hook_is_preloaded_with_the_libraries_of_the_wheels(
     monkeypatch: pytest.MonkeyPatch, hook: Path, put: Put
 ) -> None:
-    """Without them the loader ends the process: SGLang's schedulers, with code 127."""
+    """Without them the loader ends SGLang's schedulers with code 127."""
     put()
     monkeypatch.setattr(gpu_set, "saver_hook", lambda: hook)
     with_libraries(monkeypatch, hook.parent / "wheels")
@@ -189,7 +189,7 @@ def test_on_a_login_node_no_hook_is_tried(monkeypatch: pytest.MonkeyPatch, hook:
 
 @pytest.mark.processes
 def test_the_files_of_cudas_libraries_are_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of a process of its own, which finds them in the wheels' folders."""
+    """A separate process lists them from the folders of the wheels."""
     (tmp_path / "empty.c").touch()
     (wheels := tmp_path / "wheels").mkdir()
     (module := tmp_path / "module").mkdir()

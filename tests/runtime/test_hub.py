@@ -1,4 +1,4 @@
-"""Names of the Hub, asked of a stand-in of its interface: pinned once, downloaded once, refused in one line."""
+"""Hub names against a stand-in of its API: pinned once, downloaded once, refused in one line."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def test_processes_of_a_node_download_once(hub: StandInHub, tmp_path: Path) -> N
     assert len(weights) == 1
 
 
-def test_what_cannot_be_had_is_said_in_one_line(hub: StandInHub, tmp_path: Path) -> None:
-    asked = ("some/none", "some/gated", "some/model@v9")
-    none, gated, revision = start(hub, tmp_path, *asked)
+def test_unavailable_models_are_reported_in_one_line(hub: StandInHub, tmp_path: Path) -> None:
+    models = ("some/none", "some/gated", "some/model@v9")
+    none, gated, revision = start(hub, tmp_path, *models)
     assert none.startswith("model.path=some/none: no such file or folder, and the Hub has no model of that name")
     assert "HF_TOKEN is not set" in none
     assert gated.startswith("model.path=some/gated: this model is gated; accept its terms")
@@ -93,7 +93,7 @@ def test_what_cannot_be_had_is_said_in_one_line(hub: StandInHub, tmp_path: Path)
     assert "http://127.0.0.1:9 did not deliver it (ConnectError" in away and "HF_ENDPOINT" in away
 
 
-def test_what_is_here_wins_and_a_path_is_no_name(
+def test_a_local_folder_wins_and_a_path_is_no_name(
     hub: StandInHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron_collab.runtime import hub as names
@@ -121,9 +121,7 @@ for repo in sys.argv[2:]:
 """
 
 
-def test_a_folder_is_uploaded_again_where_that_may_pass_and_what_cannot_be_is_said(
-    hub: StandInHub, tmp_path: Path
-) -> None:
+def test_uploads_are_retried_and_impossible_ones_are_reported(hub: StandInHub, tmp_path: Path) -> None:
     def upload(*repos: str, **other: str) -> list[str]:
         environment = hub.environment(tmp_path / "home", **other)
         command = [sys.executable, "-c", UPLOAD, str(tmp_path / "built"), *repos]
@@ -136,17 +134,17 @@ def test_a_folder_is_uploaded_again_where_that_may_pass_and_what_cannot_be_is_sa
     (tmp_path / "built" / "train.jsonl").write_text("{}\n")
     hub.fails = 1
     (commit,) = upload("me/chats", HF_TOKEN=hub.token)
-    found = hub.repos["dataset", "me/chats"]
-    assert found.private and [*found.commits] == [commit] and hub.fails == 0
-    assert found.commits[commit] == {file.name: file.read_bytes() for file in sorted((tmp_path / "built").iterdir())}
+    repo = hub.repos["dataset", "me/chats"]
+    assert repo.private and [*repo.commits] == [commit] and hub.fails == 0
+    assert repo.commits[commit] == {file.name: file.read_bytes() for file in sorted((tmp_path / "built").iterdir())}
     hub.requests.clear()
     wrong = "hf_AnotherToken456"
     (refused,) = upload("me/chats", HF_TOKEN=wrong)
     assert refused.startswith(f"{tmp_path}/built: not uploaded to me/chats (") and wrong not in refused
     assert refused.endswith("; the same command tries again") and hub.requests.count("POST /api/validate-yaml") == 1
-    said = upload("chats", "me/a b", "me/chats")
-    assert said[0].startswith("build.push_to_hub=chats: names no owner; give OWNER/NAME")
-    assert said[1].startswith("build.push_to_hub=me/a b: ") and said[1].endswith("; give OWNER/NAME")
-    assert said[2].startswith("build.push_to_hub=me/chats: needs a token that may write; set HF_TOKEN")
+    messages = upload("chats", "me/a b", "me/chats")
+    assert messages[0].startswith("build.push_to_hub=chats: names no owner; give OWNER/NAME")
+    assert messages[1].startswith("build.push_to_hub=me/a b: ") and messages[1].endswith("; give OWNER/NAME")
+    assert messages[2].startswith("build.push_to_hub=me/chats: needs a token that may write; set HF_TOKEN")
     (offline,) = upload("me/chats", HF_TOKEN=hub.token, HF_HUB_OFFLINE="1")
     assert offline.startswith("build.push_to_hub=me/chats: HF_HUB_OFFLINE is set")

@@ -1,4 +1,4 @@
-"""Keys of services leave the environment before anything is started, and the processes that need them open a file."""
+"""Service keys leave the environment before any process starts; processes that need them open a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEY, OTHER = "correct-horse-battery", "staple-0123456789"
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variables as they were, also after `put_away`."""
+    """Sets test keys and restores all variables afterwards, also after `put_away`."""
     for name in [*os.environ]:
         if name == keys.FILE or keys.is_key(name, os.environ[name]):
             monkeypatch.delenv(name)
@@ -34,13 +34,13 @@ def in_environment() -> set[str]:
     return {name for name, value in os.environ.items() if keys.is_key(name, value)}
 
 
-def test_keys_that_were_put_away_are_lent_by_name_and_can_be_taken() -> None:
+def test_stored_keys_are_available_by_name_and_can_be_restored() -> None:
     keys.put_away()
     assert in_environment() == {"RAY_AUTH_TOKEN"}
     assert os.stat(os.environ[keys.FILE]).st_mode & 0o777 == 0o400
-    with keys.lent("WANDB_API_KEY"):
+    with keys.in_environment("WANDB_API_KEY"):
         assert in_environment() == {"RAY_AUTH_TOKEN", "WANDB_API_KEY"}
-    with pytest.raises(ZeroDivisionError), keys.lent():
+    with pytest.raises(ZeroDivisionError), keys.in_environment():
         assert os.environ["OPENAI_API_KEY"] == KEY
         raise ZeroDivisionError
     assert in_environment() == {"RAY_AUTH_TOKEN"}
@@ -49,30 +49,30 @@ def test_keys_that_were_put_away_are_lent_by_name_and_can_be_taken() -> None:
     assert (os.environ["OPENAI_API_KEY"], os.environ["WANDB_API_KEY"]) == (KEY, OTHER)
 
 
-def test_what_is_set_wins_over_what_is_lent_and_stays() -> None:
+def test_a_variable_that_is_set_wins_over_a_stored_key_and_stays() -> None:
     keys.put_away()
     os.environ["OPENAI_API_KEY"] = "another-0123456789"
-    with keys.lent():
+    with keys.in_environment():
         assert os.environ["OPENAI_API_KEY"] == "another-0123456789"
     assert os.environ["OPENAI_API_KEY"] == "another-0123456789"
 
 
-def test_keys_that_come_later_are_put_to_the_others() -> None:
+def test_later_keys_are_added_to_the_stored_ones() -> None:
     keys.put_away()
     os.environ["GATEWAY_KEY"] = "another-0123456789"
     keys.put_away()
     keys.put_away()
     assert keys.known() == {KEY, OTHER, "another-0123456789", "f" * 64}
-    with keys.lent():
+    with keys.in_environment():
         assert in_environment() == {"RAY_AUTH_TOKEN", "GATEWAY_KEY", "OPENAI_API_KEY", "WANDB_API_KEY"}
 
 
 def test_a_server_gets_its_own_key_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", OTHER)
     monkeypatch.setenv("NCCL_IB_PKEY", "0x7fff7fff")  # what a name that ends like a key's may say
-    given = server._environment(Config(), "its own", 0)
-    assert given[server.KEY_VARIABLE] == "its own" and given["NCCL_IB_PKEY"] == "0x7fff7fff"
-    assert {name for name, value in given.items() if keys.is_key(name, value)} == set()
+    own_environment = server._environment(Config(), "its own", 0)
+    assert own_environment[server.KEY_VARIABLE] == "its own" and own_environment["NCCL_IB_PKEY"] == "0x7fff7fff"
+    assert {name for name, value in own_environment.items() if keys.is_key(name, value)} == set()
     keys.put_away()
     assert keys.FILE not in server._environment(Config(), "its own", 0)
 
@@ -85,18 +85,18 @@ from megatron_collab.runtime.redact import redact_output
 
 redact_output()
 begun, agents = (Path(f"/proc/{pid}/environ").read_text() for pid in ("self", os.getppid()))
-with keys.lent():
-    lent = os.environ.get("OPENAI_API_KEY")
-seen = {"begun": begun, "agents": agents, "lent": lent, "after": os.environ.get("OPENAI_API_KEY")}
+with keys.in_environment():
+    key = os.environ.get("OPENAI_API_KEY")
+seen = {"begun": begun, "agents": agents, "key": key, "after": os.environ.get("OPENAI_API_KEY")}
 (Path(sys.argv[1]) / os.environ["RANK"]).write_text(json.dumps(seen))
-raise ValueError(lent)
+raise ValueError(key)
 """
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("by_hand", [True, False])
-def test_a_rank_inherits_no_key_can_be_lent_it_and_never_prints_it(tmp_path: Path, by_hand: bool) -> None:
-    """Nor does the agent where `train` has become it; one that was started by hand has it from the one who did."""
+def test_a_rank_inherits_no_key_can_read_it_and_never_prints_it(tmp_path: Path, by_hand: bool) -> None:
+    """Neither does the agent if `train` becomes it; an agent that was started by hand has the key from its shell."""
     (tmp_path / "rank.py").write_text(RANK)
     agent = [sys.executable, "-m", "megatron_collab.launch.torchrun", "--nproc-per-node=2", str(tmp_path / "rank.py")]
     become = (
@@ -109,7 +109,7 @@ def test_a_rank_inherits_no_key_can_be_lent_it_and_never_prints_it(tmp_path: Pat
         seen = json.loads((tmp_path / str(rank)).read_text())
         assert KEY not in seen["begun"] and keys.FILE in seen["begun"]
         assert (KEY in seen["agents"]) is by_hand
-        assert (seen["lent"], seen["after"]) == (KEY, None)
+        assert (seen["key"], seen["after"]) == (KEY, None)
 
 
 @pytest.mark.processes

@@ -1,6 +1,6 @@
 """The interface decides addresses, an unknown one is refused; free ports lie below the kernel's ephemeral range.
 
-No client asks an address of the run through a proxy.
+No client sends a request to an address of the run through a proxy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_collab.runtime.process import RunStopped
 from tests.helpers import configured, free_port, refused
 from tests.proxy import VARIABLES, RecordingProxy, recording_proxy
 
-OTHER_NODE = "127.0.0.2"  # stands for the address of one: a client knows nothing of it, and here nothing listens there
+OTHER_NODE = "127.0.0.2"  # stands for an unknown address, on which nothing listens
 
 
 @pytest.fixture(autouse=True)
@@ -67,9 +67,9 @@ def test_the_address_is_that_of_the_interface(machine: None) -> None:
 
 @pytest.mark.parametrize("interface", ["ib7", "eth1"])
 def test_an_interface_without_an_address_is_refused(machine: None, interface: str) -> None:
-    said = refused(f"launch.interface={interface}")
-    assert said.startswith(f"launch.interface={interface}: no interface with an IPv4 address on ")
-    assert said.endswith("it has lo (127.0.0.1), ib0 (10.1.0.7)")
+    message = refused(f"launch.interface={interface}")
+    assert message.startswith(f"launch.interface={interface}: no interface with an IPv4 address on ")
+    assert message.endswith("it has lo (127.0.0.1), ib0 (10.1.0.7)")
 
 
 def test_several_nodes_need_an_interface() -> None:
@@ -107,16 +107,16 @@ def test_servers_of_a_machine_draw_from_different_ports(kernel: Path) -> None:
     kernel.write_text("20400\t60999\n")
     drawn = [{network.bindable("port", 0, part=part, parts=3) for _ in range(40)} for part in range(3)]
     assert all(port % 3 == (20_000 + part) % 3 for part in range(3) for port in drawn[part])
-    assert all(20_000 <= port < 20_400 for some in drawn for port in some)
+    assert all(20_000 <= port < 20_400 for ports in drawn for port in ports)
 
 
-def test_a_kernel_that_hands_out_all_of_them_is_named(kernel: Path) -> None:
+def test_a_kernel_range_over_all_ports_is_reported(kernel: Path) -> None:
     kernel.write_text("32768\t60999\n")
-    given = free_port()
+    port = free_port()
     kernel.write_text("15000\t60999\n")
     with pytest.raises(ValueError, match=r"^rollout\.server\.port=0: the kernel's ephemeral ports begin at 15000"):
         network.bindable("rollout.server.port", 0)
-    assert network.bindable("rollout.server.port", given) == given
+    assert network.bindable("rollout.server.port", port) == port
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_no_client_asks_an_address_of_the_run_through_a_proxy(
             with suppress(OSError, httpx.HTTPError, httpx2.HTTPError, OpenAIError):
                 CLIENTS[client](f"{scheme}://{host}:{port}/v1")
 
-    port = free_port()  # where nothing listens: what is asked directly has no connection
+    port = free_port()  # nothing listens there: a direct request is refused
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.setenv(case(name), proxy.url)
     monkeypatch.setenv(case("no_proxy"), "127.0.0.0/8,example.org")  # which clients do not take for a network

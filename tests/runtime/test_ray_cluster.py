@@ -1,4 +1,4 @@
-"""The start of Ray: tried again, and without a process left behind."""
+"""The start of Ray: retried, without leaving a process behind."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ Sockets = dict[psutil.Process, set[tuple[str, int]]]
 
 
 def family() -> list[psutil.Process]:
-    """This process and all that it has started, directly or not."""
+    """This process and all its descendants."""
     this = psutil.Process()
     return [this, *this.children(recursive=True)]
 
 
 @pytest.fixture(scope="module")
 def before() -> Sockets:
-    """Where the family listens before Ray starts: an earlier test's store of torch, for one."""
+    """Ports on which the family listens before Ray starts, such as the torch store of an earlier test."""
     return listening(family())
 
 
@@ -73,7 +73,7 @@ def test_workers_have_the_priority_of_the_process_that_started_ray(session: None
 
 
 def test_ray_starts_without_monitors(session: None) -> None:
-    """No autoscaler, no copier of logs, no dashboard: only what an actor needs."""
+    """No autoscaler, log monitor or dashboard: only what an actor needs."""
     commands = " ".join(word for process in family() for word in process.cmdline())
     assert "gcs_server" in commands and "dashboard/agent.py" in commands
     assert [file for file in ("monitor.py", "log_monitor.py", "dashboard/dashboard.py") if file in commands] == []

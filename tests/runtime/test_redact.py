@@ -1,4 +1,4 @@
-"""Keys are in the environment and in nothing that is written: texts, settings, the folder of a run."""
+"""Keys are redacted from all output: texts, settings, the folder of a run."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_ordinary_text_stays(text: str) -> None:
 
 @pytest.mark.parametrize("part", ["sk-", "eyJ-", "://a:", "a:", "password: ", "api_key=", "Cookie: a=b; ", "Basic "])
 def test_no_text_takes_long(part: str) -> None:
-    """A search whose time grows with the square of the length would take minutes: a policy may write anything."""
+    """A search in quadratic time would take minutes, and a policy may write anything."""
     began = time.process_time()
     redact("://" + part * (400_000 // len(part)))
     assert time.process_time() - began < 20
@@ -189,8 +189,8 @@ thread.start()
 thread.join()
 asyncio.run(forgotten())
 gc.collect()
-made = Dying()
-del made
+dying = Dying()
+del dying
 sys.stderr.writelines(["written {key}\\n"])
 fails()  # {key}
 """
@@ -198,7 +198,7 @@ fails()  # {key}
 
 @pytest.mark.processes
 def test_nothing_that_python_prints_holds_a_key(tmp_path: Path) -> None:
-    """Uncaught errors of the main thread, another thread, a task, a destructor; logs; the lines of source as well."""
+    """Uncaught errors of the main thread, another thread, a task, a destructor; logs; source lines."""
     key = "correct-horse-battery"
     script = tmp_path / "prints.py"
     script.write_text(PRINTS.replace("{key}", key))
@@ -207,7 +207,7 @@ def test_nothing_that_python_prints_holds_a_key(tmp_path: Path) -> None:
     )
     assert done.returncode == 1 and done.stdout == "printed ***\n"
     assert key not in done.stderr
-    for said in (
+    for line in (
         "logged ***",
         "UserWarning: warned ***",
         "Exception in thread",
@@ -216,7 +216,7 @@ def test_nothing_that_python_prints_holds_a_key(tmp_path: Path) -> None:
         "written ***\n",
         "fails()  # ***\n",
     ):
-        assert said in done.stderr, said
+        assert line in done.stderr, line
     assert done.stderr.count("ValueError: said ***") == 4
     assert done.stderr.count('raise ValueError("said ***")  # ***') >= 4
 
@@ -233,7 +233,7 @@ def test_nothing_that_python_prints_holds_a_key(tmp_path: Path) -> None:
     ],
 )
 def test_no_program_prints_a_key(module: str, where: str, tmp_path: Path) -> None:
-    """Each ends here with an error that nobody foresaw, whose message and source hold it."""
+    """Each ends with an unexpected error whose message and source line contain the key."""
     owner, _, name = where.rpartition(".")
     # Read at the start of every Python process: in its place the function fails.
     (tmp_path / "failing.py").write_text(f"def {name}(*_, **__):\n    raise KeyError('{KEY}')  # {KEY}\n")
@@ -261,10 +261,10 @@ sys.meta_path.insert(0, After())
         "megatron_collab.launch.slurm": ["address", "experiment=gsm8k"],
         "megatron_collab.launch.torchrun": ["x.py"],
     }
-    given = arguments.get(module, ["experiment=gsm8k", "launch.nproc_per_node=1", f"run.dir={tmp_path}/run"])
+    words = arguments.get(module, ["experiment=gsm8k", "launch.nproc_per_node=1", f"run.dir={tmp_path}/run"])
     path = os.pathsep.join([str(tmp_path), str(Path(megatron_collab.__file__).parents[1])])
     environment = {**os.environ, "PYTHONPATH": path, "OPENAI_API_KEY": KEY}
-    done = subprocess.run([sys.executable, "-m", module, *given], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", module, *words], env=environment, capture_output=True, text=True)
     assert "raise KeyError('***')  # ***" in done.stderr and "KeyError: '***'" in done.stderr, done.stderr[-2000:]
     assert "sesame" not in done.stderr + done.stdout
 
@@ -297,10 +297,10 @@ def test_settings_in_lists_and_free_groups_are_looked_at() -> None:
 
 
 def test_no_file_of_a_run_holds_a_key(tmp_path: Path) -> None:
-    """The real writers, and errors as an endpoint that quotes the key makes them."""
+    """The real writers, and errors of an endpoint that quotes the key."""
 
     async def ask() -> str:
-        long = "x" * 285  # the reason is cut where the key stands
+        long = "x" * 285  # the reason is cut within the key
         async with Endpoint(fails(401, f"{long} not {KEY}, {SECRET}")) as endpoint:
             with pytest.raises(LlmError) as error:
                 await LlmClient().ask(endpoint.config(), [{"role": "user", "content": "?"}], [Field("score", float)])

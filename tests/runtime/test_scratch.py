@@ -1,4 +1,4 @@
-"""Temporary folders end with their process: by it, or by the next one after a SIGKILL."""
+"""Temporary folders are removed by their process, or by the next start after a SIGKILL."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_it_is_removed_with_all_that_is_in_it(root: Path) -> None:
+def test_the_folder_is_removed_with_its_contents(root: Path) -> None:
     with ScratchFolder() as folder:
         assert folder.parent == root and folder.stat().st_mode & 0o777 == 0o700
         (folder / "deeper").mkdir()
@@ -37,7 +37,7 @@ def test_it_is_removed_with_all_that_is_in_it(root: Path) -> None:
     assert not list(root.iterdir())
 
 
-def test_it_can_be_removed_twice(root: Path) -> None:
+def test_the_folder_can_be_removed_twice(root: Path) -> None:
     scratch = ScratchFolder()
     scratch.remove()
     scratch.remove()
@@ -45,8 +45,8 @@ def test_it_can_be_removed_twice(root: Path) -> None:
 
 
 @pytest.mark.processes
-def test_the_next_start_removes_that_of_a_process_that_was_killed_and_no_other(root: Path) -> None:
-    (root / "mgcollab-file").touch()  # not ours
+def test_the_next_start_removes_only_the_folder_of_a_killed_process(root: Path) -> None:
+    (root / "mgcollab-file").touch()  # not a scratch folder
     process = subprocess.Popen([sys.executable, "-c", MAKES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -60,10 +60,10 @@ def test_the_next_start_removes_that_of_a_process_that_was_killed_and_no_other(r
     assert (theirs / "file").exists()
     with ScratchFolder():
         assert not theirs.exists()
-    assert [left.name for left in root.iterdir()] == ["mgcollab-file"]
+    assert [entry.name for entry in root.iterdir()] == ["mgcollab-file"]
 
 
-def test_where_sockets_would_have_too_long_a_path_it_is_elsewhere(
+def test_the_folder_is_elsewhere_if_socket_paths_would_be_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 8)))
@@ -71,10 +71,8 @@ def test_where_sockets_would_have_too_long_a_path_it_is_elsewhere(
         assert folder.parent == Path("/tmp")
 
 
-def test_one_of_a_process_whose_temporary_folder_is_one_lies_beside_it(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else its path would grow, and the next start would not find it after a SIGKILL."""
+def test_a_nested_folder_is_created_beside_the_outer_one(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its path would grow, and the next start would not find it after a SIGKILL."""
     with ScratchFolder() as launcher:
         monkeypatch.setattr(tempfile, "tempdir", str(launcher))
         with ScratchFolder() as folder:

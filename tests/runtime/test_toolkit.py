@@ -1,4 +1,4 @@
-"""CUDA's compiler and libraries: which are chosen, and the paths on which processes find them."""
+"""CUDA's compiler and libraries: which are chosen, and the search paths of processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_collab.runtime import toolkit
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """The choice is cached for the life of a process; these tests change what is there."""
+    """Clears the cached choice: these tests change what is installed."""
     for choice in (toolkit.cuda_home, toolkit.torch_cuda):
         choice.cache_clear()
     yield
@@ -71,7 +71,7 @@ def test_the_compiler_is_the_wheels_or_the_one_that_is_set(monkeypatch: pytest.M
 
 
 def test_a_compiler_of_another_cuda_than_torchs_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Clusters set CUDA_HOME to what their other users want; doctor says that it is not used."""
+    """Clusters set CUDA_HOME for their other users; doctor reports that it is not used."""
     for home, release in (("set", "12.4"), ("nvidia/cu13", "13.1"), ("nvidia/cu12", "13.1")):
         (tmp_path / home / "bin").mkdir(parents=True)
         (nvcc := tmp_path / home / "bin" / "nvcc").write_text(
@@ -98,7 +98,7 @@ def test_kernels_are_linked_with_the_runtime_of_a_wheel(monkeypatch: pytest.Monk
     (wheels / "lib" / "libcudart.so.13").write_text("the runtime")
     for _ in range(2):
         assert toolkit.compilers(tmp_path / "lib")["LIBRARY_PATH"] == f"{tmp_path / 'lib'}:/opt/lib"
-        assert [(each.name, each.read_text()) for each in (tmp_path / "lib").iterdir()] == [
+        assert [(file.name, file.read_text()) for file in (tmp_path / "lib").iterdir()] == [
             ("libcudart.so", "the runtime")
         ]
 

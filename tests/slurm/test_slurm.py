@@ -40,7 +40,7 @@ RL = [
 
 @pytest.fixture(scope="session", autouse=True)
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The cluster that is there, else one of our own."""
+    """The existing cluster, otherwise a temporary one."""
     if shutil.which("sinfo") and subprocess.run(["sinfo"], capture_output=True).returncode == 0:
         yield
         return
@@ -53,7 +53,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 class Job:
-    """A script that was submitted, and its folder."""
+    """A submitted script, and its folder."""
 
     def __init__(self, run: Path, *overrides: str, **variables: str) -> None:
         self.run, self.output = run, run.with_suffix(".out")
@@ -70,9 +70,9 @@ class Job:
 
     def field(self, name: str) -> str:
         shown = subprocess.run(["scontrol", "show", "job", self.id], check=True, capture_output=True, text=True).stdout
-        found = re.search(rf"\b{name}=(\S+)", shown)
-        assert found, shown
-        return found[1]
+        match = re.search(rf"\b{name}=(\S+)", shown)
+        assert match, shown
+        return match[1]
 
     def when(self, holds: Callable[[], bool], seconds: float = 600) -> None:
         deadline = time.monotonic() + seconds
@@ -99,37 +99,37 @@ class Job:
         return "\n".join(f"== {log}\n{log.read_text()[-3000:]}" for log in logs if log.exists())
 
     def processes(self) -> list[psutil.Process]:
-        found = []
+        members = []
         for process in psutil.process_iter():
             try:
                 if process.environ().get("SLURM_JOB_ID") == self.id and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+                    members.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-        return found
+        return members
 
     def token(self) -> str:
-        """Ray's, from a process that has it."""
-        found: set[str] = set()
+        """Ray's token, from a process of the job that has it."""
+        tokens: set[str] = set()
 
         def look() -> bool:
             for process in self.processes():
                 with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                    found.update(filter(None, [process.environ().get("RAY_AUTH_TOKEN")]))
-            return bool(found)
+                    tokens.update(filter(None, [process.environ().get("RAY_AUTH_TOKEN")]))
+            return bool(tokens)
 
         self.when(look)
-        (token,) = found
+        (token,) = tokens
         return token
 
     def nodes_of_servers(self) -> set[str]:
-        """Where SGLang servers run: what starts one has its node's name from Slurm, on the second from Ray there."""
-        found = set()
+        """Nodes that run SGLang servers; processes inherit the node's name from Slurm, through Ray on the second."""
+        nodes = set()
         for process in self.processes():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 if "megatron_collab.inference.cpu.serve" in process.cmdline():
-                    found.add(process.environ()["SLURMD_NODENAME"])
-        return found
+                    nodes.add(process.environ()["SLURMD_NODENAME"])
+        return nodes
 
     def steps(self) -> int:
         metrics = self.run / "metrics.jsonl"
@@ -194,7 +194,7 @@ def test_bad_input_before_anything_is_started(submit: Callable[..., Job]) -> Non
 
 
 def test_bad_input_that_the_ranks_find(submit: Callable[..., Job]) -> None:
-    """The machine's share of the checks is made where the ranks run."""
+    """The checks that depend on the machine run on the nodes of the ranks."""
     job = submit("refused", *SFT, "launch.device=cuda")
     assert job.code() == EXIT_BAD_INPUT, job.log()
     assert "launch.device=cuda" in job.output.read_text()
@@ -211,11 +211,11 @@ def test_a_process_that_dies_ends_the_job(submit: Callable[..., Job], victim: st
             return process.name() == "raylet"
         return process.environ().get("RANK") == "1" and "megatron_collab.train" in " ".join(process.cmdline())
 
-    found = next(process for process in job.processes() if is_victim(process))
-    os.kill(found.pid, signal.SIGKILL)
+    doomed = next(process for process in job.processes() if is_victim(process))
+    os.kill(doomed.pid, signal.SIGKILL)
     assert job.code() != 0
-    said = job.output.read_text()
-    assert ("Ray on n" if victim == "raylet" else "the ranks ended with") in said
+    output = job.output.read_text()
+    assert ("Ray on n" if victim == "raylet" else "the ranks ended with") in output
     check_nothing_left(job)
 
 
@@ -234,7 +234,7 @@ def test_reinforcement_learning_on_two_nodes(submit: Callable[..., Job]) -> None
 
 
 def test_a_run_that_stops_ends_with_its_code(submit: Callable[..., Job]) -> None:
-    """Users that nobody can reach: too many rollouts have no reward."""
+    """Unreachable users: too many rollouts have no reward."""
     supervised = submit("sft", *SFT, "train.steps=2")
     assert supervised.code() == 0, supervised.log()
     users = ["user.name=llm", "user.model=hosted_vllm/nobody", "user.api_base=http://127.0.0.1:9/v1", "user.deadline=5"]
@@ -250,7 +250,7 @@ def test_a_preemption_notice_requeues_a_job_which_goes_on(submit: Callable[..., 
     job.when(lambda: job.steps() == 1)
     subprocess.run(["scancel", "--signal=USR1", "--batch", job.id], check=True)
     job.when(lambda: job.field("Restarts") == "1" and job.field("JobState") == "PENDING")
-    subprocess.run(["scontrol", "update", f"JobId={job.id}", "StartTime=now"], check=True)  # else in two minutes
+    subprocess.run(["scontrol", "update", f"JobId={job.id}", "StartTime=now"], check=True)  # otherwise in two minutes
     assert job.code() == 0, job.log()
     assert job.steps() == 3 and "goes back into the queue" in job.output.read_text()
     for attempt in (0, 1):
@@ -273,7 +273,7 @@ def test_a_preemption_notice_before_there_are_ranks(submit: Callable[..., Job]) 
     job.when(lambda: (job.run / "logs/attempt-0/ray-0.log").exists())
     subprocess.run(["scancel", "--signal=USR1", "--batch", job.id], check=True)
     job.when(lambda: job.field("Restarts") == "1" and job.field("JobState") == "PENDING")
-    subprocess.run(["scontrol", "update", f"JobId={job.id}", "StartTime=now"], check=True)  # else in two minutes
+    subprocess.run(["scontrol", "update", f"JobId={job.id}", "StartTime=now"], check=True)  # otherwise in two minutes
     assert job.code() == 0, job.log()
     assert not (job.run / "logs/attempt-0/ranks.log").exists()
     check_logs(job, 1)

@@ -1,4 +1,4 @@
-"""What PEFT makes of adapters on a model of transformers, in a process of its own: without torchvision, as with TRL.
+"""Adapters by PEFT on a model of transformers, in a separate process without torchvision, like TRL's losses.
 
 Called with folders. In each case.json names the model, the PEFT folder of the first adapters, AdamW's settings and the
 number of steps; samples.npz has token_ids and loss_mask of each sample. Writes there before.npz and after.npz, the
@@ -30,12 +30,12 @@ def main(folder: Path) -> None:
     optimizer = torch.optim.AdamW(list(trained.values()), **case["adamw"])
 
     def log_probs() -> list[torch.Tensor]:
-        found = []
+        rows = []
         for ids, mask in zip(samples["token_ids"], samples["loss_mask"], strict=True):
             tokens = torch.from_numpy(ids.astype(np.int64))
             scores = model(tokens[None, :-1]).logits[0].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
-            found.append(scores[torch.from_numpy(mask[1:] > 0)])
-        return found
+            rows.append(scores[torch.from_numpy(mask[1:] > 0)])
+        return rows
 
     def save(name: str) -> None:
         with torch.no_grad():

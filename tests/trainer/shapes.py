@@ -1,4 +1,4 @@
-"""Model shapes that several tests of the actor build from."""
+"""Model shapes shared by tests of the trainer."""
 
 from __future__ import annotations
 

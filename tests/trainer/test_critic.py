@@ -35,7 +35,7 @@ def test_an_untrained_critic_expects_nothing(config: Config) -> None:
     assert all((values == 0.0).all() for values in Critic(config).values(COLUMNS))
 
 
-def test_values_are_those_of_the_states_before_the_tokens(config: Config) -> None:
+def test_values_belong_to_the_states_before_the_tokens(config: Config) -> None:
     critic = Critic(config)
     network = unwrap(critic.chunks[-1])
     weight = torch.linspace(-1.0, 1.0, network.config.hidden_size)
@@ -48,8 +48,8 @@ def test_values_are_those_of_the_states_before_the_tokens(config: Config) -> Non
         np.testing.assert_allclose(values, expected * sample.loss_mask, atol=2e-5)
 
 
-def test_it_learns_what_follows(config: Config) -> None:
-    """Every sample is worth 2: after some updates every value is near it, and the advantages are those of a critic."""
+def test_it_learns_the_returns(config: Config) -> None:
+    """Every sample is worth 2: after some updates every value is near 2."""
     samples = tuple(
         replace(sample, credits=tuple(replace(credit, value=2.0) for credit in sample.credits)) for sample in SAMPLES
     )
@@ -63,7 +63,7 @@ def test_it_learns_what_follows(config: Config) -> None:
     np.testing.assert_allclose(trained, 2.0, atol=0.6)
 
 
-def test_it_learns_alone_at_first(config: Config) -> None:
+def test_only_the_critic_learns_during_its_warmup(config: Config) -> None:
     config.algo.critic_warmup = 1
     actor = PolicyTrainer(config)
     before = actor.log_probs(actor.chunks, Batch(SAMPLES))

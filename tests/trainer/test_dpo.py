@@ -27,18 +27,18 @@ WORDS = ("one", "two", "three", "four", "five", "six")
 
 
 def rows(count: int) -> list[dict[str, Any]]:
-    """The user wants a word back; a reply with another one is worse. Every third is of two turns."""
-    found: list[dict[str, Any]] = []
+    """The user asks for a word; a reply that begins with another one is worse. Every third pair has two turns."""
+    pairs: list[dict[str, Any]] = []
     for number in range(count):
         word, other = WORDS[number % 6], WORDS[(number + 1) % 6]
-        asked = {"role": "user", "content": f"please say {word} to user {number}"}
+        prompt = {"role": "user", "content": f"please say {word} to user {number}"}
         if number % 3:
-            found.append({"prompt": asked["content"], "chosen": word, "rejected": f"{other} or {word}"})
+            pairs.append({"prompt": prompt["content"], "chosen": word, "rejected": f"{other} or {word}"})
         else:
             more = [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "go on"}]
-            sides = [[asked, *more, {"role": "assistant", "content": text}] for text in (word, other)]
-            found.append({"chosen": sides[0], "rejected": sides[1]})
-    return found
+            sides = [[prompt, *more, {"role": "assistant", "content": text}] for text in (word, other)]
+            pairs.append({"chosen": sides[0], "rejected": sides[1]})
+    return pairs
 
 
 def configure(folder: Path, run: str, settings: dict[str, object]) -> Config:
@@ -61,7 +61,7 @@ RUNS: dict[str, dict[str, object]] = {
 
 
 def run_all(folder: Path) -> None:
-    """As the only rank, without the store of a torchrun."""
+    """As the only rank, without torchrun's store."""
     with (
         mock.patch.object(hang_detector, "armed", lambda config: nullcontext()),
         mock.patch.object(parallel, "leader_ends_first", lambda timeout, explain: nullcontext()),
@@ -77,10 +77,10 @@ def run_all(folder: Path) -> None:
 
 
 def refreshed(folder: Path, stopped: int | None) -> list[dict[str, float]]:
-    """What updates of online DPO report whose reference is refreshed every second step, `stopped` before one or not."""
+    """Metrics of online DPO with a reference refreshed every second step; stopped before step `stopped`, if given."""
     settings = {"train.stage": "rl", "algo.objective": "dpo", "algo.dpo.refresh": 2, "algo.kl_coef": 0.0}
     config = configure(folder, f"refreshed-{stopped}", settings)
-    trainer, found = PolicyTrainer(config), list[dict[str, float]]()
+    trainer, reports = PolicyTrainer(config), list[dict[str, float]]()
     for step in range(5):
         if step == stopped:
             with Checkpoints(Path(config.run.dir), 1, 120.0) as checkpoints:
@@ -89,8 +89,8 @@ def refreshed(folder: Path, stopped: int | None) -> list[dict[str, float]]:
                 trainer = PolicyTrainer(config)
                 checkpoints.load_latest(trainer.checkpointed)
             trainer.step = step
-        found.append(trainer.update(trainer.score(Batch(make_pairs(4, seed=1)))))
-    return found
+        reports.append(trainer.update(trainer.score(Batch(make_pairs(4, seed=1)))))
+    return reports
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def metrics(folder: Path, run: str) -> list[dict[str, float]]:
     return [{k: v for k, v in json.loads(line).items() if "seconds" not in k} for line in lines]
 
 
-def test_the_policy_learns_to_prefer_what_is_chosen(folder: Path) -> None:
+def test_the_policy_learns_to_prefer_chosen_replies(folder: Path) -> None:
     first, *_, last = metrics(folder, "whole")
     assert first["loss"] == pytest.approx(0.6931472, abs=1e-5) and first["dpo/pairs"] == 6
     assert last["loss"] < 0.6 and last["dpo/accuracy"] == 1.0 and last["dpo/margin"] > 0

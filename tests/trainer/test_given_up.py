@@ -1,4 +1,4 @@
-"""Two ranks in step: an update that is given up leaves no trace on any, and servers take memory that all have left."""
+"""Two ranks: an aborted update changes no rank, and servers allocate memory only after all ranks have freed it."""
 
 from __future__ import annotations
 
@@ -32,48 +32,48 @@ CASES: dict[str, dict[str, object]] = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def rank_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(give_up, 2, make_model(tmp_path_factory.mktemp("given_up") / "model"))
 
 
-def test_an_update_can_be_given_up_at_every_look(found: list[dict[str, Any]]) -> None:
-    """Looks: before every pass, without pipeline stages before each of its micro-batches, and before the step."""
-    looks = found[0]["looks"]
-    assert looks["pp2"] == 4  # log-probs of policy and reference, the gradient, the step
-    assert looks["dp2 gae"] > 5 and looks["dp2 sft"] > 2  # values too; several micro-batches a pass
+def test_an_update_can_be_aborted_at_every_check(rank_results: list[dict[str, Any]]) -> None:
+    """Checks: before every pass, without pipeline stages also before each micro-batch, and before the step."""
+    checks = rank_results[0]["checks"]
+    assert checks["pp2"] == 4  # log-probs of policy and reference, the gradient, the step
+    assert checks["dp2 gae"] > 5 and checks["dp2 sft"] > 2  # values too; several micro-batches per pass
 
 
-def test_other_ranks_leave_a_run_that_is_stopped_after_rank_0(found: list[dict[str, Any]]) -> None:
-    assert [own["put away first"] for own in found] == [True, True]
+def test_other_ranks_leave_a_stopped_run_after_rank_0(rank_results: list[dict[str, Any]]) -> None:
+    assert [rank["put away first"] for rank in rank_results] == [True, True]
 
 
-def test_servers_take_memory_when_every_rank_has_left_it(found: list[dict[str, Any]]) -> None:
-    first, second = found
+def test_servers_allocate_memory_after_every_rank_has_freed_it(rank_results: list[dict[str, Any]]) -> None:
+    first, second = rank_results
     assert first["servers may begin"] >= second["left"] > first["left"] + 0.5
 
 
 def give_up(folder: Path) -> dict[str, Any]:
     """As one of two ranks."""
-    looks, rank0.raise_if_preempted = {}, (told := Told())
+    checks, rank0.raise_if_preempted = {}, (signal := PreemptionSignal())
     for case, settings in CASES.items():
         config = make_config(folder, settings)
         with parallel.init_parallel(config):
-            looks[case] = given_up(config, told)
+            checks[case] = given_up(config, signal)
     with parallel.init_parallel(config):
         times = leave(config)
-    return {"looks": looks, "put away first": put_away_first(folder)} | times
+    return {"checks": checks, "put away first": put_away_first(folder)} | times
 
 
-class Told:
-    """The signal comes just before look number `at` of rank 0, counted from the last setting of it."""
+class PreemptionSignal:
+    """Raises Preempted at check number `at` of this rank, counted since `checks` was reset."""
 
     def __init__(self) -> None:
         self.at: int | None = None
-        self.looks = 0
+        self.checks = 0
 
     def __call__(self) -> None:
-        self.looks += 1
-        if self.looks == self.at:
+        self.checks += 1
+        if self.checks == self.at:
             raise Preempted("told to end")
 
 
@@ -83,59 +83,59 @@ def make(config: Config) -> PolicyTrainer:
 
 def state(actor: PolicyTrainer) -> list[torch.Tensor]:
     """Everything that an update changes."""
-    found = [torch.get_rng_state(), torch.tensor(actor.step)]
+    tensors = [torch.get_rng_state(), torch.tensor(actor.step)]
     for trained in actor.trainables.values():
-        found += [parameter for chunk in trained.chunks for parameter in chunk.parameters()]
+        tensors += [parameter for chunk in trained.chunks for parameter in chunk.parameters()]
         for part in trained.optimizer.chained_optimizers:
             inner = part.optimizer
-            found += [tensor for group in inner.param_groups for tensor in group["params"]]
-            found += [value for of in inner.state.values() for value in of.values() if torch.is_tensor(value)]
-    return [tensor.detach().clone() for tensor in found]
+            tensors += [tensor for group in inner.param_groups for tensor in group["params"]]
+            tensors += [value for of in inner.state.values() for value in of.values() if torch.is_tensor(value)]
+    return [tensor.detach().clone() for tensor in tensors]
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def given_up(config: Config, told: Told) -> int:
-    """At how many looks an update was given up, each time without a trace; then it is made as if never."""
+def given_up(config: Config, signal: PreemptionSignal) -> int:
+    """At how many checks an update was aborted, each time without changes; the final one equals an undisturbed one."""
     first, second = (Batch(make_samples(11, seed)) for seed in (1, 2))
-    disturbed, undisturbed = make(config), make(config)
-    for actor in (disturbed, undisturbed):
+    interrupted, uninterrupted = make(config), make(config)
+    for actor in (interrupted, uninterrupted):
         learn(actor, first)
     for at in count(1):
-        before = state(disturbed)
-        told.at, told.looks = at, 0
+        before = state(interrupted)
+        signal.at, signal.checks = at, 0
         try:
-            metrics = learn(disturbed, second)
+            metrics = learn(interrupted, second)
         except Preempted:
-            assert same(state(disturbed), before), f"given up at look {at}, it left something behind"
+            assert same(state(interrupted), before), f"aborted at check {at}, it changed the trainer"
             continue
-        told.at = None
-        assert metrics == learn(undisturbed, second)
-        assert same(state(disturbed), state(undisturbed))
+        signal.at = None
+        assert metrics == learn(uninterrupted, second)
+        assert same(state(interrupted), state(uninterrupted))
         return at - 1
     raise AssertionError
 
 
 def leave(config: Config) -> dict[str, float]:
-    """When this rank has left the device, rank 1 a second late, and when the block of `offloaded` begins."""
-    actor, left = make(config), 0.0
+    """When this rank has freed the device (rank 1 a second late), and when the block of `offloaded` begins."""
+    actor, departure = make(config), 0.0
 
     @contextmanager
     def leaving() -> Iterator[None]:
-        nonlocal left
+        nonlocal departure
         time.sleep(int(os.environ["RANK"]))
-        left = time.monotonic()
+        departure = time.monotonic()
         yield
 
     actor.policy.offloaded = leaving  # type: ignore[method-assign]
     with actor.offloaded():
-        return {"left": left, "servers may begin": time.monotonic()}
+        return {"left": departure, "servers may begin": time.monotonic()}
 
 
 def put_away_first(folder: Path) -> bool:
-    """Whether a run that is stopped has been put away by rank 0 by the time this rank is out of it."""
+    """Whether rank 0 has cleaned up a stopped run by the time this rank leaves it."""
     mark = folder / "put away"
 
     def put_away() -> None:

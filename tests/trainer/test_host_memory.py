@@ -1,4 +1,4 @@
-"""What is offloaded is placed in pieces that torch rounds no further, and that are kept."""
+"""Offloaded storages are placed in pieces that torch does not round up, and that are reused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_piece_is_a_power_of_two() -> None:
     [[], [1], [PIECE], [PIECE + 1], [PIECE - 1, 2], [3 * PIECE], [4, 5 * PIECE // 2, 4, PIECE, 7 * PIECE]],
     ids=str,
 )
-def test_storages_follow_one_another_over_all_pieces(sizes: list[int]) -> None:
+def test_storages_fill_the_pieces_one_after_another(sizes: list[int]) -> None:
     placed = spans(sizes)
     assert [sum(end - start for _, start, end in storage) for storage in placed] == sizes
     assert all(0 <= start < end <= PIECE for storage in placed for _, start, end in storage)
@@ -30,12 +30,12 @@ def test_storages_follow_one_another_over_all_pieces(sizes: list[int]) -> None:
     assert piece_count(sum(sizes)) == len({piece for storage in placed for piece, _, _ in storage})
 
 
-def test_a_storage_is_cut_only_where_a_piece_ends() -> None:
+def test_a_storage_is_split_only_at_the_end_of_a_piece() -> None:
     cut = [PieceSlice(0, 10, PIECE), PieceSlice(1, 0, PIECE), PieceSlice(2, 0, 10)]
     assert spans([10, 2 * PIECE]) == [[PieceSlice(0, 0, 10)], cut]
 
 
-def test_what_is_placed_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placed_values_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "PIECE", 16)
     memory, sizes = HostMemory(pinned=False), [3, 40, 16, 1]
     values = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
@@ -48,17 +48,17 @@ def test_what_is_placed_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_pieces_of_the_masters_serve_all() -> None:
-    """A rank of train_8b: 3.74 GiB before the first step, 11.2 after it; as one tensor they took 4 and 16 GiB more."""
+    """A rank of train_8b: 3.74 GiB before the first step, 11.2 after; single tensors took 4 and 16 GiB more."""
     masters = [PIECE * 599 // 10]
     with FakeTensorMode(), Ledger() as ledger:
         memory = HostMemory(pinned=True)
         memory.place(masters)
         first = list(memory.pieces)
-        assert ledger.held.now[PINNED] == 60 * PIECE
+        assert ledger.usage.now[PINNED] == 60 * PIECE
         for _ in range(2):
             memory.place(masters * 3)
             assert all(piece is kept for piece, kept in zip(first, memory.pieces, strict=False))
-            assert ledger.held.now[PINNED] == 180 * PIECE
+            assert ledger.usage.now[PINNED] == 180 * PIECE
         memory.place(masters)
         assert len(memory.pieces) == 180
 

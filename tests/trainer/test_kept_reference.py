@@ -1,4 +1,4 @@
-"""Log-probs of the reference on disk: computed once, added to, gone on with where a run was stopped."""
+"""Log-probs of the reference on disk: computed once, extended for new data, resumed after a stop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAIRS = make_pairs(7, seed=2)
 
 
 class Data:
-    """Of SupervisedData what is asked for."""
+    """The part of SupervisedData that KeptReference uses."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self.samples, self.fingerprint = tuple(samples), [len(samples)]
@@ -35,11 +35,11 @@ class Data:
 
 @pytest.fixture
 def keep(tmp_path: Path, one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[int]]]:
-    """What is kept of some samples, and how many were computed for it at a time, up to `most` times."""
+    """Builds the reference of some samples; returns it and the sizes of computed batches, `most` at most."""
     config = make_config(make_model(tmp_path / "model"), {"run.dir": str(tmp_path / "run")})
     monkeypatch.setattr(kept_reference, "PART", 3)
 
-    def made(samples: Sequence[Sample], most: int = 9) -> tuple[Any, list[int]]:
+    def build(samples: Sequence[Sample], most: int = 9) -> tuple[Any, list[int]]:
         computed: list[int] = []
 
         def compute(batch: Batch) -> list[np.ndarray]:
@@ -51,7 +51,7 @@ def keep(tmp_path: Path, one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> C
         data: Any = Data(samples)
         return KeptReference(config, data, compute), computed
 
-    return made
+    return build
 
 
 def values(sample: Sample) -> np.ndarray:
@@ -59,23 +59,23 @@ def values(sample: Sample) -> np.ndarray:
 
 
 def check(kept: KeptReference, samples: Sequence[Sample]) -> None:
-    for found, sample in zip(kept.log_probs(Batch(tuple(samples))), samples, strict=True):
-        np.testing.assert_array_equal(found, values(sample))
+    for row, sample in zip(kept.log_probs(Batch(tuple(samples))), samples, strict=True):
+        np.testing.assert_array_equal(row, values(sample))
 
 
-def test_they_are_computed_once_and_other_data_adds_to_them(keep: Callable[..., Any]) -> None:
+def test_they_are_computed_once_and_extended_for_other_data(keep: Callable[..., Any]) -> None:
     kept, computed = keep(PAIRS[:8])
     assert computed == [6, 2]
     check(kept, PAIRS[:8][::-1])
-    again, computed = keep(PAIRS[:8])
+    reopened, computed = keep(PAIRS[:8])
     assert computed == []
-    check(again, PAIRS[:8])
+    check(reopened, PAIRS[:8])
     more, computed = keep(PAIRS)
     assert computed == [4, 2], "what is known of the second part is not computed again"
     check(more, PAIRS)
 
 
-def test_a_run_that_was_stopped_goes_on_where_it_was(keep: Callable[..., Any]) -> None:
+def test_a_stopped_run_resumes_where_it_was(keep: Callable[..., Any]) -> None:
     with pytest.raises(Preempted):
         keep(PAIRS, most=1)
     kept, computed = keep(PAIRS)
@@ -84,7 +84,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(keep: Callable[..., Any]) -
 
 
 @pytest.mark.parametrize("damage", ["cut", "lost"])
-def test_a_damaged_file_is_named_with_the_way_out(keep: Callable[..., Any], tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_is_named_with_a_remedy(keep: Callable[..., Any], tmp_path: Path, damage: str) -> None:
     keep(PAIRS)
     (file,) = tmp_path.glob("run/reference/*/0.npy")
     file.write_bytes(file.read_bytes()[:50]) if damage == "cut" else file.unlink()
@@ -92,7 +92,7 @@ def test_a_damaged_file_is_named_with_the_way_out(keep: Callable[..., Any], tmp_
         keep(PAIRS)
 
 
-def test_what_is_not_known_stops_the_run(keep: Callable[..., Any]) -> None:
+def test_missing_log_probs_stop_the_run(keep: Callable[..., Any]) -> None:
     kept, _ = keep(PAIRS[:8])
     with pytest.raises(RunStopped, match="lacks log-probs"):
         kept.log_probs(Batch(PAIRS))

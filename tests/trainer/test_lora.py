@@ -1,6 +1,6 @@
-"""Adapters equal PEFT's on transformers in every layout: log-probs, gradients, three steps, what is exported.
+"""Adapters equal PEFT's on transformers in every layout: log-probs, gradients, three steps, exports.
 
-And beside PEFT: the reference is the base, only adapters are saved, dropout is where the model learns, resume is exact.
+Also: the reference is the base, only adapters are saved, dropout applies only in training, resuming is exact.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.processes
 TOLERANCE = 1e-5
 STEPS = 3
 SAMPLES = make_samples(7, seed=3)
-# By name: whether the model has experts, fields of its config.json, the targets.
+# By name: (experts?, fields of config.json, targets)
 MODELS: dict[str, tuple[bool, dict[str, Any], list[str]]] = {
     "qwen3": (False, {}, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
     "qwen2-some": (False, {"model_type": "qwen2"}, ["q_proj", "v_proj", "down_proj", "up_proj"]),
@@ -58,20 +58,20 @@ LAYOUTS: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def configure(folder: Path, name: str, settings: dict[str, object]) -> Config:
-    own = {
+    defaults = {
         "train.stage": "sft",
         "model.lora.rank": 4,
         "model.lora.alpha": 6.0,
         "model.lora.targets": MODELS[name][2],
         "optim.warmup_steps": 0,
-        "optim.lr": 3e-4,  # AdamW scales up rounding where a gradient is nothing else
+        "optim.lr": 3e-4,  # AdamW amplifies gradients that are only rounding
     }
-    return make_config(folder / name, own | settings)
+    return make_config(folder / name, defaults | settings)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models, random adapters of each as PEFT has them, and what PEFT and the ranks make of them."""
+    """Models, random adapters of each in PEFT's format, and PEFT's results with them."""
     folder = tmp_path_factory.mktemp("lora")
     aside = {**os.environ, "PYTHONPATH": str(Path(sys.prefix) / "compared")}  # see tools/setup_env.sh
     program = [sys.executable, str(Path(__file__).with_name("peft_reference.py"))]
@@ -99,12 +99,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> list[dict[str, Any]]:
+def rank_results(folder: Path) -> list[dict[str, Any]]:
     return run_ranks(measure, 2, folder)
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """As one of two ranks: by layout what it has of the log-probs, the gradients and the exported adapters."""
+    """As one of two ranks: by layout, log-probs, gradients and exported adapters."""
     results: dict[str, Any] = {}
     for layout, (name, settings) in LAYOUTS.items():
         config = configure(folder, name, settings)
@@ -117,15 +117,15 @@ def measure(folder: Path) -> dict[str, Any]:
 def in_layout(config: Config, folder: Path, layout: str, name: str) -> dict[str, Any]:
     batch, trainer = Batch(SAMPLES), PolicyTrainer(config)
     first = trainer.log_probs(trainer.policy.chunks, batch)
-    given = read_peft(folder / "peft" / name / "adapters")
+    loaded = read_peft(folder / "peft" / name / "adapters")
     for parameter in factors_of(trainer):
-        axis, whole = parameter.factor.axis, given[parameter.factor.key]
+        axis, whole = parameter.factor.axis, loaded[parameter.factor.key]
         tp, rank = config.parallel.tp, parallel_state.get_tensor_model_parallel_rank()
         with torch.no_grad():
             parameter.copy_(whole if axis is None else whole.chunk(tp, axis)[rank])
     trainer.policy.optimizer.reload_model_params()
     before = trainer.log_probs(trainer.policy.chunks, batch)
-    with adapters.base_alone(trainer.chunks):
+    with adapters.adapters_disabled(trainer.chunks):
         base = trainer.log_probs(trainer.policy.chunks, batch)
     norms = [trainer.update(batch)["grad_norm"]]
     gradients = {p.factor.key: p.main_grad.clone() / min(1, 0.5 / norms[0]) for p in factors_of(trainer)}
@@ -151,8 +151,8 @@ LIVES: dict[str, dict[str, object]] = {
 
 
 def live(folder: Path) -> dict[str, Any]:
-    """As one of two ranks: adapters that learn from reward, from the start and again from their checkpoint."""
-    found: dict[str, Any] = {}
+    """As one of two ranks: adapters that learn from rewards, from the start and resumed from a checkpoint."""
+    results: dict[str, Any] = {}
     batch = Batch(SAMPLES)
     for name, settings in LIVES.items():
         config, saved = configure(folder, "qwen3", settings), folder / "lives" / name
@@ -162,7 +162,7 @@ def live(folder: Path) -> dict[str, Any]:
             for _ in range(2):
                 learn(trainer, batch)
             reference = trainer.score(batch).reference_log_probs
-            now, again = (trainer.log_probs(trainer.policy.chunks, batch) for _ in range(2))
+            now, repeated = (trainer.log_probs(trainer.policy.chunks, batch) for _ in range(2))
             with Checkpoints(saved, 1, 60.0) as checkpoints:
                 checkpoints.save(2, trainer.checkpointed, {})
             metrics = [learn(trainer, batch) for _ in range(2)]
@@ -172,9 +172,9 @@ def live(folder: Path) -> dict[str, Any]:
             other.step = 2
             resumed = [learn(other, batch) for _ in range(2)]
             pairs = zip(weights_of(trainer), weights_of(other), strict=True)
-            found[name] = {
+            results[name] = {
                 "reference": [base, reference],
-                "still": [now, again],
+                "still": [now, repeated],
                 "metrics": [metrics, resumed],
                 "same": all(torch.equal(*pair) for pair in pairs),
                 "copies": trainer.reference,
@@ -183,20 +183,20 @@ def live(folder: Path) -> dict[str, Any]:
         trainer = PolicyTrainer(configure(folder, "qwen3", RL | {"parallel.pp": 2}))
         with Checkpoints(folder / "lives" / "tp2-sp", 1, 60.0) as checkpoints:
             checkpoints.load_latest(trainer.checkpointed)
-        found["resharded"] = [trainer.log_probs(trainer.policy.chunks, batch), found["tp2-sp"]["still"][0]]
+        results["resharded"] = [trainer.log_probs(trainer.policy.chunks, batch), results["tp2-sp"]["still"][0]]
         if torch.distributed.get_rank() == 0:
             convert.to_checkpoint(folder / "qwen3", folder / "whole", None, 1 << 30)
         torch.distributed.barrier()
         with Checkpoints(folder / "whole", 1, 60.0) as checkpoints, pytest.raises(RunStopped) as refused:
             checkpoints.load_latest(trainer.checkpointed)
-        found["refused"] = str(refused.value)
-    return found
+        results["refused"] = str(refused.value)
+    return results
 
 
 def weights_of(trainer: PolicyTrainer) -> list[torch.Tensor]:
-    """All that is trained."""
+    """All trained parameters."""
     networks = trainer.trainables.values()
-    return [p for one in networks for chunk in one.chunks for p in chunk.parameters() if p.requires_grad]
+    return [p for network in networks for chunk in network.chunks for p in chunk.parameters() if p.requires_grad]
 
 
 def factors_of(trainer: PolicyTrainer) -> list[torch.nn.Parameter]:
@@ -205,45 +205,45 @@ def factors_of(trainer: PolicyTrainer) -> list[torch.nn.Parameter]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_log_probs_equal_peft_before_and_after_three_steps(
-    folder: Path, found: list[dict[str, Any]], layout: str
+    folder: Path, rank_results: list[dict[str, Any]], layout: str
 ) -> None:
     theirs = folder / "peft" / LAYOUTS[layout][0]
     for when in ("before", "after"):
-        wanted = np.load(theirs / f"{when}.npz")
-        for number, (sample, row) in enumerate(zip(SAMPLES, found[0][layout][when], strict=True)):
-            assert np.abs(row[sample.loss_mask > 0] - wanted[f"arr_{number}"]).max() < TOLERANCE
-    before, base = (np.concatenate(found[0][layout][which]) for which in ("before", "base"))
+        expected = np.load(theirs / f"{when}.npz")
+        for number, (sample, row) in enumerate(zip(SAMPLES, rank_results[0][layout][when], strict=True)):
+            assert np.abs(row[sample.loss_mask > 0] - expected[f"arr_{number}"]).max() < TOLERANCE
+    before, base = (np.concatenate(rank_results[0][layout][which]) for which in ("before", "base"))
     assert np.abs(before - base).max() > 0.1
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "dp2"])
-def test_gradients_equal_peft(folder: Path, found: list[dict[str, Any]], layout: str) -> None:
-    wanted = load_file(folder / "peft" / LAYOUTS[layout][0] / "gradients.safetensors")
+def test_gradients_equal_peft(folder: Path, rank_results: list[dict[str, Any]], layout: str) -> None:
+    references = load_file(folder / "peft" / LAYOUTS[layout][0] / "gradients.safetensors")
     seen = set()
-    for rank, results in enumerate(found):
+    for rank, results in enumerate(rank_results):
         for key, gradient in results[layout]["gradients"].items():
-            expected = wanted[f"base_model.model.{key}"]
+            expected = references[f"base_model.model.{key}"]
             if expected.shape != gradient.shape:
                 axis = next(axis for axis in (0, 1) if expected.shape[axis] != gradient.shape[axis])
                 expected = expected.chunk(2, axis)[rank]
             assert (gradient - expected).abs().max() < TOLERANCE, key
             seen.add(f"base_model.model.{key}")
-    assert seen == wanted.keys()
+    assert seen == references.keys()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_three_steps_equal_peft_and_are_exported_as_it_has_them(folder: Path, layout: str, found: object) -> None:
-    wanted = load_file(folder / "peft" / LAYOUTS[layout][0] / "trained.safetensors")
+def test_three_steps_equal_peft_and_are_exported_in_its_format(folder: Path, layout: str, rank_results: object) -> None:
+    expected = load_file(folder / "peft" / LAYOUTS[layout][0] / "trained.safetensors")
     ours = load_file(folder / "out" / layout / "peft" / "adapter_model.safetensors")
     before = load_file(folder / "peft" / LAYOUTS[layout][0] / "adapters" / "adapter_model.safetensors")
-    assert ours.keys() == wanted.keys()
-    for name in wanted:
-        assert (before[name] - wanted[name]).abs().max() > 50 * TOLERANCE
-        assert (ours[name] - wanted[name]).abs().max() < TOLERANCE, name
+    assert ours.keys() == expected.keys()
+    for name in expected:
+        assert (before[name] - expected[name]).abs().max() > 50 * TOLERANCE
+        assert (ours[name] - expected[name]).abs().max() < TOLERANCE, name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_a_run_exports_is_its_checkpoint_merged(folder: Path, layout: str, found: object) -> None:
+def test_a_run_exports_its_merged_checkpoint(folder: Path, layout: str, rank_results: object) -> None:
     run, converted = (load_file(folder / "out" / layout / name / "model.safetensors") for name in ("hf", "merged"))
     base = load_file(folder / LAYOUTS[layout][0] / "model.safetensors")
     assert run.keys() == converted.keys() == base.keys()
@@ -253,13 +253,13 @@ def test_what_a_run_exports_is_its_checkpoint_merged(folder: Path, layout: str, 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_at_the_start_the_model_is_the_base(found: list[dict[str, Any]], layout: str) -> None:
-    for results in found:
+def test_at_the_start_the_model_is_the_base(rank_results: list[dict[str, Any]], layout: str) -> None:
+    for results in rank_results:
         assert all(map(np.array_equal, results[layout]["first"], results[layout]["base"]))
 
 
 def test_convert_writes_adapters_or_merges_them(
-    folder: Path, found: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, rank_results: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def tool(*words: object) -> int:
         return run("convert", [str(word) for word in words])
@@ -267,24 +267,24 @@ def test_convert_writes_adapters_or_merges_them(
     checkpoint, out, base = folder / "out" / "tp2" / "checkpoints", folder / "out" / "tp2", folder / "qwen3"
     assert tool(checkpoint, tmp_path / "peft", "--model", base, "--peft") == 0
     assert tool(checkpoint, tmp_path / "hf", "--model", base) == 0
-    for one, other in ((tmp_path / "peft", out / "peft"), (tmp_path / "hf", out / "merged")):
-        (file,) = one.glob("*.safetensors")
-        assert file.read_bytes() == (other / file.name).read_bytes()
+    for written, exported in ((tmp_path / "peft", out / "peft"), (tmp_path / "hf", out / "merged")):
+        (file,) = written.glob("*.safetensors")
+        assert file.read_bytes() == (exported / file.name).read_bytes()
     assert json.loads((tmp_path / "peft" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
     capsys.readouterr()
-    for words, said in (
+    for words, message in (
         ((checkpoint, tmp_path / "no", "--model", folder / "experts"), "give the model that the run started from"),
         ((folder / "whole", tmp_path / "no", "--model", base, "--peft"), "holds whole weights"),
         ((checkpoint, tmp_path / "no", "--model", base, "--verify"), "--verify: is for whole weights"),
     ):
         assert tool(*words) == EXIT_BAD_INPUT
-        assert said in (error := capsys.readouterr().err) and error.count("\n") == 1
+        assert message in (error := capsys.readouterr().err) and error.count("\n") == 1
     assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize("name", LIVES)
-def test_a_resumed_run_is_the_same_run_dropout_included(found: list[dict[str, Any]], name: str) -> None:
-    for rank in found:
+def test_a_resumed_run_is_the_same_including_dropout(rank_results: list[dict[str, Any]], name: str) -> None:
+    for rank in rank_results:
         lived = rank["lives"][name]
         first, second = lived["metrics"]
         assert lived["same"] and first == second
@@ -292,42 +292,44 @@ def test_a_resumed_run_is_the_same_run_dropout_included(found: list[dict[str, An
 
 
 @pytest.mark.parametrize("name", LIVES)
-def test_the_reference_is_the_base_without_a_copy(found: list[dict[str, Any]], name: str) -> None:
-    lived = found[0]["lives"][name]
+def test_the_reference_is_the_base_without_a_copy(rank_results: list[dict[str, Any]], name: str) -> None:
+    lived = rank_results[0]["lives"][name]
     base, reference = (np.concatenate(rows) for rows in lived["reference"])
-    now, again = (np.concatenate(rows) for rows in lived["still"])
+    now, repeated = (np.concatenate(rows) for rows in lived["still"])
     assert lived["copies"] is None and np.array_equal(base, reference)
-    assert np.array_equal(now, again)  # nothing drops out where nothing is learned
+    assert np.array_equal(now, repeated)  # no dropout outside of training
     assert np.abs(now - base).max() > 1e-3
 
 
-def test_another_layout_goes_on_from_a_checkpoint_and_whole_weights_are_refused(found: list[dict[str, Any]]) -> None:
-    ours, theirs = (np.concatenate(rows) for rows in found[0]["lives"]["resharded"])
+def test_another_layout_resumes_from_a_checkpoint_and_full_weights_are_refused(
+    rank_results: list[dict[str, Any]],
+) -> None:
+    ours, theirs = (np.concatenate(rows) for rows in rank_results[0]["lives"]["resharded"])
     assert np.abs(ours - theirs).max() < TOLERANCE
-    assert "contains whole weights, and with model.lora.rank" in found[0]["lives"]["refused"]
+    assert "contains whole weights, and with model.lora.rank" in rank_results[0]["lives"]["refused"]
 
 
-def test_a_checkpoint_holds_adapters_alone(folder: Path, found: object) -> None:
+def test_a_checkpoint_contains_only_adapters(folder: Path, rank_results: object) -> None:
     checkpoint = storage.find_checkpoint(folder / "lives" / "dp2-gae")
     keys = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     config = configure(folder, "qwen3", {})
-    wanted = {f.key for f in lora.factors(hf_config.read(folder / "qwen3" / "config.json"), config.model.lora)}
+    expected = {f.key for f in lora.factors(hf_config.read(folder / "qwen3" / "config.json"), config.model.lora)}
     stored = {re.sub(r"^(critic\.)?(optimizer\.state\.\w+?\.)?", "", key) for key in keys if "_extra_state" not in key}
-    assert stored == wanted | {"value_head.weight"}
+    assert stored == expected | {"value_head.weight"}
 
 
-def test_dropout_leaves_out_inputs_of_adapters(one_rank: Config, folder: Path) -> None:
+def test_dropout_drops_inputs_of_adapters(one_rank: Config, folder: Path) -> None:
     config = configure(folder, "qwen3", {"model.lora.dropout": 0.25})
     (chunk,) = policies.load(config)
-    one = next(adapters.adapters_of([chunk]))
-    for part in (*one.a.values(), *one.b.values()):
+    adapter = next(adapters.adapters_of([chunk]))
+    for part in (*adapter.a.values(), *adapter.b.values()):
         torch.nn.init.ones_(part.data)
     x = torch.ones(4000, 1, 32)
-    whole = one(x)
+    whole = adapter(x)
     with adapters.dropping([chunk]):
-        dropped = one(x)
+        dropped = adapter(x)
     assert not torch.equal(whole, dropped)
     assert float(dropped.mean()) == pytest.approx(float(whole.mean()), rel=0.01)
-    kept = 0.75 * dropped / whole * 32  # how many of 32 inputs
+    kept = 0.75 * dropped / whole * 32  # number of inputs kept, of 32
     assert torch.allclose(kept, kept.round(), atol=1e-3)
-    assert torch.equal(one(x), whole)
+    assert torch.equal(adapter(x), whole)

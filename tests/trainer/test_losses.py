@@ -18,10 +18,10 @@ from megatron_collab.trainer.losses import (
     Report,
     importance_weights,
     kl,
+    metric_names,
     policy_loss,
     policy_objective,
     report,
-    reported,
     supervised_objective,
     value_loss,
 )
@@ -30,7 +30,7 @@ N, SEQUENCES = 60, 7
 RNG = np.random.default_rng(0)
 OLD, ADVANTAGES = -RNG.exponential(size=N), RNG.normal(size=N)
 NEW = OLD + RNG.normal(size=N) * 0.4
-SEQUENCE = np.sort(RNG.integers(0, SEQUENCES - 1, N))  # one of them has no token here
+SEQUENCE = np.sort(RNG.integers(0, SEQUENCES - 1, N))  # one sequence has no token here
 PPO = AlgoConfig(loss="ppo", clip_low=0.2, clip_high=0.28, clip_dual=1.6)
 GSPO = AlgoConfig(loss="gspo", clip_low=0.1, clip_high=0.15)
 CISPO = AlgoConfig(loss="cispo", clip_low=0.3, clip_high=0.5)
@@ -58,7 +58,7 @@ def clip(ratio: float, algo: AlgoConfig) -> float:
 
 
 def ppo_token(new: float, old: float, advantage: float) -> float:
-    """With the dual clip as its paper writes it."""
+    """With the dual clip of its paper."""
     ratio = math.exp(new - old)
     objective = min(ratio * advantage, clip(ratio, PPO) * advantage)
     return -max(objective, PPO.clip_dual * advantage) if advantage < 0 else -objective
@@ -70,10 +70,10 @@ def test_ppo_equals_its_formula() -> None:
     ratios = [math.exp(new - old) for new, old in zip(NEW, OLD, strict=True)]
     np.testing.assert_allclose(terms.loss, list(map(ppo_token, NEW, OLD, ADVANTAGES)), rtol=1e-12)
     np.testing.assert_allclose(terms.ratio, ratios, rtol=1e-12)
-    held = [clip(r, PPO) * a < r * a for r, a in zip(ratios, ADVANTAGES, strict=True)]
+    single = [clip(r, PPO) * a < r * a for r, a in zip(ratios, ADVANTAGES, strict=True)]
     dual = [a < 0 and r > PPO.clip_dual for r, a in zip(ratios, ADVANTAGES, strict=True)]
-    clipped = [one or other for one, other in zip(held, dual, strict=True)]
-    assert 0 < sum(held) < N and any(dual) and terms.clipped.tolist() == clipped
+    clipped = [first or second for first, second in zip(single, dual, strict=True)]
+    assert 0 < sum(single) < N and any(dual) and terms.clipped.tolist() == clipped
     reference = differences(lambda new: float(weights @ list(map(ppo_token, new, OLD, ADVANTAGES))), NEW)
     np.testing.assert_allclose(gradient, reference, rtol=1e-6, atol=1e-8)
     assert (gradient[np.array(clipped)] == 0).all()
@@ -83,8 +83,8 @@ def sequence_form(new: np.ndarray, advantage: np.ndarray, weight: np.ndarray) ->
     """Equation 5 of GSPO, an advantage and a weight for each sequence."""
     loss = 0.0
     for i in set(SEQUENCE.tolist()):
-        own = np.equal(SEQUENCE, i)
-        ratio = math.exp(sum(new[own] - OLD[own]) / sum(own))
+        members = np.equal(SEQUENCE, i)
+        ratio = math.exp(sum(new[members] - OLD[members]) / sum(members))
         loss -= weight[i] * min(ratio * advantage[i], clip(ratio, GSPO) * advantage[i])
     return loss
 
@@ -104,14 +104,14 @@ def test_gspo_keeps_the_advantage_of_each_token() -> None:
     weights = RNG.uniform(size=N)
     terms, gradient = terms_of(GSPO, ADVANTAGES, weights)
     for t in range(N):
-        own = np.equal(SEQUENCE, SEQUENCE[t])
-        ratio = math.exp(np.mean(NEW[own] - OLD[own]))
-        held = clip(ratio, GSPO)
+        members = np.equal(SEQUENCE, SEQUENCE[t])
+        ratio = math.exp(np.mean(NEW[members] - OLD[members]))
+        clipped_ratio = clip(ratio, GSPO)
         assert math.isclose(terms.ratio[t], ratio, rel_tol=1e-12)
-        assert math.isclose(terms.loss[t], -min(ratio * ADVANTAGES[t], held * ADVANTAGES[t]), rel_tol=1e-12)
-        clipped = held * ADVANTAGES[t] < ratio * ADVANTAGES[t]
+        assert math.isclose(terms.loss[t], -min(ratio * ADVANTAGES[t], clipped_ratio * ADVANTAGES[t]), rel_tol=1e-12)
+        clipped = clipped_ratio * ADVANTAGES[t] < ratio * ADVANTAGES[t]
         assert terms.clipped[t] == clipped
-        # Of GSPO-token the gradient in a token's log-prob is s_i A_t.
+        # GSPO-token: the gradient in a token's log-prob is s_i A_t.
         assert math.isclose(gradient[t], 0.0 if clipped else -weights[t] * ratio * ADVANTAGES[t], rel_tol=1e-12)
 
 
@@ -120,11 +120,11 @@ def test_cispo_equals_its_formula() -> None:
     terms, gradient = terms_of(CISPO, ADVANTAGES, weights)
     for t in range(N):
         ratio = math.exp(NEW[t] - OLD[t])
-        held = clip(ratio, CISPO)
+        clipped_ratio = clip(ratio, CISPO)
         assert math.isclose(terms.ratio[t], ratio, rel_tol=1e-12)
-        assert math.isclose(terms.loss[t], -held * ADVANTAGES[t] * NEW[t], rel_tol=1e-12)
-        assert terms.clipped[t] == (held != ratio)
-        assert math.isclose(gradient[t], -weights[t] * held * ADVANTAGES[t], rel_tol=1e-12)  # never 0
+        assert math.isclose(terms.loss[t], -clipped_ratio * ADVANTAGES[t] * NEW[t], rel_tol=1e-12)
+        assert terms.clipped[t] == (clipped_ratio != ratio)
+        assert math.isclose(gradient[t], -weights[t] * clipped_ratio * ADVANTAGES[t], rel_tol=1e-12)  # never 0
     assert 0 < terms.clipped.sum() < N
 
 
@@ -148,7 +148,7 @@ def test_a_rank_without_trained_tokens(algo: AlgoConfig) -> None:
 
 
 @pytest.mark.parametrize("algo", [PPO, GSPO, CISPO, AlgoConfig(clip_dual=0)], ids=str)
-def test_no_gap_makes_a_loss_or_a_gradient_infinite(algo: AlgoConfig) -> None:
+def test_losses_and_gradients_are_finite_for_any_gap(algo: AlgoConfig) -> None:
     log_probs = torch.tensor([0.0, -1e4, 0.0, -1e4], requires_grad=True)
     old, advantages = torch.tensor([-1e4, 0.0, -1e4, 0.0]), torch.tensor([-1.0, -1.0, 1.0, 1.0])
     terms = policy_loss(algo)(log_probs, old, advantages, torch.arange(4), 4)
@@ -159,7 +159,7 @@ def test_no_gap_makes_a_loss_or_a_gradient_infinite(algo: AlgoConfig) -> None:
 
 
 @pytest.mark.parametrize("algo", [PPO, GSPO, CISPO, AlgoConfig(clip_dual=0)], ids=str)
-def test_an_advantage_of_nothing_has_no_loss(algo: AlgoConfig) -> None:
+def test_an_advantage_of_zero_has_no_loss(algo: AlgoConfig) -> None:
     none = torch.zeros(N, dtype=torch.float64)
     terms = policy_loss(algo)(torch.tensor(NEW), torch.tensor(OLD), none, torch.tensor(SEQUENCE), SEQUENCES)
     assert (terms.loss == 0).all()
@@ -176,15 +176,15 @@ def test_importance_weights_of_sequences(level: str, correction: str) -> None:
     algo = AlgoConfig(correction=correction, correction_level=level, correction_low=0.8, correction_high=1.1)
     old, engine, sequence = map(torch.tensor, (OLD, NEW, SEQUENCE))
     weights = importance_weights(old, engine, sequence, SEQUENCES, algo)
-    found = set()
+    unbounded = set()
     for i in set(SEQUENCE.tolist()):
-        own = np.equal(SEQUENCE, i)
-        product = math.prod(math.exp(a - b) for a, b in zip(OLD[own], NEW[own], strict=True))
-        weight = product if level == "sequence" else product ** (1 / own.sum())
-        wanted = min(weight, 1.1) if correction == "truncated" else weight if 0.8 <= weight <= 1.1 else 0.0
-        np.testing.assert_allclose(weights[torch.tensor(own)], wanted, rtol=1e-10)
-        found.add(wanted == weight)
-    assert found == {True, False}, "some sequences are at a bound and some are not"
+        members = np.equal(SEQUENCE, i)
+        product = math.prod(math.exp(a - b) for a, b in zip(OLD[members], NEW[members], strict=True))
+        weight = product if level == "sequence" else product ** (1 / members.sum())
+        expected = min(weight, 1.1) if correction == "truncated" else weight if 0.8 <= weight <= 1.1 else 0.0
+        np.testing.assert_allclose(weights[torch.tensor(members)], expected, rtol=1e-10)
+        unbounded.add(expected == weight)
+    assert unbounded == {True, False}, "some sequences are at a bound and some are not"
 
 
 def test_importance_weights() -> None:
@@ -194,11 +194,11 @@ def test_importance_weights() -> None:
     assert (ratios < 0.8).any() and (ratios > 1.3).any()
     masked = [ratio if 0.8 <= ratio <= 1.3 else 0.0 for ratio in ratios]
     expected = {"truncated": np.minimum(ratios, 1.3), "masked": masked}
-    for correction, wanted in expected.items():
+    for correction, reference in expected.items():
         algo = AlgoConfig(correction=correction, correction_low=0.8, correction_high=1.3)
         weights = importance_weights(old, engine, torch.tensor(SEQUENCE), SEQUENCES, algo)
         assert not weights.requires_grad
-        np.testing.assert_allclose(weights, wanted, rtol=1e-12)
+        np.testing.assert_allclose(weights, reference, rtol=1e-12)
 
 
 def test_a_weight_at_a_bound_is_kept() -> None:
@@ -218,24 +218,24 @@ def test_importance_weights_do_not_overflow() -> None:
 
 
 def test_kl_estimates() -> None:
-    found = {name: kl(torch.tensor(NEW), torch.tensor(OLD), name) for name in ("k1", "k2", "k3", "low_var_kl")}
-    assert torch.equal(found["low_var_kl"], found["k3"])
+    estimates = {name: kl(torch.tensor(NEW), torch.tensor(OLD), name) for name in ("k1", "k2", "k3", "low_var_kl")}
+    assert torch.equal(estimates["low_var_kl"], estimates["k3"])
     for i in range(N):
         q = math.exp(OLD[i]) / math.exp(NEW[i])
-        assert math.isclose(found["k1"][i], -math.log(q), rel_tol=1e-9)
-        assert math.isclose(found["k2"][i], math.log(q) ** 2 / 2, rel_tol=1e-9)
-        assert math.isclose(found["k3"][i], q - 1 - math.log(q), rel_tol=1e-9, abs_tol=1e-12)
+        assert math.isclose(estimates["k1"][i], -math.log(q), rel_tol=1e-9)
+        assert math.isclose(estimates["k2"][i], math.log(q) ** 2 / 2, rel_tol=1e-9)
+        assert math.isclose(estimates["k3"][i], q - 1 - math.log(q), rel_tol=1e-9, abs_tol=1e-12)
     assert (kl(torch.tensor(NEW), torch.tensor(NEW), "k3") == 0).all()
 
 
-def test_k3_goes_on_as_its_tangent() -> None:
-    """Above a log ratio of 3: with the value and the slope that it has there, still drawing towards the reference."""
+def test_k3_continues_as_its_tangent() -> None:
+    """Above a log ratio of 3, with its value and slope there, so that it still pulls towards the reference."""
     log_probs = torch.tensor([-3.0, -4.0, -20.0, -1e4], dtype=torch.float64, requires_grad=True)
-    found = kl(log_probs, torch.zeros(4, dtype=torch.float64), "k3")
-    found.sum().backward()
+    penalty = kl(log_probs, torch.zeros(4, dtype=torch.float64), "k3")
+    penalty.sum().backward()
     slope = math.exp(3) - 1
     expected = [math.exp(3) - 4 + slope * (gap - 3) for gap in (3, 4, 20, 1e4)]
-    assert found.tolist() == pytest.approx(expected) and log_probs.grad is not None
+    assert penalty.tolist() == pytest.approx(expected) and log_probs.grad is not None
     assert log_probs.grad.tolist() == pytest.approx([-slope] * 4)
 
 
@@ -245,12 +245,12 @@ POLICY, REFERENCE = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
 @pytest.mark.parametrize("estimate", ["k1", "k3"])
 def test_k1_and_k3_are_unbiased(estimate: str) -> None:
     exact = (POLICY * np.log(POLICY / REFERENCE)).sum()
-    found = (POLICY * kl(torch.tensor(POLICY).log(), torch.tensor(REFERENCE).log(), estimate).numpy()).sum()
-    assert math.isclose(found, exact, rel_tol=1e-12)
+    mean_kl = (POLICY * kl(torch.tensor(POLICY).log(), torch.tensor(REFERENCE).log(), estimate).numpy()).sum()
+    assert math.isclose(mean_kl, exact, rel_tol=1e-12)
 
 
 def test_mean_gradients_of_the_kl_estimates() -> None:
-    """Over the policy's own samples: k1 has none, k2 that of KL(policy || reference), k3 that of the reverse."""
+    """Over samples of the policy: k1 has none, k2 that of KL(policy || reference), k3 that of the reverse KL."""
     reference = torch.tensor(REFERENCE).log()
 
     def gradient(loss: Callable[[Tensor], Tensor]) -> Tensor:
@@ -275,9 +275,9 @@ def test_value_loss() -> None:
     old, returns = RNG.normal(size=N), RNG.normal(size=N)
     start = old + RNG.normal(size=N) * 0.3
 
-    def token(value: float, before: float, wanted: float) -> float:
+    def token(value: float, before: float, target: float) -> float:
         near = before + min(max(value - before, -limit), limit)
-        return max((value - wanted) ** 2, (near - wanted) ** 2) / 2
+        return max((value - target) ** 2, (near - target) ** 2) / 2
 
     values = torch.tensor(start, requires_grad=True)
     loss, clipped = value_loss(values, torch.tensor(old), torch.tensor(returns), limit)
@@ -305,10 +305,10 @@ def objective_of(algo: AlgoConfig, without: str = "") -> tuple[float, np.ndarray
     columns = {name: torch.tensor(array) for name, array in arrays.items() if name != without}
     micro_batch: Any = SimpleNamespace(columns=columns, sequence=torch.tensor(SEQUENCE), samples=SEQUENCES)
     log_probs = torch.tensor(NEW, requires_grad=True)
-    total, found = policy_objective(lambda *_: (log_probs, torch.tensor(ENTROPY)), algo)(micro_batch, torch.empty(0))
+    total, reported = policy_objective(lambda *_: (log_probs, torch.tensor(ENTROPY)), algo)(micro_batch, torch.empty(0))
     total.backward()
     assert log_probs.grad is not None
-    return total.item(), log_probs.grad.numpy(), found
+    return total.item(), log_probs.grad.numpy(), reported
 
 
 def full_token(t: int, new: float, algo: AlgoConfig) -> float:
@@ -362,7 +362,7 @@ def test_the_objective_is_the_weighted_sum_of_all_terms(correction: str) -> None
     assert (bounded == 0).any() == (correction == "masked")
 
 
-def test_the_objective_without_a_correction_and_with_the_kl_in_the_reward_is_the_policy_loss() -> None:
+def test_the_objective_without_a_correction_and_with_kl_in_the_reward_is_the_policy_loss() -> None:
     plain = float(WEIGHTS @ list(map(ppo_token, NEW, OLD, ADVANTAGES)))
     algo = AlgoConfig(**{name: getattr(PPO, name) for name in ("clip_low", "clip_high", "clip_dual")}, kl_in="reward")
     total, _, (_, sums, _) = objective_of(algo)
@@ -381,18 +381,18 @@ def test_without_old_log_probs_they_are_those_of_the_forward_pass() -> None:
 def test_ranks_without_a_report_know_its_names(correction: str, reference: bool) -> None:
     algo = AlgoConfig(correction=correction)
     _, _, (_, sums, maxima) = objective_of(algo, without="" if reference else "reference_log_probs")
-    names, largest = reported(algo, reference)
+    names, largest = metric_names(algo, reference)
     assert (sorted(names), sorted(largest)) == (sorted(sums), sorted(maxima))
 
 
 def test_the_supervised_objective_is_the_weighted_negative_log_likelihood() -> None:
     micro_batch: Any = SimpleNamespace(columns={"weights": torch.tensor(WEIGHTS)})
     log_probs = torch.tensor(NEW)
-    total, found = supervised_objective(lambda *_: (log_probs, log_probs))(micro_batch, torch.empty(0))
-    assert total.item() == pytest.approx(-(WEIGHTS * NEW).sum()) and found == (total, {}, {})
+    total, reported = supervised_objective(lambda *_: (log_probs, log_probs))(micro_batch, torch.empty(0))
+    assert total.item() == pytest.approx(-(WEIGHTS * NEW).sum()) and reported == (total, {}, {})
 
 
-def test_the_report_of_no_token_is_nothing_and_outlives_what_is_done_to_the_loss() -> None:
+def test_the_report_of_no_token_is_zero_and_unaffected_by_changes_to_the_loss() -> None:
     total = torch.tensor(3.0)
     loss, sums, maxima = report(total, {"a": torch.zeros(0)}, {"b": torch.zeros(0)})
     total /= 2

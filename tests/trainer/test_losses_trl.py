@@ -1,7 +1,6 @@
-"""The losses of conf/algo against TRL's on the same tensors, where both define them alike.
+"""The losses of conf/algo against TRL's on the same tensors, if both define them alike.
 
-Not compared, as TRL defines them otherwise: GSPO where the tokens of a sequence have advantages of their own, and CISPO
-with a lower bound.
+Two are not compared, as TRL defines them differently: GSPO with an advantage per token, and CISPO with a lower bound.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ BATCH = {
     "new": OLD + RNG.normal(size=(B, T)) * 0.5,
     "reference": OLD + RNG.normal(size=(B, T)) * 0.3,
     "engine": OLD + RNG.normal(size=(B, T)) * 0.2,
-    "advantages": np.repeat(RNG.normal(size=(B, 1)), T, axis=1),  # one a sequence
+    "advantages": np.repeat(RNG.normal(size=(B, 1)), T, axis=1),  # one per sequence
 }
 BY_TOKEN = {**BATCH, "advantages": RNG.normal(size=(B, T))}
-# By case: settings of conf/algo, whether advantages are of tokens, and the settings of TRL's trainer.
+# By case: (settings of conf/algo, advantages per token?, settings of TRL's trainer)
 PPO = {"loss_type": "bnpo", "epsilon_low": 0.2, "epsilon_high": 0.2}
 CASES: dict[str, tuple[list[str], bool, dict[str, Any]]] = {
     "grpo": (["algo=grpo"], False, PPO | {"loss_type": "grpo", "beta": 0.04, "delta": 3.0}),
@@ -65,14 +64,14 @@ ASIDE = {**os.environ, "PYTHONPATH": str(Path(sys.prefix) / "compared")}  # see 
 
 @pytest.fixture(scope="module")
 def theirs() -> dict[str, dict[str, Any]]:
-    """By case the loss and the gradient of TRL."""
-    found: dict[str, dict[str, Any]] = {}
+    """TRL's loss and gradient, by case."""
+    results: dict[str, dict[str, Any]] = {}
     for batch, by_token in ((BATCH, False), (BY_TOKEN, True)):
-        cases = {name: settings for name, (_, own, settings) in CASES.items() if own == by_token}
-        given = json.dumps({"batch": {name: values.tolist() for name, values in batch.items()}, "cases": cases})
-        answer = subprocess.run(PROGRAM, input=given, env=ASIDE, stdout=subprocess.PIPE, text=True, check=True)
-        found |= json.loads(answer.stdout)
-    return found
+        cases = {name: settings for name, (_, case_by_token, settings) in CASES.items() if case_by_token == by_token}
+        payload = json.dumps({"batch": {name: values.tolist() for name, values in batch.items()}, "cases": cases})
+        answer = subprocess.run(PROGRAM, input=payload, env=ASIDE, stdout=subprocess.PIPE, text=True, check=True)
+        results |= json.loads(answer.stdout)
+    return results
 
 
 @pytest.mark.slow
@@ -99,8 +98,8 @@ def ours(algo: AlgoConfig, batch: dict[str, np.ndarray]) -> tuple[float, np.ndar
     columns = {name: torch.tensor(batch[other][trained]) for name, other in names.items()}
     columns["weights"] = torch.tensor(np.stack(weights)[trained], dtype=torch.float64)
     micro_batch: Any = SimpleNamespace(columns=columns, sequence=torch.tensor(np.nonzero(trained)[0]), samples=B)
-    asked = log_probs[torch.tensor(trained)]
-    total, _ = policy_objective(lambda *_: (asked, torch.zeros_like(asked)), algo)(micro_batch, torch.empty(0))
+    selected = log_probs[torch.tensor(trained)]
+    total, _ = policy_objective(lambda *_: (selected, torch.zeros_like(selected)), algo)(micro_batch, torch.empty(0))
     total.backward()
     assert log_probs.grad is not None
     return total.item(), log_probs.grad.numpy()

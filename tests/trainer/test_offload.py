@@ -1,4 +1,4 @@
-"""Optimizer state and gradients leave the device and come back as they were."""
+"""Optimizer state and gradients are offloaded to host memory and restored unchanged."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def actors(
     patch = pytest.MonkeyPatch()
     request.addfinalizer(patch.undo)
     patch.setattr(host_memory, "PIECE", 1 << 10)
-    found = []
+    pair = []
     for offload in (True, False):
         config = make_config(folder, {"parallel.offload": offload, "model.dtype": request.param, "algo.kl_coef": 0.0})
-        found.append(PolicyTrainer(config))
-        learn(found[-1], Batch(make_samples(4, seed=1)))
-    return found
+        pair.append(PolicyTrainer(config))
+        learn(pair[-1], Batch(make_samples(4, seed=1)))
+    return pair
 
 
 def bytes_held(actor: PolicyTrainer) -> int:
-    """Of optimizer state, masters and gradients."""
+    """Bytes of optimizer state, masters and gradients."""
     inner = [part.optimizer for part in actor.policy.optimizer.chained_optimizers]
-    tensors = [value for one in inner for state in one.state.values() for value in state.values()]
-    tensors += [tensor for one in inner for group in one.param_groups for tensor in group["params"]]
+    tensors = [value for optimizer in inner for state in optimizer.state.values() for value in state.values()]
+    tensors += [tensor for optimizer in inner for group in optimizer.param_groups for tensor in group["params"]]
     tensors += [buffer.grad_data for chunk in actor.policy.chunks for buffer in chunk.buffers]
     weights = {p.untyped_storage().data_ptr() for chunk in actor.policy.chunks for p in chunk.parameters()}
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
@@ -53,8 +53,8 @@ def test_the_memory_is_free_while_offloaded(actors: list[PolicyTrainer]) -> None
     assert bytes_held(offloading) == bytes_held(keeping)
 
 
-def test_the_first_step_may_come_after(actors: list[PolicyTrainer]) -> None:
-    """Then there is no optimizer state yet, and in float32 nothing but gradients to take away."""
+def test_offloading_before_the_first_step(actors: list[PolicyTrainer]) -> None:
+    """There is no optimizer state yet, and in float32 only gradients can be offloaded."""
     config = actors[0].config
     fresh = PolicyTrainer(config)
     with fresh.offloaded():
@@ -82,10 +82,10 @@ def test_optimizer_and_gradients_leave_a_gpu_and_come_back(one_gpu: Config, tmp_
     settings = {"launch.device": "cuda", "parallel.offload": True, "model.dtype": dtype, "algo.kl_coef": 0.0}
     actor = PolicyTrainer(make_config(make_model(tmp_path / "model"), settings))
     learn(actor, Batch(make_samples(4, seed=1)))
-    for _ in range(2):  # the second time in the memory of the first
-        before, held = [tensor.cpu() for tensor in optimizer_state(actor)], torch.cuda.memory_allocated()
+    for _ in range(2):  # the second time in the same host memory
+        before, allocated = [tensor.cpu() for tensor in optimizer_state(actor)], torch.cuda.memory_allocated()
         with actor.offloaded():
-            assert torch.cuda.memory_allocated() <= held - sum(tensor.nbytes for tensor in before)
+            assert torch.cuda.memory_allocated() <= allocated - sum(tensor.nbytes for tensor in before)
             pieces = actor.policy.host_memory.pieces
             assert pieces and all(piece.is_pinned() for piece in pieces)
         assert all(torch.equal(was, now.cpu()) for was, now in zip(before, optimizer_state(actor), strict=True))
@@ -93,4 +93,6 @@ def test_optimizer_and_gradients_leave_a_gpu_and_come_back(one_gpu: Config, tmp_
 
 def optimizer_state(actor: PolicyTrainer) -> list[torch.Tensor]:
     inner = [part.optimizer for part in actor.policy.optimizer.chained_optimizers]
-    return [value for one in inner for state in one.state.values() for value in state.values() if value.dim()]
+    return [
+        value for optimizer in inner for state in optimizer.state.values() for value in state.values() if value.dim()
+    ]

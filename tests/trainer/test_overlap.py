@@ -22,31 +22,31 @@ LAYOUTS: dict[str, dict[str, object]] = {
 }
 SIZES = {"hidden_size": 2048, "intermediate_size": 4096, "head_dim": 64, "num_attention_heads": 16}
 ACTIVITIES = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
-# Names of what is recorded, in lower case: on a GPU of kernels, on a CPU of operations.
+# Parts of recorded names, in lower case: kernels on a GPU, operations on a CPU.
 EXCHANGES = {"cpu": ("gloo:",), "cuda": ("nccl",)}
 PRODUCTS = {"cpu": ("aten::mm", "aten::addmm"), "cuda": ("gemm", "cutlass", "nvjet", "xmma")}
 Span = tuple[float, float]  # microseconds
 
 
-def covered(spans: Iterable[Span], others: Iterable[Span]) -> float:
+def covered(spans: Iterable[Span], cover: Iterable[Span]) -> float:
     """The part of the time within `spans` that is also within `others`."""
-    own, under = union(spans), union(others)
-    both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in own for b in under)
-    return both / sum(end - start for start, end in own)
+    merged, under = union(spans), union(cover)
+    both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in merged for b in under)
+    return both / sum(end - start for start, end in merged)
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same time in spans that do not touch, in order."""
-    found: list[Span] = []
+    """The same time as sorted spans that do not overlap."""
+    merged: list[Span] = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
-def test_time_that_two_sets_of_spans_share() -> None:
+def test_time_shared_by_two_sets_of_spans() -> None:
     assert union([(3, 4), (0, 2), (1, 3), (6, 7)]) == [(0, 4), (6, 7)]
     assert covered([(0, 2), (1, 3), (6, 7)], [(2, 6.5)]) == pytest.approx(1.5 / 4)
     assert covered([(0, 1)], [(1, 2)]) == 0
@@ -54,7 +54,7 @@ def test_time_that_two_sets_of_spans_share() -> None:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory, device_type: str) -> dict[str, tuple[list[Span], list[Span]]]:
-    """By layout, when the first of two ranks exchanged, and when it computed products."""
+    """By layout, when the first of two ranks communicated, and when it computed matrix products."""
     folder = tmp_path_factory.mktemp("overlap") / "model"
     make_model(folder, **(SIZES if device_type == "cuda" else {}))
     return run_ranks(record, 2, folder, device_type, device_type=device_type)[0]
@@ -77,8 +77,8 @@ def test_exchanges_go_on_while_products_are_computed(
 
 
 def record(folder: Path, device_type: str) -> dict[str, tuple[list[Span], list[Span]]]:
-    """As one of two ranks: when an update, the second, exchanges and computes products in each layout."""
-    found = {}
+    """As one of two ranks: when the second update communicates and computes products, by layout."""
+    results = {}
     dtype = "bfloat16" if device_type == "cuda" else "float32"
     for layout, settings in LAYOUTS.items():
         settings = settings | {"launch.device": device_type, "model.dtype": dtype, "train.tokens_per_micro_batch": 1024}
@@ -91,15 +91,15 @@ def record(folder: Path, device_type: str) -> dict[str, tuple[list[Span], list[S
                 learn(trainer, batch)
                 if device_type == "cuda":
                     torch.cuda.synchronize()
-        found[layout] = (
+        results[layout] = (
             spans(recording, EXCHANGES[device_type]),
             spans(recording, PRODUCTS[device_type]),
         )
-    return found
+    return results
 
 
 def spans(recording: profile, names: tuple[str, ...]) -> list[Span]:
-    """Of all that was recorded under a name that contains one of these."""
+    """Time spans of events whose name contains one of `names`."""
     return [
         (event.time_range.start, event.time_range.end)
         for event in recording.events()

@@ -32,29 +32,29 @@ from megatron_collab.trainer.prefix_tree import Tree, cost, plan_trees, position
     multiple_of=st.integers(1, 4),
 )
 def test_plan(lengths: list[int], ranks: int, budget: int, align: int, multiple_of: int) -> None:
-    made = pack(lengths, ranks, budget, align=align, multiple_of=multiple_of)
-    micro_batches = [micro_batch for rank in made for micro_batch in rank]
+    plan = pack(lengths, ranks, budget, align=align, multiple_of=multiple_of)
+    micro_batches = [micro_batch for rank in plan for micro_batch in rank]
     rounded = [-(-length // align) * align for length in lengths]
 
     assert sorted(index for micro_batch in micro_batches for index in micro_batch) == list(range(len(lengths)))
-    assert len(made) == ranks
-    (each,) = {len(rank) for rank in made}
-    assert each % multiple_of == 0 and each > 0
+    assert len(plan) == ranks
+    (count,) = {len(rank) for rank in plan}
+    assert count % multiple_of == 0 and count > 0
     for micro_batch in micro_batches:
         assert len(micro_batch) == 1 or sum(rounded[index] for index in micro_batch) <= budget
     assert sum(not micro_batch for micro_batch in micro_batches) == max(0, len(micro_batches) - len(lengths))
 
     costs = cost(np.array(rounded, dtype=np.int64))
-    weights = [[sum(costs[index] for index in micro_batch) for micro_batch in rank] for rank in made]
+    weights = [[sum(costs[index] for index in micro_batch) for micro_batch in rank] for rank in plan]
     totals = [sum(rank) for rank in weights]
     together = list(zip(*weights, strict=True))
     assert max(totals) - min(totals) <= max(max(alike) - min(alike) for alike in together) + 1e-6
-    for alike, others in pairwise(sorted(together, key=lambda alike: (max(alike), min(alike)))):
-        assert max(alike) <= min(others) + 1e-6, "ranks work on alike micro-batches at the same time"
+    for alike, following in pairwise(sorted(together, key=lambda alike: (max(alike), min(alike)))):
+        assert max(alike) <= min(following) + 1e-6, "ranks work on alike micro-batches at the same time"
     for rank in weights:
         peak = rank.index(max(rank))
         assert rank[: peak + 1] == sorted(rank[: peak + 1]) and rank[peak:] == sorted(rank[peak:], reverse=True)
-    assert made == pack(lengths, ranks, budget, align=align, multiple_of=multiple_of)
+    assert plan == pack(lengths, ranks, budget, align=align, multiple_of=multiple_of)
 
 
 def test_plan_by_hand() -> None:
@@ -64,8 +64,8 @@ def test_plan_by_hand() -> None:
     assert pack([5, 4, 3], 3, 100) == [[(0,)], [(1,)], [(2,)]], "one would do, three ranks need three"
 
 
-def test_what_is_too_little_for_all_ranks_is_split_evenly_the_costliest_first() -> None:
-    """Of one bin that would take all: the longest first, each to the half that costs less so far."""
+def test_too_few_micro_batches_are_split_evenly_the_costliest_first() -> None:
+    """One bin would hold all: the costliest first, each to the half that costs less so far."""
     assert pack([1, 1, 1], 2, 3, costs=[3.0, 2.5, 2.5]) == [[(1, 2)], [(0,)]]
     assert pack([1] * 4, 3, 4, costs=[5.0, 4.0, 3.0, 3.0]) == [[(1, 2)], [(0,)], [(3,)]], "8 and 7, then 5, 3 and 7"
 
@@ -86,7 +86,7 @@ SAMPLES = [np.array([5, 6, 7]), np.array([1, 2, 3, 4, 5, 6]), np.array([9])]
 
 
 def alone(*samples: int) -> list[Tree]:
-    """Each a tree of its own, as where nothing is shared."""
+    """One tree per sample: nothing is shared."""
     return [Tree((sample,), (positions(len(SAMPLES[sample])),), (0,), (0,)) for sample in samples]
 
 
@@ -107,7 +107,7 @@ def test_collate_without_samples_or_predictions() -> None:
     assert single.token_ids.tolist() == [[0]] and [row.tolist() for row in single.rows] == [[]]
 
 
-def test_what_samples_share_is_packed_once() -> None:
+def test_shared_prefixes_are_packed_once() -> None:
     tokens = [np.array([7, 8, 9, 1]), np.array([7, 8, 9, 2, 3]), np.array([7, 8, 5, 4])]
     (tree,) = prefix_trees(tokens, [1, 1, 1], fewest=1)
     packed = collate(tokens, [tree])
@@ -118,9 +118,9 @@ def test_what_samples_share_is_packed_once() -> None:
     assert packed.cu_seqlens.tolist() == [0, 3, 4, 5]
 
     masks = [np.array([0, 0, 0, 1.0]), np.array([0, 0, 0, 1.0, 1]), np.array([0, 0, 1.0, 0])]
-    found = requested({"token_ids": tokens, "loss_mask": masks}, tree.samples, packed.rows, np.arange(5))
-    assert found.positions.tolist() == [1, 3, 3, 4] and found.labels.tolist() == [5, 1, 2, 3]
-    assert found.sequence.tolist() == [0, 1, 2, 2] and found.where.tolist() == [11, 3, 7, 8]
+    predictions = requested({"token_ids": tokens, "loss_mask": masks}, tree.samples, packed.rows, np.arange(5))
+    assert predictions.positions.tolist() == [1, 3, 3, 4] and predictions.labels.tolist() == [5, 1, 2, 3]
+    assert predictions.sequence.tolist() == [0, 1, 2, 2] and predictions.token_index.tolist() == [11, 3, 7, 8]
 
 
 def test_a_first_token_cannot_be_trained() -> None:
@@ -159,11 +159,13 @@ def test_collate_loses_nothing(sizes: list[int], align: int, total: int, seed: i
     restarted = np.concatenate([np.arange(end - start) for start, end in spans])
     np.testing.assert_array_equal(packed.position_ids, [restarted])
 
-    found = requested(columns, samples, packed.rows, np.arange(length))
-    np.testing.assert_array_equal(found.positions, kept)
-    np.testing.assert_array_equal(found.labels, np.concatenate([tokens[index][1:] for index in samples]))
-    np.testing.assert_array_equal(found.columns["values"], np.concatenate([values[index][1:] for index in samples]))
-    np.testing.assert_array_equal(found.labels, np.concatenate(tokens)[found.where])
+    predictions = requested(columns, samples, packed.rows, np.arange(length))
+    np.testing.assert_array_equal(predictions.positions, kept)
+    np.testing.assert_array_equal(predictions.labels, np.concatenate([tokens[index][1:] for index in samples]))
+    np.testing.assert_array_equal(
+        predictions.columns["values"], np.concatenate([values[index][1:] for index in samples])
+    )
+    np.testing.assert_array_equal(predictions.labels, np.concatenate(tokens)[predictions.token_index])
 
 
 def test_a_plan_fits_its_micro_batches() -> None:
@@ -203,22 +205,22 @@ def micro_batches_of(
     pp: int = 1,
     vpp: int = 1,
 ) -> dict[tuple[int, int], list[MicroBatch]]:
-    """By data parallel and context parallel rank."""
+    """Micro-batches by data parallel and context parallel rank."""
     config = Config()
     config.train.tokens_per_micro_batch = budget
     config.parallel.cp, config.parallel.pp, config.parallel.vpp = cp, pp, vpp
-    state, found = microbatches.parallel_state, {}
+    state, by_rank = microbatches.parallel_state, {}
     monkeypatch.setattr(state, "get_data_parallel_world_size", lambda: dp)
     monkeypatch.setattr(state, "get_context_parallel_world_size", lambda: cp)
     for rank in np.ndindex(dp, cp):
         monkeypatch.setattr(state, "get_data_parallel_rank", lambda rank=rank: rank[0])
         monkeypatch.setattr(state, "get_context_parallel_rank", lambda rank=rank: rank[1])
-        found[rank] = make_micro_batches(config, columns, torch.device("cpu"), pairs)
-    return found
+        by_rank[rank] = make_micro_batches(config, columns, torch.device("cpu"), pairs)
+    return by_rank
 
 
 def random_columns(count: int, seed: int) -> dict[str, list[np.ndarray]]:
-    """Samples of 2 to 60 tokens, every second of which begins as the one before; experts follow from the token."""
+    """Samples of 2 to 60 tokens; every second begins like the one before, and tokens determine their experts."""
     rng = np.random.default_rng(seed)
     tokens: list[np.ndarray] = []
     for number, length in enumerate(rng.integers(2, 41, count)):
@@ -236,37 +238,45 @@ def random_columns(count: int, seed: int) -> dict[str, list[np.ndarray]]:
 def test_ranks_predict_every_trained_token_once(
     dp: int, cp: int, pp: int, vpp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the token before it, at its place in its sample, on one of the ranks, with what the columns say of it."""
+    """From the previous token, at its position in the sample, on one of the ranks, with its values of the columns."""
     columns = random_columns(17, seed=dp + cp)
     flat = {name: np.concatenate(rows) for name, rows in columns.items()}
     sample = np.repeat(np.arange(17), list(map(len, columns["token_ids"])))
     depth = np.concatenate([np.arange(len(row)) for row in columns["token_ids"]])
     ranks = micro_batches_of(columns, monkeypatch, dp=dp, cp=cp, pp=pp, vpp=vpp)
     every = [micro_batch for rank in ranks.values() for micro_batch in rank]
-    assert sorted(np.concatenate([one.where for one in every])) == np.flatnonzero(flat["loss_mask"]).tolist()
+    assert (
+        sorted(np.concatenate([micro_batch.token_index for micro_batch in every]))
+        == np.flatnonzero(flat["loss_mask"]).tolist()
+    )
     (number,) = {len(rank) for rank in ranks.values()}
     assert number % (pp if vpp > 1 else 1) == 0
-    computed = sum(one.token_ids.shape[1] for one in every)
+    computed = sum(micro_batch.token_ids.shape[1] for micro_batch in every)
     assert (computed < len(depth) - 17) == (cp == 1), "what samples share is computed once, but not with cp"
-    for one in every:
-        at, before = one.positions, one.where - 1
-        assert one.token_ids.shape == one.position_ids.shape == (1, len(one.routing))
-        np.testing.assert_array_equal(one.token_ids[0, at], flat["token_ids"][before])
-        np.testing.assert_array_equal(one.position_ids[0, at], depth[before])
-        np.testing.assert_array_equal(one.routing[at], flat["routing"][before])
-        np.testing.assert_array_equal(one.labels, flat["token_ids"][one.where])
-        assert one.columns.keys() == {"loss_mask", "values"}
-        np.testing.assert_array_equal(one.columns["values"], flat["values"][one.where])
-        pairs = set(zip(one.sequence.tolist(), sample[one.where].tolist(), strict=True))
-        assert len({number for number, _ in pairs}) == len({own for _, own in pairs}) == len(pairs) <= one.samples
+    for micro_batch in every:
+        at, before = micro_batch.positions, micro_batch.token_index - 1
+        assert micro_batch.token_ids.shape == micro_batch.position_ids.shape == (1, len(micro_batch.routing))
+        np.testing.assert_array_equal(micro_batch.token_ids[0, at], flat["token_ids"][before])
+        np.testing.assert_array_equal(micro_batch.position_ids[0, at], depth[before])
+        np.testing.assert_array_equal(micro_batch.routing[at], flat["routing"][before])
+        np.testing.assert_array_equal(micro_batch.labels, flat["token_ids"][micro_batch.token_index])
+        assert micro_batch.columns.keys() == {"loss_mask", "values"}
+        np.testing.assert_array_equal(micro_batch.columns["values"], flat["values"][micro_batch.token_index])
+        pairs = set(zip(micro_batch.sequence.tolist(), sample[micro_batch.token_index].tolist(), strict=True))
+        assert (
+            len({number for number, _ in pairs})
+            == len({index for _, index in pairs})
+            == len(pairs)
+            <= micro_batch.samples
+        )
 
 
 def test_context_parallel_ranks_fill_a_budget_each(monkeypatch: pytest.MonkeyPatch) -> None:
     columns = {"token_ids": [np.arange(9 * n, 9 * n + 9) for n in range(4)], "loss_mask": [np.arange(9) > 0] * 4}
     (alone,) = micro_batches_of(columns, monkeypatch, budget=16).values()
-    assert [one.token_ids.shape[1] for one in alone] == [16, 16] and alone[0].routing is None
+    assert [micro_batch.token_ids.shape[1] for micro_batch in alone] == [16, 16] and alone[0].routing is None
     for rank in micro_batches_of(columns, monkeypatch, budget=16, cp=2).values():
-        assert [one.token_ids.shape[1] for one in rank] == [16]
+        assert [micro_batch.token_ids.shape[1] for micro_batch in rank] == [16]
 
 
 def test_pairs_stay_together_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +284,7 @@ def test_pairs_stay_together_and_in_order(monkeypatch: pytest.MonkeyPatch) -> No
     columns = {"token_ids": tokens, "loss_mask": [np.arange(len(row)) > 0 for row in tokens]}
     pairs = []
     for rank in micro_batches_of(columns, monkeypatch, dp=2, pairs=True).values():
-        for one in rank:
-            numbers = dict(zip(one.sequence.tolist(), (one.labels - 1).tolist(), strict=True))
-            pairs += [(numbers[k], numbers[k + 1]) for k in range(0, one.samples, 2)]
+        for micro_batch in rank:
+            numbers = dict(zip(micro_batch.sequence.tolist(), (micro_batch.labels - 1).tolist(), strict=True))
+            pairs += [(numbers[k], numbers[k + 1]) for k in range(0, micro_batch.samples, 2)]
     assert sorted(pairs) == [(0, 1), (2, 3), (4, 5)]

@@ -72,7 +72,7 @@ EXPERTS = {
     "pp2-vpp2-ep2": {"pp": 2, "vpp": 2, "ep": 2},
 }
 LAYOUTS = {**DENSE, **EXPERTS}
-# An AdamW step of the update p - LR * g / (|g| + EPS): with so large an EPS it shows the gradient, not its sign.
+# AdamW's first step is p - LR * g / (|g| + EPS): a large EPS makes it depend on the size of g, not only on its sign.
 LR, EPS = 0.1, 0.1
 
 
@@ -85,7 +85,7 @@ CASES = [(model, layout) for model in MODELS for layout in layouts_of(model)]
 
 @dataclass
 class Reference:
-    """What transformers computes: log-probs of each micro-batch, gradient norm, weights after the step."""
+    """Results of transformers: log-probs of each micro-batch, gradient norm, weights after the step."""
 
     log_probs: list[np.ndarray]
     norm: float
@@ -98,24 +98,24 @@ def hugging_face(folder: Path, micro_batches: np.ndarray) -> Reference:
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.0, maximize=True)
-    found = []
+    all_scores = []
     for sequences in micro_batches:
         scores = []
         for tokens in map(torch.from_numpy, sequences):
             log_probs = torch.log_softmax(model(tokens[None, :-1]).logits[0], dim=-1)
             scores.append(log_probs.gather(-1, tokens[1:, None])[:, 0])
-        found.append(torch.cat(scores))
-    torch.cat(found).mean().backward()
+        all_scores.append(torch.cat(scores))
+    torch.cat(all_scores).mean().backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     optimizer.step()
     model.save_pretrained(folder.with_name(f"{folder.name}.reference"))
     trained = load_file(folder.with_name(f"{folder.name}.reference") / "model.safetensors")
-    return Reference([scores.detach().numpy() for scores in found], float(norm), trained)
+    return Reference([scores.detach().numpy() for scores in all_scores], float(norm), trained)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The models, the tokens, and below out/ what the ranks found in every layout."""
+    """The models, the tokens, and below out/ the results of the ranks in every layout."""
     folder = prepare(tmp_path_factory.mktemp("parity"))
     run_ranks(measure_every_layout, RANKS, folder)
     return folder
@@ -166,11 +166,11 @@ class Run:
 
     def __init__(self, packed: np.ndarray, multiple: int) -> None:
         ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-        self.own = range(rank, len(packed), ranks)
-        self.micro_batches = [pack(packed[number], multiple) for number in self.own]
+        self.numbers = range(rank, len(packed), ranks)
+        self.micro_batches = [pack(packed[number], multiple) for number in self.numbers]
         tokens = sum(len(sequence) - 1 for sequences in packed for sequence in sequences)
         # The schedule divides by the micro-batches, the gradient is averaged over the data-parallel ranks.
-        self.scale = len(self.own) * ranks / tokens
+        self.scale = len(self.numbers) * ranks / tokens
 
     def __call__(self, chunks: list[torch.nn.Module], **options: bool) -> list[np.ndarray]:
         """Log-probs of each micro-batch; nothing but on the last pipeline stage. Gradients are left in `chunks`."""
@@ -184,7 +184,7 @@ class Run:
             forward_step_func=forward,
             data_iterator=[iter(self.micro_batches) for _ in chunks],
             model=chunks,
-            num_microbatches=len(self.own),
+            num_microbatches=len(self.numbers),
             seq_length=0,  # each micro-batch has its own
             micro_batch_size=1,
             **options,
@@ -194,12 +194,12 @@ class Run:
         logits = hidden[0] @ policy.head.t()
         rows = torch.arange(logits.shape[1]) + parallel_state.get_tensor_model_parallel_rank() * logits.shape[1]
         logits = logits.masked_fill(rows >= policy.shape.vocab, -1e9)
-        found = -vocab_parallel_cross_entropy(logits, batch["labels"])[batch["real"]]
-        return -found.sum() * self.scale, found.detach().numpy()
+        log_probs = -vocab_parallel_cross_entropy(logits, batch["labels"])[batch["real"]]
+        return -log_probs.sum() * self.scale, log_probs.detach().numpy()
 
 
 def pack(sequences: list[np.ndarray], multiple: int) -> dict:
-    """One packed micro-batch, with a sequence of padding where its length is no multiple of `multiple`."""
+    """One packed micro-batch, padded by one more sequence if its length is no multiple of `multiple`."""
     inputs, labels = [s[:-1] for s in sequences], [s[1:] for s in sequences]
     length = sum(map(len, inputs))
     padding = np.zeros(-length % multiple, int)
@@ -233,12 +233,12 @@ def measure(folder: Path, name: str, layout: str) -> None:
     hf.save_hf(chunks, out / name, folder / name)
     run = Run(np.load(folder / "tokens.npz", allow_pickle=True)["micro_batches"], config.parallel.tp)
     twin = policies.frozen_copy(chunks)
-    norm = train(chunks, run)  # the twin must hold weights of its own
+    norm = train(chunks, run)  # the twin must not change with it
     assert not any(parameter.requires_grad for chunk in twin for parameter in chunk.parameters())
     with torch.no_grad():
-        found = run(twin, forward_only=True)
+        rows = run(twin, forward_only=True)
     if parallel_state.get_tensor_model_parallel_rank() == 0:
-        for number, log_probs in zip(run.own, found, strict=False):
+        for number, log_probs in zip(run.numbers, rows, strict=False):
             np.save(out / f"{name}.{number}.npy", log_probs)
     hf.save_hf(chunks, out / f"{name}.trained", folder / name)
     if torch.distributed.get_rank() == 0:
@@ -254,10 +254,10 @@ def references(folder: Path) -> dict[str, Reference]:
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_log_probs_equal_hugging_face(folder: Path, references: dict[str, Reference], layout: str, model: str) -> None:
     for number, expected in enumerate(references[model].log_probs):
-        found = np.load(folder / "out" / layout / f"{model}.{number}.npy")
-        assert found.shape == expected.shape
+        actual = np.load(folder / "out" / layout / f"{model}.{number}.npy")
+        assert actual.shape == expected.shape
         assert expected.std() > 0.5
-        assert np.abs(found - expected).max() < TOLERANCE
+        assert np.abs(actual - expected).max() < TOLERANCE
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
@@ -265,20 +265,20 @@ def test_gradients_equal_hugging_face(folder: Path, references: dict[str, Refere
     """Their norm, and every weight after an optimizer step that depends on its gradient smoothly."""
     norm = json.loads((folder / "out" / layout / f"{model}.norm.json").read_text())
     assert norm == pytest.approx(references[model].norm, rel=2e-6)
-    found = load_file(folder / "out" / layout / f"{model}.trained" / "model.safetensors")
+    trained = load_file(folder / "out" / layout / f"{model}.trained" / "model.safetensors")
     before = load_file(folder / model / "model.safetensors")
-    assert found.keys() == references[model].trained.keys()
+    assert trained.keys() == references[model].trained.keys()
     for name, expected in references[model].trained.items():
         change = (expected - before[name]).abs().max()
         assert change > 0, name
-        assert (found[name] - expected).abs().max() < 2e-4 * change, name
+        assert (trained[name] - expected).abs().max() < 2e-4 * change, name
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_what_was_loaded_is_saved_bit_for_bit(folder: Path, layout: str, model: str) -> None:
     source, saved = folder / model, folder / "out" / layout / model
-    expected, found = (load_file(path / "model.safetensors") for path in (source, saved))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[tensor], expected[tensor]) for tensor in expected)
+    expected, exported = (load_file(path / "model.safetensors") for path in (source, saved))
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[tensor], expected[tensor]) for tensor in expected)
     assert json.loads((saved / "config.json").read_text()) == json.loads((source / "config.json").read_text())
     assert {file.name for file in saved.iterdir()} == {file.name for file in source.iterdir()}

@@ -1,6 +1,6 @@
-"""What 16 bits, FP8 and ranks of TransformerEngine's layers change in an update, against our own layers in float32.
+"""Errors of an update by TransformerEngine's layers in 16 bits, in FP8 and on two ranks, against our layers in float32.
 
-The unit is what our own layers in bfloat16 change, on a CPU: `errors` are multiples of it. On a CPU the engine has the
+The unit is the error of our own layers in bfloat16 on a CPU: `errors` are multiples of it. On a CPU the engine has the
 reference kernels of te_cpu; tests/trainer/megatron/test_te_cpu.py looks at single layers.
 """
 
@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def local(folder: Path) -> dict[str, Any]:
-    """By "dtype family", what our own layers find on a CPU."""
+    """Results of our own layers on a CPU, by "dtype family"."""
     settings = {
         f"{dtype} {family}": (family, {"model.dtype": dtype})
         for dtype in ("float32", "bfloat16")
@@ -86,14 +86,14 @@ def pairs(folder: Path, device_type: str) -> dict[str, Any]:
 
 
 def without(cases: dict[str, Any], device_type: str) -> dict[str, Any]:
-    """Those that this device computes."""
+    """The cases that this device supports."""
     lacks_fp8 = device_type == "cuda" and gpus.lacking(capability=gpus.HOPPER)
     return {name: case for name, case in cases.items() if not (lacks_fp8 and name.startswith("fp8"))}
 
 
 def measure(folder: Path, cases: dict[str, Any], device_type: str, engine: bool) -> dict[str, Any]:
-    """As a rank: log-probs of all samples before an update, and its norm of the gradient."""
-    found = {}
+    """As a rank: log-probs of all samples before an update, and its gradient norm."""
+    results = {}
     megatron_config._engine = lambda dtype: engine and dtype.itemsize == 2
     for name, (family, settings) in cases.items():
         config = make_config(folder / family, settings | {"launch.device": device_type, "algo.kl_coef": 0.0})
@@ -101,24 +101,24 @@ def measure(folder: Path, cases: dict[str, Any], device_type: str, engine: bool)
             actor = PolicyTrainer(config)
             batch = Batch(SAMPLES)
             rows = np.concatenate(actor.log_probs(actor.chunks, batch))
-            found[name] = {"log_probs": rows, "grad_norm": learn(actor, batch)["grad_norm"]}
-    return found
+            results[name] = {"log_probs": rows, "grad_norm": learn(actor, batch)["grad_norm"]}
+    return results
 
 
-def errors(found: dict[str, Any], local: dict[str, Any], family: str) -> dict[str, float]:
+def errors(result: dict[str, Any], local: dict[str, Any], family: str) -> dict[str, float]:
     """Of log-probs (root mean square), their mean and the gradient's norm, in units of bfloat16's own log-probs."""
     exact, rounded = local[f"float32 {family}"], local[f"bfloat16 {family}"]
-    mean = abs(float(np.mean(found["log_probs"] - exact["log_probs"])))
-    relative = abs(found["grad_norm"] / exact["grad_norm"] - 1)
+    mean = abs(float(np.mean(result["log_probs"] - exact["log_probs"])))
+    relative = abs(result["grad_norm"] / exact["grad_norm"] - 1)
     return {
         name: error / apart(rounded, exact)
-        for name, error in (("log_probs", apart(found, exact)), ("loss", mean), ("norm", relative))
+        for name, error in (("log_probs", apart(result, exact)), ("loss", mean), ("norm", relative))
     }
 
 
-def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """The root mean square of how far their log-probs are apart."""
-    return float(np.sqrt(np.mean((one["log_probs"] - other["log_probs"]) ** 2)))
+def apart(first: dict[str, Any], second: dict[str, Any]) -> float:
+    """Root mean square difference of their log-probs."""
+    return float(np.sqrt(np.mean((first["log_probs"] - second["log_probs"]) ** 2)))
 
 
 @pytest.mark.parametrize("case", ALONE)
@@ -148,12 +148,12 @@ def test_context_parallel_ranks_are_nearer_to_one_than_fp8_is_to_float32(
     """0.44 to 0.47 as far as measured: FP8 rounds what attention sums in another order. Scales are no others here."""
     if f"fp8 {recipe}" not in alone:
         pytest.skip(gpus.lacking(capability=gpus.HOPPER))
-    one = alone[f"fp8 {recipe}"]
-    assert 0 < apart(pairs[f"fp8 {recipe}, cp2"], one) < 0.7 * apart(one, local["float32 qwen3"])
+    single = alone[f"fp8 {recipe}"]
+    assert 0 < apart(pairs[f"fp8 {recipe}, cp2"], single) < 0.7 * apart(single, local["float32 qwen3"])
 
 
-def check(found: Any, local: Any, family: str, bound: float, record_property: Callable[[str, object], None]) -> None:
-    for name, error in errors(found, local, family).items():
+def check(result: Any, local: Any, family: str, bound: float, record_property: Callable[[str, object], None]) -> None:
+    for name, error in errors(result, local, family).items():
         record_property(f"{name} in roundings of bfloat16", f"{error:.2f}")
         assert error < (bound if name == "log_probs" else bound / 4), name
-    assert found["log_probs"].std() > 0.5
+    assert result["log_probs"].std() > 0.5

@@ -13,7 +13,7 @@ import torch
 
 from megatron_collab.config import DpoConfig
 from megatron_collab.trainer import preference
-from megatron_collab.trainer.preference import pair_terms, preference_objective, reported_of_pairs, validated
+from megatron_collab.trainer.preference import pair_metric_names, pair_terms, preference_objective, validation_metrics
 
 RNG = np.random.default_rng(3)
 PAIRS = 5
@@ -31,7 +31,7 @@ def dpo(chosen: float, rejected: float) -> float:
 
 
 def conservative(chosen: float, rejected: float) -> float:
-    """A tenth of the labels is wrong."""
+    """A tenth of the labels is assumed wrong."""
     return 0.9 * dpo(chosen, rejected) + 0.1 * dpo(rejected, chosen)
 
 
@@ -75,7 +75,7 @@ def micro_batch(sequence: np.ndarray, reference: np.ndarray, weights: np.ndarray
 
 
 def test_an_objective_is_the_weighted_loss_of_its_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And where context parallel ranks share the tokens, their gradients together, and their reports."""
+    """If context parallel ranks share the tokens, so are their gradients together, and their reports."""
     sequence = np.repeat(np.arange(2 * PAIRS), TOKENS.astype(int))
     order = RNG.permutation(len(sequence))
     sequence = sequence[order]
@@ -84,22 +84,22 @@ def test_an_objective_is_the_weighted_loss_of_its_pairs(monkeypatch: pytest.Monk
     settings = DpoConfig(beta=0.3, loss="sigmoid_norm")
     ranks: list[Any] = [np.arange(len(sequence)), np.arange(0, len(sequence), 2), np.arange(1, len(sequence), 2)]
 
-    def found(own: np.ndarray) -> tuple[float, np.ndarray, list[float]]:
-        log_probs = torch.tensor(new[own], requires_grad=True)
+    def evaluate(indices: np.ndarray) -> tuple[float, np.ndarray, list[float]]:
+        log_probs = torch.tensor(new[indices], requires_grad=True)
         objective = preference_objective(lambda *_: (log_probs, log_probs), settings)
-        total, report = objective(micro_batch(sequence[own], old[own], weights[own]), torch.empty(0))
+        total, report = objective(micro_batch(sequence[indices], old[indices], weights[indices]), torch.empty(0))
         total.backward()
         assert log_probs.grad is not None
         return total.item(), log_probs.grad.numpy(), [report[0].item(), *(x.item() for x in report[1].values())]
 
     monkeypatch.setattr(preference.parallel_state, "get_context_parallel_world_size", lambda: 1)
-    total, gradient, report = found(ranks[0])
+    total, gradient, report = evaluate(ranks[0])
     ratios = np.zeros(2 * PAIRS)
     np.add.at(ratios, sequence, new.astype(np.float64) - old)
     expected = pair_terms(torch.tensor(ratios), torch.tensor(TOKENS), settings)
     assert total == pytest.approx(expected.loss.mean().item(), rel=1e-6) and report[0] == pytest.approx(total)
     margins = (expected.chosen - expected.rejected).numpy()
-    named = dict(zip(reported_of_pairs(), report[1:], strict=True))
+    named = dict(zip(pair_metric_names(), report[1:], strict=True))
     assert named["dpo/accuracy"] == (margins > 0).sum() and named["dpo/margin"] == pytest.approx(
         margins.sum(), rel=1e-5
     )
@@ -108,24 +108,24 @@ def test_an_objective_is_the_weighted_loss_of_its_pairs(monkeypatch: pytest.Monk
     monkeypatch.setattr(preference.parallel_state, "get_context_parallel_world_size", lambda: 2)
     monkeypatch.setattr(preference.parallel_state, "get_context_parallel_group", lambda: None)
     monkeypatch.setattr(preference.dist, "all_reduce", lambda tensor, group: sums.append(tensor.clone()))
-    for own in ranks[1:]:
-        found(own)
+    for indices in ranks[1:]:
+        evaluate(indices)
     whole = sums[0] + sums[1]
     monkeypatch.setattr(preference.dist, "all_reduce", lambda tensor, group: tensor.copy_(whole))
-    halves = [found(own) for own in ranks[1:]]
-    for (value, part, _), own in zip(halves, ranks[1:], strict=True):
+    halves = [evaluate(indices) for indices in ranks[1:]]
+    for (value, part, _), indices in zip(halves, ranks[1:], strict=True):
         assert value == pytest.approx(total, rel=1e-6)
-        np.testing.assert_allclose(part, gradient[own], rtol=1e-5)
-    np.testing.assert_allclose(np.sum([said for *_, said in halves], axis=0), report, rtol=1e-5)
+        np.testing.assert_allclose(part, gradient[indices], rtol=1e-5)
+    np.testing.assert_allclose(np.sum([part_report for *_, part_report in halves], axis=0), report, rtol=1e-5)
 
 
-def test_a_micro_batch_of_padding_alone_has_a_loss_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_micro_batch_of_only_padding_has_zero_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preference.parallel_state, "get_context_parallel_world_size", lambda: 1)
     none = np.zeros(0, np.float32)
-    given = micro_batch(np.zeros(0, np.int64), none, none)
-    given.samples = 0
+    padding = micro_batch(np.zeros(0, np.int64), none, none)
+    padding.samples = 0
     log_probs = torch.zeros(0, requires_grad=True)
-    total, _ = preference_objective(lambda *_: (log_probs, log_probs), DpoConfig())(given, torch.empty(0))
+    total, _ = preference_objective(lambda *_: (log_probs, log_probs), DpoConfig())(padding, torch.empty(0))
     total.backward()
     assert total.item() == 0.0
 
@@ -134,10 +134,10 @@ def test_a_set_of_pairs_has_the_mean_over_pairs_and_its_error() -> None:
     rows = [RNG.normal(size=4).astype(np.float32) for _ in range(2 * PAIRS)]
     reference = [row * 0.5 for row in rows]
     masks = [np.ones(4, np.float32)] * (2 * PAIRS)
-    found = validated(masks, rows, reference, DpoConfig(beta=0.3))
+    metrics = validation_metrics(masks, rows, reference, DpoConfig(beta=0.3))
     ratios = np.array([float(row.sum(dtype=np.float64)) / 2 for row in rows]).reshape(PAIRS, 2)
     losses = [dpo(*pair) for pair in ratios]
-    assert found["tasks"] == PAIRS and found["tokens"] == 8 * PAIRS
-    assert found["score/loss"] == pytest.approx(np.mean(losses), rel=1e-5)
-    assert found["score_se/loss"] == pytest.approx(np.std(losses, ddof=1) / math.sqrt(PAIRS), rel=1e-5)
-    assert found["score/accuracy"] == (ratios[:, 0] > ratios[:, 1]).mean()
+    assert metrics["tasks"] == PAIRS and metrics["tokens"] == 8 * PAIRS
+    assert metrics["score/loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert metrics["score_se/loss"] == pytest.approx(np.std(losses, ddof=1) / math.sqrt(PAIRS), rel=1e-5)
+    assert metrics["score/accuracy"] == (ratios[:, 0] > ratios[:, 1]).mean()

@@ -1,4 +1,4 @@
-"""Samples as trees: what is shared, where trees are cut, what they take and cost."""
+"""Samples as trees: shared prefixes, where trees are cut, their sizes and costs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_collab.trainer.prefix_tree import FEWEST, Tree, cost, pair_trees, 
 
 
 def of(*parts: tuple[int, int]) -> np.ndarray:
-    """So many times each token."""
+    """Each token repeated `length` times."""
     return np.concatenate([np.full(length, token) for token, length in parts])
 
 
@@ -20,7 +20,7 @@ def trees_of(*samples: np.ndarray) -> list[Tree]:
     return prefix_trees(samples, [0] * len(samples))
 
 
-def test_a_sequence_that_another_begins_with() -> None:
+def test_a_sequence_that_is_a_prefix_of_another() -> None:
     (tree,) = trees_of(of((1, 40), (2, 1)), of((1, 20), (2, 1)), of((1, 40), (2, 21)))
     assert (tree.samples, tree.lengths, tree.shared) == ((1, 0, 2), (20, 40, 60), (0, 20, 40))
     assert tree.sizes.tolist() == [20, 40, 60], "each goes on from the one before"
@@ -32,7 +32,7 @@ def test_the_same_sequence_twice() -> None:
     assert tree.sizes.tolist() == [40, 50, 75], "predictions count where they are more than positions"
 
 
-def test_what_is_not_worth_sharing() -> None:
+def test_short_prefixes_are_not_shared() -> None:
     assert [tree.samples for tree in trees_of(of((1, 9)), of((2, 9)), of((3, 1)), of((1, FEWEST - 1), (4, 9)))] == [
         (2,), (0,), (3,), (1,),
     ]  # fmt: skip
@@ -47,12 +47,12 @@ def test_a_tree_costs_the_positions_and_the_attention_of_its_branches() -> None:
     assert tree.costs[-1] == pytest.approx(cost(np.array(150)) + cost(np.array(130)) - cost(np.array(100)))
 
 
-def test_keys_that_are_gathered_are_bounded() -> None:
+def test_gathered_keys_are_bounded() -> None:
     (tree,) = trees_of(*(of((1, 1000), (token, 2)) for token in range(2, 34)))
     assert tree.sizes[-1] == -(-32 * 1001 // 8) > 1000 + 32
 
 
-def test_a_pair_is_one_tree_whatever_its_size() -> None:
+def test_a_pair_is_one_tree_of_any_size() -> None:
     samples = [of((1, 40), (2, 5)), of((1, 40), (3, 9)), of((1, 4), (4, 5)), of((1, 4), (5, 900)), *[of((6, 30))] * 2]
     trees = pair_trees(samples, [5, 9, 5, 900, 1, 1])
     assert [(tree.samples, tree.shared) for tree in trees] == [((0, 1), (0, 40)), ((2, 3), (0, 0)), ((4, 5), (0, 29))]
@@ -64,7 +64,7 @@ def test_a_pair_is_one_tree_whatever_its_size() -> None:
 FUTURES = [of((1, 100), (rollout, 20), (10 + future, 41)) for rollout in range(2, 6) for future in range(3)]
 
 
-def test_a_tree_above_the_budget_is_cut_where_least_is_shared() -> None:
+def test_a_tree_above_the_budget_is_cut_at_the_shortest_shared_prefix() -> None:
     def cut(budget: int) -> list[tuple[int, ...]]:
         return [tree.samples for tree in plan_trees(FUTURES, [0] * 12, budget, 1)]
 
@@ -98,7 +98,7 @@ def families(draw: st.DrawFn) -> list[np.ndarray]:
 
 
 @given(samples=families(), budget=st.integers(1, 200), parts=st.integers(1, 8))
-def test_trees_hold_every_sample_and_its_past(samples: list[np.ndarray], budget: int, parts: int) -> None:
+def test_trees_contain_every_sample_and_its_prefix(samples: list[np.ndarray], budget: int, parts: int) -> None:
     trees = plan_trees(samples, [len(row) // 2 for row in samples], budget, parts)
     assert sorted(index for tree in trees for index in tree.samples) == list(range(len(samples)))
     assert len(trees) >= min(parts, len(samples))

@@ -1,4 +1,4 @@
-"""Routing replay: routers take the experts they are given, in every layout, forward, backward and computed again."""
+"""Routing replay: routers use the given experts in every layout, forward, backward and when recomputed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_collab.trainer.megatron.routing import ReplayedRouter
 from megatron_collab.trainer.microbatches import collate, replayed
 from megatron_collab.trainer.prefix_tree import plan_trees
 from megatron_collab.trainer.trainer import PolicyTrainer
-from megatron_collab.types import Batch, Sample, Scored
+from megatron_collab.types import Batch, Sample, ScoredBatch
 from tests.ranks import EXPERTS, HF, make_config, make_model, make_samples, run_ranks
 
 LAYERS, COUNT, WIDTH = HF["num_hidden_layers"], EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"]
@@ -31,7 +31,7 @@ SETTINGS: dict[str, object] = {
     "rollout.turn.temperature": 1.0,
     "algo.kl_coef": 0.0,
     "optim.clip_grad": 1e9,
-    "train.tokens_per_micro_batch": 60,  # several on each rank, so that one comes forward before another goes backward
+    "train.tokens_per_micro_batch": 60,  # several on each rank: forward and backward passes interleave
 }
 LAYOUTS: dict[str, dict[str, object]] = {
     "tp2-sp-selective": {"parallel.tp": 2, "parallel.sequence_parallel": True, "parallel.recompute": "selective"},
@@ -52,7 +52,7 @@ def planted(samples: Sequence[Sample], seed: int = 0) -> tuple[Sample, ...]:
     return tuple(replace(sample, routing=routing(len(sample.token_ids))) for sample in samples)
 
 
-def test_a_router_takes_what_it_is_given_and_learns_from_it() -> None:
+def test_a_router_uses_the_given_experts_and_learns_from_them() -> None:
     config = SimpleNamespace(sequence_parallel=False, moe_router_topk=2)
     router: Any = SimpleNamespace(config=config, layer_number=2)
     replay = ReplayedRouter(router)
@@ -73,15 +73,15 @@ def test_a_router_takes_what_it_is_given_and_learns_from_it() -> None:
     assert chosen()[1].tolist() == [[3, 2], [3, 2]]
 
 
-def test_a_position_has_the_experts_of_the_first_sample_that_shares_it() -> None:
+def test_a_shared_position_has_the_experts_of_its_first_sample() -> None:
     ids = [np.arange(40), np.concatenate([np.arange(30), np.arange(90, 100)])]
     routing = [np.full((40, 2), number + 1, np.uint8) for number in range(2)]
     (tree,) = plan_trees(ids, [1, 1], 1000, 1)
     assert tree.shared == (0, 30)
     packed = collate(ids, [tree], total=32)
-    found = replayed(routing, tree.samples, packed)
-    assert found.shape == (64, 2) and found.dtype == np.int16
-    assert found[:, 0].tolist() == [1] * 39 + [2] * 9 + [-1] * 16
+    experts = replayed(routing, tree.samples, packed)
+    assert experts.shape == (64, 2) and experts.dtype == np.int16
+    assert experts[:, 0].tolist() == [1] * 39 + [2] * 9 + [-1] * 16
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +90,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chosen_alone(trainer: PolicyTrainer, samples: Sequence[Sample]) -> tuple[Sample, ...]:
-    """The samples with the experts that the model on this one rank chooses by itself, each in a pass of its own."""
-    routers, found = unwrap(trainer.chunks[0]).routers, []
+    """The samples with the experts that the model chooses itself on one rank, each sample in a separate pass."""
+    routers, routed = unwrap(trainer.chunks[0]).routers, []
     for sample in samples:
         chosen: list[torch.Tensor] = []
 
-        def noting(router: ReplayedRouter, *given: Any, chosen: list[torch.Tensor] = chosen, **options: Any) -> Any:
-            values, experts = ReplayedRouter.get_replay_topk(router, *given, **options)
+        def noting(router: ReplayedRouter, *arguments: Any, chosen: list[torch.Tensor] = chosen, **options: Any) -> Any:
+            values, experts = ReplayedRouter.get_replay_topk(router, *arguments, **options)
             chosen.append(experts)
             return values, experts
 
@@ -106,12 +106,12 @@ def chosen_alone(trainer: PolicyTrainer, samples: Sequence[Sample]) -> tuple[Sam
         for router in routers:
             del router.get_replay_topk
         rows = torch.cat(chosen, dim=1).numpy().astype(np.uint8)
-        found.append(replace(sample, routing=np.concatenate([rows, rows[:1]])))
-    return tuple(found)
+        routed.append(replace(sample, routing=np.concatenate([rows, rows[:1]])))
+    return tuple(routed)
 
 
 def learned(config: Config, samples: tuple[Sample, ...]) -> dict[str, Any]:
-    """Log-probs before and after an update, its metrics, and what the routers have learned."""
+    """Log-probs before and after an update, its metrics, and whether the routers have changed."""
     trainer = PolicyTrainer(config)
     before = np.concatenate(trainer.log_probs(trainer.chunks, Batch(samples)))
     routers = [value for chunk in trainer.chunks for name, value in chunk.named_parameters() if "router" in name]
@@ -124,13 +124,13 @@ def learned(config: Config, samples: tuple[Sample, ...]) -> dict[str, Any]:
 
 def learn_in_every_layout(folder: Path, ways: dict[str, tuple[Sample, ...]]) -> dict[str, Any]:
     """As one of two ranks."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for layout, settings in LAYOUTS.items():
         config = make_config(folder, SETTINGS | settings)
         with parallel.init_parallel(config):
-            found[layout] = {way: learned(config, samples) for way, samples in ways.items()}
+            results[layout] = {way: learned(config, samples) for way, samples in ways.items()}
             assert parallel_state.get_data_parallel_world_size() == (2 if "ep2" in layout else 1)
-    return found
+    return results
 
 
 def transformers_with(folder: Path, samples: Sequence[Sample]) -> tuple[np.ndarray, float]:
@@ -140,9 +140,9 @@ def transformers_with(folder: Path, samples: Sequence[Sample]) -> tuple[np.ndarr
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **eager)
     rows = [sample.log_probs for sample in samples]
-    scored = with_advantages(Scored(tuple(samples), old_log_probs=rows), Config().algo)
+    scored = with_advantages(ScoredBatch(tuple(samples), old_log_probs=rows), Config().algo)
     assert scored.advantages is not None
-    found, objective = [], torch.zeros((), dtype=torch.float64)
+    outputs, objective = [], torch.zeros((), dtype=torch.float64)
     for sample, advantage in zip(samples, scored.advantages, strict=True):
         assert sample.routing is not None
         experts = torch.from_numpy(sample.routing[:-1].astype(np.int64)).reshape(-1, LAYERS, WIDTH)
@@ -152,10 +152,10 @@ def transformers_with(folder: Path, samples: Sequence[Sample]) -> tuple[np.ndarr
         log_probs = model(tokens[None, :-1]).logits[0].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
         log_probs = F.pad(log_probs, (1, 0)) * torch.from_numpy(sample.loss_mask)
         objective = objective + (log_probs * torch.from_numpy(advantage)).sum()
-        found.append(log_probs.detach().numpy())
+        outputs.append(log_probs.detach().numpy())
     (objective / sum(sample.loss_mask.sum() for sample in samples)).backward()
     norm = torch.nn.utils.get_total_norm([weight.grad for weight in model.parameters() if weight.grad is not None])
-    return np.concatenate(found), float(norm)
+    return np.concatenate(outputs), float(norm)
 
 
 def gated(gate: Any, experts: torch.Tensor) -> Any:
@@ -171,16 +171,16 @@ def gated(gate: Any, experts: torch.Tensor) -> Any:
 def test_reference_and_critic_choose_for_themselves(
     folder: Path, one_rank: Config, settings: dict[str, object]
 ) -> None:
-    """The old log-probs are those of the experts that are replayed."""
+    """Old log-probs use the replayed experts."""
     changed = {"algo.kl_coef": 0.1, "algo.advantage": "gae", "algo.mini_batches": 2, **settings}
     trainer = PolicyTrainer(make_config(folder, SETTINGS | changed))
     assert trainer.critic
     torch.nn.init.constant_(trainer.critic.chunks[0].module.value_head.weight, 0.1)
     samples = make_samples(4, seed=2)
-    own, given = (trainer.score(Batch(batch)) for batch in (samples, planted(samples)))
+    free, forced = (trainer.score(Batch(batch)) for batch in (samples, planted(samples)))
 
     def apart(name: str) -> float:
-        return max(np.abs(a - b).max() for a, b in zip(getattr(own, name), getattr(given, name), strict=True))
+        return max(np.abs(a - b).max() for a, b in zip(getattr(free, name), getattr(forced, name), strict=True))
 
     assert apart("reference_log_probs") == apart("values") == 0.0
     assert apart("old_log_probs") > 0.1
@@ -188,12 +188,12 @@ def test_reference_and_critic_choose_for_themselves(
 
 @pytest.mark.processes
 def test_experts_are_replayed_in_every_layout(folder: Path, one_rank: Config) -> None:
-    """The router's own choice, given to it, changes no bit; another choice changes all, as in transformers."""
+    """Replaying the router's own choice changes no bit; another choice changes everything, as in transformers."""
     samples = make_samples(12, seed=1)
-    own = chosen_alone(PolicyTrainer(make_config(folder, SETTINGS)), samples)
+    chosen = chosen_alone(PolicyTrainer(make_config(folder, SETTINGS)), samples)
     other = planted(samples)
     log_probs, norm = transformers_with(folder, other)
-    for rank in run_ranks(learn_in_every_layout, 2, folder, {"none": samples, "own": own, "other": other}):
+    for rank in run_ranks(learn_in_every_layout, 2, folder, {"none": samples, "own": chosen, "other": other}):
         for layout, ways in rank.items():
             none, same, changed = ways["none"], ways["own"], ways["other"]
             assert same["metrics"] == none["metrics"], layout
@@ -203,4 +203,4 @@ def test_experts_are_replayed_in_every_layout(folder: Path, one_rank: Config) ->
             assert changed["metrics"]["grad_norm"] == pytest.approx(norm, rel=2e-5), layout
             assert changed["moved"] and np.abs(changed["after"] - changed["before"]).max() > 1e-3
     after = [ways["other"]["after"] for ways in rank.values()]
-    assert max(np.abs(one - after[0]).max() for one in after) < 2e-5, "no layout learns anything else"
+    assert max(np.abs(row - after[0]).max() for row in after) < 2e-5, "no layout learns anything else"

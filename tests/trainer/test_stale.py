@@ -1,4 +1,4 @@
-"""Samples of older weights: the ratio is against the policy before the update, the weight against who sampled."""
+"""Samples of older weights: the ratio is relative to the policy before the update, the weight to the sampler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.config import Config
 from megatron_collab.trainer.trainer import PolicyTrainer
-from megatron_collab.types import Batch, Sample, Scored
+from megatron_collab.types import Batch, Sample, ScoredBatch
 from tests.ranks import learn, make_config, make_model, make_samples
 
 HIGH = 1.1
@@ -23,13 +23,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(rows: list[np.ndarray], samples: tuple[Sample, ...]) -> np.ndarray:
-    """What stands at the trained tokens of all samples, float64."""
-    found = [row[sample.loss_mask > 0] for row, sample in zip(rows, samples, strict=True)]
-    return np.concatenate(found).astype(np.float64)
+    """Values at the trained tokens of all samples, float64."""
+    values = [row[sample.loss_mask > 0] for row, sample in zip(rows, samples, strict=True)]
+    return np.concatenate(values).astype(np.float64)
 
 
 @pytest.mark.parametrize("mini_batches", [1, 3])
-def test_old_samples_are_corrected_for_who_sampled_them(folder: Path, one_rank: Config, mini_batches: int) -> None:
+def test_old_samples_are_corrected_for_older_weights(folder: Path, one_rank: Config, mini_batches: int) -> None:
     settings = {
         "algo.mini_batches": mini_batches,
         "algo.correction": "truncated",
@@ -46,7 +46,7 @@ def test_old_samples_are_corrected_for_who_sampled_them(folder: Path, one_rank: 
         replace(sample, log_probs=row * sample.loss_mask) for sample, row in zip(drawn, engine, strict=True)
     )
     learn(actor, Batch(make_samples(9, seed=4)))
-    before = actor.log_probs(actor.chunks, Batch(samples))  # those that are trained with them, a version later
+    before = actor.log_probs(actor.chunks, Batch(samples))  # the weights that are trained, a version later
     metrics = learn(actor, Batch(samples))
 
     log_weights = trained(before, samples) - trained(engine, samples)
@@ -55,7 +55,7 @@ def test_old_samples_are_corrected_for_who_sampled_them(folder: Path, one_rank: 
     assert metrics["correction/weight"] == pytest.approx(weights.mean(), rel=1e-5)
     assert metrics["mismatch/max_abs"] == pytest.approx(np.abs(log_weights).max(), rel=1e-5)
     if mini_batches == 1:  # the ratio is 1, however old the sample is
-        advantages = trained(with_advantages(Scored(tuple(samples)), config.algo).advantages, samples)
+        advantages = trained(with_advantages(ScoredBatch(tuple(samples)), config.algo).advantages, samples)
         assert metrics["ratio_max_deviation"] == 0.0
         assert metrics["loss"] == pytest.approx(-(advantages * weights).mean(), rel=1e-5)
     else:  # the policy has moved since, and the weights are still those of before the first mini-batch

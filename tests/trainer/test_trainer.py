@@ -1,4 +1,4 @@
-"""The update: its loss and gradient from first principles, and the same in every layout."""
+"""The update: its loss and gradient from first principles, equal in every layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_collab.checkpoint import hf
 from megatron_collab.config import Config
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
-from megatron_collab.types import Batch, Sample, Scored
+from megatron_collab.types import Batch, Sample, ScoredBatch
 from tests.ranks import hidden_states, learn, make_config, make_model, make_pairs, make_samples, run_ranks
 
 SAMPLES = make_samples(11, seed=1)
@@ -27,7 +27,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "pp2-vpp2": {"parallel.pp": 2, "parallel.vpp": 2, "train.tokens_per_micro_batch": 40},
     "dp2": {"train.tokens_per_micro_batch": 50},
 }
-# Those of a model with experts, which lies in the folder `experts` beside the other.
+# For a model with experts, in the folder `experts` beside the other.
 EXPERT_LAYOUTS: dict[str, dict[str, object]] = {
     "ep2": {"parallel.ep": 2, "train.tokens_per_micro_batch": 50},
     "tp2-sp-ep2": {"parallel.tp": 2, "parallel.sequence_parallel": True, "parallel.ep": 2},
@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def layouts(folder: Path) -> dict[str, dict]:
-    """By layout and stage, what `train` found on two ranks, which agree."""
+    """Results of `train` on two ranks, which agree, by layout and stage."""
     first, second = run_ranks(train_in_every_layout, 2, folder)
     assert first == second
     return first
@@ -72,15 +72,17 @@ def layouts(folder: Path) -> dict[str, dict]:
 
 def train_in_every_layout(folder: Path, device_type: str = "cpu") -> dict[str, dict]:
     """As one of two ranks."""
-    found, on = {}, {"launch.device": device_type}
+    results, on = {}, {"launch.device": device_type}
     for layout, settings in LAYOUTS.items():
         with parallel.init_parallel(make_config(folder, settings | on)):
-            found |= {f"{layout} {stage}": train(folder, settings | STAGES[stage] | on) for stage in STAGES}
+            results |= {f"{layout} {stage}": train(folder, settings | STAGES[stage] | on) for stage in STAGES}
     for layout, settings in EXPERT_LAYOUTS.items():
         with parallel.init_parallel(make_config(folder, settings | on)):
-            own = {stage: settings | EXPERT_STAGES[stage] | on for stage in EXPERT_STAGES}
-            found |= {f"{layout} {stage}": train(folder.with_name("experts"), own[stage]) for stage in own}
-    return found
+            settings_of = {stage: settings | EXPERT_STAGES[stage] | on for stage in EXPERT_STAGES}
+            results |= {
+                f"{layout} {stage}": train(folder.with_name("experts"), settings_of[stage]) for stage in settings_of
+            }
+    return results
 
 
 def train_alone(folder: Path, device_type: str) -> dict[str, dict]:
@@ -90,10 +92,10 @@ def train_alone(folder: Path, device_type: str) -> dict[str, dict]:
 
 
 def train_every_stage(folder: Path, device_type: str = "cpu") -> dict[str, dict]:
-    """Inside a process group: what `train` finds in each stage, and with experts."""
+    """Inside a process group: results of `train` in each stage, and with experts."""
     on = {"launch.device": device_type}
-    found = {stage: train(folder, STAGES[stage] | on) for stage in STAGES}
-    return found | {stage: train(folder.with_name("experts"), EXPERT_STAGES[stage] | on) for stage in EXPERT_STAGES}
+    results = {stage: train(folder, STAGES[stage] | on) for stage in STAGES}
+    return results | {stage: train(folder.with_name("experts"), EXPERT_STAGES[stage] | on) for stage in EXPERT_STAGES}
 
 
 def train(folder: Path, settings: Mapping[str, object]) -> dict[str, object]:
@@ -120,22 +122,22 @@ def make_actor(folder: Path, one_rank: Config) -> Maker:
     return make
 
 
-def assert_same_training(found: dict, expected: dict, times: float = 1) -> None:
-    """The first update to the last bits; afterwards Adam, which divides by the gradient's own size, makes them grow.
+def assert_same_training(actual: dict, expected: dict, times: float = 1) -> None:
+    """The first update agrees up to the last bits; later Adam, which divides by the gradient's size, amplifies them.
 
-    The bounds are `times` as wide between kernels that add in another order and have another exponential.
+    Bounds are `times` as wide for kernels that add in another order and have another exponential.
     """
-    for number, (updated, wanted) in enumerate(zip(found["metrics"], expected["metrics"], strict=True)):
-        assert updated.keys() == wanted.keys()
-        for name in wanted:
+    for number, (updated, reference) in enumerate(zip(actual["metrics"], expected["metrics"], strict=True)):
+        assert updated.keys() == reference.keys()
+        for name in reference:
             if (number, name) == (0, "dpo/accuracy"):
-                continue  # before the policy moves the margins are rounding
-            # The largest of all ratios moves most, and with mini-batches there have been optimizer steps before it.
+                continue  # margins are rounding errors before the policy moves
+            # The largest ratio moves most, and mini-batches take optimizer steps before it.
             tolerance = times * (1e-6 if number == 0 and name != "ratio_max_deviation" else 2e-5)
-            assert updated[name] == pytest.approx(wanted[name], rel=tolerance, abs=tolerance), (number, name)
-    for row, wanted in zip(found["log_probs"], expected["log_probs"], strict=True):
-        np.testing.assert_allclose(row, wanted, atol=5e-4 * times)
-    assert found["validation"] == pytest.approx(expected["validation"], rel=1e-4 * times)
+            assert updated[name] == pytest.approx(reference[name], rel=tolerance, abs=tolerance), (number, name)
+    for row, reference in zip(actual["log_probs"], expected["log_probs"], strict=True):
+        np.testing.assert_allclose(row, reference, atol=5e-4 * times)
+    assert actual["validation"] == pytest.approx(expected["validation"], rel=1e-4 * times)
 
 
 @pytest.mark.processes
@@ -157,8 +159,8 @@ OTHER_KERNELS = 10
 
 @pytest.fixture(scope="module")
 def on_one_gpu(folder: Path) -> dict[str, dict]:
-    (found,) = run_ranks(train_alone, 1, folder, "cuda", device_type="cuda")
-    return found
+    (results,) = run_ranks(train_alone, 1, folder, "cuda", device_type="cuda")
+    return results
 
 
 @pytest.mark.gpu
@@ -192,7 +194,7 @@ def test_packing_does_not_matter(folder: Path, alone: dict, budget: int, stage: 
     assert_same_training(train(folder, STAGES[stage] | {"train.tokens_per_micro_batch": budget}), alone[stage])
 
 
-def test_training_moves_the_policy_and_the_clip_is_met(alone: dict) -> None:
+def test_training_moves_the_policy_and_ratios_are_clipped(alone: dict) -> None:
     first, _, last = alone["rl"]["metrics"]
     assert first["kl"] == 0.0 and last["kl"] > 1e-3
     assert first["ratio_max_deviation"] == 0.0 and first["ratio_mean"] == 1.0
@@ -217,14 +219,14 @@ def gradient_norm(actor: PolicyTrainer, loss: torch.Tensor) -> float:
 
 def test_policy_update_is_that_of_the_token_mean(make_actor: Maker) -> None:
     actor = make_actor()
-    found = [torch_log_probs(actor, sample, temperature=0.8) for sample in SAMPLES]
+    rows = [torch_log_probs(actor, sample, temperature=0.8) for sample in SAMPLES]
     mask, engine = (
         torch.cat([torch.from_numpy(getattr(sample, name)[1:]) for sample in SAMPLES])
         for name in ("loss_mask", "log_probs")
     )
-    batch = with_advantages(Scored(tuple(SAMPLES)), actor.config.algo)
+    batch = with_advantages(ScoredBatch(tuple(SAMPLES)), actor.config.algo)
     advantages = torch.cat([torch.from_numpy(values[1:]) for values in batch.advantages])
-    log_probs = torch.cat(found)
+    log_probs = torch.cat(rows)
     loss = (-(log_probs - log_probs.detach()).exp() * advantages * mask).sum() / mask.sum()
     expected = gradient_norm(actor, loss)
 
@@ -313,36 +315,36 @@ def distributions(actor: PolicyTrainer, sample: Sample) -> torch.Tensor:
 
 
 def test_epochs_go_over_the_same_batch_again(make_actor: Maker) -> None:
-    """With the log-probs from before the first: as updates by the same scored batch, one after the other."""
+    """Old log-probs are from before the first epoch: epochs equal successive updates by the same scored batch."""
     same = {"algo__clip_low": 0.01, "optim__warmup_steps": 0}
-    twice, one = make_actor(algo__epochs=2, **same), make_actor(**same)
+    twice, once = make_actor(algo__epochs=2, **same), make_actor(**same)
     scored = with_advantages(twice.score(Batch(SAMPLES)), twice.config.algo)
     assert scored.old_log_probs is not None
-    found, expected = twice.update(scored), [one.update(scored), one.update(scored)]
+    metrics, expected = twice.update(scored), [once.update(scored), once.update(scored)]
     for name in ("loss", "grad_norm", "ratio_mean", "clip_fraction", "entropy", "kl"):
-        assert found[name] == pytest.approx(np.mean([step[name] for step in expected]), rel=1e-6)
-    assert expected[1]["clip_fraction"] > 0 and found["tokens"] == expected[0]["tokens"]
-    for row, other in zip(*(actor.log_probs(actor.chunks, Batch(SAMPLES)) for actor in (twice, one)), strict=True):
+        assert metrics[name] == pytest.approx(np.mean([step[name] for step in expected]), rel=1e-6)
+    assert expected[1]["clip_fraction"] > 0 and metrics["tokens"] == expected[0]["tokens"]
+    for row, other in zip(*(actor.log_probs(actor.chunks, Batch(SAMPLES)) for actor in (twice, once)), strict=True):
         np.testing.assert_array_equal(row, other)
 
 
 def test_later_turns_weigh_as_the_setting_says(make_actor: Maker) -> None:
-    """The update of all is that of the trained turns and that of the later ones, with their weights."""
+    """The update by all turns is the weighted sum of those by the trained turns and by the later ones."""
     samples = tuple(replace(sample, later=number >= 4) for number, sample in enumerate(SAMPLES))
     scored = with_advantages(make_actor().score(Batch(samples)), make_actor().config.algo)
     parts = [range(4), range(4, len(samples))]
 
     def loss(rows: range) -> float:
-        some = {name: [getattr(scored, name)[row] for row in rows] for name in ("advantages", "reference_log_probs")}
-        return make_actor().update(Scored(tuple(samples[row] for row in rows), **some))["loss"]
+        columns = {name: [getattr(scored, name)[row] for row in rows] for name in ("advantages", "reference_log_probs")}
+        return make_actor().update(ScoredBatch(tuple(samples[row] for row in rows), **columns))["loss"]
 
     trained, later = map(loss, parts)
-    found = make_actor(algo__later_weight=0.5).update(scored)["loss"]
-    assert found == pytest.approx((trained + 0.5 * later) / 1.5, rel=1e-4) and trained != pytest.approx(later, rel=0.01)
+    mixed = make_actor(algo__later_weight=0.5).update(scored)["loss"]
+    assert mixed == pytest.approx((trained + 0.5 * later) / 1.5, rel=1e-4) and trained != pytest.approx(later, rel=0.01)
 
 
-def test_sequences_of_a_sample_are_apart_in_the_model_and_one_in_the_mean(make_actor: Maker) -> None:
-    """Two sequences laid in one sample, as of a conversation whose earlier thoughts were stripped."""
+def test_sequences_of_a_sample_are_separate_in_the_model_and_one_in_the_mean(make_actor: Maker) -> None:
+    """Two sequences in one sample, as of a conversation whose earlier thoughts were stripped."""
 
     def laid(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [np.concatenate(rows[:2]), *rows[2:]]
@@ -359,9 +361,9 @@ def test_sequences_of_a_sample_are_apart_in_the_model_and_one_in_the_mean(make_a
     values = [sample.loss_mask * (number - 5.0) for number, sample in enumerate(SAMPLES)]
     whole = replace(scored, advantages=laid(values))
     for average, reached in (("token", True), ("sequence", False)):
-        one, other = make_actor(algo__average=average), make_actor(algo__average=average)
-        same = other.update(replace(apart, advantages=values))["grad_norm"]
-        assert (one.update(whole)["grad_norm"] == pytest.approx(same, rel=1e-5)) == reached
+        joined, separate = make_actor(algo__average=average), make_actor(algo__average=average)
+        same = separate.update(replace(apart, advantages=values))["grad_norm"]
+        assert (joined.update(whole)["grad_norm"] == pytest.approx(same, rel=1e-5)) == reached
 
 
 def test_supervised_update_is_that_of_the_token_mean(make_actor: Maker) -> None:
@@ -382,12 +384,14 @@ def test_a_validation_is_the_loss_per_token_and_changes_nothing(make_actor: Make
         log_probs = torch_log_probs(actor, sample, temperature=1.0).detach().double()
         nats.append(-float((log_probs * torch.from_numpy(sample.loss_mask)[1:]).sum()))
         tokens.append(float(sample.loss_mask.sum()))
-    found = actor.validate(Batch(SAMPLES[at : at + 3]) for at in range(0, len(SAMPLES), 3))
+    metrics = actor.validate(Batch(SAMPLES[at : at + 3]) for at in range(0, len(SAMPLES), 3))
     loss = sum(nats) / sum(tokens)
-    assert found["score/loss"] == pytest.approx(loss, rel=1e-6)
+    assert metrics["score/loss"] == pytest.approx(loss, rel=1e-6)
     residuals = np.array(nats) - loss * np.array(tokens)
-    assert found["score_se/loss"] == pytest.approx(np.std(residuals, ddof=1) / np.sqrt(11) / np.mean(tokens), rel=1e-4)
-    assert (found["tasks"], found["tokens"]) == (11, sum(tokens))
+    assert metrics["score_se/loss"] == pytest.approx(
+        np.std(residuals, ddof=1) / np.sqrt(11) / np.mean(tokens), rel=1e-4
+    )
+    assert (metrics["tasks"], metrics["tokens"]) == (11, sum(tokens))
     assert learn(actor, Batch(SAMPLES)) == learn(make_actor(train__stage="sft"), Batch(SAMPLES))
 
 
@@ -403,14 +407,14 @@ def test_log_probs_of_every_token(make_actor: Maker) -> None:
 
 
 def as_sampled(actor: PolicyTrainer) -> list[Sample]:
-    """The samples with the actor's own log-probs in the place of the engine's."""
+    """The samples with the trainer's own log-probs instead of the engine's."""
     return [
         replace(sample, log_probs=row)
         for sample, row in zip(SAMPLES, actor.log_probs(actor.chunks, Batch(SAMPLES)), strict=True)
     ]
 
 
-def test_equal_engine_and_trainer_mismatch_is_nothing(make_actor: Maker) -> None:
+def test_equal_engine_and_trainer_have_no_mismatch(make_actor: Maker) -> None:
     actor = make_actor()
     metrics = learn(actor, Batch(tuple(as_sampled(actor))))
     assert metrics["mismatch/max_abs"] < 1e-5
@@ -429,13 +433,13 @@ def test_norms_and_biases_do_not_decay(make_actor: Maker) -> None:
 
 
 def test_one_changed_token_is_a_mismatch(make_actor: Maker) -> None:
-    """What is trained must be what was sampled: one other token among them all, and the bound is broken."""
+    """Trained tokens must be the sampled ones: one changed token exceeds the bound."""
     actor = make_actor()
-    first, *rest = as_sampled(actor)
+    first, *remaining = as_sampled(actor)
     token_ids = first.token_ids.copy()
     trained = int(np.flatnonzero(first.loss_mask)[0])
     token_ids[trained] = (token_ids[trained] + 1) % actor.shape.vocab
-    metrics = learn(actor, Batch((replace(first, token_ids=token_ids), *rest)))
+    metrics = learn(actor, Batch((replace(first, token_ids=token_ids), *remaining)))
     assert metrics["mismatch/max_abs"] > 1e-2
 
 

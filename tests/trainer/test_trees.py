@@ -1,4 +1,4 @@
-"""Packed trees train what the plain packing trains: loss, gradients, values and log-probs, in every kind of layout."""
+"""Packed trees train like plain packing: same loss, gradients, values and log-probs, in every kind of layout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
 
 
 def futures(seed: int) -> tuple[Sample, ...]:
-    """Two prompts, of two rollouts each, whose trained turns are samples, as are their two futures; and a loner."""
+    """Two prompts of two rollouts each; trained turns and two futures of each are samples, plus an unrelated one."""
     rng = np.random.default_rng(seed)
     samples = []
 
@@ -60,7 +60,7 @@ def futures(seed: int) -> tuple[Sample, ...]:
 def learned(config: Config) -> dict[str, Any]:
     """Metrics of an update, values and log-probs before it, the gradients of the policy and of the critic.
 
-    Data parallel ranks have their parts of the sum alone: there the norms, which are metrics, stand for them.
+    Data parallel ranks have only their parts of the sum: for them the norms, which are metrics, are compared.
     """
     trainer = PolicyTrainer(config)
     if trainer.critic and hasattr(head := trainer.critic.chunks[-1].module, "value_head"):
@@ -70,19 +70,21 @@ def learned(config: Config) -> dict[str, Any]:
     values = batch.values or trainer.critic.values(_columns(batch))
     metrics = trainer.update(with_advantages(batch, config.algo))
     whole = trainer.trainables.values() if parallel_state.get_data_parallel_world_size() == 1 else ()
-    gradients = [torch.cat([part.flatten() for part in one.gradients()]) for one in whole]
-    arrays = [np.concatenate(rows) for rows in (log_probs, values)] + [one.numpy().copy() for one in gradients]
+    gradients = [torch.cat([part.flatten() for part in trainable.gradients()]) for trainable in whole]
+    arrays = [np.concatenate(rows) for rows in (log_probs, values)] + [
+        gradient.numpy().copy() for gradient in gradients
+    ]
     return {"metrics": metrics, "arrays": arrays}
 
 
 def both_ways(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     """`learned` in packed trees, and in the plain packing."""
-    made = prefix_tree.prefix_trees
+    real = prefix_tree.prefix_trees
     with mock.patch.object(PackedTrees, "__init__", autospec=True, side_effect=PackedTrees.__init__) as packed:
         trees = learned(config)
         assert packed.called
         packed.reset_mock()
-        with mock.patch.object(prefix_tree, "prefix_trees", lambda *given: made(*given, fewest=1 << 30)):
+        with mock.patch.object(prefix_tree, "prefix_trees", lambda *arguments: real(*arguments, fewest=1 << 30)):
             plain = learned(config)
         assert not packed.called
     return trees, plain
@@ -90,8 +92,8 @@ def both_ways(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def assert_equal(trees: dict[str, Any], plain: dict[str, Any], bound: float = 1e-6) -> None:
     assert trees["metrics"] == pytest.approx(plain["metrics"], rel=bound, abs=bound)
-    for found, expected in zip(trees["arrays"], plain["arrays"], strict=True):
-        assert np.abs(found - expected).max() <= bound * max(1.0, np.abs(expected).max())
+    for actual, expected in zip(trees["arrays"], plain["arrays"], strict=True):
+        assert np.abs(actual - expected).max() <= bound * max(1.0, np.abs(expected).max())
     assert all(np.abs(array).max() > 1e-3 for array in plain["arrays"])
 
 
@@ -103,18 +105,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("settings", [{}, {"train.tokens_per_micro_batch": 90}, {"algo.loss": "gspo"}])
-def test_trees_train_what_plain_packing_trains(folder: Path, one_rank: Config, settings: dict[str, object]) -> None:
+def test_trees_train_like_plain_packing(folder: Path, one_rank: Config, settings: dict[str, object]) -> None:
     assert_equal(*both_ways(make_config(folder, UPDATE | settings)))
 
 
 def learn_in_every_layout(folder: Path) -> dict[str, Any]:
     """As one of two ranks."""
-    found = {}
+    results = {}
     for layout, settings in LAYOUTS.items():
         config = make_config(folder.with_name("experts") if layout == "ep2" else folder, UPDATE | settings)
         with parallel.init_parallel(config):
-            found[layout] = both_ways(config)
-    return found
+            results[layout] = both_ways(config)
+    return results
 
 
 @pytest.mark.processes

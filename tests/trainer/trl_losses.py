@@ -1,7 +1,7 @@
-"""The losses of TRL's GRPOTrainer, in a process of its own: without torchvision, which it does not need.
+"""The losses of TRL's GRPOTrainer, in a separate process without torchvision, which it does not need.
 
-Reads from standard input a JSON object {"batch": name to [B][T], "cases": case to settings of the trainer}, writes one
-of the same cases: {"loss": number, "gradient": [B][T]}, the gradient being that in the log-probabilities.
+Reads a JSON object from standard input, {"batch": name to [B][T], "cases": case to settings of the trainer}, and writes
+one by case: {"loss": number, "gradient": [B][T]}, with the gradient in the log-probabilities.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OFF |= {"top_entropy_quantile": 1.0, "off_policy_mask_threshold": None}
 
 
 def loss(settings: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What TRL's trainer computes from given log-probabilities in place of a model's."""
+    """Loss and gradient of TRL's trainer for given log-probabilities instead of a model's."""
     log_probs = batch["new"].clone().requires_grad_()
     settings = {**OFF, **LEVEL, **settings}
     trainer: Any = SimpleNamespace(
@@ -49,12 +49,12 @@ def loss(settings: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, 
         "importance_sampling_ratio": (batch["old"] - batch["engine"]).exp().clamp(max=settings.get("cap", torch.inf)),
         "num_items_in_batch": mask.sum(),
     }
-    found = GRPOTrainer._compute_loss(trainer, None, inputs)
-    found.backward()
-    return {"loss": found.item(), "gradient": log_probs.grad.tolist()}
+    total = GRPOTrainer._compute_loss(trainer, None, inputs)
+    total.backward()
+    return {"loss": total.item(), "gradient": log_probs.grad.tolist()}
 
 
 if __name__ == "__main__":
-    given = json.load(sys.stdin)
-    tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in given["batch"].items()}
-    print(json.dumps({name: loss(settings, tensors) for name, settings in given["cases"].items()}))
+    request = json.load(sys.stdin)
+    tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in request["batch"].items()}
+    print(json.dumps({name: loss(settings, tensors) for name, settings in request["cases"].items()}))

@@ -19,7 +19,7 @@ def divisors(size: int) -> list[int]:
 
 
 def seeds(count: int) -> list[Any]:
-    """To draw by: the first 40 in make test, the others in make test-exhaustive."""
+    """Seeds to draw by: the first 40 in make test, the remaining ones in make test-exhaustive."""
     return [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, count))]
 
 

@@ -17,17 +17,17 @@ from megatron_collab.weight_sync.encoding import (
     checksum,
     fp8_nbytes,
     fp8_scales,
-    quantise,
+    quantize,
     read,
     read_fp8,
     write_fp8,
 )
 
 
-def dequantise(quantised: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
-    """What `quantise` stands for, in float32 [n, k]."""
-    n, k = quantised.shape
-    return quantised.float() * scale_inv.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+def dequantize(quantized: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
+    """The matrix that the output of `quantize` represents, float32 [n, k]."""
+    n, k = quantized.shape
+    return quantized.float() * scale_inv.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
 
 
 def at(start: int, shape: Sequence[int]) -> tuple[slice, ...]:
@@ -38,7 +38,7 @@ SHAPES = [(128, 128), (256, 384), (130, 127), (1, 1), (300, 5)]
 
 
 def weights(n: int, k: int) -> torch.Tensor:
-    """Of very different sizes, by block and within one."""
+    """Weights of very different magnitudes, across blocks and within a block."""
     generator = torch.Generator().manual_seed(n * k)
     spread = torch.exp(4 * torch.randn(n, k, generator=generator))
     by_row = torch.logspace(-30, 20, n)[:, None]
@@ -49,8 +49,8 @@ def weights(n: int, k: int) -> torch.Tensor:
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_a_round_trip_is_off_by_half_a_step_of_e4m3(n: int, k: int, dtype: torch.dtype) -> None:
     weight = weights(n, k).to(dtype)
-    quantised, scale_inv = quantise(weight)
-    assert quantised.shape == weight.shape and quantised.dtype is torch.float8_e4m3fn
+    quantized, scale_inv = quantize(weight)
+    assert quantized.shape == weight.shape and quantized.dtype is torch.float8_e4m3fn
     assert scale_inv.shape == fp8_scales(weight.shape) and scale_inv.dtype is torch.float32
     exact = weight.double()
     for row in range(0, n, 128):
@@ -58,54 +58,56 @@ def test_a_round_trip_is_off_by_half_a_step_of_e4m3(n: int, k: int, dtype: torch
             block = exact[row : row + 128, column : column + 128]
             scale = scale_inv[row // 128, column // 128].double()
             assert scale.item() == pytest.approx(block.abs().max().item() / 448, rel=1e-6)
-            back = quantised[row : row + 128, column : column + 128].double() * scale
+            back = quantized[row : row + 128, column : column + 128].double() * scale
             bound = torch.maximum(block.abs() * 2**-4, scale * 2**-10) * (1 + 1e-5)
             assert ((back - block).abs() <= bound).all()
-    assert torch.equal(dequantise(quantised, scale_inv).double().isfinite(), exact.isfinite())
+    assert torch.equal(dequantize(quantized, scale_inv).double().isfinite(), exact.isfinite())
 
 
 def test_the_largest_element_is_kept_and_zeros_stay_zeros() -> None:
     weight = torch.zeros(256, 128)
     weight[3, 5] = -7.0
-    quantised, scale_inv = quantise(weight)
-    assert quantised[3, 5].float() == -448 and scale_inv[0, 0] == pytest.approx(7 / 448)
-    back = dequantise(quantised, scale_inv)
+    quantized, scale_inv = quantize(weight)
+    assert quantized[3, 5].float() == -448 and scale_inv[0, 0] == pytest.approx(7 / 448)
+    back = dequantize(quantized, scale_inv)
     assert back[3, 5] == pytest.approx(-7.0) and back.count_nonzero() == 1 and math.isfinite(scale_inv[1, 0])
 
 
 @pytest.mark.parametrize("step", [1, 1 << 24])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_write_leaves_what_quantise_makes(n: int, k: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is quantised at once; read gives views, and those of an expert have its dimension."""
-    monkeypatch.setitem(encoding.QUANTISED_AT_ONCE, "cpu", step)
+def test_write_leaves_what_quantize_makes(n: int, k: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For any lot size; `read_fp8` gives views, which for experts keep the expert dimension."""
+    monkeypatch.setitem(encoding.QUANTIZED_AT_ONCE, "cpu", step)
     weight = weights(n, k)
     data = torch.full((fp8_nbytes((n, k)) + 64,), 170, dtype=torch.uint8)
     write_fp8([(data[:-64], weight)])
     assert (data[-64:] == 170).all()
-    quantised, scale_inv = read_fp8(data[:-64], (1, n, k))
-    expected, scales = quantise(weight)
-    assert torch.equal(quantised[0].view(torch.uint8), expected.contiguous().view(torch.uint8))
+    quantized, scale_inv = read_fp8(data[:-64], (1, n, k))
+    expected, scales = quantize(weight)
+    assert torch.equal(quantized[0].view(torch.uint8), expected.contiguous().view(torch.uint8))
     assert torch.equal(scale_inv[0], scales)
     assert fp8_nbytes((1, n, k)) == fp8_nbytes((n, k)) >= n * k + 4 * scales.numel()
 
 
 def test_every_device_makes_the_same_bytes_and_sums(device_type: str) -> None:
-    """A server's checksum is compared with the trainer's: blocks of FP8 made on a GPU are those of a CPU."""
+    """A server's checksum is compared with the trainer's, so FP8 blocks made on a GPU must equal those of a CPU."""
     for n, k in SHAPES:
         weight = weights(n, k)
         block = random_bits(random.Random(n), (n, k), torch.bfloat16)
-        quantised, scale_inv = quantise(weight)
+        quantized, scale_inv = quantize(weight)
         data = torch.zeros(fp8_nbytes((n, k)), dtype=torch.uint8, device=device_type)
         write_fp8([(data, weight.to(device_type))])
-        found, scales = read_fp8(data, (n, k))
-        assert torch.equal(found.cpu().view(torch.uint8), quantised.contiguous().view(torch.uint8))
+        values, scales = read_fp8(data, (n, k))
+        assert torch.equal(values.cpu().view(torch.uint8), quantized.contiguous().view(torch.uint8))
         assert torch.equal(scales.cpu(), scale_inv)
-        here, there = (checksum(one, "weight", at(0, one.shape)) for one in (block, block.to(device_type)))
-        assert read([here]) == read([there])
+        on_cpu, on_device = (
+            checksum(tensor, "weight", at(0, tensor.shape)) for tensor in (block, block.to(device_type))
+        )
+        assert read([on_cpu]) == read([on_device])
 
 
 class Calls(TorchDispatchMode):
-    """How many operations a GPU would get."""
+    """Counts the operations that a GPU would run."""
 
     count = 0
 
@@ -114,17 +116,17 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_experts_are_quantised_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each as it would be alone, in as many operations as one; in lots, where they are large."""
-    monkeypatch.setitem(encoding.QUANTISED_AT_ONCE, "cpu", 16 * 130 * 127)
+def test_experts_are_quantized_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each expert is quantized as it would be alone, in as many operations as one; large ones go in lots."""
+    monkeypatch.setitem(encoding.QUANTIZED_AT_ONCE, "cpu", 16 * 130 * 127)
     count = {}
     for experts in (1, 2, 16, 40):
-        given = [weights(130, 127) * (1 + number) for number in range(experts)] + [weights(300, 5)]
-        data = [torch.zeros(fp8_nbytes(weight.shape), dtype=torch.uint8) for weight in given]
+        matrices = [weights(130, 127) * (1 + number) for number in range(experts)] + [weights(300, 5)]
+        data = [torch.zeros(fp8_nbytes(weight.shape), dtype=torch.uint8) for weight in matrices]
         with Calls() as calls:
-            write_fp8(list(zip(data, given, strict=True)))
+            write_fp8(list(zip(data, matrices, strict=True)))
         count[experts] = calls.count
-        for place, weight in zip(data, given, strict=True):
+        for place, weight in zip(data, matrices, strict=True):
             alone = torch.zeros_like(place)
             write_fp8([(alone, weight)])
             assert torch.equal(place, alone)
@@ -139,7 +141,7 @@ def random_bits(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 2, 3)])
-def test_every_single_bit_and_every_swap_changes_it(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_every_flipped_bit_and_every_swap_changes_the_checksum(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     rng = random.Random(len(shape))
     block = random_bits(rng, shape, dtype)
     before = checksum(block, "weight", at(0, shape))
@@ -180,15 +182,15 @@ def test_long_blocks_are_summed_in_steps() -> None:
     assert read(parts) == read([checksum(block, "weight", at(0, block.shape))])
 
 
-def test_a_gpu_is_not_waited_for_at_each_checksum() -> None:
-    """A tensor without values cannot be read: no number is taken from it before `read`."""
+def test_checksums_do_not_wait_for_the_gpu() -> None:
+    """A meta tensor has no values, so the test fails if a number is taken from it before `read`."""
     block = torch.empty(5, 1 << 20, dtype=torch.bfloat16, device="meta")
-    found = checksum(block, "weight", at(0, block.shape))
-    assert found.device.type == "meta" and found.dtype == torch.int64 and found.shape == ()
+    digest = checksum(block, "weight", at(0, block.shape))
+    assert digest.device.type == "meta" and digest.dtype == torch.int64 and digest.shape == ()
     assert read([torch.tensor(-1), torch.tensor(3), 5]) == 7 and read([torch.tensor(-1)]) == (1 << 64) - 1
 
 
-def test_copies_are_grouped_by_what_a_gpu_copies_in_one_launch() -> None:
+def test_copies_of_one_launch_are_grouped() -> None:
     bucket = [torch.arange(6, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.float32)]
     places = [torch.zeros_like(piece) for piece in bucket]
     places[2] = torch.zeros(6, 2)[:, 0]

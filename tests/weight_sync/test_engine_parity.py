@@ -54,8 +54,8 @@ CASES: dict[str, tuple[str, dict[str, int], int]] = {
     "two-servers": ("untied-twice", {"tp": 2}, 1 << 17),
 }
 TWO_NODES = ("two-nodes-tp2", "two-nodes-pp2")  # of one rank and one server each; the others have one node
-# Over which ways else, and how a server is paused for it: retract where sampling runs ahead.
-OTHERS = {
+# Other transports of a case, with the staleness: servers pause by retract if sampling runs ahead.
+OTHER_WAYS = {
     "tp2": (("network", 0), ("disk", 0), ("memory", 1)),
     "pp2": (("network", 1),),
     "adapters-tp2": (("disk", 0),),
@@ -69,10 +69,10 @@ TURNS, PROMPT, REPLY = 12, 20, 16
 def running(
     servers: dict[str, Served], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, list[SGLangServer]]]:
-    """With another server of the untied model, one of experts that is cut in two, and some with adapters."""
+    """The shared servers, a second one of the untied model, one of experts with TP 2, and some with adapters."""
     folder = tmp_path_factory.mktemp("running")
     experts, untied = make_model(folder / "experts", **EXPERTS), servers["untied"].folder
-    others = {
+    configs = {
         "second": serving_config(untied),
         "experts": serving_config(experts),
         "beside": with_adapters(serving_config(untied), "beside"),
@@ -80,21 +80,21 @@ def running(
         "beside-experts": with_adapters(serving_config(experts), "beside-experts"),
     }
     for cut in ("experts", "beside-cut", "beside-experts"):
-        others[cut].rollout.server.tp = 2
+        configs[cut].rollout.server.tp = 2
     with ExitStack() as stack:
-        found = {}
-        for index, (kind, config) in enumerate(others.items(), start=1):
-            found[kind] = stack.enter_context(SGLangServer(config, folder / f"{kind}.log", index=index))
-        for server in found.values():
+        started = {}
+        for index, (kind, config) in enumerate(configs.items(), start=1):
+            started[kind] = stack.enter_context(SGLangServer(config, folder / f"{kind}.log", index=index))
+        for server in started.values():
             server.wait_healthy(400.0)
         known = {kind: [served.server] for kind, served in servers.items()}
-        second = found.pop("second")
-        alone = {kind: [server] for kind, server in found.items()}
+        second = started.pop("second")
+        alone = {kind: [server] for kind, server in started.items()}
         yield known | {"untied-twice": [*known["untied"], second], **alone}
 
 
 def with_adapters(config: Config, kind: str) -> Config:
-    """Adapters of rank 8, and servers that hold them beside the base where their `kind` says so."""
+    """Adapters of rank 8; servers hold them beside the base if their `kind` says so."""
     lora = config.model.lora
     lora.rank, lora.serve = 8, "adapters" if kind.startswith("beside") else "merged"
     if kind == "beside-experts":
@@ -103,7 +103,7 @@ def with_adapters(config: Config, kind: str) -> Config:
 
 
 @pytest.fixture(scope="module")
-def found(running: dict[str, list[SGLangServer]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def measurements(running: dict[str, list[SGLangServer]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("publish")
     models: dict[str, dict[str, Any]] = {"untied": {}, "tied": {"tied": True}, "experts": EXPERTS, "beside": {}}
     for kind, settings in (models | {"beside-cut": {}, "beside-experts": EXPERTS}).items():
@@ -119,8 +119,8 @@ def found(running: dict[str, list[SGLangServer]], tmp_path_factory: pytest.TempP
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_log_probs_agree_after_every_publish_and_only_then(found: dict[str, Any], case: str) -> None:
-    rounds, first = found[case]["rounds"], found[case]["first"]
+def test_log_probs_agree_after_every_publish_and_only_then(measurements: dict[str, Any], case: str) -> None:
+    rounds, first = measurements[case]["rounds"], measurements[case]["first"]
     stale, published = rounds[0::2], rounds[1::2]
     assert len(published) == 1 + UPDATES
     assert all(measured["difference"] < TOLERANCE for measured in published)
@@ -129,66 +129,66 @@ def test_log_probs_agree_after_every_publish_and_only_then(found: dict[str, Any]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_of_the_old_weights_stays_in_the_prefix_cache(found: dict[str, Any], case: str) -> None:
-    stale, published = found[case]["rounds"][2::2], found[case]["rounds"][1::2]
+def test_the_prefix_cache_keeps_nothing_of_old_weights(measurements: dict[str, Any], case: str) -> None:
+    stale, published = measurements[case]["rounds"][2::2], measurements[case]["rounds"][1::2]
     everything = TURNS * (PROMPT - 1)  # the last token of a prompt is always read
     assert all(measured["cached"] == everything for measured in stale)
     assert all(measured["cached"] < TURNS for measured in published)
 
 
 @pytest.mark.parametrize("case", ["beside-tp2", "beside-pp2"])
-def test_a_turn_with_adapters_does_not_depend_on_the_batch(found: dict[str, Any], case: str) -> None:
-    assert found[case]["alone"] == [True, True, True]
+def test_a_turn_with_adapters_does_not_depend_on_the_batch(measurements: dict[str, Any], case: str) -> None:
+    assert measurements[case]["alone"] == [True, True, True]
 
 
 @pytest.mark.parametrize("case", ["two-servers", *TWO_NODES])
-def test_every_server_samples_the_same(found: dict[str, Any], case: str) -> None:
-    assert [measured["alike"] for measured in found[case]["rounds"][1:]] == [True] * (1 + 2 * UPDATES)
+def test_every_server_samples_the_same(measurements: dict[str, Any], case: str) -> None:
+    assert [measured["alike"] for measured in measurements[case]["rounds"][1:]] == [True] * (1 + 2 * UPDATES)
 
 
 @pytest.mark.parametrize("case", TWO_NODES)
-def test_a_server_knows_segments_of_its_own_node_only(found: dict[str, Any], case: str) -> None:
-    assert found[case]["makers"] == [[0], [1]]
+def test_a_server_knows_segments_of_its_own_node_only(measurements: dict[str, Any], case: str) -> None:
+    assert measurements[case]["makers"] == [[0], [1]]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_first_update_starts_from_the_policy_that_was_sampled(found: dict[str, Any], case: str) -> None:
-    first = found[case]["stats"][0]
+def test_the_first_update_starts_from_the_policy_that_was_sampled(measurements: dict[str, Any], case: str) -> None:
+    first = measurements[case]["stats"][0]
     assert first["ratio_max_deviation"] < 1e-4
     assert abs(first["kl"]) < 1e-6
     assert first["mismatch/max_abs"] < TOLERANCE
 
 
-@pytest.mark.parametrize(("case", "way"), [(case, f"{way} {k}") for case in OTHERS for way, k in OTHERS[case]])
-def test_every_other_way_brings_the_same(found: dict[str, Any], case: str, way: str) -> None:
-    version, measured = found[case]["others"][way]
+@pytest.mark.parametrize(("case", "way"), [(case, f"{way} {k}") for case in OTHER_WAYS for way, k in OTHER_WAYS[case]])
+def test_every_other_transport_delivers_the_same_weights(measurements: dict[str, Any], case: str, way: str) -> None:
+    version, measured = measurements[case]["others"][way]
     assert measured["versions"] == [version]
     assert measured["difference"] < TOLERANCE
     assert measured["cached"] < TURNS
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [("key", "status 401"), ("absent", "127.0.0.1:9/"), ("killed", "/update_weights_from_tensor")]
+    ("fault", "message"), [("key", "status 401"), ("absent", "127.0.0.1:9/"), ("killed", "/update_weights_from_tensor")]
 )
 def test_a_server_that_fails_is_left_out_and_the_other_has_the_version(
-    found: dict[str, Any], fault: str, said: str
+    measurements: dict[str, Any], fault: str, message: str
 ) -> None:
-    """Killed is it when the third bucket is there: it has read the first by then."""
-    result = found["two-servers"]["failures"][fault]
-    (reason,) = result["told"]
-    assert reason.startswith("1: ") and said in reason
+    """The killed server dies when the third bucket is written; it has read the first by then."""
+    result = measurements["two-servers"]["failures"][fault]
+    (reason,) = result["reasons"]
+    assert reason.startswith("1: ") and message in reason
     assert result["measured"]["difference"] < TOLERANCE
     number = ["key", "absent", "killed"].index(fault)
-    assert result["measured"]["versions"] == [found["two-servers"]["later"] + number]
+    assert result["measured"]["versions"] == [measurements["two-servers"]["later"] + number]
 
 
-def test_where_all_fail_it_is_an_error_on_every_rank(found: dict[str, Any]) -> None:
-    messages = found["two-servers"]["failures"]["all"]
+def test_every_rank_raises_if_all_servers_fail(measurements: dict[str, Any]) -> None:
+    messages = measurements["two-servers"]["failures"]["all"]
     assert len(messages) == RANKS and all("127.0.0.1:9/" in message for message in messages)
 
 
 def publish_in_every_case(folder: Path, servers: dict[str, Any]) -> dict[str, Any]:
-    """As one of two ranks: what the log-probs of the servers differ by from the trainer's, each time.
+    """Run on each of two ranks: how far the servers' log-probs differ from the trainer's, each time.
 
     For every case a model is loaded that the servers have not seen, published, trained twice and published again; in
     some of them then once more over every other transport. The last server of the last case is killed.
@@ -219,17 +219,17 @@ def publish_in(folder: Path, name: str, servers: dict[str, Any]) -> dict[str, An
                 publisher.publish(first + step)
                 rounds.append(case.measure())
         assert fleet is None or not fleet.reasons
-        found: dict[str, Any] = {"first": first, "rounds": rounds, "stats": stats, "makers": makers}
+        result: dict[str, Any] = {"first": first, "rounds": rounds, "stats": stats, "makers": makers}
         if name.startswith("beside") and dist.get_rank() == 0:
-            found["alone"] = [case.alone(count) for count in (1, 2, 3)]
+            result["alone"] = [case.alone(count) for count in (1, 2, 3)]
         later = first + UPDATES + 1
-        found["others"] = {
+        result["others"] = {
             f"{way} {staleness}": [later + number, case.otherwise(way, staleness, later + number)]
-            for number, (way, staleness) in enumerate(OTHERS.get(name, ()))
+            for number, (way, staleness) in enumerate(OTHER_WAYS.get(name, ()))
         }
         if name == "two-servers":
-            found |= {"failures": case.failures(later), "later": later}
-    return found
+            result |= {"failures": case.failures(later), "later": later}
+    return result
 
 
 def configure(folder: Path, layout: dict[str, int], server_tp: int = 1) -> Config:
@@ -246,11 +246,11 @@ def configure(folder: Path, layout: dict[str, int], server_tp: int = 1) -> Confi
 
 
 def sample_turns(server: dict[str, Any], seed: int, config: Config, count: int = TURNS) -> tuple[list[Turn], int]:
-    """Turns of the server's own, from the same random prompts each time, and the tokens of them it had cached."""
+    """Turns sampled by the server from the same random prompts each time, and how many prompt tokens it had cached."""
     prompts = np.random.default_rng(0).integers(3, 500, (TURNS, PROMPT)).tolist()[:count]
 
     async def sample() -> tuple[list[Turn], int]:
-        client = SGLangClient(server["url"], server["api_key"], config.rollout, adapters.served(config))
+        client = SGLangClient(server["url"], server["api_key"], config.rollout, adapters.served_name(config))
         try:
             requests = [
                 client.generate(tuple(prompt), max_new_tokens=REPLY, sampling=config.rollout.turn, seed=seed * 1000 + i)
@@ -272,17 +272,17 @@ def to_sample(turn: Turn, value: float) -> Sample:
 
 
 class Line(SimpleNamespace):
-    """What a publisher knows of a server of another process; it has not given memory back."""
+    """What a publisher knows of a server in another process; its memory is not released."""
 
     generation = 0
     ask = SGLangServer.ask
 
     def resume(self, tag: str) -> None:
-        """There is nothing to take again."""
+        """Nothing was released."""
 
 
 class Fleet:
-    """Servers of which one that is lost does not come back."""
+    """Servers; a lost one does not come back."""
 
     def __init__(self, servers: list[dict[str, Any]]) -> None:
         self.servers = [Line(**server, index=i) for i, server in enumerate(servers)]
@@ -305,50 +305,50 @@ class Case:
         self.seed = 0
 
     def publisher(self, **changes: Any) -> tuple[WeightSync, Fleet | None]:
-        """A new one, with its fleet; `changes` are made to the last of the servers."""
+        """A new publisher with its fleet; `changes` apply to the last server."""
         servers = [*self.servers[:-1], self.servers[-1] | changes]
         fleet = Fleet(servers) if dist.get_rank() == 0 else None
         return WeightSync(self.config, self.actor.chunks, self.actor.shape, fleet, self.bucket_bytes), fleet
 
     def measure(self, servers: int | None = None) -> dict[str, Any]:
-        """Sample; the largest difference of log-probs between servers and trainer, versions, what was cached.
+        """Sample; return the largest log-prob difference of servers and trainer, the versions and the cached tokens.
 
-        `alike`: whether the servers, or the first so many, gave the same turns, to the last bit.
+        `alike`: whether the (first `servers`) servers gave bitwise equal turns.
         """
         self.seed += 1
         shared: list[Any] = [None]
         if dist.get_rank() == 0:
-            asked = self.servers[:servers]
-            shared = [[sample_turns(server, self.seed, self.config) for server in asked]]
+            sampled = self.servers[:servers]
+            shared = [[sample_turns(server, self.seed, self.config) for server in sampled]]
         dist.broadcast_object_list(shared)
-        (turns, cached), *others = shared[0]
+        (turns, cached), *remaining = shared[0]
         values = np.random.default_rng(self.seed).normal(size=len(turns))
         self.samples = tuple(to_sample(turn, value) for turn, value in zip(turns, values, strict=True))
-        found = self.actor.log_probs(self.actor.chunks, Batch(self.samples))
-        pairs = zip(found, self.samples, strict=True)
+        log_probs = self.actor.log_probs(self.actor.chunks, Batch(self.samples))
+        pairs = zip(log_probs, self.samples, strict=True)
         difference = max(float(np.abs((ours - sample.log_probs) * sample.loss_mask).max()) for ours, sample in pairs)
         return {
             "difference": difference,
             "versions": sorted({version for turn in turns for version in turn.versions}),
             "cached": cached,
-            "alike": all(found == turns for found, _ in others),
+            "alike": all(answer == turns for answer, _ in remaining),
         }
 
     def alone(self, count: int) -> bool:
-        """Whether the first turns of the last measure are the same, to the last bit, without the others."""
+        """Whether the first `count` turns of the last measure are bitwise the same in a smaller batch."""
         first, _ = sample_turns(self.servers[0], self.seed, self.config, count)
-        again = [to_sample(turn, 0.0) for turn in first]
-        pairs = zip(again, self.samples, strict=False)
+        samples = [to_sample(turn, 0.0) for turn in first]
+        pairs = zip(samples, self.samples, strict=False)
         return all(
-            np.array_equal(one.token_ids, other.token_ids) and np.array_equal(one.log_probs, other.log_probs)
-            for one, other in pairs
+            np.array_equal(sample.token_ids, other.token_ids) and np.array_equal(sample.log_probs, other.log_probs)
+            for sample, other in pairs
         )
 
     def update(self) -> dict[str, float]:
         return learn(self.actor, Batch(self.samples))
 
     def otherwise(self, transport: str, staleness: int, version: int) -> dict[str, Any]:
-        """Train once more and publish by another way."""
+        """Train once more and publish over another transport."""
         self.config.publish.transport, self.config.rollout.max_staleness = transport, staleness
         self.update()
         with self.publisher()[0] as publisher:
@@ -356,8 +356,8 @@ class Case:
             return self.measure()
 
     def failures(self, first: int) -> dict[str, Any]:
-        """What the fleet is told and what the first server has, where the last one fails; what is said where all do."""
-        found: dict[str, Any] = {}
+        """The fleet's reasons and the first server's state if the last server fails; the messages if all fail."""
+        outcomes: dict[str, Any] = {}
         faults = {"key": {"api_key": "wrong"}, "absent": {"url": "http://127.0.0.1:9"}, "killed": {}}
         for number, (name, changes) in enumerate(faults.items()):
             self.update()
@@ -368,11 +368,11 @@ class Case:
                     kill_at_bucket(2, self.servers[-1]["pid"])
                 publisher.publish(first + number)
                 assert publisher.version == first + number
-            found[name] = {"told": fleet.reasons if fleet else [], "measured": self.measure(servers=1)}
-        return found | {"all": self.nobody_left()}
+            outcomes[name] = {"reasons": fleet.reasons if fleet else [], "measured": self.measure(servers=1)}
+        return outcomes | {"all": self.nobody_left()}
 
     def nobody_left(self) -> list[str]:
-        """The message on every rank where no server can be reached."""
+        """The message on every rank if no server can be reached."""
         self.servers = self.servers[-1:]
         messages: list[Any] = [None] * dist.get_world_size()
         with self.publisher(url="http://127.0.0.1:9")[0] as publisher:
@@ -385,25 +385,25 @@ class Case:
 
 
 def note_makers() -> list[list[int]]:
-    """From now on: for every server that is told of segments, the ranks that made them."""
+    """Record from now on, for every server that receives segment addresses, the ranks that created the segments."""
     processes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(processes, os.getpid())
     addresses, makers = SharedMemoryTransport.addresses, []
 
     def note(memory: SharedMemoryTransport, store: SyncStore, peers: Any) -> Any:
-        found = addresses(memory, store, peers)
-        for ranks in found.values():
+        by_server = addresses(memory, store, peers)
+        for ranks in by_server.values():
             paths = {path for address in ranks for path, _ in address["memory"]["handles"]}
             makers.append(sorted({processes.index(int(path.split("/")[2])) for path in paths}))
         SharedMemoryTransport.addresses = addresses
-        return found
+        return by_server
 
     SharedMemoryTransport.addresses = note
     return makers
 
 
 def kill_at_bucket(number: int, group: int) -> None:
-    """From now on: rank 0 ends all processes of a server when it has written that bucket."""
+    """From now on rank 0 kills all processes of a server once it has written that bucket."""
     written = PlaceStore.set_written
 
     def kill(store: PlaceStore, bucket: int, source: int) -> None:

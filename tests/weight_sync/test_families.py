@@ -1,4 +1,4 @@
-"""Servers of every family take what the trainer sends, give their memory back, take it again and sample by it.
+"""Servers of every model family receive weights, release their memory, resume it and sample with the new weights.
 
 On GPUs in 16 bits, also with adapters beside the base, and in FP8, through CUDA IPC into memory that was released; on a
 CPU in float32, by the same code.
@@ -60,7 +60,7 @@ def folder_of(root: Path, side: str, family: str) -> Path:
 
 
 def settings(root: Path, side: str, device_type: str, family: str, precision: str) -> Config:
-    """Of the trainer, or with another model of the server that it publishes to."""
+    """Settings of the trainer, or of the server that it publishes to, which starts from another model."""
     names = {
         "launch.device": device_type,
         "launch.timeout": 240.0,
@@ -91,8 +91,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(root: Path) -> Measured:
-    """What was measured on a device in a precision: the servers of all families start side by side, once."""
+def measurements(root: Path) -> Measured:
+    """Measurements by device and precision; the servers of all families start side by side, once."""
     known: dict[tuple[str, str], dict[str, Any]] = {}
 
     def measured(device_type: str, precision: str) -> dict[str, Any]:
@@ -116,18 +116,20 @@ def publish(root: Path, device_type: str, precision: str, families: list[str]) -
         }
         for server in servers.values():
             server.wait_healthy(START[device_type])
-        lines = {name: {"url": one.url, "api_key": one.api_key, "tp": one.tp} for name, one in servers.items()}
+        lines = {
+            name: {"url": served.url, "api_key": served.api_key, "tp": served.tp} for name, served in servers.items()
+        }
         return run_ranks(publish_to_each, 1, root, lines, device_type, precision, device_type=device_type)[0]
 
 
 class Lender(Line):
-    """A server of another process that gives memory back, and takes it again when it is published to."""
+    """A server of another process that releases memory and resumes it when it is published to."""
 
     release, resume = SGLangServer.release, SGLangServer.resume
 
 
 class Alone:
-    """A pool of one server, which nothing may happen to."""
+    """A pool of one server, which must not fail."""
 
     def __init__(self, server: Lender) -> None:
         self.server = server
@@ -140,8 +142,8 @@ class Alone:
 
 
 def publish_to_each(root: Path, lines: dict[str, Any], device_type: str, precision: str) -> dict[str, Any]:
-    """As the trainer's only rank: by family, of each round what a release gave and how the samples compare."""
-    found = {}
+    """Run on the trainer's only rank: by family and round, the memory released and how the samples compare."""
+    by_family = {}
     for family, line in lines.items():
         config = settings(root, "trainer", device_type, family, precision)
         with parallel.init_parallel(config):
@@ -157,18 +159,18 @@ def publish_to_each(root: Path, lines: dict[str, Any], device_type: str, precisi
                     publisher.publish(version)
                     assert not server.released
                     rounds.append({"gave": gave, "versions": case.measure()["versions"], **case.update()})
-        found[family] = rounds
-    return found
+        by_family[family] = rounds
+    return by_family
 
 
 def free(device_type: str) -> int:
-    """Bytes that the driver has free."""
+    """Free bytes as the driver reports them."""
     return torch.cuda.mem_get_info()[0] if device_type == "cuda" else 0
 
 
 @pytest.mark.parametrize(("device_type", "family", "precision"), PARAMETERS)
-def test_what_a_family_was_sent_is_what_it_samples_by(
-    found: Measured,
+def test_every_family_samples_with_the_published_weights(
+    measurements: Measured,
     device_type: str,
     family: str,
     precision: str,
@@ -176,22 +178,22 @@ def test_what_a_family_was_sent_is_what_it_samples_by(
     record_property: Callable[[str, object], None],
 ) -> None:
     """Before and after an update: KL between the server's log-probs and the trainer's, all weights summed."""
-    rounds = found(device_type, precision)[family]
+    rounds = measurements(device_type, precision)[family]
     apart = nats_apart(folder_of(root, "server", family), folder_of(root, "trainer", family))
     for version, measured in enumerate(rounds):
         assert measured["versions"] == [version]
         assert -1e-6 < measured["mismatch/k3"] < BOUNDS[precision] * apart
-    record_property("KL over that of other weights", f"{max(one['mismatch/k3'] for one in rounds) / apart:.5f}")
+    record_property("KL over that of other weights", f"{max(entry['mismatch/k3'] for entry in rounds) / apart:.5f}")
 
 
 @pytest.mark.gpu
-def test_a_server_that_gives_its_memory_back_leaves_it_to_the_gpu(
-    found: Measured, root: Path, record_property: Callable[[str, object], None]
+def test_released_memory_is_free_on_the_gpu(
+    measurements: Measured, root: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """All of its KV cache at least, before each of two publishes."""
+    """It releases at least its whole KV cache before each of two publishes."""
     for family in FAMILIES:
         shape = hf_config.read(folder_of(root, "server", family) / "config.json")
         least = memory.kv_cache(settings(root, "server", "cuda", family, "bfloat16"), shape)
-        for measured in found("cuda", "bfloat16")[family]:
+        for measured in measurements("cuda", "bfloat16")[family]:
             record_property(f"{family}: MiB given back", measured["gave"] >> 20)
             assert measured["gave"] >= 0.9 * least

@@ -1,4 +1,4 @@
-"""A server that hangs costs itself only, and a rank that is slow nobody: several ranks, SGLang played by threads."""
+"""A hanging server costs only itself, and a slow rank costs nothing: several ranks, SGLang played by threads."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.weight_sync import test_receiver as fakes
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-# name: (ranks, nodes, transport, what server 1 does not answer, whether it has FP8)
+# name: (ranks, nodes, transport, the request that server 1 does not answer, whether it has FP8)
 HANGING = {
     f"{transport}-{moment}": (2, 1, transport, moment, False)
     for transport in ("memory", "network")
     for moment in ("pause", "receive", "read")
 } | {"nodes-read": (4, 2, "memory", "read", True)}
-# name: nodes of each server, where server 1 of two nodes refuses what it is sent
+# name: nodes of each server; there are two nodes, and server 1 refuses what it receives
 REFUSING = {"refused on its node": 1, "refused on both nodes": 2}
 TIMEOUT = 32.0  # launch.timeout: servers have half of it
 SLOW, SLOW_RANKS = "slow-rank", 2
@@ -42,39 +42,39 @@ DEAD, DEAD_RANKS = "dead-rank", 4
 
 @pytest.fixture(scope="module")
 def ended() -> dict[str, list[Ended]]:
-    """How every rank of every case ended, and what it found."""
+    """Exit code and result of every rank of every case."""
     cases = {name: case[0] for name, case in HANGING.items()} | dict.fromkeys(REFUSING, 4)
     return run_side_by_side(run, cases | {SLOW: SLOW_RANKS, DEAD: DEAD_RANKS})
 
 
-def found_by(ranks: list[Ended]) -> list[dict[str, Any]]:
+def results_of(ranks: list[Ended]) -> list[dict[str, Any]]:
     assert [code for code, _ in ranks] == [0] * len(ranks)
-    return [found for _, found in ranks]
+    return [result for _, result in ranks]
 
 
 @pytest.mark.parametrize("name", HANGING)
 def test_a_server_that_hangs_is_left_out_and_the_other_has_the_version(
     ended: dict[str, list[Ended]], name: str
 ) -> None:
-    """One that goes on reading when it was given up, maybe what was overwritten, is left out too."""
-    found = found_by(ended[name])
-    assert [own["version"] for own in found] == [1] * HANGING[name][0]
-    assert list(found[0]["reasons"]) == ["1"]
+    """A server that keeps reading after it was abandoned, maybe overwritten data, is left out too."""
+    results = results_of(ended[name])
+    assert [result["version"] for result in results] == [1] * HANGING[name][0]
+    assert list(results[0]["reasons"]) == ["1"]
 
 
 @pytest.mark.parametrize("name", REFUSING)
 def test_a_server_that_fails_holds_up_no_rank_of_its_nodes(ended: dict[str, list[Ended]], name: str) -> None:
     """Rank 0 notices; the other node's ranks, whose store it does not reach, are released before they lose patience."""
-    found = found_by(ended[name])
-    assert [own["version"] for own in found] == [1] * 4 and found[0]["reasons"] == {"1": "it takes nothing"}
-    assert [own["abandoned"] for own in found] == [[1], [], [], []]
+    results = results_of(ended[name])
+    assert [result["version"] for result in results] == [1] * 4 and results[0]["reasons"] == {"1": "it takes nothing"}
+    assert [result["abandoned"] for result in results] == [[1], [], [], []]
 
 
 @pytest.mark.parametrize("name", ["nodes-read", *REFUSING])
 def test_keys_of_buckets_are_in_the_store_of_their_node(ended: dict[str, list[Ended]], name: str) -> None:
-    found = found_by(ended[name])
-    assert {kind for own in found for kind in own["run"]} == {"answer", "abandoned", "ready"}
-    for node, ranks in enumerate((found[:2], found[2:])):
+    results = results_of(ended[name])
+    assert {kind for result in results for kind in result["run"]} == {"answer", "abandoned", "ready"}
+    for node, ranks in enumerate((results[:2], results[2:])):
         assert ranks[0]["node"] == ranks[1]["node"]
         keys = [key.split("/") for key in ranks[0]["node"]]
         assert {int(key[2]) for key in keys if key[0] == "written"} == {2 * node, 2 * node + 1}
@@ -83,36 +83,36 @@ def test_keys_of_buckets_are_in_the_store_of_their_node(ended: dict[str, list[En
         assert {key[0] for key in keys} == {"written", "loaded"}
 
 
-def test_a_failed_publish_is_left_when_the_slowest_rank_is_through(ended: dict[str, list[Ended]]) -> None:
+def test_a_failed_publish_waits_for_the_slowest_rank(ended: dict[str, list[Ended]]) -> None:
     """Otherwise the next one would wipe what that rank waits for."""
-    found = found_by(ended[SLOW])
-    assert [own["version"] for own in found] == [3] * SLOW_RANKS
-    assert [own["through"] for own in found] == [[True] * 3] * SLOW_RANKS
+    results = results_of(ended[SLOW])
+    assert [result["version"] for result in results] == [3] * SLOW_RANKS
+    assert [result["through"] for result in results] == [[True] * 3] * SLOW_RANKS
 
 
 def test_a_rank_that_dies_ends_the_publish_on_every_other(ended: dict[str, list[Ended]]) -> None:
     """Killed with a bucket from the other node: the ranks that take from it notice at once, and end the others."""
     assert ended[DEAD][-1] == (-signal.SIGKILL, None)
-    said = [own["said"] for own in found_by(ended[DEAD][:-1])]
-    assert all(own and "imed out" not in own for own in said)
-    assert any(f"waits for ranks [2, {DEAD_RANKS - 1}] in round" in own for own in said[:2])
+    messages = [result["said"] for result in results_of(ended[DEAD][:-1])]
+    assert all(message and "imed out" not in message for message in messages)
+    assert any(f"waits for ranks [2, {DEAD_RANKS - 1}] in round" in message for message in messages[:2])
 
 
 def run(name: str) -> dict[str, Any]:
-    """As a rank of a case, in which server 0 is healthy."""
+    """Run on each rank of a case; server 0 is healthy."""
     dist.init_process_group("gloo")
     if name == DEAD:
         return lose_a_rank()
     if name in REFUSING:
-        found = hang(4, 2, "memory", "refuse", False, span=REFUSING[name])
+        result = hang(4, 2, "memory", "refuse", False, span=REFUSING[name])
     else:
-        found = be_slow() if name == SLOW else hang(*HANGING[name])
+        result = be_slow() if name == SLOW else hang(*HANGING[name])
     dist.barrier()  # the store is rank 0's
-    return found
+    return result
 
 
 class HangingCall(fakes.ThreadCall):
-    """Server 1 takes connections and says nothing, from `moment` on; at "read" it does after a time."""
+    """Server 1 accepts connections and stays silent from `moment` on; at "read" it answers after a while."""
 
     moment = ""
 
@@ -140,19 +140,19 @@ class RefusingCall(fakes.ThreadCall):
 
 
 def stall(receiver: Receiver) -> None:
-    """Read the first bucket only when everybody has given this server up."""
+    """Read the first bucket only after every rank has abandoned this server."""
     while receiver._server == 1 and not SyncStore(receiver._store, 1).abandoned(1):
         time.sleep(0.05)
 
 
 def stage_of(name: str) -> int:
-    """Of two pipeline stages, that of a shard."""
+    """Pipeline stage of a shard, of two."""
     layer = hf_to_megatron.LAYER.fullmatch(name)
     return int(layer[1]) if layer else int(not name.startswith("embedding."))
 
 
 def note_makers() -> Callable[[], set[int]]:
-    """From now on: tells which ranks made the segments that this process has opened."""
+    """From now on record which ranks created the segments that this process opens."""
     processes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(processes, os.getpid())
     opened, paths = shared_memory.opened, list[str]()
@@ -161,18 +161,18 @@ def note_makers() -> Callable[[], set[int]]:
 
 
 def note_abandoned() -> list[int]:
-    """From now on: the servers that this rank abandons."""
+    """From now on record the servers that this rank abandons."""
     abandon, servers = SyncStore.abandon, list[int]()
     SyncStore.abandon = lambda store, server, ranks: (servers.append(server), abandon(store, server, ranks))[1]
     return servers
 
 
-def hang(ranks: int, nodes: int, transport: str, moment: str, quantised: bool, span: int = 1) -> dict[str, Any]:
-    """As a rank: publish to a server that hangs and to one that does not.
+def hang(ranks: int, nodes: int, transport: str, moment: str, quantized: bool, span: int = 1) -> dict[str, Any]:
+    """Run on each rank: publish to a server that hangs and to one that does not.
 
     Of two nodes each has a server, or with `span` 2 a rank of both servers, and a stage.
     """
-    config = fakes.configure(transport, quantised)
+    config = fakes.configure(transport, quantized)
     config.launch.timeout, config.launch.nproc_per_node, config.publish.verify = TIMEOUT, ranks // nodes, 0
     config.launch.nodes, config.parallel.pp, config.rollout.server.nnodes = nodes, nodes, span
     HangingCall.moment, sync.ServerCall = moment, HangingCall
@@ -181,34 +181,34 @@ def hang(ranks: int, nodes: int, transport: str, moment: str, quantised: bool, s
         Receiver._plan = lambda self, *arguments: (stall(self), plan(self, *arguments))[1]
     shards = fakes.make_shards()
     node = dist.get_rank() * nodes // ranks
-    own = {name: shard for name, shard in shards.items() if nodes == 1 or stage_of(name) == node}
-    sync.named_shards = lambda chunks: own.items()
+    own_shards = {name: shard for name, shard in shards.items() if nodes == 1 or stage_of(name) == node}
+    sync.named_shards = lambda chunks: own_shards.items()
     fleet = fakes.make_fleet(config) if dist.get_rank() == 0 else None
     silent = socket.create_server(("127.0.0.1", 0))
     if fleet:
         fleet.servers[1].url = f"http://127.0.0.1:{silent.getsockname()[1]}"
     makers = note_makers()
-    with WeightSync(config, [], fakes.SHAPE, fleet, fakes.BUCKET // (1 + quantised)) as sender:
+    with WeightSync(config, [], fakes.SHAPE, fleet, fakes.BUCKET // (1 + quantized)) as sender:
         assert len(sender._plan) > 4
         places, parts = sync.places_of(config, on_gpus=False), sender._carrier._writer.parts
-        into = set() if transport == "network" else {places.keeper(node, t) for own in parts for t in own}
+        into = set() if transport == "network" else {places.keeper(node, t) for part in parts for t in part}
         assert makers() == into - {dist.get_rank()}  # it opens what it writes to, which is on its node
         assert into <= set(places.members(node))
         abandoned = note_abandoned()
         sender.publish(1)
-        found: dict[str, Any] = {"version": sender.version, "abandoned": abandoned}
-        found["run"] = sorted({key.split("/")[0] for key in SyncStore(sender._store, 1)._store.list_keys()})
+        result: dict[str, Any] = {"version": sender.version, "abandoned": abandoned}
+        result["run"] = sorted({key.split("/")[0] for key in SyncStore(sender._store, 1)._store.list_keys()})
         if transport == "memory":
-            found["node"] = sorted(PlaceStore(sender._carrier._store, 1)._store.list_keys())
+            result["node"] = sorted(PlaceStore(sender._carrier._store, 1)._store.list_keys())
         dist.barrier()  # the store is the first rank's
         if fleet:
-            found["reasons"] = {str(index): reason for index, reason in fleet.reasons.items()}
+            result["reasons"] = {str(index): reason for index, reason in fleet.reasons.items()}
             fakes.assert_holds(fleet.servers[0], sync.server_layout(config), shards)
-    return found
+    return result
 
 
 def be_slow() -> dict[str, Any]:
-    """As a rank: publish twice to a server that takes nothing, then to one that takes all; the last rank is slow.
+    """Run on each rank: publish twice to a server that takes nothing, then to one that takes all; the last is slow.
 
     `through`: whether all ranks had done with the store when this one left each publish.
     """

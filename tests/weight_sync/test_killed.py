@@ -33,21 +33,21 @@ PROMPTS = [[7, 8, 9, 10], list(range(20, 60))]
 
 
 @pytest.fixture(scope="module")
-def found(servers: dict[str, Served], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def outcomes(servers: dict[str, Served], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = make_model(tmp_path_factory.mktemp("killed"), seed=2)
     server = servers["untied"].server
-    (found,) = run_ranks(kill_at_every_moment, 1, folder, {"url": server.url, "api_key": server.api_key, "tp": 1})
-    return found
+    (result,) = run_ranks(kill_at_every_moment, 1, folder, {"url": server.url, "api_key": server.api_key, "tp": 1})
+    return result
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_at_any_moment_no_request_is_answered_until_a_version_is_whole(
-    found: dict[str, Any], moment: str
+    outcomes: dict[str, Any], moment: str
 ) -> None:
-    result = found[moment]
+    result = outcomes[moment]
     assert result["codes"] == [-9, -9]
     assert result["answered"] is None
-    for recovered, reference in zip(result["recovered"], found["reference"], strict=True):
+    for recovered, reference in zip(result["recovered"], outcomes["reference"], strict=True):
         assert recovered["version"] == str(2 + MOMENTS.index(moment))
         assert recovered["log_probs"] == reference["log_probs"]
 
@@ -62,14 +62,14 @@ def kill_at_every_moment(folder: Path, server: dict[str, Any]) -> dict[str, Any]
         assert fork(publish, 2, folder, server, version, 1.0) == [(0, None)] * 2
         return [sample(server, prompt, 60) for prompt in PROMPTS]
 
-    found: dict[str, Any] = {"reference": save(1)}
+    results: dict[str, Any] = {"reference": save(1)}
     for number, moment in enumerate(MOMENTS):
-        found[moment] = {
+        results[moment] = {
             "codes": [code for code, _ in fork(publish_and_die, 2, folder, server, moment)],
             "answered": sample(server, PROMPTS[0], 0.5),
             "recovered": save(2 + number),
         }
-    return found
+    return results
 
 
 def publish_and_die(folder: Path, server: dict[str, Any], moment: str) -> None:
@@ -89,7 +89,7 @@ class Fleet:
 
 
 def publish(folder: Path, server: dict[str, Any], version: int, factor: float) -> None:
-    """As a rank: the model of `folder`, all weights times `factor`, as `version`."""
+    """Run on each rank: publish the model of `folder`, all weights times `factor`, as `version`."""
     config = configure(folder, {"tp": 2})
     with parallel.init_parallel(config):
         policy = policies.load(config)
@@ -104,13 +104,13 @@ def publish(folder: Path, server: dict[str, Any], version: int, factor: float) -
 
 
 def kill_at(moment: str, rank: int) -> None:
-    """From now on: this rank ends its group when the server has read a bucket, or instead of a call to it."""
+    """From now on this rank kills its group when the server has read a bucket, or instead of a call to it."""
 
     def die() -> None:
         os.killpg(0, signal.SIGKILL)
 
-    what, _, number = moment.partition(" ")
-    if what == "bucket":
+    event, _, number = moment.partition(" ")
+    if event == "bucket":
         written = PlaceStore.set_written
 
         def write_and_die(store: PlaceStore, bucket: int, source: int) -> None:
@@ -121,11 +121,11 @@ def kill_at(moment: str, rank: int) -> None:
 
         PlaceStore.set_written = write_and_die  # type: ignore[method-assign]
     else:
-        setattr(ServerCall, what, lambda link: die())
+        setattr(ServerCall, event, lambda link: die())
 
 
 def sample(server: dict[str, Any], prompt: list[int], timeout: float) -> dict[str, Any] | None:
-    """Tokens, log-probs and version of a reply; None where there is none in time."""
+    """Tokens, log-probs and version of a reply; None if there is none in time."""
     body = {"input_ids": prompt, "return_logprob": True, "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
     headers = {"Authorization": f"Bearer {server['api_key']}", "Content-Type": "application/json"}
     try:

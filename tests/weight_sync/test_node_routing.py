@@ -1,4 +1,4 @@
-"""Every node's segments get every element once, from a rank of the node where one has it; numbers only."""
+"""Every node's segments get every element once, from a rank of the node if one has it; numbers only."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Place = tuple[int, int, int]  # round, server rank, number of a slice in its buc
 
 
 def holds(shards: Shards, piece: Slice, block: np.ndarray) -> bool:
-    """Whether what a rank has under that name there is this; every element of the model is a number of its own."""
+    """Whether the rank's shard of that name contains this block; every element of the model is a distinct number."""
     return piece.shard in shards and np.array_equal(shards[piece.shard][piece.shard_index], block)
 
 
-def carried(found: SyncPlan, places: Places, node: int) -> tuple[SyncPlan, Counter[Place], set[Place]]:
-    """What a node's segments get: the plan with the ranks that it came from, how often, and what of it crossed."""
+def carried(sync_plan: SyncPlan, places: Places, node: int) -> tuple[SyncPlan, Counter[Place], set[Place]]:
+    """What a node's segments receive: the plan with the actual sources, how often, and what crossed between nodes."""
     number = {
         (k, t, piece.offset): n
-        for k, row in enumerate(found)
+        for k, row in enumerate(sync_plan)
         for t, bucket in enumerate(row)
         for n, piece in enumerate(bucket.slices)
     }
@@ -41,18 +41,18 @@ def carried(found: SyncPlan, places: Places, node: int) -> tuple[SyncPlan, Count
     times: Counter[Place] = Counter()
     crossed: set[Place] = set()
     for rank in places.members(node):
-        for k, items in enumerate(written(found, places, rank)):
+        for k, items in enumerate(written(sync_plan, places, rank)):
             for t, piece in items:
                 came[k, t, number[k, t, piece.offset]] = rank
                 times[k, t, number[k, t, piece.offset]] += 1
-    for k, row in enumerate(hops(found, places)):
+    for k, row in enumerate(hops(sync_plan, places)):
         for hop in row:
             if places.of_rank(hop.keeper) != node:
                 continue
             assert places.of_rank(hop.source) != node and hop.keeper == places.keeper(node, hop.target)
-            covered = [piece for piece in found[k][hop.target].slices if hop.start <= piece.offset < hop.stop]
+            covered = [piece for piece in sync_plan[k][hop.target].slices if hop.start <= piece.offset < hop.stop]
             assert covered[0].offset == hop.start and covered[-1].offset + covered[-1].size == hop.stop
-            packed = sent(found, places, hop.source)[k]
+            packed = sent(sync_plan, places, hop.source)[k]
             for piece in covered:
                 assert (hop.target, piece) in packed
                 place = k, hop.target, number[k, hop.target, piece.offset]
@@ -69,7 +69,7 @@ def carried(found: SyncPlan, places: Places, node: int) -> tuple[SyncPlan, Count
             )
             for t, bucket in enumerate(row)
         )
-        for k, row in enumerate(found)
+        for k, row in enumerate(sync_plan)
     )
     return rounds, times, crossed
 
@@ -79,36 +79,36 @@ def test_every_node_gets_every_element_once(seed: int) -> None:
     shape, trainer, server = draw(seed)
     rng = random.Random(seed)
     count = rng.choice([2, 3, 4])
-    if trainer.ranks % count:  # else its ranks are dealt out as they are: a tensor parallel group may be on two nodes
+    if trainer.ranks % count:  # otherwise a tensor parallel group may span two nodes
         trainer = replace(trainer, ranks=trainer.ranks * count)
-    span = rng.choice([one for one in range(1, count + 1) if count % one == 0 and server.tp % one == 0])
+    span = rng.choice([divisor for divisor in range(1, count + 1) if count % divisor == 0 and server.tp % divisor == 0])
     parts, colocated = rng.choice([1, 2]), rng.random() < 0.5
     places = Places(count, trainer.ranks // count, parts, server.tp // span, colocated, span)
     shards = trainer_shards(shape, trainer)
-    found = plan.plan_sync(shape, trainer, server, ITEM, 8192)
+    sync_plan = plan.plan_sync(shape, trainer, server, ITEM, 8192)
     every = {
         (k, t, n): piece
-        for k, row in enumerate(found)
+        for k, row in enumerate(sync_plan)
         for t, bucket in enumerate(row)
         for n, piece in enumerate(bucket.slices)
     }
     blocks = {place: shards[piece.source][piece.shard][piece.shard_index] for place, piece in every.items()}
     for place, piece in every.items():
-        holders = [rank for rank, own in enumerate(shards) if holds(own, piece, blocks[place])]
+        holders = [rank for rank, rank_shards in enumerate(shards) if holds(rank_shards, piece, blocks[place])]
         assert holders == list(piece.holders)
     gets: Counter[Place] = Counter()
     for node in range(count):
-        there, times, crossed = carried(found, places, node)
+        node_plan, times, crossed = carried(sync_plan, places, node)
         here = {place: piece for place, piece in every.items() if places.has(node, place[1])}
         assert times == Counter(here.keys())
         gets.update(here.keys())
-        run(there, shards, shape, server)
+        run(node_plan, shards, shape, server)
         members = places.members(node)
         for place, piece in here.items():
             near = any(holds(shards[rank], piece, blocks[place]) for rank in members)
             assert (place in crossed) == (not near)
             k, t, n = place
-            source = there[k][t].slices[n].source
+            source = node_plan[k][t].slices[n].source
             assert places.writer(node, t, piece) == (source if near else places.keeper(node, t))
             if places.colocated and holds(shards[places.keeper(node, t)], piece, blocks[place]):
                 assert source == places.keeper(node, t)
@@ -119,11 +119,11 @@ def test_on_one_node_ranks_of_the_targets_devices_write_what_they_hold_and_nothi
     """Trainer of TP2, PP2, DP2, servers of TP4: of stage 0 rank 3 has what server rank 3 needs, rank 1 has no part."""
     shape, trainer = draw(0)[0], TrainerLayout(tp=2, pp=2, ranks=8)
     shape = replace(shape, layers=4, kv_heads=4, heads=8, ffn=8, vocab=256, experts=None)
-    found, places = plan.plan_sync(shape, trainer, ServerLayout(4), ITEM), Places(1, 8, 1, 4, colocated=True)
-    assert not any(hops(found, places))
+    sync_plan, places = plan.plan_sync(shape, trainer, ServerLayout(4), ITEM), Places(1, 8, 1, 4, colocated=True)
+    assert not any(hops(sync_plan, places))
     holders = {0: {0, 2}, 1: {0, 2}, 2: {1, 3}, 3: {1, 3}}
     for rank in range(4):
-        for target, piece in written(found, places, rank)[0]:
+        for target, piece in written(sync_plan, places, rank)[0]:
             if "norm" in piece.target:
                 assert rank == target
             else:
@@ -136,10 +136,10 @@ def test_of_a_70b_model_every_link_carries_the_same() -> None:
     options += ["rollout.server.tp=8", "rollout.server.replicas=16", "rollout.server.fp8=false"]
     config = compose(["experiment=train_70b", *options])
     shape = hf_config.read(CONF / "shapes" / "Llama-3.3-70B-Instruct.json")
-    found = plan.plan_sync(shape, plan.trainer_layout(config), plan.server_layout(config), 2)
+    sync_plan = plan.plan_sync(shape, plan.trainer_layout(config), plan.server_layout(config), 2)
     places = places_of(config, on_gpus=True)
     assert places == Places(16, 8, 1, 8, colocated=True)
-    for buckets, row in zip(found, hops(found, places), strict=True):
+    for buckets, row in zip(sync_plan, hops(sync_plan, places), strict=True):
         out, into = Counter[int](), Counter[int]()
         for hop in row:
             assert hop.source % 8 == hop.keeper % 8 == hop.target
@@ -149,7 +149,7 @@ def test_of_a_70b_model_every_link_carries_the_same() -> None:
             assert len(ends) == 128
             most = max(ends.values())
             assert most <= 1.05 * 0.75 * max(bucket.size for bucket in buckets)  # stages with the vocabulary have more
-    largest = max(sum(piece.size for _, piece in items) for rank in range(8) for items in sent(found, places, rank))
+    largest = max(sum(piece.size for _, piece in items) for rank in range(8) for items in sent(sync_plan, places, rank))
     assert largest <= plan.BUCKET_BYTES / 16 * 1.05  # what a rank packs to send
 
 

@@ -1,4 +1,4 @@
-"""The plan writes every element of every server rank once, from where it is, whatever the layouts and the buckets."""
+"""The plan writes every element of every server rank once, from a rank that has it, for any layouts and buckets."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ Shards = dict[str, np.ndarray]
 
 
 def tensors(shape: ModelShape, adapters: LoraConfig | None = None) -> Shards:
-    """The Hugging Face model, every element a number of its own; with every A and B of `adapters`."""
-    found, start = {}, 1
+    """The Hugging Face model with a distinct number for every element; with every A and B of `adapters`."""
+    arrays, start = {}, 1
     beside = {factor.key: factor.shape for factor in lora.factors(shape, adapters or LoraConfig())}
     for name, sides in (hf_to_megatron.hf_shapes(shape) | beside).items():
         count = int(np.prod(sides))
-        found[name] = np.arange(start, start + count).reshape(sides)
+        arrays[name] = np.arange(start, start + count).reshape(sides)
         start += count
-    return found
+    return arrays
 
 
 def trainer_shards(shape: ModelShape, trainer: TrainerLayout, adapters: LoraConfig | None = None) -> list[Shards]:
-    """What each rank holds, by Megatron's own account of the ranks' groups; padding of the vocabulary is -1."""
+    """The shards of each rank, by Megatron's own rank groups; vocabulary padding is -1."""
     every = *hf_to_megatron.table(shape), *lora.factor_table(shape, adapters or LoraConfig())
     hf, entries = tensors(shape, adapters), {entry.megatron: entry for entry in every}
     dp = trainer.ranks // (trainer.tp * trainer.pp * trainer.cp)
@@ -54,46 +54,48 @@ def trainer_shards(shape: ModelShape, trainer: TrainerLayout, adapters: LoraConf
     tp_ranks, pp_ranks, ep_ranks = places(dense, "tp"), places(dense, "pp"), places(sparse, "ep")
     counts = stage_layers(shape.layers, trainer.pp * trainer.vpp)
     chunk_of = [chunk for chunk, count in enumerate(counts) for _ in range(count)]
-    found = []
+    by_rank = []
     for rank in range(trainer.ranks):
         shards = {}
         for name, entry in entries.items():
             layer = re.match(r"(?:decoder|model)\.layers\.(\d+)\.", name)
             stage = chunk_of[int(layer[1])] % trainer.pp if layer else 0 if "embedding" in name else trainer.pp - 1
-            own = not entry.expert or int(name.split(".")[5]) // (shape.experts.count // trainer.ep) == ep_ranks[rank]
-            if stage == pp_ranks[rank] and own:
+            is_local = (
+                not entry.expert or int(name.split(".")[5]) // (shape.experts.count // trainer.ep) == ep_ranks[rank]
+            )
+            if stage == pp_ranks[rank] and is_local:
                 shard = np.full(hf_to_megatron.shard_shape(entry, trainer.tp if not entry.expert else 1), -1)
                 for piece in hf_to_megatron.pieces(entry, shape, trainer.tp, tp_ranks[rank]):
                     shard[piece.shard_index] = hf[piece.hf][piece.hf_index]
                 shards[name] = shard
-        found.append(shards)
-    return found
+        by_rank.append(shards)
+    return by_rank
 
 
-def run(found: SyncPlan, shards: list[Shards], shape: ModelShape, server: ServerLayout) -> None:
-    """Carry out a plan with numbers for elements, and compare with what each server rank must hold."""
+def run(sync_plan: SyncPlan, shards: list[Shards], shape: ModelShape, server: ServerLayout) -> None:
+    """Execute a plan on numbered elements and compare with what each server rank must hold."""
     hf = tensors(shape, server.lora)
     for rank in range(server.tp):
         every = *hf_to_sglang.table(shape, server, rank), *hf_to_sglang.adapters(shape, server, rank)
         parameters = {parameter.name: parameter for parameter in every}
-        held = {name: np.zeros(parameter.shape, int) for name, parameter in parameters.items()}
+        loaded = {name: np.zeros(parameter.shape, int) for name, parameter in parameters.items()}
         written = {name: np.zeros(parameter.shape, int) for name, parameter in parameters.items()}
-        for buckets in found:
+        for buckets in sync_plan:
             for piece in buckets[rank].slices:
                 block = shards[piece.source][piece.shard][piece.shard_index]
-                target = held[piece.target][piece.target_index]
-                held[piece.target][piece.target_index] = block.reshape(target.shape)
+                target = loaded[piece.target][piece.target_index]
+                loaded[piece.target][piece.target_index] = block.reshape(target.shape)
                 written[piece.target][piece.target_index] += 1
         for name, parameter in parameters.items():
-            wanted = np.zeros(parameter.shape, int)
+            expected = np.zeros(parameter.shape, int)
             for part in parameter.parts:
-                wanted[part.shard_index] = hf[part.hf][part.hf_index].reshape(wanted[part.shard_index].shape)
-            assert (held[name] == wanted).all(), name
-            assert (written[name] == (wanted > 0)).all(), name
+                expected[part.shard_index] = hf[part.hf][part.hf_index].reshape(expected[part.shard_index].shape)
+            assert (loaded[name] == expected).all(), name
+            assert (written[name] == (expected > 0)).all(), name
 
 
-def check_buckets(found: SyncPlan, bucket_bytes: int) -> None:
-    for buckets in found:
+def check_buckets(sync_plan: SyncPlan, bucket_bytes: int) -> None:
+    for buckets in sync_plan:
         sent: Counter[int] = Counter()
         for bucket in buckets:
             assert bucket.size <= bucket_bytes
@@ -105,8 +107,8 @@ def check_buckets(found: SyncPlan, bucket_bytes: int) -> None:
             order = [piece.source for piece in bucket.slices]
             assert order == sorted(order)
             for source in set(order):
-                own = [piece for piece in bucket.slices if piece.source == source]
-                start, stop = own[0].offset, own[-1].offset + own[-1].size
+                pieces = [piece for piece in bucket.slices if piece.source == source]
+                start, stop = pieces[0].offset, pieces[-1].offset + pieces[-1].size
                 sent[source] += stop - start
                 assert all(
                     (start <= piece.offset and piece.offset + piece.size <= stop) == (piece.source == source)
@@ -119,20 +121,20 @@ def elements(piece: Slice) -> int:
     return int(np.prod([cut.stop - cut.start for cut in piece.target_index]))
 
 
-def slices(found: SyncPlan) -> list[tuple[int, Slice]]:
+def slices(sync_plan: SyncPlan) -> list[tuple[int, Slice]]:
     """(server rank, slice) of all buckets."""
-    return [(rank, piece) for row in found for rank, bucket in enumerate(row) for piece in bucket.slices]
+    return [(rank, piece) for row in sync_plan for rank, bucket in enumerate(row) for piece in bucket.slices]
 
 
 @pytest.mark.parametrize("seed", seeds(150))
-def test_every_element_is_written_once_from_where_it_is(seed: int) -> None:
+def test_every_element_is_written_once(seed: int) -> None:
     shape, trainer, server = draw(seed)
     shards = trainer_shards(shape, trainer)
     for bucket_bytes in (8192 * (1 + seed % 3), 1 << 30):
-        found = plan.plan_sync(shape, trainer, server, ITEM, bucket_bytes)
-        run(found, shards, shape, server)
-        check_buckets(found, bucket_bytes)
-        assert all(piece.size == ITEM * elements(piece) for _, piece in slices(found))
+        sync_plan = plan.plan_sync(shape, trainer, server, ITEM, bucket_bytes)
+        run(sync_plan, shards, shape, server)
+        check_buckets(sync_plan, bucket_bytes)
+        assert all(piece.size == ITEM * elements(piece) for _, piece in slices(sync_plan))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -140,30 +142,31 @@ def test_adapters_travel_after_the_model_and_later_alone(seed: int) -> None:
     shape, trainer, server = draw(seed)
     targets = {"o_proj", *random.Random(seed).sample(LORA_TARGETS, seed % len(LORA_TARGETS))}  # experts have none
     server = replace(server, lora=LoraConfig(rank=1 + seed % 3, targets=sorted(targets)))
-    found = plan.plan_sync(shape, trainer, server, ITEM, 8192 * (1 + seed % 3))
-    run(found, trainer_shards(shape, trainer, server.lora), shape, server)
-    assert plan.first_round(found, server, new=True) == 0
-    first = plan.first_round(found, server, new=False)
+    sync_plan = plan.plan_sync(shape, trainer, server, ITEM, 8192 * (1 + seed % 3))
+    run(sync_plan, trainer_shards(shape, trainer, server.lora), shape, server)
+    assert plan.first_round(sync_plan, server, new=True) == 0
+    first = plan.first_round(sync_plan, server, new=False)
     factors = {entry.megatron for entry in lora.factor_table(shape, server.lora)}
-    assert {piece.shard for _, piece in slices(found[first:])} == factors
-    assert not factors & {piece.shard for _, piece in slices(found[:first])}
+    assert {piece.shard for _, piece in slices(sync_plan[first:])} == factors
+    assert not factors & {piece.shard for _, piece in slices(sync_plan[:first])}
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_blocks_of_fp8_stay_whole(seed: int) -> None:
-    """The scales of the slices are those of the whole parameter, each made once, of all 128 x 128 that it is for."""
+    """Slices have the scales of the whole parameter, each computed once, from its complete 128 x 128 block."""
     shape, trainer, server = draw(seed, fp8=True)
-    found = plan.plan_sync(shape, trainer, server, ITEM, 8 << 20)
-    run(found, trainer_shards(shape, trainer), shape, server)
-    check_buckets(found, 8 << 20)
+    sync_plan = plan.plan_sync(shape, trainer, server, ITEM, 8 << 20)
+    run(sync_plan, trainer_shards(shape, trainer), shape, server)
+    check_buckets(sync_plan, 8 << 20)
     for rank in range(server.tp):
         table = hf_to_sglang.table(shape, server, rank)
-        scales = {own.name: np.zeros(fp8_scales(own.shape), int) for own in table if own.quantised}
-        for _, piece in (pair for pair in slices(found) if pair[0] == rank):
+        quantized = [parameter for parameter in table if parameter.quantized]
+        scales = {parameter.name: np.zeros(fp8_scales(parameter.shape), int) for parameter in quantized}
+        for _, piece in (pair for pair in slices(sync_plan) if pair[0] == rank):
             sides = [cut.stop - cut.start for cut in piece.target_index]
-            assert piece.quantised == (piece.target in scales)
-            assert piece.size == (fp8_nbytes(sides) if piece.quantised else ITEM * elements(piece))
-            if piece.quantised:
+            assert piece.quantized == (piece.target in scales)
+            assert piece.size == (fp8_nbytes(sides) if piece.quantized else ITEM * elements(piece))
+            if piece.quantized:
                 block = scales[piece.target][placed(piece.target, piece.target_index, True)[1][1]]
                 assert block.shape == fp8_scales(sides)
                 assert all(cut.start % FP8_BLOCK == 0 for cut in piece.target_index[-2:])
@@ -173,7 +176,7 @@ def test_blocks_of_fp8_stay_whole(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_equal_cuts_take_the_direct_path(seed: int) -> None:
-    """Each server rank is written by ranks of its own tensor parallel part alone, shards as they lie where they can."""
+    """Each server rank is written only by ranks of its own tensor parallel part, in whole shards if possible."""
     shape, trainer, server = draw(seed, equal_cuts=True)
     tp = trainer.tp  # and a vocabulary that needs no padding, which differs
     shape = replace(shape, experts=None, kv_heads=tp, heads=2 * tp, ffn=4 * tp, vocab=64 * tp)
@@ -197,18 +200,18 @@ def test_equal_cuts_take_the_direct_path(seed: int) -> None:
 def test_stages_and_ranks_share_the_work(trainer: TrainerLayout, server: ServerLayout) -> None:
     """Of a 70B model: buckets are full, every stage writes in every round, no rank more than others of its stage."""
     shape = hf_config.read(CONF / "shapes" / "Llama-3.3-70B-Instruct.json")
-    found = plan.plan_sync(shape, trainer, server, 2)
-    received = Counter({rank: sum(row[rank].size for row in found) for rank in range(server.tp)})
+    sync_plan = plan.plan_sync(shape, trainer, server, 2)
+    received = Counter({rank: sum(row[rank].size for row in sync_plan) for rank in range(server.tp)})
     sent: Counter[int] = Counter()
-    for _, piece in slices(found):
+    for _, piece in slices(sync_plan):
         sent[piece.source] += piece.size
     assert sum(received.values()) <= 1.001 * sum(sent.values())
-    assert len(found) <= 1.1 * max([*received.values(), *sent.values()]) / plan.BUCKET_BYTES + 1
+    assert len(sync_plan) <= 1.1 * max([*received.values(), *sent.values()]) / plan.BUCKET_BYTES + 1
     size = trainer.ranks // trainer.pp
     for stage in range(trainer.pp):
         ranks = range(stage * size, (stage + 1) * size)
         assert max(sent[rank] for rank in ranks) <= 1.1 * sum(sent[rank] for rank in ranks) / size
-    for row in found[:-1]:
+    for row in sync_plan[:-1]:
         assert {piece.source // size for bucket in row for piece in bucket.slices} == set(range(trainer.pp))
 
 
@@ -221,7 +224,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "trainer", "server", "said"),
+    ("settings", "trainer", "server", "message"),
     [
         ({"ffn": 384}, TrainerLayout(tp=2, ranks=2), ServerLayout(1, fp8=True), "gate_up_proj.weight comes in pieces"),
         ({"ffn": 384}, TrainerLayout(tp=1), ServerLayout(2, fp8=True), "has 192 rows on a server's rank"),
@@ -235,12 +238,12 @@ def test_what_cannot_be_planned_is_refused() -> None:
         ({}, TrainerLayout(tp=2, ranks=2), ServerLayout(2, fp8=True), None),
     ],
 )
-def test_cuts_through_blocks_of_fp8_are_said(
-    settings: dict[str, int], trainer: TrainerLayout, server: ServerLayout, said: str | None
+def test_cuts_through_fp8_blocks_are_reported(
+    settings: dict[str, int], trainer: TrainerLayout, server: ServerLayout, message: str | None
 ) -> None:
     shape = replace(draw(0)[0], heads=4, kv_heads=2, head_dim=128, ffn=512, hidden=256, experts=None)
     fault = plan.layout_fault(replace(shape, **settings), trainer, server)
-    assert fault == said if said is None else fault is not None and said in fault and "\n" not in fault
+    assert fault == message if message is None else fault is not None and message in fault and "\n" not in fault
 
 
 def test_the_layouts_of_a_run() -> None:

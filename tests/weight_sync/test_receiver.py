@@ -1,4 +1,4 @@
-"""From shards into servers' parameters by every way, in one process: SGLang is played by modules and threads."""
+"""From shards into servers' parameters over every transport, in one process: modules and threads play SGLang."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_collab.models.hf_to_sglang import ServerLayout
 from megatron_collab.weight_sync import sync
 from megatron_collab.weight_sync.fp8_blocks import fp8_scales
 from megatron_collab.weight_sync.http_protocol import ServerCall
-from megatron_collab.weight_sync.receiver import Receiver, held_by
+from megatron_collab.weight_sync.receiver import Receiver, loaded_parameters
 from megatron_collab.weight_sync.sender import Sender
 from megatron_collab.weight_sync.store_protocol import SyncStore, connect
 from megatron_collab.weight_sync.sync import PublishError, WeightSync
@@ -49,11 +49,11 @@ SHAPE = ModelShape(
 )
 LLAMA = replace(SHAPE, family="llama", qk_norm=False, experts=None)
 BUCKET = 1 << 18
-ON = ["resume kv_cache", "/continue_generation"]  # requests that have waited need the cache at once
+ON = ["resume kv_cache", "/continue_generation"]  # waiting requests need the cache first
 
 
 class Served:
-    """A server of two ranks: what they hold, and the receivers that SGLang would keep."""
+    """A server of two ranks: their parameters, and the receivers that SGLang would keep."""
 
     ask = SGLangServer.ask  # at `url`, of a call that is no ThreadCall
 
@@ -64,10 +64,10 @@ class Served:
         self.calls: list[str] = []
         for rank, model in enumerate(self.models):
             for parameter in hf_to_sglang.table(shape, layout, rank):
-                dtype = torch.float8_e4m3fn if parameter.quantised else torch.bfloat16
+                dtype = torch.float8_e4m3fn if parameter.quantized else torch.bfloat16
                 dtype = dtype if parameter.constant is None else torch.float32
                 self.hold(model, parameter.name, torch.zeros(parameter.shape, dtype=dtype))
-                if parameter.quantised:
+                if parameter.quantized:
                     self.hold(model, f"{parameter.name}_scale_inv", torch.zeros(fp8_scales(parameter.shape)))
             for parameter in hf_to_sglang.adapters(shape, layout, rank):  # no parameters in SGLang, and in two slots
                 layer, _, kind = parameter.name.rpartition(".")
@@ -102,7 +102,7 @@ class Served:
 
 
 class ThreadCall(ServerCall):
-    """A line to a Served."""
+    """A connection to a Served."""
 
     server: Served  # type: ignore[assignment]
 
@@ -138,13 +138,13 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def shards(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.nn.Parameter]:
-    found = make_shards()
-    monkeypatch.setattr(sync, "named_shards", lambda chunks: found.items())
-    return found
+    parameters = make_shards()
+    monkeypatch.setattr(sync, "named_shards", lambda chunks: parameters.items())
+    return parameters
 
 
 def make_shards(shape: ModelShape = SHAPE) -> dict[str, torch.nn.Parameter]:
-    """The trainer's weights, random."""
+    """Random weights of the trainer."""
     generator = torch.Generator().manual_seed(0)
     return {
         entry.megatron: torch.nn.Parameter(
@@ -154,10 +154,10 @@ def make_shards(shape: ModelShape = SHAPE) -> dict[str, torch.nn.Parameter]:
     }
 
 
-def configure(transport: str, quantised: bool = False, servers: int = 2) -> Config:
+def configure(transport: str, quantized: bool = False, servers: int = 2) -> Config:
     config = Config()
     config.launch.device, config.launch.timeout, config.publish.transport = "cpu", 240.0, transport
-    config.rollout.server.tp, config.rollout.server.ep, config.rollout.server.fp8 = 2, 2, quantised
+    config.rollout.server.tp, config.rollout.server.ep, config.rollout.server.fp8 = 2, 2, quantized
     config.rollout.server.replicas, config.publish.verify = servers, 1
     return config
 
@@ -180,33 +180,33 @@ def hf_tensors(shards: dict[str, torch.nn.Parameter], shape: ModelShape) -> dict
 def assert_holds(
     server: Served, layout: ServerLayout, shards: dict[str, torch.nn.Parameter], shape: ModelShape = SHAPE
 ) -> None:
-    """Every parameter is what the trainer has, in FP8 to within its rounding (see quantise)."""
+    """Every parameter equals the trainer's; in FP8, within the rounding (see quantize)."""
     tensors = hf_tensors(shards, shape)
     for rank, model in enumerate(server.models):
-        held = dict(model.named_parameters())
+        loaded = dict(model.named_parameters())
         for parameter in hf_to_sglang.table(shape, layout, rank):
             if parameter.constant is not None:
-                assert held[parameter.name] == parameter.constant, parameter.name
+                assert loaded[parameter.name] == parameter.constant, parameter.name
             for part in parameter.parts:
-                wanted = tensors[part.hf][part.hf_index].float()
-                found = held[parameter.name].float()
-                if parameter.quantised:
-                    scales = held[f"{parameter.name}_scale_inv"]
+                expected = tensors[part.hf][part.hf_index].float()
+                actual = loaded[parameter.name].float()
+                if parameter.quantized:
+                    scales = loaded[f"{parameter.name}_scale_inv"]
                     spread = scales.repeat_interleave(128, -2).repeat_interleave(128, -1)
-                    spread = spread[..., : found.shape[-2], : found.shape[-1]]
-                    found, spread = (found * spread)[part.shard_index], spread[part.shard_index]
-                    bound = torch.maximum(wanted.abs() * 2**-4, spread.view(wanted.shape) * 2**-10)
-                    assert ((found.view(wanted.shape) - wanted).abs() <= bound * 1.001).all(), parameter.name
+                    spread = spread[..., : actual.shape[-2], : actual.shape[-1]]
+                    actual, spread = (actual * spread)[part.shard_index], spread[part.shard_index]
+                    bound = torch.maximum(expected.abs() * 2**-4, spread.view(expected.shape) * 2**-10)
+                    assert ((actual.view(expected.shape) - expected).abs() <= bound * 1.001).all(), parameter.name
                 else:
-                    assert torch.equal(found[part.shard_index].view(wanted.shape), wanted), parameter.name
+                    assert torch.equal(actual[part.shard_index].view(expected.shape), expected), parameter.name
 
 
 @pytest.mark.parametrize("transport", ["memory", "network"])
-@pytest.mark.parametrize(("shape", "quantised"), [(SHAPE, False), (SHAPE, True), (LLAMA, True)])
-def test_all_of_it_arrives_every_time(
-    transport: str, shape: ModelShape, quantised: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("shape", "quantized"), [(SHAPE, False), (SHAPE, True), (LLAMA, True)])
+def test_all_weights_arrive_every_time(
+    transport: str, shape: ModelShape, quantized: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, shards = configure(transport, quantised), make_shards(shape)
+    config, shards = configure(transport, quantized), make_shards(shape)
     monkeypatch.setattr(sync, "named_shards", lambda chunks: shards.items())
     fleet, layout = make_fleet(config, shape), sync.server_layout(config)
     store = connect(("127.0.0.1", int(os.environ["MASTER_PORT"])), "", 10.0)
@@ -228,7 +228,7 @@ def test_all_of_it_arrives_every_time(
                 assert scales == [1.0] * (shape.layers if shape is LLAMA else 0)
             assert sender._clearing is not None
             sender._clearing.result()  # while servers sample
-            keys.append([each.num_keys() for each in stores])
+            keys.append([client.num_keys() for client in stores])
             if version == 2:  # a new process, which knows nothing
                 fleet.servers[0] = Served(0, layout, shape)
                 fleet.servers[0].generation = 1
@@ -242,7 +242,7 @@ ADAPTERS = LoraConfig(rank=4, targets=["q_proj", "v_proj", "o_proj", "up_proj"],
 
 @pytest.fixture
 def beside(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, torch.nn.Parameter], dict[str, torch.nn.Parameter]]:
-    """A base, and A and B beside it, random."""
+    """A random base with random A and B beside it."""
     shards, generator = make_shards(LLAMA), torch.Generator().manual_seed(1)
     factors = {
         factor.key: torch.nn.Parameter(torch.randn(factor.shape, generator=generator).to(torch.bfloat16))
@@ -273,23 +273,23 @@ def test_a_base_is_sent_to_new_servers_and_adapters_every_time(
             for server in fleet.servers:
                 assert_holds(server, layout, base, LLAMA)
                 for rank, model in enumerate(server.models):
-                    held = held_by(model)
+                    loaded = loaded_parameters(model)
                     for parameter in hf_to_sglang.adapters(LLAMA, layout, rank):
-                        wanted = torch.zeros(parameter.shape, dtype=torch.bfloat16)
+                        expected = torch.zeros(parameter.shape, dtype=torch.bfloat16)
                         for part in parameter.parts:
-                            wanted[part.shard_index] = factors[part.hf].detach()[part.hf_index]
-                        assert torch.equal(held[parameter.name], wanted), parameter.name
+                            expected[part.shard_index] = factors[part.hf].detach()[part.hf_index]
+                        assert torch.equal(loaded[parameter.name], expected), parameter.name
             with torch.no_grad():  # what a run freezes, so that it is seen whether it was sent
                 for parameter in (*shards.values(), *factors.values()):
                     parameter.mul_(-1.5)
 
 
-def test_a_folder_is_saved_before_anybody_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_saved_before_servers_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure("disk")
     config.run.dir = str(tmp_path)
     fleet = make_fleet(config)
 
-    def save(chunks: Any, folder: Path, *others: Any) -> None:
+    def save(chunks: Any, folder: Path, *arguments: Any) -> None:
         folder.mkdir()
         for server in fleet.servers:
             server.calls.append("saved")
@@ -317,7 +317,7 @@ def test_a_server_without_memory_for_its_cache_does_not_go_on(
 
 
 @pytest.mark.parametrize(
-    ("transport", "name", "value", "said"),
+    ("transport", "name", "value", "message"),
     [
         ("memory", NORM, torch.zeros(3, dtype=torch.bfloat16), f"{NORM} is bfloat16 (3,)"),
         ("network", NORM, torch.zeros(3, dtype=torch.bfloat16), f"{NORM} is bfloat16 (3,)"),
@@ -326,14 +326,14 @@ def test_a_server_without_memory_for_its_cache_does_not_go_on(
     ],
 )
 def test_a_server_of_other_parameters_is_left_out_by_name(
-    transport: str, name: str, value: torch.Tensor, said: str, shards: dict[str, torch.nn.Parameter]
+    transport: str, name: str, value: torch.Tensor, message: str, shards: dict[str, torch.nn.Parameter]
 ) -> None:
     config = configure(transport)
     fleet = make_fleet(config)
     Served.hold(fleet.servers[1].models[1], name, value)
     with WeightSync(config, [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)
-        assert said in fleet.reasons[1] and sender.version == 1
+        assert message in fleet.reasons[1] and sender.version == 1
         assert_holds(fleet.servers[0], sync.server_layout(config), shards)
         assert fleet.servers[1].calls[-1] == "receive 1"  # it stays paused
         sender.publish(2)
@@ -341,10 +341,10 @@ def test_a_server_of_other_parameters_is_left_out_by_name(
 
 
 @pytest.mark.parametrize("transport", ["memory", "network"])
-def test_a_server_that_breaks_off_holds_up_nobody(
+def test_a_server_that_aborts_does_not_block_others(
     transport: str, shards: dict[str, torch.nn.Parameter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It never says that it has read a bucket, and its answer is an error."""
+    """It never reports that it has read a bucket, and its answer is an error."""
     config = configure(transport)
     fleet = make_fleet(config)
     plan = Receiver._plan
@@ -398,8 +398,8 @@ def test_a_flipped_bit_is_found(shards: dict[str, torch.nn.Parameter], monkeypat
 
 
 @pytest.mark.usefixtures("beside")
-def test_a_base_is_proved_whenever_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where `publish.verify` would not have that sync's turn: it may be the only one with a base."""
+def test_a_base_is_verified_whenever_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if `publish.verify` would skip that sync: it may be the only one with a base."""
     write = Sender.write
 
     def write_and_flip(self: Sender, number: int, parts: dict[int, torch.Tensor], sums: Any = None) -> None:
@@ -424,7 +424,7 @@ def test_a_publisher_that_goes_silent_is_given_up(shards: dict[str, torch.nn.Par
     with WeightSync(config, [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)
         receiver = fleet.servers[0].receivers[0]
-        receiver._buckets, receiver._timeout = None, 0.2  # connects again, to wait less
+        receiver._transport, receiver._timeout = None, 0.2  # connects again, to wait less
         with pytest.raises(RuntimeError):
             receiver.take(fleet.servers[0].models[0], publish=7, first=0, verify=False)
         assert "no answer" not in SyncStore(receiver._store, 7).answered(0, 0)["error"]

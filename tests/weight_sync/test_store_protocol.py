@@ -1,4 +1,4 @@
-"""Stores of two places: keys of one are not in the other, and nobody waits for a server that is released."""
+"""Stores of two places: keys of one are not in the other, and no rank waits for a released server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_is_written_and_read_in_a_place_is_known_there(hosted: list[tuple[A
     assert not other._store.list_keys()
 
 
-def test_a_server_that_is_released_holds_up_nobody(hosted: list[tuple[Address, dist.Store]]) -> None:
+def test_a_released_server_blocks_no_rank(hosted: list[tuple[Address, dist.Store]]) -> None:
     store = PlaceStore(hosted[0][1], 1)
     store.release(Peer(2, 2, False), BUCKETS)
     for bucket in range(BUCKETS):

@@ -2,8 +2,8 @@
 
 A group takes 0.3 to 0.6 s, drawn from its stream, so 16 of them at once take nearly 0.6 s; an update takes 0.6 s, in
 which the process sleeps. A run is 16 steps. `speedup` is the steps a second with rollout.max_staleness=1 over those
-with 0, where sampling and training take turns; a run's first batch cannot overlap anything, so that 2 x 16 / 17 = 1.88
-is the most there could be. Both ways alternate three times; the medians count.
+with 0, when sampling and training take turns. A run's first batch cannot overlap anything, so the upper bound is
+2 x 16 / 17 = 1.88. Both settings alternate three times; medians are reported.
 `python tools/bench/async_steps.py [--smoke]` prints, last, one JSON object.
 """
 
@@ -39,9 +39,9 @@ TASK = Task("t", (Message("user", "a table please"),), "goal", "answer", "nobody
 
 
 class Worker:
-    """Plays groups of two rollouts, whose first token is of the weights at the beginning, the last of those at the end.
+    """Plays groups of two rollouts: first token by the weights at the start, last token by those at the end.
 
-    Also the run's limiter, which counts nothing.
+    It is also the run's limiter, which counts nothing.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Worker:
     async def publish(self, version: int) -> None:
         self.version = version
 
-    async def play(self, task: Task, stream: str, one: None) -> Group:
+    async def play(self, task: Task, stream: str, eval_set: None) -> Group:
         first = self.version
         await asyncio.sleep(random.Random(stream).uniform(SECONDS / 2, SECONDS))
         return Group(task, (rollout(0.0, first, self.version), rollout(1.0, first, self.version)))
@@ -69,7 +69,7 @@ def rollout(value: float, first: int, last: int) -> Rollout:
 
 
 def steps_a_second(workers: list[Any], folder: Path, staleness: int, steps: int) -> tuple[float, float]:
-    """Of one run; and the share of its samples that were too old."""
+    """Steps a second of one run, and the share of its samples that were too old."""
     config = Config()
     config.run.dir, config.data.train = str(folder), str(folder / "tasks.jsonl")
     config.train.steps, config.train.prompts_per_step, config.rollout.max_staleness = steps, PROMPTS, staleness
@@ -101,19 +101,19 @@ def main() -> None:
     steps, rounds = (SMOKE_STEPS, SMOKE_ROUNDS) if few else (STEPS, ROUNDS)
     config = Config()
     config.rollout.workers = WORKERS
-    found: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
+    results: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
     with TemporaryDirectory() as folder, ray_session(config):
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         workers = [start_actor(Worker) for _ in range(WORKERS)]
         ray.get([worker.spend.remote() for worker in workers])
         for _ in range(rounds):
-            for staleness, runs in found.items():
-                with TemporaryDirectory() as of_run:
-                    runs.append(steps_a_second(workers, Path(of_run), staleness, steps))
+            for staleness, runs in results.items():
+                with TemporaryDirectory() as run_folder:
+                    runs.append(steps_a_second(workers, Path(run_folder), staleness, steps))
                 print(f"max_staleness {staleness}: {runs[-1][0]:.3f} steps/s, {runs[-1][1]:.1%} too old", flush=True)
         dist.destroy_process_group()
-    in_turns, ahead = (median(rate for rate, _ in runs) for runs in found.values())
-    values = {"speedup": ahead / in_turns, "steps_per_second": ahead, "too_old": median(old for _, old in found[1])}
+    in_turns, ahead = (median(rate for rate, _ in runs) for runs in results.values())
+    values = {"speedup": ahead / in_turns, "steps_per_second": ahead, "too_old": median(old for _, old in results[1])}
     print(json.dumps({"name": "async_steps", "values": {name: round(value, 4) for name, value in values.items()}}))
 
 

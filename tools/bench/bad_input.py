@@ -1,15 +1,15 @@
-"""What becomes of input that cannot work: options, data, models and run folders that are wrong in every way we know.
+"""How a run ends if its input cannot work: options, data, models and run folders, wrong in every way we know.
 
 `python tools/bench/bad_input.py`: for each option of the schema values below and above what it may be, nan, inf, of
-another type, and unknown choices; then damaged files of data, of a model and of a run. Each goes through the whole
-start of a run, up to the moment when ranks would be started, and each must end with exit code 2 and one line.
+another type, and unknown choices; then damaged files of data, of a model and of a run. Each input goes through the
+whole start of a run, up to the moment when ranks would be started, and must end it with exit code 2 and one line.
 
     inputs = how many;
-    traceback = those that ended with a traceback or another exit code;
-    accepted_nonsense = those with which ranks would have been started;
-    over_two_lines = those that printed more than two lines;
-    crash = those that ended the interpreter, or took longer than 20 s, twice: others may be busy on the machine;
-    seconds = the slowest.
+    traceback = inputs that ended with a traceback or another exit code;
+    accepted_nonsense = inputs with which ranks would have been started;
+    over_two_lines = inputs that printed more than two lines;
+    crash = inputs that ended the interpreter or took longer than 20 s, twice, since the machine may be busy;
+    seconds = of the slowest input.
 
 --show prints what each of them printed; --smoke: every 25th. The last line is one JSON object.
 """
@@ -46,17 +46,17 @@ class Input(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a program ended with: exit code, "accepted", "traceback" or "crash"."""
+    """How a program ended: `code` is its exit code, "accepted", "traceback" or "crash"."""
 
     code: int | str
-    said: str
+    output: str
     seconds: float
 
 
 # --- Inputs --------------------------------------------------------------------------------------------------------
 
 
-def of_options(base: Sequence[str]) -> Iterator[Input]:
+def option_inputs(base: Sequence[str]) -> Iterator[Input]:
     from megatron_collab.config import Config, declared
 
     for name, default, rule in declared(Config):
@@ -160,7 +160,7 @@ DATA: dict[str, bytes] = {
 }
 
 
-def of_data(base: Sequence[str], folder: Path) -> Iterator[Input]:
+def data_inputs(base: Sequence[str], folder: Path) -> Iterator[Input]:
     folder.mkdir()
     for number, (name, content) in enumerate(DATA.items()):
         file = folder / f"{number}.jsonl"
@@ -174,12 +174,12 @@ def of_data(base: Sequence[str], folder: Path) -> Iterator[Input]:
 
 
 def setting(**changed: Any) -> Edit:
-    """Of config.json; None takes one away."""
+    """Change settings of config.json; None removes one."""
 
     def edit(model: Path) -> None:
         file = model / "config.json"
-        found = json.loads(file.read_text()) | changed
-        file.write_text(json.dumps({name: value for name, value in found.items() if value is not None}))
+        config = json.loads(file.read_text()) | changed
+        file.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
 
     return edit
 
@@ -189,15 +189,15 @@ def template(text: str) -> Edit:
 
 
 def header(change: Callable[[dict[str, Any]], object]) -> Edit:
-    """Of model.safetensors: 8 bytes of length, the header in JSON, the tensors."""
+    """Change the header of model.safetensors, which has 8 bytes of length, the header in JSON, the tensors."""
 
     def edit(model: Path) -> None:
         file = model / "model.safetensors"
         content = file.read_bytes()
         size = int.from_bytes(content[:8], "little")
-        found = json.loads(content[8 : 8 + size])
-        change(found)
-        written = json.dumps(found).encode()
+        tensors = json.loads(content[8 : 8 + size])
+        change(tensors)
+        written = json.dumps(tensors).encode()
         file.write_bytes(len(written).to_bytes(8, "little") + written + content[8 + size :])
 
     return edit
@@ -247,10 +247,10 @@ MODELS: dict[str, Edit] = {
     "weights empty": written("model.safetensors", b""),
     "weights nonsense": written("model.safetensors", b"nonsense" * 100),
     "a header of 2^60 bytes": written("model.safetensors", (1 << 60).to_bytes(8, "little")),
-    "a tensor missing": header(lambda found: found.pop(EMBEDDING)),
-    "a tensor of another shape": header(lambda found: found[EMBEDDING].update(shape=[1, 1])),
-    "a tensor of integers": header(lambda found: found[EMBEDDING].update(dtype="I32")),
-    "a tensor beyond the file": header(lambda found: found[EMBEDDING].update(data_offsets=[0, 1 << 40])),
+    "a tensor missing": header(lambda tensors: tensors.pop(EMBEDDING)),
+    "a tensor of another shape": header(lambda tensors: tensors[EMBEDDING].update(shape=[1, 1])),
+    "a tensor of integers": header(lambda tensors: tensors[EMBEDDING].update(dtype="I32")),
+    "a tensor beyond the file": header(lambda tensors: tensors[EMBEDDING].update(data_offsets=[0, 1 << 40])),
     "an index to ../../etc/passwd": index("../../../../etc/passwd"),
     "an index to /etc/passwd": index("/etc/passwd"),
     "an index to a file that is not there": index("none.safetensors"),
@@ -266,7 +266,7 @@ MODELS: dict[str, Edit] = {
 }
 
 
-def of_models(base: Sequence[str], model: Path, folder: Path) -> Iterator[Input]:
+def model_inputs(base: Sequence[str], model: Path, folder: Path) -> Iterator[Input]:
     for number, (name, edit) in enumerate(MODELS.items()):
         copy = folder / str(number)
         shutil.copytree(model, copy)
@@ -274,28 +274,28 @@ def of_models(base: Sequence[str], model: Path, folder: Path) -> Iterator[Input]
         yield Input(f"model: {name}", "train", [*base, f"model.path={copy}"])
 
 
-def a_file(run: Path) -> None:
+def replace_by_file(run: Path) -> None:
     shutil.rmtree(run)
     run.write_text("x")
 
 
-def a_folder_of_settings(run: Path) -> None:
+def replace_settings_by_folder(run: Path) -> None:
     (run / "config.json").unlink()
     (run / "config.json").mkdir()
 
 
 RUNS: dict[str, Edit] = {
-    "a file": a_file,
+    "a file": replace_by_file,
     "config.json torn": cut("config.json", 0.5),
     "config.json a list": written("config.json", b"[]"),
     "config.json a text": written("config.json", b'"x"'),
     "config.json of another run": written("config.json", json.dumps({"optim": {"lr": 0.5}}).encode()),
     "config.json binary": written("config.json", bytes(range(256))),
-    "config.json a folder": a_folder_of_settings,
+    "config.json a folder": replace_settings_by_folder,
 }
 
 
-def of_runs(base: Sequence[str], run: Path, folder: Path) -> Iterator[Input]:
+def run_inputs(base: Sequence[str], run: Path, folder: Path) -> Iterator[Input]:
     for number, (name, edit) in enumerate(RUNS.items()):
         copy = folder / str(number)
         shutil.copytree(run, copy)
@@ -312,7 +312,7 @@ def of_runs(base: Sequence[str], run: Path, folder: Path) -> Iterator[Input]:
         yield Input(f"convert: {name}", "convert", [str(copy), f"{copy}/hf"])
 
 
-# --- What becomes of them ------------------------------------------------------------------------------------------
+# --- How they end --------------------------------------------------------------------------------------------------
 
 
 class Accepted(BaseException):
@@ -320,7 +320,7 @@ class Accepted(BaseException):
 
 
 def serve(pipe: Connection) -> None:
-    """In a process of its own: run what comes, and say how it ended."""
+    """Main function of a subprocess: run each input that comes and send back how it ended."""
     from megatron_collab import train
     from megatron_collab.commands.__main__ import run
     from megatron_collab.launch import prepare
@@ -346,45 +346,45 @@ def serve(pipe: Connection) -> None:
 
 
 class Server:
-    """The process in which inputs are tried; another one once it has crashed."""
+    """The process that tries inputs; it is replaced if it crashes."""
 
     def __init__(self) -> None:
-        self.first: Input | None = None  # tried before others, in each process: its seconds are those of imports
+        self.first: Input | None = None  # tried first in each process, so that its imports are not timed
         self._start()
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs,))
+        self._pipe, child_end = context.Pipe()
+        self._process = context.Process(target=serve, args=(child_end,))
         self._process.start()
-        theirs.close()
+        child_end.close()
 
-    def tried(self, one: Input) -> Outcome:
-        found = self._tried(one, LIMIT)
-        return self._tried(one, LIMIT) if found.code == "crash" else found
+    def try_input(self, case: Input) -> Outcome:
+        outcome = self._try(case, LIMIT)
+        return self._try(case, LIMIT) if outcome.code == "crash" else outcome
 
-    def made(self, one: Input) -> None:
-        """For an input that is right, and whose files others need."""
-        found = self._tried(one, IMPORTS)
-        assert found.code == "accepted", found.said
+    def accept(self, case: Input) -> None:
+        """Try a valid input whose files others need; it must be accepted."""
+        outcome = self._try(case, IMPORTS)
+        assert outcome.code == "accepted", outcome.output
 
-    def _tried(self, one: Input, limit: float) -> Outcome:
+    def _try(self, case: Input, limit: float) -> Outcome:
         began = time.monotonic()
-        self._pipe.send((one.program, one.arguments))
+        self._pipe.send((case.program, case.arguments))
         try:
             if self._pipe.poll(limit):
-                code, said = self._pipe.recv()
-                return Outcome(code, said, time.monotonic() - began)
-            said = f"no end after {limit:g} s"
+                code, output = self._pipe.recv()
+                return Outcome(code, output, time.monotonic() - began)
+            output = f"no end after {limit:g} s"
         except EOFError:
             self._process.join()
-            said = f"ended with {self._process.exitcode}"
+            output = f"ended with {self._process.exitcode}"
         seconds = time.monotonic() - began
         self.end()
         self._start()
         if self.first:
-            self._tried(self.first, IMPORTS)
-        return Outcome("crash", said, seconds)
+            self._try(self.first, IMPORTS)
+        return Outcome("crash", output, seconds)
 
     def __enter__(self) -> Server:
         return self
@@ -397,18 +397,18 @@ class Server:
         self._process.join()
 
 
-def measured(server: Server, folder: Path, every: int, show: bool) -> dict[str, float]:
+def measure(server: Server, folder: Path, every: int, show: bool) -> dict[str, float]:
     from megatron_collab.launch.validate import load
 
     world, run = folder / "world", folder / "run"
     common = [f"run.dir={run}", f"data.dir={world}", f"model.path={world}/model", "launch.device=cpu"]
     base = ["experiment=booking", *common]
-    server.made(Input("base", "train", base))
+    server.accept(Input("base", "train", base))
     run.mkdir(exist_ok=True)
     (run / "config.json").write_text(json.dumps(asdict(load(base))))
-    server.made(Input("again", "train", base))
-    # The made world would replace data and model.
-    own = [
+    server.accept(Input("again", "train", base))
+    # Without the generated world, which would replace data and model.
+    own_data = [
         *common[1:],
         f"run.dir={folder}/own",
         "train.stage=rl",
@@ -416,39 +416,42 @@ def measured(server: Server, folder: Path, every: int, show: bool) -> dict[str, 
         "user.name=replay",
         "train.steps=1",
     ]
-    own += ["rollout.context_length=256", "rollout.turn.max_new_tokens=24", "rollout.future.max_new_tokens=24"]
+    own_data += ["rollout.context_length=256", "rollout.turn.max_new_tokens=24", "rollout.future.max_new_tokens=24"]
     rows = folder / "good.jsonl"
     rows.write_bytes(GOOD)
-    server.first = Input("good", "train", [*own, f"data.train={rows}"])
-    server.made(server.first)
-    inputs = [*of_options(base), *of_data(own, folder / "data")]
-    inputs += of_models([*own, f"data.train={rows}"], world / "model", folder / "models")
-    inputs += of_runs(base, run, folder / "runs")
+    server.first = Input("good", "train", [*own_data, f"data.train={rows}"])
+    server.accept(server.first)
+    inputs = [*option_inputs(base), *data_inputs(own_data, folder / "data")]
+    inputs += model_inputs([*own_data, f"data.train={rows}"], world / "model", folder / "models")
+    inputs += run_inputs(base, run, folder / "runs")
     outcomes = []
-    for one in inputs[::every]:
-        found = server.tried(one)
-        outcomes.append(found)
-        if show or found.code != 2 or found.said.count("\n") > 1:
-            print(f"{found.code}\t{found.seconds:.1f} s\t{one.name[:80]}\t{found.said.strip()[-600:]}", flush=True)
-    counted = {
+    for case in inputs[::every]:
+        outcome = server.try_input(case)
+        outcomes.append(outcome)
+        if show or outcome.code != 2 or outcome.output.count("\n") > 1:
+            print(
+                f"{outcome.code}\t{outcome.seconds:.1f} s\t{case.name[:80]}\t{outcome.output.strip()[-600:]}",
+                flush=True,
+            )
+    values = {
         "inputs": len(outcomes),
-        "traceback": sum(found.code not in (2, "accepted", "crash") for found in outcomes),
-        "accepted_nonsense": sum(found.code == "accepted" for found in outcomes),
-        "over_two_lines": sum(found.said.count("\n") > 2 for found in outcomes),
-        "crash": sum(found.code == "crash" for found in outcomes),
-        "seconds": round(max(found.seconds for found in outcomes), 1),
+        "traceback": sum(outcome.code not in (2, "accepted", "crash") for outcome in outcomes),
+        "accepted_nonsense": sum(outcome.code == "accepted" for outcome in outcomes),
+        "over_two_lines": sum(outcome.output.count("\n") > 2 for outcome in outcomes),
+        "crash": sum(outcome.code == "crash" for outcome in outcomes),
+        "seconds": round(max(outcome.seconds for outcome in outcomes), 1),
     }
-    assert all(map(math.isfinite, counted.values()))
-    return counted
+    assert all(map(math.isfinite, values.values()))
+    return values
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="every 25th input")
     parser.add_argument("--show", action="store_true", help="print what every input printed")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, Server() as server:
-        values = measured(server, Path(folder), 25 if given.smoke else 1, given.show)
+        values = measure(server, Path(folder), 25 if arguments.smoke else 1, arguments.show)
     print(json.dumps({"name": "bad_input", "values": values}))
     return 0
 

@@ -1,9 +1,9 @@
 """The measured result: the quickstart with comparison for several seeds, its table and its picture.
 
-`python tools/bench/booking.py [--seeds 0 1 2] [--root runs/quickstart] [--smoke]` runs what is not there yet, writes
-docs/figures/booking.svg, prints a Markdown table of the shares, each with its 95 % interval (Wilson's, of the
-tasks it is about), and, last, one JSON object with the worst value over the seeds.
---smoke: one seed of a few steps on one rank in a temporary folder, the picture too.
+`python tools/bench/booking.py [--seeds 0 1 2] [--root runs/quickstart] [--smoke]` runs the seeds that have not finished
+yet, writes docs/figures/booking.svg, prints a Markdown table of the shares, each with its 95 % interval (Wilson's, over
+the tasks it counts), and, last, one JSON object with the worst value over the seeds.
+--smoke: one seed of a few steps on one rank in a temporary folder; the picture goes there too.
 """
 
 from __future__ import annotations
@@ -91,20 +91,22 @@ def tasks_of(seed: int, folder: Path) -> dict[str, int]:
 
 
 def share(value: float, n: int) -> str:
-    """With its 95 % interval."""
+    """The share with its 95 % interval."""
     interval = binomtest(round(value * n), n).proportion_ci(0.95, "wilson")
     return f"{value:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
 
 
 def draw(folders: list[Path], picture: Path) -> None:
-    """How often the policy asks when something is missing, by step: thin lines are seeds, both rewards."""
+    """Draw how often the policy asks when something is missing, by step: one thin line per seed and reward."""
     figure, axes = plt.subplots(figsize=(7, 3.2))
     runs = (("rl", "C0", "multiturn-aware reward"), ("single_turn", "C3", "reward of the turn alone"))
     for run, colour, label in runs:
         for i, folder in enumerate(folders):
             rows = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
-            asked = [row.get("score/ask_when_missing", nan) for row in rows]  # of few prompts, all may be complete
-            axes.plot(range(len(asked)), asked, color=colour, alpha=0.7, linewidth=1, label=label if i == 0 else None)
+            ask_rates = [row.get("score/ask_when_missing", nan) for row in rows]  # of few prompts, all may be complete
+            axes.plot(
+                range(len(ask_rates)), ask_rates, color=colour, alpha=0.7, linewidth=1, label=label if i == 0 else None
+            )
     axes.set(xlabel="step", ylabel="asks when something is missing", ylim=(0, 1))
     axes.legend(frameon=False, loc="center right")
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,14 +1,14 @@
-"""How close conversations that are built turn by turn come to the time they cannot beat: the longest of them.
+"""Time to build conversations turn by turn, over its lower bound: the longest conversation.
 
 The real Synthesis, Flight, journal and Player over two Ray actors; engine, user and judge are simulated. 16 tasks, up
 to five turns of 4 candidates with 3 futures of two user turns; users end a third of the conversations at each message.
-A call takes MEDIAN seconds times two lognormal factors, one of its own and a heavy one of its task. These are as in the
-bench futures, the medians a tenth, so that what our own work adds shows; nothing limits how many calls run at once.
+A call takes MEDIAN seconds times two lognormal factors, one per call and a heavy-tailed one per task. The factors are
+as in the bench futures and the medians a tenth, so that our own overhead shows; concurrent calls are not limited.
 
 The bound is the longest conversation: at each turn its slowest future with its score, since the best candidate is known
 only then. `makespan_over_bound` is the time from the first call until the rows are written over that, the worst of the
-seeds; `turns_over_bound` is that of an order which waits for the turn of all tasks before the next one, which it could
-not beat. `python tools/bench/build.py [--seeds 0 1 2] [--smoke]` prints, last, one JSON object.
+seeds; `turns_over_bound` is the lower bound of an order that finishes a turn of all tasks before the next one starts,
+over the same bound. `python tools/bench/build.py [--seeds 0 1 2] [--smoke]` prints, last, one JSON object.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from megatron_collab.types import Conversation, Finish, Group, Message, Score, T
 
 TASKS, SMOKE_TASKS, WORKERS = 16, 2, 2
 CANDIDATES, FUTURES, USER_TURNS, MESSAGES = 4, 3, 2, 10
-SCRIPT = {"replay": ["said by nobody"]}  # of a user who asks no model; Users play in its place
+SCRIPT = {"replay": ["said by nobody"]}  # a user that calls no model; Users plays in its place
 ENDS = 1 / 3  # of a user's messages
 MEDIAN = {"engine": 0.2, "user": 0.6, "judge": 0.2}  # seconds
-OWN, OF_TASK = 0.2, 1.0  # sigmas of the factors' logarithms
+CALL_SIGMA, TASK_SIGMA = 0.2, 1.0  # sigmas of the factors' logarithms
 
 
 def seconds(kind: str, name: str, task: str) -> float:
-    own = random.Random(f"{kind}/{name}").gauss(0.0, OWN)
-    of_task = random.Random(task).gauss(0.0, OF_TASK)
-    return MEDIAN[kind] * math.exp(own + (of_task if kind != "judge" else 0.0))
+    call_factor = random.Random(f"{kind}/{name}").gauss(0.0, CALL_SIGMA)
+    task_factor = random.Random(task).gauss(0.0, TASK_SIGMA)
+    return MEDIAN[kind] * math.exp(call_factor + (task_factor if kind != "judge" else 0.0))
 
 
-async def takes(kind: str, name: str, task: str) -> str:
-    """After its time, the time that a call took, which is all that is said."""
-    found = seconds(kind, name, task)
-    await asyncio.sleep(found)
-    return str(found)
+async def wait_for_call(kind: str, name: str, task: str) -> str:
+    """Sleep for the duration of the call; the duration is also the text that is returned."""
+    duration = seconds(kind, name, task)
+    await asyncio.sleep(duration)
+    return str(duration)
 
 
 class Engine:
@@ -67,7 +67,7 @@ class Engine:
     thought_end = None
 
     async def generate(self, prompt_ids: tuple[int, ...], *, seed: int, affinity: str, **_: Any) -> Turn:
-        text = await takes("engine", str(seed), affinity.rpartition(".")[0])
+        text = await wait_for_call("engine", str(seed), affinity.rpartition(".")[0])
         return Turn(prompt_ids, (1,), (-1.0,), (0,), Finish.STOP, text)
 
     def first(self, messages: Sequence[Message], thinking: bool | None = None) -> tuple[int, ...]:
@@ -89,8 +89,8 @@ class User:
 
     async def reply(self, conversation: Conversation) -> UserReply:
         name = f"{self.sample}/{len(conversation.turns)}"
-        said = await takes("user", name, self.sample.partition(".")[0])
-        return UserReply(Message("user", said), random.Random(name).random() < ENDS)
+        text = await wait_for_call("user", name, self.sample.partition(".")[0])
+        return UserReply(Message("user", text), random.Random(name).random() < ENDS)
 
     async def finish(self, conversation: Conversation) -> float:
         return 0.0
@@ -104,27 +104,27 @@ class Users:
         return User(sample)
 
     def ended(self, task: Task, conversation: Conversation) -> None:
-        """Nobody counts."""
+        """Counts nothing."""
 
 
 class Judge:
     async def score(self, task: Task, conversation: Conversation) -> dict[str, Score]:
-        await takes("judge", said(conversation.messages), "")
-        return {"asks": random.Random(said(conversation.messages)).random()}
+        await wait_for_call("judge", text_of(conversation.messages), "")
+        return {"asks": random.Random(text_of(conversation.messages)).random()}
 
 
-def said(messages: Sequence[Message]) -> str:
+def text_of(messages: Sequence[Message]) -> str:
     return " ".join(message.content for message in messages)
 
 
 class Worker:
-    """Plays groups on the real Player. Also the run's limiter, which counts nothing."""
+    """Plays groups on the real Player. It is also the run's limiter, which counts nothing."""
 
     def __init__(self, config: Config) -> None:
         engine: Any = Engine()
         self.player = Player(engine, engine, Users(), Judge(), config)  # type: ignore[arg-type]
 
-    async def play(self, task: Task, stream: str, one: None) -> Group:
+    async def play(self, task: Task, stream: str, eval_set: None) -> Group:
         return await self.player.play(task, stream)
 
     async def spend(self) -> dict[str, float]:
@@ -132,7 +132,7 @@ class Worker:
 
 
 class Timed(Synthesis):
-    """Keeps the groups of the conversations."""
+    """Gives access to the groups of the conversations."""
 
     def built(self) -> list[list[Group]]:
         return self._groups
@@ -146,8 +146,10 @@ def settings(folder: Path, seed: int, tasks: int) -> Config:
     config.rollout.max_user_turns, config.rollout.max_messages = USER_TURNS, MESSAGES
     config.reward.weights = {"asks": 1.0}
     tiny_model.byte_tokenizer([], 300).save_pretrained(folder / "model")
-    given = [Task(f"{seed}-{i}", (Message("user", "0.0"),), "goal", "answer", "replay", SCRIPT) for i in range(tasks)]
-    write_jsonl(folder / "tasks.jsonl", [task_row(task) for task in given])
+    examples = [
+        Task(f"{seed}-{i}", (Message("user", "0.0"),), "goal", "answer", "replay", SCRIPT) for i in range(tasks)
+    ]
+    write_jsonl(folder / "tasks.jsonl", [task_row(task) for task in examples])
     return config
 
 
@@ -157,11 +159,11 @@ def build(config: Config) -> tuple[float, list[list[Group]]]:
     ray.get([worker.spend.remote() for worker in workers])
     pool = SimpleNamespace(recover=lambda: None)
     servers: Any = SimpleNamespace(workers=Workers(workers, [], workers[0]), pool=pool, lost_all=lambda: False)
-    run: Any = SimpleNamespace(evaluation_due=lambda one, step: "model", evaluation=lambda *_: None)
+    run: Any = SimpleNamespace(evaluation_due=lambda eval_set, step: "model", evaluation=lambda *_: None)
     synthesis = Timed(config, run, restore=lambda: None)
-    with synthesis.alone(servers, 0):
-        (one,) = synthesis.sets
-        synthesis._prepared(one)  # reads the tasks, which takes longer than all else here
+    with synthesis.standalone(servers, 0):
+        (eval_set,) = synthesis.sets
+        synthesis._prepared(eval_set)  # reads the tasks, which takes longer than everything else here
         began = time.monotonic()
         synthesis.evaluate(0)
         return time.monotonic() - began, synthesis.built()
@@ -172,23 +174,23 @@ def longest(group: Group) -> float:
     begins = len(group.task.messages)
     futures = [future.conversation.messages for rollout in group.rollouts for future in rollout.futures]
     played = (sum(float(message.content) for message in messages[begins:]) for messages in futures)
-    return max(took + seconds("judge", said(messages), "") for took, messages in zip(played, futures, strict=True))
+    return max(took + seconds("judge", text_of(messages), "") for took, messages in zip(played, futures, strict=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(3)))
     parser.add_argument("--smoke", action="store_true", help="one seed of two tasks: shows that it runs, no figures")
-    given = parser.parse_args()
-    tasks = SMOKE_TASKS if given.smoke else TASKS
+    arguments = parser.parse_args()
+    tasks = SMOKE_TASKS if arguments.smoke else TASKS
     over_bound, in_turns = [], []
     config = Config()
     config.rollout.workers = WORKERS
     with TemporaryDirectory() as folder, ray_session(config):
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        for seed in given.seeds[:1] if given.smoke else given.seeds:
-            with TemporaryDirectory() as of_seed:
-                took, conversations = build(settings(Path(of_seed), seed, tasks))
+        for seed in arguments.seeds[:1] if arguments.smoke else arguments.seeds:
+            with TemporaryDirectory() as seed_folder:
+                took, conversations = build(settings(Path(seed_folder), seed, tasks))
             chains = [[longest(group) for group in conversation] for conversation in conversations]
             bound = max(map(sum, chains))
             over_bound.append(took / bound)

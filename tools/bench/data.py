@@ -1,8 +1,8 @@
-"""What reading rows as tasks costs, beside the bare iteration of the same rows by `datasets`.
+"""Cost of reading rows as tasks, beside the bare iteration of the same rows by `datasets`.
 
-`python tools/bench/data.py [--rounds 3]`: a million made rows with the columns of our own format (one message or three,
-a goal, an answer) as JSONL. It is opened and checked once, so that its rows lie as Arrow on disk; then two ways take
-turns, each in a fresh process, of one thread:
+`python tools/bench/data.py [--rounds 3]`: a million generated rows with the columns of our own format (one message or
+three, a goal, an answer) as JSONL. The file is opened and checked once, which leaves its rows as Arrow on disk; then
+two ways take turns, each in a fresh process of one thread:
 
 - plain: `for row in table` of the library's Dataset, then 20,000 rows `table[i]` in an order drawn from a seed;
 - ours: `for task in load_tasks(file)`, then 20,000 tasks in the order of a run (`Mixture`), which is drawn from a seed.
@@ -10,7 +10,7 @@ turns, each in a fresh process, of one thread:
     rows_per_second_over_datasets = rows a second, ours / plain, of the whole pass (bound: at least 0.5);
     random_over_datasets = the same of the rows in another order than the file's;
     memory_mb_per_million_rows = growth of the anonymous memory of our process from before the file is opened to the
-        end, in MB for a million rows. Pages of the mapped file are not in it: the kernel takes them back when it likes;
+        end, in MB for a million rows. Pages of the mapped file do not count: the kernel can drop them when needed;
     parsed_mb_per_second = the file (file_mb), parsed and written by the first process of a run;
     checked_rows_per_second = rows that are read and checked before a run, without counting tokens.
 
@@ -48,32 +48,32 @@ def made_row(number: int) -> dict[str, Any]:
 
 
 def anonymous_memory() -> int:
-    """Bytes of memory of this process that no file stands behind."""
+    """Bytes of this process's memory that no file backs."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) * 1024
 
 
 def library_rows(file: Path) -> Any:
-    """The rows as `datasets` itself reads them, from its Arrow beside the file."""
+    """The rows as `datasets` itself reads them, from its Arrow files beside `file`."""
     import datasets
 
     datasets.disable_progress_bars()
     return datasets.Dataset.from_json(str(file), cache_dir=str(file.parent / "library"))
 
 
-def checked(file: Path) -> dict[str, float]:
-    """MB of the file parsed a second, by the first process of a run, and rows a second that are read and checked."""
+def check_rates(file: Path) -> dict[str, float]:
+    """MB of the file parsed a second by the first process of a run, and rows read and checked a second."""
     from megatron_collab.config import Config
     from megatron_collab.data.examples import load_tasks
     from megatron_collab.data.survey import survey
-    from megatron_collab.rollout.needs import needs
+    from megatron_collab.rollout.task_requirements import task_requirements
 
     config = Config()
     config.reward.weights = {"accuracy": 1.0, "token_amount": -0.1}
     began = time.perf_counter()
     tasks = load_tasks(file, "bench", None, file.parent / "cache")
     parsed = time.perf_counter()
-    survey(tasks, 8192, lambda messages: 0, lambda task: 0, needs(config))
+    survey(tasks, 8192, lambda messages: 0, lambda task: 0, task_requirements(config))
     seconds = time.perf_counter() - parsed
     return {"parsed": file.stat().st_size / 1e6 / (parsed - began), "checked": len(tasks) / seconds}
 
@@ -100,21 +100,21 @@ def one_pass(way: str, file: Path) -> dict[str, float]:
         rows[row]
     ended = time.perf_counter()
     memory = anonymous_memory() - before
-    found = {"rows": count, "streamed": count / (streamed - began), "random": len(order) / (ended - streamed)}
-    return found | {"mb": memory / 1e6 / count * 1e6}
+    rates = {"rows": count, "streamed": count / (streamed - began), "random": len(order) / (ended - streamed)}
+    return rates | {"mb": memory / 1e6 / count * 1e6}
 
 
 def measure(way: str, file: Path) -> dict[str, float]:
     command = [sys.executable, __file__, "--way", way, "--file", str(file)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ARROW_NUM_THREADS": "1"}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    rates: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     print(
-        f"{way}: {found['streamed']:,.0f} rows/s, in random order {found['random']:,.0f} rows/s, "
-        f"{found['mb']:.0f} MB for a million rows",
+        f"{way}: {rates['streamed']:,.0f} rows/s, in random order {rates['random']:,.0f} rows/s, "
+        f"{rates['mb']:.0f} MB for a million rows",
         flush=True,
     )
-    return found
+    return rates
 
 
 def main() -> None:
@@ -127,18 +127,18 @@ def main() -> None:
     if arguments.way:
         print(json.dumps(one_pass(arguments.way, arguments.file)))
         return
-    found: dict[str, list[dict[str, float]]] = {"plain": [], "ours": []}
+    results: dict[str, list[dict[str, float]]] = {"plain": [], "ours": []}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.jsonl"
         with file.open("w") as out:
             for number in range(SMOKE_ROWS if arguments.smoke else ROWS):
                 out.write(json.dumps(made_row(number)) + "\n")
-        start, _ = checked(file), library_rows(file)
+        start, _ = check_rates(file), library_rows(file)
         for _ in range(1 if arguments.smoke else arguments.rounds):
-            for way, passes in found.items():
+            for way, passes in results.items():
                 passes.append(measure(way, file))
         size = file.stat().st_size / 1e6
-    plain, ours = ({name: median(each[name] for each in found[way]) for name in found[way][0]} for way in found)
+    plain, ours = ({name: median(rates[name] for rates in results[way]) for name in results[way][0]} for way in results)
     assert plain["rows"] == ours["rows"]
     values = {
         "rows_per_second_over_datasets": ours["streamed"] / plain["streamed"],

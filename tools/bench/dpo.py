@@ -3,16 +3,16 @@
     .venv/bin/python tools/bench/dpo.py [--smoke]
 
 A random Qwen3 of 4 million parameters; 32 pairs of two replies to a prompt, all with lognormal lengths; AdamW, clipped
-gradient; float32, one process, one thread. Both sides have the reference's log-probs beforehand. An update of ours is
-that of a run, from the samples: it packs them, and the replies of a pair share their prompt. TRL gets padded batches
-ready made, in the size of micro-batch that was faster in its first update. The sides alternate.
+gradient; float32, one process, one thread. Both sides have the reference's log-probs beforehand. Our update is that of
+a run, from the samples: it packs them, and the replies of a pair share their prompt. TRL gets batches that are padded
+beforehand, with the micro-batch size that was faster in its first update. The sides alternate.
 
-    loss_diff     the largest difference of the losses of the first updates of each loss that both have (sigmoid,
-                  sigmoid_norm, ipo), each update after the first from a policy that has left the reference
+    loss_diff     the largest difference of the losses of the first updates, for each loss that both have (sigmoid,
+                  sigmoid_norm, ipo); after the first update the policy differs from the reference
     norm_diff     the largest relative difference of their gradient norms
     trl_over_ours ratio of the median times of an update of the sigmoid loss
 
-TRL is what make setup installs aside for comparisons. --smoke: our updates alone, of 8 pairs, without it. The last line
+TRL is installed by make setup in a separate folder. --smoke: our updates alone, of 8 pairs, without TRL. The last line
 is one JSON object.
 """
 
@@ -41,17 +41,17 @@ import torch  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from megatron_collab.config import Config  # noqa: E402
-from megatron_collab.runtime.network import alone  # noqa: E402
+from megatron_collab.runtime.network import single_rank  # noqa: E402
 from megatron_collab.trainer.megatron import parallel  # noqa: E402
 from megatron_collab.trainer.trainer import PolicyTrainer  # noqa: E402
-from megatron_collab.types import Batch, Sample, Scored  # noqa: E402
+from megatron_collab.types import Batch, Sample, ScoredBatch  # noqa: E402
 
 PAIRS, SMOKE_PAIRS, UPDATES = 32, 8, 3
 VOCAB, LR, CLIP, BETA = 4096, 1e-5, 1.0, 0.1
 MEAN_LOG_PROMPT, MEAN_LOG_REPLY, SIGMA, SHORTEST, LONGEST = 4.6, 3.7, 0.8, 8, 1024
 TRL_MICRO_BATCHES = (4, 16)  # pairs
 LOSSES = ("sigmoid_norm", "ipo", "sigmoid")
-Found = dict[str, float]
+Metrics = dict[str, float]
 
 
 def make_model(folder: Path) -> int:
@@ -89,18 +89,18 @@ def make_pairs(count: int) -> list[Sample]:
     return samples
 
 
-def ours(folder: Path, samples: list[Sample], loss: str) -> Callable[[], Found]:
+def ours(folder: Path, samples: list[Sample], loss: str) -> Callable[[], Metrics]:
     config = Config()
     config.launch.device, config.model.dtype, config.model.path = "cpu", "float32", str(folder)
     config.train.stage, config.algo.dpo.loss, config.algo.dpo.beta = "dpo", loss, BETA
     config.optim.lr, config.optim.clip_grad = LR, CLIP
     trainer = PolicyTrainer(config)
     batch = Batch(tuple(samples))
-    scored = Scored(batch.samples, reference_log_probs=trainer.log_probs(trainer.chunks, batch))
+    scored = ScoredBatch(batch.samples, reference_log_probs=trainer.log_probs(trainer.chunks, batch))
     return lambda: trainer.update(scored)
 
 
-def trl(folder: Path, samples: list[Sample], loss: str, micro_batch: int) -> Callable[[], Found]:
+def trl(folder: Path, samples: list[Sample], loss: str, micro_batch: int) -> Callable[[], Metrics]:
     """TRL's trainer on the batches that its collator makes of the pairs."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models
@@ -137,7 +137,7 @@ def trl(folder: Path, samples: list[Sample], loss: str, micro_batch: int) -> Cal
     trainer.precompute_ref_logps, trainer.ref_model = True, None
     trainer.model.train()
 
-    def update() -> Found:
+    def update() -> Metrics:
         total = 0.0
         for part in parts:
             value = trainer._compute_loss(trainer.model, dict(part), False) / len(parts)
@@ -152,60 +152,63 @@ def trl(folder: Path, samples: list[Sample], loss: str, micro_batch: int) -> Cal
 
 
 def row(samples: list[Sample], at: int) -> dict[str, list[int]]:
-    """A pair as TRL's collator takes it."""
+    """A pair in the form that TRL's collator takes."""
     prompt = int(np.flatnonzero(samples[at].loss_mask)[0])
     sides = (samples[at].token_ids, samples[at + 1].token_ids)
     chosen, rejected = (side[prompt:].tolist() for side in sides)
     return {"prompt_ids": sides[0][:prompt].tolist(), "chosen_ids": chosen, "rejected_ids": rejected}
 
 
-def timed(update: Callable[[], Found]) -> tuple[Found, float]:
+def time_update(update: Callable[[], Metrics]) -> tuple[Metrics, float]:
     """What an update reports, and its seconds."""
     start = time.perf_counter()
     return update(), time.perf_counter() - start
 
 
-def compare(folder: Path, samples: list[Sample], rounds: int) -> Found:
+def compare(folder: Path, samples: list[Sample], rounds: int) -> Metrics:
     losses, norms, times = list[float](), list[float](), list[tuple[float, float]]()
     fastest = 0
     for loss in LOSSES:
         update = ours(folder, samples, loss)
         if not fastest:
-            first = {size: timed(trl(folder, samples, loss, size))[1] for size in TRL_MICRO_BATCHES}
+            first = {size: time_update(trl(folder, samples, loss, size))[1] for size in TRL_MICRO_BATCHES}
             fastest = min(first, key=first.__getitem__)
         peer = trl(folder, samples, loss, fastest)
         for _ in range(max(UPDATES, rounds) if loss == LOSSES[-1] else UPDATES):
-            (mine, own_seconds), (theirs, seconds) = timed(update), timed(peer)
-            losses.append(abs(mine["loss"] - theirs["loss"]))
-            norms.append(abs(mine["grad_norm"] / theirs["grad_norm"] - 1))
-            times.append((own_seconds, seconds))
-            print(f"{loss}: loss {mine['loss']:.6f}, TRL's {theirs['loss']:.6f}; {own_seconds:.2f} s, {seconds:.2f} s")
+            (our_metrics, our_seconds), (trl_metrics, trl_seconds) = time_update(update), time_update(peer)
+            losses.append(abs(our_metrics["loss"] - trl_metrics["loss"]))
+            norms.append(abs(our_metrics["grad_norm"] / trl_metrics["grad_norm"] - 1))
+            times.append((our_seconds, trl_seconds))
+            print(
+                f"{loss}: loss {our_metrics['loss']:.6f}, TRL's {trl_metrics['loss']:.6f}; "
+                f"{our_seconds:.2f} s, {trl_seconds:.2f} s"
+            )
             sys.stdout.flush()
-    own, other = (statistics.median(column) for column in zip(*times[2 * UPDATES :], strict=True))
-    print(f"ours {own:.2f} s, TRL {other:.2f} s with micro-batches of {fastest} pairs")
-    return {"loss_diff": max(losses), "norm_diff": max(norms), "trl_over_ours": other / own}
+    our_median, trl_median = (statistics.median(column) for column in zip(*times[2 * UPDATES :], strict=True))
+    print(f"ours {our_median:.2f} s, TRL {trl_median:.2f} s with micro-batches of {fastest} pairs")
+    return {"loss_diff": max(losses), "norm_diff": max(norms), "trl_over_ours": trl_median / our_median}
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--rounds", type=int, default=3, help="timed updates of each side")
-    options.add_argument("--smoke", action="store_true", help="our updates alone, of few pairs: no figures")
-    given = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="timed updates of each side")
+    parser.add_argument("--smoke", action="store_true", help="our updates alone, of few pairs: no figures")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ |= alone("bench")
+    os.environ |= single_rank("bench")
     config = Config()
     config.launch.device = "cpu"
     with tempfile.TemporaryDirectory() as scratch, parallel.init_parallel(config):
         folder = Path(scratch) / "model"
         parameters = make_model(folder)
-        samples = make_pairs(SMOKE_PAIRS if given.smoke else PAIRS)
+        samples = make_pairs(SMOKE_PAIRS if arguments.smoke else PAIRS)
         lengths = [len(sample.token_ids) for sample in samples]
         print(f"{parameters / 1e6:.1f} M parameters, {sum(lengths)} tokens, the longest {max(lengths)}", flush=True)
-        if given.smoke:
+        if arguments.smoke:
             update = ours(folder, samples, LOSSES[-1])
             values = {f"{name}_{number}": update()[name] for number in (1, 2) for name in ("loss", "grad_norm")}
         else:
-            values = compare(folder, samples, given.rounds)
+            values = compare(folder, samples, arguments.rounds)
     print(json.dumps({"name": "dpo", "values": {name: round(value, 8) for name, value in values.items()}}))
 
 

@@ -1,16 +1,16 @@
-"""How close a step's conversations come to the time they cannot beat, and how much longer the published order takes.
+"""Time of a step's conversations over its lower bound, and how much longer the published order takes.
 
 `python tools/bench/futures.py [--seeds 0 1 2 3 4] [--smoke]`: 16 tasks x 8 trained turns x 3 futures of 2 user turns on
 the real Player. Engine, user and judge are simulated, at most CONCURRENCY of each kind at once. A call
-takes MEDIAN seconds times a factor of its own, times one of its task where it is engine or user (some problems need
-long answers); both are lognormal, and the tail is heavy: one task in a hundred takes ten times the median. Time is
+takes MEDIAN seconds times a factor per call, and times a factor per task if it calls engine or user (some problems need
+long answers). Both are lognormal, and the tail is heavy: one task in a hundred takes ten times the median. Time is
 virtual: the event loop jumps to the next timer, so no clock is read and a seed gives the same values everywhere.
 --smoke: 2 tasks and one seed.
 
-`makespan_over_bound` = makespan / max(longest chain, work / concurrency of each kind), where a chain is the calls that
-one future needs one after the other; the worst over the seeds. `serial_over_ours` = the same calls in the order of
-the published recipe (all trained turns at once, the futures of each one after the other, judging once all are
-played) / ours; the mean over the seeds. The last line is one JSON object.
+`makespan_over_bound` = makespan / max(longest chain, work / concurrency of each kind); a chain is the sequence of calls
+that one future needs. It is the worst over the seeds. `serial_over_ours` = the same calls in the order of the published
+recipe (all trained turns at once, the futures of a turn one after the other, judging when all are played) / ours; the
+mean over the seeds. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from megatron_collab.types import Conversation, Finish, Message, Score, Task, Tu
 TASKS, SMOKE_TASKS = 16, 2
 ROLLOUTS, FUTURES, USER_TURNS = 8, 3, 2
 MEDIAN = {"engine": 2.0, "user": 6.0, "judge": 2.0}  # seconds
-OWN, OF_TASK = 0.2, 1.0  # sigmas of the factors' logarithms
+CALL_SIGMA, TASK_SIGMA = 0.2, 1.0  # sigmas of the factors' logarithms
 CONCURRENCY = {"engine": 256, "user": 256, "judge": 256}
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time jumps to the next timer as soon as nothing else is left to do."""
+    """An event loop whose time jumps to the next timer when nothing else is ready."""
 
     now = 0.0
 
@@ -60,9 +60,9 @@ class Simulation:
         self.work: dict[str, float] = defaultdict(float)
 
     def seconds(self, kind: str, name: str, task: str = "") -> float:
-        own = random.Random(f"{self.seed}/{kind}/{name}").gauss(0.0, OWN)
-        of_task = random.Random(f"{self.seed}/{task}").gauss(0.0, OF_TASK) if task else 0.0
-        return MEDIAN[kind] * math.exp(own + of_task)
+        call_factor = random.Random(f"{self.seed}/{kind}/{name}").gauss(0.0, CALL_SIGMA)
+        task_factor = random.Random(f"{self.seed}/{task}").gauss(0.0, TASK_SIGMA) if task else 0.0
+        return MEDIAN[kind] * math.exp(call_factor + task_factor)
 
     async def call(self, kind: str, name: str, task: str = "") -> None:
         seconds = self.seconds(kind, name, task)
@@ -72,7 +72,7 @@ class Simulation:
 
 
 class Engine:
-    """A policy whose turns take time and say one token."""
+    """A policy whose turns take time and have one token."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
@@ -136,7 +136,7 @@ class Users:
         return User(self.simulation, task, sample)
 
     def ended(self, task: Task, conversation: Conversation) -> None:
-        """Nobody counts."""
+        """Counts nothing."""
 
 
 class Judge:
@@ -189,7 +189,7 @@ async def serial(simulation: Simulation) -> list[Conversation]:
 def run[Result](
     play: Callable[[Simulation], Coroutine[Any, Any, Result]], seed: int, tasks: Sequence[Task]
 ) -> tuple[float, Simulation, Result]:
-    """The virtual seconds that `play` takes, what it used, and what it made."""
+    """(virtual seconds that `play` takes, its simulation, its result)."""
     loop = VirtualLoop()
     try:
         simulation = Simulation(seed, tasks)
@@ -200,7 +200,7 @@ def run[Result](
 
 
 def longest_chain(simulation: Simulation, conversations: Sequence[Conversation]) -> float:
-    """The seconds of the future that has to wait longest when nothing is ever busy; futures in the order of `ours`."""
+    """Seconds of the longest future if no call ever waits for a slot; `conversations` in the order of `ours`."""
     places = [RolloutPlace(task.id, i, j) for task in simulation.tasks for i in range(ROLLOUTS) for j in range(FUTURES)]
     chains = []
     for place, conversation in zip(places, conversations, strict=True):

@@ -1,20 +1,20 @@
-"""What a GPU gives: a training step against the products that it could do, FP8, publishing against a copy.
+"""Speed on a GPU: a training step over its matrix products, FP8 over bfloat16, publishing over a copy.
 
     .venv/bin/python tools/bench/gpu.py [--smoke]
 
 One GPU; four layers of the size of Qwen3-8B's, bfloat16, TransformerEngine. The parts run one after the other, each in
-a process of its own:
+its own process:
 
 - bfloat16: supervised steps of 32,768 tokens in sequences of 4,096, and before them products of 8,192 x 8,192 matrices.
-  `mfu` is the arithmetic of a step (6 operations a weight and token, and causal attention, nothing for what is
-  recomputed) over its time, divided by the rate of those products, `matmul_tflops`: their ceiling on this GPU today.
-- fp8: the same steps with FP8 in blocks. `fp8_over_bf16` is the time of one over that in bfloat16. Left out below
-  compute capability 9.0.
+  `mfu` is the arithmetic of a step (6 operations a weight and token, and causal attention; recomputation is not
+  counted) over its time, divided by the rate of those products, `matmul_tflops`, the ceiling on this GPU.
+- fp8: the same steps with FP8 in blocks. `fp8_over_bf16` is the time of a step over that in bfloat16. Skipped if the
+  compute capability is below 9.0.
 - publish: a colocated SGLang takes the weights. `publish_over_copy` is its rate, the bytes of its weights over the time
   from pause to continue, divided by that of a copy from the GPU to itself.
 
-Times are medians. --smoke: small, and on the CPU where there is no GPU, with TransformerEngine over reference kernels:
-shows that it runs, its figures mean nothing. The last line is one JSON object.
+Times are medians. --smoke: small, and on the CPU if there is no GPU, with TransformerEngine over reference kernels; it
+shows that the bench runs, and its figures mean nothing. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron_collab.config import Config
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import hf_shapes
 from megatron_collab.runtime import device, gpu_environment
-from megatron_collab.runtime.network import alone
+from megatron_collab.runtime.network import single_rank
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
 from megatron_collab.types import Batch, Sample
 
@@ -53,7 +53,7 @@ WARM, TIMED = 2, 7
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model; of a step; of a matrix and of a copy that set the ceilings."""
+    """Sizes of the model, of a step, and of the matrix and the copy (bytes) that set the ceilings."""
 
     layers: int
     hidden: int
@@ -97,7 +97,7 @@ def make_model(folder: Path, size: Size) -> None:
 
 def configure(folder: Path, size: Size, fp8: bool = False) -> Config:
     config = Config()
-    config.launch.device = device.GPU if device.probe(device.GPU).found else "cpu"
+    config.launch.device = device.GPU if device.probe(device.GPU).available else "cpu"
     config.launch.timeout, config.launch.nproc_per_node = 600.0, 1
     config.model.path, config.model.dtype = str(folder), "bfloat16"
     config.train.stage, config.train.tokens_per_micro_batch = "sft", size.budget
@@ -108,7 +108,7 @@ def configure(folder: Path, size: Size, fp8: bool = False) -> Config:
 
 
 def batch_of(size: Size) -> Batch:
-    """Random sequences that are trained from the second token on."""
+    """Random sequences; all tokens but the first are trained."""
     rng = np.random.default_rng(0)
     mask = (np.arange(size.length) > 0).astype(np.float32)
     rows = (rng.integers(0, size.vocab, size.length) for _ in range(size.sequences))
@@ -118,46 +118,46 @@ def batch_of(size: Size) -> Batch:
 def arithmetic(shape: ModelShape, size: Size) -> float:
     """Floating-point operations of a step: forward, and twice as many backward.
 
-    Two a weight and token, without the embedding, which is looked up. In causal attention a token meets half of the
-    sequence on average: scores and their sum of values take 2 operations each for every one of its numbers.
+    Two a weight and token, without the embedding, which is looked up. In causal attention a token attends to half of
+    the sequence on average: scores and the weighted sum of values take 2 operations each per element of the head.
     """
     weights = sum(prod(sides) for name, sides in hf_shapes(shape).items() if "embed_tokens" not in name)
     attention = shape.layers * 2 * 2 * size.length / 2 * shape.heads * shape.head_dim
     return 3.0 * size.sequences * size.length * (2 * weights + attention)
 
 
-def timed(act: Callable[[], object], where: str) -> float:
+def median_seconds(act: Callable[[], object], device_type: str) -> float:
     """Median seconds."""
     times = []
     for _ in range(WARM + TIMED):
         began = time.perf_counter()
         act()
-        if where == device.GPU:
+        if device_type == device.GPU:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
     return median(times[WARM:])
 
 
 def train(folder: Path, size: Size, fp8: bool) -> dict[str, float]:
-    """Seconds of a step, and how many operations a second it and products of matrices do."""
+    """Seconds of a step, and operations a second of a step and of matrix products."""
     from megatron_collab.trainer.megatron import parallel
     from megatron_collab.trainer.trainer import PolicyTrainer
 
     config = configure(folder, size, fp8)
-    where, batch = config.launch.device, batch_of(size)
+    device_type, batch = config.launch.device, batch_of(size)
     with parallel.init_parallel(config):
-        matrix = torch.randn(size.matrix, size.matrix, device=where).bfloat16()
-        ceiling = 2 * size.matrix**3 / timed(lambda: matrix @ matrix, where)
+        matrix = torch.randn(size.matrix, size.matrix, device=device_type).bfloat16()
+        ceiling = 2 * size.matrix**3 / median_seconds(lambda: matrix @ matrix, device_type)
         trainer = PolicyTrainer(config)
-        seconds = timed(lambda: trainer.update(batch), where)
+        seconds = median_seconds(lambda: trainer.update(batch), device_type)
         return {"seconds": seconds, "ceiling": ceiling, "rate": arithmetic(trainer.shape, size) / seconds}
 
 
-def rate_of_copies(size: Size, where: str) -> float:
-    """Bytes a second."""
-    source = torch.ones(size.copied, dtype=torch.uint8, device=where)
+def rate_of_copies(size: Size, device_type: str) -> float:
+    """Bytes a second of a copy on the device."""
+    source = torch.ones(size.copied, dtype=torch.uint8, device=device_type)
     target = torch.empty_like(source)
-    return size.copied / timed(lambda: target.copy_(source), where)
+    return size.copied / median_seconds(lambda: target.copy_(source), device_type)
 
 
 def publish(folder: Path, size: Size) -> dict[str, float]:
@@ -169,7 +169,7 @@ def publish(folder: Path, size: Size) -> dict[str, float]:
 
     config = configure(folder, size)
     config.rollout.server.max_total_tokens = 8192
-    where = config.launch.device
+    device_type = config.launch.device
 
     def lost(server: Any, reason: str) -> None:
         raise SystemExit(f"the server is lost: {reason}")
@@ -178,23 +178,23 @@ def publish(folder: Path, size: Size) -> dict[str, float]:
         server.wait_healthy(1800)
         trainer = PolicyTrainer(config)
         pool: Any = SimpleNamespace(present=lambda: [server], lost=lost)
-        copied = rate_of_copies(size, where)
+        copied = rate_of_copies(size, device_type)
         device.free_cache()
         with WeightSync(config, trainer.chunks, trainer.shape, pool) as sync:
             versions = iter(range(WARM + TIMED))
-            seconds = timed(lambda: sync.publish(next(versions)), where)
-    held = 2 * sum(prod(sides) for sides in hf_shapes(trainer.shape).values())
-    return {"publish": held / seconds, "copy": copied}
+            seconds = median_seconds(lambda: sync.publish(next(versions)), device_type)
+    weight_bytes = 2 * sum(prod(sides) for sides in hf_shapes(trainer.shape).values())
+    return {"publish": weight_bytes / seconds, "copy": copied}
 
 
 def as_part(part: str, folder: Path, size: Size) -> dict[str, float]:
-    """What a process of its own measures."""
-    if part != "publish" and not device.probe(device.GPU).found:
+    """The measurements of a part, which runs in its own process."""
+    if part != "publish" and not device.probe(device.GPU).available:
         from megatron_collab.trainer.megatron.te_cpu.install import install
 
         install()
     patches.apply("megatron")
-    os.environ |= alone("bench")
+    os.environ |= single_rank("bench")
     return publish(folder, size) if part == "publish" else train(folder, size, fp8=part == "fp8")
 
 
@@ -203,9 +203,9 @@ def measure(part: str, folder: Path, smoke: bool) -> dict[str, float]:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"{part} ended with {done.returncode}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    print(f"{part}: {', '.join(f'{name} {value:.4g}' for name, value in found.items())}", flush=True)
-    return found
+    rates: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    print(f"{part}: {', '.join(f'{name} {value:.4g}' for name, value in rates.items())}", flush=True)
+    return rates
 
 
 def main() -> int:
@@ -214,30 +214,30 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="small, on any machine: shows that it runs, no figures")
     arguments = parser.parse_args()
     gpu_environment.enter()
-    size, here = SMOKE if arguments.smoke else FULL, device.probe(device.GPU)
+    size, gpu = SMOKE if arguments.smoke else FULL, device.probe(device.GPU)
     if arguments.part:
         part, folder = arguments.part
         print(json.dumps(as_part(part, Path(folder), size)))
         return 0
-    if not (here.found or arguments.smoke):
-        print(f"tools/bench/gpu.py: needs a GPU: {here.detail}; --smoke shows that it runs without", file=sys.stderr)
+    if not (gpu.available or arguments.smoke):
+        print(f"tools/bench/gpu.py: needs a GPU: {gpu.detail}; --smoke shows that it runs without", file=sys.stderr)
         return EXIT_BAD_INPUT
-    capability = device.capability() or HOPPER  # of the reference kernels, where there is no GPU
-    print(f"{here.detail}, torch {torch.__version__}{': these figures mean nothing' * arguments.smoke}", flush=True)
+    capability = device.capability() or HOPPER  # the reference kernels' if there is no GPU
+    print(f"{gpu.detail}, torch {torch.__version__}{': these figures mean nothing' * arguments.smoke}", flush=True)
     parts = [part for part in PARTS if part != "fp8" or capability >= HOPPER]
     with TemporaryDirectory() as folder:
         make_model(Path(folder), size)
-        found = {part: measure(part, Path(folder), arguments.smoke) for part in parts}
-    step, moved = found["bfloat16"], found["publish"]
+        results = {part: measure(part, Path(folder), arguments.smoke) for part in parts}
+    step, transfer = results["bfloat16"], results["publish"]
     values = {
         "mfu": step["rate"] / step["ceiling"],
         "matmul_tflops": step["ceiling"] / 1e12,
-        "publish_over_copy": moved["publish"] / moved["copy"],
-        "publish_gb_s": moved["publish"] / 1e9,
-        "copy_gb_s": moved["copy"] / 1e9,
+        "publish_over_copy": transfer["publish"] / transfer["copy"],
+        "publish_gb_s": transfer["publish"] / 1e9,
+        "copy_gb_s": transfer["copy"] / 1e9,
     }
-    if "fp8" in found:
-        values["fp8_over_bf16"] = found["fp8"]["seconds"] / step["seconds"]
+    if "fp8" in results:
+        values["fp8_over_bf16"] = results["fp8"]["seconds"] / step["seconds"]
     print(json.dumps({"name": "gpu", "values": {name: float(f"{value:.4g}") for name, value in values.items()}}))
     return 0
 

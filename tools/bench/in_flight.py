@@ -1,22 +1,22 @@
-"""What a worker takes to hold 2,000 conversations at once: the real ConversationWorker, for three minutes.
+"""Cost of holding 2,000 conversations in flight in one worker: the real ConversationWorker, for three minutes.
 
 `python tools/bench/in_flight.py [--conversations 2000] [--minutes 3] [--turn-seconds 20]` starts the actors of a run
 (one ConversationWorker with the scripted booking user, one RewardWorker with the metrics of booking,
-the limiter) and plays groups of 8 trained turns x 3 futures. SGLang alone is simulated, by a process that answers
-/generate in SGLang's format: the first token after a twentieth of the turn's time, the whole at its end. A turn takes
-half to one and a half of TURN_SECONDS and has 200 tokens, a question or a booking and then words that say nothing.
+the limiter) and plays groups of 8 trained turns x 3 futures. Only SGLang is simulated, by a process that answers
+/generate in SGLang's format: the first token after a twentieth of the turn's time, all tokens at its end. A turn takes
+half to one and a half of TURN_SECONDS and has 200 tokens: a question or a booking, then filler.
 
-Groups begin at the pace that CONVERSATIONS need and a fifth faster, as long as fewer than a tenth more are in flight:
-so they stand at all stages. Time counts from the moment that so many are in flight; at its end no group begins any
-more, and those that have begun are played to their ends. Where so many are not in flight within START_SECONDS, the
-bench ends with exit code 1 and says how many were.
+Groups begin a fifth faster than CONVERSATIONS need, if fewer than 1.1 x CONVERSATIONS are in flight, so that they are
+spread over all stages. Time counts from the moment when CONVERSATIONS are in flight; when it is over, no more groups
+begin, and those that have begun are played to their ends. If that many are not in flight within START_SECONDS, the
+bench prints how many were and ends with exit code 1.
 
     lost            conversations begun that did not come back, ended in an error or lack a score
-    in_flight_mean  turns of the policy that the worker waits for, looked at four times a second; in_flight_least
+    in_flight_mean  turns of the policy that the worker waits for, sampled four times a second; in_flight_least: minimum
     us_per_turn     CPU time of the worker's process (user and system, microseconds) a turn, in the last two thirds
-    cpu_share       the same over time: 1 is a whole core, which is what limits a worker; engine_cpu_share
-    memory_growth   mean resident memory of the worker's process without what it shares with others (Ray's object
-                    store) in the last third of the time over that of the second; memory_mb is the last
+    cpu_share       the same over time; a worker can use one core at most, which is 1; engine_cpu_share: the engine's
+    memory_growth   mean resident memory of the worker's process without shared memory (Ray's object store) in the last
+                    third of the time over that of the second third; memory_mb: in the last third
 
 --smoke: 100 conversations of short turns for six seconds. The last line is one JSON object.
 """
@@ -68,7 +68,7 @@ PLAYED = (Ending.USER_DONE, Ending.TURN_LIMIT)
 
 
 class Engine:
-    """SGLang's /generate: the seed of a request decides what it says and how long that takes."""
+    """SGLang's /generate: the seed of a request decides the reply and how long it takes."""
 
     def __init__(self, replies: Sequence[tuple[str, tuple[int, ...]]], turn_seconds: float) -> None:
         """`replies`: texts and their tokens."""
@@ -79,14 +79,14 @@ class Engine:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         drawn = random.Random(body["sampling_params"]["sampling_seed"])
-        began, whole = drawn.choice(self._events)
+        first_event, last_event = drawn.choice(self._events)
         seconds = self.turn_seconds * drawn.uniform(0.5, 1.5)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         await asyncio.sleep(FIRST_TOKEN * seconds)
-        await response.write(began)
+        await response.write(first_event)
         await asyncio.sleep((1 - FIRST_TOKEN) * seconds)
-        await response.write(whole.replace(b'"prompt_tokens": 0', b'"prompt_tokens": %d' % len(body["input_ids"])))
+        await response.write(last_event.replace(b'"prompt_tokens": 0', b'"prompt_tokens": %d' % len(body["input_ids"])))
         self.turns.value += 1
         return response
 
@@ -96,14 +96,14 @@ def _event(text: str, tokens: Sequence[int]) -> tuple[bytes, bytes]:
     drawn = random.Random(text)
     meta = {"weight_version": "0", "prompt_tokens": 0, "cached_tokens": 0, "finish_reason": None}
     log_probs = [[-drawn.expovariate(1.0), token, None] for token in tokens]
-    began = {"text": "", "output_ids": [], "meta_info": {**meta, "output_token_logprobs": []}}
+    first = {"text": "", "output_ids": [], "meta_info": {**meta, "output_token_logprobs": []}}
     ended = {**meta, "output_token_logprobs": log_probs, "finish_reason": {"type": "stop"}}
-    whole = {"text": text, "output_ids": list(tokens), "meta_info": ended}
-    return f"data: {json.dumps(began)}\n\n".encode(), f"data: {json.dumps(whole)}\n\ndata: [DONE]\n\n".encode()
+    last = {"text": text, "output_ids": list(tokens), "meta_info": ended}
+    return f"data: {json.dumps(first)}\n\n".encode(), f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n".encode()
 
 
 def serve(engine: Engine, ready: Connection) -> None:
-    """Answer until ended; says its port when it can be asked."""
+    """Serve until killed; sends its port through `ready` when it accepts requests."""
     die_with_parent()
 
     async def run() -> None:
@@ -122,10 +122,10 @@ def serve(engine: Engine, ready: Connection) -> None:
 @contextmanager
 def serving(engine: Engine) -> Iterator[tuple[str, psutil.Process]]:
     """The address and the process of `engine`."""
-    ours, theirs = _SPAWN.Pipe()
-    process = _SPAWN.Process(target=serve, args=(engine, theirs), daemon=True)
+    parent_end, child_end = _SPAWN.Pipe()
+    process = _SPAWN.Process(target=serve, args=(engine, child_end), daemon=True)
     process.start()
-    yield f"http://127.0.0.1:{ours.recv()}", psutil.Process(process.pid)
+    yield f"http://127.0.0.1:{parent_end.recv()}", psutil.Process(process.pid)
     process.kill()
     process.join()
 
@@ -134,7 +134,7 @@ def serving(engine: Engine) -> Iterator[tuple[str, psutil.Process]]:
 
 
 class Look(NamedTuple):
-    """Worker and engine at a moment."""
+    """A sample of the state of worker and engine."""
 
     time: float  # seconds
     in_flight: int  # turns that the worker waits for
@@ -146,10 +146,10 @@ class Look(NamedTuple):
 
 @dataclass
 class Load:
-    """What has begun, and what has come back of it."""
+    """Conversations that have begun and that were completed."""
 
     begun: int = 0
-    played: int = 0
+    completed: int = 0
     looks: list[Look] = field(default_factory=list)
 
 
@@ -165,14 +165,14 @@ def configure(folder: Path) -> Config:
 
 
 def replies(renderer: ChatRenderer) -> list[tuple[str, tuple[int, ...]]]:
-    """Turns of TOKENS tokens, BOOKS of which book and the others ask for something."""
-    drawn, made = random.Random(0), []
+    """Turns of TOKENS tokens: a share BOOKS of them book, the others ask for something."""
+    drawn, turns = random.Random(0), []
     for number, task in enumerate(booking.tasks(0, REPLIES)):
-        asks = booking.ask([drawn.choice(list(booking.SLOTS))])
-        said = task.answer if number < BOOKS * REPLIES else asks
-        text = " ".join([said, *["."] * (TOKENS - 1 - len(said.split()))])
-        made.append((text, renderer.reply(text)))
-    return made
+        question = booking.ask([drawn.choice(list(booking.SLOTS))])
+        content = task.answer if number < BOOKS * REPLIES else question
+        text = " ".join([content, *["."] * (TOKENS - 1 - len(content.split()))])
+        turns.append((text, renderer.reply(text)))
+    return turns
 
 
 def play(worker: Any, engine: tuple[Engine, psutil.Process], conversations: int, seconds: float) -> Load:
@@ -205,12 +205,12 @@ def play(worker: Any, engine: tuple[Engine, psutil.Process], conversations: int,
             load.looks.append(Look(now, in_flight, simulated.turns.value, cpu, engine_cpu, memory.rss - memory.shared))
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=LOOK, fetch_local=False)
         for group in ray.get(done):
-            load.played += sum(played(group))
+            load.completed += sum(completed(group))
     return load
 
 
-def played(group: Group) -> list[bool]:
-    """Of each future, whether it was played to an ending and has all its scores."""
+def completed(group: Group) -> list[bool]:
+    """For each future, whether it was played to an ending and has all its scores."""
     return [
         future.conversation.ending in PLAYED and not any(isinstance(s, Missing) for s in future.scores.values())
         for rollout in group.rollouts
@@ -226,7 +226,7 @@ def values(load: Load) -> dict[str, float]:
     in_flight = [look.in_flight for look in load.looks]
     memory = [mean(look.memory for look in looks) for looks in (second, last)]
     return {
-        "lost": load.begun - load.played,
+        "lost": load.begun - load.completed,
         "memory_growth": round(memory[1] / memory[0], 4),
         "us_per_turn": round(1e6 * (final.cpu - first.cpu) / turns, 1),
         "in_flight_mean": round(mean(in_flight), 1),

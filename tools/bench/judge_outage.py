@@ -1,4 +1,4 @@
-"""Judgements during an outage: none may differ from those of a clean run, and none may become 0.
+"""Scores of a judge during an outage: none may differ from those of a clean run, and none may become 0.
 
 `python tools/bench/judge_outage.py` asks for 500 scores at a real HTTP endpoint on loopback, through Judge and
 LiteLLM, first while it works, then while, drawn by seed for every request, 30 % fail (status 500, 429 with
@@ -6,14 +6,14 @@ Retry-After, a connection that is reset), 5 % hang until the client gives up, an
 looks like 0 or like a part of the score. Values:
 
 - wrong_scores: scores that differ from those of the clean run, Missing aside; must be 0.
-- zero_by_failure: scores of 0 where the clean run has another; must be 0.
-- missing: share of the scores that could not be had within three tries (0.4 ** 3 = 0.064 is to be expected).
+- zero_by_failure: scores of 0 that are not 0 in the clean run; must be 0.
+- missing: share of the scores that failed three tries (0.4 ** 3 = 0.064 is expected).
 - calls: requests that the endpoint got during the outage.
-- away_missing, away_wrong: the same two of 100 scores that are asked for while nobody listens at the address, which
-  takes 60 s, with the tries and deadline that a judge has by default; both must be 0.
+- away_missing, away_wrong: missing and wrong ones of 100 scores that are requested while the endpoint is down for 60 s,
+  with a judge's default tries and deadline; both must be 0.
 - away_seconds: from the return of the endpoint until the last of these scores; the client pauses for 30 s at most.
 
---smoke: 20 scores, and 5 while nobody listens for 2 s.
+--smoke: 20 scores, and 5 while the endpoint is down for 2 s.
 """
 # ruff: noqa: E402 (patches come before LiteLLM)
 
@@ -51,7 +51,7 @@ Scores = list[float | Missing]
 
 
 class Endpoint:
-    """Chat completions whose score depends on the prompt alone, and whose faults on prompt and try."""
+    """Chat completions whose score depends only on the prompt, and whose faults depend on prompt and try."""
 
     def __init__(self, broken: bool) -> None:
         self.broken = broken
@@ -83,8 +83,16 @@ async def fault(request: web.Request, draw: random.Random) -> web.StreamResponse
 
 def bad_json(good: str, draw: random.Random) -> str:
     half = good[: draw.randrange(len(good))]
-    others = ["", "0", "null", "{}", "I would say 0.", '{"thought": "", "score": null}', '{"thought": "", "score": 11}']
-    return draw.choice([half, good[:-1], good[:-2], *others, '{"thought": "", "score": false}', '{"score": 0}'])
+    malformed = [
+        "",
+        "0",
+        "null",
+        "{}",
+        "I would say 0.",
+        '{"thought": "", "score": null}',
+        '{"thought": "", "score": 11}',
+    ]
+    return draw.choice([half, good[:-1], good[:-2], *malformed, '{"thought": "", "score": false}', '{"score": 0}'])
 
 
 def completion(text: str) -> web.Response:
@@ -95,7 +103,7 @@ def completion(text: str) -> web.Response:
 
 
 async def serve(endpoint: Endpoint, port: int = 0) -> tuple[web.AppRunner, str]:
-    """What ends it, and its address."""
+    """Start the endpoint; returns the runner that stops it, and its address."""
     application = web.Application()
     application.router.add_post("/v1/chat/completions", endpoint.answer)
     runner = web.AppRunner(application, shutdown_timeout=0.1, handler_cancellation=True)
@@ -105,11 +113,11 @@ async def serve(endpoint: Endpoint, port: int = 0) -> tuple[web.AppRunner, str]:
 
 
 async def away(count: int, absent: float) -> tuple[Scores, float]:
-    """`count` scores asked for while the endpoint is unreachable for `absent` s; seconds from its return to the last"""
+    """`count` scores, requested while the endpoint is down for `absent` s, and seconds from its return to the last."""
     runner, url = await serve(Endpoint(broken=False))
     await runner.cleanup()
-    asked = Judge(LlmClient(), EndpointConfig("openai/judge", url))
-    scores = [asyncio.create_task(asked.ask(f"Score conversation {i}.", FIELDS)) for i in range(count)]
+    judge_client = Judge(LlmClient(), EndpointConfig("openai/judge", url))
+    scores = [asyncio.create_task(judge_client.ask(f"Score conversation {i}.", FIELDS)) for i in range(count)]
     await asyncio.sleep(absent)
     runner, _ = await serve(Endpoint(broken=False), urlsplit(url).port or 0)
     began = time.monotonic()
@@ -117,24 +125,24 @@ async def away(count: int, absent: float) -> tuple[Scores, float]:
         answers = await asyncio.gather(*scores)
     finally:
         await runner.cleanup()
-    found = [answer if isinstance(answer, Missing) else answer["score"] for answer in answers]
-    return found, time.monotonic() - began
+    results = [answer if isinstance(answer, Missing) else answer["score"] for answer in answers]
+    return results, time.monotonic() - began
 
 
 async def judge(broken: bool, count: int) -> tuple[Scores, int]:
-    """`count` scores, and the requests that the endpoint got."""
+    """`count` scores, and the number of requests that the endpoint got."""
     endpoint = Endpoint(broken)
     runner, url = await serve(endpoint)
-    asked = Judge(LlmClient(), EndpointConfig("openai/judge", url, attempts=3, timeout=TIMEOUT))
+    judge_client = Judge(LlmClient(), EndpointConfig("openai/judge", url, attempts=3, timeout=TIMEOUT))
     gate = asyncio.Semaphore(AT_ONCE)
 
-    async def one(i: int) -> float | Missing:
+    async def ask_score(i: int) -> float | Missing:
         async with gate:
-            answer: dict[str, Any] | Missing = await asked.ask(f"Score conversation {i}.", FIELDS)
+            answer: dict[str, Any] | Missing = await judge_client.ask(f"Score conversation {i}.", FIELDS)
         return answer if isinstance(answer, Missing) else answer["score"]
 
     try:
-        scores = list(await asyncio.gather(*(one(i) for i in range(count))))
+        scores = list(await asyncio.gather(*(ask_score(i) for i in range(count))))
     finally:
         await runner.cleanup()
     return scores, endpoint.tries.total()
@@ -149,10 +157,10 @@ def main() -> None:
     clean, _ = asyncio.run(judge(broken=False, count=count))
     scores, calls = asyncio.run(judge(broken=True, count=count))
     late, seconds = asyncio.run(away(SMOKE_AWAY, SMOKE_AWAY_SECONDS) if few else away(AWAY, AWAY_SECONDS))
-    had = [(score, true) for score, true in zip(scores, clean, strict=True) if not isinstance(score, Missing)]
+    available = [(score, true) for score, true in zip(scores, clean, strict=True) if not isinstance(score, Missing)]
     values = {
-        "wrong_scores": sum(score != true for score, true in had),
-        "zero_by_failure": sum(score == 0 != true for score, true in had),
+        "wrong_scores": sum(score != true for score, true in available),
+        "zero_by_failure": sum(score == 0 != true for score, true in available),
         "missing": sum(isinstance(score, Missing) for score in scores) / count,
         "missing_clean": sum(isinstance(score, Missing) for score in clean) / count,
         "calls": calls,

@@ -1,13 +1,13 @@
-"""10,000 malformed answers of judges: what is read of them, and whether that is what was meant.
+"""Parses 10,000 malformed answers of judges: how many are read, and whether they are read as meant.
 
 `python tools/bench/judge_parse.py` makes answers from truths (a text, a number, a count, a yes or no; seeded, by
 hypothesis), writes each in one of the forms in which models get JSON wrong, and parses it. Values:
 
 - crashes: errors other than MalformedAnswer; must be 0.
 - wrong_type: values that are not of their field's type or range; must be 0.
-- wrong_value: answers that were read as something else than their truth; must be 0. Of `nonsense` nobody knows it.
-- recovered: share read as their truth, of those forms in which all of it is there (that is: neither `truncated`
-  nor `nonsense`); by_form: the same by form.
+- wrong_value: answers that were read as something else than their truth; must be 0. `nonsense` has no truth.
+- recovered: share read as their truth, of the forms that contain all of it (neither `truncated` nor `nonsense`);
+  by_form: the same by form.
 
 --smoke: 200 answers.
 """
@@ -70,14 +70,14 @@ def dumps(value: Any) -> str:
 
 
 def pairs(truth: Truth, draw: Draw, quote: Callable[[str], str] = dumps, key: str = '"', comma: str = ", ") -> str:
-    """An object written by hand: `quote` writes the text, `key` stands around keys."""
+    """An object written by hand: `quote` writes the text, `key` is put around keys."""
     written = {**{name: dumps(value) for name, value in truth.items()}, "thought": quote(truth["thought"])}
     names = draw(st.permutations(list(truth)))
     return "{" + comma.join(f"{key}{name}{key}: {written[name]}" for name in names) + "}"
 
 
 def nonsense(truth: Truth, draw: Draw) -> str:
-    """A piece taken out of, or put into, a good answer: or no answer at all."""
+    """A good answer with a piece taken out or put in, or no answer at all."""
     text, piece = dumps(truth), draw(st.text(alphabet="{}[]\"'`,:\\ \n0a“”<>", max_size=6))
     start, length = draw(st.integers(0, len(text))), draw(st.integers(0, 8))
     return draw(st.sampled_from([text[:start] + piece + text[start + length :], piece, truth["thought"]]))
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="few answers: shows that it runs, no figures")
     answers = SMOKE_ANSWERS if parser.parse_args().smoke else ANSWERS
     counts: Counter[str] = Counter()
-    made: Counter[str] = Counter()
+    generated: Counter[str] = Counter()
     read: Counter[str] = Counter()
 
     @settings(
@@ -142,40 +142,40 @@ def main() -> None:
     @given(st.sampled_from(list(FORMS)), truths, st.data())
     def judge(form: str, truth: Truth, data: st.DataObject) -> None:
         text = FORMS[form](truth, data.draw)
-        made[form] += 1
+        generated[form] += 1
         try:
-            found = parse(text, FIELDS)
+            parsed = parse(text, FIELDS)
         except MalformedAnswer:
             return
         except Exception as error:
             counts["crashes"] += 1
             print(f"crash: {form}: {text!r}: {error!r}")
             return
-        if not is_typed(found):
+        if not is_typed(parsed):
             counts["wrong_type"] += 1
-            print(f"wrong type: {form}: {text!r}: {found}")
-        if found == truth:
+            print(f"wrong type: {form}: {text!r}: {parsed}")
+        if parsed == truth:
             read[form] += 1
         elif form != "nonsense":
             counts["wrong_value"] += 1
-            print(f"wrong value: {form}: {text!r}: {found}")
+            print(f"wrong value: {form}: {text!r}: {parsed}")
 
     judge()
-    whole = [form for form in FORMS if form not in LOST and made[form]]
-    by_form = {form: round(read[form] / made[form], 4) for form in whole}
-    recovered = sum(read[form] for form in whole) / sum(made[form] for form in whole)
+    complete_forms = [form for form in FORMS if form not in LOST and generated[form]]
+    by_form = {form: round(read[form] / generated[form], 4) for form in complete_forms}
+    recovered = sum(read[form] for form in complete_forms) / sum(generated[form] for form in complete_forms)
     errors = {name: counts[name] for name in ("crashes", "wrong_type", "wrong_value")}
-    print(f"{sum(made.values())} answers; read as their truth:")
+    print(f"{sum(generated.values())} answers; read as their truth:")
     for form, share in by_form.items():
-        print(f"  {form:20} {share:.4f} of {made[form]}")
-    values = {**errors, "recovered": round(recovered, 4), "answers": sum(made.values())}
+        print(f"  {form:20} {share:.4f} of {generated[form]}")
+    values = {**errors, "recovered": round(recovered, 4), "answers": sum(generated.values())}
     print(json.dumps({"name": "judge_parse", "values": values, "by_form": by_form}))
 
 
-def is_typed(found: Truth) -> bool:
+def is_typed(values: Truth) -> bool:
     """Whether every value is of its field's type and range."""
-    kinds = [type(found[field.name]) is field.kind for field in FIELDS]
-    return all(kinds) and 0 <= found["score"] <= 1 and 0 <= found["count"] <= 9
+    kinds = [type(values[field.name]) is field.kind for field in FIELDS]
+    return all(kinds) and 0 <= values["score"] <= 1 and 0 <= values["count"] <= 9
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Communication of one update, counted, against what the layout should cost.
+"""Counted communication of one update, over the formula of its layout.
 
     .venv/bin/python tools/bench/layouts.py [--smoke]
 
@@ -10,15 +10,15 @@ parameters of the model:
 
     tensor parallel         2 (t-1) T a (4 L + 2)  an all-reduce after attention and MLP, forward and backward, one
                                                    for the embedding, one for the gradient before the head
-    with sequence parallel  (t-1) T a (10 L + 4)   for each all-reduce a gather and a scatter, and 2 gathers of the
-                                                   inputs of qkv and fc1 for the gradient of their weights
+    with sequence parallel  (t-1) T a (10 L + 4)   a gather and a scatter in place of each all-reduce, and 2 gathers
+                                                   of the inputs of qkv and fc1 for the gradient of their weights
     vocabulary              t (t-1) 16 N           four statistics of the log-probs, gathered by every rank
     pipeline                2 (p v - 1) T a s      activations and gradients over p v - 1 boundaries; s = t ranks send
                                                    the same tokens, with sequence parallel s = 1
-    data parallel           2 (d-1) 4 P'           float32 gradients scattered, parameters gathered; P': what a data
-                                                   parallel rank holds, over all t p, without experts that are spread
-    experts                 2 T k (2 a + 4) L      tokens sent to k experts and back, and so their gradients; weights
-                                                   of the choice once each way
+    data parallel           2 (d-1) 4 P'           float32 gradients scattered, parameters gathered; P': parameters of
+                                                   a data-parallel rank, over all t p, without spread experts
+    experts                 2 T k (2 a + 4) L      tokens sent to k experts and back, and their gradients the same way;
+                                                   routing weights once each way
 
 `bytes_over_formula` is the ratio farthest from 1 of all layouts, by its logarithm. --smoke: one layout.
 """
@@ -67,7 +67,7 @@ SEQUENCES, LENGTH, BUDGET = 16, 129, 512
 
 
 def rank_main(layout: str, out: Path) -> None:
-    """One rank: an update, counted; rank 0 writes counted and expected bytes."""
+    """Main function of a rank: count an update; rank 0 writes counted and expected bytes."""
     import numpy as np
     import torch
     import torch.distributed as dist
@@ -114,13 +114,13 @@ def rank_main(layout: str, out: Path) -> None:
         with counted() as counts:
             actor.update(with_advantages(actor.score(Batch(samples)), config.algo))
         dp = parallel_state.get_data_parallel_world_size()
-        own = sum(
+        local_parameters = sum(
             parameter.numel()
             for chunk in chunks
             for parameter in chunk.parameters()
             if getattr(parameter, "allreduce", True)  # False: an expert, spread over the data-parallel ranks
         )
-        total = torch.tensor([float(sum(counts.values())), own / dp])
+        total = torch.tensor([float(sum(counts.values())), local_parameters / dp])
         dist.all_reduce(total)
         if dist.get_rank() == 0:
             tokens = SEQUENCES * (LENGTH - 1)
@@ -146,7 +146,7 @@ def formula(parallel: Any, dp: int, shape: Any, tokens: int, trained: int, param
 
 
 def counted() -> Any:
-    """A context that counts what collectives of this rank put on the wire, by kind, in bytes."""
+    """A context that counts the bytes that this rank's collectives put on the wire, by kind."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -193,23 +193,25 @@ def counted() -> Any:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--rank", nargs=2, metavar=("LAYOUT", "OUT"), help=argparse.SUPPRESS)
-    options.add_argument("--smoke", action="store_true", help="one layout: shows that it runs, no figures")
-    given = options.parse_args()
-    if given.rank:
-        rank_main(given.rank[0], Path(given.rank[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rank", nargs=2, metavar=("LAYOUT", "OUT"), help=argparse.SUPPRESS)
+    parser.add_argument("--smoke", action="store_true", help="one layout: shows that it runs, no figures")
+    arguments = parser.parse_args()
+    if arguments.rank:
+        rank_main(arguments.rank[0], Path(arguments.rank[1]))
         return
     ratios = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for layout in list(LAYOUTS)[: 1 if given.smoke else None]:
+        for layout in list(LAYOUTS)[: 1 if arguments.smoke else None]:
             out = Path(scratch) / f"{layout}.json"
             command = [sys.executable, "-m", "megatron_collab.launch.torchrun"]
             command += [f"--nproc-per-node={RANKS.get(layout, 2)}", __file__, "--rank", layout, str(out)]
             subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"})
-            found = json.loads(out.read_text())
-            ratios[layout] = found["counted"] / sum(found["expected"].values())
-            print(f"{layout}: {found['counted'] / 1e6:.2f} MB, {ratios[layout]:.3f} of the formula {found}", flush=True)
+            result = json.loads(out.read_text())
+            ratios[layout] = result["counted"] / sum(result["expected"].values())
+            print(
+                f"{layout}: {result['counted'] / 1e6:.2f} MB, {ratios[layout]:.3f} of the formula {result}", flush=True
+            )
     worst = max(ratios.values(), key=lambda ratio: abs(math.log(ratio)))
     values = {"bytes_over_formula": worst, **ratios}
     print(json.dumps({"name": "layouts", "values": {name: round(value, 4) for name, value in values.items()}}))

@@ -1,4 +1,4 @@
-"""What log-probs without the full logits cost, in memory and time, against the full logits.
+"""Memory and time of log-probs without the full logits, over those with the full logits.
 
 `python tools/bench/logprob.py [--rounds 3]`: 2,048 tokens, hidden size 512, a vocabulary of 151,936 (Qwen's), float32,
 forward and backward, one thread. Three ways take turns, each time in a fresh process:
@@ -12,11 +12,11 @@ tokens and 64 entries, so that libraries are loaded, then measures one pass:
 
     memory = its peak resident memory - its resident memory before (what the pass needs beside its inputs and the
              gradient of the head), in bytes of one full float32 tensor of logits: `memory_over_full` is ours;
-    time = its CPU seconds, user and system, of the one thread: the first touch of memory is in it, and what other
-           processes do on the machine nearly is not. `time_over_full` is ours / lean.
+    time = CPU seconds (user and system) of its one thread, which include the first touch of memory and hardly depend
+           on other processes. `time_over_full` is ours / lean.
 
-Medians over the rounds. Ours multiplies matrices four times (the logits are made twice), the full ways three times:
-were fresh memory free, `time_over_full` would be about 4/3. What wins on a CPU is that the full ways touch 3.7 GB of
+Medians over the rounds. Ours multiplies matrices four times (it computes the logits twice), the full ways three times:
+if fresh memory were free, `time_over_full` would be about 4/3. Ours wins on a CPU because the full ways touch 3.7 GB of
 fresh pages (`…_system_seconds`) and go through them several times, while a tile stays in the cache. --smoke: one
 round of 256 tokens and 16,384 entries. The last line is one JSON object.
 """
@@ -66,7 +66,7 @@ WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"ours": ours, "le
 
 
 def one_pass(way: str, tokens: int, vocab: int) -> dict[str, float]:
-    """Bytes, CPU seconds, those of the system, and the sum of the log-probs, of one forward and backward pass."""
+    """Bytes, CPU seconds, system seconds and the sum of the log-probs of one forward and backward pass."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, HIDDEN, generator=generator).requires_grad_()
     head = torch.randn(vocab, HIDDEN, generator=generator).mul_(HIDDEN**-0.5).requires_grad_()
@@ -88,7 +88,7 @@ def one_pass(way: str, tokens: int, vocab: int) -> dict[str, float]:
 
 
 def memory(name: str) -> int:
-    """Bytes of resident memory of this process: now (VmRSS) or at most (VmHWM)."""
+    """Bytes of resident memory of this process: current (VmRSS) or peak (VmHWM)."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024
 
@@ -110,10 +110,10 @@ def measure(way: str, smoke: bool) -> dict[str, float]:
     command = [sys.executable, __file__, "--way", way, *(["--smoke"] if smoke else [])]
     one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | one_thread)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    seconds = f"{found['seconds']:.2f} s ({found['system']:.2f} s in the system)"
-    print(f"{way}: {seconds}, {found['bytes'] / 2**20:.0f} MiB", flush=True)
-    return found
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    seconds = f"{result['seconds']:.2f} s ({result['system']:.2f} s in the system)"
+    print(f"{way}: {seconds}, {result['bytes'] / 2**20:.0f} MiB", flush=True)
+    return result
 
 
 def main() -> None:
@@ -125,15 +125,15 @@ def main() -> None:
     tokens, vocab = SMOKE_SIZE if arguments.smoke else SIZE
     if arguments.way:
         return child(arguments.way, (tokens, vocab))
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    results: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for _ in range(1 if arguments.smoke else arguments.rounds):
         for way in WAYS:
-            found[way].append(measure(way, arguments.smoke))
-    sums = [each["sum"] for way in WAYS for each in found[way]]
+            results[way].append(measure(way, arguments.smoke))
+    sums = [result["sum"] for way in WAYS for result in results[way]]
     assert max(sums) - min(sums) < 1e-5 * abs(sums[0]), f"the ways disagree: {sums}"
-    seconds = {way: median(each["seconds"] for each in found[way]) for way in WAYS}
+    seconds = {way: median(result["seconds"] for result in results[way]) for way in WAYS}
     full = 4 * tokens * vocab
-    size = {way: median(each["bytes"] for each in found[way]) / full for way in WAYS}
+    size = {way: median(result["bytes"] for result in results[way]) / full for way in WAYS}
     values = {
         "memory_over_full": size["ours"],
         "time_over_full": seconds["ours"] / seconds["lean"],
@@ -141,7 +141,7 @@ def main() -> None:
         "lean_memory_over_full": size["lean"],
         "plain_memory_over_full": size["plain"],
         **{f"{way}_seconds": seconds[way] for way in WAYS},
-        **{f"{way}_system_seconds": median(each["system"] for each in found[way]) for way in WAYS},
+        **{f"{way}_system_seconds": median(result["system"] for result in results[way]) for way in WAYS},
     }
     print(json.dumps({"name": "logprob", "values": {name: round(value, 4) for name, value in values.items()}}))
 

@@ -1,22 +1,22 @@
-"""Adapters against the whole model, against PEFT, and against servers: merged, and beside the base.
+"""Adapters compared with the whole model, with PEFT, and with servers that have them merged or beside the base.
 
     .venv/bin/python tools/bench/lora.py [--smoke]
 
 A random float32 Qwen3 of 48 million parameters, adapters of rank 32 on all linear layers (alpha 16), one process on the
-CPU. PEFT has the same adapters on the same model in transformers, in a process of its own (tests/trainer/
-peft_reference.py), with what requirements/bench.lock installs aside.
+CPU. PEFT has the same adapters on the same model in transformers, in its own process (tests/trainer/
+peft_reference.py), with the packages of requirements/bench.lock, which are installed in a separate folder.
 
     state_over_full = bytes of gradients, optimizer and checkpoint with adapters / without, the largest of the three;
     peft_step_diff = the largest difference of an A or a B from PEFT's after three steps of AdamW on the same loss, at a
-                     learning rate of 1e-4: where a gradient is nothing but rounding, so is AdamW's step;
-    step_size = how far the steps moved an A or a B at most;
+                     learning rate of 1e-4; if a gradient is only rounding error, so is AdamW's step;
+    step_size = the largest change of an A or a B by the steps;
     logprob_diff = the largest difference, in nats, of SGLang's log-probs of tokens that it samples after these steps
                    from the trainer's, once adapters have been merged on their way into the server;
     sync_bytes = what a later weight sync sends, sync_seconds = how long it takes, the shortest of five;
-    tokens_per_second = how many tokens of eight replies at once the server samples in a second of its processes' CPU
+    tokens_per_second = tokens of eight concurrent replies that the server samples in a second of its processes' CPU
                         time, the most of five.
 
-_adapters after one of the last four: of a server that holds the base and the adapters beside it.
+The suffix _adapters after one of the last four: of a server that keeps the adapters beside the base.
 
 --smoke: a model of 700 thousand parameters, whose adapters are a larger share of it. The last line is one JSON object.
 """
@@ -56,7 +56,7 @@ from megatron_collab.config import Config  # noqa: E402
 from megatron_collab.inference import adapters  # noqa: E402
 from megatron_collab.inference.client import SGLangClient  # noqa: E402
 from megatron_collab.inference.server import ServerProcess, SGLangServer  # noqa: E402
-from megatron_collab.runtime.network import alone  # noqa: E402
+from megatron_collab.runtime.network import single_rank  # noqa: E402
 from megatron_collab.trainer.megatron import parallel  # noqa: E402
 from megatron_collab.trainer.trainer import PolicyTrainer  # noqa: E402
 from megatron_collab.types import Batch, Sample, Turn  # noqa: E402
@@ -67,7 +67,7 @@ ROOT = Path(__file__).resolve().parents[2]
 VOCAB, RANK, LR, STEPS = 4608, 32, 1e-4, 3
 SEQUENCES, LONGEST = 16, 96
 PROMPTS, PROMPT, REPLY = 8, 24, 16
-AGAIN, LONG = 5, 128  # times that something is timed, and tokens of a reply that is
+REPEATS, LONG = 5, 128  # times that something is timed, and tokens of a reply that is
 SIZES = {"hidden_size": 1024, "intermediate_size": 3200, "num_attention_heads": 16, "num_key_value_heads": 8}
 SMOKE_SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -121,14 +121,14 @@ def save(trainer: PolicyTrainer, folder: Path) -> None:
 
 @torch.no_grad()
 def draw_b(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
-    """Every A and B by its key, B drawn: where it is zero A has no gradient, and AdamW would scale up rounding."""
-    generator, found = torch.Generator().manual_seed(0), {}
+    """Every A and B by its key, with a random B: if B is zero, A has no gradient and AdamW scales up rounding."""
+    generator, factors = torch.Generator().manual_seed(0), {}
     for parameter in (p for p in trainer.chunks[0].parameters() if p.requires_grad):
         if "lora_B" in parameter.factor.key:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
-        found[parameter.factor.key] = parameter.detach().clone()
+        factors[parameter.factor.key] = parameter.detach().clone()
     trainer.policy.optimizer.reload_model_params()
-    return found
+    return factors
 
 
 def sizes(trainer: PolicyTrainer, folder: Path) -> np.ndarray:
@@ -162,8 +162,8 @@ def peft(folder: Path, model: Path, config: Config, samples: tuple[Sample, ...])
     return load_file(folder / "trained.safetensors")
 
 
-def published(trainer: PolicyTrainer, config: Config, server: SGLangServer) -> dict[str, float]:
-    """Log-probs, bytes and seconds once the weights have been published to `server`, as its adapters are served."""
+def publish_and_measure(trainer: PolicyTrainer, config: Config, server: SGLangServer) -> dict[str, float]:
+    """Publish the weights to `server` as `config` says; difference of log-probs, bytes, seconds, tokens a second."""
     line: Any = SimpleNamespace(
         url=server.url, api_key=server.api_key, tp=1, index=0, generation=0, resume=lambda tag: None
     )
@@ -171,7 +171,7 @@ def published(trainer: PolicyTrainer, config: Config, server: SGLangServer) -> d
     fleet: Any = SimpleNamespace(present=lambda: [line], lost=lambda server, reason: sys.exit(reason))
     with WeightSync(config, trainer.chunks, trainer.shape, fleet) as publisher:
         publisher.publish(0)
-        seconds = min(timed(lambda: publisher.publish(1)) for _ in range(AGAIN))
+        seconds = min(timed(lambda: publisher.publish(1)) for _ in range(REPEATS))
     plan = plan_sync(trainer.shape, trainer_layout(config), server_layout(config), 4)
     rounds = plan[first_round(plan, server_layout(config), new=False) :]
     samples = []
@@ -180,9 +180,9 @@ def published(trainer: PolicyTrainer, config: Config, server: SGLangServer) -> d
         log_probs, mask = np.zeros((2, length), np.float32)
         log_probs[len(turn.prompt_ids) :], mask[len(turn.prompt_ids) :] = turn.log_probs, 1.0
         samples.append(Sample(np.array(turn.prompt_ids + turn.token_ids, np.int64), mask, log_probs))
-    found = trainer.log_probs(trainer.policy.chunks, Batch(tuple(samples)))
-    pairs = zip(found, samples, strict=True)
-    fastest = min(cpu_seconds(server, lambda: asyncio.run(sample(config, server, LONG))) for _ in range(AGAIN))
+    trainer_log_probs = trainer.log_probs(trainer.policy.chunks, Batch(tuple(samples)))
+    pairs = zip(trainer_log_probs, samples, strict=True)
+    fastest = min(cpu_seconds(server, lambda: asyncio.run(sample(config, server, LONG))) for _ in range(REPEATS))
     return {
         "logprob_diff": max(float(np.abs((a - b.log_probs) * b.loss_mask).max()) for a, b in pairs),
         "sync_bytes": sum(piece.size for row in rounds for bucket in row for piece in bucket.slices),
@@ -198,7 +198,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def cpu_seconds(server: SGLangServer, call: Callable[[], object]) -> float:
-    """What a server's processes take for a call."""
+    """CPU seconds of a server's processes during a call."""
     assert isinstance(server.process, ServerProcess)
     leader = psutil.Process(server.process.pid)
     processes = [leader, *leader.children(recursive=True)]
@@ -209,7 +209,7 @@ def cpu_seconds(server: SGLangServer, call: Callable[[], object]) -> float:
 
 async def sample(config: Config, server: SGLangServer, tokens: int = REPLY) -> list[Turn]:
     prompts = np.random.default_rng(1).integers(10, VOCAB, (PROMPTS, PROMPT)).tolist()
-    client = SGLangClient(server.url, server.api_key, config.rollout, adapters.served(config))
+    client = SGLangClient(server.url, server.api_key, config.rollout, adapters.served_name(config))
     requests = [
         client.generate(tuple(prompt), max_new_tokens=tokens, sampling=config.rollout.turn, seed=number)
         for number, prompt in enumerate(prompts)
@@ -222,11 +222,11 @@ async def sample(config: Config, server: SGLangServer, tokens: int = REPLY) -> l
 def measure(folder: Path, smoke: bool) -> dict[str, float]:
     model, samples = folder / "model", make_samples()
     make_model(model, smoke)
-    config, beside = configure(model, RANK), configure(model, RANK, "adapters")
+    config, adapter_config = configure(model, RANK), configure(model, RANK, "adapters")
     with ExitStack() as stack:
         servers = [
-            stack.enter_context(SGLangServer(each, folder / f"{each.model.lora.serve}.log"))
-            for each in (config, beside)
+            stack.enter_context(SGLangServer(server_config, folder / f"{server_config.model.lora.serve}.log"))
+            for server_config in (config, adapter_config)
         ]
         stack.enter_context(parallel.init_parallel(config))
         full = full_sizes(model, folder / "full", Batch(samples))
@@ -238,30 +238,33 @@ def measure(folder: Path, smoke: bool) -> dict[str, float]:
             trainer.update(Batch(samples))
         save(trainer, folder / "adapters")
         convert.to_peft(storage.find_checkpoint(folder / "adapters"), folder / "trained", model, str(model), None)
-        theirs = peft(folder / "peft", model, config, samples)
+        peft_weights = peft(folder / "peft", model, config, samples)
         before, after = (load_file(folder / name / PEFT_WEIGHTS) for name in ("peft", "trained"))
-        assert after.keys() == theirs.keys()
+        assert after.keys() == peft_weights.keys()
         for server in servers:
             server.wait_healthy(400)
-        merged, adapted = published(trainer, config, servers[0]), published(trainer, beside, servers[1])
+        merged, adapted = (
+            publish_and_measure(trainer, config, servers[0]),
+            publish_and_measure(trainer, adapter_config, servers[1]),
+        )
         return {
             "state_over_full": float((sizes(trainer, folder / "adapters") / full).max()),
-            "peft_step_diff": largest_difference(after, theirs),
+            "peft_step_diff": largest_difference(after, peft_weights),
             "step_size": largest_difference(after, before),
             **merged,
             **{f"{name}_adapters": value for name, value in adapted.items()},
         }
 
 
-def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
+def largest_difference(weights: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
+    return max(float((weights[name] - reference[name]).abs().max()) for name in weights)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a small model: shows that it runs, no figures")
     smoke = parser.parse_args().smoke
-    os.environ |= alone("bench")
+    os.environ |= single_rank("bench")
     with TemporaryDirectory() as temporary:
         print(json.dumps({"name": "lora", "values": measure(Path(temporary), smoke)}))
 

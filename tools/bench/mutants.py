@@ -10,13 +10,13 @@ package. A failed import counts as a failure, and so does a mutant that hangs.
 
 - mutants: how many were sampled.
 - equivalent: how many of them behave as the original does, by an entry of mutants.toml beside this file.
-- killed: the share of all others that some test notices; the aim is 0.92. A line that no test covers keeps its mutants
-  alive.
+- killed: the share of the other mutants that some test notices; the aim is 0.92. If no test covers a line, its mutants
+  live.
 
-Every mutant is printed with its fate. Lines that begin with `error` name an entry of mutants.toml that matches no
-mutant, or one that a test kills, and a test that fails without a mutation, which is left out.
+Every mutant is printed with its fate. A line that begins with `error` is printed if an entry of mutants.toml matches no
+mutant or is killed by a test, and if a test fails without a mutation; that test is left out.
 
-Not mutated: annotations, decorators, asserts, what an error says, texts of several words, `strict=` of zip.
+Not mutated: annotations, decorators, asserts, error messages, texts of several words, `strict=` of zip.
 
 --smoke: 10 mutants of one file. The last line is one JSON object.
 """
@@ -106,7 +106,7 @@ OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.NotIn: ast.In,
 }
 PAIRS = (("min", "max"), ("minimum", "maximum"), ("argmin", "argmax"), ("any", "all"))
-NAMES = dict([*PAIRS, *((right, left) for left, right in PAIRS)])
+NAMES = dict([*PAIRS, *((opposite, name) for name, opposite in PAIRS)])
 REMOVED = (ast.Expr, ast.AugAssign, ast.Assign, ast.Return, ast.Raise, ast.Continue, ast.Break, ast.Delete)
 
 
@@ -198,7 +198,7 @@ def changes(node: ast.AST) -> Iterator[tuple[str, Any, Any, str]]:
 
 
 def removable(statement: ast.stmt, owner: ast.AST) -> bool:
-    """Neither text, nor what defines a local name or ends a function: any test would miss those."""
+    """Whether the statement may be removed: no text, no definition of a local name, no return at a function's end."""
     match statement:
         case ast.Expr(value=ast.Constant()) | ast.Assign(targets=[ast.Name() | ast.Tuple()]):
             return False
@@ -208,7 +208,7 @@ def removable(statement: ast.stmt, owner: ast.AST) -> bool:
 
 
 def children(node: ast.AST) -> Sequence[ast.AST | None]:
-    """Those that are mutated: see the docstring of the module for the others."""
+    """The children that are mutated; the module's docstring lists the others."""
     match node:
         case ast.Assert() | ast.Raise() | ast.Import() | ast.ImportFrom() | ast.arg() | ast.keyword(arg="strict"):
             return []
@@ -226,7 +226,7 @@ def children(node: ast.AST) -> Sequence[ast.AST | None]:
 
 
 class Finder:
-    """Imports files of the package from trees in place of their sources; `watch` is called with the code of each."""
+    """Imports files of the package from trees instead of their sources; calls `watch` with the code of each file."""
 
     def __init__(self, trees: Mapping[str, ast.Module], watch: Callable[[CodeType], None] = lambda code: None) -> None:
         self.trees, self.watch = trees, watch
@@ -252,7 +252,7 @@ def compiled(file: str, tree: ast.Module) -> CodeType:
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
-    """It and all that is defined inside."""
+    """The code object and those of all definitions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -265,9 +265,9 @@ def file_of(test: str) -> str:
 
 @dataclass(frozen=True)
 class Suite:
-    """The tests that pass without a mutation, with their seconds; by file and line, those that execute it.
+    """The tests that pass without a mutation, with their seconds, and by (file, line) the tests that execute it.
 
-    The name of the import is empty.
+    The name is empty if an import executes the line.
     """
 
     seconds: Mapping[str, float]
@@ -275,14 +275,14 @@ class Suite:
     failed: Sequence[str]
 
     def covering(self, mutant: Mutant) -> tuple[set[str], bool]:
-        """Tests that execute the mutated line, and whether the import does: then all those that execute the file."""
+        """Tests that execute the mutated line, and whether the import does; if so, all tests that execute the file."""
         names = set().union(*(self.tests.get((mutant.file, line), ()) for line in mutant.statement))
         if at_import := "" in names:
             names = set().union(*(names for (file, _), names in self.tests.items() if file == mutant.file))
         return names & self.seconds.keys(), at_import
 
     def beside(self, covering: set[str]) -> list[str]:
-        """The tests of the files of these. Each file stays together; `covering` first, then what takes least time."""
+        """All tests in the files of `covering`, which come first, by files that take least time and by seconds."""
         totals: defaultdict[str, float] = defaultdict(float)
         for name in covering:
             totals[file_of(name)] += self.seconds[name]
@@ -291,7 +291,7 @@ class Suite:
 
 
 class Collected:
-    """A pytest plugin: when the tests are collected, `act` is called in place of the loop that would run them."""
+    """A pytest plugin that calls `act` when the tests are collected, instead of running them."""
 
     def __init__(self, act: Callable[[Any], Any]) -> None:
         self.act, self.result = act, None
@@ -309,7 +309,7 @@ class Collected:
 
 
 def collect(act: Callable[[Any], Any], tests: Iterable[str]) -> Any:
-    """What act(session) returns; None if the tests cannot be collected."""
+    """Returns act(session), or None if the tests cannot be collected."""
     import pytest
 
     plugin = Collected(act)
@@ -317,7 +317,7 @@ def collect(act: Callable[[Any], Any], tests: Iterable[str]) -> Any:
     return plugin.result
 
 
-def measured(tests: Iterable[str]) -> Suite:
+def run_unmutated(tests: Iterable[str]) -> Suite:
     """Run the tests without a mutation."""
     executed: dict[tuple[str, int], set[str]] = defaultdict(set)
     files = {str(PACKAGE / file): file for file in TARGETS}
@@ -360,8 +360,8 @@ def killer(session: Any, names: Sequence[str]) -> str:
     return ""
 
 
-def with_new_code(mutant: Mutant, names: Sequence[str], session: Any, functions: Sequence[FunctionType]) -> str:
-    """As `killer`, where `functions` of the mutant's file have its code."""
+def killer_of_functions(mutant: Mutant, names: Sequence[str], session: Any, functions: Sequence[FunctionType]) -> str:
+    """Like `killer`, after `functions` of the mutant's file have got its code."""
     code = {(code.co_qualname, code.co_firstlineno): code for code in codes(compiled(mutant.file, mutant.tree()))}
     for function in functions:
         if function.__code__.co_filename == str(PACKAGE / mutant.file):
@@ -370,15 +370,15 @@ def with_new_code(mutant: Mutant, names: Sequence[str], session: Any, functions:
     return killer(session, names)
 
 
-def imported(mutant: Mutant, names: Sequence[str]) -> str:
-    """As `killer`, where the package is imported with the mutant."""
+def killer_after_import(mutant: Mutant, names: Sequence[str]) -> str:
+    """Like `killer`, after the package has been imported with the mutant."""
     sys.meta_path.insert(0, Finder({mutant.file: mutant.tree()}))
     name = collect(partial(killer, names=names), dict.fromkeys(map(file_of, names)))
     return "its import" if name is None else str(name)
 
 
 def in_fork(function: Callable[..., Any], *arguments: Any, seconds: float) -> Any:
-    """What `function` returns in a fork of this process; None if it takes more CPU time, sleeps on and on, or dies."""
+    """Returns `function(*arguments)` from a fork; None if it takes more CPU `seconds`, sleeps too long, or dies."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     errors = os.fdopen(os.dup(2), "w")
 
@@ -399,7 +399,7 @@ def in_fork(function: Callable[..., Any], *arguments: Any, seconds: float) -> An
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         process = multiprocessing.get_context("fork").Process(target=child, args=(folder,))
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-            process.start()  # threads of libraries are none of the child's concern
+            process.start()  # libraries have threads, which the child does not use
         pid = process.pid
         assert pid is not None
         sender.close()
@@ -422,17 +422,17 @@ def in_fork(function: Callable[..., Any], *arguments: Any, seconds: float) -> An
 
 
 def covering_tests() -> list[str]:
-    """The folders that mirror those of TARGETS, and the other files of tests that import one of TARGETS."""
+    """The folders of tests that mirror those of TARGETS, and other test files that import one of TARGETS."""
     folders = {f"tests/{Path(file).parent}" for file in TARGETS}
     imports = "|".join(rf"{Path(file).parent}(\.| import (.*\b)?){Path(file).stem}\b" for file in TARGETS)
     importing = re.compile(rf"\b{PACKAGE.name}\.({imports})")
     tests = ROOT.glob("tests/**/test_*.py")
-    others = {str(file.relative_to(ROOT)) for file in tests if importing.search(file.read_text())}
-    return sorted(folders | {file for file in others if "/".join(Path(file).parts[:2]) not in folders})
+    importing_files = {str(file.relative_to(ROOT)) for file in tests if importing.search(file.read_text())}
+    return sorted(folders | {file for file in importing_files if "/".join(Path(file).parts[:2]) not in folders})
 
 
 def preload() -> None:
-    """Import what takes long, but nothing that imports a target; the environment is that of the tests."""
+    """Import slow libraries, but nothing that imports a target, in the environment of the tests."""
     sys.path.insert(0, str(ROOT))
     os.chdir(ROOT)
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
@@ -460,14 +460,14 @@ def main() -> None:
     sample.sort(key=lambda mutant: (mutant.file, mutant.place))
 
     preload()
-    suite = in_fork(measured, tests, seconds=3600.0)
+    suite = in_fork(run_unmutated, tests, seconds=3600.0)
     print(f"{len(suite.seconds)} tests, {sum(suite.seconds.values()):.0f} s", flush=True)
     for name in suite.failed:
         print(f"error: {name} fails without a mutation", flush=True)
     counts: dict[str, Counter[str]] = {file: Counter() for file in targets}
 
     def judge(session: Any, at_import: bool) -> bool:
-        """Find, print and count the fate of the mutants whose line is executed `at_import`, or not."""
+        """Find, print and count the fate of the mutants whose line is executed at import, if `at_import`, or later."""
         gc.collect()
         functions = [thing for thing in gc.get_objects() if type(thing) is FunctionType]
         gc.freeze()  # else every fork would copy what the collector looks at
@@ -479,7 +479,11 @@ def main() -> None:
             if covering:
                 names = suite.beside(covering)
                 limit = START + PATIENCE * sum(suite.seconds[name] for name in names)
-                call = [imported, mutant, names] if early else [with_new_code, mutant, names, session, functions]
+                call = (
+                    [killer_after_import, mutant, names]
+                    if early
+                    else [killer_of_functions, mutant, names, session, functions]
+                )
                 name = in_fork(*call, seconds=limit)
             fate = "killed" if name != "" else "equivalent" if mutant.key in equivalent else "lives"
             counts[mutant.file][fate] += 1

@@ -1,10 +1,10 @@
-"""How full micro-batches are, how even the ranks' work, and how long planning takes.
+"""How full micro-batches are, how balanced the ranks' work is, and how long planning takes.
 
 `python tools/bench/packing.py [--seeds 0 1 2 3 4]`: 4,096 samples, at most 8,192 positions a micro-batch. Lengths are
-lognormal, rounded and clipped to [16, 8192]: `exp(6.0 + 0.8 z)`, median 403, as of conversations of a few turns; and
-harder, `exp(7.8 + 0.6 z)`, median 2,441, where few sequences fit into a micro-batch.
+lognormal, rounded and clipped to [16, 8192]: `exp(6.0 + 0.8 z)`, median 403, as in conversations of a few turns; and
+harder, `exp(7.8 + 0.6 z)`, median 2,441, of which few sequences fit into a micro-batch.
 
-    fill_over_bound = ceil(sum of lengths / 8192) / micro-batches, on one rank: 1 where no fewer could do;
+    fill_over_bound = ceil(sum of lengths / 8192) / micro-batches, on one rank: 1 if no plan needs fewer;
     ms = CPU milliseconds of one plan for one rank, the median of 21;
     rank_cost_over_mean = the work of the busiest of 8 ranks (`prefix_tree.cost`) / the mean, in plans for 8 ranks with
                           multiples of 4 micro-batches each.
@@ -63,8 +63,8 @@ def main() -> None:
     seeds, samples = (arguments.seeds[:1], SMOKE_SAMPLES) if arguments.smoke else (arguments.seeds, SAMPLES)
     values: dict[str, float] = {}
     for name, (mean, sigma) in DISTRIBUTIONS.items():
-        found = [measure(lengths_of(seed, mean, sigma, samples)) for seed in seeds]
-        fills, times, balances = zip(*found, strict=True)
+        results = [measure(lengths_of(seed, mean, sigma, samples)) for seed in seeds]
+        fills, times, balances = zip(*results, strict=True)
         values |= {
             f"{name}fill_over_bound": min(fills),
             f"{name}ms": median(times),

@@ -1,14 +1,14 @@
-"""A run that is preempted again and again: what is saved, and whether it ends as an undisturbed one.
+"""A run that is preempted many times: what is saved, and whether its result equals that of an uninterrupted run.
 
 `python tools/bench/preemption.py [--signals 20] [--root FOLDER]` trains a random model on the booking world for a few
-steps, first undisturbed, which takes T seconds, and then sends SIGUSR1 at random times of [0, T], start-up included,
-to the process that the user started, and starts it again; a run that gets to its end is followed by another. Of N
-signals one is in each of N equal parts of [0, T], so that even few of them meet the middle of steps. Values:
+steps, first without a signal, which takes T seconds. Then it sends SIGUSR1 at random times of [0, T], including
+start-up, to the process that the user started, and starts it again; when a run is finished, the next one begins. Of N
+signals one is in each of N equal parts of [0, T], so that even a few hit the middle of steps. Values:
 
-- saved, of: signals after which the run ended with the exit code that says so, all finished steps in a checkpoint.
-- slowest_s: seconds from a signal to the end of the process.
-- equal: 1 where parameters, transcripts, evaluations and all metrics but counts and seconds are those of the
-  undisturbed run, bit for bit.
+- saved, of: signals after which the run ended with the exit code for preemption and all finished steps in a checkpoint.
+- slowest_s: most seconds from a signal to the end of the process.
+- equal: 1 if parameters, transcripts, evaluations and all metrics but counts and seconds equal those of the
+  uninterrupted run, bit for bit.
 - played_again: groups that were in the journal and were played once more; must be 0.
 - in_journal: groups that were in the journal when a run was started again.
 
@@ -47,11 +47,16 @@ SETTINGS = [
     "reward.weights.token_amount=-0.01",
 ]
 SMOKE = ["train.steps=2", "train.eval_tasks=2"]
-DIFFER = ("seconds/", "count/", "llm/", "servers/")  # what says how, not what was sampled and learned
+DIFFER = (
+    "seconds/",
+    "count/",
+    "llm/",
+    "servers/",
+)  # metrics about speed and load, not about what was sampled and learned
 
 
 class Journal:
-    """Which streams were written to the journal of a run, looked at while it goes: what is trained leaves it."""
+    """Streams written to a run's journal, observed while the run goes on, since trained groups leave the journal."""
 
     def __init__(self, run: Path) -> None:
         self._folder = run / "journal"
@@ -63,23 +68,23 @@ class Journal:
             with suppress(FileNotFoundError):  # its steps are in a checkpoint
                 size = file.stat().st_size
                 if size != self._sizes.get(file):
-                    found = Counter(entry.stream for entry in entries(file))
-                    self._written[file] = found | self._written.get(file, Counter())
+                    streams = Counter(entry.stream for entry in entries(file))
+                    self._written[file] = streams | self._written.get(file, Counter())
                     self._sizes[file] = size
 
     @property
-    def again(self) -> int:
+    def played_again(self) -> int:
         """Groups that were written more than once."""
-        return sum(count - 1 for found in self._written.values() for count in found.values())
+        return sum(count - 1 for streams in self._written.values() for count in streams.values())
 
     def now(self) -> int:
-        """Groups that are there."""
+        """Number of groups in the journal."""
         return sum(1 for file in self._folder.glob("*.groups") for _ in entries(file))
 
 
 @contextmanager
-def started(root: Path, name: str, settings: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A start of the run `name`; its processes end with it."""
+def start_run(root: Path, name: str, settings: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A start of the run `name`; its processes are killed when the context ends."""
     command = [sys.executable, "-m", "megatron_collab.train", *settings, f"run.dir={root / name}"]
     command += [f"data.dir={root / 'world'}", f"model.path={root / 'world' / 'model'}"]
     with (root / f"{name}.log").open("ab") as log:
@@ -92,7 +97,7 @@ def started(root: Path, name: str, settings: list[str]) -> Iterator[subprocess.P
 
 
 def wait(process: subprocess.Popen[bytes], journal: Journal, seconds: float) -> bool:
-    """Whether the process ends within that time."""
+    """Whether the process ends within `seconds`."""
     deadline = time.monotonic() + seconds
     while process.poll() is None:
         if time.monotonic() > deadline:
@@ -102,15 +107,15 @@ def wait(process: subprocess.Popen[bytes], journal: Journal, seconds: float) -> 
     return True
 
 
-def learned(run: Path) -> tuple[int, int]:
-    """Steps that were finished, and those that the newest checkpoint holds."""
+def finished_and_saved_steps(run: Path) -> tuple[int, int]:
+    """The number of finished steps, and of those in the newest checkpoint."""
     metrics, latest = run / "metrics.jsonl", run / "checkpoints" / "latest"
     finished = metrics.read_text().count("\n") if metrics.exists() else 0
     return finished, int(latest.read_text().removeprefix("step_")) if latest.exists() else 0
 
 
 def outcome(run: Path) -> dict[str, object]:
-    """What a run comes to, without what may differ."""
+    """Everything of a run's result that must not differ between runs."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {
         "parameters": (run / "hf" / "model.safetensors").read_bytes(),
@@ -131,53 +136,53 @@ def main() -> None:
         signal.SIG_BLOCK, {PREEMPTION}
     )  # and so do those whom we start, from their first instruction on
     with tempfile.TemporaryDirectory() as folder:
-        values = measured(arguments.root or Path(folder), signals, settings)
+        values = measure(arguments.root or Path(folder), signals, settings)
     print(json.dumps({"name": "preemption", "values": values}))
 
 
-def measured(root: Path, signals: int, settings: list[str]) -> dict[str, float]:
+def measure(root: Path, signals: int, settings: list[str]) -> dict[str, float]:
     drawn = random.Random(SEED)
     parts = drawn.sample(range(signals), signals)
     began = time.monotonic()
-    with started(root, "undisturbed", settings) as process:
+    with start_run(root, "undisturbed", settings) as process:
         assert wait(process, Journal(root / "undisturbed"), DEADLINE) and process.returncode == 0, f"see {root}"
-    whole = time.monotonic() - began
-    print(f"undisturbed: {whole:.1f} s", flush=True)
-    wanted = outcome(root / "undisturbed")
-    sent = saved = again = found = runs = 0
+    run_seconds = time.monotonic() - began
+    print(f"undisturbed: {run_seconds:.1f} s", flush=True)
+    expected = outcome(root / "undisturbed")
+    sent = saved = played_again = in_journal = runs = 0
     slowest, equal = 0.0, True
     while sent < signals:
         name, runs, code = f"run{runs}", runs + 1, EXIT_PREEMPTED
         journal = Journal(root / name)
         while code == EXIT_PREEMPTED:
-            found += journal.now()
+            in_journal += journal.now()
             last = sent == signals
-            # A run may be at its end before its part comes: then the next has another moment of the same part.
-            moment = DEADLINE if last else drawn.uniform(parts[sent], parts[sent] + 1) * whole / signals
-            with started(root, name, settings) as process:
+            # If the run ends before the moment, the next start draws another moment of the same part.
+            moment = DEADLINE if last else drawn.uniform(parts[sent], parts[sent] + 1) * run_seconds / signals
+            with start_run(root, name, settings) as process:
                 if not wait(process, journal, moment):
                     assert not last, f"not at its end after {DEADLINE:g} s: see {root / name}.log"
                     process.send_signal(PREEMPTION)
-                    sent, told = sent + 1, time.monotonic()
+                    sent, signaled = sent + 1, time.monotonic()
                     wait(process, journal, DEADLINE)
-                    took = time.monotonic() - told
-                    steps, kept = learned(root / name)
+                    took = time.monotonic() - signaled
+                    steps, kept = finished_and_saved_steps(root / name)
                     slowest = max(slowest, took)
-                    # One that is told when it is all but done ends well.
+                    # If the signal arrives just before its end, the run ends with 0.
                     saved += process.returncode == 0 or (process.returncode == EXIT_PREEMPTED and kept == steps)
                     print(f"{name}: signal {sent} at {moment:.1f} s, code {process.returncode} {took:.1f} s later, "
                           f"{kept} of {steps} steps and {journal.now()} groups saved", flush=True)  # fmt: skip
                 code = process.returncode
                 assert code in (0, EXIT_PREEMPTED), f"code {code}: see {root / name}.log"  # nothing to measure
-        again += journal.again
-        equal = equal and outcome(root / name) == wanted
+        played_again += journal.played_again
+        equal = equal and outcome(root / name) == expected
     return {
         "saved": saved,
         "of": sent,
         "slowest_s": round(slowest, 1),
         "equal": float(equal),
-        "played_again": again,
-        "in_journal": found,
+        "played_again": played_again,
+        "in_journal": in_journal,
     }
 
 

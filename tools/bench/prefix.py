@@ -1,19 +1,19 @@
-"""How much of what shares a prefix is computed again: the real SGLang, two servers, the real router and player.
+"""How many tokens of shared prefixes are computed again: the real SGLang, two servers, the real router and player.
 
 `python tools/bench/prefix.py` makes a random Qwen3 of 0.5 million parameters and plays 4 prompts at once, each with 8
-trained turns x 3 futures x 2 user turns. Simulated are the texts alone: a system prompt of 64 words that all prompts
+trained turns x 3 futures x 2 user turns. Only the texts are simulated: a system prompt of 64 words that all prompts
 share, 32 to 64 words of a task, user messages of 16 to 48 random words, a token each, turns of 48 tokens at most. They
-are played twice: users who say something else in every future, as language models do (`prefill_over_tree`), and users
-who say the same in all futures of a turn, as scripted ones may (`same_replies_prefill_over_tree`).
+are played twice: users whose replies differ in every future, as language models' do (`prefill_over_tree`), and users
+whose replies are the same in all futures of a turn, as scripted ones may be (`same_replies_prefill_over_tree`).
 
-The tree holds every distinct prefix of all token streams once: a node is a token after all that came before it. What
-was decoded needs no prefill, except the last token of a turn, which was sampled and never read. So
+The tree holds every distinct prefix of all token streams once: a node is a token with all tokens before it. If a token
+was decoded, it needs no prefill, except the last token of a turn, which was sampled and never read. So
 
     prefill_over_tree = tokens of prompts that the servers computed / nodes that no decoding step computed
 
-over all prompts and both servers; at best 1. Above it are: the last token of a prompt, which SGLang computes for each
-request anew; what opens the user's message in futures that start together; the system prompt, once a server and
-wherever prompts start together. `without_cache` is the same with every prompt computed as a whole.
+over all prompts and both servers; at best 1. It is larger because of the last token of a prompt, which SGLang computes
+again for each request; the start of the user's message if futures start together; and the system prompt, once per
+server and again if prompts start together. `without_cache` is the same ratio if every prompt is computed as a whole.
 --smoke: one prompt of two trained turns.
 """
 
@@ -53,7 +53,7 @@ class RandomUser(User):
 
 
 class RandomUsers(Users):
-    """Users by the name of their conversation, or where they are `alike` by that of its trained turn."""
+    """Users seeded by the name of their conversation, or by that of its trained turn if they are `alike`."""
 
     def __init__(self, config: Config, alike: bool) -> None:
         super().__init__(config, client=None)  # type: ignore[arg-type]  # these users ask nobody
@@ -98,7 +98,7 @@ def configure(model: Path) -> Config:
 async def measure(
     config: Config, endpoints: list[tuple[str, str]], counts: tuple[int, int], name: str, alike: bool
 ) -> dict[str, float]:
-    """Play `counts` of prompts and turns at once; `name` sets their texts apart from those the servers have seen."""
+    """Play `counts` (prompts, turns) at once; `name` makes their texts differ from those the servers have seen."""
     router = Router(endpoints, config.rollout, unpublished=True)
     rewards = RewardClient([], config.reward)  # nothing is scored
     player = Player(router, ChatRenderer(config.model.path), RandomUsers(config, alike), rewards, config)
@@ -150,8 +150,8 @@ def tree_tokens(conversations: Iterable[Conversation]) -> int:
         end = len(last.prompt_ids) + len(last.token_ids) - 1
         nodes |= {stream[:length] for length in range(1, end + 1)}
         for turn in conversation.turns:
-            whole = turn.prompt_ids + turn.token_ids
-            decoded |= {whole[:length] for length in range(len(turn.prompt_ids) + 1, len(whole))}
+            tokens = turn.prompt_ids + turn.token_ids
+            decoded |= {tokens[:length] for length in range(len(turn.prompt_ids) + 1, len(tokens))}
     return len(nodes - decoded)
 
 

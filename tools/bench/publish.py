@@ -4,9 +4,9 @@
 
 A random float32 Qwen3 of 100 million parameters; a trainer of two ranks, TP2 and then PP2, and a real server of one,
 all on the CPU. Warm publishes alternate with a copy of the same bytes in one process and one thread (`time_over_copy`,
-the worse of both layouts) and with the other way to do it (`peer_over_ours`, the worse): bucket after bucket every rank
-gathers all shards, puts the Hugging Face tensors together, rank 0 flattens them into shared memory and has the server
-load them. Its buffers are kept too, and are as large as ours. `bytes_over_target`: what all ranks write over what the
+the worse of both layouts) and with the gathering way (`peer_over_ours`, the worse): for each bucket every rank gathers
+all shards and assembles the Hugging Face tensors; rank 0 flattens them into shared memory and has the server load them.
+Its buffers are kept too, and are as large as ours. `bytes_over_target`: bytes that all ranks write over those that the
 server holds; `scratch_buckets`: memory allocated for buckets, by server rank; `logprob_diff`: between SGLang's and
 Megatron's log-probs of sampled tokens after 20 more publishes, each of changed weights.
 --smoke: two layers, each way once, one publish.
@@ -68,7 +68,7 @@ PROMPTS, PROMPT, REPLY = 8, 24, 16
 
 
 class Served(SimpleNamespace):
-    """What a publisher knows of the server; it has not given memory back, so there is none to take again."""
+    """The server as a publisher sees it. It has released no memory, so resume has nothing to do."""
 
     ask = SGLangServer.ask
 
@@ -107,13 +107,13 @@ def configure(folder: Path, tp: int = 1, pp: int = 1) -> Config:
     config.model.path, config.model.dtype = str(folder), "float32"
     config.parallel.tp, config.parallel.pp = tp, pp
     config.rollout.server.max_total_tokens = 4096
-    config.rollout.server.replicas = len(LAYOUTS)  # as which the ranks know the one server in turn
+    config.rollout.server.replicas = len(LAYOUTS)  # the one server is a different replica for each layout
     config.algo.kl_coef = 0.0
     return config
 
 
 class Gathering:
-    """The peer: what it needs is made once and kept."""
+    """The gathering way. Its buffers are allocated once and kept."""
 
     def __init__(self, chunks: list[torch.nn.Module], shape: ModelShape, config: Config, line: dict[str, Any]) -> None:
         self.shape, self.tp, self.pp = shape, config.parallel.tp, config.parallel.pp
@@ -132,7 +132,7 @@ class Gathering:
         dist.all_gather_object(owners, list(self.shards))
         self.owner = {name: rank for rank, names in reversed(list(enumerate(owners))) for name in names}
         self.gathered = torch.zeros(BUCKET_BYTES // 4)
-        self.whole = torch.zeros(BUCKET_BYTES // 4)
+        self.hf_buffer = torch.zeros(BUCKET_BYTES // 4)
         with shared_by_name():
             self.flat = torch.zeros(BUCKET_BYTES, dtype=torch.uint8).share_memory_()
 
@@ -146,14 +146,14 @@ class Gathering:
             tensors, start = {}, 0
             for name, hf in ((name, hf) for entry in bucket for name, hf in zip(entry.hf, entry.shapes, strict=True)):
                 count = int(np.prod(hf))
-                tensors[name] = self.whole[start : start + count].view(hf)
+                tensors[name] = self.hf_buffer[start : start + count].view(hf)
                 start += count
             for entry in bucket:
                 for tp_rank, shard in enumerate(self.gather(entry)):
                     for piece in hf_to_megatron.pieces(entry, self.shape, self.tp, tp_rank):
                         tensors[piece.hf][piece.hf_index] = shard[piece.shard_index]
             if rank == 0:
-                self.flat[: 4 * start].view(torch.float32).copy_(self.whole[:start])
+                self.flat[: 4 * start].view(torch.float32).copy_(self.hf_buffer[:start])
                 self.send(tensors, version)
             dist.barrier()
         if rank == 0:
@@ -165,14 +165,14 @@ class Gathering:
         """The shards of all tensor-parallel ranks, on every rank."""
         dimensions = hf_to_megatron.shard_shape(entry, self.tp)
         count = int(np.prod(dimensions))
-        found = [self.gathered[place * count : (place + 1) * count].view(dimensions) for place in range(self.tp)]
+        shards = [self.gathered[place * count : (place + 1) * count].view(dimensions) for place in range(self.tp)]
         if self.pp > 1:
             if self.owner[entry.megatron] == dist.get_rank():
-                found[0].copy_(self.shards[entry.megatron])
-            dist.broadcast(found[0], self.owner[entry.megatron])
+                shards[0].copy_(self.shards[entry.megatron])
+            dist.broadcast(shards[0], self.owner[entry.megatron])
         else:
-            dist.all_gather(found, self.shards[entry.megatron])
-        return found
+            dist.all_gather(shards, self.shards[entry.megatron])
+        return shards
 
     def send(self, tensors: dict[str, torch.Tensor], version: int) -> None:
         metadata, start = [], 0
@@ -202,10 +202,10 @@ def shared_by_name() -> Iterator[None]:
 
 
 class Profile:
-    """Milliseconds of a publish by what it is spent on, as rank 0 sees it."""
+    """Milliseconds of a publish by call, measured on rank 0."""
 
     def __init__(self) -> None:
-        self.found: dict[str, list[float]] = defaultdict(list)
+        self.laps: dict[str, list[float]] = defaultdict(list)
         self.now: dict[str, float] = defaultdict(float)
         for owner, name in [
             (Sender, "write"),
@@ -225,11 +225,11 @@ class Profile:
 
     def lap(self) -> None:
         for name, seconds in self.now.items():
-            self.found[name].append(1e3 * seconds)
+            self.laps[name].append(1e3 * seconds)
         self.now.clear()
 
     def medians(self) -> dict[str, float]:
-        return {name: statistics.median(times) for name, times in self.found.items()}
+        return {name: statistics.median(times) for name, times in self.laps.items()}
 
 
 def run_rank(folder: Path, layout: str, out: Path, smoke: bool) -> None:
@@ -259,30 +259,30 @@ def run_rank(folder: Path, layout: str, out: Path, smoke: bool) -> None:
                         times[name].append(time.perf_counter() - began)
                         if name == "ours":
                             profile.lap()
-            found: dict[str, Any] = {name: 1e3 * statistics.median(own) for name, own in times.items()}
+            result: dict[str, Any] = {name: 1e3 * statistics.median(durations) for name, durations in times.items()}
             for number in range(changed):
                 change(policy, number)
                 publisher.publish(100 + number)
             difference = compare(actor, config, line)
             slices = (piece for items in written(publisher._plan, publisher._places, rank) for _, piece in items)
             sent = sum(piece.size for piece in slices)
-            own: Any = publisher._carrier  # of shared memory
-            scratch = sum(len(segment.data) for segments in own._own.values() for segment in segments)
+            carrier: Any = publisher._carrier  # of shared memory
+            scratch = sum(len(segment.data) for segments in carrier._segments.values() for segment in segments)
             totals = torch.tensor([sent, scratch], dtype=torch.float64)
             dist.all_reduce(totals)
-            found |= {
+            result |= {
                 "bytes_over_target": float(totals[0]) / size,
                 "scratch_buckets": float(totals[1]) / BUCKET_BYTES,
                 "logprob_diff": difference,
                 "profile": profile.medians(),
             }
             if rank == 0:
-                out.write_text(json.dumps(found))
+                out.write_text(json.dumps(result))
 
 
 @torch.no_grad()
 def change(chunks: list[torch.nn.Module], number: int) -> None:
-    """Other weights; what several ranks hold stays the same on all of them."""
+    """Change the weights; a shard that several ranks hold stays equal on all of them."""
     for name, shard in named_shards(chunks):
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {number}".encode()))
         shard.mul_(1 + 0.05 * torch.randn(shard.shape, generator=generator))
@@ -298,8 +298,8 @@ def compare(actor: PolicyTrainer, config: Config, line: dict[str, Any]) -> float
         log_probs, mask = np.zeros((2, length), np.float32)
         log_probs[len(turn.prompt_ids) :], mask[len(turn.prompt_ids) :] = turn.log_probs, 1.0
         samples.append(Sample(np.array(turn.prompt_ids + turn.token_ids, np.int64), mask, log_probs, ()))
-    found = actor.log_probs(actor.chunks, Batch(tuple(samples)))
-    pairs = zip(found, samples, strict=True)
+    trainer_log_probs = actor.log_probs(actor.chunks, Batch(tuple(samples)))
+    pairs = zip(trainer_log_probs, samples, strict=True)
     return max(float(np.abs((ours - sample.log_probs) * sample.loss_mask).max()) for ours, sample in pairs)
 
 
@@ -316,7 +316,7 @@ async def sample(config: Config, line: dict[str, Any]) -> list[Turn]:
 
 
 def run_layout(folder: Path, layout: str, server: SGLangServer, index: int, smoke: bool) -> dict[str, Any]:
-    """Each layout is a server of its own to the ranks, which know it by `index`."""
+    """Run the ranks of a layout. For them each layout has its own server, with the number `index`."""
     out = folder / f"{layout}.json"
     line = {"url": server.url, "api_key": server.api_key, "tp": 1, "index": index, "generation": 0}
     environment = os.environ | {
@@ -354,19 +354,19 @@ def main() -> None:
         make_model(folder, 2 if arguments.smoke else LAYERS)
         with SGLangServer(configure(folder), folder / "server.log") as server:
             server.wait_healthy(400)
-            found = {
+            results = {
                 layout: run_layout(folder, layout, server, index, arguments.smoke)
                 for index, layout in enumerate(LAYOUTS)
             }
     print(f"{'':6}{'copy':>8}{'ours':>8}{'peer':>8}  ms, of which rank 0's:")
-    for layout, own in found.items():
-        profile = ", ".join(f"{name} {ms:.1f}" for name, ms in own["profile"].items())
-        print(f"{layout:6}{own['copy']:8.1f}{own['ours']:8.1f}{own['peer']:8.1f}  {profile}")
+    for layout, result in results.items():
+        profile = ", ".join(f"{name} {ms:.1f}" for name, ms in result["profile"].items())
+        print(f"{layout:6}{result['copy']:8.1f}{result['ours']:8.1f}{result['peer']:8.1f}  {profile}")
     values = {
-        "time_over_copy": max(own["ours"] / own["copy"] for own in found.values()),
-        "peer_over_ours": min(own["peer"] / own["ours"] for own in found.values()),
-        **{name: max(own[name] for own in found.values()) for name in ("bytes_over_target", "scratch_buckets")},
-        "logprob_diff": max(own["logprob_diff"] for own in found.values()),
+        "time_over_copy": max(result["ours"] / result["copy"] for result in results.values()),
+        "peer_over_ours": min(result["peer"] / result["ours"] for result in results.values()),
+        **{name: max(result[name] for result in results.values()) for name in ("bytes_over_target", "scratch_buckets")},
+        "logprob_diff": max(result["logprob_diff"] for result in results.values()),
     }
     print(json.dumps({"name": "publish", "values": values}))
 

@@ -1,8 +1,8 @@
-"""How long a rehearsal takes, and how near `doctor --plan` is to what it counts: train_70b on 128 GPUs, or another run.
+"""Time of a rehearsal, and how close `doctor --plan` is to the counted memory: train_70b on 128 GPUs, or another run.
 
-`python tools/bench/rehearse.py [--smoke] [OPTION=VALUE …]`: planned over counted, the most and the least of all parts
-of all classes of ranks, and seconds. Options are those of `megatron-collab rehearse`. --smoke: supervised training on
-two stages, without servers. The last line is one JSON object.
+`python tools/bench/rehearse.py [--smoke] [OPTION=VALUE …]`: planned over counted bytes, maximum and minimum over all
+parts of all classes of ranks, and seconds. Options are those of `megatron-collab rehearse`. --smoke: supervised
+training on two stages, without servers. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ SMOKE = ["train.stage=sft", "model.path=models/Llama-3.1-8B-Instruct", "parallel
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a smaller run: shows that it works, no figures")
-    parser.add_argument("options", nargs="*", metavar="OPTION=VALUE", help="settings of a run [experiment=train_70b]")
-    given = parser.parse_args()
+    parser.add_argument("settings", nargs="*", metavar="OPTION=VALUE", help="settings of a run [experiment=train_70b]")
+    arguments = parser.parse_args()
     install()
     patches.apply("megatron")
     from megatron_collab.planning.memory import described, plan_memory, read_run
@@ -31,20 +31,20 @@ def main() -> None:
     from megatron_collab.planning.rehearsal.run import rehearse
 
     began = time.monotonic()
-    config, shape = read_run([*(given.options or [EXPERIMENT]), *(SMOKE if given.smoke else [])])
-    plan, found, failed = plan_memory(config, shape), [], 0
+    config, shape = read_run([*(arguments.settings or [EXPERIMENT]), *(SMOKE if arguments.smoke else [])])
+    plan, rehearsals, failed = plan_memory(config, shape), [], 0
     try:
-        for one in rehearse(config, shape, json.loads(described(config.model.path).read_text())):
-            found.append((one, plan[one.kind.stage]))
+        for rehearsed in rehearse(config, shape, json.loads(described(config.model.path).read_text())):
+            rehearsals.append((rehearsed, plan[rehearsed.kind.stage]))
     except ConfigError as error:
         print(error)
         failed = 1
-    every = ratios(found)
+    ratio_list = ratios(rehearsals)
     values = {
-        "rank_classes": len(found),
+        "rank_classes": len(rehearsals),
         "failed": failed,
-        "plan_over_counted_max": round(max(every, default=0.0), 4),
-        "plan_over_counted_min": round(min(every, default=0.0), 4),
+        "plan_over_counted_max": round(max(ratio_list, default=0.0), 4),
+        "plan_over_counted_min": round(min(ratio_list, default=0.0), 4),
         "seconds": round(time.monotonic() - began, 1),
     }
     print(json.dumps({"name": "rehearse", "values": values}))

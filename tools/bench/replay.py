@@ -1,17 +1,17 @@
 """Recorded answers of language models: whether a replay gives the same ones, without a call, and how many a second.
 
 `python tools/bench/replay.py` records the calls of 500 conversations, which ask a real HTTP endpoint on loopback in
-four turns, and of two judges of each, whose answers are cached. The endpoint never says the same twice, and equal
-questions are asked at the same time. Then the endpoint is taken away, and the key too, and the conversations are played
-again in another order. Values:
+four turns, and of two judges of each, whose answers are cached. The endpoint never gives the same answer twice, even if
+equal questions arrive at the same time. Then endpoint and key are removed, and the conversations are played again in
+another order. Values:
 
-- live_calls: calls of the replay, which may go live, that were not answered from the recording; must be 0.
-- equal: share of the conversations that say the same, to the letter, as when they were recorded; must be 1.
+- live_calls: calls of the replay that were not answered from the recording (they may go live); must be 0.
+- equal: share of the conversations that equal the recorded ones exactly; must be 1.
 - calls_per_second: calls that the replay answers in a process, the median of five replays.
 - recorded_per_second: calls that were recorded a second, with endpoint and LiteLLM in the same process.
 - bytes_per_call: of a recorded call on disk.
-- latency_error: how far the mean seconds of a call in a replay with recorded latencies are from the recorded ones, as
-  a share of these; of the first 50 conversations.
+- latency_error: relative difference between the mean seconds of a call when recorded latencies are replayed, and the
+  recorded mean; of the first 50 conversations.
 
 --smoke: 10 conversations.
 """
@@ -56,28 +56,28 @@ Played = dict[int, list[str]]
 
 
 async def play(client: LlmClient, endpoint: EndpointConfig, numbers: Sequence[int]) -> Played:
-    """What each conversation says, and its scores; at most AT_ONCE at a time."""
+    """The answers of each conversation and its scores; AT_ONCE conversations at most are in flight."""
     places = asyncio.Semaphore(AT_ONCE)
 
     async def conversation(number: int) -> list[str]:
         async with places:
             ask_as(f"train-0-{number // 6}/{number // 3 % 2}/{number % 3}")
             messages = [{"role": "system", "content": INSTRUCTIONS}]  # every conversation begins in the same way
-            said: list[str] = []
-            with suppress(LlmError):  # of a call that went live where nobody answers
+            answers: list[str] = []
+            with suppress(LlmError):  # raised if a call goes live, since the endpoint is down
                 for turn in range(TURNS):
-                    messages = [*messages, {"role": "user", "content": f"turn {turn} after {said[-1:]}"}]
-                    said.append((await client.ask(endpoint, messages, FIELDS))["said"])
+                    messages = [*messages, {"role": "user", "content": f"turn {turn} after {answers[-1:]}"}]
+                    answers.append((await client.ask(endpoint, messages, FIELDS))["said"])
                 for rubric in ("how helpful?", "how short?"):
-                    asked = [{"role": "user", "content": f"{INSTRUCTIONS} {rubric} {said[:1]}"}]
-                    said.append(str((await client.ask(endpoint, asked, JUDGED, sample="0"))["score"]))
-            return said
+                    question = [{"role": "user", "content": f"{INSTRUCTIONS} {rubric} {answers[:1]}"}]
+                    answers.append(str((await client.ask(endpoint, question, JUDGED, sample="0"))["score"]))
+            return answers
 
     return dict(zip(numbers, await asyncio.gather(*map(conversation, numbers)), strict=True))
 
 
 def client_of(folder: Path, name: str, latency: float = 0.0) -> LlmClient:
-    """One that records to, or replays from, a recording in `folder`."""
+    """A client that records to `folder`, or replays from it; `name`: record or replay."""
     config = Config()
     config.run.dir, config.llm.replay_latency, config.llm.replay_missing = str(folder), latency, "live"
     setattr(config.llm, name, str(folder / "calls"))
@@ -85,7 +85,7 @@ def client_of(folder: Path, name: str, latency: float = 0.0) -> LlmClient:
 
 
 async def record(folder: Path, numbers: Sequence[int]) -> tuple[Played, EndpointConfig, float]:
-    """What was played with an endpoint, that endpoint, which has gone, and the seconds."""
+    """The conversations played with an endpoint, that endpoint, which is stopped, and the seconds."""
     answers, drawn = count(), random.Random(0)
 
     async def answer(request: web.Request) -> web.Response:
@@ -113,7 +113,7 @@ async def record(folder: Path, numbers: Sequence[int]) -> tuple[Played, Endpoint
 
 
 def latency_error(folder: Path, endpoint: EndpointConfig, numbers: Sequence[int]) -> float:
-    """How far the mean of the seconds of a conversation's calls, one after the other, is from the recorded one."""
+    """Relative difference of the seconds of conversations, whose calls are sequential, from the recorded seconds."""
     recording = Recording(folder / "calls")
     calls = (recording.stored(number).call() for number in range(len(recording)))
     names = {f"train-0-{number // 6}/{number // 3 % 2}/{number % 3}" for number in numbers}
@@ -122,12 +122,12 @@ def latency_error(folder: Path, endpoint: EndpointConfig, numbers: Sequence[int]
     async def timed() -> float:
         client, took = client_of(folder, "replay", latency=1.0), 0.0
 
-        async def one(number: int) -> float:
+        async def played_seconds(number: int) -> float:
             began = time.monotonic()
             await play(client, endpoint, [number])
             return time.monotonic() - began
 
-        for seconds in await asyncio.gather(*map(one, numbers)):
+        for seconds in await asyncio.gather(*map(played_seconds, numbers)):
             took += seconds
         return took
 
@@ -141,7 +141,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         os.environ["OPENAI_API_KEY"] = "sk-test-0123456789"
-        said, endpoint, seconds = asyncio.run(record(folder, numbers))
+        recorded_answers, endpoint, seconds = asyncio.run(record(folder, numbers))
         del os.environ["OPENAI_API_KEY"]
         calls = len(numbers) * (TURNS + 2)
         size = sum(file.stat().st_size for file in (folder / "calls").iterdir())
@@ -150,9 +150,11 @@ def main() -> None:
         for seed in range(REPLAYS):
             client, order = client_of(folder, "replay"), random.Random(seed).sample(numbers, len(numbers))
             began = time.monotonic()
-            again = asyncio.run(play(client, replace(endpoint, deadline=1.0), order))
+            replayed_answers = asyncio.run(play(client, replace(endpoint, deadline=1.0), order))
             rates.append(calls / (time.monotonic() - began))
-            equal = min(equal, sum(again[number] == said[number] for number in numbers) / len(numbers))
+            equal = min(
+                equal, sum(replayed_answers[number] == recorded_answers[number] for number in numbers) / len(numbers)
+            )
             live += client._tape.take_counters().get("llm/live", 0) if client._tape else calls
         print(f"replayed by {', '.join(f'{rate:.0f}' for rate in rates)} calls a second")
         values = {

@@ -1,8 +1,8 @@
 """Does scoring keep its workers busy? The real RewardClient and two real RewardWorkers on Ray.
 
 4,000 futures of three turns of 200 tokens end at the same time. Their one metric awaits 20 ms, which stands for a
-call of something elsewhere; a worker makes `reward.concurrency` = 8 scores at once. At best that takes 4000 x 0.020 s
-/ (2 workers x 8) = 5 s; `time_over_ideal` is the time from the first request to the last score over that.
+remote call; a worker makes `reward.concurrency` = 8 scores at once. The ideal time is 4000 x 0.020 s / (2 workers x 8)
+= 5 s; `time_over_ideal` is the time from the first request to the last score over that.
 `python tools/bench/reward_loop.py [--smoke]` prints, last, one JSON object; with --smoke there are 80 futures.
 """
 
@@ -32,7 +32,7 @@ TASK = Task("t", (Message("user", "a table please"),), "goal", "answer", "nobody
 
 
 class Waits(Metric):
-    """The number that the conversation begins with, 20 ms later."""
+    """After 20 ms, the first token id of the conversation."""
 
     seconds = 0.020
 

@@ -1,4 +1,4 @@
-"""Does the sandbox let anybody pass who did not solve the task, and everybody who did? And what does a run take?
+"""Does the sandbox fail every program that does not solve its task and pass every one that does? And how long is a run?
 
 `python tools/bench/sandbox.py` scores, by the metric `pass_rate`:
 
@@ -6,7 +6,7 @@
   (tests/reward/attacks.txt, attacks.py); earned: how many did not score 0, which must be none.
 - honest: right programs, those of tests/reward/honest.py and the 164 solutions of HumanEval; honest_failed: how many
   did not score 1, which must be none. HumanEval is read from ../shared/data or --human-eval.
-- ms: median milliseconds of a whole run of a program of HumanEval, one at a time, once the first has been run.
+- ms: median milliseconds of a whole run of a program of HumanEval, one at a time, after a first run.
 
 --smoke: every twentieth of each.
 """
@@ -40,7 +40,7 @@ Pair = tuple[str, Mapping[str, Any]]  # code, and the metadata of its task
 
 
 async def scores(pairs: Sequence[Pair], **options: Any) -> list[Score | None]:
-    """Of each, in their order."""
+    """The scores of the pairs, in their order."""
     metric = PassRate(PassRate.Options(**options), judge=None)  # type: ignore[arg-type]  # it asks no judge
     return await asyncio.gather(*(metric.score(*played(*pair)) for pair in pairs))
 
@@ -57,39 +57,39 @@ def human_eval(file: Path) -> list[Pair]:
 
 
 def milliseconds(pairs: Sequence[Pair]) -> float:
-    taken = []
+    durations = []
     for pair in pairs:
         began = time.perf_counter()
         asyncio.run(scores([pair]))
-        taken.append(1000 * (time.perf_counter() - began))
-    return round(median(taken), 1)
+        durations.append(1000 * (time.perf_counter() - began))
+    return round(median(durations), 1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a few of each: shows that it runs, no figures")
     parser.add_argument("--human-eval", type=Path, default=HUMAN_EVAL, help="HumanEval.jsonl.gz")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     if reason := sandbox.unavailable():
         raise SystemExit(reason)
-    every = 20 if given.smoke else 1
+    every = 20 if arguments.smoke else 1
     attacks = [(name, form, (code, FORMS[form])) for name, code in [*ATTACKS.items()][::every] for form in FORMS]
     honest: list[tuple[str, Pair]] = list(HONEST.items())
-    honest += [(pair[1]["task_id"], pair) for pair in human_eval(given.human_eval)[::every]]
+    honest += [(pair[1]["task_id"], pair) for pair in human_eval(arguments.human_eval)[::every]]
 
     earned = asyncio.run(scores([pair for _, _, pair in attacks], cpu_seconds=1))
     for (name, form, _), score in zip(attacks, earned, strict=True):
         if score != 0.0:
             print(f"earned {score}: {name} against {form}")
-    found = asyncio.run(scores([pair for _, pair in honest]))
-    for (name, _), score in zip(honest, found, strict=True):
+    honest_scores = asyncio.run(scores([pair for _, pair in honest]))
+    for (name, _), score in zip(honest, honest_scores, strict=True):
         if score != 1.0:
             print(f"failed, {score}: {name}")
     values = {
         "attacks": len(attacks),
         "earned": sum(score != 0.0 for score in earned),
         "honest": len(honest),
-        "honest_failed": sum(score != 1.0 for score in found),
+        "honest_failed": sum(score != 1.0 for score in honest_scores),
         "ms": milliseconds([pair for _, pair in honest][-TIMED:]),
     }
     print(json.dumps({"name": "sandbox", "values": values}))

@@ -4,11 +4,11 @@
     .venv/bin/python tools/bench/step.py [--smoke]
 
 A random Qwen3 of 25 million parameters; 128 sequences, a prompt and a reply each, with lognormal lengths; GRPO with
-the token mean, no reference, AdamW, clipped gradient; float32, one process, one thread. Both sides take the padded
-or packed batch as they would in a run and do forward, backward, clipping and the optimizer's step. They alternate,
-TRL with the micro-batch size that was faster in its first update. `trl_over_ours` is the ratio of the median times,
+the token mean, no reference, AdamW, clipped gradient; float32, one process, one thread. Both sides get the padded
+or packed batch as in a run and do forward, backward, clipping and the optimizer's step. They alternate; TRL has the
+micro-batch size that was faster in its first update. `trl_over_ours` is the ratio of the median times,
 `loss_diff` the difference of the losses of the first update, `norm_diff` the relative one of the gradient norms.
---smoke: our update alone, of 16 sequences, without what bench.lock installs.
+--smoke: our update alone, of 16 sequences, which needs no packages of bench.lock.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from megatron_collab.algo.advantages import with_advantages  # noqa: E402
 from megatron_collab.config import Config  # noqa: E402
-from megatron_collab.runtime.network import alone  # noqa: E402
+from megatron_collab.runtime.network import single_rank  # noqa: E402
 from megatron_collab.trainer.megatron import parallel  # noqa: E402
 from megatron_collab.trainer.trainer import PolicyTrainer  # noqa: E402
-from megatron_collab.types import Batch, Credit, Sample, Scored  # noqa: E402
+from megatron_collab.types import Batch, Credit, Sample, ScoredBatch  # noqa: E402
 
 SEQUENCES, SMOKE_SEQUENCES = 128, 16
 GROUP, VOCAB, LR, CLIP = 8, 32_768, 1e-5, 1.0
@@ -89,7 +89,7 @@ def ours(folder: Path, samples: list[Sample]) -> Callable[[], dict[str, float]]:
 
 
 def trl(folder: Path, samples: list[Sample], micro_batch: int) -> Callable[[], dict[str, float]]:
-    """TRL's trainer on the batch that it would make of the samples: prompts padded left, replies right."""
+    """TRL's trainer on the batch in its own form: prompts padded left, replies right."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -143,58 +143,58 @@ def trl(folder: Path, samples: list[Sample], micro_batch: int) -> Callable[[], d
 
 
 def padded(samples: list[Sample]) -> dict[str, torch.Tensor]:
-    """What GRPOTrainer's loss takes."""
-    assigned = with_advantages(Scored(tuple(samples)), Config().algo).advantages or ()
+    """The samples in the form that GRPOTrainer's loss takes."""
+    assigned = with_advantages(ScoredBatch(tuple(samples)), Config().algo).advantages or ()
     prompts = [int(np.flatnonzero(sample.loss_mask)[0]) for sample in samples]
     replies = [len(sample.token_ids) - prompt for sample, prompt in zip(samples, prompts, strict=True)]
-    found = {name: torch.zeros(SEQUENCES, max(prompts), dtype=torch.long) for name in ("prompt_ids", "prompt_mask")}
-    found |= {
+    columns = {name: torch.zeros(SEQUENCES, max(prompts), dtype=torch.long) for name in ("prompt_ids", "prompt_mask")}
+    columns |= {
         name: torch.zeros(SEQUENCES, max(replies), dtype=torch.long) for name in ("completion_ids", "completion_mask")
     }
     for row, (sample, prompt, reply) in enumerate(zip(samples, prompts, replies, strict=True)):
         token_ids = torch.from_numpy(sample.token_ids)
-        found["prompt_ids"][row, max(prompts) - prompt :] = token_ids[:prompt]
-        found["prompt_mask"][row, max(prompts) - prompt :] = 1
-        found["completion_ids"][row, :reply] = token_ids[prompt:]
-        found["completion_mask"][row, :reply] = 1
+        columns["prompt_ids"][row, max(prompts) - prompt :] = token_ids[:prompt]
+        columns["prompt_mask"][row, max(prompts) - prompt :] = 1
+        columns["completion_ids"][row, :reply] = token_ids[prompt:]
+        columns["completion_mask"][row, :reply] = 1
     advantages = torch.tensor([float(values[-1]) for values in assigned])
-    return found | {"advantages": advantages, "num_items_in_batch": torch.tensor(sum(replies))}
+    return columns | {"advantages": advantages, "num_items_in_batch": torch.tensor(sum(replies))}
 
 
-def timed(update: Callable[[], dict[str, float]]) -> tuple[dict[str, float], float]:
+def time_update(update: Callable[[], dict[str, float]]) -> tuple[dict[str, float], float]:
     """What an update reports, and its seconds."""
     start = time.perf_counter()
     return update(), time.perf_counter() - start
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--rounds", type=int, default=2, help="timed updates of each side")
-    options.add_argument("--smoke", action="store_true", help="our update alone, once: no figures")
-    given = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=2, help="timed updates of each side")
+    parser.add_argument("--smoke", action="store_true", help="our update alone, once: no figures")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ |= alone("bench")
+    os.environ |= single_rank("bench")
     config = Config()
     config.launch.device = "cpu"
     with tempfile.TemporaryDirectory() as scratch, parallel.init_parallel(config):
         folder = Path(scratch) / "model"
         parameters = make_model(folder)
-        samples = make_samples(SMOKE_SEQUENCES if given.smoke else SEQUENCES)
+        samples = make_samples(SMOKE_SEQUENCES if arguments.smoke else SEQUENCES)
         lengths = [len(sample.token_ids) for sample in samples]
         print(f"{parameters / 1e6:.1f} M parameters, {sum(lengths)} tokens, the longest {max(lengths)}", flush=True)
         update = ours(folder, samples)
-        if given.smoke:
+        if arguments.smoke:
             return report({name: update()[name] for name in ("loss", "grad_norm")})
         peers = {size: trl(folder, samples, size) for size in TRL_MICRO_BATCHES}
-        first, _ = timed(update)
-        theirs = {size: timed(peer) for size, peer in peers.items()}
-        fastest = min(theirs, key=lambda size: theirs[size][1])
-        times = [(timed(update)[1], timed(peers[fastest])[1]) for _ in range(given.rounds)]
-    mine, other = (statistics.median(column) for column in zip(*times, strict=True))
-    print(f"ours {mine:.2f} s, TRL {other:.2f} s with micro-batches of {fastest}")
-    differences = [abs(first["loss"] - peer["loss"]) for peer, _ in theirs.values()]
-    norms = [abs(first["grad_norm"] / peer["grad_norm"] - 1) for peer, _ in theirs.values()]
-    values = {"trl_over_ours": other / mine, "loss_diff": max(differences), "norm_diff": max(norms)}
+        first, _ = time_update(update)
+        trl_results = {size: time_update(peer) for size, peer in peers.items()}
+        fastest = min(trl_results, key=lambda size: trl_results[size][1])
+        times = [(time_update(update)[1], time_update(peers[fastest])[1]) for _ in range(arguments.rounds)]
+    our_median, trl_median = (statistics.median(column) for column in zip(*times, strict=True))
+    print(f"ours {our_median:.2f} s, TRL {trl_median:.2f} s with micro-batches of {fastest}")
+    differences = [abs(first["loss"] - peer["loss"]) for peer, _ in trl_results.values()]
+    norms = [abs(first["grad_norm"] / peer["grad_norm"] - 1) for peer, _ in trl_results.values()]
+    values = {"trl_over_ours": trl_median / our_median, "loss_diff": max(differences), "norm_diff": max(norms)}
     report(values)
 
 

@@ -1,9 +1,9 @@
-"""What the keys of a weight sync cost the process that serves them: one store for all nodes, or one on each node.
+"""CPU time of the store that serves the keys of a weight sync: one store for all nodes, or one on each node.
 
 `python tools/bench/store.py [--smoke] [OPTION=VALUE …]`: the rounds of `experiment=train_70b`, with these settings, as
-its ranks and servers coordinate them, each a thread with a connection of its own; no weights. A store is a process,
-and what is measured is its CPU time (medians over syncs): `keys`, that are set in a sync; `one_ms`, of a store that
-serves all places; `place_ms`, of one that serves a single place, as every place has it. --smoke: two nodes, one sync.
+its ranks and servers coordinate them, each a thread with its own connection; no weights are sent. A store is a process
+whose CPU time is measured (medians over syncs). `keys`: set in a sync; `one_ms`: of a store that serves all places;
+`place_ms`: of a store that serves a single place, as every place has one. --smoke: two nodes, one sync.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ for _ in sys.stdin:
 
 
 class Traffic:
-    """The keys of a run's weight sync: by rank what it waits for and sets, as in transports/shared_memory.py."""
+    """The keys of a run's weight sync that each rank waits for and sets, as in transports/shared_memory.py."""
 
     def __init__(self, options: Sequence[str]) -> None:
         config, shape = read_run(["experiment=train_70b", *options])
@@ -49,7 +49,7 @@ class Traffic:
         crossing = hops(plan, self.places)
         ranks = ((server, target) for server in range(server.replicas) for target in range(len(plan[0])))
         self.readers = {reader: self.places.of_server(*reader) for reader in ranks}
-        # By server rank and round, who writes its bucket; by trainer rank and round, whose buckets it writes.
+        # By round: the writers of a server rank's bucket, and the server ranks whose buckets a trainer rank writes.
         self.sources = {
             (server, target): [
                 {self.places.writer(place, target, piece) for piece in buckets[target].slices} for buckets in plan
@@ -58,12 +58,12 @@ class Traffic:
         }
         self.targets: dict[int, list[set[int]]] = {}
         for rank in range(layout.ranks):
-            own = written(plan, self.places, rank)
+            slices = written(plan, self.places, rank)
             keeps = [{hop.target for hop in row if hop.keeper == rank} for row in crossing]
-            self.targets[rank] = [{t for t, _ in items} | more for items, more in zip(own, keeps, strict=True)]
+            self.targets[rank] = [{t for t, _ in items} | more for items, more in zip(slices, keeps, strict=True)]
 
     def milliseconds(self, places: range, syncs: int) -> float:
-        """CPU time that a store needs for a sync of these places."""
+        """CPU milliseconds of a store for a sync of these places."""
         ranks = [rank for rank in self.targets if self.places.of_rank(rank) in places]
         readers = [reader for reader, place in self.readers.items() if place in places]
         process = subprocess.Popen([sys.executable, "-c", STORE], stdin=-1, stdout=-1, text=True)
@@ -78,8 +78,8 @@ class Traffic:
                     keys = {user: PlaceStore(connection, number) for user, connection in connections.items()}
                     done = [users.submit(self.write, keys[rank], rank) for rank in ranks]
                     done += [users.submit(self.read, keys[reader], *reader) for reader in readers]
-                    for each in done:
-                        each.result()
+                    for future in done:
+                        future.result()
                     spent[-1] += spent_by(process)
                     keys[ranks[0]].clear()
             return 1e3 * statistics.median(spent)
@@ -88,25 +88,29 @@ class Traffic:
             process.wait()
 
     def write(self, keys: PlaceStore, rank: int) -> None:
-        """As a trainer rank."""
+        """The keys of a trainer rank in a sync."""
         place = self.places.of_rank(rank)
         for number in self.rounds:
             if number >= 2:
                 keys.wait_written(number - 2, self.places.members(place))
                 targets = self.targets[rank][number]
-                here = [reader for reader, own in self.readers.items() if own == place and reader[1] in targets]
+                here = [
+                    reader
+                    for reader, reader_place in self.readers.items()
+                    if reader_place == place and reader[1] in targets
+                ]
                 assert not keys.late(number - 2, here, 600.0)
             keys.set_written(number, rank)
 
     def read(self, keys: PlaceStore, server: int, rank: int) -> None:
-        """As a server's rank."""
+        """The keys of a server's rank in a sync."""
         for number in self.rounds:
             keys.wait_written(number, self.sources[server, rank][number])
             keys.set_loaded(number, server, rank)
 
 
 def spent_by(process: subprocess.Popen[str]) -> float:
-    """Seconds of CPU time that the process of a store has had."""
+    """Seconds of CPU time that the process of a store has used."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write("\n")
     process.stdin.flush()
@@ -116,13 +120,13 @@ def spent_by(process: subprocess.Popen[str]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="two nodes, once: shows that it runs, no figures")
-    parser.add_argument("options", nargs="*", metavar="OPTION=VALUE", help="settings of the run, as for train")
-    given = parser.parse_args()
-    traffic = Traffic([*(SMOKE if given.smoke else []), *given.options])
+    parser.add_argument("settings", nargs="*", metavar="OPTION=VALUE", help="settings of the run, as for train")
+    arguments = parser.parse_args()
+    traffic = Traffic([*(SMOKE if arguments.smoke else []), *arguments.settings])
     values = {
         "keys": len(traffic.rounds) * (len(traffic.targets) + len(traffic.readers)),
-        "one_ms": traffic.milliseconds(range(traffic.places.count), 1 if given.smoke else SYNCS),
-        "place_ms": traffic.milliseconds(range(1), 1 if given.smoke else SYNCS_OF_A_PLACE),
+        "one_ms": traffic.milliseconds(range(traffic.places.count), 1 if arguments.smoke else SYNCS),
+        "place_ms": traffic.milliseconds(range(1), 1 if arguments.smoke else SYNCS_OF_A_PLACE),
     }
     print(json.dumps({"name": "store", "values": values}))
 

@@ -1,12 +1,12 @@
-"""What training the later turns of the futures gains (rollout.train_turns=all against first), in the booking world.
+"""Gain from training the later turns of futures too (rollout.train_turns=all against first), in the booking world.
 
 `python tools/bench/train_turns.py [--seeds 0 1] [--steps 80] [--root runs/train_turns] [--smoke]` trains from the
-supervised model on tasks that all begin with the user's first message, so that second turns are seen in futures alone.
+supervised model on tasks that all begin with the user's first message, so that second turns occur only in futures.
 Both runs sample the same number of conversations under the same budgets. `right_once_told`: of the conversations whose
 first reply asks for exactly what is missing, the share that ends with the right booking: how good the turns after the
 first are. Prints a table and, last, one JSON object with the means over the seeds.
---smoke: one seed of two steps on one rank in a temporary folder, of all turns alone, where no question may be the right
-one yet: `booking_right` alone.
+--smoke: one seed of two steps on one rank in a temporary folder, only with train_turns=all and only `booking_right`,
+since no question may be the right one yet.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def train(*overrides: str) -> None:
 
 
 def first_only(tasks: Path, target: Path) -> None:
-    """Those of the tasks that begin with the user's first message."""
+    """Write to `target` the tasks whose prompt is only the user's first message."""
     lines = [line for line in tasks.read_text().splitlines() if len(json.loads(line)["prompt"]) == 1]
     target.write_text("".join(line + "\n" for line in lines))
 

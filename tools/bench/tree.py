@@ -1,4 +1,4 @@
-"""What it saves to compute the shared prefixes of futures once: an update in packed trees against the plain packing.
+"""Saving from computing shared prefixes of futures once: an update in packed trees against the plain packing.
 
 `python tools/bench/tree.py [--rounds 3]`: 4 prompts of 2 rollouts each, with 3 futures of 2 later turns, all of whose
 turns are trained (rollout.train_turns=all): a sequence for the trained turn and one a future. Lengths are drawn evenly:
@@ -6,10 +6,10 @@ prompts of 250 to 350 tokens (system prompt, the user's task), the policy's turn
 A random Qwen3 of 14 million parameters; GRPO without a reference, AdamW; float32, one process, one thread, forward,
 backward and the optimizer's step. Both ways take turns.
 
-    tokens_over_tree = positions that are computed / those of the trees, in which every shared token counts once;
+    tokens_over_tree = computed positions / positions of the trees, in which a shared token counts once;
     time_over_plain = CPU seconds of an update in trees / in the plain packing, medians over the rounds;
-    tokens_over_plain = positions that are computed / those of the plain packing;
-    loss_diff, norm_diff = the difference of the losses of the first update, the relative one of the gradient norms.
+    tokens_over_plain = computed positions / those of the plain packing;
+    loss_diff, norm_diff = difference of the losses of the first update, relative difference of the gradient norms.
 
 --smoke: one round of one prompt. The last line is one JSON object.
 """
@@ -39,7 +39,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from megatron_collab.algo.advantages import with_advantages  # noqa: E402
 from megatron_collab.config import Config  # noqa: E402
-from megatron_collab.runtime.network import alone  # noqa: E402
+from megatron_collab.runtime.network import single_rank  # noqa: E402
 from megatron_collab.trainer import prefix_tree  # noqa: E402
 from megatron_collab.trainer import trainer as trainers  # noqa: E402
 from megatron_collab.trainer.megatron import parallel  # noqa: E402
@@ -101,14 +101,14 @@ def make_samples(prompts: int) -> tuple[tuple[Sample, ...], int]:
 
 @contextmanager
 def plain_packing() -> Iterator[None]:
-    """Within it no sample shares anything."""
-    made = prefix_tree.prefix_trees
-    with mock.patch.object(prefix_tree, "prefix_trees", lambda *given: made(*given, fewest=1 << 30)):
+    """Within this context no samples share a prefix."""
+    original = prefix_tree.prefix_trees
+    with mock.patch.object(prefix_tree, "prefix_trees", lambda *arguments: original(*arguments, fewest=1 << 30)):
         yield
 
 
 class Measured:
-    """Updates of a model of its own, their CPU seconds, and the positions of the last one."""
+    """Updates of its own model, their CPU seconds, and the positions of the last update."""
 
     def __init__(self, folder: Path, samples: tuple[Sample, ...]) -> None:
         self.config = Config()
@@ -121,10 +121,10 @@ class Measured:
         self.positions = 0
 
     def update(self) -> None:
-        def counted(*given: Any, **named: Any) -> list[MicroBatch]:
-            found = make_micro_batches(*given, **named)
-            self.positions = sum(micro_batch.token_ids.shape[1] for micro_batch in found)
-            return found
+        def counted(*arguments: Any, **options: Any) -> list[MicroBatch]:
+            micro_batches = make_micro_batches(*arguments, **options)
+            self.positions = sum(micro_batch.token_ids.shape[1] for micro_batch in micro_batches)
+            return micro_batches
 
         with mock.patch.object(trainers, "make_micro_batches", counted):
             began = time.process_time()
@@ -134,20 +134,20 @@ class Measured:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--rounds", type=int, default=3, help="timed updates of each way, after one that is not")
-    options.add_argument("--smoke", action="store_true", help="one round of one prompt: shows that it runs, no figures")
-    given = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="timed updates of each way, after one that is not")
+    parser.add_argument("--smoke", action="store_true", help="one round of one prompt: shows that it runs, no figures")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ |= alone("bench")
+    os.environ |= single_rank("bench")
     config = Config()
     config.launch.device = "cpu"
     with tempfile.TemporaryDirectory() as scratch, parallel.init_parallel(config):
         folder = Path(scratch) / "model"
         make_model(folder)
-        samples, nodes = make_samples(1 if given.smoke else PROMPTS)
+        samples, nodes = make_samples(1 if arguments.smoke else PROMPTS)
         trees, plain = Measured(folder, samples), Measured(folder, samples)
-        for _ in range(1 + (1 if given.smoke else given.rounds)):
+        for _ in range(1 + (1 if arguments.smoke else arguments.rounds)):
             trees.update()
             with plain_packing():
                 plain.update()

@@ -1,1 +1,1 @@
-"""What SGLang lacks on a CPU: attention, sampling, and the entry point of a server."""
+"""Parts that SGLang lacks on a CPU: batch-invariant attention and adapters, and the entry point of a server."""

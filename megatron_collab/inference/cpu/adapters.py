@@ -1,4 +1,4 @@
-"""SGLang's backend for adapters on CPU, batch-invariant, and without the pinned memory that its own asks for."""
+"""A batch-invariant adapter backend for SGLang on CPU, without the pinned memory that SGLang's backend needs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sglang.srt.lora.utils import generate_sequence_lengths
 
 
 class ExactLoRABackend(TorchNativeLoRABackend):
-    """Of one adapter, beside tokens of none. A and B are in slots, [slots, k r, in] and [slots, out, r].
+    """For one adapter; tokens may also use none. A and B are in slots, [slots, k r, in] and [slots, out, r].
 
-    The products are those of F.linear, which patches/sglang.py makes batch-invariant.
+    Products use F.linear, which patches/sglang.py makes batch-invariant.
     """
 
     def prepare_lora_batch(
@@ -31,10 +31,10 @@ class ExactLoRABackend(TorchNativeLoRABackend):
         lengths = generate_sequence_lengths(forward_batch, device="cpu")
         scale = torch.tensor(scalings, dtype=torch.float32)[weight_indices].repeat_interleave(lengths)
         self.slot = lora_ranks.index(max(lora_ranks))
-        self.batch_info: Any = SimpleNamespace(scale=scale[:, None])  # to which SGLang adds what it asks of it
+        self.batch_info: Any = SimpleNamespace(scale=scale[:, None])  # SGLang adds attributes to it
 
     def run_lora_a_sgemm(self, x: torch.Tensor, weights: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """alpha / rank A x, [tokens, k r]; zero of tokens without the adapter."""
+        """alpha / rank A x, [tokens, k r]; zero for tokens without the adapter."""
         return F.linear(x, weights[self.slot]) * self.batch_info.scale.to(x.dtype)
 
     def run_lora_b_sgemm(
@@ -46,11 +46,11 @@ class ExactLoRABackend(TorchNativeLoRABackend):
         *_: Any,
         **__: Any,
     ) -> torch.Tensor:
-        """`base_output` [tokens, out] and B x; rows of B from one offset to the next read their r columns of x."""
+        """`base_output` [tokens, out] plus B x; the rows of B between two offsets read their r columns of x."""
         rank = weights.shape[2]
         for number, (start, stop) in enumerate(pairwise(output_offset_cpu.tolist())):
-            own = x[:, number * rank : (number + 1) * rank]
-            base_output[:, start:stop] += F.linear(own, weights[self.slot, start:stop])
+            columns = x[:, number * rank : (number + 1) * rank]
+            base_output[:, start:stop] += F.linear(columns, weights[self.slot, start:stop])
         return base_output
 
     def run_qkv_lora(

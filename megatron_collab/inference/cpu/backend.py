@@ -1,4 +1,4 @@
-"""SGLang's attention backend for CPU, batch-invariant: caching does not change a sample."""
+"""A batch-invariant attention backend for SGLang on CPU: caching does not change a sample."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 
 from megatron_collab.inference.cpu.attention import BLOCK, attend
 
-ROWS = 256  # queries of a request that are taken at once: bounds the memory of the scores
+ROWS = 256  # queries of a request per call: bounds the memory of the scores
 
 
 class ExactAttentionBackend(TorchNativeAttnBackend):
-    """SGLang's torch_native backend for causal self-attention, by `attend`.
+    """SGLang's torch_native backend for causal self-attention, computed by `attend`.
 
-    Queries come as [tokens, H, D], one request after the other, and so goes `output`; the caches are
-    [slots, K, D], and `req_to_token[request, position]` says in which slot a token lies.
+    Queries and `output` are [tokens, H, D], one request after the other; the caches are [slots, K, D], and
+    `req_to_token[request, position]` is the slot of a token.
     """
 
     def _run_sdpa_forward_extend(
@@ -42,11 +42,11 @@ class ExactAttentionBackend(TorchNativeAttnBackend):
             keys, values = _gather(k_cache, slots), _gather(v_cache, slots)
             for start in range(0, length, ROWS):
                 end = min(start + ROWS, length)
-                seen = _whole_blocks(prefix + end)
+                visible = _whole_blocks(prefix + end)
                 output[done + start : done + end] = attend(
                     query[None, done + start : done + end],
-                    keys[:, :seen],
-                    values[:, :seen],
+                    keys[:, :visible],
+                    values[:, :visible],
                     torch.tensor([prefix + start]),
                     options["scaling"],
                 )[0]
@@ -82,7 +82,7 @@ def _whole_blocks(length: int) -> int:
 
 
 def _slots(req_to_token: torch.Tensor, requests: torch.Tensor, length: int) -> torch.Tensor:
-    """The slots of the first `length` positions [requests, whole blocks]; those beyond are any."""
+    """The slots of the first `length` positions, [requests, length rounded up to BLOCK]; slots beyond are arbitrary."""
     slots = req_to_token[requests, : _whole_blocks(length)]
     return F.pad(slots, (0, _whole_blocks(length) - slots.shape[1]))
 

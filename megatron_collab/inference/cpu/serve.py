@@ -1,7 +1,7 @@
 """`python -m megatron_collab.inference.cpu.serve <SGLang's arguments>`: SGLang's HTTP server.
 
-On a machine without a GPU the patches of SGLang are applied first, and its processes are forked. Otherwise it spawns
-them, and a spawned process imports the main module again: what is done here is done in all of them.
+On a machine without a GPU, the patches of SGLang are applied first, and its processes are forked. Otherwise SGLang
+spawns them, and a spawned process imports the main module again, so the code of this module runs in all of them.
 """
 # ruff: noqa: E402 (the order of the imports is the point)
 
@@ -36,32 +36,32 @@ def _register_stacks() -> None:
 
 
 def _end_with_parent() -> None:
-    """SGLang's processes do this themselves, but only after imports that take many seconds."""
+    """End with the parent. SGLang's processes also do this, but only after imports that take many seconds."""
     die_with_parent()
-    if os.getsid(os.getppid()) != os.getsid(0):  # the parent had ended already, and another process adopted this one
+    if os.getsid(os.getppid()) != os.getsid(0):  # the parent has already ended, and another process adopted this one
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _exact_attention(runner: Any) -> Any:
-    """The attention backend for SGLang's model runner, imported in the process that needs it."""
+    """The attention backend for SGLang's model runner; imported only in the process that needs it."""
     from megatron_collab.inference.cpu.backend import ExactAttentionBackend
 
     return ExactAttentionBackend(runner)
 
 
 def _exact_adapters() -> Any:
-    """The backend for adapters, as SGLang's register takes it."""
+    """The backend class for adapters, for SGLang's registry."""
     from megatron_collab.inference.cpu.adapters import ExactLoRABackend
 
     return ExactLoRABackend
 
 
 def _meet(url: str, timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tuple[Store, int, int]]:
-    """The part of the run's store with the name in `url`; other ranks of the server open the same."""
-    at = urlsplit(url)
-    query = dict(parse_qsl(at.query))
-    store = TCPStore(str(at.hostname), int(at.port or 0), is_master=False, timeout=timeout)
-    yield PrefixStore(at.path, store), int(query["rank"]), int(query["world_size"])
+    """Rendezvous: the prefix of the run's store that `url` names; all ranks of the server open the same."""
+    parts = urlsplit(url)
+    query = dict(parse_qsl(parts.query))
+    store = TCPStore(str(parts.hostname), int(parts.port or 0), is_master=False, timeout=timeout)
+    yield PrefixStore(parts.path, store), int(query["rank"]), int(query["world_size"])
     raise RuntimeError("the ranks of a server meet once")
 
 
@@ -71,7 +71,7 @@ elif __name__ == "__mp_main__":
     _end_with_parent()
 _register_stacks()
 
-# Looking for garbage among what the imports make is a quarter of the start-up, and of some requests later on.
+# Garbage collection over the objects of imports takes a quarter of the start-up, and later of some requests.
 gc.disable()
 
 from megatron_collab import patches
@@ -102,11 +102,11 @@ if on_cpu():  # its processes are forked
     register_lora_backend("torch_native")(_exact_adapters)
 
 from sglang.launch_server import run_server
-from sglang.srt.entrypoints import engine as engine  # brings what the spawned processes run
+from sglang.srt.entrypoints import engine as engine  # imports the code that spawned processes run
 from sglang.srt.server_args import prepare_server_args
 from torch.distributed import PrefixStore, Store, TCPStore, register_rendezvous_handler
 
-register_rendezvous_handler(MEETING, _meet)  # of the ranks of a server over several nodes
+register_rendezvous_handler(MEETING, _meet)  # for ranks of a server over several nodes
 keep_loads_in_temporary_folder()
 if f"--{SCORES_FLAG}" in sys.argv:
     zero_biases_of_heads()
@@ -118,9 +118,9 @@ imports_done()
 
 
 if __name__ == "__main__":
-    if given := os.environ.pop(CHECK_VARIABLE, None):
+    if server_args := os.environ.pop(CHECK_VARIABLE, None):
         from megatron_collab.inference.server_args import fault
 
-        print("\n" + json.dumps(fault(json.loads(given), sys.argv[1:])))
+        print("\n" + json.dumps(fault(json.loads(server_args), sys.argv[1:])))
         sys.exit()
     run_server(prepare_server_args([*sys.argv[1:], "--api-key", os.environ.pop(KEY_VARIABLE)]))

@@ -1,4 +1,4 @@
-"""A checkpoint on paper: what a rank would write, and what it would read back into its networks."""
+"""Simulates a checkpoint: collects what a rank would write, and what it would read back into its networks."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ _OPTIMIZER_STATE = re.compile(r"(.*?)optimizer\.state\.\w+\.(.+)")  # see checkp
 
 @dataclass
 class Contents:
-    """Shapes of the global tensors, by key: those that ranks write, and those that ranks read, with one such rank."""
+    """Shapes of global tensors by key: of those that ranks write, and of those that ranks read, with one such rank."""
 
     written: dict[str, tuple[int, ...]] = field(default_factory=dict)
     read: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
 
     def check_read(self) -> None:
-        """ValueError for what a rank would look for in vain."""
+        """Raises ValueError if a rank would read a tensor that no rank writes in that shape."""
         for key, (shape, rank) in self.read.items():
-            # Of the optimizer a rank writes its own range, and its replicas the others, which may not have been taken.
+            # A rank writes its range of the optimizer state, replicas the other ranges; these may not be simulated.
             state = _OPTIMIZER_STATE.fullmatch(key)
-            found = self.written.get(key) or (self.written.get(state[1] + state[2]) if state else None)
-            if found != shape:
-                raise ValueError(f"checkpoint: rank {rank} reads {key} as {list(shape)}, of which {_what(found)}")
+            saved = self.written.get(key) or (self.written.get(state[1] + state[2]) if state else None)
+            if saved != shape:
+                raise ValueError(f"checkpoint: rank {rank} reads {key} as {list(shape)}, of which {_describe(saved)}")
 
 
-def _what(found: tuple[int, ...] | None) -> str:
-    return "no rank writes anything" if found is None else f"ranks write {list(found)}"
+def _describe(shape: tuple[int, ...] | None) -> str:
+    return "no rank writes anything" if shape is None else f"ranks write {list(shape)}"
 
 
 def save_and_load(trainer: PolicyTrainer, rank: int, contents: Contents, ledger: Ledger) -> int:
-    """Take a snapshot of the networks and fill them from their own; bytes of the snapshot in host memory."""
-    before = ledger.held.now[HOST]
+    """Take a snapshot of the networks and restore them from it; returns its bytes in host memory."""
+    before = ledger.usage.now[HOST]
     with ledger.booking(HOST):
         items, common = snapshot(trainer.checkpointed)
-    size = ledger.held.now[HOST] - before
+    size = ledger.usage.now[HOST] - before
     for item, _ in items:
         if item.tensor_data is not None:
             contents.written[item.index.fqn] = tuple(item.tensor_data.size)
 
-    def read(wanted: dict[str, Any]) -> Any:
-        prepared, kept, factories = load_preprocess(wanted)
+    def read(state: dict[str, Any]) -> Any:
+        prepared, unsharded, factories = load_preprocess(state)
         sharded, _ = extract_sharded_base(prepared)
         for entry in nested_values(sharded):
             if isinstance(entry, ShardedTensor):
                 contents.read.setdefault(entry.key, (tuple(entry.global_shape), rank))
-        loaded = merge(merge(dict(common), kept), dict_list_map_outplace(_value, sharded))
+        loaded = merge(merge(dict(common), unsharded), dict_list_map_outplace(_value, sharded))
         return apply_factory_merges(loaded, factories)
 
     restore(trainer.checkpointed, read)

@@ -1,4 +1,4 @@
-"""Which ranks of a run differ in what they hold. Numbers only, no framework."""
+"""Groups the ranks of a run that hold the same. Imports no framework."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_collab.weight_sync.node_routing import Places
 
 @dataclass(frozen=True)
 class RankClass:
-    """What ranks have in common: no two of them differ in what they build, hold, write or save.
+    """A class of ranks that build, hold, write and save the same.
 
-    `vocabulary`: real rows of the embedding and the head, `saves`: whether they write their weights to a checkpoint,
-    and `saves_experts` their experts, `serves`: whether a server stands on their device, `segments`: for how many
-    server ranks they keep buckets.
+    `vocabulary`: real rows of the embedding and the head; `saves`: whether they write their weights to a checkpoint,
+    `saves_experts`: whether they write their experts; `serves`: whether a server runs on their device; `segments`: the
+    number of server ranks for which they keep buckets.
     """
 
     stage: int
@@ -28,32 +28,32 @@ class RankClass:
     segments: int
 
     def stepping(self) -> RankClass:
-        """The same but for what is saved, in which ranks do not differ while they step."""
+        """The class without what is saved, which makes no difference during a step."""
         return replace(self, saves=False, saves_experts=False)
 
 
 def class_of(config: Config, shape: ModelShape, places: Places | None, rank: int) -> RankClass:
-    """`places`: of the weight sync, None in supervised training."""
+    """The class of a rank; `places`: of the weight sync, None in supervised training."""
     parallel = config.parallel
     size = ranks(config) // parallel.pp
-    stage, own = divmod(rank, size)
-    tp_rank, replica = own % parallel.tp, own // parallel.tp
+    stage, stage_rank = divmod(rank, size)
+    tp_rank, replica = stage_rank % parallel.tp, stage_rank // parallel.tp
     rows = -(-shape.vocab // parallel.tp)
     ends = stage in (0, parallel.pp - 1)
-    keeps = places is not None and config.rollout.server.colocated
+    colocated = places is not None and config.rollout.server.colocated
     return RankClass(
         stage=stage,
         vocabulary=min(rows, max(0, shape.vocab - tp_rank * rows)) if ends else 0,
         saves=replica == 0,
-        saves_experts=shape.experts is not None and own < parallel.ep,
-        serves=keeps and rank % config.launch.nproc_per_node in serving(config),
+        saves_experts=shape.experts is not None and stage_rank < parallel.ep,
+        serves=colocated and rank % config.launch.nproc_per_node in serving(config),
         segments=sum(places.keeps(rank, t) for t in range(config.rollout.server.tp)) if places else 0,
     )
 
 
 def classes(config: Config, shape: ModelShape, places: Places | None) -> dict[RankClass, list[int]]:
-    """Every class of ranks of the run, with its ranks in order."""
-    found: dict[RankClass, list[int]] = defaultdict(list)
+    """Every class of ranks of the run with its ranks, in order."""
+    ranks_by_class: dict[RankClass, list[int]] = defaultdict(list)
     for rank in range(ranks(config)):
-        found[class_of(config, shape, places, rank)].append(rank)
-    return dict(found)
+        ranks_by_class[class_of(config, shape, places, rank)].append(rank)
+    return dict(ranks_by_class)

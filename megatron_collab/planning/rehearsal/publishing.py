@@ -1,4 +1,4 @@
-"""The weight sync of a run on paper: the plan, what a trainer rank writes of it, and what servers are sent."""
+"""Simulates the weight sync of a run: the plan, the writes of a trainer rank, and the slices sent to servers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BUCKETS = "weight sync buckets"
 
 @dataclass(frozen=True)
 class Publishing:
-    """How a run of `shape` gives its weights to its servers."""
+    """Weight sync of a run with a model of `shape` to its servers."""
 
     config: Config
     shape: ModelShape
@@ -43,60 +43,59 @@ class Publishing:
 
     @torch.no_grad()
     def write(self, rank: int, chunks: Sequence[torch.nn.Module], ledger: Ledger) -> list[Tensor]:
-        """Write all rounds of a trainer rank; its segments and buffers, which stay allocated: give them back.
+        """Write all rounds of a trainer rank; returns its segments and buffers, which stay allocated in a run.
 
-        What is written has shapes alone, on the meta device: with tensors that the ledger counts it takes five times as
-        long.
+        Writes use meta tensors: with tensors that the ledger counts they take five times as long.
         """
         plan, places, dtype = self.plan, self.places, DTYPES[self.config.model.dtype]
         place = places.of_rank(rank)
         with _disable_current_modes(), torch.device("meta"):
-            held = [*named_shards(chunks), *named_factors(chunks)]
-            shards: Any = {name: torch.empty(shard.shape, dtype=shard.dtype) for name, shard in held}
-            own = Sender(written(plan, places, rank), lambda target, piece: [place], shards, dtype)
+            parameters = [*named_shards(chunks), *named_factors(chunks)]
+            shards: Any = {name: torch.empty(shard.shape, dtype=shard.dtype) for name, shard in parameters}
+            sender = Sender(written(plan, places, rank), lambda target, piece: [place], shards, dtype)
             if uses_memory(self.config):
-                kept, buffers = self._through_memory(rank, own, shards)
+                segment_bytes, buffer_bytes = self._through_memory(rank, sender, shards)
             else:
-                kept, buffers = [], [own.largest] * min(2, len(plan))
-                _write_packed(own)
+                segment_bytes, buffer_bytes = [], [sender.largest] * min(2, len(plan))
+                _write_packed(sender)
         with ledger.booking(BUCKETS if self.config.rollout.server.colocated else HOST):
-            segments = [_bytes(size) for size in kept]
+            segments = [_bytes(size) for size in segment_bytes]
         with ledger.booking(BUCKETS):
-            return [*segments, *(_bytes(size) for size in buffers)]
+            return [*segments, *(_bytes(size) for size in buffer_bytes)]
 
-    def _through_memory(self, rank: int, own: Sender, shards: Any) -> tuple[list[int], list[int]]:
-        """Bytes of the segments that a rank owns, and of the buffer from which it sends to other places."""
+    def _through_memory(self, rank: int, sender: Sender, shards: Any) -> tuple[list[int], list[int]]:
+        """Bytes of the segments that a rank owns, and of the buffer for slices to other places."""
         plan, places = self.plan, self.places
         crosses = sent(plan, places, rank)
-        away = Sender(
+        remote_sender = Sender(
             crosses,
             lambda target, piece: lacking(places, target, piece.holders),
             shards,
             DTYPES[self.config.model.dtype],
         )
-        _write_packed(away)
+        _write_packed(remote_sender)
         sizes = segment_sizes(plan, places, rank)
-        of_others = max(bucket.size for row in plan for bucket in row)
-        for number, parts in enumerate(own.parts):
-            segments = {t: _bytes(sizes[t][0] if t in sizes else of_others) for t in parts}
-            own.write(number, {t: segments[t][slice(*part)] for t, part in parts.items()})
-        return list(chain(*sizes.values())), [away.largest]
+        largest = max(bucket.size for row in plan for bucket in row)
+        for number, parts in enumerate(sender.parts):
+            segments = {t: _bytes(sizes[t][0] if t in sizes else largest) for t in parts}
+            sender.write(number, {t: segments[t][slice(*part)] for t, part in parts.items()})
+        return list(chain(*sizes.values())), [remote_sender.largest]
 
     def order(self, hf: dict[str, Any]) -> Order:
-        """The distinct ranks of a server, with what each is sent; `hf`: the model's config.json."""
+        """The distinct ranks of a server with the slices sent to each; `hf`: the model's config.json."""
         layout, dtype = server_layout(self.config), self.config.model.dtype
-        found: dict[Any, Place] = {}
+        places: dict[Any, Place] = {}
         for rank in range(layout.tp):
             parameters, _ = parameters_of(self.shape, layout, rank, dtype)
             buckets = [
                 (row[rank].size, [row_of(piece, piece.source) for piece in row[rank].slices]) for row in self.plan
             ]
-            alike = tuple(parameters.items()), max(len(rows) for _, rows in buckets)
-            found.setdefault(alike, Place(rank, parameters, buckets))
+            key = tuple(parameters.items()), max(len(rows) for _, rows in buckets)
+            places.setdefault(key, Place(rank, parameters, buckets))
         tokens = self.config.rollout.server.max_total_tokens
         if tokens is None:
             tokens = self.config.rollout.server.max_running_requests * self.config.rollout.context_length
-        return Order(hf, layout, dtype, tokens, list(found.values()))
+        return Order(hf, layout, dtype, tokens, list(places.values()))
 
 
 def _bytes(size: int) -> Tensor:

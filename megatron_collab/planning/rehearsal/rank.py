@@ -1,4 +1,4 @@
-"""What one rank of a run does before and in a step, by the run's own code, and what it holds meanwhile."""
+"""Runs a rank's work before and during a step with the run's own code, and books its memory."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from megatron_collab.trainer.megatron import model
 from megatron_collab.trainer.megatron.te_cpu import paper
 from megatron_collab.trainer.microbatches import MicroBatch, make_micro_batches
 from megatron_collab.trainer.trainer import PolicyTrainer
-from megatron_collab.types import Batch, Sample, Scored
+from megatron_collab.types import Batch, Sample, ScoredBatch
 
 ACTIVATIONS, HEAD, WORKSPACES = "activations", "head", "workspaces"
-GATHERED = "gathered sequence"  # one buffer for all layers: Megatron's of sequence parallelism, not TransformerEngine's
+GATHERED = "gathered sequence"  # one for all layers: Megatron's for sequence parallelism, not TransformerEngine's
 
 
 class PaperTensors(HFTensors):
-    """A Hugging Face folder of this shape, whose tensors are read as any others and hold nothing."""
+    """A simulated Hugging Face folder of a model of `shape`; its tensors have no values."""
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype) -> None:
         self._shapes, self._dtype = hf_to_megatron.hf_shapes(shape), dtype
@@ -49,7 +49,7 @@ class PaperTensors(HFTensors):
 
 
 def make_trainer(config: Config, shape: ModelShape, ledger: Ledger) -> PolicyTrainer:
-    """The trainer of a run, with everything loaded, and its memory booked by part."""
+    """The trainer of a run, loaded, with its memory booked by part."""
 
     def load(config: Config) -> list[torch.nn.Module]:
         chunks = model.build(config, shape)
@@ -63,36 +63,36 @@ def make_trainer(config: Config, shape: ModelShape, ledger: Ledger) -> PolicyTra
     for name, trainable in trainer.trainables.items():
         prefix = _prefix(name)
         for optimizer in trainable.optimizer.chained_optimizers:
-            optimizer._init_optimizer_states_with_dummy_values()  # else the first step would be without moments
-        ledger.claim(f"{prefix}parameters", _held(trainable.chunks))
-        paper.on_copies(trainable.chunks, partial(ledger.claim, f"{prefix}parameters"))
+            optimizer._init_optimizer_states_with_dummy_values()  # else the first step would have no moments
+        ledger.claim(f"{prefix}parameters", _parameter_tensors(trainable.chunks))
+        paper.claim_fp8_copies(trainable.chunks, partial(ledger.claim, f"{prefix}parameters"))
         ledger.claim(f"{prefix}gradients", trainable.gradients())
         ledger.claim(f"{prefix}optimizer", trainable.optimizer_storages())
-    ledger.claim("reference", _held(trainer.reference or ()))
-    paper.on_copies(trainer.reference or (), partial(ledger.claim, "reference"))
+    ledger.claim("reference", _parameter_tensors(trainer.reference or ()))
+    paper.claim_fp8_copies(trainer.reference or (), partial(ledger.claim, "reference"))
     return trainer
 
 
-def _held(chunks: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
-    """The tensors that hold the parameters."""
+def _parameter_tensors(chunks: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
+    """The tensors of the parameters; in FP8 data and scales."""
     return chain.from_iterable(paper.parts(parameter) for chunk in chunks for parameter in chunk.parameters())
 
 
 def one_batch(config: Config, shape: ModelShape, micro_batches: int) -> Batch:
-    """As many full micro-batches for every data parallel rank, each one sequence of which every token is trained, or a
-    pair of them that share nothing."""
+    """A batch of `micro_batches` full micro-batches per data parallel rank: each a sequence with all tokens trained, or
+    a pair of sequences without a common prefix."""
     parallel = config.parallel
     groups = ranks(config) // (parallel.tp * parallel.pp * parallel.cp)
     sides = 2 if config.objective == "dpo" else 1
     length = micro_batch_tokens(config) * parallel.cp // sides + 1
     mask = (np.arange(length) > 0).astype(np.float32)
-    begun: list[np.ndarray] = [(np.arange(length) + side) % shape.vocab for side in range(sides)]
-    samples = tuple(Sample(ids, mask, np.zeros(length, np.float32)) for ids in begun) * (micro_batches * groups)
+    token_ids: list[np.ndarray] = [(np.arange(length) + side) % shape.vocab for side in range(sides)]
+    samples = tuple(Sample(ids, mask, np.zeros(length, np.float32)) for ids in token_ids) * (micro_batches * groups)
     if config.objective == "sft":
         return Batch(samples)
     rows = [sample.log_probs for sample in samples]
     values = rows if config.algo.advantage == "gae" else None
-    return Scored(
+    return ScoredBatch(
         samples,
         old_log_probs=rows if config.algo.mini_batches * config.algo.epochs > 1 else None,
         reference_log_probs=rows if config.refers else None,
@@ -103,10 +103,10 @@ def one_batch(config: Config, shape: ModelShape, micro_batches: int) -> Batch:
 
 
 def passes(config: Config, stage: int) -> int:
-    """The fewest micro-batches with which a pipeline stage holds as much as with any number of them.
+    """The smallest number of micro-batches with which a pipeline stage reaches its peak memory.
 
-    As many as it has under way, and one after a backward pass, whose gradients stages still exchange. With virtual
-    stages until the last that came in the warm-up has gone backward: see planning/activations.py.
+    The number in flight, plus one after a backward pass, whose gradients stages still exchange. With virtual stages
+    enough that the last one of the warm-up has gone backward: see planning/activations.py.
     """
     parallel = config.parallel
     return parallel.pp - stage + 1 if parallel.vpp == 1 else 4 * parallel.pp
@@ -114,9 +114,9 @@ def passes(config: Config, stage: int) -> int:
 
 @contextmanager
 def activations_booked(ledger: Ledger, trainer: PolicyTrainer) -> Iterator[None]:
-    """Within it what autograd saves, and what is left of a forward pass, is booked as activations.
+    """Inside the block, book tensors that autograd saves or a forward pass leaves behind as activations.
 
-    The last stage's hidden states, and what is made from them until their gradient is there, as the head's.
+    The last stage's hidden states, and tensors computed from them until their gradient is, are booked as the head's.
     """
 
     def saved(tensor: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def activations_booked(ledger: Ledger, trainer: PolicyTrainer) -> Iterator[None]
         last = policy.post_process and output.requires_grad
         if last:
             ledger.claim(HEAD, [output], booked=PASSING)
-        claim_lasting(ledger)
+        claim_persistent(ledger)
         ledger.claim_all(ACTIVATIONS, booked=PASSING)
         if last:
             ledger.part = HEAD
@@ -136,9 +136,9 @@ def activations_booked(ledger: Ledger, trainer: PolicyTrainer) -> Iterator[None]
     def done(gradient: Tensor) -> None:
         ledger.part = PASSING
 
-    def exchanged(stages: P2PCommunicator, **what: Any) -> Any:
+    def exchanged(stages: P2PCommunicator, **options: Any) -> Any:
         with ledger.booking(ACTIVATIONS):
-            return communicate(stages, **what)
+            return communicate(stages, **options)
 
     communicate = P2PCommunicator._communicate
     chunks = [chunk for trainable in trainer.trainables.values() for chunk in trainable.chunks]
@@ -154,61 +154,61 @@ def activations_booked(ledger: Ledger, trainer: PolicyTrainer) -> Iterator[None]
             hook.remove()
 
 
-def claim_lasting(ledger: Ledger) -> None:
-    """Book what a first pass has made for all."""
+def claim_persistent(ledger: Ledger) -> None:
+    """Book tensors that a first pass has allocated for all passes."""
     ledger.claim(WORKSPACES, paper.workspaces())
     ledger.claim(GATHERED, parallel_state.get_global_memory_buffer().buffer.values())
 
 
 def _prefix(name: str) -> str:
-    """Of the parts of a trained network."""
+    """Prefix of the parts of a trained network."""
     return "" if name == "policy" else f"{name}: "
 
 
 def step(trainer: PolicyTrainer, config: Config, micro_batches: int, ledger: Ledger) -> None:
-    """One step of a run, of so many micro-batches: its batch is scored and learnt from, by the policy and the critic.
+    """One step of a run of `micro_batches` full micro-batches: score a batch, update the policy and the critic.
 
-    Each micro-batch is full. Only one is scored, as no pass without a gradient keeps anything.
+    Scores only one micro-batch, since passes without a gradient save nothing.
     """
 
-    def made(*given: Any, **named: Any) -> list[MicroBatch]:
-        """Of real numbers: the lengths of sequences are read from them."""
+    def on_real_tensors(*arguments: Any, **options: Any) -> list[MicroBatch]:
+        """make_micro_batches with real tensors, from which the lengths of sequences are read."""
         with _disable_current_modes():
-            return make_micro_batches(*given, **named)
+            return make_micro_batches(*arguments, **options)
 
     ledger.reset()
     with (
-        mock.patch.object(trainers, "make_micro_batches", made),
-        mock.patch.object(network, "make_micro_batches", made),
-        # One optimizer step, which has all micro-batches: another holds the same.
+        mock.patch.object(trainers, "make_micro_batches", on_real_tensors),
+        mock.patch.object(network, "make_micro_batches", on_real_tensors),
+        # A single optimizer step with all micro-batches: further steps need the same memory.
         mock.patch.object(trainers, "_split", lambda count, *_: [range(count)]),
     ):
         if config.objective != "sft":
             trainer.score(one_batch(config, trainer.shape, 1))
         with activations_booked(ledger, trainer):
             trainer.update(one_batch(config, trainer.shape, micro_batches))
-        claim_lasting(ledger)
-        ledger.claim_all(WORKSPACES, booked=ACTIVATIONS)  # what is left, as the rotary embedding, is kept for the next
+        claim_persistent(ledger)
+        ledger.claim_all(WORKSPACES, booked=ACTIVATIONS)  # remaining tensors, such as the rotary table, persist
 
 
 def _sampling(trainer: PolicyTrainer) -> AbstractContextManager[None]:
-    """Within it the trainer is as while the run samples, which supervised training never does."""
+    """Puts the trainer into the state of sampling inside the block; a no-op in supervised training."""
     return trainer.offloaded() if trainer.config.train.stage == "rl" else nullcontext()
 
 
 def parts_of(trainer: PolicyTrainer, ledger: Ledger) -> list[MemoryPart]:
-    """What the step and the time after it have held, as the plan has it."""
+    """Memory of the step and of sampling after it, in the parts of the plan."""
     for name, trainable in trainer.trainables.items():
         ledger.claim(f"{_prefix(name)}optimizer", trainable.optimizer_storages())
-    training = dict(ledger.held.most)
-    for part in [part for part in ledger.held.now if part.endswith("optimizer")]:
-        training[part] = ledger.held.now[part]
+    training = dict(ledger.usage.most)
+    for part in [part for part in ledger.usage.now if part.endswith("optimizer")]:
+        training[part] = ledger.usage.now[part]
     with _sampling(trainer):
         sampling: Mapping[str, int] = dict(ledger.resized().now)
     ledger.resized()
     networks = trainer.trainables.items()
     pieces = {f"{_prefix(name)}optimizer": len(trainable.host_memory.pieces) for name, trainable in networks}
-    reserved = ledger.held.now[PINNED] / max(sum(pieces.values()), 1)  # bytes for a piece
+    reserved = ledger.usage.now[PINNED] / max(sum(pieces.values()), 1)  # bytes per piece
     return [
         MemoryPart(part, size, sampling.get(part, 0), reserved * pieces.get(part, 0))
         for part, size in training.items()

@@ -1,4 +1,4 @@
-"""A whole run on paper: its servers, then a rank of every class, each from its weights to a step and a checkpoint."""
+"""Simulates a run: its servers, then a rank of every class, each from its weights to a step and a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megatron_collab.planning.rehearsal.classes import RankClass, classes
 from megatron_collab.planning.rehearsal.rank import make_trainer, parts_of, passes, step
 from megatron_collab.planning.rehearsal.world import rank_on_paper
 
-# What the run's own code and its libraries raise where something does not fit.
+# Errors of the run's code and its libraries if something does not fit.
 _FAULTS = (ValueError, RuntimeError, AssertionError, KeyError, IndexError)
 
-Counted = tuple[int, Sequence[MemoryPart]]  # in a step: the most bytes at once, and the parts
+StepMemory = tuple[int, Sequence[MemoryPart]]  # (peak bytes in a step, the parts)
 
 
 @dataclass(frozen=True)
-class Rehearsed:
-    """What the ranks of a class hold: `parts` as the plan has them, `peak` bytes at once in a step, `snapshot` in host
-    memory while a checkpoint is written. `rank` is the one that was taken."""
+class RankMemory:
+    """Memory of the ranks of a class: `parts` as in the plan, `peak` bytes in a step, `snapshot` bytes of host memory
+    while a checkpoint is written. `rank` is the rank that was simulated."""
 
     kind: RankClass
     ranks: Sequence[int]
@@ -33,11 +33,11 @@ class Rehearsed:
     snapshot: float
 
 
-def rehearse(config: Config, shape: ModelShape, hf: Mapping[str, Any], every: bool = False) -> Iterator[Rehearsed]:
-    """One rank of every class, or `every` rank, in order; `hf`: the model's config.json.
+def rehearse(config: Config, shape: ModelShape, hf: Mapping[str, Any], all_ranks: bool = False) -> Iterator[RankMemory]:
+    """Simulate one rank of every class, or `all_ranks`, in order; `hf`: the model's config.json.
 
-    Of classes that differ only in what they save, one takes a step for all; `every` rank takes its own.
-    ConfigError with the first rank where something does not fit, which names the tensor.
+    Of classes that differ only in what they save, one takes a step for all; with `all_ranks` each takes its own.
+    Raises ConfigError for the first rank where something does not fit; it names the tensor.
     """
     if config.launch.device == "cpu":
         message = "only TransformerEngine's layers have it; rehearse without launch.device=cpu"
@@ -47,17 +47,17 @@ def rehearse(config: Config, shape: ModelShape, hf: Mapping[str, Any], every: bo
     if config.train.stage == "rl":
         publish = publishing.Publishing.of(config, shape)
         served = _servers(publish, dict(hf))
-    contents, counted = checkpoint.Contents(), dict[RankClass, Counted]()
+    contents, counted = checkpoint.Contents(), dict[RankClass, StepMemory]()
     for kind, members in classes(config, shape, publish.places if publish else None).items():
-        for rank in members if every else members[:1]:
+        for rank in members if all_ranks else members[:1]:
             try:
-                found = _one(config, shape, kind, rank, publish, contents, {} if every else counted)
+                memory = _rehearse_rank(config, shape, kind, rank, publish, contents, {} if all_ranks else counted)
             except _FAULTS as error:
                 text = " ".join(str(error).split()) or type(error).__name__
                 raise ConfigError(f"rank {rank} of the trainer, pipeline stage {kind.stage}: {text}") from error
-            parts = [*found.parts, *(served if kind.serves else [])]
-            own = [rank] if every else members
-            yield Rehearsed(kind, own, rank, parts, found.peak, found.snapshot)
+            parts = [*memory.parts, *(served if kind.serves else [])]
+            covered = [rank] if all_ranks else members
+            yield RankMemory(kind, covered, rank, parts, memory.peak, memory.snapshot)
     try:
         contents.check_read()
     except ValueError as error:
@@ -65,36 +65,36 @@ def rehearse(config: Config, shape: ModelShape, hf: Mapping[str, Any], every: bo
 
 
 def _servers(publish: publishing.Publishing, hf: dict[str, Any]) -> list[MemoryPart]:
-    """The parts of a server's fullest rank; ConfigError for the first rank that is not as the plan has it."""
-    found = servers.rehearse(publish.order(hf))
-    for one in found:
-        if one.fault:
-            raise ConfigError(f"rank {one.rank} of a server: {one.fault}")
-    stays = max(one.adapters for one in found)
+    """The parts of a server's fullest rank; raises ConfigError for the first rank that differs from the plan."""
+    server_ranks = servers.rehearse(publish.order(hf))
+    for server in server_ranks:
+        if server.fault:
+            raise ConfigError(f"rank {server.rank} of a server: {server.fault}")
+    adapters = max(server.adapters for server in server_ranks)
     return [
-        MemoryPart("server: weights", 0, max(one.weights for one in found)),
-        *([MemoryPart("server: adapters", stays, stays)] if stays else []),
-        MemoryPart("server: KV cache", 0, max(one.kv_cache for one in found)),
+        MemoryPart("server: weights", 0, max(server.weights for server in server_ranks)),
+        *([MemoryPart("server: adapters", adapters, adapters)] if adapters else []),
+        MemoryPart("server: KV cache", 0, max(server.kv_cache for server in server_ranks)),
     ]
 
 
-def _one(
+def _rehearse_rank(
     config: Config,
     shape: ModelShape,
     kind: RankClass,
     rank: int,
     publish: publishing.Publishing | None,
     contents: checkpoint.Contents,
-    counted: dict[RankClass, Counted],
-) -> Rehearsed:
+    counted: dict[RankClass, StepMemory],
+) -> RankMemory:
     with rank_on_paper(config, shape, rank) as ledger:
         trainer = make_trainer(config, shape, ledger)
         buckets = publish.write(rank, trainer.chunks, ledger) if publish else []
-        alike = kind.stepping()
-        if alike not in counted:
+        step_class = kind.stepping()
+        if step_class not in counted:
             step(trainer, config, passes(config, kind.stage), ledger)
-            counted[alike] = ledger.held.peak, parts_of(trainer, ledger)
-        peak, parts = counted[alike]
+            counted[step_class] = ledger.usage.peak, parts_of(trainer, ledger)
+        peak, parts = counted[step_class]
         buckets.clear()
         snapshot = checkpoint.save_and_load(trainer, rank, contents, ledger)
-    return Rehearsed(kind, [rank], rank, parts, peak, snapshot)
+    return RankMemory(kind, [rank], rank, parts, peak, snapshot)

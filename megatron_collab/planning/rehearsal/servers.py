@@ -1,7 +1,7 @@
-"""A server of the run on paper: SGLang's own model and cache on the meta device, given every slice of the plan.
+"""Simulates a server of the run: SGLang's model and cache on the meta device receive every slice of the plan.
 
-`python -m megatron_collab.planning.rehearsal.servers ORDER`, a process of its own: SGLang decides at import that there
-is no GPU, and Megatron's patches are not for it. ORDER is a pickled Order; the last line of the output is JSON.
+`python -m megatron_collab.planning.rehearsal.servers ORDER` runs in a separate process: SGLang decides at import that
+there is no GPU, and must not see Megatron's patches. ORDER is a pickled Order; the last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_collab.models.hf_to_sglang import ServerLayout
 from megatron_collab.runtime import keys
 from megatron_collab.weight_sync.receiver import Row, check_parameters, planned_copies
 
-# Class by model_type, where config.json does not name it.
+# Class by model_type, if config.json does not name it.
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -42,7 +42,7 @@ _ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class Place:
-    """A rank of a server: what it must have by name, and what it is sent, by bucket: its bytes and its rows."""
+    """A rank of a server: its required parameters by name, and the bytes and rows of every bucket sent to it."""
 
     rank: int
     parameters: Mapping[str, str]
@@ -51,7 +51,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Order:
-    """Servers of `layout` for the model of `hf`, its config.json, in `dtype`; `tokens`: of the KV cache."""
+    """Servers of `layout` for the model with config.json `hf`, in `dtype`; `tokens`: of the KV cache."""
 
     hf: Mapping[str, Any]
     layout: ServerLayout
@@ -61,8 +61,8 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Served:
-    """Bytes on the GPU of a server's rank; `fault`: the first that is wrong there."""
+class ServerMemory:
+    """Bytes on the GPU of a server's rank; `fault`: its first error, if any."""
 
     rank: int
     weights: int = 0
@@ -71,8 +71,8 @@ class Served:
     fault: str = ""
 
 
-def rehearse(order: Order) -> list[Served]:
-    """What each of the places holds."""
+def rehearse(order: Order) -> list[ServerMemory]:
+    """The memory of each of the places."""
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(pickle.dumps(order))
         environment = keys.without(os.environ) | {"SGLANG_USE_CPU_ENGINE": "1"}
@@ -80,28 +80,28 @@ def rehearse(order: Order) -> list[Served]:
         run = subprocess.run(command, env=environment, capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(f"SGLang on paper ended with {run.returncode}: {run.stderr[-2000:]}")
-    return [Served(**found) for found in json.loads(run.stdout.splitlines()[-1])]
+    return [ServerMemory(**fields) for fields in json.loads(run.stdout.splitlines()[-1])]
 
 
-def serve(order: Order, place: Place, folder: Path) -> Served:
-    """Build a rank's model and cache, and put every bucket into it."""
+def serve(order: Order, place: Place, folder: Path) -> ServerMemory:
+    """Build a rank's model and cache, and load every bucket into the model."""
     from sglang.srt.layers.quantization.fp8 import Fp8Config
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.models.registry import ModelRegistry
     from transformers import AutoConfig
 
     dtype, fp8 = getattr(torch, order.dtype), order.layout.fp8
-    quantisation = Fp8Config(True, "dynamic", weight_block_size=[128, 128]) if fp8 else None
+    quantization = Fp8Config(True, "dynamic", weight_block_size=[128, 128]) if fp8 else None
     config = AutoConfig.from_pretrained(folder)
     model_class, _ = ModelRegistry.resolve_model_cls(config.architectures)
     with as_rank(folder, order.layout, order.dtype, place.rank), torch.no_grad(), torch.device("meta"):
-        model = model_class(config, quantisation)
+        model = model_class(config, quantization)
         shape = ModelShape.from_hf(order.hf)
-        beside = {
-            each.name: torch.empty(SLOTS, *each.shape, dtype=dtype)
-            for each in hf_to_sglang.adapters(shape, order.layout, place.rank)
+        adapter_slots = {
+            adapter.name: torch.empty(SLOTS, *adapter.shape, dtype=dtype)
+            for adapter in hf_to_sglang.adapters(shape, order.layout, place.rank)
         }
-        parameters = dict(model.named_parameters()) | {name: slots[-1] for name, slots in beside.items()}
+        parameters = dict(model.named_parameters()) | {name: slots[-1] for name, slots in adapter_slots.items()}
         check_parameters(parameters, place.parameters)
         for size, rows in place.buckets:
             bucket = torch.empty(size, dtype=torch.uint8)
@@ -110,18 +110,18 @@ def serve(order: Order, place: Place, folder: Path) -> Served:
         heads = max(1, config.num_key_value_heads // order.layout.tp)
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         layers = config.num_hidden_layers
-        with mock.patch.object(torch, "get_device_module"):  # there is none of "meta"
+        with mock.patch.object(torch, "get_device_module"):  # "meta" has none
             pool = MHATokenToKVPool(order.tokens, 1, dtype, heads, size, layers, "meta", False)
-        held = [*model.parameters(), *model.buffers()]
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
+        tensors = [*model.parameters(), *model.buffers()]
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
         cache = sum(tensor.nbytes for tensor in [*pool.k_buffer, *pool.v_buffer])
-        adapters = sum(slots.nbytes for slots in beside.values())
-    return Served(place.rank, sum(storages.values()), adapters, cache)
+        adapters = sum(slots.nbytes for slots in adapter_slots.values())
+    return ServerMemory(place.rank, sum(storages.values()), adapters, cache)
 
 
 @contextmanager
 def as_rank(folder: Path, layout: ServerLayout, dtype: str, rank: int) -> Iterator[None]:
-    """As on rank `rank` of a server, of which no other is there: layers ask their groups only for sizes and ranks."""
+    """Run as rank `rank` of a server without the other ranks: layers only read sizes and ranks of their groups."""
     from sglang.srt import runtime_context
     from sglang.srt.server_args import ServerArgs
 
@@ -140,34 +140,34 @@ def as_rank(folder: Path, layout: ServerLayout, dtype: str, rank: int) -> Iterat
     parallel = runtime_context.get_parallel()
 
     def group(name: str) -> SimpleNamespace:
-        size, own = getattr(parallel, f"{name}_size"), getattr(parallel, f"{name}_rank")
-        return SimpleNamespace(world_size=size, rank_in_group=own, cpu_group=None)
+        size, rank_in_group = getattr(parallel, f"{name}_size"), getattr(parallel, f"{name}_rank")
+        return SimpleNamespace(world_size=size, rank_in_group=rank_in_group, cpu_group=None)
 
     groups: dict[str, Any] = {f"{name}_group": group(name) for name in ("tp", "attn_tp", "moe_tp", "moe_ep")}
-    alone = SimpleNamespace(world_size=1, rank_in_group=0, is_first_rank=True, is_last_rank=True)
+    single = SimpleNamespace(world_size=1, rank_in_group=0, is_first_rank=True, is_last_rank=True)
     try:
-        with parallel.override(**groups, pp_group=alone):
+        with parallel.override(**groups, pp_group=single):
             yield
     finally:
         runtime_context.reset_context()
 
 
 def main(file: str) -> None:
-    """Every place of an order; a fault is an answer, not an error."""
+    """Simulate every place of an order; faults are printed as results, not raised."""
     patches.apply("sglang")
     order: Order = pickle.loads(Path(file).read_bytes())
     torch.set_default_dtype(getattr(torch, order.dtype))
-    found = []
+    results = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         architecture = _ARCHITECTURES[order.hf["model_type"]]
         (folder / "config.json").write_text(json.dumps({"architectures": [architecture], **order.hf}))
         for place in order.places:
             try:
-                found.append(vars(serve(order, place, folder)))
+                results.append(vars(serve(order, place, folder)))
             except (ValueError, RuntimeError, AssertionError) as error:
-                found.append(vars(Served(place.rank, fault=" ".join(str(error).split()))))
-    print(json.dumps(found))
+                results.append(vars(ServerMemory(place.rank, fault=" ".join(str(error).split()))))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Metrics of whole conversations, by the names that reward.weights gives them, and the judge that some of them ask.
+"""Metrics of complete conversations, registered by their names in reward.weights, and the judge that some of them use.
 
-Others are given as package.module:Class in reward.metrics.NAME.metric, or directly as the name in reward.weights.
+Custom metrics are set as package.module:Class in reward.metrics.NAME.metric, or directly as a name in reward.weights.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ METRICS = {
 PLACEHOLDERS = ("conversation", "goal", "answer", "question")
 VARIABLES = (*PLACEHOLDERS, "task_desc", "metadata")  # of the judges' prompts
 THOUGHT = Field("thought", str, help="why, in a few sentences")
-PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")  # the braces of a JSON object are none
+PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")  # does not match the braces of a JSON object
 
 
 class Metric(Extension):
@@ -59,67 +59,67 @@ class Metric(Extension):
         super().__init__(options)
         self.judge = judge
         self.name = ""  # in reward.weights
-        self.tape: Tape | None = None  # that records or replays what it asks of models other than the judge
-        self.servers: Sequence[tuple[str, str]] = ()  # address and key of each that the run has started for `served`
+        self.tape: Tape | None = None  # records or replays its requests to models other than the judge
+        self.servers: Sequence[tuple[str, str]] = ()  # address and key of each server that the run started for `served`
         self.counters: Counter[str] = Counter()  # shown as count/METRIC_NAME
 
     @classmethod
     def unavailable(cls, options: Any) -> str | None:
-        """Why these options cannot work on this machine, with the way out; asked before a run starts."""
+        """Why these options cannot work on this machine, with the remedy; called before a run starts."""
         return None
 
     @classmethod
     def judged(cls, options: Any) -> bool:
-        """Whether these options need a judge: reward.judge.model, or the metric's own setting `model`."""
+        """Whether these options need a judge: reward.judge.model, or the metric's setting `model`."""
         return False
 
     @classmethod
     def reads_tokens(cls, options: Any) -> bool:
-        """Whether it reads token ids of turns, which transcripts do not hold, so that it cannot score them again."""
+        """Whether it reads token ids, which transcripts lack; if so, it cannot rescore recorded conversations."""
         return False
 
     @classmethod
     def served(cls, options: Any) -> ServedConfig | None:
-        """A model that the run serves for these options, where their `model` names one, or one of `servers`."""
+        """The model that the run serves for these options, if their `model` names one, or an entry of `servers`."""
         return None
 
     @classmethod
     def lacks(cls, options: Any, task: Task) -> str | None:
-        """What the task lacks without which the metric cannot apply, as "an answer"; asked before a run starts."""
+        """What the metric needs and the task lacks, as "an answer"; None if it applies. Called before a run starts."""
         return None
 
     @classmethod
     def check_task(cls, options: Any, task: Task) -> None:
-        """Raises ValueError, with the way out, for a task that the metric cannot read; asked before a run starts."""
+        """Raises ValueError, with the remedy, if the metric cannot read the task; called before a run starts."""
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
-        """The score of the whole conversation, the policy's last reply included; the trained turn is its first.
+        """The score of the complete conversation, including the policy's last reply; its first turn is the trained one.
 
-        None: the metric does not apply to this task. Missing(why): it does, but no score could be had.
+        None: the metric does not apply to this task. Missing(why): it applies, but no score is available.
         """
         raise NotImplementedError
 
     async def ask_judge(
         self, rubric: Prompt | str, task: Task, conversation: Conversation, fields: Sequence[Field]
     ) -> dict[str, Any] | Missing:
-        """The judge's values of `fields`; see `prompt` for what `rubric` gets."""
+        """The judge's values of `fields`; see `prompt` for the variables of `rubric`."""
         try:
-            asked = prompt(rubric, task, conversation, fields)
+            question = prompt(rubric, task, conversation, fields)
         except PromptError as error:
             return Missing(str(error))
-        return await self.judge.ask(asked, fields, model=getattr(self.options, "model", None))
+        return await self.judge.ask(question, fields, model=getattr(self.options, "model", None))
 
 
 def find_metric(name: str, setting: str = "metric") -> type[Metric]:
-    """The metric called `name` in METRICS, or given as package.module:Class. Raises ConfigError naming `setting`."""
+    """The class of the metric `name`, from METRICS or package.module:Class. Raises ConfigError naming `setting`."""
     return lookup(name, setting, METRICS, Metric)
 
 
 def split(name: str, settings: Mapping[str, Any]) -> tuple[type[Metric], Any]:
-    """The metric called `name` in reward.weights, and its options; ConfigError naming the setting that is refused.
+    """Class and options of the metric `name` of reward.weights. Raises ConfigError naming the setting that is refused.
 
-    `settings` are those of reward.metrics.`name`; `metric` among them says which metric it is where that is not
-    `name`, so that one metric can stand twice with different settings.
+    `settings` are those of reward.metrics.`name`. If they have `metric`, it names the metric instead of `name`, so that
+    the same metric can be used twice with different settings.
     """
     settings = dict(settings)
     renamed = settings.pop("metric", None)
@@ -128,24 +128,24 @@ def split(name: str, settings: Mapping[str, Any]) -> tuple[type[Metric], Any]:
 
 
 def served_models(config: Config) -> dict[str, tuple[str, ServedConfig]]:
-    """The models beside the policy that the run serves, by name, each with the group of its settings.
+    """The models, other than the policy, that the run serves: by name, the group of its settings and the model.
 
-    Those of `servers`, and by metric of reward.weights its own; none where recorded calls alone answer. Raises
-    ConfigError as `split`.
+    These are the entries of `servers` and the models of metrics, by metric name. Empty if llm.offline: recorded calls
+    answer everything. Raises ConfigError as `split` does.
     """
-    found = {name: (f"servers.{name}", model) for name, model in served_by_run.named(config).items()}
+    models = {name: (f"servers.{name}", model) for name, model in served_by_run.server_entries(config).items()}
     if config.llm.offline:
         return {}
     for name, (kind, options) in _kinds(config.reward).items():
         if (model := kind.served(options)) and not model.model.startswith(SERVED):
             message = f"servers.{name}: the metric {name} has servers of this name; choose another name"
-            require(name not in found, message)
-            found[name] = f"reward.metrics.{name}", model
-    return found
+            require(name not in models, message)
+            models[name] = f"reward.metrics.{name}", model
+    return models
 
 
 def scorers(reward: RewardConfig) -> dict[str, str]:
-    """By metric of reward.weights, the name of the served model that gives its scores. Raises as `split`."""
+    """Per metric of reward.weights, the name of the served model that scores for it. Raises as `split` does."""
     models = {name: kind.served(options) for name, (kind, options) in _kinds(reward).items()}
     return {
         name: model.model.removeprefix(SERVED) if model.model.startswith(SERVED) else name
@@ -159,11 +159,11 @@ def _kinds(reward: RewardConfig) -> dict[str, tuple[type[Metric], Any]]:
 
 
 def lacks(reward: RewardConfig) -> dict[str, Callable[[Task], str | None]]:
-    """`Metric.lacks` by metric of reward.weights, of those that do not apply to every task. Raises ConfigError."""
+    """`Metric.lacks` by metric of reward.weights, for metrics that override it. Raises ConfigError."""
     kinds = _kinds(reward)
-    every = Metric.lacks.__func__  # type: ignore[attr-defined]  # of a class method
-    asked = {name: of for name, of in kinds.items() if of[0].lacks.__func__ is not every}  # type: ignore[attr-defined]
-    return {name: partial(kind.lacks, options) for name, (kind, options) in asked.items()}
+    base = Metric.lacks.__func__  # type: ignore[attr-defined]  # function of a class method
+    limited = {n: kind for n, kind in kinds.items() if kind[0].lacks.__func__ is not base}  # type: ignore[attr-defined]
+    return {name: partial(kind.lacks, options) for name, (kind, options) in limited.items()}
 
 
 def task_checks(reward: RewardConfig) -> dict[str, Callable[[Task], None]]:
@@ -172,15 +172,15 @@ def task_checks(reward: RewardConfig) -> dict[str, Callable[[Task], None]]:
 
 
 class Judge:
-    """Asks the model of `reward.judge`, or another model at the same endpoint."""
+    """Client for the model of `reward.judge`, or another model at the same endpoint."""
 
     def __init__(self, client: LlmClient, endpoint: EndpointConfig) -> None:
         self.client, self.endpoint = client, endpoint
 
     async def ask(self, prompt: str, fields: Sequence[Field], *, model: str | None = None) -> dict[str, Any] | Missing:
-        """The values of `fields` that the judge answers to `prompt`, Missing where it gives no usable answer.
+        """The judge's values of `fields` for `prompt`; Missing if it gives no usable answer.
 
-        Each prompt is asked for once and cached. `model` replaces that of the endpoint. Raises BudgetSpent.
+        Each prompt is sent once and its answer cached. `model` replaces the endpoint's model. Raises BudgetSpent.
         """
         endpoint = replace(self.endpoint, model=model or self.endpoint.model)
         try:
@@ -190,28 +190,28 @@ class Judge:
 
 
 def judges_prompt(file: str | None, default: str = "") -> Prompt:
-    """The template of a metric's setting `prompt`, or ours of the name `default`. Raises ConfigError."""
-    found = read_prompt("prompt", file, default, VARIABLES)
-    require("conversation" in found.used, f"{found.said}: shows no {{{{ conversation }}}} to the judge; put it in")
-    return found
+    """The template of a metric's setting `prompt`, or the built-in template `default`. Raises ConfigError."""
+    rubric = read_prompt("prompt", file, default, VARIABLES)
+    require("conversation" in rubric.used, f"{rubric.label}: shows no {{{{ conversation }}}} to the judge; put it in")
+    return rubric
 
 
 def prompt(rubric: Prompt | str, task: Task, conversation: Conversation, fields: Sequence[Field]) -> str:
-    """`rubric` with its VARIABLES, or as text its {PLACEHOLDERS}, filled, followed by how to answer with `fields`.
+    """The filled `rubric` (a template with VARIABLES, or text with {PLACEHOLDERS}) and how to answer with `fields`.
 
-    `conversation` is the whole conversation with tools, `goal` what the user wants, `answer` the task's answer,
-    `question` the message that the task ends with, `task_desc` its description (from the metadata, else empty). Nothing
-    within the values is filled. Raises PromptError.
+    `conversation` is the complete conversation with tools, `goal` what the user wants, `answer` the task's answer,
+    `question` the task's last message, `task_desc` its description (from the metadata, else empty). Placeholders inside
+    the values are not filled. Raises PromptError.
     """
     values = {
         "conversation": render(conversation.messages, tools=True),
         "goal": task.goal,
         "answer": task.answer,
-        "question": task.messages[-1].content if task.messages else "",  # one that the user opens, in a check of it
+        "question": task.messages[-1].content if task.messages else "",  # empty if the user opens the task
     }
     if isinstance(rubric, Prompt):
-        described = str(task.metadata.get("task_desc") or "")
-        filled = rubric.render(**values, task_desc=described, metadata=task.metadata)
+        description = str(task.metadata.get("task_desc") or "")
+        filled = rubric.render(**values, task_desc=description, metadata=task.metadata)
     else:
-        filled = PLACEHOLDER.sub(lambda found: values[found[1]], rubric)
+        filled = PLACEHOLDER.sub(lambda match: values[match[1]], rubric)
     return f"{filled}\n\n{how_to_answer(fields)}"

@@ -1,8 +1,7 @@
-"""Whether the policy gives the right answer: by math-verify what it clearly states, the rest by a judge, or by a judge
-alone.
+"""Whether the policy gives the right answer: math-verify checks clearly stated answers, a judge the others (or all).
 
-math-verify may compute for ever, and a signal stops it only in the main thread of a process, and not inside C. So it
-runs in the main thread of a child that ends itself when an answer takes too long.
+math-verify may compute forever, and a signal stops it only in the main thread of a process, and not inside C code. So
+it runs in the main thread of a child process that exits when an answer takes too long.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from typing import Any
 from megatron_collab.config import option, require
 from megatron_collab.llm.answer import Field
 from megatron_collab.reward.metrics import THOUGHT, Metric, judges_prompt
-from megatron_collab.reward.metrics.stated_answer import as_math, has_words, stated
+from megatron_collab.reward.metrics.stated_answer import as_math, has_words, stated_answer
 from megatron_collab.runtime import keys
 from megatron_collab.types import Conversation, Missing, Score, Task
 
-SOFT_LIMIT = 2.0  # seconds of CPU of one step of math-verify; then the answer counts as not equal
-HARD_LIMIT = 20.0  # seconds of one answer; then the child ends itself
+SOFT_LIMIT = 2.0  # CPU seconds of one step of math-verify; then the answer counts as not equal
+HARD_LIMIT = 20.0  # seconds of one answer; then the child exits
 MEMORY_LIMIT = 4 << 30  # bytes
 
 _FIELDS = (THOUGHT, Field("accuracy", int, choices=(0, 1), help="1 if it is right, else 0"))
 
 
 class Verdict(StrEnum):
-    """Result of a comparison; undecided where one side contains nothing that parses as an answer."""
+    """Result of a comparison; undecided if one side contains nothing that parses as an answer."""
 
     EQUAL = "equal"
     DIFFERENT = "different"
@@ -47,7 +46,7 @@ class Verdict(StrEnum):
 
 
 class Checker:
-    """A child process, started when first needed and again after it died; thread-safe, one answer at a time."""
+    """A child process, started when first needed and after it died; thread-safe, one answer at a time."""
 
     def __init__(self, hard_limit: float = HARD_LIMIT) -> None:
         self.hard_limit = hard_limit
@@ -55,7 +54,7 @@ class Checker:
         self._child: subprocess.Popen[str] | None = None
 
     def compare(self, answer: str, text: str) -> Verdict | Missing:
-        """Whether the last value in `text` equals `answer`, both `as_math`; Missing where the child died of it."""
+        """Whether the last value in `text` equals `answer`, both `as_math`; Missing if the child died over it."""
         with self._lock:
             if self._child is None or self._child.poll() is not None:
                 command = [sys.executable, "-m", "megatron_collab.reward.metrics.accuracy", str(self.hard_limit)]
@@ -72,7 +71,7 @@ class Checker:
             return Verdict(line.strip())
 
     def close(self) -> None:
-        """End the child, which otherwise ends with this process."""
+        """End the child; without this call it ends with this process."""
         with self._lock:
             if self._child is not None:
                 self._child.communicate()
@@ -82,23 +81,23 @@ _CHECKER = Checker()
 
 
 async def compare(answer: str, replies: Sequence[str]) -> tuple[Verdict | Missing, bool]:
-    """Whether the answer that `replies` state (stated_answer.py) equals `answer`, and whether that is sure.
+    """Whether the answer that `replies` state (stated_answer.py) equals `answer`, and whether the verdict is certain.
 
-    It is sure where the answer is clearly stated; that it differs also only where `answer` has no words, as a unit
-    might be another. By this process's child, which is busy with one answer at a time.
+    It is certain if the answer is clearly stated and, for a difference, `answer` has no words: a unit may be written
+    in another way. This process's child compares one answer at a time.
     """
-    found = stated(replies)
-    verdict = await asyncio.to_thread(_CHECKER.compare, as_math(answer), found.value if found else "")
-    clear = found is not None and found.clear
+    final = stated_answer(replies)
+    verdict = await asyncio.to_thread(_CHECKER.compare, as_math(answer), final.value if final else "")
+    clear = final is not None and final.clear
     return verdict, clear and (verdict is Verdict.EQUAL or not has_words(answer))
 
 
 class Accuracy(Metric):
-    """1 or 0: whether the answer that the conversation states (stated_answer.py) is the task's, by math-verify.
+    """1 if the answer that the conversation states (stated_answer.py) equals the task's, by math-verify, else 0.
 
-    With a judge, only what is sure counts, and the judge decides all else from the whole conversation; with
-    verify=false it decides alone, as in the published rewards. Without a judge, a conversation that states no answer is
-    wrong, and where math-verify cannot read the task's answer or fails, the score is Missing.
+    With a judge, only certain verdicts count, and the judge decides all other cases from the complete conversation;
+    with verify=false it decides every case, as in the published rewards. Without a judge, a conversation that states no
+    answer scores 0; the score is Missing if math-verify fails or cannot read the task's answer.
     """
 
     @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class Accuracy(Metric):
 
 
 def _serve(hard_limit: float) -> None:
-    """Answer a line of JSON [answer, text] with a line that is a Verdict, until there are no more."""
+    """Read lines of JSON [answer, text] until end of file, and print a Verdict for each."""
     from math_verify import LatexExtractionConfig, parse, verify
     from math_verify.errors import TimeoutException
     from math_verify.parser import ExprExtractionConfig
@@ -147,8 +146,8 @@ def _serve(hard_limit: float) -> None:
         raise TimeoutException
 
     def limited(step: Callable[..., Any], *arguments: Any) -> Any:
-        """Its result within SOFT_LIMIT, as math-verify gives it when it is interrupted. Its own limit counts wall time,
-        in which a loaded machine finds nothing in a right answer."""
+        """The step's result, interrupted after SOFT_LIMIT of CPU time. math-verify's own limit counts wall time, so on
+        a loaded machine it would find nothing in a right answer."""
         signal.setitimer(signal.ITIMER_VIRTUAL, SOFT_LIMIT)
         try:
             return step(*arguments)
@@ -164,13 +163,13 @@ def _serve(hard_limit: float) -> None:
     with open(os.devnull, "w") as nowhere:
         for line in sys.stdin:
             faulthandler.dump_traceback_later(hard_limit, exit=True, file=nowhere)
-            truth, found = map(read, json.loads(line))
+            truth, answer = map(read, json.loads(line))
             if not truth:
                 verdict = Verdict.NO_TRUTH
-            elif not found:
+            elif not answer:
                 verdict = Verdict.NO_ANSWER
             else:
-                verdict = Verdict.EQUAL if equal(truth, found) else Verdict.DIFFERENT
+                verdict = Verdict.EQUAL if equal(truth, answer) else Verdict.DIFFERENT
             faulthandler.cancel_dump_traceback_later()
             print(verdict, flush=True)
 

@@ -1,4 +1,4 @@
-"""How close the document that the conversation led to comes to the task's reference, by sentence BLEU-4."""
+"""Similarity of the conversation's document to the task's reference, by sentence BLEU-4."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FIELDS = (Field("document", str, help="the document"),)
 
 
 class Bleu(Metric):
-    """From 0 to 1: sacrebleu's sentence BLEU, or over characters as in the published code (see `character_bleu`)."""
+    """From 0 to 1: sacrebleu's sentence BLEU, or BLEU over characters as in the published code (`character_bleu`)."""
 
     @dataclass(frozen=True)
     class Options:
@@ -53,15 +53,15 @@ class Bleu(Metric):
 
 
 def character_bleu(document: str, reference: str) -> float:
-    """BLEU-4 over characters without smoothing, from 0 to 1: brevity * (p_1 p_2 p_3 p_4)^(1/4), as of NLTK on strings.
+    """BLEU-4 over characters without smoothing, from 0 to 1: brevity * (p_1 p_2 p_3 p_4)^(1/4), as NLTK on strings.
 
-    p_n is the share of the document's n-grams that are in the reference, none more often than there; brevity is
-    min(1, exp(1 - |reference| / |document|)) (Papineni et al., 2002). Without a match NLTK gives under 1e-70, this 0.
+    p_n is the clipped n-gram precision of the document against the reference; brevity is
+    min(1, exp(1 - |reference| / |document|)) (Papineni et al., 2002). Without a match the result is 0 (NLTK: < 1e-70).
     """
     precisions = []
     for order in range(1, 5):
-        written, wanted = _ngrams(document, order), _ngrams(reference, order)
-        if not (matches := (written & wanted).total()):
+        written, expected = _ngrams(document, order), _ngrams(reference, order)
+        if not (matches := (written & expected).total()):
             return 0.0
         precisions.append(matches / written.total())
     brevity = min(1.0, math.exp(1 - len(reference) / len(document)))

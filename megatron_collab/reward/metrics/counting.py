@@ -19,7 +19,7 @@ from megatron_collab.types import Conversation, Score, Task
 
 
 class Asks(Metric):
-    """Whether the trained turn asks anything: 1 where it holds a question mark."""
+    """1 if the trained turn contains a question mark, else 0."""
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         return float("?" in conversation.replies[0])
@@ -33,13 +33,13 @@ class TurnRewards(Metric):
 
 
 class TokenAmount(Metric):
-    """How much was written, from the trained turn on or in the whole conversation, as `count` says.
+    """Amount of text from the trained turn on or in the complete conversation, depending on `count`.
 
     policy  the policy's own token ids from the trained turn on, thoughts and end-of-turn tokens included
     cl100k  thousands of cl100k tokens of all assistant messages, also the task's, joined by spaces (the authors' code)
-    seen    cl100k tokens of all user and assistant messages, also the task's, without thoughts and calls of tools: what
+    seen    cl100k tokens of all user and assistant messages, also the task's, without thoughts and tool calls: what
             the user reads and writes (CollabLLM, arXiv 2502.00640, section 3)
-    words   words between white space of user and assistant messages from the trained turn on (verl's recipe)
+    words   whitespace-separated words of user and assistant messages from the trained turn on (verl's recipe)
     """
 
     @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class TokenAmount(Metric):
         if self.options.count == "policy":
             return float(sum(len(turn.token_ids) for turn in conversation.turns))
         if self.options.count == "cl100k":
-            said = [message.content for message in conversation.messages if message.role == "assistant"]
-            return _cl100k_tokens(said) / 1000
+            replies = [message.content for message in conversation.messages if message.role == "assistant"]
+            return _cl100k_tokens(replies) / 1000
         if self.options.count == "seen":
             return float(_cl100k_tokens(message.content for message in shown(conversation.messages)))
         since = conversation.messages[len(task.messages) :]
@@ -68,7 +68,7 @@ def _cl100k_tokens(texts: Iterable[str]) -> int:
 
 @cache
 def _cl100k() -> tiktoken.Encoding:
-    """From the table that LiteLLM ships (tiktoken would download it); only located, since its import takes seconds."""
+    """Reads the table that LiteLLM ships; tiktoken would download it. LiteLLM is not imported, which takes seconds."""
     spec = find_spec("litellm")
     assert spec is not None and spec.origin is not None
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(spec.origin).parent / "litellm_core_utils" / "tokenizers"))

@@ -1,4 +1,4 @@
-"""Scores by a judge: how well the assistant works together with the user, or by a rubric of the user's own."""
+"""Metrics scored by a judge: how well the assistant works with the user, or a custom rubric."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from megatron_collab.llm.answer import Field
 from megatron_collab.reward.metrics import PLACEHOLDER, PLACEHOLDERS, THOUGHT, Metric, judges_prompt, prompt
 from megatron_collab.types import Conversation, Missing, Score, Task
 
-# The two published rubrics, in our words: prompts/interactivity_*.j2.
+# The two published rubrics, reworded: prompts/interactivity_*.j2.
 _SCORED = {"holistic": ("interactivity",), "parts": ("understanding", "clarification", "suggestion")}
 
 
 def check_rubric(file: str | None, task: Task) -> None:
-    """Raises ValueError for a task that the template in `file` cannot be filled with; ours fit every task."""
+    """Raises ValueError if the template in `file` cannot be rendered for this task; the built-in ones always can."""
     if file:
         prompt(judges_prompt(file), task, Conversation(task.messages, ()), ())
 
 
 class Interactivity(Metric):
-    """From 0 to 1: `holistic` is that of CollabLLM's authors, anchored at 1, 0.5, 0; `parts` that of verl's recipe,
-    the mean of understanding, clarification and suggestion, each anchored at 1, 0.7, 0.3, 0.
+    """Score from 0 to 1. `holistic` is the rubric of CollabLLM's authors, anchored at 1, 0.5, 0. `parts` is that of
+    verl's recipe: the mean of understanding, clarification and suggestion, each anchored at 1, 0.7, 0.3, 0.
     """
 
     @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Interactivity(Metric):
 
 
 class Generative(Metric):
-    """The judge's score, from `low` to `high`, by a prompt of the user's own."""
+    """The judge's score, from `low` to `high`, for a custom prompt."""
 
     @dataclass(frozen=True)
     class Options:
@@ -73,10 +73,10 @@ class Generative(Metric):
             if self.prompt.endswith(SUFFIX):
                 judges_prompt(self.prompt)
                 return
-            found = set(PLACEHOLDER.findall(self.prompt))
-            if "conversation" not in found:
+            placeholders = set(PLACEHOLDER.findall(self.prompt))
+            if "conversation" not in placeholders:
                 raise ValueError("prompt: write the rubric with {conversation} where the conversation is to stand")
-            if unknown := found - set(PLACEHOLDERS):
+            if unknown := placeholders - set(PLACEHOLDERS):
                 allowed = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
                 raise ValueError(f"prompt: {{{min(unknown)}}} is not known; there are {allowed}")
 
@@ -90,7 +90,7 @@ class Generative(Metric):
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         fields = (THOUGHT, Field("score", float, low=self.options.low, high=self.options.high))
-        given = self.options.prompt
-        rubric = judges_prompt(given) if given.endswith(SUFFIX) else given
+        text = self.options.prompt
+        rubric = judges_prompt(text) if text.endswith(SUFFIX) else text
         answer = await self.ask_judge(rubric, task, conversation, fields)
         return answer if isinstance(answer, Missing) else float(answer["score"])

@@ -1,11 +1,11 @@
 """Whether the code in the policy's last message passes the task's tests, run in the sandbox: 1 if all pass.
 
-Tests stand in the task's metadata: `test` defines check(candidate) and `entry_point` names the candidate, as in
-HumanEval (arXiv 2107.03374), where `prompt` is code that comes before the policy's; or `test` has unittest cases that
+The tests are in the task's metadata. Either `test` defines check(candidate) and `entry_point` names the candidate, as
+in HumanEval (arXiv 2107.03374), whose `prompt` is code that precedes the policy's; or `test` has unittest cases that
 call the candidate by its name, as in BigCodeBench (arXiv 2406.15877); or `tests` is code with asserts or unittest
-cases. Of unittest cases at least one must run, and none may be skipped. Tests run in another process than the code,
-and compare the values that come from there. Where tests need what cannot be had that way, the score is missing,
-whatever the code; where the code gives what is no value, it is 0.
+cases. At least one unittest case must run, and none may be skipped. Tests run in another process than the code and
+compare the values that the code's process returns. If tests need more than that, the score is missing for any code; if
+the code returns something that is not a plain value, the score is 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_collab.types import Conversation, Missing, Score, Task
 _OPENING = re.compile(r"(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\s`{]*)[^`]*")
 _PYTHON = ("python", "python3", "py")
 _CHECK = re.compile(r"^def check\b", re.MULTILINE)
-_MOST_CLOSINGS = 16  # how many fences inside strings of one block are looked at
+_MOST_CLOSINGS = 16  # fences inside strings of one block that are tried
 
 
 class PassRate(Metric):
@@ -67,7 +67,7 @@ class PassRate(Metric):
             return None
         if _CHECK.search(task.metadata.get("test") or "") and not task.metadata.get("entry_point"):
             return Missing(f"task {task.id}: its metadata has test, but no entry_point to hand to check(candidate)")
-        code = extract("".join(conversation.replies[-1:]))  # who never spoke to the user wrote no code
+        code = extract("".join(conversation.replies[-1:]))  # without a reply to the user there is no code
         try:
             async with self._slots:
                 result = await sandbox.run(program(code, task.metadata), self._limits, self.options.container)
@@ -77,7 +77,7 @@ class PassRate(Metric):
 
 
 def program(code: str, metadata: Mapping[str, Any]) -> Program:
-    """What passes exactly if `code`, whole or what follows `prompt`, passes the tests in a task's metadata."""
+    """The program that passes if and only if `code`, complete or continuing `prompt`, passes the task's tests."""
     prompt, entry = metadata.get("prompt", ""), metadata.get("entry_point") or ""
     if not _parses(code):
         sources = {"solution": prompt + code}
@@ -92,7 +92,7 @@ def program(code: str, metadata: Mapping[str, Any]) -> Program:
 def extract(reply: str) -> str:
     """The Python code of a reply: its last block fenced as Python, else its last one without a language, else all.
 
-    Without the fences and the indentation of the opening one; a block that is not closed goes to the end.
+    The fences and the indentation of the opening fence are removed; an unclosed block extends to the end.
     """
     blocks = [block for block in _blocks(reply.split("\n")) if block[1].strip()]
     python = [code for language, code in blocks if language in _PYTHON]
@@ -103,8 +103,8 @@ def extract(reply: str) -> str:
 def _blocks(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Language, in lower case, and content of each fenced block (CommonMark 4.5, at any indentation).
 
-    Code may hold fences in its strings: where it does not parse up to the first fence that could close it, but does
-    up to a later one or to the end of the reply, it ends there.
+    Code may contain fences in its strings. If it does not parse up to the first fence that could close it, the block
+    ends at the first later fence, or at the end of the reply, up to which it parses.
     """
     at = 0
     while at < len(lines):
@@ -126,6 +126,6 @@ def _parses(code: str) -> bool:
     try:
         with warnings.catch_warnings(action="ignore"):
             ast.parse(code)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # what it raises for code that is no code
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # what ast.parse raises for invalid code
         return False
     return True

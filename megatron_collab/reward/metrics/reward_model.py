@@ -1,11 +1,11 @@
 """The score of a discriminative reward model (`…ForSequenceClassification` or `…ForRewardModel`) on SGLang servers.
 
-The server renders the conversation by the model's own chat template (`/v1/tokenize`) and scores it (`/classify`, which
-gives the raw output; `/v1/classify` would give its softmax, 1 for every text).
+The server renders the conversation with the model's chat template (`/v1/tokenize`) and scores it (`/classify`, which
+returns the raw output; `/v1/classify` would return its softmax, 1 for every text).
 
-Of a server that the run has not started: SGLang 0.5.23 gives the heads of Qwen2- and Qwen3ForSequenceClassification a
-bias that no checkpoint fills. Their scores are off by a constant, another after a restart. Advantages do not notice;
-clipped parts do. The heads of Llama and of `…ForRewardModel` are exact, and so is all that the run serves itself.
+Servers that the run has not started: SGLang 0.5.23 gives the heads of Qwen2- and Qwen3ForSequenceClassification a bias
+that no checkpoint fills. Their scores are off by a constant, which changes on a restart. It cancels in advantages, but
+not in clipped parts. The heads of Llama and of `…ForRewardModel` are exact, as are all models that the run serves.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from megatron_collab.inference.client import EngineError, ServerGone, TransientE
 from megatron_collab.inference.served import score_fault
 from megatron_collab.llm.answer import LlmError
 from megatron_collab.llm.endpoint import SERVED
-from megatron_collab.llm.recording import Taken
+from megatron_collab.llm.recording import Usage
 from megatron_collab.reward.metrics import Judge, Metric
 from megatron_collab.types import Conversation, Message, Missing, Score, Task
 
 KEY_VARIABLE = "REWARD_MODEL_API_KEY"
-TIMEOUT = 60.0  # seconds of one try
-_TOO_LONG = "context length"  # in SGLang's refusal of what the model has no room for
+TIMEOUT = 60.0  # seconds of one attempt
+_TOO_LONG = "context length"  # in SGLang's error for input longer than the model's context
 
 
 class RewardModel(Metric):
     """The model's output for the whole conversation, unbounded.
 
-    One that is too long for the model is cut from the front, by whole turns; the system message stays. Counted.
+    If it is too long for the model, whole turns are cut from the front; the system message stays. Cuts are counted.
     """
 
     @dataclass(frozen=True)
@@ -75,34 +75,34 @@ class RewardModel(Metric):
         return ServedConfig(options.model, options.replicas, options.tp) if options.model else None
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
-        async def live(taken: Taken) -> dict[str, Any]:
+        async def live(usage: Usage) -> dict[str, Any]:
             began = time.monotonic()
-            found = await self._scored(conversation.messages)
-            taken.seconds, taken.requests, taken.version = time.monotonic() - began, 1, self.options.model
-            return found
+            result = await self._scored(conversation.messages)
+            usage.seconds, usage.requests, usage.version = time.monotonic() - began, 1, self.options.model
+            return result
 
-        # Neither address nor folder: they may be others where it is replayed.
-        model, messages = f"reward.metrics.{self.name}", [each.as_dict() for each in conversation.messages]
+        # Neither address nor folder: they may differ when the call is replayed.
+        model, messages = f"reward.metrics.{self.name}", [message.as_dict() for message in conversation.messages]
         try:
             if self.tape is None:
-                found = await live(Taken())
+                result = await live(Usage())
             else:
-                found = await self.tape.answer({"model": model, "messages": messages}, live, shared=True)
+                result = await self.tape.answer({"model": model, "messages": messages}, live, shared=True)
         except LlmError as error:
             return Missing(str(error))
-        self.counters.update(["cut"] if found["cut"] else [])
-        return float(found["score"])
+        self.counters.update(["cut"] if result["cut"] else [])
+        return float(result["score"])
 
     async def _scored(self, messages: Sequence[Message]) -> dict[str, Any]:
-        """The score by the server with the least to do, and whether messages were cut for it. Raises LlmError."""
-        left, why = dict(self.servers), "no server of the reward model"
-        while left:
-            url = min(left, key=self._in_flight.__getitem__)
-            key = left.pop(url)
+        """The score from the least loaded server, and whether messages were cut. Raises LlmError."""
+        untried, why = dict(self.servers), "no server of the reward model"
+        while untried:
+            url = min(untried, key=self._in_flight.__getitem__)
+            key = untried.pop(url)
             self._in_flight[url] += 1
             try:
                 return await self._score(url, key, messages)
-            except ServerGone as error:  # another one may be there
+            except ServerGone as error:  # another server may be up
                 why = str(error)
             except EngineError as error:
                 raise LlmError(str(error)) from error
@@ -114,8 +114,8 @@ class RewardModel(Metric):
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = aiohttp.ClientTimeout(total=TIMEOUT)
         async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
-            for shown in _cut(messages):
-                chat = {"messages": [message.as_dict() for message in shown], "add_generation_prompt": False}
+            for kept in _cut(messages):
+                chat = {"messages": [message.as_dict() for message in kept], "add_generation_prompt": False}
                 tokens = await self._ask(session, f"{url}/v1/tokenize", chat, "tokens")
                 try:
                     outputs = await self._ask(session, f"{url}/classify", {"input_ids": tokens}, "embedding")
@@ -130,25 +130,25 @@ class RewardModel(Metric):
             raise EngineError(f"{url}: the model has {len(outputs)} outputs; a reward model has one")
         if not isinstance(outputs[0], float) or not math.isfinite(outputs[0]):
             raise EngineError(f"{url}: the model's output is {outputs[0]}")
-        return {"score": outputs[0], "cut": shown is not messages}
+        return {"score": outputs[0], "cut": kept is not messages}
 
-    async def _ask(self, session: aiohttp.ClientSession, url: str, body: dict[str, Any], wanted: str) -> list[Any]:
-        """The list `wanted` of the server's answer; EngineError without one."""
-        silence = TransientError(f"{url}: no answer within {TIMEOUT:g} s")
-        text = await post(session, url, body, aiohttp.ClientResponse.text, silence)
+    async def _ask(self, session: aiohttp.ClientSession, url: str, body: dict[str, Any], field: str) -> list[Any]:
+        """The list `field` of the server's answer. Raises EngineError without one."""
+        timeout = TransientError(f"{url}: no answer within {TIMEOUT:g} s")
+        text = await post(session, url, body, aiohttp.ClientResponse.text, timeout)
         try:
-            found = json.loads(text)[wanted]
+            values = json.loads(text)[field]
         except (ValueError, TypeError, KeyError):
-            found = None
-        if not isinstance(found, list):
-            raise EngineError(f"{url}: no list {wanted!r} in the answer {text[:200]!r}; is it SGLang?")
-        return found
+            values = None
+        if not isinstance(values, list):
+            raise EngineError(f"{url}: no list {field!r} in the answer {text[:200]!r}; is it SGLang?")
+        return values
 
 
 def _cut(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """The messages, then ever fewer of them: without the first turns, each a message of the user and what follows it.
+    """The messages, then shorter and shorter lists without the first turns: a user message and all up to the next.
 
-    A system message at the beginning stays, and so does the last turn that has an answer of the assistant.
+    A leading system message stays, and so does the last turn with an assistant message.
     """
     yield messages
     system = [message for message in messages[:1] if message.role == "system"]

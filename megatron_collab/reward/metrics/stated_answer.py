@@ -1,14 +1,14 @@
-"""The answer that a conversation states, read by rules from the text of the policy's replies alone.
+"""The answer that a conversation states, extracted by rules from the text of the policy's replies.
 
-1. A reply is read sentence by sentence: one that asks, offers, hedges, denies, checks or sets a condition states
-   nothing, and one that takes something back withdraws all that was stated before it, in earlier replies too.
-2. A reply's answer is in its last box, or behind its last "####" or "answer is"; else it is in its last sentence that
-   states a value, before any offer: behind the last "is" or "=", or the last one.
-3. Values joined by "or" and "and" are one answer; a reason ("because …"), what stands in parentheses, an approximation
-   ("or about …") and what is ruled out ("not 48") are no part of it.
+1. A reply is read sentence by sentence. A sentence that asks, offers, hedges, denies, checks or sets a condition states
+   nothing; one that takes something back withdraws everything stated before it, also in earlier replies.
+2. A reply's answer is in its last box, or after its last "####" or "answer is". Without these it is in the last
+   sentence that states a value, before any offer: the value after the last "is" or "=", else the last value.
+3. Values joined by "or" and "and" are one answer. A reason ("because …"), text in parentheses, an approximation
+   ("or about …") and an excluded value ("not 48") are not part of it.
 4. The answer of a conversation is that of the last reply that states one.
-5. It is clear where that is the last reply of all, and it names one value in a box, behind "####" or "answer is", or in
-   a sentence that begins with "so", "therefore" or "in total".
+5. It is clear if that reply is the conversation's last and it names one value in a box, after "####" or "answer is", or
+   in a sentence that begins with "so", "therefore" or "in total".
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 
 
 def _any_of(*phrases: str) -> re.Pattern[str]:
-    """Any of the phrases, each a pattern, as whole words."""
+    """Matches any of the phrases (patterns) as whole words."""
     return re.compile("|".join(rf"\b{phrase}\b" for phrase in phrases), re.IGNORECASE)
 
 
 _PLAIN = str.maketrans({"\u2212": "-", "\u2019": "'"})  # the minus sign and the apostrophe of typesetters
 
-# What states nothing.
+# Sentences that state nothing.
 _ASKS = re.compile(r"\?\W*$")
 _OFFERS = _any_of(
     *("let me know", "feel free", "tell me", "happy to", "shall (?:i|we)", "should (?:i|we)", "want to"),
@@ -45,8 +45,8 @@ _WITHDRAWS = _any_of(
     "(?:that|this|it) can(?:'t|not) be right",
 )
 
-# Bounds of length keep the time linear in that of a reply. Dollars that enclose a formula touch it, as in Pandoc, which
-# tells them from those of amounts.
+# Length limits keep the time linear in the reply's length. Dollars that enclose a formula touch it, as in Pandoc;
+# this distinguishes them from the dollars of amounts.
 _LONGEST = 500  # characters of a formula
 _DISPLAYED = rf"\$\$.{{1,{_LONGEST}}}?\$\$|\\\[.{{1,{_LONGEST}}}?\\\]"
 _FORMULA = (
@@ -57,7 +57,7 @@ _TUPLE = r"[(\[]\s*-?[\d./]+(?:\s*,\s*-?[\d./]+)+\s*[)\]]"
 _NUMBER = r"(?:(?<![\w)])-)?[$€£]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?!\d|,\d{3})(?!(?:st|nd|rd|th)\b)"
 _VALUE = re.compile(rf"{_FORMULA}|{_TUPLE}|\d+ \d+/\d+|(?<![\w.^]){_NUMBER}(?:\s?/\s?\d+)?(?:\s?\\?%)?", re.DOTALL)
 
-# What a value stands in.
+# What surrounds a value.
 _UNBROKEN = re.compile(rf"{_DISPLAYED}|\\begin\{{(\w+\*?)\}}.{{1,{_LONGEST}}}?\\end\{{\1\}}", re.DOTALL)
 _BOUNDARY = re.compile(  # of sentences, and of offers within one
     r"(?<!e\.g)(?<!i\.e)(?<!vs)[.!?][\"'\u201d)*_$\\\]]*(?P<gap>\s+)|\n|;"
@@ -82,27 +82,27 @@ _EXCLUDED = re.compile(
 
 
 @dataclass(frozen=True)
-class Stated:
-    """An answer as a text that math-verify reads, and whether it is clear that it is the final one."""
+class StatedAnswer:
+    """An answer as text that math-verify reads, and whether it is clearly the final one."""
 
     value: str
     clear: bool
 
 
-def stated(replies: Sequence[str]) -> Stated | None:
-    """The answer that the last of the replies states that states one, by the rules above."""
-    found: Stated | None = None
+def stated_answer(replies: Sequence[str]) -> StatedAnswer | None:
+    """The answer of the last reply that states one, by the rules above."""
+    final: StatedAnswer | None = None
     for reply in replies:
-        own, withdrawn = _read(reply.translate(_PLAIN))
-        if own or withdrawn:
-            found = own
-        elif found:
-            found = replace(found, clear=False)
-    return found
+        answer, withdrawn = _read(reply.translate(_PLAIN))
+        if answer or withdrawn:
+            final = answer
+        elif final:
+            final = replace(final, clear=False)
+    return final
 
 
 def as_math(answer: str) -> str:
-    """An answer as math-verify reads it: a formula between dollars; numbers, and texts with words in them, bare."""
+    """An answer as math-verify reads it: formulas between dollars, numbers and texts with words without dollars."""
     text = answer.translate(_PLAIN).strip()
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
         if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening + closing):
@@ -110,7 +110,7 @@ def as_math(answer: str) -> str:
             break
     text = re.sub(r"(?<!\{),?\s+(?:or|and)\s+", ", ", text.rstrip(" ."))
     sides = re.split(r"(?<![<>!\\])=", text)
-    if len(sides) == 2 or not re.search(r"[,;]|\\text", text):  # which stand between several equations
+    if len(sides) == 2 or not re.search(r"[,;]|\\text", text):  # these separate several equations
         text = sides[-1].strip()
     if amount := re.fullmatch(r"(-?)\\?[$€£]?(\d{1,3}(?:,\d{3})+|\d*)(\.\d+)?(?:\s?\\?(%))?", text):
         return "".join(part or "" for part in amount.groups()).replace(",", "")
@@ -120,24 +120,24 @@ def as_math(answer: str) -> str:
 
 
 def has_words(answer: str) -> bool:
-    """Whether an answer has words that are no commands, as those of units."""
+    """Whether an answer has words, e.g. units, other than LaTeX commands."""
     return re.search(r"[^\W\d_]{2,}", re.sub(r"\\[a-zA-Z]+", " ", answer)) is not None
 
 
-def _read(reply: str) -> tuple[Stated | None, bool]:
-    """What a reply states, and whether it withdraws what was stated before it."""
-    answer: Stated | None = None
-    value: Stated | None = None
+def _read(reply: str) -> tuple[StatedAnswer | None, bool]:
+    """The answer that a reply states, and whether the reply withdraws earlier answers."""
+    answer: StatedAnswer | None = None
+    value: StatedAnswer | None = None
     withdrawn = offered = False
     for sentence in _sentences(reply):
-        if taken_back := _WITHDRAWS.search(sentence):
+        if withdrawal := _WITHDRAWS.search(sentence):
             answer, value, withdrawn = None, None, True
-            sentence = sentence[taken_back.start() :]
+            sentence = sentence[withdrawal.start() :]
         offered = offered or _OFFERS.search(sentence) is not None
         if _ASKS.search(sentence):
             continue
         if boxed := _box(sentence):
-            answer = Stated(as_math(boxed), True)
+            answer = StatedAnswer(as_math(boxed), True)
             continue
         for clause in _CLAUSE.split(sentence):
             clause = _EXCLUDED.sub("", clause)
@@ -145,15 +145,15 @@ def _read(reply: str) -> tuple[Stated | None, bool]:
                 continue
             clause = _REASON.sub("", clause)
             *_, mark = [None, *_ANSWER.finditer(clause)]
-            if mark and (found := _behind(clause[mark.end() :])):
-                answer = found
-            elif not offered and (found := _last(clause)):
-                value = found
+            if mark and (marked := _first(clause[mark.end() :])):
+                answer = marked
+            elif not offered and (last := _last(clause)):
+                value = last
     return answer or value, withdrawn
 
 
 def _sentences(reply: str) -> Iterator[str]:
-    """The sentences of a reply, without its marks of lists and emphasis; a label and what follows it are one."""
+    """The sentences of a reply, without list and emphasis markup; a label and the line after it are one sentence."""
     text = _UNBROKEN.sub(lambda formula: " ".join(formula[0].split()), reply)
     text = re.sub(r"(?m)^[ \t]*(?:[-•*]|\d+[.)])[ \t]+(?=\S)", "", text).replace("**", "").replace("`", "")
     text = re.sub(r"(?i)(:|\banswer)[ \t]*\n\s*", r"\1 ", text)
@@ -165,44 +165,44 @@ def _sentences(reply: str) -> Iterator[str]:
 
 
 def _box(sentence: str) -> str | None:
-    """What is in the last box that is not empty."""
-    found = None
+    """Content of the last box that is not empty."""
+    content = None
     for box in _BOX.finditer(sentence):
         depth = 1
         for at in range(box.end(), min(len(sentence), box.end() + _LONGEST)):
             depth += (sentence[at] == "{") - (sentence[at] == "}")
             if not depth:
-                found = sentence[box.end() : at].strip() or found
+                content = sentence[box.end() : at].strip() or content
                 break
-    return found
+    return content
 
 
-def _last(clause: str) -> Stated | None:
-    """The value behind the last "is" of a clause, or else its last one; clear where that is a conclusion."""
+def _last(clause: str) -> StatedAnswer | None:
+    """The value after the last "is" of a clause, else its last value; clear if the clause is a conclusion."""
     *_, verb = [None, *_BE.finditer(clause)]
-    found = _behind(clause[verb.end() :]) if verb else None
-    if found is None:
+    answer = _first(clause[verb.end() :]) if verb else None
+    if answer is None:
         values = [match for match in _VALUE.finditer(clause) if re.search(r"\d|\\pi|\\infty", match[0])]
         if not values:
             return None
         if len(values) > 1 and _OR.fullmatch(clause, values[-2].end(), values[-1].start()):
             return _joined(values[-2:])
-        alone = len(values) == 1 or clause[: values[-1].start()].rstrip().endswith("=")
-        found = Stated(as_math(values[-1][0]), alone)
-    return replace(found, clear=found.clear and _CONCLUDES.search(clause) is not None)
+        unambiguous = len(values) == 1 or clause[: values[-1].start()].rstrip().endswith("=")
+        answer = StatedAnswer(as_math(values[-1][0]), unambiguous)
+    return replace(answer, clear=answer.clear and _CONCLUDES.search(clause) is not None)
 
 
-def _behind(rest: str) -> Stated | None:
-    """The first value in what follows "is", or the last of a chain of equations; clear where there is no other."""
-    values = [match for match in _VALUE.finditer(rest) if re.search(r"\d|\\[a-z]", match[0])]
+def _first(text: str) -> StatedAnswer | None:
+    """The first value of the text after "is", or the last of a chain of equations; clear if it is the only value."""
+    values = [match for match in _VALUE.finditer(text) if re.search(r"\d|\\[a-z]", match[0])]
     if len(values) < 2:
-        return Stated(as_math(values[0][0]), True) if values else None
-    if _AND.fullmatch(rest, values[0].end(), values[1].start()):
+        return StatedAnswer(as_math(values[0][0]), True) if values else None
+    if _AND.fullmatch(text, values[0].end(), values[1].start()):
         return _joined(values[:2])
-    if rest[: values[-1].start()].rstrip().endswith("="):
-        return Stated(as_math(values[-1][0]), True)
-    return Stated(as_math(values[0][0]), False)
+    if text[: values[-1].start()].rstrip().endswith("="):
+        return StatedAnswer(as_math(values[-1][0]), True)
+    return StatedAnswer(as_math(values[0][0]), False)
 
 
-def _joined(values: Sequence[re.Match[str]]) -> Stated:
-    return Stated(f"${', '.join(as_math(value[0]).strip('$') for value in values)}$", False)
+def _joined(values: Sequence[re.Match[str]]) -> StatedAnswer:
+    return StatedAnswer(f"${', '.join(as_math(value[0]).strip('$') for value in values)}$", False)

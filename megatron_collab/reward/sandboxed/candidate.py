@@ -1,7 +1,7 @@
-"""The candidate's process: runs the policy's code, and does with it what the tests ask for.
+"""The candidate's process: runs the policy's code and carries out what the tests request.
 
-Nothing here is a wall. The policy's code may replace any of it, and then says of itself what it likes; the tests
-believe no more of it than values that they compare themselves.
+Nothing here is a security boundary. The policy's code may replace any of it and send any answer; the tests trust only
+values that they compare themselves.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .classes import names_of
 from .wire import ACTS, Remote, WirePeer, read_message, write_message
 
 LOADED = b"loaded"
-_MODULE = "solution"  # the tests' name of the module
+_MODULE = "solution"  # the module's name in the tests
 
 
 def run(sources_pipe: int, reading: int, writing: int) -> NoReturn:
-    """Execute the sources one after the other in one module, which has the name of each; then serve the tests."""
+    """Execute the sources in order in one module, which takes the name of each; then serve the tests."""
     sources = json.loads(read_message(sources_pipe))
     os.close(sources_pipe)
     sys.argv = [""]
@@ -60,18 +60,18 @@ class Agent:
         self.module = module
         self.patched: dict[tuple[str, str, str], list[Any]] = {}
         self.peer = WirePeer(reading, writing, self, lambda error: leave(0))
-        self.printed: list[str | None] = []  # not sent yet: in turn a stream, and a text for it or None to flush it
+        self.printed: list[str | None] = []  # not sent yet: alternately a stream name and its text, or None to flush
         self.streams = {name: Stream(self, name) for name in ("stdin", "stdout", "stderr")}
 
     def describe(self, value: Any) -> list[Any]:
-        able = "callable" if callable(value) else "awaitable" if hasattr(value, "__await__") else ""
-        return [able, names_of(type(value))]
+        ability = "callable" if callable(value) else "awaitable" if hasattr(value, "__await__") else ""
+        return [ability, names_of(type(value))]
 
-    def adopt(self, peer: WirePeer, number: int, *told: Any) -> Any:
+    def adopt(self, peer: WirePeer, number: int, *description: Any) -> Any:
         if number < 0:
-            return self.found(*told)
-        kind, name, can_be_called = told
-        return (CallableGuest if can_be_called else Guest)(self, number, kind, name)
+            return self.resolve(*description)
+        kind, name, is_callable = description
+        return (CallableGuest if is_callable else Guest)(self, number, kind, name)
 
     def do(self, act: str, target: Any, arguments: tuple[Any, ...]) -> Any:
         try:
@@ -87,12 +87,12 @@ class Agent:
             self.flush()
 
     def ask(self, guest: Guest | None, act: str, *arguments: Any) -> Any:
-        """`WirePeer.ask`, after what was printed so far: the tests may print, or look at it."""
+        """`WirePeer.ask`, after sending the printed text: the tests may print too, or read it."""
         self.flush()
         return self.peer.ask(act, guest, *arguments)
 
     def flush(self) -> None:
-        """Let the tests have what was printed, at once: a message for each text would take long."""
+        """Send the printed text to the tests in one message; one message per text would be slow."""
         printed, self.printed = self.printed, []
         if printed:
             self.peer.ask("print", None, tuple(printed))
@@ -100,44 +100,44 @@ class Agent:
             with suppress(Exception):  # the policy's code may have closed it
                 standard.flush()  # type: ignore[union-attr]
 
-    def names(self, wanted: tuple[str, ...]) -> dict[str, Any]:
-        return {name: vars(self.module)[name] for name in wanted if name in vars(self.module)}
+    def names(self, requested: tuple[str, ...]) -> dict[str, Any]:
+        return {name: vars(self.module)[name] for name in requested if name in vars(self.module)}
 
-    def follow(self, situation: Mapping[str, Any]) -> None:
-        """Take over what the tests changed around us."""
-        if "streams" in situation:
+    def follow(self, changes: Mapping[str, Any]) -> None:
+        """Apply to this process what the tests changed in theirs."""
+        if "streams" in changes:
             for name in self.streams:
-                replaced = name in situation["streams"]
+                replaced = name in changes["streams"]
                 setattr(sys, name, self.streams[name] if replaced else getattr(sys, f"__{name}__"))
-        if "environment" in situation:
+        if "environment" in changes:
             os.environ.clear()
-            os.environ.update(situation["environment"])
-        if "folder" in situation:
-            os.chdir(situation["folder"])
-        if "argv" in situation:
-            sys.argv = situation["argv"]
-        if "random" in situation:
-            importlib.import_module("random").setstate(situation["random"])
-        if "numpy" in situation:
-            importlib.import_module("numpy").random.set_state(situation["numpy"])
+            os.environ.update(changes["environment"])
+        if "folder" in changes:
+            os.chdir(changes["folder"])
+        if "argv" in changes:
+            sys.argv = changes["argv"]
+        if "random" in changes:
+            importlib.import_module("random").setstate(changes["random"])
+        if "numpy" in changes:
+            importlib.import_module("numpy").random.set_state(changes["numpy"])
 
-    def found(self, module: str, name: str) -> Any:
-        """A module, or what it defines under a name; ours where the tests mean the candidate's."""
-        here = self.module if module == _MODULE else importlib.import_module(module)
+    def resolve(self, module: str, name: str) -> Any:
+        """A module, or the object of this name in it; `solution` is the candidate's module."""
+        target = self.module if module == _MODULE else importlib.import_module(module)
         for part in filter(None, name.split(".")):
-            here = getattr(here, part)
-        return here
+            target = getattr(target, part)
+        return target
 
     def patch(self, module: str, name: str, attribute: str, value: Any) -> None:
-        target = self.found(module, name)
-        own = attribute in vars(target)
-        self.patched.setdefault((module, name, attribute), []).append((own, vars(target).get(attribute)))
+        target = self.resolve(module, name)
+        existed = attribute in vars(target)
+        self.patched.setdefault((module, name, attribute), []).append((existed, vars(target).get(attribute)))
         setattr(target, attribute, value)
 
     def unpatch(self, module: str, name: str, attribute: str) -> None:
-        target = self.found(module, name)
-        own, before = self.patched[module, name, attribute].pop()
-        if own:
+        target = self.resolve(module, name)
+        existed, before = self.patched[module, name, attribute].pop()
+        if existed:
             setattr(target, attribute, before)
         else:
             delattr(target, attribute)
@@ -148,7 +148,7 @@ async def _awaited(awaitable: Any) -> Any:
 
 
 class Stream(io.TextIOBase):
-    """A standard stream that the tests replaced by one of their own, which gets the same calls in the same order."""
+    """Stands for a standard stream that the tests replaced; forwards all calls to it, in order."""
 
     def __init__(self, agent: Agent, name: str) -> None:
         self._agent, self._name = agent, name
@@ -181,11 +181,11 @@ class Guest(Remote):
     def __init__(self, agent: Agent, number: int, kind: str, name: str) -> None:
         super().__init__(agent.peer, number)
         object.__setattr__(self, "_agent", agent)
-        object.__setattr__(self, "_told", (kind, name))
+        object.__setattr__(self, "_description", (kind, name))
 
     def __getattr__(self, name: str) -> Any:
         if name == "__name__":
-            return object.__getattribute__(self, "_told")[1]
+            return object.__getattribute__(self, "_description")[1]
         if name.startswith("_"):
             raise AttributeError(name)
         return ask(self, "attribute", name)
@@ -215,7 +215,7 @@ class Guest(Remote):
         return ask(self, "contains", item)
 
     def __bool__(self) -> bool:
-        return ask(self, "truth") if self._told[0] in ("mock", "object") else True
+        return ask(self, "truth") if self._description[0] in ("mock", "object") else True
 
     def __str__(self) -> str:
         return ask(self, "text")
@@ -237,12 +237,12 @@ class Guest(Remote):
 
 
 class CallableGuest(Guest):
-    """A function of the tests, a class of theirs, or a mock."""
+    """Stands for a function, a class or a mock of the tests."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return ask(self, "call", arguments, named)
 
 
 def ask(guest: Guest, act: str, *arguments: Any) -> Any:
-    """`Agent.ask`, of the one that adopted it."""
+    """`Agent.ask` of the agent that adopted the guest."""
     return object.__getattribute__(guest, "_agent").ask(guest, act, *arguments)

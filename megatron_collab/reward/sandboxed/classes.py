@@ -1,4 +1,4 @@
-"""Classes by their names: which class here is meant by one over there. No name has anything imported or run."""
+"""Maps class names of the other process to classes of this one. No name causes an import or runs code."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ _stand_ins: dict[tuple[str, str], type[BaseException]] = {}
 
 
 def names_of(kind: type) -> list[list[str]]:
-    """Module and name of a class and all that it derives from, but `object`."""
-    return [[str(each.__module__), str(each.__qualname__)] for each in kind.__mro__[:-1]]
+    """Module and name of a class and of all its bases except `object`."""
+    return [[str(base.__module__), str(base.__qualname__)] for base in kind.__mro__[:-1]]
 
 
 def find_class(module: str, name: str) -> Any:
-    """What a module that is loaded already calls `name`, or None; no code of the module's runs."""
-    found = sys.modules.get(module)
+    """The object `name` of a module, or None if the module is not loaded or has none; runs no code of the module."""
+    target = sys.modules.get(module)
     for part in name.split("."):
-        found = vars(found).get(part) if found is not None and hasattr(found, "__dict__") else None
-    return found
+        target = vars(target).get(part) if target is not None and hasattr(target, "__dict__") else None
+    return target
 
 
 def exception_type(names: Sequence[tuple[str, str]]) -> type[BaseException]:
-    """The class of the first name if it is loaded here, else one of its name that derives from the next.
+    """The class of the first name if it is loaded here, else a stand-in of that name that derives from the next.
 
-    One of unittest's would steer the tests, as SkipTest does, and one of ours what runs them: those get such a
-    stand-in always.
+    Exceptions of unittest, e.g. SkipTest, would steer the tests, and those of the sandbox what runs them: both always
+    get a stand-in.
     """
     if not names:
         return Exception
     (module, name), *bases = names
-    found = find_class(module, name)
-    if isinstance(found, type) and issubclass(found, BaseException) and module.partition(".")[0] not in _STEERING:
-        return found
+    kind = find_class(module, name)
+    if isinstance(kind, type) and issubclass(kind, BaseException) and module.partition(".")[0] not in _STEERING:
+        return kind
     if (module, name) not in _stand_ins:
         _stand_ins[module, name] = type(name, (exception_type(bases),), {"__module__": module})
     return _stand_ins[module, name]

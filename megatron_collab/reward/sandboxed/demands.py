@@ -1,7 +1,7 @@
-"""What tests need, read from their source alone, so that no candidate can choose it.
+"""The names that tests need, derived from the tests' source only, so that no candidate can influence them.
 
-Names that the tests use and do not define are the task's own where its prompt defines them, else the candidate's; the
-usual abbreviations of modules are never taken from a candidate. And there are things that cannot be judged apart.
+A name that the tests use but do not define comes from the task's prompt if that defines it, else from the candidate.
+The usual abbreviations of modules are never taken from a candidate. Some tests cannot be judged from another process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib.util
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# By the name in the tests: why what they need cannot be had.
+# By the name in the tests: why the sandbox cannot judge them.
 _MODULES = dict.fromkeys(
     ("pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "multiprocessing"), "unpickle, which runs code"
 ) | {"inspect": "look into the candidate's code", "importlib": "import by name", "runpy": "import by name"}
@@ -25,7 +25,7 @@ _NAMES = (
     | dict.fromkeys(("assertLogs", "assertNoLogs", "assertWarns", "assertWarnsRegex"), _STATE)
     | dict.fromkeys(("gcf", "gca", "get_fignums"), _STATE)
 )
-# What tests may mean by a name although only the solution imports it.
+# Imports that tests may rely on even if only the solution makes them.
 _USUAL = {
     **{"np": "numpy", "pd": "pandas", "plt": "matplotlib.pyplot", "sns": "seaborn", "sp": "scipy", "nx": "networkx"},
     **{"isclose": "math:isclose", "sqrt": "math:sqrt", "pi": "math:pi", "mean": "statistics:mean"},
@@ -43,16 +43,16 @@ _USUAL = {
 
 
 class Demands(NamedTuple):
-    """`candidate`: the names to take from it. `imports`: by name, module or module:name, those to import here."""
+    """`candidate`: names to take from the candidate. `imports`: by name, the module or module:name to import here."""
 
     candidate: tuple[str, ...]
     imports: dict[str, str]
 
 
 def refusal(tests: ast.Module) -> str | None:
-    """Why these tests cannot be judged apart from the candidate, or None."""
+    """Why these tests cannot be judged from another process than the candidate's, or None."""
     for node in ast.walk(tests):
-        for name in _said(node):
+        for name in _names_in(node):
             if why := _NAMES.get(name):
                 return f"its tests {why} ({name})"
         for module in _imported(node):
@@ -65,7 +65,7 @@ def refusal(tests: ast.Module) -> str | None:
     return None
 
 
-def _said(node: ast.AST) -> tuple[str, ...]:
+def _names_in(node: ast.AST) -> tuple[str, ...]:
     if isinstance(node, ast.Name):
         return (node.id,)
     if isinstance(node, ast.Attribute):
@@ -82,19 +82,19 @@ def _imported(node: ast.AST) -> tuple[str, ...]:
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module.partition(".")[0]) is not None
-    except ValueError:  # it is loaded, and says nothing of where it comes from
+    except ValueError:  # the module is loaded and has no spec
         return True
 
 
 def demands(tests: ast.Module, prompt: ast.Module, entry: str) -> Demands:
-    """Which names tests need but do not define; `prompt`: what the candidate's code follows, `entry`: its name."""
+    """Names that tests need but do not define. `prompt`: code before the candidate's; `entry`: the name under test."""
     used = {node.id for node in ast.walk(tests) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    used -= {*dir(builtins), "__name__"} | _kept(prompt)
+    used -= {*dir(builtins), "__name__"} | _prompt_names(prompt)
     missing = used - _bound(tests)
     local = used - missing - {name for statement in tests.body for name in _bound_by(statement)}
     if entry:
         missing.add(entry)
-    elif not missing:  # they are about a function that has the name of a builtin one
+    elif not missing:  # they test a function with the name of a builtin
         missing |= set(_subjects(tests))
     called = {
         node.func.id for node in ast.walk(tests) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
@@ -107,7 +107,7 @@ def demands(tests: ast.Module, prompt: ast.Module, entry: str) -> Demands:
 
 
 def derived_from_candidate(tests: ast.Module, candidate: tuple[str, ...]) -> str | None:
-    """As `refusal`, for classes of the tests that derive from one of the candidate's."""
+    """Like `refusal`, for classes of the tests that derive from one of the candidate's."""
     for node in ast.walk(tests):
         for base in node.bases if isinstance(node, ast.ClassDef) else ():
             if isinstance(base, ast.Name) and base.id in candidate:
@@ -117,28 +117,28 @@ def derived_from_candidate(tests: ast.Module, candidate: tuple[str, ...]) -> str
 
 def _bound(tree: ast.AST) -> set[str]:
     """Names that a tree assigns, imports, defines or takes as parameters, anywhere."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            found.add(node.id)
+            names.add(node.id)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.arg):
-            found.add(node.arg)
+            names.add(node.arg)
         elif isinstance(node, ast.alias):
-            found.add((node.asname or node.name).partition(".")[0])
+            names.add((node.asname or node.name).partition(".")[0])
         elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
-            found.add(node.name)
-    return found
+            names.add(node.name)
+    return names
 
 
-def _kept(prompt: ast.Module) -> set[str]:
-    """What the tests take from the prompt: all but classes, and functions that are left to be written."""
-    left = {node.name for node in prompt.body if isinstance(node, ast.ClassDef)}
+def _prompt_names(prompt: ast.Module) -> set[str]:
+    """Names that the tests take from the prompt: all except classes and functions without an implementation."""
+    excluded = {node.name for node in prompt.body if isinstance(node, ast.ClassDef)}
     for node in prompt.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and all(map(_says_nothing, node.body)):
-            left.add(node.name)
-    return {name for node in prompt.body for name in _bound_by(node)} - left
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and all(map(_is_stub, node.body)):
+            excluded.add(node.name)
+    return {name for node in prompt.body for name in _bound_by(node)} - excluded
 
 
 def _bound_by(statement: ast.stmt) -> set[str]:
@@ -147,17 +147,17 @@ def _bound_by(statement: ast.stmt) -> set[str]:
     return _bound(statement)
 
 
-def _says_nothing(statement: ast.stmt) -> bool:
+def _is_stub(statement: ast.stmt) -> bool:
     text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
     return text or isinstance(statement, ast.Pass | ast.Raise)
 
 
 def _subjects(tests: ast.Module) -> Iterator[str]:
-    """Builtin names that are called with no call among the arguments: `sum` of abs(sum(1, 2) - 3)."""
+    """Builtin names that are called without a call among the arguments, as `sum` in abs(sum(1, 2) - 3)."""
     for node in ast.walk(tests):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and hasattr(builtins, node.func.id):
-            inside = [*node.args, *(keyword.value for keyword in node.keywords)]
-            if not any(isinstance(each, ast.Call) for argument in inside for each in ast.walk(argument)):
+            arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+            if not any(isinstance(child, ast.Call) for argument in arguments for child in ast.walk(argument)):
                 yield node.func.id
 
 

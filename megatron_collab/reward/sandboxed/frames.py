@@ -1,6 +1,6 @@
-"""Arrays of NumPy, and series, frames and indices of pandas, as data: `values` for those two packages.
+"""NumPy arrays and pandas series, frames and indices as data: the part of `values` for these two packages.
 
-`encoder` and `decoder` are those of `values`, which this serves.
+`encoder` and `decoder` are the `Encoder` and `Decoder` of `values`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _matches(pattern: str, text: str) -> bool:
 
 
 def encode(encoder: Any, value: Any, depth: int) -> list[Any] | None:
-    """None for what is no array, scalar, series, frame or index."""
+    """The encoded value; None if it is no array, scalar, series, frame or index."""
     kind = type(value)
     package = (value if isinstance(value, type) else kind).__module__.partition(".")[0]
     if package not in ("numpy", "pandas"):
@@ -41,22 +41,22 @@ def encode(encoder: Any, value: Any, depth: int) -> list[Any] | None:
 
 def contents(encoder: Any, array: Any, depth: int) -> Any:
     if array.dtype.kind == "O":
-        return [encoder.encode(each, depth + 1) for each in array.ravel().tolist()]
+        return [encoder.encode(item, depth + 1) for item in array.ravel().tolist()]
     return base64.b64encode(array.tobytes()).decode()
 
 
-def filled(decoder: Any, dtype: Any, shape: tuple[int, ...], held: Any, depth: int) -> Any:
-    """A new array that holds what `contents` gave."""
+def filled(decoder: Any, dtype: Any, shape: tuple[int, ...], encoded: Any, depth: int) -> Any:
+    """A new array with what `contents` encoded."""
     import numpy
 
-    if dtype.kind == "b":  # of which other bytes than 0 and 1 would be neither
-        return (numpy.frombuffer(base64.b64decode(held, validate=True), numpy.uint8) != 0).reshape(shape)
+    if dtype.kind == "b":  # only the bytes 0 and 1 are valid booleans
+        return (numpy.frombuffer(base64.b64decode(encoded, validate=True), numpy.uint8) != 0).reshape(shape)
     if dtype.kind != "O":
-        return numpy.frombuffer(bytearray(base64.b64decode(held, validate=True)), dtype).reshape(shape)
+        return numpy.frombuffer(bytearray(base64.b64decode(encoded, validate=True)), dtype).reshape(shape)
     array: Any = numpy.empty(math.prod(shape), dtype=object)
-    for at, each in enumerate(held):
-        array[at] = decoder.decode(each, depth)
-    if len(held) != len(array):
+    for at, item in enumerate(encoded):
+        array[at] = decoder.decode(item, depth)
+    if len(encoded) != len(array):
         raise ValueError("another number of elements than the shape has")
     return array.reshape(shape)
 
@@ -71,12 +71,12 @@ def _pandas(encoder: Any, value: Any, depth: int) -> list[Any] | None:
         return [f"pandas {kind.__name__.lower()}", value.isoformat()]
     if kind is pandas.RangeIndex:
         fields = (value.start, value.stop, value.step, value.name)
-        return ["pandas range", *(encoder.encode(each, depth) for each in fields)]
+        return ["pandas range", *(encoder.encode(field, depth) for field in fields)]
     if kind is pandas.MultiIndex:
         return ["pandas multi", encoder.encode(value.tolist(), depth), encoder.encode(list(value.names), depth)]
     if kind in (pandas.Index, pandas.DatetimeIndex, pandas.TimedeltaIndex, pandas.CategoricalIndex):
-        rhythm = getattr(value, "freqstr", None)
-        return ["pandas index", *_column(encoder, value, depth), encoder.encode(value.name, depth), rhythm]
+        frequency = getattr(value, "freqstr", None)
+        return ["pandas index", *_column(encoder, value, depth), encoder.encode(value.name, depth), frequency]
     if kind is pandas.Series:
         index = encoder.encode(value.index, depth)
         return ["pandas series", *_column(encoder, value, depth), index, encoder.encode(value.name, depth)]
@@ -87,21 +87,21 @@ def _pandas(encoder: Any, value: Any, depth: int) -> list[Any] | None:
 
 
 def _column(encoder: Any, column: Any, depth: int) -> list[Any]:
-    """The name of its type and what it holds, of a series or an index."""
+    """Type name and encoded values of a series or an index."""
     import numpy
     import pandas
 
     if isinstance(column.dtype, numpy.dtype):
         return ["numpy", encoder.encode(column.to_numpy().copy(), depth)]
     if isinstance(column.dtype, pandas.CategoricalDtype):
-        held = column.array
-        fields = (held.categories, held.codes.tolist(), held.ordered)
-        return ["category", [encoder.encode(each, depth) for each in fields]]
+        categorical = column.array
+        fields = (categorical.categories, categorical.codes.tolist(), categorical.ordered)
+        return ["category", [encoder.encode(field, depth) for field in fields]]
     return [str(column.dtype), encoder.encode(column.astype(object).tolist(), depth)]
 
 
 def decode(decoder: Any, depth: int, tag: str, *fields: Any) -> Any:
-    """Raises what `Decoder.decode` turns into Violation."""
+    """The decoded value. Raises errors that `Decoder.decode` turns into Violation."""
     import numpy
 
     if tag in ("numpy array", "numpy scalar", "numpy dtype"):
@@ -113,15 +113,15 @@ def decode(decoder: Any, depth: int, tag: str, *fields: Any) -> Any:
     if tag == "numpy scalar":
         return filled(decoder, dtype, (), fields[1], depth)[()]
     if tag == "numpy array":
-        _, shape, held = fields
+        _, shape, encoded = fields
         at = len(decoder.shared)
         decoder.shared.append(None)
-        decoder.shared[at] = filled(decoder, dtype, tuple(map(int, shape)), held, depth)
+        decoder.shared[at] = filled(decoder, dtype, tuple(map(int, shape)), encoded, depth)
         return decoder.shared[at]
     if tag == "numpy type":
-        found = getattr(numpy, str.__str__(fields[0]))
-        if isinstance(found, type) and issubclass(found, numpy.generic):
-            return found
+        kind = getattr(numpy, str.__str__(fields[0]))
+        if isinstance(kind, type) and issubclass(kind, numpy.generic):
+            return kind
         raise ValueError("no type of data")
     return _READERS[tag](decoder, depth, *fields)
 
@@ -147,7 +147,7 @@ def _timedelta(decoder: Any, depth: int, text: str) -> Any:
 def _range(decoder: Any, depth: int, *fields: Any) -> Any:
     import pandas
 
-    start, stop, step, name = (decoder.decode(each, depth) for each in fields)
+    start, stop, step, name = (decoder.decode(field, depth) for field in fields)
     return pandas.RangeIndex(start, stop, step, name=name)
 
 
@@ -157,40 +157,40 @@ def _multi(decoder: Any, depth: int, tuples: Any, names: Any) -> Any:
     return pandas.MultiIndex.from_tuples(decoder.decode(tuples, depth), names=decoder.decode(names, depth))
 
 
-def _index(decoder: Any, depth: int, kind: str, held: Any, name: Any, rhythm: str | None) -> Any:
+def _index(decoder: Any, depth: int, kind: str, encoded: Any, name: Any, frequency: str | None) -> Any:
     import pandas
 
-    index = pandas.Index(_read_column(decoder, depth, kind, held), name=decoder.decode(name, depth))
-    if rhythm is not None:
-        index.freq = str.__str__(rhythm)
+    index = pandas.Index(_read_column(decoder, depth, kind, encoded), name=decoder.decode(name, depth))
+    if frequency is not None:
+        index.freq = str.__str__(frequency)
     return index
 
 
-def _series(decoder: Any, depth: int, kind: str, held: Any, index: Any, name: Any) -> Any:
+def _series(decoder: Any, depth: int, kind: str, encoded: Any, index: Any, name: Any) -> Any:
     import pandas
 
-    held = _read_column(decoder, depth, kind, held)
-    return pandas.Series(held, index=decoder.decode(index, depth), name=decoder.decode(name, depth))
+    values = _read_column(decoder, depth, kind, encoded)
+    return pandas.Series(values, index=decoder.decode(index, depth), name=decoder.decode(name, depth))
 
 
 def _frame(decoder: Any, depth: int, columns: Any, labels: Any, index: Any) -> Any:
     import pandas
 
-    columns = [_read_column(decoder, depth, kind, held) for kind, held in columns]
+    columns = [_read_column(decoder, depth, kind, encoded) for kind, encoded in columns]
     labels, index = decoder.decode(labels, depth), decoder.decode(index, depth)
     frame = pandas.DataFrame(dict(enumerate(columns)), index=index, columns=range(len(columns)))
     frame.columns = labels
     return frame
 
 
-def _read_column(decoder: Any, depth: int, kind: str, held: Any) -> Any:
+def _read_column(decoder: Any, depth: int, kind: str, encoded: Any) -> Any:
     import numpy
     import pandas
 
     if kind == "category":
-        categories, codes, ordered = (decoder.decode(each, depth) for each in held)
+        categories, codes, ordered = (decoder.decode(field, depth) for field in encoded)
         return pandas.Categorical.from_codes(codes, categories=categories, ordered=bool(ordered))
-    values = decoder.decode(held, depth)
+    values = decoder.decode(encoded, depth)
     if kind == "numpy":
         if type(values) is not numpy.ndarray or values.ndim != 1:
             raise ValueError("no column")

@@ -1,8 +1,8 @@
 """The tests' side of the pipe: which of the tests' objects the candidate may reach, and what it may do with them.
 
-Functions may be called, mocks be used as what they stand for, files of the tests be read and written, objects of the
-tests' own classes be used by their public names. Of a mock it may not touch what the tests will ask it, and of nothing
-a name with an underscore. Modules, and what they define, do not cross: their names do, and the candidate takes its own.
+It may call functions, use mocks as the objects they stand for, read and write files of the tests, and use objects of
+the tests' classes by their public names. It may not touch a mock's records, which the tests read, nor any name with a
+leading underscore. Modules and their definitions do not cross the pipe: their names do, and the candidate imports them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ALLOWED = {
 
 
 def kind_of(value: Any) -> str:
-    """Which kind of guest an object of the tests is. Raises Unjudged where it is none."""
+    """The kind of guest for an object of the tests. Raises Unjudged if the candidate must not reach it."""
     kind = type(value)
     if "unittest.mock" in sys.modules and isinstance(value, sys.modules["unittest.mock"].NonCallableMock):
         return "mock"
@@ -58,14 +58,14 @@ class Guests:
             return ["import", *name]
         return [kind_of(value), str(getattr(value, "__name__", type(value).__name__)), callable(value)]
 
-    def adopt(self, peer: WirePeer, number: int, *told: Any) -> Any:
+    def adopt(self, peer: WirePeer, number: int, *description: Any) -> Any:
         if number < 0:
             raise Violation("the candidate cannot have the tests import")
-        return handles.adopt(peer, number, told)
+        return handles.adopt(peer, number, description)
 
     def do(self, act: str, target: Any, arguments: tuple[Any, ...]) -> Any:
-        if act in _DESK:
-            return _DESK[act](*arguments)
+        if act in _IO:
+            return _IO[act](*arguments)
         kind = kind_of(target)
         if act not in _ALLOWED[kind]:
             raise PermissionError(f"{act} of a {kind} of the tests")
@@ -78,7 +78,7 @@ class Guests:
 
 
 def _check_name(target: Any, kind: str, name: Any, value: Any = None) -> None:
-    """AttributeError for a name that leads to the tests themselves, or changes what a mock remembers."""
+    """Raises AttributeError if a name leads to the tests themselves, or if it changes what a mock records."""
     private = type(name) is not str or name.startswith("_")
     if private or (
         kind == "mock" and (name in dir(type(target)) or name == "method_calls" or isinstance(value, Remote))
@@ -86,4 +86,4 @@ def _check_name(target: Any, kind: str, name: Any, value: Any = None) -> None:
         raise AttributeError(f"{type(target).__name__} of the tests has no {name!r} for the candidate")
 
 
-_DESK: dict[str, Callable[..., Any]] = {"print": mirror.print_all, "read line": mirror.read_line, "read": mirror.read}
+_IO: dict[str, Callable[..., Any]] = {"print": mirror.print_all, "read line": mirror.read_line, "read": mirror.read}

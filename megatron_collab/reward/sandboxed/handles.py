@@ -1,8 +1,8 @@
-"""What the tests hold of the candidate's objects, and what they are told of the tests' objects.
+"""Handles: the tests' references to the candidate's objects.
 
-The tests see data, or a `Handle`: its attributes and calls are carried out over there and give data or further handles.
-A handle equals itself alone, has no order and no arithmetic, and is of no type of data: where it could be asked how it
-compares with what the tests expect, that is refused.
+The tests see data, or a `Handle`: its attributes and calls are evaluated in the candidate's process and give data or
+more handles. A handle equals only itself, has no order and no arithmetic, and is not an instance of a data type. If the
+tests could ask it how it compares with what they expect, that is refused.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from .values import TYPES, Violation
 from .wire import Remote, WirePeer
 
 _DATA = (*TYPES.values(), collections.deque)
-# Methods that compare with what they are given, of types whose values cross as data.
+# Methods that compare with their arguments, of types whose values cross as data.
 _DATA_METHODS = {name for kind in _DATA if kind not in (object, type) for name in dir(kind)}
 _DATA_METHODS |= {"equals", "eq", "ne", "lt", "le", "gt", "ge", "sub", "isin", "compare", "combine", "identical", "dot"}
-_ARRAYS = {"ndarray", "generic", "NDFrame", "Index"}  # bases of what NumPy and pandas compute with
-_TOLD = {"__name__", "__qualname__", "__doc__"}  # of the names with underscores, those that give text
+_ARRAYS = {"ndarray", "generic", "NDFrame", "Index"}  # base classes of NumPy's and pandas' data
+_TEXT_NAMES = {"__name__", "__qualname__", "__doc__"}  # double-underscore names with text values
 
 
 class Handle(Remote):
-    """An object of the candidate's that is no data."""
+    """An object of the candidate that is not data."""
 
     def __init__(self, peer: WirePeer, number: int, bases: list[tuple[str, str]]) -> None:
         super().__init__(peer, number)
         object.__setattr__(self, "_bases", bases)
         object.__setattr__(self, "_subject", False)
 
-    @property  # type: ignore[misc]  # which isinstance asks, and is read alone
+    @property  # type: ignore[misc]  # read-only; isinstance reads it
     def __class__(self) -> type:
         for module, name in object.__getattribute__(self, "_bases"):
-            found = getattr(types, f"{name.title()}Type", None) if module == "builtins" else find_class(module, name)
-            if isinstance(found, type) and not _is_data(found):
-                return found
+            kind = getattr(types, f"{name.title()}Type", None) if module == "builtins" else find_class(module, name)
+            if isinstance(kind, type) and not _is_data(kind):
+                return kind
         return type(self)
 
     def __instancecheck__(self, value: Any) -> bool:
         return isinstance(value, Handle) and ask(self, "is one", value) is True
 
     def __getattr__(self, name: str) -> Any:
-        if (name.startswith("__") and name not in _TOLD) or name == "_typ":  # by which pandas knows its own
+        if (name.startswith("__") and name not in _TEXT_NAMES) or name == "_typ":  # marks pandas objects
             raise AttributeError(name)
-        found = ask(self, "attribute", name)
-        if name in _DATA_METHODS and isinstance(found, Handle) and not object.__getattribute__(self, "_subject"):
-            return _NoData(found, name)
-        return found
+        value = ask(self, "attribute", name)
+        if name in _DATA_METHODS and isinstance(value, Handle) and not object.__getattribute__(self, "_subject"):
+            return _NoArgumentMethod(value, name)
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         ask(self, "set attribute", name, value)
@@ -68,8 +68,8 @@ class Handle(Remote):
         return _exactly(int, ask(self, "length"))
 
     def __iter__(self) -> Iterator[Any]:
-        found = ask(self, "iterate")
-        return found if isinstance(found, Handle) else iter(found)
+        iterator = ask(self, "iterate")
+        return iterator if isinstance(iterator, Handle) else iter(iterator)
 
     def __next__(self) -> Any:
         return ask(self, "next")
@@ -100,16 +100,16 @@ class Handle(Remote):
 
 
 class Callable(Handle):
-    """One that can be called, a function or a class."""
+    """A handle that can be called: a function or a class."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        found = ask(self, "call", arguments, named)
-        made = ("builtins", "type") in object.__getattribute__(self, "_bases")
-        return subject(found) if made and object.__getattribute__(self, "_subject") else found
+        result = ask(self, "call", arguments, named)
+        is_class = ("builtins", "type") in object.__getattribute__(self, "_bases")
+        return mark_subject(result) if is_class and object.__getattribute__(self, "_subject") else result
 
 
 class Coroutine(Handle, collections.abc.Coroutine):
-    """One that is awaited, over there as a whole."""
+    """A handle that can be awaited; the candidate's process runs it to its end."""
 
     def send(self, value: Any) -> Any:
         raise StopIteration(ask(self, "await"))
@@ -128,8 +128,8 @@ class Coroutine(Handle, collections.abc.Coroutine):
         yield
 
 
-class _NoData:
-    """A method that the candidate's object has by the name of one of data: it may only be called without arguments."""
+class _NoArgumentMethod:
+    """A method of the candidate's object named like a method of data; it may only be called without arguments."""
 
     def __init__(self, method: Handle, name: str) -> None:
         self._method, self._name = method, name
@@ -137,16 +137,16 @@ class _NoData:
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if arguments or named:
             raise TypeError(f"{self._name}() of an object that is no data would compare by the candidate's own word")
-        return self._method()  # type: ignore[operator]  # where it is not, it says so
+        return self._method()  # type: ignore[operator]  # if it is not callable, this raises
 
 
 def _is_data(kind: type) -> bool:
-    """Whether values of a class cross as data, so that no handle is one."""
+    """Whether values of a class cross as data, so that no handle is an instance of it."""
     return kind in _DATA or issubclass(kind, BaseException) or any(base.__name__ in _ARRAYS for base in kind.__mro__)
 
 
-def subject(value: Any) -> Any:
-    """Take note that the tests are about this, since they have its name, or had it made by its class."""
+def mark_subject(value: Any) -> Any:
+    """Mark a handle as the object under test: the tests use its name, or its class created it."""
     if isinstance(value, Handle):
         object.__setattr__(value, "_subject", True)
     return value
@@ -159,17 +159,17 @@ def _exactly(kind: Any, value: Any) -> Any:
 
 
 def ask(handle: Handle, act: str, *arguments: Any) -> Any:
-    """`WirePeer.ask`, once the candidate has taken over what the tests changed around it: any act may run its code."""
+    """`WirePeer.ask`, after the candidate has applied the tests' changes of state: any act may run its code."""
     peer = object.__getattribute__(handle, "_peer")
-    if new := mirror.situation():
-        peer.ask("follow", None, new)
+    if changes := mirror.state_changes():
+        peer.ask("follow", None, changes)
     return peer.ask(act, handle, *arguments)
 
 
-def adopt(peer: WirePeer, number: int, told: tuple[Any, ...]) -> Handle:
-    """A handle of an object that the candidate described by its classes and what it can. Raises Violation."""
-    able, names = told
+def adopt(peer: WirePeer, number: int, description: tuple[Any, ...]) -> Handle:
+    """A handle of an object that the candidate described by its ability and class names. Raises Violation."""
+    ability, names = description
     if type(names) is not list or not all(type(name) is list and [*map(type, name)] == [str, str] for name in names):
         raise Violation("no names of classes")
-    kind = {"callable": Callable, "awaitable": Coroutine}.get(able, Handle)
+    kind = {"callable": Callable, "awaitable": Coroutine}.get(ability, Handle)
     return kind(peer, number, [(module, name) for module, name in names])

@@ -1,15 +1,15 @@
-"""What `sandbox.py` starts: a launcher that isolates itself, starts the two processes and watches them to their end.
+"""The launcher that `sandbox.py` starts: it isolates itself, starts the two processes and watches them until they end.
 
 It runs with `python -I` and an almost empty environment. On stdin it gets three messages (`wire`): the settings, the
-candidate's sources and the tests'; the latter two are read only when the processes exist, so that the candidate's
-holds nothing of the tests. On stdout it says, as JSON, {"passed", "why", "output"}, or {"missing"} where the tests
-cannot be judged, or {"error"} where the machine did not let it isolate them.
+candidate's sources and the tests'. It reads the latter two only when both processes exist, so that the candidate's
+process holds nothing of the tests. It prints JSON to stdout: {"passed", "why", "output"}, or {"missing"} if the tests
+cannot be judged, or {"error"} if the machine did not permit the isolation.
 
-The tests' process is process 1 of new namespaces and the candidate's is process 1 of another PID namespace below, so
-all that they started ends with them, and the candidate cannot name the tests' process. Both see the interpreter and
-/usr, read-only, a common folder, and no /proc, and have no capability, the user and group 65534, and a filter of
-system calls. In a container of the user's ("contained") both are in its namespaces; there the tests' process hides its
-memory, and the filter lets the candidate signal only processes that it started.
+The tests' process is process 1 of new namespaces and the candidate's is process 1 of a nested PID namespace. So all
+their children end with them, and the candidate cannot address the tests' process. Both see the interpreter and /usr,
+read-only, a common folder, and no /proc. They have no capability, the user and group 65534, and a filter of system
+calls. In a user's container ("contained") both are in its namespaces; there the tests' process hides its memory, and
+the filter lets the candidate signal only processes that it started.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .memory import Memory
 from .seccomp import filter_system_calls
 from .wire import read_message, write_message
 
-TICK = 0.02  # seconds between two looks at the processes' memory
+TICK = 0.02  # seconds between two checks of the processes' memory
 TAIL = 4096  # bytes of the output that are kept
 READY = b"ready"
 NICE = 10
@@ -39,7 +39,7 @@ NICE = 10
 def main() -> None:
     settings = json.loads(read_message(0))
     limits, contained = settings["limits"], settings["contained"]
-    step_aside()
+    lower_priority()
     output, verdict, code, tests = (os.pipe() for _ in range(4))
     memory = Memory(limits)
     try:
@@ -48,7 +48,7 @@ def main() -> None:
         else:
             namespaces.enter_namespaces()
             call("prctl", namespaces.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != settings["parent"]:  # it has ended already
+            if os.getppid() != settings["parent"]:  # the parent has ended already
                 os.kill(os.getpid(), signal.SIGKILL)
         process = os.fork()
     except OSError as error:
@@ -58,7 +58,7 @@ def main() -> None:
             memory.enter()
             for end in (output[0], verdict[0], code[1], tests[1]):
                 os.close(end)
-            inside(limits, contained, output[1], verdict[1], code[0], tests[0])
+            run_tests(limits, contained, output[1], verdict[1], code[0], tests[0])
         for end in (output[1], verdict[1], code[0], tests[0]):
             os.close(end)
         answer = judge(process, limits, memory, output[0], verdict[0], (code[1], tests[1]))
@@ -66,8 +66,8 @@ def main() -> None:
     print(json.dumps(answer))
 
 
-def step_aside() -> None:
-    """Leave the trainer its processors: take the upper half of those that we have, and what time others leave of it."""
+def lower_priority() -> None:
+    """Leave the processors to the trainer: use only the upper half of those available, at low priority."""
     processors = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, processors[len(processors) // 2 :])
     os.nice(NICE)
@@ -76,29 +76,29 @@ def step_aside() -> None:
 def judge(
     process: int, limits: Mapping[str, Any], memory: Memory, output: int, verdict: int, sources: tuple[int, int]
 ) -> dict[str, Any]:
-    """How the run ended. `sources`: pipes into which the candidate's and the tests' sources go; the others are read."""
-    said = os.read(verdict, len(READY))
-    if said != READY:
-        said += os.read(verdict, 1024)
-        return {"error": said.decode() or "the processes ended while they were set up"}
+    """How the run ended. `sources`: pipes for the candidate's and the tests' sources; `output`, `verdict` are read."""
+    message = os.read(verdict, len(READY))
+    if message != READY:
+        message += os.read(verdict, 1024)
+        return {"error": message.decode() or "the processes ended while they were set up"}
     for pipe in sources:
-        with suppress(BrokenPipeError):  # it has been killed already, which must not look like a failure of ours
+        with suppress(BrokenPipeError):  # the process was killed, which must not look like a failure of the sandbox
             write_message(pipe, read_message(0))
         os.close(pipe)
     why, tail = watch(process, output, limits, memory)
-    said = b"".join(iter(lambda: os.read(verdict, 1 << 16), b""))
+    message = b"".join(iter(lambda: os.read(verdict, 1 << 16), b""))
     if not why:
-        found = json.loads(said) if said else {"why": "exit 0", "missing": ""}
-        if found["missing"]:
-            return {"missing": found["missing"]}
-        why = found["why"]
+        result = json.loads(message) if message else {"why": "exit 0", "missing": ""}
+        if result["missing"]:
+            return {"missing": result["missing"]}
+        why = result["why"]
     return {"passed": not why, "why": why, "output": tail.decode(errors="replace")}
 
 
 def watch(process: int, output: int, limits: Mapping[str, Any], memory: Memory) -> tuple[str, bytes]:
-    """Why the run failed, "" where its verdict says how it ended, and the end of what was printed.
+    """Why the run failed, "" if its verdict tells how it ended, and the end of the printed text.
 
-    It is ended where it exceeds a limit.
+    The run is killed if it exceeds a limit.
     """
     deadline = time.monotonic() + limits["wall"]
     why, tail, written = "", b"", 0
@@ -129,39 +129,39 @@ def watch(process: int, output: int, limits: Mapping[str, Any], memory: Memory) 
     return why or tester.ending(status, used, limits["cpu"]), tail
 
 
-def inside(limits: Mapping[str, Any], contained: bool, output: int, verdict: int, code: int, tests: int) -> NoReturn:
-    """Be the tests' process: build the walls, start the candidate's process behind another one, and run the tests."""
+def run_tests(limits: Mapping[str, Any], contained: bool, output: int, verdict: int, code: int, tests: int) -> NoReturn:
+    """The tests' process: isolate it, start the candidate's in a nested PID namespace, and run the tests."""
     to_candidate, to_tests = os.pipe(), os.pipe()
     try:
         if contained:
             os.mkdir(folder := f"/tmp/run-{os.getpid()}")
-            os.chmod(folder, 0o777)  # for the user that it will run as
+            os.chmod(folder, 0o777)  # for the unprivileged user
             os.chdir(folder)
         else:
-            own = os.open("/proc/self/ns/pid", os.O_RDONLY)
+            pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
             namespaces.new_root(limits["disk"])
             call("unshare", namespaces.CLONE_NEWPID)
         process = os.fork()
         if process == 0:
             for end in (to_candidate[1], to_tests[0], tests):
                 os.close(end)
-            be_candidate(limits, contained, output, verdict, code, to_candidate[0], to_tests[1])
+            run_candidate(limits, contained, output, verdict, code, to_candidate[0], to_tests[1])
         for end in (to_candidate[0], to_tests[1], code):
             os.close(end)
         if not contained:
-            call("setns", own, namespaces.CLONE_NEWPID)  # for what the tests start
-            os.close(own)
+            call("setns", pid_namespace, namespaces.CLONE_NEWPID)  # for processes that the tests start
+            os.close(pid_namespace)
         confine(limits, contained, output)
         namespaces.hide_memory(True)
-        if os.read(to_tests[0], len(READY)) != READY:  # it has said why itself
+        if os.read(to_tests[0], len(READY)) != READY:  # it has reported the reason itself
             os._exit(1)
     except OSError as error:
         fail(verdict, error)
-    os.write(verdict, READY)  # fails where the launcher ended before it could take us along
+    os.write(verdict, READY)  # fails if the launcher has already ended
     tester.Tester(verdict, process, limits).run(tests, to_tests[0], to_candidate[1])
 
 
-def be_candidate(
+def run_candidate(
     limits: Mapping[str, Any], contained: bool, output: int, verdict: int, code: int, reading: int, writing: int
 ) -> NoReturn:
     try:
@@ -180,9 +180,9 @@ def be_candidate(
 
 
 def confine(limits: Mapping[str, Any], contained: bool, output: int) -> None:
-    """What both processes do to themselves before they run anything."""
+    """Restrict this process; both processes do so before they run any code."""
     if not contained:
-        namespaces.own_home(limits["file"])
+        namespaces.mount_home(limits["file"])
     namespaces.limit(limits)
     namespaces.drop_privileges()
     filter_system_calls()

@@ -1,4 +1,4 @@
-"""Calls of the C library that Python has no function for."""
+"""Calls of C library functions that Python does not wrap."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *arguments: Any) -> None:
-    """A function of the C library that returns -1 and sets errno where it fails; then OSError names it."""
+    """Call a C function that returns -1 and sets errno if it fails. Raises OSError with its name."""
     if getattr(_libc, name)(*arguments) == -1:
         raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")

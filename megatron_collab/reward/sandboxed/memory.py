@@ -1,8 +1,8 @@
-"""How much memory a run has taken, all of its processes together: by a control group, else by what can be seen of them.
+"""Memory use of a run, over all of its processes: from a control group, else from /proc.
 
-What a control group (cgroup v2, where memory is delegated to us) counts is what the kernel gave out, shared pages and
-buffers of sockets too. Elsewhere, memory shared without a file is refused (`seccomp`), files are limited by their file
-system, and every open descriptor counts as a socket whose buffer is full.
+A control group (cgroup v2, if memory is delegated to this user) counts what the kernel allocated, including shared
+pages and socket buffers. Without one, memory shared without a file is refused (`seccomp`), files are limited by their
+file system, and every open descriptor counts as a socket with a full buffer.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from pathlib import Path
 from typing import Any
 
 NAME = "sandbox-"
-OWN = Path("/proc/self/cgroup")
+CGROUP = Path("/proc/self/cgroup")
 BUFFER = Path("/proc/sys/net/core/wmem_default")  # bytes that a socket holds for its reader
 
 
 class Memory:
-    """Made before the processes are; `entrance` is to be closed by those that shall not enter the group."""
+    """Created before the processes; a process that must not enter the group has to close `entrance`."""
 
     def __init__(self, limits: Mapping[str, Any], hierarchy: Path = Path("/sys/fs/cgroup")) -> None:
         self._limit = limits["memory"]
         self._buffer = int(BUFFER.read_text()) if BUFFER.exists() else 212992  # the kernel's default
         self.entrance = -1
         self._group: Path | None = None
-        with suppress(OSError):  # where anything of it is refused, it is not delegated
-            if (parent := delegated(hierarchy)) is not None:
-                self._found(parent, limits["memory"] + limits["disk"])
+        with suppress(OSError):  # if any step is refused, memory is not delegated
+            if (parent := delegated_group(hierarchy)) is not None:
+                self._create_group(parent, limits["memory"] + limits["disk"])
 
-    def _found(self, parent: Path, most: int) -> None:
-        for left in parent.glob(f"{NAME}*"):  # by launchers that were killed
-            if not os.path.exists(f"/proc/{left.name.removeprefix(NAME)}"):
+    def _create_group(self, parent: Path, limit: int) -> None:
+        for stale in parent.glob(f"{NAME}*"):  # of launchers that were killed
+            if not os.path.exists(f"/proc/{stale.name.removeprefix(NAME)}"):
                 with suppress(OSError):
-                    left.rmdir()
+                    stale.rmdir()
         group = parent / f"{NAME}{os.getpid()}"
         group.mkdir()
         try:
-            (group / "memory.max").write_text(str(most))
+            (group / "memory.max").write_text(str(limit))
             if (group / "memory.swap.max").exists():
                 (group / "memory.swap.max").write_text("0")
             self.entrance = os.open(group / "cgroup.procs", os.O_WRONLY)
@@ -48,7 +48,7 @@ class Memory:
         self._group = group
 
     def enter(self) -> None:
-        """Count this process and its children from here on; OSError where the kernel refuses."""
+        """Count this process and its children from now on. Raises OSError if the kernel refuses."""
         if self.entrance >= 0:
             os.write(self.entrance, b"0")
             os.close(self.entrance)
@@ -57,36 +57,36 @@ class Memory:
         if self._group is not None:
             events = dict(line.split() for line in (self._group / "memory.events").read_text().splitlines())
             return int(events["oom_kill"]) > 0
-        return sum(map(self._of, below(os.getpid()))) > self._limit
+        return sum(map(self._bytes_of, descendants(os.getpid()))) > self._limit
 
-    def _of(self, process: int) -> int:
-        """Bytes of a process; what it shares with others counts for each."""
+    def _bytes_of(self, process: int) -> int:
+        """Bytes of a process; shared pages count for every process that maps them."""
         with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             with open(f"/proc/{process}/status") as file:
-                said = dict(line.split(":", 1) for line in file)
-            if "VmRSS" not in said:  # it has ended, and nobody has waited for it yet
+                status = dict(line.split(":", 1) for line in file)
+            if "VmRSS" not in status:  # a zombie
                 return 0
             try:
                 descriptors = len(os.listdir(f"/proc/{process}/fd"))
-            except PermissionError:  # it does not let itself be looked at: as many as its table has room for
-                descriptors = int(said["FDSize"])
-            return 1024 * sum(int(said[name].split()[0]) for name in ("VmRSS", "VmSwap")) + descriptors * self._buffer
+            except PermissionError:  # the process is not readable: count the size of its descriptor table
+                descriptors = int(status["FDSize"])
+            return 1024 * sum(int(status[name].split()[0]) for name in ("VmRSS", "VmSwap")) + descriptors * self._buffer
         return 0
 
     def close(self) -> None:
-        """Remove the group, whose processes have ended."""
+        """Remove the group, after its processes have ended."""
         if self._group is not None:
             os.close(self.entrance)
-            with suppress(OSError):  # one is still ending: a later launcher removes it
+            with suppress(OSError):  # a process is still exiting: a later launcher removes the group
                 self._group.rmdir()
 
 
-def delegated(hierarchy: Path) -> Path | None:
-    """A folder of the hierarchy in which we may make groups that count memory: our own group, or the one above."""
+def delegated_group(hierarchy: Path) -> Path | None:
+    """The group in which this process may create groups that count memory: its own or the parent; None without one."""
     if not (hierarchy / "cgroup.controllers").exists():  # it is not version 2
         return None
-    (own,) = (line[3:] for line in OWN.read_text().splitlines() if line.startswith("0::"))
-    group = hierarchy / own.lstrip("/")
+    (path,) = (line[3:] for line in CGROUP.read_text().splitlines() if line.startswith("0::"))
+    group = hierarchy / path.lstrip("/")
     for folder in (group, group.parent):
         controllers = folder / "cgroup.subtree_control"
         if controllers.exists() and "memory" in controllers.read_text().split() and os.access(folder, os.W_OK):
@@ -94,8 +94,8 @@ def delegated(hierarchy: Path) -> Path | None:
     return None
 
 
-def below(root: int) -> Iterator[int]:
-    """All processes that descend from `root`."""
+def descendants(root: int) -> Iterator[int]:
+    """All descendant processes of `root`."""
     waiting = [root]
     while waiting:
         process = waiting.pop()

@@ -1,6 +1,6 @@
-"""Walls around a process: new namespaces, a root with only the interpreter in it, no rights, limits.
+"""Isolation of a process: new namespaces, a root with only the interpreter in it, no privileges, resource limits.
 
-Where a container is around it already, the namespaces and the root are the container's.
+If the process runs in a container already, namespaces and root are the container's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .libc import call
 
 NOBODY = 65534
 HOME = "/home"
-DEVICES = ("null", "full", "random", "urandom")  # not "zero", which is memory that nobody counts where it is shared
+DEVICES = ("null", "full", "random", "urandom")  # not "zero": if shared, it is memory that is not counted
 
 # linux/sched.h
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
@@ -40,19 +40,20 @@ CAPABILITY_VERSION_3 = 0x20080522
 def enter_namespaces() -> None:
     """Move this process into new namespaces; its next child is process 1 of the new PID namespace.
 
-    NOBODY in there is another user outside where we are root: the kernel exempts root from the limit on processes.
+    If this process is root, NOBODY inside maps to a user other than root outside: the kernel exempts root from the
+    limit on processes.
     """
     user, group, launcher = os.geteuid(), os.getegid(), os.getpid()
     entered, failed = os.pipe(), os.pipe()
-    helper = os.fork()  # only a process outside can write the map of users
+    helper = os.fork()  # only a process outside can write the user map
     if helper == 0:
         os.close(entered[1])
         if os.read(entered[0], 1):
             try:
                 if user != 0:
                     write(f"/proc/{launcher}/setgroups", "deny")
-                for kind, ours in (("gid", group), ("uid", user)):
-                    lines = f"0 0 1\n{NOBODY} {NOBODY} 1\n" if user == 0 else f"{NOBODY} {ours} 1\n"
+                for kind, outside_id in (("gid", group), ("uid", user)):
+                    lines = f"0 0 1\n{NOBODY} {NOBODY} 1\n" if user == 0 else f"{NOBODY} {outside_id} 1\n"
                     write(f"/proc/{launcher}/{kind}_map", lines)
             except OSError as error:
                 os.write(failed[1], f"{error.filename}: {error.strerror}".encode())
@@ -60,26 +61,26 @@ def enter_namespaces() -> None:
     os.close(failed[1])
     call("unshare", NAMESPACES)
     os.write(entered[1], b"x")
-    said = os.read(failed[0], 1024)
+    message = os.read(failed[0], 1024)
     os.waitpid(helper, 0)
     for end in (*entered, failed[0]):
         os.close(end)
-    if said:
-        raise OSError(1, said.decode())
+    if message:
+        raise OSError(1, message.decode())
 
 
 def write(file: str, text: str) -> None:
-    """One write, as the maps of a user namespace need it; OSError with the file's name."""
+    """Write in one call, as the maps of a user namespace require. Raises OSError with the file's name."""
     try:
-        with open(file, "wb", buffering=0) as opened:
-            opened.write(text.encode())
+        with open(file, "wb", buffering=0) as stream:
+            stream.write(text.encode())
     except OSError as error:
         raise OSError(error.errno, error.strerror, file) from error
 
 
 def new_root(disk: int) -> None:
-    """A root with nothing in it but what Python needs, read-only, over /proc; /tmp of `disk` bytes to write into."""
-    write("/proc/self/oom_score_adj", "1000")  # where memory is short, this goes first
+    """Mount a read-only root, over /proc, with only what Python needs, and a writable /tmp of `disk` bytes."""
+    write("/proc/self/oom_score_adj", "1000")  # killed first if memory runs out
     call("unshare", CLONE_NEWNS)
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", "/proc", "tmpfs", MS_NOSUID, "size=1m,mode=755")
@@ -88,7 +89,7 @@ def new_root(disk: int) -> None:
     os.mkdir(HOME.strip("/"))
     mount("tmpfs", "tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk},nr_inodes=4096,mode=1777")
     folders = {"/usr", sys.prefix, sys.base_prefix}
-    for folder in sorted(each for each in folders if not any(each.startswith(f"{outer}/") for outer in folders)):
+    for folder in sorted(path for path in folders if not any(path.startswith(f"{outer}/") for outer in folders)):
         os.makedirs(f".{folder}", exist_ok=True)
         mount(folder, f".{folder}", None, MS_BIND | MS_REC)
     for folder in ("/bin", "/sbin", "/lib", "/lib64"):
@@ -107,14 +108,14 @@ def new_root(disk: int) -> None:
     writable = struct.pack("QQQQ", 0, MOUNT_ATTR_RDONLY, 0, 0)
     call("syscall", SYS_MOUNT_SETATTR, AT_FDCWD, b"tmp", 0, writable, len(writable))
     os.mkdir("tmp/run")
-    os.chmod("tmp/run", 0o777)  # for the user that it will run as
+    os.chmod("tmp/run", 0o777)  # for the unprivileged user
     call("pivot_root", b".", b".")
     call("umount2", b".", MNT_DETACH)
     os.chdir("/tmp/run")
 
 
-def own_home(disk: int) -> None:
-    """A home that no other process sees: libraries read settings from there."""
+def mount_home(disk: int) -> None:
+    """Mount a home folder that no other process sees, because libraries read settings from it."""
     call("unshare", CLONE_NEWNS)
     mount("tmpfs", HOME, "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk},nr_inodes=1024,mode=777")
 
@@ -128,14 +129,14 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, data: s
 
 
 def limit(limits: Mapping[str, Any]) -> None:
-    """What each process may use, from here on."""
+    """Set the resource limits of this process and its children."""
     sizes = {"CPU": limits["cpu"], "FSIZE": limits["file"], "NOFILE": limits["open_files"]}
     for kind, value in (sizes | {"NPROC": limits["processes"], "CORE": 0}).items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (value, value))
 
 
 def drop_privileges() -> None:
-    """Become NOBODY, without capabilities, and without a way to gain any; end with the parent process."""
+    """Become NOBODY, without capabilities and without a way to gain any; end with the parent process."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -146,5 +147,5 @@ def drop_privileges() -> None:
 
 
 def hide_memory(hidden: bool) -> None:
-    """Whether processes of the same user may see and change this one's memory, as by /proc."""
+    """Deny (or allow) processes of the same user access to this process's memory, as by /proc."""
     call("prctl", PR_SET_DUMPABLE, int(not hidden), 0, 0, 0)

@@ -1,7 +1,7 @@
-"""The system calls that code in the sandbox may make: those below, some with certain arguments only, on x86_64.
+"""Allowlist of the system calls of code in the sandbox, some only with certain arguments, on x86_64.
 
-Left out is what reaches other processes, the network, the machine or other namespaces, and what takes memory that is
-not counted. Numbers are those of x86_64's table.
+Calls that reach other processes, the network, the machine or other namespaces are not allowed, nor are those that take
+memory that is not counted. Numbers are those of x86_64's table.
 """
 
 from __future__ import annotations
@@ -59,27 +59,27 @@ TIME = {
     **{"timer_create": 222, "timer_settime": 223, "timer_gettime": 224, "timer_getoverrun": 225, "timer_delete": 226},
     **{"clock_gettime": 228, "clock_getres": 229, "clock_nanosleep": 230},
 }
-REST = {"uname": 63, "sysinfo": 99, "getrandom": 318}
-ALLOWED = FILES | WAITING | MEMORY | PROCESSES | TIME | REST
+SYSTEM = {"uname": 63, "sysinfo": 99, "getrandom": 318}
+ALLOWED = FILES | WAITING | MEMORY | PROCESSES | TIME | SYSTEM
 
-# `clone3` hides its flags from a filter; the C library falls back to `clone`. As if the kernel were older than others.
+# `clone3` hides its flags from a filter, so it fails as on an older kernel; the C library falls back to `clone`.
 CLONE3, NEWEST = 435, 451
 CLONE, CLONE_NAMESPACES = 56, 0x7E020080  # time namespaces too
-MMAP, MAP_SHARED, MAP_ANONYMOUS = 9, 0x1, 0x20  # shared memory without a file is counted for nobody who lets go of it
+MMAP, MAP_SHARED, MAP_ANONYMOUS = 9, 0x1, 0x20  # shared memory without a file is not counted after it is unmapped
 SOCKETPAIR, AF_UNIX = 53, 1
-PRLIMIT = 302  # of this process alone
+PRLIMIT = 302  # for this process only
 FCNTL, SIGNALS_AND_PIPES = 72, (8, 10, 15, 1031)  # F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETPIPE_SZ
 IOCTL, TERMINALS = 16, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, …
-SIGNALS = {"kill": 62, "tkill": 200, "tgkill": 234}  # to this process and those that it started
+SIGNALS = {"kill": 62, "tkill": 200, "tgkill": 234}  # to this process and its children
 
 
 def argument(index: int) -> int:
-    """Where in `struct seccomp_data` the low half of an argument lies."""
+    """Offset of the low half of an argument in `struct seccomp_data`."""
     return 16 + 8 * index
 
 
 def filter_system_calls() -> None:
-    """Allow what is above from here on; other calls fail with EPERM. OSError on another architecture."""
+    """Allow only the calls above from now on; others fail with EPERM. Raises OSError on another architecture."""
     if os.uname().machine != "x86_64":
         raise OSError(0, f"no table of system calls for {os.uname().machine}")
     steps = program(os.getpid())
@@ -89,8 +89,8 @@ def filter_system_calls() -> None:
     )
 
 
-def program(own: int) -> list[tuple[int, int, int, int]]:
-    """The filter of the process `own`: (operation, how many to skip where it holds, where not, operand)."""
+def program(process: int) -> list[tuple[int, int, int, int]]:
+    """The filter of the process with this id: (operation, steps to skip if true, steps to skip if false, operand)."""
     refuse, allow = (RETURN, 0, 0, ERRNO | EPERM), (RETURN, 0, 0, ALLOW)
     steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, AUDIT_ARCH_X86_64), (RETURN, 0, 0, KILL)]
     steps += [(LOAD, 0, 0, 0), (GREATER_EQUAL, 0, 1, X32), (RETURN, 0, 0, KILL)]
@@ -102,13 +102,13 @@ def program(own: int) -> list[tuple[int, int, int, int]]:
     bodies += [([MMAP], shared)]
     bodies += [([SOCKETPAIR], [(LOAD, 0, 0, argument(0)), (EQUAL, 1, 0, AF_UNIX), refuse, allow])]
     bodies += [([PRLIMIT], [(LOAD, 0, 0, argument(0)), (EQUAL, 1, 0, 0), refuse, allow])]
-    fcntl = [(EQUAL, len(SIGNALS_AND_PIPES) - at, 0, each) for at, each in enumerate(SIGNALS_AND_PIPES)]
+    fcntl = [(EQUAL, len(SIGNALS_AND_PIPES) - at, 0, command) for at, command in enumerate(SIGNALS_AND_PIPES)]
     bodies += [([FCNTL], [(LOAD, 0, 0, argument(1)), *fcntl, allow, refuse])]
-    ioctl = [(EQUAL, len(TERMINALS) - at, 0, each) for at, each in enumerate(TERMINALS)]
+    ioctl = [(EQUAL, len(TERMINALS) - at, 0, request) for at, request in enumerate(TERMINALS)]
     bodies += [([IOCTL], [(LOAD, 0, 0, argument(1)), *ioctl, refuse, allow])]
-    # Process groups and "all processes" have a sign, so they are large numbers; 0 is the group of its own session.
-    to_own = [(EQUAL, 3, 0, 0), (GREATER_EQUAL, 0, 1, own), (GREATER_EQUAL, 0, 1, 1 << 31), refuse, allow]
-    bodies += [([*SIGNALS.values()], [(LOAD, 0, 0, argument(0)), *to_own])]
+    # Process groups and "all processes" are negative, i.e. large unsigned numbers; 0 is the process's own group.
+    to_children = [(EQUAL, 3, 0, 0), (GREATER_EQUAL, 0, 1, process), (GREATER_EQUAL, 0, 1, 1 << 31), refuse, allow]
+    bodies += [([*SIGNALS.values()], [(LOAD, 0, 0, argument(0)), *to_children])]
     for numbers, body in bodies:
         for number in numbers:
             steps += [(EQUAL, 0, len(body), number), *body]

@@ -1,4 +1,4 @@
-"""The tests' process, which decides. It has never run a line of the candidate's code."""
+"""The tests' process, which gives the verdict. It never runs the candidate's code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from . import demands, mirror
 from .candidate import LOADED
 from .guests import Guests
-from .handles import subject
+from .handles import mark_subject
 from .values import Violation
 from .wire import Closed, Unjudged, WirePeer, read_message
 
@@ -22,23 +22,23 @@ _leave, _write = os._exit, os.write
 
 
 class Tester:
-    """`verdict`: the pipe into which how it ended is written, once, as JSON; `candidate`: the process of it."""
+    """`verdict`: the pipe for the result, written once, as JSON; `candidate`: id of the candidate's process."""
 
     def __init__(self, verdict: int, candidate: int, limits: Mapping[str, Any]) -> None:
         self._verdict, self._candidate, self._limits = verdict, candidate, limits
 
     def run(self, tests_pipe: int, reading: int, writing: int) -> NoReturn:
-        """Run the tests of a job: JSON of `prompt`, `tests`, `entry` and `cases`, whether there must be unittest's."""
+        """Run the tests of a job: JSON of `prompt`, `tests`, `entry` and `cases` (whether unittest cases must run)."""
         sys.argv = [""]
         job = json.loads(read_message(tests_pipe))
         os.close(tests_pipe)
         try:
             tree, prompt = ast.parse(job["tests"], "<tests>"), parsed(job["prompt"])
-            needs = demands.demands(tree, prompt, job["entry"])
-            if why := demands.refusal(tree) or demands.derived_from_candidate(tree, needs.candidate):
+            demanded = demands.demands(tree, prompt, job["entry"])
+            if why := demands.refusal(tree) or demands.derived_from_candidate(tree, demanded.candidate):
                 raise Unjudged(why)
-            module = task_module(prompt, needs)
-            for name in ("unittest", "numpy"):  # many milliseconds, for those alone who need them
+            module = task_module(prompt, demanded)
+            for name in ("unittest", "numpy"):  # slow to import, so only if needed
                 if name in job["tests"]:
                     importlib.import_module(name)
         except (SyntaxError, Unjudged) as error:
@@ -51,7 +51,7 @@ class Tester:
             self.lost(error)
         sys.addaudithook(_refuse_code_in_data)
         try:
-            take_names(peer, module, needs)
+            take_names(peer, module, demanded)
             mirror.begin()
             if "seed" in job["tests"]:
                 mirror.follow_seeds()
@@ -65,7 +65,7 @@ class Tester:
         self.conclude("")
 
     def conclude(self, why: str = "", missing: str = "") -> NoReturn:
-        """Say how it ended, and end."""
+        """Write the result and exit."""
         for stream in (sys.__stdout__, sys.__stderr__):
             if stream:
                 stream.flush()
@@ -73,7 +73,7 @@ class Tester:
         _leave(0)
 
     def lost(self, error: Exception) -> NoReturn:
-        """The candidate has ended, or its process breaks the rules: its own doing, and no exception that tests see."""
+        """Conclude if the candidate's process ended or broke the protocol: it fails, and the tests see no exception."""
         if isinstance(error, Unjudged):
             self.conclude(missing=str(error))
         if not isinstance(error, Closed | BrokenPipeError):
@@ -84,7 +84,7 @@ class Tester:
 
 
 def ending(status: int, used: Any, cpu: int) -> str:
-    """How a process ended, "" for exit code 0. `used`: its resources; the kernel counts them by samples."""
+    """How a process ended, "" for exit code 0. `used`: its resource usage, which the kernel samples."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0 and used.ru_utime + used.ru_stime > 0.5 * cpu:
         return "time"
@@ -92,7 +92,7 @@ def ending(status: int, used: Any, cpu: int) -> str:
 
 
 def parsed(prompt: str) -> ast.Module:
-    """What a prompt defines, even where it ends with the head of a function; nothing where it is no code."""
+    """The syntax tree of a prompt, which may end with the head of a function; empty if the prompt is not code."""
     for text in (prompt, f"{prompt}\n    pass\n"):
         try:
             return ast.parse(text, "<prompt>")
@@ -101,17 +101,17 @@ def parsed(prompt: str) -> ast.Module:
     return ast.Module([], [])
 
 
-def task_module(prompt: ast.Module, needs: demands.Demands) -> types.ModuleType:
-    """The module in which tests run, with what the prompt defines. Raises Unjudged where the prompt does not run."""
+def task_module(prompt: ast.Module, demanded: demands.Demands) -> types.ModuleType:
+    """The module in which tests run, with the prompt's definitions. Raises Unjudged if the prompt does not run."""
     module = types.ModuleType("tests")
     vars(module)["__name__"] = "prompt"
     sys.modules["prompt"] = module
     try:
         exec(compile(prompt, "<prompt>", "exec", dont_inherit=True), vars(module))
-        for name, place in needs.imports.items():
-            where, _, attribute = place.partition(":")
-            found = importlib.import_module(where)
-            vars(module)[name] = getattr(found, attribute) if attribute else found
+        for name, path in demanded.imports.items():
+            source, _, attribute = path.partition(":")
+            imported = importlib.import_module(source)
+            vars(module)[name] = getattr(imported, attribute) if attribute else imported
     except Exception as error:
         raise Unjudged(f"what its prompt or its tests need does not run: {type(error).__name__}: {error}") from error
     vars(module)["__name__"] = "tests"
@@ -119,30 +119,30 @@ def task_module(prompt: ast.Module, needs: demands.Demands) -> types.ModuleType:
     return module
 
 
-def take_names(peer: WirePeer, module: types.ModuleType, needs: demands.Demands) -> None:
-    """Give the tests the candidate's names; those of no other may be had by `from solution import`."""
+def take_names(peer: WirePeer, module: types.ModuleType, demanded: demands.Demands) -> None:
+    """Define the candidate's names in the tests' module; `from solution import` gives further ones."""
 
-    def named(name: str) -> Any:
-        found = peer.ask("names", None, (name,))
-        if type(found) is not dict or name not in found:
+    def get_name(name: str) -> Any:
+        values = peer.ask("names", None, (name,))
+        if type(values) is not dict or name not in values:
             raise AttributeError(f"the candidate has no {name}")
-        return subject(found[name])
+        return mark_subject(values[name])
 
-    found = peer.ask("names", None, needs.candidate)
-    if type(found) is not dict or not set(found) <= set(needs.candidate):
+    values = peer.ask("names", None, demanded.candidate)
+    if type(values) is not dict or not set(values) <= set(demanded.candidate):
         raise Violation("other names than were asked for")
-    vars(module).update((name, subject(value)) for name, value in found.items())
-    for name in set(needs.candidate) - set(found):
+    vars(module).update((name, mark_subject(value)) for name, value in values.items())
+    for name in set(demanded.candidate) - set(values):
         vars(module).pop(name, None)
     solution = types.ModuleType("solution")
-    vars(solution)["__getattr__"] = named
+    vars(solution)["__getattr__"] = get_name
     sys.modules["solution"] = solution
 
 
-def run_cases(namespace: dict[str, Any], must: bool) -> None:
-    """Run the unittest cases that the tests define. AssertionError where one fails, is skipped, or none is there."""
+def run_cases(namespace: dict[str, Any], required: bool) -> None:
+    """Run the tests' unittest cases. Raises AssertionError if one fails or is skipped, or if none has run."""
     if "unittest" not in sys.modules:
-        assert not must, "no test has run"
+        assert not required, "no test has run"
         return
     import unittest
 
@@ -151,7 +151,7 @@ def run_cases(namespace: dict[str, Any], must: bool) -> None:
     suites = map(unittest.defaultTestLoader.loadTestsFromTestCase, cases)
     result = unittest.TextTestRunner().run(unittest.TestSuite(suites))
     assert result.wasSuccessful() and not result.skipped
-    assert result.testsRun or (not must and not cases), "no test has run"
+    assert result.testsRun or (not required and not cases), "no test has run"
 
 
 def _refuse_code_in_data(event: str, arguments: tuple[Any, ...]) -> None:

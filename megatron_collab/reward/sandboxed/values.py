@@ -1,10 +1,10 @@
-"""Python values as JSON and back: the schema of what crosses between the tests and the candidate.
+"""Python values as JSON and back: the schema of values that cross between the tests and the candidate.
 
-Exact builtin types cross as data, their subclasses as plain data of the base, arrays and frames by `frames`; whatever
-else is left to `export`, which makes it a handle. None, bool, str, float and small int stand for themselves, every
-other value is [tag, fields...]. Mutable containers are numbered as they are met, so that one that is shared, or that
-holds itself, stays one object, and so that changes to an argument can be sent back. Decoding runs no code of the
-sender's: nothing is unpickled, and no name that it gives is imported.
+Exact builtin types cross as data, their subclasses as plain data of the base, arrays and frames by `frames`; `export`
+turns every other object into a handle. None, bool, str, float and small int are encoded as themselves, every other
+value as [tag, fields...]. Mutable containers are numbered in the order of encoding, so that a container that is shared,
+or contains itself, stays one object, and so that changes to an argument can be sent back. Decoding runs no code of the
+sender: nothing is unpickled, and no name that the sender chooses is imported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from . import frames
 from .classes import exception_type, names_of
 
-DEPTH = 150  # of values within values
+DEPTH = 150  # of nested values
 SMALL = 1 << 53  # JSON's numbers are exact up to here everywhere
 NAMED_TYPES = (
     *(bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, slice, object, type),
@@ -31,7 +31,7 @@ TYPES = {kind.__name__: kind for kind in NAMED_TYPES}
 MAPPINGS = {"dict": dict, "ordered": collections.OrderedDict, "counter": collections.Counter}
 SEQUENCES = {"list": list, "set": set, "deque": collections.deque}
 MUTABLE = (list, set, dict, bytearray, collections.deque)
-# Bases of subclasses, each with what makes a plain value of one, whatever the subclass overrides.
+# Bases of subclasses, each with a function that gives the plain value, whatever the subclass overrides.
 PLAIN: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (int, int.__pos__),
     (float, float.__pos__),
@@ -40,7 +40,7 @@ PLAIN: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (tuple, lambda value: tuple(tuple.__iter__(value))),
     (frozenset, lambda value: frozenset(frozenset.__iter__(value))),
 )
-# By tag: types whose values are a text, each with its module, which is loaded where there is such a value.
+# By tag: types whose values cross as text, each with its module, which is imported for the first such value.
 TEXTS = {
     "decimal": ("decimal", "Decimal", "__str__", ""),
     "fraction": ("fractions", "Fraction", "__str__", ""),
@@ -55,11 +55,11 @@ TAGS_OF_TEXTS = {place[:2]: tag for tag, place in TEXTS.items()}
 
 
 class Violation(Exception):
-    """What arrived is not of the schema."""
+    """A message does not follow the schema."""
 
 
 class Encoder:
-    """Values into JSON; `shared` are mutable containers that the other side has already, by their numbers."""
+    """Encodes values to JSON; `shared`: mutable containers that the other side has already, by number."""
 
     def __init__(self, export: Callable[[Any], list[Any]], shared: Sequence[Any] = ()) -> None:
         self.export = export
@@ -67,7 +67,7 @@ class Encoder:
         self.numbers = {id(container): number for number, container in enumerate(shared)}
 
     def encode(self, value: Any, depth: int = 0) -> Any:
-        """ValueError where values lie deeper than DEPTH."""
+        """The value as JSON. Raises ValueError if values are nested deeper than DEPTH."""
         kind = type(value)
         if value is None or kind in (bool, str, float):
             return value
@@ -82,7 +82,7 @@ class Encoder:
         return self._immutable(kind, value, depth)
 
     def number(self, container: Any) -> Encoder:
-        """Take note of a container that is about to be encoded."""
+        """Number a container that is about to be encoded."""
         self.numbers[id(container)] = len(self.shared)
         self.shared.append(container)
         return self
@@ -99,22 +99,22 @@ class Encoder:
         return [value.maxlen] if isinstance(value, collections.deque) else []
 
     def contents(self, value: Any, depth: int = 0) -> Any:
-        """What a mutable container holds, read as its base type does."""
+        """Encoded elements of a mutable container, read by its base type's methods."""
         if isinstance(value, bytearray):
             return base64.b64encode(value).decode()
         if not isinstance(value, MUTABLE):  # an array
             return frames.contents(self, value, depth)
-        return [self.encode(each, depth + 1) for each in held(value)]
+        return [self.encode(item, depth + 1) for item in elements(value)]
 
     def _immutable(self, kind: type, value: Any, depth: int) -> Any:
         if kind in (tuple, frozenset):
-            return [kind.__name__, [self.encode(each, depth + 1) for each in value]]
+            return [kind.__name__, [self.encode(item, depth + 1) for item in value]]
         if kind is bytes:
             return ["bytes", base64.b64encode(value).decode()]
         if kind is complex:
             return ["complex", value.real, value.imag]
         if kind in (range, slice):
-            return [kind.__name__, *(self.encode(each, depth + 1) for each in (value.start, value.stop, value.step))]
+            return [kind.__name__, *(self.encode(field, depth + 1) for field in (value.start, value.stop, value.step))]
         if kind is datetime.timedelta:
             return ["timedelta", value.days, value.seconds, value.microseconds]
         if kind is datetime.timezone:
@@ -131,7 +131,7 @@ class Encoder:
             return encoded
         fields = getattr(kind, "_fields", None)
         if isinstance(value, tuple) and isinstance(fields, tuple):
-            items = [self.encode(each, depth + 1) for each in tuple.__iter__(value)]
+            items = [self.encode(item, depth + 1) for item in tuple.__iter__(value)]
             return ["named tuple", kind.__name__, list(map(str, fields)), items]
         for base, plain in PLAIN:
             if isinstance(value, base):
@@ -145,7 +145,7 @@ class Encoder:
 
 
 class Decoder:
-    """JSON into values. Every method raises Violation for what the schema does not have."""
+    """Decodes JSON to values. Every method raises Violation if its input does not follow the schema."""
 
     def __init__(self, adopt: Callable[..., Any], shared: Sequence[Any] = ()) -> None:
         self.adopt = adopt
@@ -184,14 +184,14 @@ class Decoder:
         return empty
 
     def refill(self, container: Any, contents: Any, depth: int = 0) -> None:
-        """Give a mutable container other contents; it stays the object that it is."""
+        """Replace the contents of a mutable container in place."""
         if isinstance(container, bytearray):
             container[:] = base64.b64decode(contents, validate=True)
             return
         if not isinstance(container, MUTABLE):  # an array
             container[...] = frames.filled(self, container.dtype, container.shape, contents, depth)
             return
-        values = [self.decode(each, depth) for each in _array(contents)]
+        values = [self.decode(item, depth) for item in _array(contents)]
         container.clear()
         if isinstance(container, dict):
             for key, value in zip(values[::2], values[1::2], strict=True):
@@ -214,16 +214,16 @@ class Decoder:
         return complex(float(real), float(imag))
 
     def _tuple(self, depth: int, items: Any) -> tuple[Any, ...]:
-        return tuple(self.decode(each, depth) for each in _array(items))
+        return tuple(self.decode(item, depth) for item in _array(items))
 
     def _frozenset(self, depth: int, items: Any) -> frozenset[Any]:
-        return frozenset(self.decode(each, depth) for each in _array(items))
+        return frozenset(self.decode(item, depth) for item in _array(items))
 
     def _range(self, depth: int, *fields: Any) -> range:
-        return range(*(self.decode(each, depth) for each in fields))
+        return range(*(self.decode(field, depth) for field in fields))
 
     def _slice(self, depth: int, *fields: Any) -> slice:
-        return slice(*(self.decode(each, depth) for each in fields))
+        return slice(*(self.decode(field, depth) for field in fields))
 
     def _timedelta(self, depth: int, *fields: int) -> datetime.timedelta:
         return datetime.timedelta(*map(int, fields))
@@ -236,22 +236,22 @@ class Decoder:
 
     def _named_tuple(self, depth: int, name: str, fields: Any, items: Any) -> Any:
         kind = _named_tuple(str.__str__(name), tuple(map(str.__str__, _array(fields))))
-        return kind(*(self.decode(each, depth) for each in _array(items)))
+        return kind(*(self.decode(item, depth) for item in _array(items)))
 
     def _exception_type(self, depth: int, names: Any) -> type[BaseException]:
         return exception_type([(str.__str__(module), str.__str__(name)) for module, name in _array(names)])
 
     def _exception(self, depth: int, names: Any, args: Any, text: str, attributes: Any) -> BaseException:
         kind = self._exception_type(depth, names)
-        arguments = [self.decode(each, depth) for each in _array(args)]
-        said = str.__str__(text)
+        arguments = [self.decode(argument, depth) for argument in _array(args)]
+        message = str.__str__(text)
         try:
             error = kind(*arguments) if kind.__module__ == "builtins" else kind.__new__(kind, *arguments)
-            if str(error) != said:  # its class has a __str__ of its own, over there
-                kind = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__str__": lambda self: said})
+            if str(error) != message:  # the sender's class overrides __str__
+                kind = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__str__": lambda self: message})
                 error = kind.__new__(kind, *arguments)
-        except Exception:  # it wants other arguments than those it keeps
-            error = Exception(said)
+        except Exception:  # the constructor takes other arguments than error.args
+            error = Exception(message)
         for name, value in zip(attributes[::2], attributes[1::2], strict=True):
             if not str.startswith(name, "_"):
                 vars(error)[name] = self.decode(value, depth)
@@ -267,10 +267,10 @@ def _named_tuple(name: str, fields: tuple[str, ...]) -> Any:
     return collections.namedtuple(name, fields)
 
 
-def held(container: Any) -> Iterator[Any]:
-    """What a mutable container holds, keys and values in turn, or the bytes of an array."""
+def elements(container: Any) -> Iterator[Any]:
+    """The elements of a mutable container, alternately keys and values for a dict; the bytes of an array."""
     if isinstance(container, dict):
-        return (each for item in dict.items(container) for each in item)
+        return (element for item in dict.items(container) for element in item)
     kinds: tuple[Any, ...] = (list, set, collections.deque, bytearray)
     for kind in kinds:
         if isinstance(container, kind):
@@ -279,12 +279,12 @@ def held(container: Any) -> Iterator[Any]:
 
 
 def snapshot(containers: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """To find by `same` what has been changed since; of what an array holds, the bytes."""
-    return [tuple(held(container)) for container in containers]
+    """The elements of the containers, for `same` to detect later changes."""
+    return [tuple(elements(container)) for container in containers]
 
 
 def same(before: tuple[Any, ...], container: Any) -> bool:
-    now = tuple(held(container))
+    now = tuple(elements(container))
     return len(before) == len(now) and all(map(_same, before, now))
 
 

@@ -1,8 +1,8 @@
-"""Calls between two processes: messages of JSON through pipes, and handles of what is no data.
+"""Calls between two processes: JSON messages over pipes, with handles for objects that are not data.
 
-A `WirePeer` asks the other side to do one of a few things with an object there, and does what it is asked for while it
-waits for the answer, so calls may go back and forth within each other. What either side may do to an object of the
-other is decided by the `WireHost` who holds it.
+A `WirePeer` asks the other side to perform an act on one of its objects, and serves the other side's requests while it
+waits for the answer, so calls may nest. The `WireHost` that holds an object decides which acts the other side may
+perform on it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .values import Decoder, Encoder, Violation, same, snapshot
 
 LARGEST = 64 << 20  # bytes of a message
 NESTED = 40  # calls within calls
-_read, _write = os.read, os.write  # what runs here may replace them
+_read, _write = os.read, os.write  # the code that runs here may replace them
 
 
 class Closed(Exception):
@@ -25,24 +25,24 @@ class Closed(Exception):
 
 
 class Unjudged(Exception):
-    """The tests need what cannot be judged apart from the candidate; this says what."""
+    """The tests need something that cannot be judged from another process; the message says what."""
 
 
 class WireHost(Protocol):
-    """What one side does for the other."""
+    """The requests of the other side that a process serves."""
 
     def describe(self, value: Any) -> list[Any]:
-        """What the other side is told of an object that stays here. Raises Unjudged where it must not be reached."""
+        """Description, for the other side, of an object that stays here. Raises Unjudged if it must not be reached."""
 
-    def adopt(self, peer: WirePeer, number: int, *told: Any) -> Any:
-        """Stands here for an object of the other side, of which `describe` told this. Raises Violation."""
+    def adopt(self, peer: WirePeer, number: int, *description: Any) -> Any:
+        """A stand-in here for an object of the other side, from its `describe`. Raises Violation."""
 
     def do(self, act: str, target: Any, arguments: tuple[Any, ...]) -> Any:
-        """Do what the other side asks for."""
+        """Perform an act that the other side requests."""
 
 
 def read_message(descriptor: int) -> bytes:
-    """The next message of a pipe: four bytes of length, then as many. Raises Closed, Violation."""
+    """The next message of a pipe: four bytes of length, then the content. Raises Closed, Violation."""
     size = int.from_bytes(_read_exactly(descriptor, 4), "big")
     if size > LARGEST:
         raise Violation(f"a message of {size} bytes")
@@ -61,7 +61,7 @@ def _read_exactly(descriptor: int, size: int) -> bytes:
 
 
 def packed(message: Any) -> bytes:
-    """As JSON. Raises ValueError where it is too long."""
+    """The message as JSON. Raises ValueError if it is too long."""
     text = json.dumps(message, separators=(",", ":")).encode()
     if len(text) > LARGEST:
         raise ValueError(f"more than {LARGEST >> 20} MiB at once")
@@ -69,31 +69,31 @@ def packed(message: Any) -> bytes:
 
 
 def write_message(descriptor: int, message: bytes) -> None:
-    """Raises BrokenPipeError where nobody reads any more."""
-    rest = memoryview(len(message).to_bytes(4, "big") + message)
-    while rest:
-        rest = rest[_write(descriptor, rest) :]
+    """Write a message to a pipe. Raises BrokenPipeError if the reader has closed it."""
+    remaining = memoryview(len(message).to_bytes(4, "big") + message)
+    while remaining:
+        remaining = remaining[_write(descriptor, remaining) :]
 
 
 class WirePeer:
-    """One end of two pipes. `lost` is called, and must not return, where the other side ends or breaks the rules."""
+    """One end of two pipes. If the other side ends or breaks the protocol, `lost` is called and must not return."""
 
     def __init__(self, reading: int, writing: int, host: WireHost, lost: Callable[[Exception], Any]) -> None:
         self._reading, self._writing, self._host, self._lost = reading, writing, host, lost
-        self._objects: list[Any] = []  # what the other side may name, by its number
+        self._objects: list[Any] = []  # exported to the other side, by number
         self._numbers: dict[int, int] = {}
         self._adopted: dict[int, Any] = {}
         self._waiting = RLock()
         self._depth = 0
 
     def ask(self, act: str, target: Any, *arguments: Any) -> Any:
-        """Have the other side do something with an object of its own; what it raises is raised here.
+        """Have the other side perform an act on one of its objects; an exception there is raised here.
 
-        Mutable arguments are changed as they have been there. Raises ValueError for what is too deep or too long.
+        Changes to mutable arguments are applied here. Raises ValueError if a value is nested too deep or too long.
         """
         encoder = Encoder(self._export)
         try:
-            message = packed(["ask", act, *(encoder.encode(each) for each in (target, arguments))])
+            message = packed(["ask", act, *(encoder.encode(value) for value in (target, arguments))])
         except Unjudged as error:
             self._lost(error)
         with self._waiting:
@@ -112,7 +112,7 @@ class WirePeer:
         return value
 
     def serve(self) -> None:
-        """Do what the other side asks for, until it ends."""
+        """Serve the other side's requests until it ends."""
         while True:
             with self._waiting:
                 message = self._receive()
@@ -132,7 +132,7 @@ class WirePeer:
             if kind != "ask" or type(act) is not str or self._depth > NESTED:
                 raise Violation("no request, or too many within each other")
             decoder = Decoder(self._adopt)
-            target, arguments = (decoder.decode(each) for each in body)
+            target, arguments = (decoder.decode(part) for part in body)
             if type(arguments) is not tuple:
                 raise Violation("no arguments")
         except Exception as error:
@@ -141,7 +141,7 @@ class WirePeer:
         kind, value = self._done(act, target, arguments)
         try:
             reply = self._reply(kind, value, decoder.shared, before)
-        except BaseException as error:  # it is too deep or too long, or it does not let itself be read
+        except BaseException as error:  # too deep, too long, or not readable
             reply = self._reply("raise", ValueError(f"a result that cannot cross: {type(error).__name__}"), [], [])
         self._send(reply)
         self._depth -= 1
@@ -159,8 +159,8 @@ class WirePeer:
         encoded = encoder.encode(value)
         changes = [
             [number, encoder.contents(container)]
-            for number, (container, was) in enumerate(zip(shared, before, strict=True))
-            if not same(was, container)
+            for number, (container, old) in enumerate(zip(shared, before, strict=True))
+            if not same(old, container)
         ]
         return packed([kind, encoded, changes])
 
@@ -182,13 +182,13 @@ class WirePeer:
     def _export(self, value: Any) -> list[Any]:
         if isinstance(value, Remote) and object.__getattribute__(value, "_peer") is self:
             return ["yours", object.__getattribute__(value, "_number")]
-        described = self._host.describe(value)
-        if described[0] == "import":
-            return described
+        description = self._host.describe(value)
+        if description[0] == "import":
+            return description
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._objects)
             self._objects.append(value)
-        return ["mine", self._numbers[id(value)], *described]
+        return ["mine", self._numbers[id(value)], *description]
 
     def _adopt(self, tag: str, *fields: Any) -> Any:
         if tag == "yours":
@@ -200,9 +200,9 @@ class WirePeer:
             return self._host.adopt(self, -1, *fields)
         if tag != "mine" or type(fields[0]) is not int:
             raise Violation(f"nothing has the tag {tag}")
-        number, *told = fields
+        number, *description = fields
         if number not in self._adopted:
-            self._adopted[number] = self._host.adopt(self, number, *told)
+            self._adopted[number] = self._host.adopt(self, number, *description)
         return self._adopted[number]
 
 

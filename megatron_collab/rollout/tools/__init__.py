@@ -1,6 +1,6 @@
-"""Tools that the policy may call between its user's turns: what they are made from, and what they raise.
+"""Base classes and errors of the tools that the policy may call before it replies to the user.
 
-Answers go into the token stream, but are not trained.
+Answers of tools are part of the token stream but are not trained.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from typing import Any, ClassVar
 from megatron_collab.config import Extension
 from megatron_collab.types import Task, ToolCall
 
-HUNG = 256  # calls that have timed out and go on in their threads; beyond them no call of the kind is begun
+HUNG = 256  # limit of timed-out calls still running in threads; at the limit no further call starts in a thread
 _hung: set[Thread] = set()
 
-Schema = Mapping[str, Any]  # a function in OpenAI's schema: {"name": …, "description": …, "parameters": JSON schema}
+Schema = Mapping[str, Any]  # a function in OpenAI's format: {"name": …, "description": …, "parameters": JSON schema}
 
 
 class ToolError(ValueError):
-    """A call that the tool refuses; the policy reads why and may try again."""
+    """A call that the tool rejects; the policy sees the reason and may try again."""
 
 
 class ToolFailure(RuntimeError):
-    """The tool does not work, whatever it is asked; the conversation ends without a score."""
+    """The tool is broken for all calls; the conversation ends without a score."""
 
 
 class ToolLost(ToolFailure):
-    """What the tool needs is lost, as a connection: the call has not happened, and after `restore` is tried again."""
+    """The tool lost a resource, e.g. a connection: the call was not made, and is retried after `restore`."""
 
 
 @dataclass(frozen=True)
 class ToolResult:
-    """The answer of a tool, and the reward of the turn that called it, which is finite; TypeError for anything else."""
+    """The answer of a tool and a finite reward for the turn that called it. Raises TypeError for other values."""
 
     content: str
     reward: float = 0.0
@@ -55,53 +55,53 @@ class ToolResult:
 class Toolset(Extension):
     """Functions that the policy may call, and the state that they share in one conversation.
 
-    A conversation has an instance of its own from its first call to its end. `start`, `answer`, `fork` and `close` may
-    be async; those that are not are called in a thread, and delay no other conversation. A ValueError (ToolError is
-    one) refuses a call, and the policy reads it; whatever else is raised ends the conversation with an error.
+    Each conversation has its own instance from its first call to its end. `start`, `answer`, `fork` and `close` may be
+    async; otherwise they are called in a thread, so they block no other conversation. A ValueError (e.g. ToolError)
+    rejects a call, and the policy sees its text; any other exception ends the conversation with an error.
     """
 
     @property
     def schemas(self) -> Sequence[Schema]:
-        """The functions as the policy sees them."""
+        """The schemas of the functions, shown to the policy."""
         raise NotImplementedError
 
     def new(self) -> Toolset:
-        """An instance for another conversation."""
+        """A new instance for another conversation."""
         return type(self)(self.options)
 
     def check_task(self, task: Task) -> None:
-        """Raises ValueError, with the way out, for a task that these functions cannot read; asked before a run."""
+        """Raises ValueError, saying how to fix it, if these functions cannot read the task; called before a run."""
 
     def start(self, task: Task) -> Any:
-        """Called before the first call; where it fails, the next call starts another instance."""
+        """Called before the first call; if it fails, the next call starts another instance."""
 
     def answer(self, task: Task, call: ToolCall) -> Any:
-        """The answer to a call of one of the functions, whose arguments fit its schema: ToolResult, or a JSON value."""
+        """Answer a call of one of the functions, with a ToolResult or a JSON value; the arguments fit its schema."""
         raise NotImplementedError
 
     async def restore(self, seconds: float) -> bool:
-        """Called before each call, outside its time: make good what was lost, as a connection; whether anything was.
+        """Restore lost resources, e.g. a connection; returns whether any was lost. Called before each call.
 
-        `seconds`: what each step of it may take, which is rollout.tool_timeout.
+        Its time does not count towards the call's. `seconds` is rollout.tool_timeout, the limit of each step in it.
         """
         return False
 
     def fork(self) -> Any:
-        """The instance of a future, which goes on from the state that the trained turn has left; a deep copy.
+        """The instance for a future, which continues from the state after the trained turn; a deep copy by default.
 
-        Where the state cannot be copied, as what a server holds: give another copy of it, or repeat the calls so far.
+        If the state cannot be copied, e.g. because a server holds it, restore it differently or repeat the calls.
         """
         return copy.deepcopy(self)
 
     def close(self) -> Any:
-        """Called once at the end of the conversation, whatever the ending."""
+        """Called once at the end of the conversation, for every ending."""
 
 
 class Tool(Toolset):
-    """Base of the tools with one function.
+    """Base class of tools with one function.
 
-    `SCHEMA`: the function as the policy sees it; `Options`: a frozen dataclass of the tool's own settings, set as
-    rollout.tool_options.NAME.SETTING.
+    `SCHEMA`: the schema of the function, shown to the policy; `Options`: a frozen dataclass of the tool's settings, set
+    as rollout.tool_options.NAME.SETTING.
     """
 
     SCHEMA: ClassVar[Schema]
@@ -114,22 +114,22 @@ class Tool(Toolset):
         return await run(self.call, task, **call.arguments)
 
     def call(self, task: Task, **arguments: Any) -> Any:
-        """The answer to one call; may be async. Raises ToolError."""
+        """Answer one call; may be async. Raises ToolError."""
         raise NotImplementedError
 
 
 async def run(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-    """What the function returns: one that is async is awaited, another is called in a thread."""
+    """The function's result: an async function is awaited, any other is called in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **keywords)
-    found = await _in_thread(partial(function, *args, **keywords))
-    return await found if inspect.isawaitable(found) else found
+    result = await _in_thread(partial(function, *args, **keywords))
+    return await result if inspect.isawaitable(result) else result
 
 
 async def _in_thread(function: Callable[[], Any]) -> Any:
-    """What the function returns in a thread of its own. ToolFailure where HUNG others have not returned in time.
+    """The function's result, called in a new thread. Raises ToolFailure if HUNG timed-out calls are still running.
 
-    A thread cannot be ended. One that hangs must neither delay other calls nor the end of the process.
+    Threads cannot be killed, so a hanging thread must block neither other calls nor the exit of the process.
     """
     _hung.difference_update([thread for thread in _hung if not thread.is_alive()])
     if len(_hung) >= HUNG:

@@ -54,8 +54,8 @@ def _value(node: ast.expr) -> float:
             return float(value)
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
             return _OPERATORS[type(op)](_value(operand))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            base, other = _value(left), _value(right)
+        case ast.BinOp(left=left_node, op=op, right=right_node) if type(op) in _OPERATORS:
+            base, other = _value(left_node), _value(right_node)
             if isinstance(op, ast.Pow) and abs(other) > _LARGEST_POWER:
                 raise ToolError(f"the exponent {other:g} is too large")
             value = _OPERATORS[type(op)](base, other)

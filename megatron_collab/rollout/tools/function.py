@@ -11,7 +11,7 @@ from megatron_collab.types import Task
 
 
 class FunctionTool(Tool):
-    """Base of the classes that `tool_of` makes: a function has no state, and all conversations share it."""
+    """Base of the classes that `tool_of` creates; a function has no state, so all conversations share the instance."""
 
     function: Callable[..., Any]
 
@@ -26,26 +26,26 @@ class FunctionTool(Tool):
 
 
 def tool_of(function: Callable[..., Any], setting: str) -> type[Tool]:
-    """The tool that calls `function`; raises ConfigError, naming `setting`, where it has no schema."""
+    """The tool that calls `function`. Raises ConfigError, naming `setting`, if the function has no schema."""
     schema = schema_of(function, setting)
     return type(str(schema["name"]), (FunctionTool,), {"SCHEMA": schema, "function": staticmethod(function)})
 
 
 def schema_of(function: Callable[..., Any], setting: str) -> Schema:
-    """Its attribute SCHEMA, or one made of its type hints and its docstring, whose section `Args:` says what they are.
+    """The function's attribute SCHEMA, or a schema from its type hints and the `Args:` section of its docstring.
 
-    SCHEMA may be wrapped as OpenAI's interface takes it: {"type": "function", "function": …}.
+    SCHEMA may have OpenAI's wrapper {"type": "function", "function": …}.
     """
-    given = getattr(function, "SCHEMA", None)
-    if given is None:
-        from transformers.utils import get_json_schema  # which takes seconds to import
+    declared = getattr(function, "SCHEMA", None)
+    if declared is None:
+        from transformers.utils import get_json_schema  # takes seconds to import
 
         try:
-            given = get_json_schema(function)
-        except Exception as error:  # two kinds of transformers' own, without a common base
+            declared = get_json_schema(function)
+        except Exception as error:  # transformers raises two types without a common base
             message = "give it type hints and a docstring with Args:, or an attribute SCHEMA"
             raise ConfigError(f"{setting}: {' '.join(str(error).split())}; {message}") from error
-    schema = given.get("function", given)
+    schema = declared.get("function", declared)
     complete = {"name", "parameters"} <= schema.keys()
     require(complete, f"{setting}: its SCHEMA lacks name or parameters; give both, as OpenAI's interface takes them")
     return schema

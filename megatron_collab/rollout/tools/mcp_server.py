@@ -1,7 +1,7 @@
-"""The tools of an MCP server (Model Context Protocol), through the protocol's official client.
+"""Tools of an MCP server (Model Context Protocol), called through the official client.
 
-A conversation has a session of its own, from its first call on: with `command` a process, with `url` a connection.
-What a server holds cannot be copied, so a future repeats the calls of the trained turn in a new session.
+Each conversation has its own session from its first call on: a process if `command` is set, a connection if `url` is.
+A server's state cannot be copied, so a future repeats the calls of the trained turn in a new session.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megatron_collab.config import ConfigError, build, nearest, option, require
 from megatron_collab.rollout.tools import Schema, ToolError, ToolFailure, ToolLost, Toolset
 from megatron_collab.types import Task, ToolCall
 
-if TYPE_CHECKING:  # it takes a second to import, and most runs have no such server
+if TYPE_CHECKING:  # takes a second to import, and most runs use no MCP server
     from mcp import Client
     from mcp.types import CallToolResult
 
 _LOST = "the connection to the MCP server is lost"
-CONNECT_SECONDS = 30.0  # timeout for a server to start, or to say what tools it has
+CONNECT_SECONDS = 30.0  # timeout for a server to start, or to list its tools
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Server:
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Client]:
-        """A connected client; must be left by the task that has entered it."""
+        """A connected client; the asyncio task that enters the context must also exit it."""
         import httpx2
         from mcp import Client, StdioServerParameters
         from mcp.client.streamable_http import streamable_http_client
@@ -73,41 +73,44 @@ class Server:
         async with AsyncExitStack() as stack:
             if self.command:
                 env = {name: os.environ[name] for name in self.env}
-                where: Any = StdioServerParameters(command=self.command, args=list(self.args), env=env)
+                transport: Any = StdioServerParameters(command=self.command, args=list(self.args), env=env)
             else:
                 headers = {"Authorization": f"Bearer {os.environ[self.bearer]}"} if self.bearer else {}
-                http = httpx2.AsyncClient(headers=headers, timeout=None)  # rollout.tool_timeout holds instead
-                where = streamable_http_client(self.url, http_client=await stack.enter_async_context(http))
-            yield await stack.enter_async_context(Client(where))
+                http = httpx2.AsyncClient(headers=headers, timeout=None)  # rollout.tool_timeout applies instead
+                transport = streamable_http_client(self.url, http_client=await stack.enter_async_context(http))
+            yield await stack.enter_async_context(Client(transport))
 
 
-def server(name: str, given: Mapping[str, Any]) -> Server:
-    """The server of rollout.mcp_servers.`name`; raises ConfigError."""
-    options: dict[str, Any] = asdict(build(Options, given, f"rollout.mcp_servers.{name}."))
-    fixed = {key: tuple(value) for key, value in options.items() if isinstance(value, list)}
-    return Server(name, **{**options, **fixed})
+def server(name: str, settings: Mapping[str, Any]) -> Server:
+    """The server configured as rollout.mcp_servers.`name`. Raises ConfigError."""
+    options: dict[str, Any] = asdict(build(Options, settings, f"rollout.mcp_servers.{name}."))
+    tuples = {key: tuple(value) for key, value in options.items() if isinstance(value, list)}
+    return Server(name, **{**options, **tuples})
 
 
 @cache
-def listed(server: Server) -> tuple[Schema, ...]:
-    """The tools that the policy has of the server, in its order; asked once a process. Raises ConfigError."""
+def server_schemas(server: Server) -> tuple[Schema, ...]:
+    """The server's tools that the policy may call, in the server's order; listed once per process.
+
+    Raises ConfigError if the server does not answer, or lacks a configured tool.
+    """
 
     async def ask() -> list[Any]:
-        found, cursor = [], None
+        server_tools, cursor = [], None
         async with asyncio.timeout(CONNECT_SECONDS), server.connect() as client:
             while True:
                 page = await client.list_tools(cursor=cursor)
-                found += page.tools
+                server_tools += page.tools
                 if not (cursor := page.next_cursor):
-                    return found
+                    return server_tools
 
     setting = f"rollout.mcp_servers.{server.name}"
-    with ThreadPoolExecutor(1) as thread:  # this one may run an event loop
+    with ThreadPoolExecutor(1) as thread:  # the current thread may run an event loop
         try:
             tools = thread.submit(asyncio.run, ask()).result()
         except Exception as error:  # of the program, the network, the protocol or the server
-            asked = server.url or " ".join([server.command, *server.args])
-            message = f"no answer from {asked} ({_reason(error)}); start it, or correct the setting"
+            target = server.url or " ".join([server.command, *server.args])
+            message = f"no answer from {target} ({_reason(error)}); start it, or correct the setting"
             raise ConfigError(f"{setting}: {message}") from error
     schemas = {tool.name: _schema(tool) for tool in tools}
     require(bool(schemas), f"{setting}: the server has no tools; remove it")
@@ -122,23 +125,24 @@ def _schema(tool: Any) -> Schema:
 
 
 class McpTools(Toolset):
-    """The tools of a server in one conversation; with `shared`, in all of this process. `options` is its Server.
+    """The tools of a server in one conversation; if `shared`, in all conversations of the process.
 
-    A call that times out or whose connection breaks has not happened: the next one gets a new session, in which the
-    calls so far are repeated, each with the time of a call. A broken call is tried again once.
+    `options` is the Server. A call that times out or loses its connection counts as not made: the next call gets a new
+    session, in which all earlier calls are repeated, each with its own timeout. A call that loses its connection is
+    retried once.
     """
 
     def __init__(self, options: Server, calls: Sequence[ToolCall] = ()) -> None:
-        """`calls`: what has been called already, to be repeated before the next call."""
+        """`calls`: earlier calls, which are repeated before the next one."""
         super().__init__(options)
         self._calls = list(calls)
         self._session: McpSession | None = None
-        self._lost = False  # the session before
-        self._left: list[McpSession] = []
+        self._lost = False  # whether the previous session was lost
+        self._ending_sessions: list[McpSession] = []
 
     @property
     def schemas(self) -> Sequence[Schema]:
-        return listed(self.options)
+        return server_schemas(self.options)
 
     def new(self) -> McpTools:
         return self if self.options.shared else McpTools(self.options)
@@ -151,7 +155,7 @@ class McpTools(Toolset):
         from mcp.types import CONNECTION_CLOSED
 
         session = self._session
-        if session is None:  # of a shared one, another conversation has found out
+        if session is None:  # another conversation noticed that the shared session is lost
             raise ToolLost(_LOST)
         try:
             result = await session.call(call)
@@ -176,12 +180,12 @@ class McpTools(Toolset):
     async def _leave_all(self) -> None:
         if self._session:
             self._leave(self._session)
-        await asyncio.gather(*(session.ended() for session in self._left))
+        await asyncio.gather(*(session.ended() for session in self._ending_sessions))
 
     async def restore(self, seconds: float) -> bool:
-        """Open a session, unless there is one, in which the calls so far are repeated; whether one was lost before.
+        """Open a session and repeat the earlier calls, unless a session is open; returns whether one was lost before.
 
-        ToolFailure where there is no connection in time, or a repeated call takes longer than `seconds`.
+        Raises ToolFailure if connecting times out, or a repeated call takes longer than `seconds`.
         """
         if self._session:
             return False
@@ -189,17 +193,17 @@ class McpTools(Toolset):
         try:
             async with asyncio.timeout(limit := max(seconds, CONNECT_SECONDS)):
                 await session.connected()
-            for number, past in enumerate(self._calls):
-                step = f"repeat call {number + 1} of {len(self._calls)}, {past.name},"
+            for number, call in enumerate(self._calls):
+                step = f"repeat call {number + 1} of {len(self._calls)}, {call.name},"
                 async with asyncio.timeout(limit := seconds):
-                    await session.call(past)
+                    await session.call(call)
         except TimeoutError as error:
             self._leave(session)
             raise ToolFailure(f"the MCP server did not {step} within {limit:g} s") from error
         except BaseException:
             self._leave(session)
             raise
-        if self._session:  # of a shared one, another conversation was faster
+        if self._session:  # another conversation reopened the shared session first
             self._leave(session)
         else:
             self._session = session
@@ -207,15 +211,15 @@ class McpTools(Toolset):
         return lost
 
     def _leave(self, session: McpSession) -> None:
-        """Use it no more; another conversation may have left it before."""
+        """Stop using the session; another conversation may have done so already."""
         session.end()
-        self._left = [*(other for other in self._left if not other.over), session]
+        self._ending_sessions = [*(other for other in self._ending_sessions if not other.over), session]
         if self._session is session:
             self._session, self._lost = None, True
 
 
 class McpSession:
-    """A connection, which a task of its own holds (see Server.connect)."""
+    """A connection, held by a separate asyncio task (see Server.connect)."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -228,22 +232,22 @@ class McpSession:
         return self._task.done()
 
     async def connected(self) -> Client:
-        """The client; raises ToolFailure where there is no connection."""
+        """The client, once connected. Raises ToolFailure if there is no connection."""
         return await asyncio.shield(self._client)
 
     async def call(self, call: ToolCall) -> CallToolResult:
-        """Raises MCPError where the connection is lost, or the call is refused."""
+        """Call a tool. Raises MCPError if the connection is lost or the server rejects the call."""
         client = await self.connected()
         return await client.call_tool(call.name, dict(call.arguments))
 
     def end(self) -> None:
-        """Begin to end it: a server that is a program gets some seconds to end by itself."""
+        """Begin to close the session; a server process gets some seconds to exit by itself."""
         self._leaving.set()
         if not self._client.done():
             self._task.cancel()
 
     async def ended(self) -> None:
-        """Return once it has ended."""
+        """Wait until the session is closed."""
         await asyncio.wait([self._task])
 
     async def _hold(self) -> None:
@@ -251,22 +255,22 @@ class McpSession:
             async with self._server.connect() as client:
                 self._client.set_result(client)
                 await self._leaving.wait()
-        except Exception as error:  # as in `listed`; a lost connection is noticed by the next call
+        except Exception as error:  # any error, as in `server_schemas`; a lost connection is noticed by the next call
             if not self._client.done():
                 self._client.set_exception(ToolFailure(f"the MCP server does not answer: {_reason(error)}"))
 
 
 def _text(result: CallToolResult) -> str:
-    """What the policy reads: the texts of a result, the names of what is no text, or else its structure as JSON."""
+    """The text for the policy: the texts of a result, type names of other blocks, or its structured content as JSON."""
     parts = []
     for block in result.content:
-        text = getattr(getattr(block, "resource", block), "text", None)  # an embedded file may be one
+        text = getattr(getattr(block, "resource", block), "text", None)  # an embedded resource may be text
         parts.append(text if text is not None else f"[{block.type}]")
     return "\n".join(parts) if parts else json.dumps(result.structured_content, ensure_ascii=False)
 
 
 def _reason(error: BaseException) -> str:
-    """The first cause within the groups that the client raises."""
+    """The first error inside the exception groups that the client raises."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")

@@ -1,7 +1,7 @@
-"""The tools of a run, and of a conversation: made at the first call, copied for the futures, closed at the end.
+"""The tools of a run and of each conversation: created at the first call, copied for futures, closed at the end.
 
-Tools have the names in TOOLS or are given as package.module:Class or a function; the servers in rollout.mcp_servers
-bring tools of their own. SGLang parses the calls (rollout.tool_parser).
+Tools are named in TOOLS or given as package.module:Class or a function; servers in rollout.mcp_servers add their own
+tools. SGLang parses the calls (rollout.tool_parser).
 """
 
 from __future__ import annotations
@@ -30,51 +30,51 @@ TOOLS = {"calculator": "megatron_collab.rollout.tools.calculator:Calculator"}
 
 def find_tool(name: str) -> type[Tool]:
     """One of TOOLS, or a Tool or a function given as package.module:NAME. Raises ConfigError."""
-    found = lookup(name, "rollout.tools", TOOLS, Tool, functions=True)
-    tool: type[Tool] = found if isinstance(found, type) else tool_of(found, f"rollout.tools={name}")
+    target = lookup(name, "rollout.tools", TOOLS, Tool, functions=True)
+    tool: type[Tool] = target if isinstance(target, type) else tool_of(target, f"rollout.tools={name}")
     require(hasattr(tool, "SCHEMA"), f"rollout.tools={name}: has no SCHEMA, the function as the policy sees it")
     return tool
 
 
 def make_tools(config: RolloutConfig) -> list[Toolset]:
-    """Those of rollout.tools and rollout.mcp_servers, from which conversations get theirs; nothing is started yet.
+    """The toolsets of rollout.tools and rollout.mcp_servers; conversations get instances made from them.
 
-    Raises ConfigError for what is refused; MCP servers are not asked yet.
+    Raises ConfigError for invalid settings. Nothing is started, and MCP servers are not contacted yet.
     """
     kinds = {kind.SCHEMA["name"]: kind for kind in map(find_tool, config.tools)}
     require(len(kinds) == len(config.tools), f"rollout.tools={config.tools}: two tools have the same name")
     for name in config.tool_options:
         require(name in kinds, f"rollout.tool_options.{name}: not in rollout.tools{nearest(name, kinds)}")
-    made: list[Toolset] = [
+    toolsets: list[Toolset] = [
         kind(build(kind.Options, config.tool_options.get(name, {}), f"rollout.tool_options.{name}."))
         for name, kind in kinds.items()
     ]
-    return made + [McpTools(server(name, given)) for name, given in config.mcp_servers.items()]
+    return toolsets + [McpTools(server(name, settings)) for name, settings in config.mcp_servers.items()]
 
 
 def schemas(toolsets: Sequence[Toolset]) -> list[dict[str, Any]]:
-    """Their functions as the chat template and the parser take them.
+    """The functions of `toolsets` in the format of the chat template and the parser.
 
-    Raises ConfigError where two have the same name, one has no JSON schema, or an MCP server does not answer.
+    Raises ConfigError if two have the same name, one has no valid JSON schema, or an MCP server does not answer.
     """
-    found = [schema for tools in toolsets for schema in tools.schemas]
-    for schema in found:
+    tool_schemas = [schema for tools in toolsets for schema in tools.schemas]
+    for schema in tool_schemas:
         try:
             _draft(schema["parameters"]).check_schema(schema["parameters"])
         except jsonschema.SchemaError as error:
-            said = f"tool {schema['name']}: its parameters are no JSON schema ({error.json_path}: {error.message})"
-            raise ConfigError(f"{said}; correct them, or leave the tool out") from error
-    twice = [name for name, count in Counter(schema["name"] for schema in found).items() if count > 1]
-    message = "two of rollout.tools and rollout.mcp_servers have this name; choose with rollout.mcp_servers.NAME.tools"
-    require(not twice, f"tool {twice and twice[0]}: {message}")
-    return [{"type": "function", "function": schema} for schema in found]
+            message = f"tool {schema['name']}: its parameters are no JSON schema ({error.json_path}: {error.message})"
+            raise ConfigError(f"{message}; correct them, or leave the tool out") from error
+    duplicates = [name for name, count in Counter(schema["name"] for schema in tool_schemas).items() if count > 1]
+    reason = "two of rollout.tools and rollout.mcp_servers have this name; choose with rollout.mcp_servers.NAME.tools"
+    require(not duplicates, f"tool {duplicates and duplicates[0]}: {reason}")
+    return [{"type": "function", "function": schema} for schema in tool_schemas]
 
 
 class Toolbox:
-    """The tools of a process. `counters` counts calls, those that were refused, timed out or failed, and reconnects."""
+    """The tools of a process. `counters` counts calls, rejected, timed-out and failed calls, and reconnects."""
 
     def __init__(self, config: RolloutConfig, parser: Assistant) -> None:
-        """Raises ConfigError for what is refused, also where an MCP server does not answer."""
+        """Raises ConfigError for invalid settings, or if an MCP server does not answer."""
         self.parser, self.timeout = parser, config.tool_timeout
         self.toolsets = make_tools(config)
         self.schemas = schemas(self.toolsets)
@@ -83,20 +83,20 @@ class Toolbox:
         self.counters: Counter[str] = Counter()
 
     def open(self, task: Task, origin: ConversationTools | None = None) -> ConversationTools:
-        """The tools of one more conversation about `task`; those of a future go on from `origin`, the trained turn's"""
+        """The tools of a new conversation about `task`; in a future they continue from `origin`, the trained turn's."""
         return ConversationTools(self, task, origin)
 
 
 class ConversationTools(AbstractAsyncContextManager["ConversationTools"]):
-    """What one conversation has called of a Toolbox; leaving the context closes it."""
+    """The tool instances of one conversation; leaving the context closes them."""
 
     def __init__(self, box: Toolbox, task: Task, origin: ConversationTools | None) -> None:
         self.box, self.task, self._origin = box, task, origin
-        self._made: dict[Toolset, Toolset] = {}  # by those of the box
-        self._open: list[Toolset] = []  # those to close, also where their start failed
+        self._instances: dict[Toolset, Toolset] = {}  # by the toolset in the box
+        self._open: list[Toolset] = []  # instances to close, including ones whose start failed
 
     def fork(self) -> ConversationTools:
-        """Those of a future, which goes on from here; its copies are made when it calls them."""
+        """The tools of a future, which continue from this state; they are copied when first called."""
         return self.box.open(self.task, self)
 
     async def __aexit__(self, *_: object) -> None:
@@ -104,14 +104,15 @@ class ConversationTools(AbstractAsyncContextManager["ConversationTools"]):
             try:
                 async with asyncio.timeout(self.box.timeout):
                     await run(tools.close)
-            except Exception as error:  # of a tool from anywhere: the conversation is over, and keeps its score
+            except Exception as error:  # a custom tool may raise anything; the conversation keeps its score
                 self.box.counters["tool_failures"] += 1
                 print(f"tools: {type(tools).__name__} does not close: {type(error).__name__}: {error}", flush=True)
 
     async def answer(self, text: str) -> tuple[list[Message], float]:
-        """The tools' messages for the calls in `text`, if any, and the reward of these calls.
+        """The tools' messages for the calls in `text`, if any, and the sum of the calls' rewards.
 
-        Calls that cannot be read are refused. Raises ToolFailure; EngineError where there is no parser.
+        Unreadable calls are answered with an error message. Raises ToolFailure, or EngineError if no parser is
+        available.
         """
         try:
             calls = await self.box.parser.tool_calls(text, self.box.schemas)
@@ -127,10 +128,10 @@ class ConversationTools(AbstractAsyncContextManager["ConversationTools"]):
         try:
             check_call(call, self.box.parameters)
             async with asyncio.timeout(self.box.timeout):
-                tools = await self._own(self.box.owners[call.name])
+                tools = await self._instance(self.box.owners[call.name])
             try:
                 return await self._answer(tools, call)
-            except ToolLost:  # it may be back
+            except ToolLost:  # the connection may be restored
                 return await self._answer(tools, call)
         except TimeoutError:
             counters["tool_timeouts"] += 1
@@ -138,7 +139,7 @@ class ConversationTools(AbstractAsyncContextManager["ConversationTools"]):
         except ValueError as error:
             counters["tool_errors"] += 1
             return ToolResult(f"error: {error}")
-        except Exception as error:  # of a tool from anywhere
+        except Exception as error:  # a custom tool may raise anything
             counters["tool_failures"] += 1
             raise ToolFailure(f"tool {call.name}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
@@ -148,22 +149,22 @@ class ConversationTools(AbstractAsyncContextManager["ConversationTools"]):
         async with asyncio.timeout(self.box.timeout):
             return _result(await run(tools.answer, self.task, call))
 
-    async def _own(self, tools: Toolset) -> Toolset:
-        """This conversation's instance of `tools`; where one does not start, the next call gets another."""
-        if tools not in self._made:
-            if self._origin and tools in self._origin._made:
-                own = await run(self._origin._made[tools].fork)
-                self._open.append(own)
+    async def _instance(self, tools: Toolset) -> Toolset:
+        """This conversation's instance of `tools`; if one fails to start, the next call creates another."""
+        if tools not in self._instances:
+            if self._origin and tools in self._origin._instances:
+                instance = await run(self._origin._instances[tools].fork)
+                self._open.append(instance)
             else:
-                own = tools.new()
-                self._open.append(own)
-                await run(own.start, self.task)
-            self._made[tools] = own
-        return self._made[tools]
+                instance = tools.new()
+                self._open.append(instance)
+                await run(instance.start, self.task)
+            self._instances[tools] = instance
+        return self._instances[tools]
 
 
 def check_call(call: ToolCall, parameters: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise ValueError where there is no such tool, or the arguments do not fit the JSON schema in `parameters`."""
+    """Raises ValueError if there is no such tool, or the arguments do not fit the JSON schema in `parameters`."""
     if call.name not in parameters:
         raise ValueError(f"no tool {call.name}; there are {', '.join(parameters)}")
     schema = parameters[call.name]
@@ -175,25 +176,25 @@ def check_call(call: ToolCall, parameters: Mapping[str, Mapping[str, Any]]) -> N
         if name not in known:
             raise ValueError(f"unknown argument {name}; there are {', '.join(known)}")
         definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        wanted = known[name] if isinstance(known[name], Mapping) else {}  # true: anything
-        check = _draft(schema)({**wanted, **definitions})
-        fault = jsonschema.exceptions.best_match(check.iter_errors(value))
-        if fault and not (value is None and wanted.get("nullable")):  # as transformers says that it may be null
-            raise ValueError(f"argument {name}: {fault.message}")
+        argument_schema = known[name] if isinstance(known[name], Mapping) else {}  # `true` allows anything
+        check = _draft(schema)({**argument_schema, **definitions})
+        violation = jsonschema.exceptions.best_match(check.iter_errors(value))
+        if violation and not (value is None and argument_schema.get("nullable")):  # as transformers marks them
+            raise ValueError(f"argument {name}: {violation.message}")
 
 
 def _draft(schema: Mapping[str, Any]) -> Any:
-    """The validator of the version of JSON schema that `schema` names, or of that of MCP."""
+    """The validator for the JSON schema draft that `schema` names, by default MCP's draft."""
     return jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
 
 
 def _message(result: ToolResult) -> Message:
-    """What the policy reads; no tokenizer takes half a surrogate pair, which the arguments of a call may bring."""
+    """The tool message for the policy. Lone surrogates, which arguments may contain, are replaced for the tokenizer."""
     return Message("tool", result.content.encode(errors="replace").decode())
 
 
-def _result(found: Any) -> ToolResult:
-    """What a tool has returned: a ToolResult, or a JSON value as a text."""
-    if isinstance(found, ToolResult):
-        return found
-    return ToolResult(found if isinstance(found, str) else json.dumps(found, ensure_ascii=False))
+def _result(value: Any) -> ToolResult:
+    """The return value of a tool as a ToolResult; a JSON value becomes text."""
+    if isinstance(value, ToolResult):
+        return value
+    return ToolResult(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))

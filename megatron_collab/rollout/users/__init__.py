@@ -1,7 +1,7 @@
-"""Simulated users, by the kinds in USERS or given as package.module:Class.
+"""Simulated users: the kinds in USERS, or classes given as package.module:Class.
 
 A task's `user` (or user.name, for all tasks) is KIND or KIND/ARGUMENT, or the name of one of the configuration's
-`users` (named.py); where it is empty, one of these by weight, and `llm` where there are none.
+`users` (named.py). If it is empty, one of the named users is drawn by weight; if there are none, it is `llm`.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ USERS = {
 }
 DEFAULT = "llm"
 FAILED = "user_failed"  # counter
-FINISH_SECONDS = 10.0  # that User.finish has at least, to end what it holds, also after rollout.deadline
+FINISH_SECONDS = 10.0  # minimum time for User.finish to release resources, even after rollout.deadline
 
 
 class UserError(RuntimeError):
-    """The simulated user gave no usable message; the reason is the text."""
+    """The simulated user gave no usable message; the error text is the reason."""
 
 
 @contextmanager
-def failing(task: Task, users: Users) -> Iterator[None]:
-    """Turn whatever a user raises into UserError, which ends its conversation; a spent budget ends the run."""
+def reporting_errors(task: Task, users: Users) -> Iterator[None]:
+    """Convert any error of a user into UserError, which ends its conversation; RunStopped still ends the run."""
     try:
         yield
     except (UserError, RunStopped):
         raise
-    except Exception as error:  # of a user from anywhere
+    except Exception as error:  # a custom user may raise anything
         users.counters[FAILED] += 1
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError(f"user {user_of(task, users.config) or DEFAULT}: {reason}") from error
@@ -55,7 +55,7 @@ def failing(task: Task, users: Users) -> Iterator[None]:
 class UserReply:
     """The user's next message, whether it ends the conversation, and a reward for the turn that it answers.
 
-    `credits` are rewards for other turns by their number in conversation.turns, in which 0 is the trained turn.
+    `credits` are rewards for other turns, by index in conversation.turns; 0 is the trained turn.
     """
 
     message: Message
@@ -65,11 +65,11 @@ class UserReply:
 
 
 class User(Extension):
-    """Base of the users: the user of one conversation about `task`.
+    """Base class of users: the user of one conversation about `task`.
 
-    `argument` is the part of the name after KIND/. Random draws follow from `sample`, the conversation's name, or from
+    `argument` is the part of the name after KIND/. Seed random draws with `sample`, the conversation's name, or with
     the task. `users` is shared in the process. `Options`: a frozen dataclass of settings, user.options.SETTING.
-    `opens`: whether they say the first message of a task that has none.
+    `opens`: whether the user can write the first message of a task that has none.
     """
 
     opens: ClassVar[bool] = False
@@ -80,53 +80,54 @@ class User(Extension):
 
     @classmethod
     def unavailable(cls, argument: str, config: Config) -> str | None:
-        """Why this user cannot be used, with the way out; asked before a run starts. May raise ConfigError."""
+        """Why this user cannot be used, and how to fix it; checked before a run starts. May raise ConfigError."""
         return f"takes no argument, but is given {argument!r}" if argument else None
 
     @classmethod
     def asks(cls, argument: str, config: Config) -> EndpointConfig | None:
-        """The language model that these users ask, which is checked before a run starts; None where they ask none."""
+        """The language model that these users call, checked before a run starts; None if they call none."""
         return None
 
     @classmethod
     def lacks(cls, task: Task) -> str | None:
-        """What the task lacks without which these users cannot play it, as "an answer"; asked before a run starts."""
+        """What the task lacks for these users to play it, e.g. "an answer"; checked before a run starts."""
         return None
 
     @classmethod
     def check_task(cls, task: Task, argument: str, config: Config) -> None:
-        """Raises ValueError, with the way out, for a task that these users cannot read; asked before a run starts.
+        """Raises ValueError, saying how to fix it, if these users cannot read the task; called before a run starts.
 
-        `config` is as these users see it; `argument` as in `unavailable`.
+        `config` has these users' settings in `user`; `argument` is as in `unavailable`.
         """
 
     async def open(self) -> str:
-        """The first message of the conversation, where the task has none; of a user of its own. Raises UserError."""
+        """The first message, if the task has none; called on a separate user object. Raises UserError."""
         raise NotImplementedError
 
     async def start(self, conversation: Conversation) -> None:
-        """Called once, before the first reply, with the conversation so far. Raises UserError."""
+        """Called once before the first reply, with the conversation so far. Raises UserError."""
 
     async def reply(self, conversation: Conversation) -> UserReply:
         """The user's answer to the policy's last message. Raises UserError."""
         raise NotImplementedError
 
     async def finish(self, conversation: Conversation) -> float | Mapping[int, float]:
-        """Called once at the end, whatever the ending; a further reward for the last turn, or for turns by number.
+        """Called once at the end, for every ending; returns a final reward for the last turn, or rewards by turn index.
 
         Raises UserError.
         """
         return 0.0
 
     def says(self, text: str, reward: float = 0.0, credits: Mapping[int, float] = {}) -> UserReply:
-        """`text` as a reply, which ends the conversation where it holds user.stop."""
+        """`text` as a reply; it ends the conversation if it contains user.stop."""
         return UserReply(Message("user", text), self.users.config.user.stop in text, reward, credits)
 
 
 class Users:
-    """Makes the users of a process. `counters` counts replies, and those that the guardrails rejected.
+    """Creates the users of a process. `counters` counts replies, and replies that the guardrails rejected.
 
-    A named user is made by Users of its own, whose `config` has its settings in `user` and which share the rest.
+    Each named user has a separate Users object, whose `config` has that user's settings in `user`; they share client,
+    engine and counters.
     """
 
     def __init__(self, config: Config, client: LlmClient, engine: Sequence[str] = ()) -> None:
@@ -135,7 +136,7 @@ class Users:
         self.client = client
         self._engine = list(engine)
         self.counters: Counter[str] = Counter()
-        self._named = {name: self._as(name) for name in config.users}
+        self._named = {name: self._named_users(name) for name in config.users}
 
     @property
     def engine(self) -> Sequence[str]:
@@ -143,74 +144,77 @@ class Users:
 
     @engine.setter
     def engine(self, engine: Sequence[str]) -> None:
-        self._engine[:] = engine  # which those of named users share
+        self._engine[:] = engine  # in place: the Users of named users share the list
 
     def make(self, task: Task, sample: str) -> User:
-        """The user of one more conversation about `task`."""
+        """Create the user of a conversation about `task`."""
         name = user_of(task, self.config)
         users = self._named.get(name, self)
         kind, argument = split_user(name if users is self else users.config.user.name or "")
         return find_user(kind)(task, argument, sample, users)
 
     def ended(self, task: Task, conversation: Conversation) -> None:
-        """Count a conversation with a named user: by its ending, and the messages of the user."""
+        """Count the ending and the user messages of a conversation with a named user."""
         name = user_of(task, self.config)
         if name in self._named:
-            said = sum(message.role == "user" for message in conversation.messages[len(task.messages) :])
-            self.counters[f"user/{name}/turns"] += said
+            user_turns = sum(message.role == "user" for message in conversation.messages[len(task.messages) :])
+            self.counters[f"user/{name}/turns"] += user_turns
             self.counters[f"user/{name}/{conversation.ending}"] += 1
 
-    def _as(self, name: str) -> Users:
-        named = copy(self)
-        named.config, named.group, named._named = as_user(self.config, name), f"users.{name}", {}
-        return named
+    def _named_users(self, name: str) -> Users:
+        users = copy(self)
+        users.config, users.group, users._named = as_user(self.config, name), f"users.{name}", {}
+        return users
 
 
 def find_user(kind: str, setting: str = "user", named: Iterable[str] = ()) -> type[User]:
-    """The users of a kind: one of USERS, or package.module:Class. Raises ConfigError; `named` are known names too."""
-    found: type[User] = lookup(kind, setting, {**dict.fromkeys(named, ""), **USERS}, User)
-    return found
+    """The class of a kind of users: one of USERS, or package.module:Class. Raises ConfigError.
+
+    `named`: further known names, for the hint in the error message.
+    """
+    user_class: type[User] = lookup(kind, setting, {**dict.fromkeys(named, ""), **USERS}, User)
+    return user_class
 
 
 def split_user(name: str) -> tuple[str, str]:
-    """Kind and argument of a user's name; the folders of a spec `./folder/file.py:Class` are no argument."""
+    """Kind and argument of a user's name; folders in `./folder/file.py:Class` are no argument."""
     kind, _, argument = (name or DEFAULT).partition("/")
     if kind in USERS or ":" not in name:
         return kind, argument
-    where, _, rest = name.rpartition(":")
-    named, _, argument = rest.partition("/")
-    return f"{where}:{named}", argument
+    module, _, class_and_argument = name.rpartition(":")
+    class_name, _, argument = class_and_argument.partition("/")
+    return f"{module}:{class_name}", argument
 
 
 def options_of(kind: type[User], config: Config, group: str = "user") -> Any:
-    """The options of users of a kind; kinds without options share user.options with those that have some."""
-    given = config.user.options if kind.Options is not NoOptions else {}
-    return build(kind.Options, given, f"{group}.options.")
+    """The options of users of a kind; user.options is ignored if the kind takes none."""
+    options = config.user.options if kind.Options is not NoOptions else {}
+    return build(kind.Options, options, f"{group}.options.")
 
 
 def resolve_user(name: str, config: Config) -> tuple[type[User], str, Config, str]:
-    """The class of the users of that name, its argument, their settings, and what these are called: user or users.NAME.
+    """The class, argument, configuration and option group (user or users.NAME) of the users with that name.
 
-    Raises ConfigError where there is no such user, or it does not take its options.
+    Raises ConfigError if there is no such user, or it does not take its options.
     """
     if name not in config.users:
         kind, argument = split_user(name)
-        found = find_user(kind, "user", config.users)
-        options_of(found, config)
-        return found, argument, config, "user"
+        user_class = find_user(kind, "user", config.users)
+        options_of(user_class, config)
+        return user_class, argument, config, "user"
     group = f"users.{name}"
     require(name not in USERS, f"{group}: is a kind of user, and all tasks may name it; choose another name")
     config = as_user(config, name)
     kind, argument = split_user(config.user.name or "")
-    found = find_user(kind, f"{group}.class")
-    takes = found.Options is not NoOptions or not config.user.options
-    require(takes, f"{group}.options: {kind} takes none; remove them")
-    options_of(found, config, group)
-    return found, argument, config, group
+    user_class = find_user(kind, f"{group}.class")
+    accepts = user_class.Options is not NoOptions or not config.user.options
+    require(accepts, f"{group}.options: {kind} takes none; remove them")
+    options_of(user_class, config, group)
+    return user_class, argument, config, group
 
 
 def check_user(name: str, config: Config) -> str | None:
-    """Why there is no user of that name, with the way out, or None."""
+    """Why no user with that name can be used, and how to fix it; None if it can."""
     try:
         kind, argument, config, _ = resolve_user(name, config)
         reason = kind.unavailable(argument, config)

@@ -1,4 +1,4 @@
-"""A user who checks the policy's answer against the task's, as the metric accuracy does, and says when it is wrong."""
+"""A user who compares the policy's answer with the task's, like the metric accuracy, and says when it is wrong."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megatron_collab.rollout.users import User, UserError, UserReply, Users
 from megatron_collab.types import Conversation, Missing, Task
 
 RIGHT = "That is right."
-VARIABLES = ("attempt", "question", "reply")  # of what is said; attempt counts the wrong answers, from 1
+VARIABLES = ("attempt", "question", "reply")  # of options.text; attempt is the number of wrong answers, from 1
 
 
 class FeedbackUser(User):
-    """Says that an answer is not right until it is, and then ends the conversation; a reply without one is wrong.
+    """Says that an answer is wrong until it is right, then ends the conversation; a reply without an answer is wrong.
 
-    math-verify compares the answer that the reply states with the task's. Each turn gets the reward `right` or `wrong`.
+    math-verify compares the answer stated in the reply with the task's. Each turn gets the reward `right` or `wrong`.
     """
 
     @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class FeedbackUser(User):
     def __init__(self, task: Task, argument: str, sample: str, users: Users) -> None:
         super().__init__(task, argument, sample, users)
         self.attempt = 0
-        self.checked = 0  # turns of the policy that have their reward
+        self.checked = 0  # number of the policy's turns that have been rewarded
 
     @classmethod
     def unavailable(cls, argument: str, config: Config) -> str | None:
@@ -53,15 +53,15 @@ class FeedbackUser(User):
         if await self._right(conversation):
             return self.says(f"{RIGHT} {self.users.config.user.stop}", self.options.right)
         self.attempt += 1
-        return self.says(self._told(conversation), self.options.wrong)
+        return self.says(self._correction(conversation), self.options.wrong)
 
     async def finish(self, conversation: Conversation) -> float:
-        """The reward of a last turn that no reply came to, as at the limit of turns."""
+        """The reward of a last turn that got no reply, e.g. at the turn limit."""
         if conversation.ending or len(conversation.turns) == self.checked:
             return 0.0
         try:
             return self.options.right if await self._right(conversation) else self.options.wrong
-        except UserError:  # the conversation stands; that this turn has no reward is counted
+        except UserError:  # keep the conversation; only count that this turn has no reward
             self.users.counters["user_failed"] += 1
             return 0.0
 
@@ -74,13 +74,13 @@ class FeedbackUser(User):
             raise UserError(f"user feedback: math-verify cannot read the answer of task {self.task.id}")
         return verdict is Verdict.EQUAL
 
-    def _told(self, conversation: Conversation) -> str:
+    def _correction(self, conversation: Conversation) -> str:
         text = self.options.text
         if text is not None and not text.endswith(SUFFIX):
             return text
         question, reply = self.task.messages[-1].content, conversation.messages[-1].content
         try:
-            said = read_prompt("text", text, "feedback", VARIABLES)
-            return said.render(attempt=self.attempt, question=question, reply=reply)
+            prompt = read_prompt("text", text, "feedback", VARIABLES)
+            return prompt.render(attempt=self.attempt, question=question, reply=reply)
         except PromptError as error:
             raise UserError(f"user feedback: {error}") from error

@@ -1,8 +1,8 @@
-"""Users as a log shows them: a model describes the user of a conversation, and the description becomes a task.
+"""Users from a log: a model describes the user of a conversation, and the description becomes a task.
 
-What can be counted is counted here: the messages of the user, their length. What has to be understood the model tells:
-the goal, whether it was reached, who the user is and how they write; and what is still personal in the conversation,
-which is then replaced in all that is written.
+Countable properties are counted here: the user's messages and their length. The model gives the others: the goal,
+whether it was reached, who the user is and how they write; and the remaining personal data in the conversation, which
+is then replaced in all output.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from statistics import median
 from typing import Any
 
 from megatron_collab.config import Config, EndpointConfig, Prompt
-from megatron_collab.data.logs import Logged
+from megatron_collab.data.logs import LoggedConversation
 from megatron_collab.data.transcript import render
-from megatron_collab.inference.served import ModelServers, named
+from megatron_collab.inference.served import ModelServers, server_entries
 from megatron_collab.llm.answer import AnswerTooLong, Field, LlmError, how_to_answer
 from megatron_collab.llm.cache import Cache
 from megatron_collab.llm.caller import ask_as
@@ -35,7 +35,7 @@ from megatron_collab.runtime import network
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import Message, Task
 
-DETAIL = "DETAIL"  # kind of placeholder
+DETAIL = "DETAIL"  # placeholder kind
 FIELDS = (
     Field("goal", str, help='what the user wants, with every fact that they give, to the user: "You want …"'),
     Field("reached", str, choices=("yes", "partly", "no"), help="whether the user got what they wanted"),
@@ -55,7 +55,7 @@ FIELDS = (
     ),
 )
 _SEPARATOR = re.compile(r"[|\n]")
-# Errors that are due to the conversation, and would be the same another time.
+# Errors caused by the conversation, which would recur on another attempt.
 _FINAL = (
     "AnswerTooLong",
     "MalformedAnswer",
@@ -65,55 +65,55 @@ _FINAL = (
 )
 
 
-class Undescribed(LlmError):
-    """The model gives no description of a conversation, and would give none another time."""
+class NoDescription(LlmError):
+    """The model cannot describe a conversation, and another attempt would fail too."""
 
 
-def question_about(prompt: Prompt, logged: Logged) -> str:
-    """What the model is asked about a conversation. Raises PromptError."""
+def question_about(prompt: Prompt, logged: LoggedConversation) -> str:
+    """The prompt about a conversation. Raises PromptError."""
     return f"{prompt.render(conversation=render(logged.messages))}\n\n{how_to_answer(FIELDS)}"
 
 
-async def described(
-    client: LlmClient, endpoint: EndpointConfig, question: str, logged: Logged, opens: bool = False
+async def describe_user(
+    client: LlmClient, endpoint: EndpointConfig, question: str, logged: LoggedConversation, opens: bool = False
 ) -> Task:
-    """The task that the conversation was about; `opens`: its user opens the conversation, with words of their own.
+    """The task that the conversation was about; `opens`: the simulated user opens it with a generated message.
 
-    Raises Undescribed, LlmError where the model may give an answer another time, BudgetSpent, NotRecorded.
+    Raises NoDescription, LlmError if another attempt may succeed, BudgetSpent, NotRecorded.
     """
     try:
         answer = await client.ask(endpoint, [{"role": "user", "content": question}], FIELDS, sample="0")
     except LlmError as error:
-        # The kind of the last fault stands in the text, which is all that a recording keeps of it.
+        # The kind of the last error is in the text, since a recording keeps only that.
         kind = str(error).removeprefix(f"{endpoint.model}: ").partition(":")[0]
         kind = AnswerTooLong.__name__ if isinstance(error, AnswerTooLong) else kind
         if kind not in _FINAL:
             raise
-        raise Undescribed(kind) from error
+        raise NoDescription(kind) from error
     places = logged.placeholders
     for field, placeholder in (("names", "PERSON"), ("details", DETAIL)):
         for text in _SEPARATOR.split(answer[field]):
             places.add(text, placeholder)
     clean = {name: places.replaced(value) for name, value in answer.items() if isinstance(value, str)}
     if not clean["goal"].strip():
-        raise Undescribed("an empty goal")
+        raise NoDescription("an empty goal")
     opening = () if opens else (Message("user", places.replaced("\n".join(logged.opening))),)
     return Task(logged.name, opening, clean["goal"], "", "", _metadata(logged, {**answer, **clean}))
 
 
-def _metadata(logged: Logged, answer: Mapping[str, Any]) -> dict[str, Any]:
-    messages = len(logged.said)
-    words = round(median(len(text.split()) for text in logged.said))
-    some = f"{messages} message{'s' if messages > 1 else ''}"
-    tries = f"give up after {some}" if answer["gave_up"] else f"keep trying for {some} or more"
-    counted = f"A message of yours has about {words} words. If you do not get what you want, you {tries}."
-    persona = " ".join([*(answer[name].strip() for name in ("persona", "style")), counted])
-    told = {name: answer[name] for name in ("reached", "gave_up")}
-    return {"persona": persona, **told, "messages": messages, "words": words}
+def _metadata(logged: LoggedConversation, answer: Mapping[str, Any]) -> dict[str, Any]:
+    messages = len(logged.user_texts)
+    words = round(median(len(text.split()) for text in logged.user_texts))
+    count = f"{messages} message{'s' if messages > 1 else ''}"
+    patience = f"give up after {count}" if answer["gave_up"] else f"keep trying for {count} or more"
+    length_hint = f"A message of yours has about {words} words. If you do not get what you want, you {patience}."
+    persona = " ".join([*(answer[name].strip() for name in ("persona", "style")), length_hint])
+    outcome = {name: answer[name] for name in ("reached", "gave_up")}
+    return {"persona": persona, **outcome, "messages": messages, "words": words}
 
 
 def cost(config: Config, questions: Sequence[str]) -> str:
-    """A line that says how many calls `questions` are, and what they cost at most."""
+    """A line with the number of calls for `questions` and their maximum cost."""
     model, llm = str(config.reward.judge.model), config.llm
     if llm.offline:
         return f"{len(questions)} descriptions by {model}, recorded in {llm.replay}; nothing is called"
@@ -123,34 +123,34 @@ def cost(config: Config, questions: Sequence[str]) -> str:
     return f"{len(questions)} calls of {model}: at most {prompt} tokens of prompts and {answer} of answers, {price}"
 
 
-def _price(took: Mapping[str, float]) -> str:
-    return "at a price that is not known" if took["unpriced"] else f"{took['usd']:.4g} USD"
+def _price(totals: Mapping[str, float]) -> str:
+    return "at a price that is not known" if totals["unpriced"] else f"{totals['usd']:.4g} USD"
 
 
 async def describe_all(
     config: Config,
     cache: Path,
-    logged: Mapping[str, Logged],
+    logged: Mapping[str, LoggedConversation],
     questions: Mapping[str, str],
     opens: bool,
     dropped: Counter[str],
 ) -> list[Task]:
-    """A task for each of `logged` that the model describes, by name; `dropped` counts those that it does not.
+    """A task for each conversation of `logged` (by name) that the model describes; `dropped` counts the failures.
 
-    Answers are kept in the folder `cache`, so that another start asks for the others alone. Raises RunStopped where
-    some may be described another time, BudgetSpent, NotRecorded.
+    Answers are cached in the folder `cache`, so that another start only asks for the rest. Raises RunStopped if another
+    attempt may describe some of them, BudgetSpent, NotRecorded.
     """
     unanswered = list[str]()
 
-    async def describe(name: str, one: Logged) -> Task | None:
+    async def describe(name: str, conversation: LoggedConversation) -> Task | None:
         ask_as(name)
         try:
-            return await described(client, config.reward.judge, questions[name], one, opens)
-        except Undescribed as error:
-            why = f"that the model does not describe ({error})"
-            if not dropped[why]:
+            return await describe_user(client, config.reward.judge, questions[name], conversation, opens)
+        except NoDescription as error:
+            reason = f"that the model does not describe ({error})"
+            if not dropped[reason]:
                 print(f"not described: {error.__cause__ or error}", flush=True)
-            dropped[why] += 1
+            dropped[reason] += 1
         except LlmError as error:
             unanswered.append(str(error))
         finally:
@@ -160,27 +160,27 @@ async def describe_all(
     with _client(config, cache) as client, closing(progress("describing users", len(logged), "conversation")) as bar:
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(describe(name, one)) for name, one in logged.items()]
-        except ExceptionGroup as errors:  # of which the others are due to the first
+                tasks = [group.create_task(describe(name, conversation)) for name, conversation in logged.items()]
+        except ExceptionGroup as errors:  # the first error cancels the other tasks
             raise errors.exceptions[0] from None
         finally:
-            print(f"asked now: {client.took['tokens']:.0f} tokens, {_price(client.took)}", flush=True)
+            print(f"asked now: {client.totals['tokens']:.0f} tokens, {_price(client.totals)}", flush=True)
     if unanswered:
-        out = "the same command asks for these again, and for no others"
-        raise RunStopped(f"{len(unanswered)} conversations are not described, the first: {unanswered[0]}; {out}")
-    return [task for each in tasks if (task := each.result())]
+        hint = "the same command asks for these again, and for no others"
+        raise RunStopped(f"{len(unanswered)} conversations are not described, the first: {unanswered[0]}; {hint}")
+    return [description for task in tasks if (description := task.result())]
 
 
 @contextmanager
 def _client(config: Config, cache: Path) -> Iterator[LlmClient]:
-    """Through which reward.judge.model is asked; where it is one of `servers`, it is served meanwhile."""
+    """A client for reward.judge.model; if that is one of `servers`, it is served within the context."""
     model, served = str(config.reward.judge.model), {}
     answers = Cache(cache)
     with ExitStack() as stack:
         if model.startswith(SERVED) and not config.llm.offline:
             name = model.removeprefix(SERVED)
             logs = replace(config, run=replace(config.run, dir=str(cache)))
-            servers = stack.enter_context(ModelServers(logs, name, named(config)[name], 0))
+            servers = stack.enter_context(ModelServers(logs, name, server_entries(config)[name], 0))
             servers.pool.begin()
             while not servers.ready(config.launch.timeout):
                 pass

@@ -2,13 +2,13 @@
 
 Texts are compared word by word, without case and punctuation.
 
-- empty: nothing but white space.
+- empty: only white space.
 - role flip: the message begins as the assistant's (`**Assistant**:`, `AI:`), speaks as one ("as an AI, I", "how can I
   help you"), or is the assistant's last message again (of five words or more).
 - leak: the message copies, in runs of twelve words or more that are new in the conversation, more than half of what
-  the goal holds beyond the task's messages, or any such run of the instructions; or it states the task's answer, which
-  is neither in the goal nor in the conversation. Answers of up to three characters without a digit (A, yes) occur by
-  chance, and do not count. A user may quote single facts.
+  the goal contains beyond the task's messages, or any such run of the instructions; or it states the task's answer
+  although neither the goal nor the conversation contains it. Answers of up to three characters without a digit (A, yes)
+  occur by chance and do not count. A user may quote single facts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from megatron_collab.types import Message, Task
 
-RUN = 12  # words in a row that do not recur by chance
+RUN = 12  # length of word runs that do not recur by chance
 _REPEATED = 5  # words
 _SHORT = 3  # characters
 
@@ -32,7 +32,7 @@ _FLIPPED = re.compile(
 
 
 EMPTY, FLIPPED, LEAKED = "user_empty", "user_role_flip", "user_leak"  # counters of rejected messages
-COMPLAINTS = {  # to the user's model
+COMPLAINTS = {  # sent to the user's model
     EMPTY: "Your response is empty. Write the user's next message.",
     FLIPPED: "Your response is what the assistant would say. You are the user: write the user's next message.",
     LEAKED: "Your response gives away what the user keeps back: the instructions, the whole goal at once, or a "
@@ -42,7 +42,7 @@ COMPLAINTS = {  # to the user's model
 
 
 def refusal(text: str, task: Task, instructions: str, conversation: Sequence[Message]) -> str | None:
-    """Why `text` cannot be the user's next message; `instructions` are those of its model apart from the goal."""
+    """Why `text` is rejected as the user's message, or None; `instructions`: the model's prompt without the goal."""
     if not text.strip():
         return EMPTY
     words = _words(text)
@@ -55,12 +55,12 @@ def refusal(text: str, task: Task, instructions: str, conversation: Sequence[Mes
 
 
 def _leaks(words: list[str], task: Task, instructions: str, conversation: Sequence[Message]) -> bool:
-    new = _runs(words) - _said(conversation)
-    if new & _runs(_words(instructions)):
+    new_runs = _runs(words) - _message_runs(conversation)
+    if new_runs & _runs(_words(instructions)):
         return True
     goal = _words(task.goal)
-    hidden = set(range(len(goal))) - _copied(goal, _said(task.messages))
-    return bool(hidden) and 2 * len(hidden & _copied(goal, new)) > len(hidden)
+    hidden = set(range(len(goal))) - _copied(goal, _message_runs(task.messages))
+    return bool(hidden) and 2 * len(hidden & _copied(goal, new_runs)) > len(hidden)
 
 
 def _solves(words: list[str], task: Task, conversation: Sequence[Message]) -> bool:
@@ -79,12 +79,12 @@ def _runs(words: list[str]) -> set[tuple[str, ...]]:
     return {tuple(words[i : i + RUN]) for i in range(len(words) - RUN + 1)}
 
 
-def _said(messages: Sequence[Message]) -> set[tuple[str, ...]]:
+def _message_runs(messages: Sequence[Message]) -> set[tuple[str, ...]]:
     return {run for message in messages for run in _runs(_words(message.content))}
 
 
 def _copied(words: list[str], runs: set[tuple[str, ...]]) -> set[int]:
-    """Where in `words` one of `runs` stands: the positions of its words."""
+    """The positions in `words` that belong to one of `runs`."""
     starts = (i for i in range(len(words) - RUN + 1) if tuple(words[i : i + RUN]) in runs)
     return {i + offset for i in starts for offset in range(RUN)}
 

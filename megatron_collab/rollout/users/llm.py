@@ -1,8 +1,8 @@
-"""A language model as the user: any model of LiteLLM's, or the one that is trained (user.model=policy).
+"""A language model as the user: any LiteLLM model, or the policy that is trained (user.model=policy).
 
 It gets a system prompt (role, goal, persona, how to end the chat, answer format) and one message with the conversation,
-and answers with a JSON object {current_answer, thought, response}. It never sees the task's answer. A message that
-rollout/users/guardrails.py rejects is asked for again, with the complaint, up to user.attempts times.
+and answers with a JSON object {current_answer, thought, response}. It never sees the task's answer. If
+rollout/users/guardrails.py rejects a message, the model is asked again with the complaint, up to user.attempts times.
 """
 
 from __future__ import annotations
@@ -65,46 +65,46 @@ class LlmUser(User):
 
     @classmethod
     def check_task(cls, task: Task, argument: str, config: Config) -> None:
-        if config.user.prompt:  # ours fits every task
+        if config.user.prompt:  # the built-in prompt fits every task
             system_prompt(config.user, task)
 
     async def open(self) -> str:
-        said = await self._say(())
-        if self.users.config.user.stop in said:
-            raise UserError(f"user {self.model}: ends the conversation before it has begun: {said[:200]!r}")
-        return said
+        text = await self._say(())
+        if self.users.config.user.stop in text:
+            raise UserError(f"user {self.model}: ends the conversation before it has begun: {text[:200]!r}")
+        return text
 
     async def reply(self, conversation: Conversation) -> UserReply:
         return self.says(await self._say(conversation.messages))
 
     async def _say(self, messages: Sequence[Message]) -> str:
-        """The user's next message. For each attempt the endpoint has its own retries and deadline for an answer."""
-        config, again, why = self.users.config.user, list[dict[str, str]](), ""
+        """The user's next message. Each attempt has the endpoint's retries and deadline."""
+        config, complaint, reason = self.users.config.user, list[dict[str, str]](), ""
         try:
             system = system_prompt(config, self.task, self.persona)
-            nothing = replace(self.task, goal="", metadata={**self.task.metadata, "task_desc": ""})
-            instructions = system_prompt(config, nothing)
+            goalless_task = replace(self.task, goal="", metadata={**self.task.metadata, "task_desc": ""})
+            instructions = system_prompt(config, goalless_task)
         except PromptError as error:
             raise UserError(f"user {self.model}: {error}") from error
         request = [{"role": "system", "content": system}, {"role": "user", "content": render(messages) or OPEN}]
         for _ in range(config.attempts):
-            answer = await self._ask([*request, *again])
+            answer = await self._ask([*request, *complaint])
             self.users.counters["user_replies"] += 1
             refused = refusal(answer["response"], self.task, instructions, messages)
             if refused is None:
                 return str(answer["response"])
             self.users.counters[refused] += 1
-            said = {"role": "assistant", "content": json.dumps(answer, ensure_ascii=False)}
-            again = [said, {"role": "user", "content": COMPLAINTS[refused]}]
-            why = f"{refused}: {answer['response'][:200]!r}"
-        raise UserError(f"user {self.model}: {why}")
+            refused_answer = {"role": "assistant", "content": json.dumps(answer, ensure_ascii=False)}
+            complaint = [refused_answer, {"role": "user", "content": COMPLAINTS[refused]}]
+            reason = f"{refused}: {answer['response'][:200]!r}"
+        raise UserError(f"user {self.model}: {reason}")
 
     async def _ask(self, request: list[dict[str, str]]) -> dict[str, Any]:
         failure: LlmError | None = None
         malformed = False
         for endpoint in self._endpoints():
             try:
-                return await self.users.client.ask(endpoint, request, FIELDS, others=self.model == POLICY)
+                return await self.users.client.ask(endpoint, request, FIELDS, has_fallback=self.model == POLICY)
             except LlmError as error:
                 failure, malformed = error, isinstance(error.__cause__, MalformedAnswer)
                 if malformed:
@@ -113,39 +113,39 @@ class LlmUser(User):
         raise UserError(f"user {failure}") from failure
 
     def _endpoints(self) -> list[EndpointConfig]:
-        """The endpoints to try, in this order; for user.model=policy the servers in use, the next where one fails."""
+        """The endpoints to try in order; for user.model=policy the servers in use, the next if one fails."""
         config = self.users.config.user
         if self.model != POLICY:
-            own = str(self.model).startswith(SERVED)
-            return [replace(config, model=f"{self.model}/{self.sample}" if own else self.model)]
+            served_by_run = str(self.model).startswith(SERVED)
+            return [replace(config, model=f"{self.model}/{self.sample}" if served_by_run else self.model)]
 
         def rank(api_base: str) -> float:
-            """By task, whose conversations share a prefix: one server holds it for all of them while it is alive."""
+            """Rank servers by task: its conversations share a prefix, which one server then caches for all of them."""
             return random.Random(f"{api_base.removesuffix('/v1')} {self.task.id}").random()
 
         engine = sorted(self.users.engine, key=rank)
-        arguments, adapter = self.users.config.model.chat_template_args, adapters.served(self.users.config)
-        asked: dict[str, Any] = {"chat_template_kwargs": arguments} if arguments else {}
-        asked |= {"lora_path": adapter} if adapter else {}
-        config = replace(config, extra={**asked, **config.extra})
+        arguments, adapter = self.users.config.model.chat_template_args, adapters.served_name(self.users.config)
+        engine_arguments: dict[str, Any] = {"chat_template_kwargs": arguments} if arguments else {}
+        engine_arguments |= {"lora_path": adapter} if adapter else {}
+        config = replace(config, extra={**engine_arguments, **config.extra})
         return [replace(config, model=f"policy/{self.sample}", api_base=api_base) for api_base in engine]
 
 
 def users_prompt(config: UserConfig, setting: str = "prompt") -> Prompt:
-    """The template that `setting` names, or ours. Raises ConfigError."""
+    """The prompt template in `config.prompt`, or the built-in one. Raises ConfigError naming `setting`."""
     return read_prompt(setting, config.prompt, "user", VARIABLES)
 
 
 def system_prompt(config: UserConfig, task: Task, persona: str = "") -> str:
-    """The user's instructions: the rendered prompt, and how to answer. Raises PromptError."""
-    described = str(task.metadata.get("task_desc") or "")
-    values = {"goal": task.goal, "task_desc": described, "persona": persona, "stop": config.stop}
-    said = users_prompt(config).render(**values, metadata=task.metadata)
+    """The user's instructions: the rendered prompt and the answer format. Raises PromptError."""
+    task_description = str(task.metadata.get("task_desc") or "")
+    values = {"goal": task.goal, "task_desc": task_description, "persona": persona, "stop": config.stop}
+    instructions = users_prompt(config).render(**values, metadata=task.metadata)
     answer = "{" + ", ".join(f'"{field.name}": {field.help}' for field in FIELDS) + "}"
-    return f"{said}\n\nAnswer with one JSON object and nothing else:\n{answer}\nAll three values are strings."
+    return f"{instructions}\n\nAnswer with one JSON object and nothing else:\n{answer}\nAll three values are strings."
 
 
 @cache
 def read_personas(path: str) -> tuple[str, ...]:
-    """The lines of a file of personas, without blank ones."""
+    """The non-blank lines of a personas file."""
     return tuple(line.strip() for line in Path(path).read_text().splitlines() if line.strip())

@@ -1,7 +1,7 @@
-"""Users that the configuration names, as `users: {patient: {class: llm, model: …}}`, and which user a task has.
+"""Users that the configuration names, e.g. `users: {patient: {class: llm, model: …}}`, and the user of a task.
 
-Each has a class (a kind of user; llm where it is not set), a weight, and the settings of `user`, whose values it has
-where it sets none; only `options`, which belong to a class, are its own.
+Each has a class (a kind of user; default llm), a weight, and the settings of `user`, whose values are its defaults;
+only `options`, which belong to a class, are not inherited.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ _SETTINGS = tuple(spec.name for spec in fields(UserConfig) if spec.name != "name
 
 
 def user_of(task: Task, config: Config) -> str:
-    """The name of the user of `task`: user.name, or the task's own, or one of `users` drawn by weight, or empty.
+    """The name of the user of `task`: user.name, or the task's user, or one of `users` drawn by weight, or empty.
 
-    A task's own name with a ? behind it counts where it is one of `users`. The draw follows from run.seed and the
-    task's id.
+    A name with a trailing ? applies if it is one of `users`. The draw is seeded with run.seed and the task's id.
     """
     name = config.user.name or task.user
-    wish = name.removesuffix("?")
-    if name and (wish == name or wish in config.users):
-        return wish
+    requested = name.removesuffix("?")
+    if name and (requested == name or requested in config.users):
+        return requested
     weights = {name: weight_of(name, settings) for name, settings in sorted(config.users.items())}
     if not any(weights.values()):
         return ""
@@ -35,7 +34,7 @@ def user_of(task: Task, config: Config) -> str:
 
 
 def weight_of(name: str, settings: Mapping[str, Any]) -> float:
-    """The weight of a named user among tasks without a user. Raises ConfigError."""
+    """The weight of a named user in the draw for tasks without a user. Raises ConfigError."""
     weight = settings.get("weight", 1.0)
     fits = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight < float("inf")
     require(fits, f"users.{name}.weight={weight}: must be a number of at least 0")
@@ -43,24 +42,24 @@ def weight_of(name: str, settings: Mapping[str, Any]) -> float:
 
 
 def as_user(config: Config, name: str) -> Config:
-    """`config` as the named user sees it: config.user has its settings, and its class in user.name.
+    """`config` for the named user: config.user has its settings, and config.user.name its class.
 
-    Raises ConfigError naming the setting that is refused.
+    Raises ConfigError naming the invalid setting.
     """
-    given = dict(config.users[name] or {})
-    for setting in given:
+    settings = dict(config.users[name] or {})
+    for setting in settings:
         known = ("class", "weight", *_SETTINGS)
-        there = f"there are {', '.join(known)}"
-        require(setting in known, f"users.{name}.{setting}: no such setting{nearest(setting, known)}; {there}")
-    weight_of(name, given)
+        choices = f"there are {', '.join(known)}"
+        require(setting in known, f"users.{name}.{setting}: no such setting{nearest(setting, known)}; {choices}")
+    weight_of(name, settings)
     values = {setting: getattr(config.user, setting) for setting in _SETTINGS if setting != "options"}
-    own = {setting: value for setting, value in given.items() if setting in _SETTINGS}
-    user = build(UserConfig, {**values, **own}, f"users.{name}.")
-    return replace(config, user=replace(user, name=given.get("class") or "llm"))
+    overrides = {setting: value for setting, value in settings.items() if setting in _SETTINGS}
+    user = build(UserConfig, {**values, **overrides}, f"users.{name}.")
+    return replace(config, user=replace(user, name=settings.get("class") or "llm"))
 
 
 def user_settings(config: Config) -> dict[str, UserConfig]:
-    """The settings of all users by their group: `user`, and `users.NAME` of each named one. Raises ConfigError."""
+    """The settings of all users by option group: `user`, and `users.NAME` for named users. Raises ConfigError."""
     for name in config.users:
         require(re.fullmatch(r"[\w-]+", name) is not None, f"users.{name}: name it with letters, digits, - and _")
     return {"user": config.user, **{f"users.{name}": as_user(config, name).user for name in config.users}}

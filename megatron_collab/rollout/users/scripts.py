@@ -1,4 +1,4 @@
-"""Users without a model: scripted by the task's environment, recorded in the task, or revealing facts on request."""
+"""Users without a model: scripted by an environment, replayed from the task, or revealing facts on request."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _COMMON = frozenset(
 
 
 class ScriptedUser(User):
-    """`scripted/WORLD` answers by the environment's script, from the task's goal and the conversation.
+    """`scripted/WORLD` answers with the environment's script, given the task's goal and the conversation.
 
-    The script sees what an llm user sees: no tool calls, no thoughts; nothing where the user opens the conversation.
-    Guardrails do not apply to it.
+    The script sees what an llm user sees: no tool calls, no thoughts; an empty list if the user opens the conversation.
+    Guardrails do not apply.
     """
 
     opens = True
@@ -64,7 +64,7 @@ class ScriptedUser(User):
 
 
 class ReplayUser(User):
-    """A recorded user: says the messages of metadata["replay"] one after the other, then ends the conversation."""
+    """A recorded user: sends the messages of metadata["replay"] in order, then ends the conversation."""
 
     opens = True
 
@@ -79,10 +79,10 @@ class ReplayUser(User):
         return self._recorded()[0]
 
     async def reply(self, conversation: Conversation) -> UserReply:
-        given = len(self.task.given.messages)
-        said = sum(message.role == "user" for message in conversation.messages[given:])
-        left = self._recorded()[said:]
-        return self.says(left[0] if left else self.users.config.user.stop)
+        task_messages = len(self.task.original.messages)
+        sent = sum(message.role == "user" for message in conversation.messages[task_messages:])
+        remaining = self._recorded()[sent:]
+        return self.says(remaining[0] if remaining else self.users.config.user.stop)
 
     def _recorded(self) -> Sequence[str]:
         try:
@@ -92,12 +92,12 @@ class ReplayUser(User):
 
 
 class RevealUser(User):
-    """A user who knows facts and tells those that it is asked for; the goal is a JSON object {question, facts}.
+    """A user who knows facts and reveals the requested ones; the goal is a JSON object {question, facts}.
 
-    A fact is asked for by the words that it shares with the assistant's questions. A word counts 1/n where n facts
-    hold it, so that names count more than the common subject; facts with more than half of the best count are told. A
-    question that shares no word with any fact asks for all: words cannot tell "what else?" from a paraphrase. The
-    user opens a conversation with the goal's question.
+    A fact is requested if it shares words with the assistant's questions. A word that occurs in n facts counts 1/n, so
+    that names count more than the common subject; facts with more than half of the best count are revealed. If a
+    question shares no word with any fact, it requests all: word overlap cannot distinguish "what else?" from a
+    paraphrase. The user opens a conversation with the goal's question.
     """
 
     opens = True
@@ -107,13 +107,13 @@ class RevealUser(User):
         facts_of(task)
 
     async def start(self, conversation: Conversation) -> None:
-        """Read the facts, and which the user has already told. UserError where the goal is something else."""
+        """Read the facts, and which are already revealed. Raises UserError if the goal has another form."""
         try:
             self.facts = facts_of(self.task)
         except ValueError as error:
             raise UserError(f"user reveal: of task {self.task.id} {error}") from error
-        said = [message.content for message in conversation.messages if message.role == "user"]
-        self.told = {i for i, fact in enumerate(self.facts) if any(fact in text for text in said)}
+        texts = [message.content for message in conversation.messages if message.role == "user"]
+        self.revealed = {i for i, fact in enumerate(self.facts) if any(fact in text for text in texts)}
 
     async def open(self) -> str:
         question = json.loads(self.task.goal).get("question")
@@ -128,15 +128,15 @@ class RevealUser(User):
         questions = _QUESTION.findall(text)
         if not questions:
             return self.says(ASK_ME)
-        new = [i for i in asked_for(" ".join(questions), self.facts) if i not in self.told]
-        self.told.update(new)
+        new = [i for i in requested_facts(" ".join(questions), self.facts) if i not in self.revealed]
+        self.revealed.update(new)
         if new:
             return self.says(" ".join(self.facts[i] for i in new))
-        return self.says(NO_MORE if len(self.told) == len(self.facts) else TOLD_ALREADY)
+        return self.says(NO_MORE if len(self.revealed) == len(self.facts) else TOLD_ALREADY)
 
 
 def recorded_of(task: Task) -> Sequence[str]:
-    """The messages that the user `replay` says. Raises ValueError where there are none."""
+    """The messages of the user `replay`. Raises ValueError if the task has none."""
     recorded: Any = task.metadata.get("replay")
     listed = isinstance(recorded, Sequence) and not isinstance(recorded, str)
     if not listed or not all(isinstance(text, str) and text.strip() for text in recorded):
@@ -145,7 +145,7 @@ def recorded_of(task: Task) -> Sequence[str]:
 
 
 def facts_of(task: Task) -> list[str]:
-    """The facts that the user `reveal` knows. Raises ValueError where the goal is something else."""
+    """The facts of the user `reveal`. Raises ValueError if the goal has another form."""
     try:
         facts = json.loads(task.goal)["facts"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -155,8 +155,8 @@ def facts_of(task: Task) -> list[str]:
     return facts
 
 
-def asked_for(question: str, facts: Sequence[str]) -> list[int]:
-    """The numbers of the facts that `question` asks for, in their order; see RevealUser."""
+def requested_facts(question: str, facts: Sequence[str]) -> list[int]:
+    """The indexes of the facts that `question` requests, in order; see RevealUser."""
     words = [_words(fact) for fact in facts]
     holding = Counter(word for fact in words for word in fact)
     counts = [sum(1 / holding[word] for word in fact & _words(question)) for fact in words]
@@ -165,6 +165,6 @@ def asked_for(question: str, facts: Sequence[str]) -> list[int]:
 
 
 def _words(text: str) -> set[str]:
-    """The words that carry a meaning, without the s of plurals."""
+    """The content words of `text`, without a plural s."""
     words = (word.casefold() for word in _WORD.findall(text))
     return {word.removesuffix("s") for word in words if word not in _COMMON}

@@ -1,6 +1,6 @@
-"""Megatron's configuration of the policy: a pure function of the settings, the model and what this machine has.
+"""Megatron's configuration of the policy: a pure function of the settings, the model and the installed libraries.
 
-The only place that decides which fused kernel is used, and whether the layers are TransformerEngine's.
+The only module that selects fused kernels and decides whether the layers are TransformerEngine's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_collab.trainer.megatron import layers
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    # Not the attention, as is Megatron's default: fused, it keeps little, and is dear to compute again.
+    # Without attention, Megatron's default: fused attention saves little memory and is expensive to recompute.
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
@@ -33,9 +33,9 @@ def transformer_config(config: Config, shape: ModelShape) -> TransformerConfig:
     """Megatron's configuration for a model of this shape in the configured layout and precision."""
     model, parallel, dtype = config.model, config.parallel, DTYPES[config.model.dtype]
     stages, uneven = parallel.pp * parallel.vpp, None
-    if shape.layers % stages:  # Megatron then needs the layers of each stage
-        first, *others, last = (["decoder"] * own for own in stage_layers(shape.layers, stages))
-        uneven = [["embedding", *first], *others, [*last, "loss"]]
+    if shape.layers % stages:  # then Megatron needs an explicit layout
+        first, *middle, last = (["decoder"] * count for count in stage_layers(shape.layers, stages))
+        uneven = [["embedding", *first], *middle, [*last, "loss"]]
     factor = shape.rope.attention_factor
     return TransformerConfig(
         num_layers=shape.layers,
@@ -51,15 +51,15 @@ def transformer_config(config: Config, shape: ModelShape) -> TransformerConfig:
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
-        # Queries and keys times a factor are scores times its square; the fused rotation knows no factor.
+        # A factor of queries and keys scales scores by its square; the fused rotation supports no factor.
         softmax_scale=None if factor == 1.0 else factor**2 / shape.head_dim**0.5,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        # The weights are always loaded, but Megatron's initialisation also marks the parameters that are cut
-        # over the ranks; unmarked ones would be left out of the gradient norm.
+        # The weights are always loaded, but Megatron's initialization also marks the parameters that are cut over
+        # the ranks; unmarked ones would be missing in the gradient norm.
         perform_initialization=True,
         tensor_model_parallel_size=parallel.tp,
         sequence_parallel=parallel.sequence_parallel,
@@ -69,15 +69,15 @@ def transformer_config(config: Config, shape: ModelShape) -> TransformerConfig:
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=1,
-        # Every packed micro-batch has its own length, which pipeline.py knows. Megatron then wants alltoall, even in a
-        # dense model.
+        # Packed micro-batches differ in length; pipeline.py knows the lengths. Megatron then requires alltoall, even
+        # for a dense model.
         variable_seq_lengths=parallel.pp > 1,
         moe_token_dispatcher_type="alltoall",
-        # With virtual stages anything else silently gives wrong gradients: of two ranks each is before and after the
-        # other, and a batched exchange takes activations for gradients (NVIDIA/Megatron-LM#5271).
+        # With virtual stages anything else silently gives wrong gradients: two ranks are both predecessor and successor
+        # of each other, and a batched exchange mistakes activations for gradients (NVIDIA/Megatron-LM#5271).
         overlap_p2p_comm=parallel.vpp > 1,
         batch_p2p_comm=parallel.vpp == 1,
-        batch_p2p_sync=False,  # after every exchange the host would wait for the GPU, for older PyTorch's sake
+        batch_p2p_sync=False,  # would make the host wait for the GPU after every exchange, for old PyTorch
         fp8=model.fp8,
         fp8_recipe=model.fp8_recipe,
         fp8_param=model.fp8_params,
@@ -99,31 +99,31 @@ def _experts(experts: Experts | None, count: int) -> dict[str, Any]:
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.per_token,
         "moe_ffn_hidden_size": experts.ffn,
-        # A softmax over the best ones alone is the softmax over all of them, divided by the sum of the best.
-        "moe_router_pre_softmax": not experts.normalised,
+        # A softmax over the top k is the softmax over all experts divided by the sum of the top k.
+        "moe_router_pre_softmax": not experts.normalized,
         "moe_router_load_balancing_type": "none",
         "moe_layer_freq": 1 if all(sparse) else sparse,
     }
 
 
 def _engine(dtype: torch.dtype) -> bool:
-    """Whether the layers are TransformerEngine's: its fused attention takes 16 bits, else it keeps all scores."""
-    return dtype is torch.bfloat16 and (with_reference_kernels() or device.probe("transformer_engine").found)
+    """Whether the layers are TransformerEngine's: only with 16 bits is its attention fused and saves no scores."""
+    return dtype is torch.bfloat16 and (with_reference_kernels() or device.probe("transformer_engine").available)
 
 
 def _fusions(dtype: torch.dtype, experts: bool) -> dict[str, bool]:
-    engine, apex = _engine(dtype), device.probe("apex").found
+    engine, apex = _engine(dtype), device.probe("apex").available
     return {
         "apply_rope_fusion": engine,
-        # Compiled on CUDA; on CPU the same formula uncompiled is slower than plain SwiGLU.
-        "bias_activation_fusion": device.probe(device.GPU).found,
+        # Compiled on CUDA; uncompiled on a CPU it is slower than plain SwiGLU.
+        "bias_activation_fusion": device.probe(device.GPU).available,
         "gradient_accumulation_fusion": engine or apex,
         **({"moe_grouped_gemm": engine, "moe_permute_fusion": engine} if experts else {}),
     }
 
 
 def backend_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of this (virtual) pipeline stage: TransformerEngine's in bfloat16, where it is, else layers.py's."""
+    """The layers of this (virtual) pipeline stage: TransformerEngine's if installed and bfloat16, else layers.py's."""
     engine = _engine(config.params_dtype)
     block = get_gpt_decoder_block_spec(config, engine, normalization="RMSNorm", vp_stage=vp_stage)
     if not engine:

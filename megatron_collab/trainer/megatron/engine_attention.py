@@ -1,4 +1,4 @@
-"""TransformerEngine's attention, also in packed trees; imported only where TransformerEngine is."""
+"""TransformerEngine's attention, with packed trees; imported only if TransformerEngine is installed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_collab.trainer.megatron.paths import PackedTrees, attend
 
 
 class EngineAttention(TEDotProductAttention):
-    """Megatron's, but in PackedTrees the kernel for fewer queries than keys, causal from the bottom right."""
+    """Megatron's attention; for PackedTrees the kernel for fewer queries than keys, causal from the bottom right."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Tensor:
         """query [t, n, d], key and value [t, g, d], rotated -> [t, n * d]."""
         packing = options.get("packed_seq_params")
         if not isinstance(packing, PackedTrees):
-            return super().forward(query, key, value, *others, **options)
+            return super().forward(query, key, value, *arguments, **options)
 
         paths = packing.paths
 
@@ -41,7 +41,7 @@ class EngineAttention(TEDotProductAttention):
 
 
 def fill_in(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """TransformerEngine's layers with EngineAttention; changes `block`, which it returns."""
+    """TransformerEngine's layers with EngineAttention; modifies and returns `block`."""
     for layer in block.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = EngineAttention
     return block

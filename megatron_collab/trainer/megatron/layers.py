@@ -1,7 +1,7 @@
 """Megatron's transformer layer without TransformerEngine, and rotary embeddings (arXiv 2104.09864) of every kind.
 
-Megatron's linear layers are used as they are. Its own norm refuses sequence parallelism, its attention packed
-sequences: both are replaced here. Wavelengths are those that transformers computes.
+Megatron's linear layers are used unchanged. Its norm does not support sequence parallelism, its attention no packed
+sequences: both are replaced here. Wavelengths are those of transformers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from megatron_collab.trainer.megatron.paths import PackedTrees, Paths, attend
 class Rotated(PackedSeqParams):
     """Packed sequences or branches of trees, their lengths, and the rotation of each token.
 
-    `cos` and the signed `sin` are [t, 1, d] in the model's dtype. Of branches that see more keys than their own:
-    `paths`, how many keys each sees, and what is added to its scores, [queries, keys], None where that are all its own.
+    `cos` and the signed `sin` are [t, 1, d] in the model's dtype. For packed trees: `paths`, `seen` (number of keys of
+    each branch's path) and `masks`, added to its scores, [queries, keys]; None if its path is the branch itself.
     """
 
     lengths: list[int] = field(kw_only=True)
@@ -44,7 +44,7 @@ class Rotated(PackedSeqParams):
 
 
 def rotated(packing: PackedSeqParams, positions: Tensor, inverse_frequencies: Tensor, dtype: torch.dtype) -> Rotated:
-    """`packing` with the rotation to `positions` int64 [1, t]; made once for all layers."""
+    """`packing` with the rotation to `positions` int64 [1, t]; computed once for all layers."""
     angles = positions.reshape(-1, 1, 1) * inverse_frequencies.to(positions.device)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     turns = {"cos": torch.cat((cos, cos), -1), "sin": torch.cat((-sin, sin), -1)}
@@ -52,8 +52,8 @@ def rotated(packing: PackedSeqParams, positions: Tensor, inverse_frequencies: Te
         return Rotated(**vars(packing), **turns, lengths=_sizes(packing.cu_seqlens_q))
     lengths, seen = _sizes(packing.paths.queries), _sizes(packing.paths.keys)
     masks = [
-        None if own == keys else torch.full((own, keys), -math.inf, dtype=dtype, device=cos.device).triu(keys - own + 1)
-        for own, keys in zip(lengths, seen, strict=True)
+        None if q == k else torch.full((q, k), -math.inf, dtype=dtype, device=cos.device).triu(k - q + 1)
+        for q, k in zip(lengths, seen, strict=True)
     ]
     return Rotated(**vars(packing), **turns, lengths=lengths, seen=seen, masks=masks)
 
@@ -65,8 +65,8 @@ def _sizes(bounds: Tensor) -> list[int]:
 class RotaryTable(RotaryEmbedding):
     """Megatron's angles for the fused rotation, float32 [longest, 1, 1, d], in a single table.
 
-    Megatron would keep one for each of the last 32 lengths: 2 GiB where sequences have up to 128k tokens. The rotation
-    of a token reads the row of its position, so the table of the longest micro-batch so far is that of all.
+    Megatron would keep a table for each of the last 32 lengths: 2 GiB for sequences of up to 128k tokens. The rotation
+    of a token reads the row of its position, so the table of the longest micro-batch so far serves all.
     """
 
     def __init__(self, inverse_frequencies: Tensor) -> None:
@@ -81,11 +81,11 @@ class RotaryTable(RotaryEmbedding):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMS norm over the last dimension: normalised in float32, scaled in the input's dtype, as Hugging Face does."""
+    """RMS norm over the last dimension: normalized in float32, scaled in the input's dtype, as in Hugging Face."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        # Each rank sees a part of the sequence: Megatron sums the gradients of parameters marked so.
+        # Each rank sees a part of the sequence: Megatron sums the gradients of parameters with this mark.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,15 +129,15 @@ class CausalAttention(MegatronModule):
         seen: list[int],
         masks: Sequence[Tensor | None],
     ) -> Tensor:
-        """Of each sequence: `lengths` queries to `seen` keys under its mask, None for the causal one of a square."""
-        # Splitting, unlike slicing, needs no buffer of zeros for the gradient of every sequence.
+        """Attention of each sequence's `lengths` queries to `seen` keys; mask None: causal, as many keys as queries."""
+        # Unlike slicing, splitting needs no zero-filled gradient buffer per sequence.
         q, k, v = (
             x.transpose(0, 1)[None].split(sizes, dim=2) for x, sizes in ((query, lengths), (key, seen), (value, seen))
         )
         attention = partial(F.scaled_dot_product_attention, scale=self.scale, enable_gqa=True)
         parts = [
-            attention(*one, attn_mask=mask, is_causal=mask is None)[0]
-            for one, mask in zip(zip(q, k, v, strict=True), masks, strict=True)
+            attention(*qkv, attn_mask=mask, is_causal=mask is None)[0]
+            for qkv, mask in zip(zip(q, k, v, strict=True), masks, strict=True)
         ]
         return torch.cat(parts, dim=1).transpose(0, 1).flatten(1)
 
@@ -146,12 +146,12 @@ class CausalAttention(MegatronModule):
 
 
 def _rotate(x: Tensor, packing: Rotated) -> Tensor:
-    """x [t, n, d]: each pair of dimensions (i, i + d/2) turned by its angle."""
+    """Rotate each pair of dimensions (i, i + d/2) of x [t, n, d] by its angle."""
     return torch.addcmul(x * packing.cos, x.roll(x.shape[-1] // 2, dims=-1), packing.sin)
 
 
 def fill_in(block: TransformerBlockSubmodules, config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Megatron's local layers with RMSNorm and CausalAttention; changes `block`, which it returns."""
+    """Megatron's local layers with RMSNorm and CausalAttention; modifies and returns `block`."""
     for layer in block.layer_specs:
         modules = layer.submodules
         modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
@@ -160,7 +160,7 @@ def fill_in(block: TransformerBlockSubmodules, config: TransformerConfig) -> Tra
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         if modules.mlp.func is MoELayer:
-            # Checkpoints name this norm as with TransformerEngine, which cannot fuse it into the experts.
+            # Keep this norm's name in checkpoints as with TransformerEngine, which cannot fuse it into the experts.
             modules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     block.layer_norm = RMSNorm
     return block
@@ -181,17 +181,17 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def _llama3(plain: Tensor, scaling: Llama3) -> Tensor:
-    """Waves longer than original / low are divided, those shorter than original / high kept (Llama 3.1's release)."""
-    turns = scaling.original_positions * plain / (2 * math.pi)  # of each pair over the original context
-    kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
-    return (1 - kept) * plain / scaling.factor + kept * plain
+    """Divides wavelengths above original / low, keeps those below original / high (Llama 3.1's release)."""
+    turns = scaling.original_positions * plain / (2 * math.pi)  # rotations of each pair over the original context
+    unscaled = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    return (1 - unscaled) * plain / scaling.factor + unscaled * plain
 
 
 def _yarn(plain: Tensor, theta: float, head_dim: int, scaling: Yarn) -> Tensor:
-    """Pairs that turn often over the original context are kept, the others divided (arXiv 2309.00071, section 3.2)."""
+    """Keeps pairs that rotate often over the original context, divides the others (arXiv 2309.00071, section 3.2)."""
 
     def pair(turns: float) -> float:
-        """Index of the pair with that many turns over the original context."""
+        """Index of the pair with `turns` rotations over the original context."""
         return head_dim * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
@@ -200,5 +200,5 @@ def _yarn(plain: Tensor, theta: float, head_dim: int, scaling: Yarn) -> Tensor:
     first, last = max(first, 0), min(last, head_dim - 1)
     if first == last:
         last += 0.001  # a step, not a ramp
-    divided = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - first) / (last - first)).clamp(0, 1)
-    return plain / scaling.factor * divided + plain * (1 - divided)
+    scaled = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - first) / (last - first)).clamp(0, 1)
+    return plain / scaling.factor * scaled + plain * (1 - scaled)

@@ -1,13 +1,13 @@
-"""Adapters on Megatron's linear layers, its own and TransformerEngine's, in every layout (models/lora.py says which).
+"""Adapters of Megatron's and TransformerEngine's linear layers, in every layout (models/lora.py selects the layers).
 
-What crosses tensor-parallel ranks has the width of the adapters, not of the layer. With x the input of a layer:
+Communication between tensor-parallel ranks has the width of the adapters, not of the layer. With x a layer's input:
 
-    column parallel (qkv, gate-up)   A x on every rank's own tokens, then gathered over the sequence or, without
+    column parallel (qkv, gate-up)   A x on every rank's local tokens, then gathered over the sequence or, without
                                      sequence parallelism, copied; B has this rank's rows
     row parallel (proj, down)        A has this rank's columns; A x is summed over the ranks, with sequence
-                                     parallelism each has the sum of its own tokens; then B
+                                     parallelism scattered to the local tokens; then B
 
-Where a factor sees a part of the tokens only, Megatron sums its gradient over the ranks, as that of a norm.
+If a factor sees only a part of the tokens, Megatron sums its gradient over the ranks, like a norm's.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from megatron_collab.models.lora import Factor
 
 
 class Adapters(torch.nn.Module):
-    """Those of one linear layer on this rank, as one: A [k r, in] and B [out, k r] of its k matrices, r the rank.
+    """The adapters of one linear layer on this rank: A [k r, in] and B [out, k r] of its k matrices, r the LoRA rank.
 
-    `active`: False leaves the layer as it was. `dropping`: the input passes through dropout, one mask for all of them.
+    `active`: False disables them. `dropping`: apply dropout to the input, with one mask for all k.
     """
 
     def __init__(self, config: Config, shape: ModelShape, entry: WeightEntry, weight: torch.nn.Parameter) -> None:
-        """In dtype and on the device of `weight`, which they are added to. B is zero: nothing has changed yet.
+        """Uses dtype and device of `weight`, the adapted one. B is zero: the output is unchanged at first.
 
-        A is uniform within 1 / sqrt(columns), which is PEFT's Kaiming initialisation with a = sqrt(5); its numbers
-        follow from run.seed and its name, whatever the layout.
+        A is uniform within 1 / sqrt(columns), PEFT's Kaiming initialization with a = sqrt(5); its values depend on
+        run.seed and its name, not on the layout.
         """
         super().__init__()
         lora, parallel = config.model.lora, config.parallel
@@ -54,27 +54,27 @@ class Adapters(torch.nn.Module):
         for projection, a, b in plan.adapters(entry, lora):
             generator = torch.Generator().manual_seed(zlib.crc32(f"{config.run.seed} {a.key}".encode()))
             bound = 1 / math.sqrt(a.shape[1])
-            whole = (torch.rand(a.shape, generator=generator, device="cpu") * 2 - 1) * bound
-            own = whole if a.axis is None else whole.chunk(tp, a.axis)[rank]
-            self.a[projection] = _parameter(own, a, weight)
+            full = (torch.rand(a.shape, generator=generator, device="cpu") * 2 - 1) * bound
+            local = full if a.axis is None else full.chunk(tp, a.axis)[rank]
+            self.a[projection] = _parameter(local, a, weight)
             self.b[projection] = _parameter(torch.zeros(b.local(tp), device="cpu"), b, weight)
         for factor in (self.a if self.rows_cut else self.b).values():
             factor.sequence_parallel = self.sequence_parallel  # each rank has a part of the tokens
 
     def forward(self, x: Tensor) -> Tensor:
-        """What is added to the layer's output, for its input [t, 1, in]; both are what the layer has on this rank."""
-        cut = self.sequence_parallel or not self.rows_cut  # ranks have different numbers, which are dropped apart
+        """The term to add to the layer's output for its input [t, 1, in], both local to this rank."""
+        cut = self.sequence_parallel or not self.rows_cut  # inputs differ between ranks, so masks must too
         if self.dropping and self.dropout:
             with tensor_parallel.get_cuda_rng_tracker().fork() if cut else nullcontext():
                 x = F.dropout(x, self.dropout)
         u = F.linear(x, torch.cat(list(self.a.values())))
         if self.rows_cut:
             across = tensor_parallel.copy_to_tensor_model_parallel_region
-            of_sequence = tensor_parallel.gather_from_sequence_parallel_region
+            across_sequence = tensor_parallel.gather_from_sequence_parallel_region
         else:
             across = tensor_parallel.reduce_from_tensor_model_parallel_region
-            of_sequence = tensor_parallel.reduce_scatter_to_sequence_parallel_region
-        u = (of_sequence if self.sequence_parallel else across)(u)
+            across_sequence = tensor_parallel.reduce_scatter_to_sequence_parallel_region
+        u = (across_sequence if self.sequence_parallel else across)(u)
         return F.linear(u, rows_of(self._blocks, list(self.b.values()))) * self.scale
 
     def merged(self, weight: Tensor) -> Tensor:
@@ -82,15 +82,15 @@ class Adapters(torch.nn.Module):
         return merged(weight, self._blocks, list(self.a.values()), list(self.b.values()), self.scale)
 
     def attach(self, linear: torch.nn.Module) -> None:
-        """Have `linear` add them to its output, and its weight know them."""
+        """Make `linear` add them to its output, and register them at its weight."""
         if hasattr(linear, "return_layernorm_output"):
-            linear.return_layernorm_output = True  # TransformerEngine's with a norm, whose result the adapters read
+            linear.return_layernorm_output = True  # of TransformerEngine's fused norm: the adapters read it
         linear.adapters = self
-        linear.weight.adapters = self  # for what is published and exported
+        linear.weight.adapters = self  # for publishing and export
         linear.register_forward_hook(self._add)
 
     def _add(self, linear: torch.nn.Module, inputs: tuple[Tensor, ...], output: tuple[Any, Any]) -> tuple[Any, Any]:
-        """A forward hook of a linear layer, which gives its result and a bias; a result with a norm's is a pair."""
+        """Forward hook of a linear layer with output (result, bias); with a fused norm, result is (result, norm's)."""
         result, bias = output
         x = inputs[0]
         if isinstance(result, tuple):
@@ -99,7 +99,7 @@ class Adapters(torch.nn.Module):
 
 
 def add(chunks: Sequence[torch.nn.Module], config: Config, shape: ModelShape) -> None:
-    """Freeze the model of which this rank has `chunks`, and give its linear layers the adapters of model.lora."""
+    """Freeze the model (this rank's `chunks`), and add the adapters of model.lora to its linear layers."""
     entries, lora = {entry.megatron: entry for entry in table(shape)}, config.model.lora
     for chunk in chunks:
         policy = unwrap(chunk)
@@ -110,7 +110,7 @@ def add(chunks: Sequence[torch.nn.Module], config: Config, shape: ModelShape) ->
             if plan.adapters(entries[name], lora):
                 Adapters(config, shape, entries[name], weight).attach(owners[weight])
         if policy.pre_process:
-            # Else nothing that enters the first layer has a gradient, and one that is recomputed would have none.
+            # Else no input of the first layer requires a gradient, and recomputed layers would get none.
             policy.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
 
 
@@ -120,32 +120,32 @@ def adapters_of(chunks: Sequence[torch.nn.Module]) -> Iterator[Adapters]:
 
 
 @contextmanager
-def base_alone(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Within it the adapters add nothing: the model is the one that the training started from."""
+def adapters_disabled(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Disables the adapters inside the block: the model is the initial one."""
     yield from _switched(chunks, "active", False)
 
 
 @contextmanager
 def dropping(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Within it the adapters' inputs pass through dropout, as they do where the model learns and nowhere else."""
+    """Enables dropout of the adapters' inputs inside the block; only used for training steps."""
     yield from _switched(chunks, "dropping", True)
 
 
 def _switched(chunks: Sequence[torch.nn.Module], switch: str, to: bool) -> Iterator[None]:
-    found = list(adapters_of(chunks))
-    for adapters in found:
+    modules = list(adapters_of(chunks))
+    for adapters in modules:
         setattr(adapters, switch, to)
     try:
         yield
     finally:
-        for adapters in found:
+        for adapters in modules:
             setattr(adapters, switch, not to)
 
 
 def _parameter(values: Tensor, factor: Factor, like: torch.nn.Parameter) -> torch.nn.Parameter:
-    """`values` [this rank's part of `factor`] as a parameter."""
-    made = torch.nn.Parameter(values.to(dtype=like.dtype, device=like.device, copy=True))
-    made.factor = factor
+    """A parameter with `values`, this rank's part of `factor`, in dtype and on the device of `like`."""
+    parameter = torch.nn.Parameter(values.to(dtype=like.dtype, device=like.device, copy=True))
+    parameter.factor = factor
     if factor.axis is not None:
-        tensor_parallel.set_tensor_model_parallel_attributes(made, True, factor.axis, 1)
-    return made
+        tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, factor.axis, 1)
+    return parameter

@@ -1,4 +1,4 @@
-"""The policy as a Megatron-Core GPT model: its layers, and how it is built, loaded and copied."""
+"""The policy as a Megatron-Core GPT model: layers, construction, loading and copies."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from megatron_collab.trainer.megatron.layers import RotaryTable, inverse_frequen
 from megatron_collab.trainer.megatron.paths import PackedTrees
 from megatron_collab.trainer.megatron.routing import ReplayedRouter
 
-Load = Callable[[Config], list[torch.nn.Module]]  # gives this rank's chunks of a new network
+Load = Callable[[Config], list[torch.nn.Module]]  # returns this rank's chunks of a new network
 
 
 class PolicyModel(GPTModel):
-    """A (virtual) pipeline stage of the policy on this rank, weights uninitialised.
+    """A (virtual) pipeline stage of the policy on this rank, weights uninitialized.
 
     `policy(token_ids, position_ids, None, packed_seq_params=...)`, both int64 [1, t], sequences packed ("thd"),
-    gives the last stage's hidden states after the final norm, [1, t, h] in the model's dtype, complete on every
-    tensor-parallel rank. Their gradient is summed over these ranks, so that each may bring that of its own
+    returns the last stage's hidden states after the final norm, [1, t, h] in the model's dtype, complete on every
+    tensor-parallel rank. Their gradient is summed over these ranks, so that each can contribute that of its local
     rows of `head`. Positions count from 0 in every sequence, and along every path of PackedTrees. With sequence
-    parallelism t must be a multiple of tp. `routing=...` are the experts that `routers` take (routing.py), int16
-    [t, layers * experts of a token] of all layers of the model, -1 where a token goes to those of the router's choice.
+    parallelism t must be a multiple of tp. `routing`: experts that `routers` replay (routing.py), int16
+    [t, layers * experts per token] for all layers of the model, -1 for tokens that the router routes itself.
     """
 
     def __init__(self, config: TransformerConfig, shape: ModelShape, vp_stage: int | None = None) -> None:
@@ -54,14 +54,14 @@ class PolicyModel(GPTModel):
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tied,
-            # CausalAttention rotates by itself.
+            # CausalAttention applies the rotation itself.
             position_embedding_type="rope" if config.apply_rope_fusion else "none",
             vp_stage=vp_stage,
         )
         self.shape = shape
-        self.lora: LoraConfig | None = None  # of its adapters, if it has any
-        self.routers: list[ReplayedRouter] = []  # those that take the experts they are given
-        # No buffer: those are rounded where the model is.
+        self.lora: LoraConfig | None = None  # settings of its adapters, if any
+        self.routers: list[ReplayedRouter] = []  # routers that replay given experts
+        # Not a buffer, which would be rounded to the model's dtype.
         self.inverse_frequencies = inverse_frequencies(shape.rope, shape.head_dim)
         if config.apply_rope_fusion:
             self.rotary_pos_emb = RotaryTable(self.inverse_frequencies)
@@ -86,7 +86,7 @@ class PolicyModel(GPTModel):
         output = super().forward(
             token_ids, position_ids, attention_mask, packed_seq_params=packing, output_processor=self._complete
         )
-        if self.routers and output.requires_grad:  # by its backward pass other micro-batches have come forward
+        if self.routers and output.requires_grad:  # before its backward pass, other micro-batches may run forward
             output.register_hook(lambda _: self._route(routing))
         return output
 
@@ -95,18 +95,18 @@ class PolicyModel(GPTModel):
             router.take(routing)
 
     def _preprocess(
-        self, *, position_ids: Tensor, packed_seq_params: PackedSeqParams, **others: Any
+        self, *, position_ids: Tensor, packed_seq_params: PackedSeqParams, **options: Any
     ) -> tuple[Any, ...]:
         """Give each position of PackedTrees the row of its depth in the rotary table."""
-        states, table, *rest = super()._preprocess(
-            position_ids=position_ids, packed_seq_params=packed_seq_params, **others
+        states, table, *remainder = super()._preprocess(
+            position_ids=position_ids, packed_seq_params=packed_seq_params, **options
         )
         if table is not None and isinstance(packed_seq_params, PackedTrees):
             table = table[position_ids[0]]
-        return states, table, *rest
+        return states, table, *remainder
 
     def _complete(self, *, hidden_states: Tensor, **_: Any) -> Tensor:
-        """The last stage gives its hidden states in place of logits; of the output layer only the weight is used."""
+        """Return hidden states instead of logits on the last stage; only the output layer's weight is used."""
         gather = gather_from_sp if self.config.sequence_parallel else copy_to_tp
         return gather(hidden_states).transpose(0, 1)
 
@@ -119,9 +119,9 @@ class _BFloat16(Float16Module):
 
 
 def build(config: Config, shape: ModelShape) -> list[torch.nn.Module]:
-    """This rank's stages of the model on its device, weights uninitialised: one per virtual pipeline stage.
+    """This rank's stages of the model on its device, weights uninitialized: one per virtual pipeline stage.
 
-    With model.lora.rank they are frozen, and have adapters.
+    With model.lora.rank they are frozen and have adapters.
     """
     chunks = _build(transformer_config(config, shape), shape, torch.device(device.select(config.launch.device).type))
     if config.model.lora.rank:
@@ -129,17 +129,17 @@ def build(config: Config, shape: ModelShape) -> list[torch.nn.Module]:
     return chunks
 
 
-def _build(config: TransformerConfig, shape: ModelShape, where: torch.device) -> list[torch.nn.Module]:
+def _build(config: TransformerConfig, shape: ModelShape, home: torch.device) -> list[torch.nn.Module]:
     stages = range(config.virtual_pipeline_model_parallel_size or 0)
     policies = [PolicyModel(config, shape, vp_stage=stage) for stage in stages or [None]]
     for policy in policies:
         megatron.mark_experts(policy)
-        policy.to(where)
+        policy.to(home)
     return [_BFloat16(config, policy) if config.bf16 else policy for policy in policies]
 
 
 def load(config: Config) -> list[torch.nn.Module]:
-    """The model of model.path, loaded."""
+    """Build and load the model of model.path."""
     folder = hub.folder(config.model.path)
     beat(f"loading {folder}")
     chunks = build(config, hf_config.read(folder / "config.json"))
@@ -148,22 +148,22 @@ def load(config: Config) -> list[torch.nn.Module]:
 
 
 def frozen_copy(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """A frozen second model with the same weights."""
+    """A frozen copy of the model."""
     policy = unwrap(chunks[0])
-    # A configuration of its own: an optimizer adds its functions to the trained model's.
-    twins = _build(copy.copy(policy.config), policy.shape, next(policy.parameters()).device)
-    for twin, chunk in zip(twins, chunks, strict=True):
-        twin.requires_grad_(False)
-        copy_weights([chunk], [twin])
-        for target in twin.parameters():
+    # A separate configuration: an optimizer adds its functions to the trained model's.
+    copies = _build(copy.copy(policy.config), policy.shape, next(policy.parameters()).device)
+    for frozen, chunk in zip(copies, chunks, strict=True):
+        frozen.requires_grad_(False)
+        copy_weights([chunk], [frozen])
+        for target in frozen.parameters():
             if hasattr(target, "clear_high_precision_init_val"):
-                target.clear_high_precision_init_val()  # on the host, for the master of an optimizer that it has not
-    return [twin.eval() for twin in twins]
+                target.clear_high_precision_init_val()  # host copy for an optimizer's master weights, unused here
+    return [frozen.eval() for frozen in copies]
 
 
 @torch.no_grad()
 def copy_weights(sources: Sequence[torch.nn.Module], targets: Sequence[torch.nn.Module]) -> None:
-    """Give `targets`, frozen copies, the weights that `sources` have now."""
-    for one, other in zip(sources, targets, strict=True):
-        for source, target in zip(one.parameters(), other.parameters(), strict=True):
+    """Copy the current weights of `sources` to `targets`, frozen copies."""
+    for source_chunk, target_chunk in zip(sources, targets, strict=True):
+        for source, target in zip(source_chunk.parameters(), target_chunk.parameters(), strict=True):
             target.copy_(source.detach())

@@ -31,9 +31,9 @@ def run_store() -> tuple[dist.Store, int, int]:
 
 @contextmanager
 def leader_ends_first(timeout: float, explain: Callable[[RunStopped], None]) -> Iterator[None]:
-    """When the run stops inside the block, the other ranks leave it after rank 0, or after `timeout` seconds.
+    """If the run stops inside the block, the other ranks leave it after rank 0, or after `timeout` seconds.
 
-    torchrun ends all ranks once one has failed, and rank 0 has servers and Ray to shut down, and to `explain`.
+    torchrun ends all ranks once one has failed, and rank 0 must still shut down servers and Ray, and `explain`.
     """
     try:
         yield
@@ -43,32 +43,32 @@ def leader_ends_first(timeout: float, explain: Callable[[RunStopped], None]) -> 
             explain(error)
             store.set(_LEADER_ENDED, "")
         else:
-            with suppress(dist.DistStoreError, dist.DistNetworkError):  # late, or gone with its node
+            with suppress(dist.DistStoreError, dist.DistNetworkError):  # rank 0 is late, or its node is down
                 store.wait([_LEADER_ENDED], timedelta(seconds=timeout))
         raise
 
 
 @contextmanager
 def init_parallel(config: Config) -> Iterator[None]:
-    """Process groups and the seeds of the ranks, from torchrun's environment; may be entered again after its end."""
-    chosen = device.select(config.launch.device)
-    refuse_visible_cuda(chosen.type)
-    if chosen.type != "cpu":
+    """Process groups and seeds of the ranks, from torchrun's environment; can be entered again after its end."""
+    selected = device.select(config.launch.device)
+    refuse_visible_cuda(selected.type)
+    if selected.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     beat("rendezvous of the ranks")
     timeout = hang_detector.collective_timeout(config.launch.timeout)
     store, rank, world_size = run_store()
-    # A prefix of its own: what an earlier group of this process left in the store must not be read again.
+    # A new prefix: keys of an earlier group of this process must not be read again.
     store = dist.PrefixStore(f"parallel/{next(_GROUPS)}", store)
-    dist.init_process_group(chosen.backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+    dist.init_process_group(selected.backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     with groups(config, timeout):
         yield
 
 
 @contextmanager
 def groups(config: Config, timeout: timedelta) -> Iterator[None]:
-    """The groups of the layout and the seeds, within torch's default group, which ends with them."""
-    with rank0.own_group(timeout):
+    """The layout's process groups and the seeds, in torch's default group, which is destroyed with them."""
+    with rank0.dedicated_group(timeout):
         try:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=config.parallel.tp,

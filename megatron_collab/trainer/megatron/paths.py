@@ -1,7 +1,7 @@
-"""Attention in packed trees: a branch's queries see the keys of their own path, from the root to themselves.
+"""Attention in packed trees: a branch's queries see the keys of their path, from the root to themselves.
 
-For attention the keys and values of every path are gathered, so that queries are fewer than keys and the last query
-sees the last key: causal from the bottom right. What branches share gets the sum of their gradients by the gathering.
+Keys and values of every path are gathered, so that there are fewer queries than keys and the last query sees the last
+key: causal from the bottom right. In the backward pass of the gather, shared positions sum the branches' gradients.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 @dataclass(frozen=True)
 class Paths:
-    """Of B branches: `queries` and `keys` int32 [B + 1], bounds of their own positions and of their paths' laid end to
-    end, of which `rows` int64 [keys[-1]] says where each is; and the largest number of queries and keys of any."""
+    """Paths of B branches: `queries` and `keys` int32 [B + 1] are the bounds of the branches and of the concatenated
+    paths; `rows` int64 [keys[-1]] are the positions of the latter; `most_*` the largest numbers of any branch."""
 
     queries: Tensor
     keys: Tensor
@@ -32,28 +32,28 @@ class Paths:
 
 @dataclass
 class PackedTrees(PackedSeqParams):
-    """Packed trees. To all but attention one sequence of T positions, with a rotation of its own for each."""
+    """Packed trees. Everything but attention sees one sequence of T positions, each with its own rotation."""
 
     paths: Paths = field(kw_only=True)
 
 
 def packing(cu_seqlens: np.ndarray, keys: Sequence[np.ndarray], device: torch.device) -> PackedSeqParams:
-    """What the model is told of branches: their bounds `cu_seqlens` int32 [B + 1], the positions `keys` of their paths.
+    """Packing of branches for the model: their bounds `cu_seqlens` int32 [B + 1], the positions `keys` of their paths.
 
-    PackedTrees only where a path is longer than its branch.
+    PackedTrees only if a path is longer than its branch.
     """
 
     def bounds(sizes: np.ndarray) -> Tensor:
         return torch.from_numpy(np.cumsum([0, *sizes]).astype(np.int32)).to(device)
 
-    own, seen = np.diff(cu_seqlens), np.array([len(path) for path in keys])
-    longest = int(own.max())
-    if (own == seen).all():
-        return PackedSeqParams("thd", bounds(own), bounds(own), max_seqlen_q=longest, max_seqlen_kv=longest)
+    lengths, path_lengths = np.diff(cu_seqlens), np.array([len(path) for path in keys])
+    longest = int(lengths.max())
+    if (lengths == path_lengths).all():
+        return PackedSeqParams("thd", bounds(lengths), bounds(lengths), max_seqlen_q=longest, max_seqlen_kv=longest)
     rows = torch.from_numpy(np.concatenate(keys)).to(device)
-    paths = Paths(bounds(own), bounds(seen), rows, longest, int(seen.max()))
-    whole, length = bounds(np.array([own.sum()])), int(own.sum())
-    return PackedTrees("thd", whole, whole, max_seqlen_q=length, max_seqlen_kv=length, paths=paths)
+    paths = Paths(bounds(lengths), bounds(path_lengths), rows, longest, int(path_lengths.max()))
+    total, length = bounds(np.array([lengths.sum()])), int(lengths.sum())
+    return PackedTrees("thd", total, total, max_seqlen_q=length, max_seqlen_kv=length, paths=paths)
 
 
 def attend(
@@ -61,19 +61,19 @@ def attend(
 ) -> Tensor:
     """`attention` of `query` [T, n, d] to the `rows` int64 [K] of `key` and `value` [T, g, d].
 
-    Autograd keeps `key` and `value` instead of what is gathered from them, which is gathered again when it goes back.
+    Autograd saves `key` and `value` instead of the gathered tensors, and gathers again in the backward pass.
     """
-    gathered = [one.index_select(0, rows) for one in (key, value)]
-    with _gathered_again((key, value), gathered, rows):
+    gathered = [tensor.index_select(0, rows) for tensor in (key, value)]
+    with _gathered_on_demand((key, value), gathered, rows):
         return attention(query, *gathered)
 
 
 @contextmanager
-def _gathered_again(sources: Sequence[Tensor], gathered: Sequence[Tensor], rows: Tensor) -> Iterator[None]:
-    """Within it autograd, told to keep (a view of) `gathered`, keeps the name of it and the `sources`."""
-    kept = [source.detach() for source in sources]
-    names = {one.untyped_storage().data_ptr(): number for number, one in enumerate(gathered)}
-    again: dict[int, Tensor] = {}
+def _gathered_on_demand(sources: Sequence[Tensor], gathered: Sequence[Tensor], rows: Tensor) -> Iterator[None]:
+    """Inside the block autograd saves the `sources` and an index instead of (views of) `gathered`."""
+    detached = [source.detach() for source in sources]
+    names = {part.untyped_storage().data_ptr(): number for number, part in enumerate(gathered)}
+    regathered: dict[int, Tensor] = {}
 
     def save(tensor: Tensor) -> Tensor | tuple[int, torch.Size, tuple[int, ...], int]:
         number = names.get(tensor.untyped_storage().data_ptr())
@@ -83,15 +83,15 @@ def _gathered_again(sources: Sequence[Tensor], gathered: Sequence[Tensor], rows:
         if isinstance(saved, Tensor):
             return saved
         number, size, stride, offset = saved
-        if number not in again:
-            again[number] = kept[number].index_select(0, rows)
-        return again[number].as_strided(size, stride, offset)
+        if number not in regathered:
+            regathered[number] = detached[number].index_select(0, rows)
+        return regathered[number].as_strided(size, stride, offset)
 
     def drop(number: int, gradient: Tensor) -> None:
-        again.pop(number, None)
+        regathered.pop(number, None)
 
-    for number, one in enumerate(gathered):
-        if one.requires_grad:  # its gradient is there once nobody needs it any more
-            one.register_hook(partial(drop, number))
+    for number, part in enumerate(gathered):
+        if part.requires_grad:  # once its gradient is computed, it is no longer needed
+            part.register_hook(partial(drop, number))
     with saved_tensors_hooks(save, restore):
         yield

@@ -1,4 +1,4 @@
-"""Exchanges between pipeline stages; the plan of micro-batches gives their shapes."""
+"""Communication between pipeline stages, with shapes from the plan of micro-batches."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class PlannedCommunicator(P2PCommunicator):
-    """The communicator of one pass of a pipeline over its micro-batches; no shape is exchanged.
+    """The communicator of one pass of a pipeline over its micro-batches; exchanges no shapes.
 
-    Packed micro-batches differ in length. Megatron then sends the shape of every tensor ahead of it, and the host waits
-    for the device to read it. All stages of a pipeline have the same micro-batches, so each one knows what it receives
-    and when: in the order of the schedule, forward and backward.
+    Packed micro-batches differ in length. For these Megatron sends every tensor's shape first, and the host waits for
+    the device to read it. All stages of a pipeline have the same micro-batches, so each stage knows the shapes that it
+    receives, in the order of the schedule, forward and backward.
     """
 
     def __init__(self, config: TransformerConfig, lengths: Sequence[int]) -> None:
@@ -27,14 +27,14 @@ class PlannedCommunicator(P2PCommunicator):
         ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         shapes = [(length // ranks, 1, config.hidden_size) for length in lengths]
         computed = [shapes[number] for number, _ in table]
-        # From one end of the pipeline to the other goes the output of every chunk but the last, and back its gradient.
-        around = [shapes[number] for number, chunk in table if chunk]
+        # The output of every chunk but the last wraps around from the last stage to the first, and its gradient back.
+        wrapping = [shapes[number] for number, chunk in table if chunk]
         stage, last = self.pp_group.rank(), self.pp_group.size() - 1
-        self._from_previous = iter(around if stage == 0 else computed)
-        self._from_next = iter(around if stage == last else computed)
+        self._from_previous = iter(wrapping if stage == 0 else computed)
+        self._from_next = iter(wrapping if stage == last else computed)
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Shapes [positions of this rank, 1, hidden] of what arrives from the previous and from the next stage."""
+        """Shapes [positions of this rank, 1, hidden] of the tensors from the previous and from the next stage."""
         return next(self._from_previous) if recv_prev else (), next(self._from_next) if recv_next else ()

@@ -1,13 +1,13 @@
-"""Routing replay: routers send tokens to experts that are given to them, those that the engine chose as it sampled.
+"""Routing replay: routers send tokens to the experts that the engine selected while sampling.
 
-Trainer and engine compute the scores of experts with other kernels, so of two that are nearly equal each may take
-another one, and a token's log-probability jumps. R3 (rollout routing replay, arXiv:2510.11370) has the trainer take the
-engine's experts I, with weights from its own scores s, so that the router still learns:
+Trainer and engine compute the experts' scores with different kernels, so they may select different experts if scores
+are nearly equal, and a token's log-probability jumps. With R3 (rollout routing replay, arXiv:2510.11370) the trainer
+uses the engine's experts I, with weights from its own scores s, so that the router still learns:
 
     g_i = [i in I] exp(s_i) / sum_{j in I} exp(s_j),
 
-or, where the model does not normalise them, the softmax over all experts, of which those in I are kept. Experts are the
-same in all passes over a batch, as GSPO's paper has it for the old and the new policy (arXiv:2507.18071, section 5.3).
+or, if the model does not normalize them, the entries in I of the softmax over all experts. Experts are the same in all
+passes over a batch, as in GSPO's paper for the old and the new policy (arXiv:2507.18071, section 5.3).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from megatron_collab.checkpoint.hf import unwrap
 
 
 class ReplayedRouter:
-    """What a router asks which experts to take, in the place of Megatron's RouterReplay.
+    """Replaces Megatron's RouterReplay: provides a router with the experts to select.
 
-    That one has a mode for all routers of a process, to be switched at every pass of a pipeline's schedule. Here the
-    model tells its routers before a forward pass, and again before the backward pass of the same micro-batch, which may
-    compute activations again.
+    Megatron's has one mode for all routers of a process, to be switched at every pass of a pipeline's schedule. Here
+    the model sets the experts of its routers before a forward pass, and again before the backward pass of the same
+    micro-batch, which may recompute activations.
     """
 
     def __init__(self, router: TopKRouter) -> None:
         self.config, self.layer = router.config, router.layer_number - 1
-        self.experts: Tensor | None = None  # int16 [tokens of this rank, experts of a token], -1 for none
+        self.experts: Tensor | None = None  # int16 [tokens of this rank, experts per token], -1 for none
         router.router_replay = self
 
     def take(self, routing: Tensor | None) -> None:
-        """From now on take the experts of `routing`, as PolicyModel.forward has it; None: the router's own choice."""
+        """Use the experts of `routing` from now on, as in PolicyModel.forward; None: the router selects them."""
         if routing is None:
             self.experts = None
             return
@@ -55,15 +55,15 @@ class ReplayedRouter:
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Scores [tokens, topk] and numbers of each token's experts, of all its `scores` [tokens, experts]."""
-        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        """(scores, indices) of each token's experts, both [tokens, topk], from all `scores` [tokens, experts]."""
+        values, selected = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.experts is None:
-            return values, own
-        experts = torch.where(self.experts < 0, own, self.experts.long())
+            return values, selected
+        experts = torch.where(self.experts < 0, selected, self.experts.long())
         return scores.gather(1, experts), experts
 
 
 def add(chunks: Sequence[Any]) -> None:
-    """Have the routers of a model take the experts that it is given."""
+    """Make the routers of a model use the experts passed to it."""
     for policy in map(unwrap, chunks):
         policy.routers = [ReplayedRouter(module) for module in policy.modules() if isinstance(module, TopKRouter)]

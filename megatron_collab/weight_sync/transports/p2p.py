@@ -1,7 +1,7 @@
-"""Weights to servers over the network, point to point: each rank sends its part of a bucket; both ends are here.
+"""Transport over the network, point to point: each rank sends its part of a bucket. Both ends are in this module.
 
-Every server shares a process group with the trainer's ranks, separate from torch's global state: one that dies affects
-no other. A part is packed once, whatever the number of servers. CPUs use gloo, GPUs NCCL; NCCL was never run here.
+Each server has a process group with the trainer's ranks, outside torch's global state: a dead server does not affect
+the others. A part is packed once for any number of servers. CPUs use gloo, GPUs NCCL; NCCL was never run here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_collab.weight_sync.store_protocol import Address, Peer, SyncStore, connect
 
-if TYPE_CHECKING:  # the servers do without the trainer's libraries
+if TYPE_CHECKING:  # servers do not have the trainer's libraries
     from megatron_collab.weight_sync.encoding import Sums
     from megatron_collab.weight_sync.sender import Sender
 
@@ -31,17 +31,17 @@ _ON_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 def _join(address: Address, name: str, rank: int, size: int, device: torch.device, timeout: float) -> dist.ProcessGroup:
-    """Join the process group `name`; RuntimeError where not all ranks join within `timeout` seconds."""
+    """Join the process group `name`; raises RuntimeError if not all ranks join within `timeout` seconds."""
     store, limit = connect(address, name, timeout), timedelta(seconds=timeout)
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, rank, size, limit)
     options = dist.ProcessGroupNCCL.Options()
-    # Whoever waits gives up by a deadline of its own (`finish`), and aborts: torch's watchdog must not come before it.
+    # `finish` has its own deadline and aborts the group: torch's watchdog must not fire before it.
     options._timeout = 10 * limit
-    # A peer that has died would hold up a blocking join for ever.
+    # A dead peer would block a blocking join forever.
     options.config.blocking = 0
     os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(math.ceil(timeout))
-    # Read in the constructor: where an operation fails, abort it (2) instead of ending the process, as other groups do.
+    # Read in the constructor: 2 aborts a failed operation; other groups end the process.
     before = os.environ.get(_ON_ERROR)
     os.environ[_ON_ERROR] = "2"
     try:
@@ -52,27 +52,27 @@ def _join(address: Address, name: str, rank: int, size: int, device: torch.devic
 
 
 def finish(work: dist.Work, deadline: float, device: torch.device) -> None:
-    """Wait for `work` until `deadline` (monotonic); RuntimeError where it fails or times out."""
-    if device.type != "cpu":  # NCCL's wait neither blocks nor fails; gloo's works are complete when waited for
+    """Wait for `work` until `deadline` (monotonic); raises RuntimeError if it fails or times out."""
+    if device.type != "cpu":  # NCCL's wait neither blocks nor fails; for gloo, wait() is enough
         while not work.is_completed():
             if time.monotonic() > deadline:
                 raise RuntimeError("no answer from the other end")
             time.sleep(1e-4)
-    work.wait(timedelta(seconds=_left(deadline)))
+    work.wait(timedelta(seconds=_remaining(deadline)))
 
 
-def _left(deadline: float) -> float:
-    """Seconds left, at least 0.1: completed work must still be found complete."""
+def _remaining(deadline: float) -> float:
+    """Seconds until `deadline`, at least 0.1: work that is already complete must not time out."""
     return max(0.1, deadline - time.monotonic())
 
 
 class NetworkTransport:
-    """The trainer's end, on every rank."""
+    """The trainer's side, on every rank."""
 
     def __init__(self, writer: Sender, address: Address, prefix: str, device: torch.device, timeout: float) -> None:
         """A server that does not join or take a bucket for `timeout` seconds is abandoned.
 
-        That is less than servers wait for the trainer: one that hangs must not fail the others.
+        `timeout` is shorter than the servers' own: a hung server must not fail the others.
         """
         self._writer, self._address, self._prefix = writer, address, prefix
         self._device, self._timeout = device, timeout
@@ -82,12 +82,12 @@ class NetworkTransport:
         self._groups: dict[int, dist.ProcessGroup] = {}
 
     def addresses(self, store: SyncStore, peers: Sequence[Peer]) -> dict[int, list[dict[str, Any]]]:
-        """Arguments of a Receiver, by server of `peers` and by its rank."""
+        """Arguments of a Receiver for each server of `peers` and each of its ranks."""
         groups = {p.server: {"name": self._name(store, p), "ranks": self._ranks, "tp": p.tp} for p in peers}
         return {server: [{"network": group}] * group["tp"] for server, group in groups.items()}
 
     def carry(self, store: SyncStore, peers: Sequence[Peer], sums: Sums | None, first: int) -> None:
-        """Send the buckets from `first` on to `peers`, leaving out those that fail; for `sums` see Sender.write."""
+        """Send buckets `first` and later to `peers`, skipping servers that fail; for `sums` see Sender.write."""
         deadline = time.monotonic() + self._timeout
         for peer in peers:
             if peer.new:
@@ -115,7 +115,7 @@ class NetworkTransport:
         """Forget the process group of a server that failed."""
         group = self._groups.pop(server, None)
         if group is not None and self._device.type != "cpu":
-            group.abort()  # else what was sent to it waits on the GPU for ever
+            group.abort()  # else pending sends stay on the GPU forever
 
     def close(self) -> None:
         self._groups.clear()
@@ -125,7 +125,7 @@ class NetworkTransport:
         """Form a process group with a server, unless it does not join."""
         self.drop(peer.server)
         with self._losing(store, peer):
-            if not store.all_ready(peer.server, peer.tp, _left(deadline)) or store.abandoned(peer.server):
+            if not store.all_ready(peer.server, peer.tp, _remaining(deadline)) or store.abandoned(peer.server):
                 raise RuntimeError("it does not join")
             name, size = self._name(store, peer), self._ranks + peer.tp
             self._groups[peer.server] = _join(self._address, name, self._rank, size, self._device, self._timeout)
@@ -136,7 +136,7 @@ class NetworkTransport:
     def _settle(
         self, store: SyncStore, peers: Sequence[Peer], number: int, works: Mapping[int, Sequence[dist.Work]]
     ) -> None:
-        """Wait until the servers have received bucket `number`, except for those that are lost."""
+        """Wait until the servers, except lost ones, have received bucket `number`."""
         store.wait_sent(number)  # until then a server may wait for another trainer rank
         deadline = time.monotonic() + self._timeout
         for peer in [peer for peer in peers if peer.server in works and peer.server in self._groups]:
@@ -148,7 +148,7 @@ class NetworkTransport:
 
     @contextmanager
     def _losing(self, store: SyncStore, peer: Peer) -> Iterator[None]:
-        """Abandon a server with which something fails."""
+        """Abandon a server if an operation with it fails."""
         try:
             yield
         except RuntimeError as error:
@@ -158,7 +158,7 @@ class NetworkTransport:
 
 
 class NetworkReceiver:
-    """A server rank's end: rank r sends parts[k][r] = [start, stop) of bucket k; the next comes as one is used."""
+    """A server rank's side. Trainer rank r sends bytes parts[k][r] = [start, stop) of bucket k. One bucket ahead."""
 
     def __init__(
         self,
@@ -171,15 +171,15 @@ class NetworkReceiver:
         device: torch.device,
         timeout: float,
     ) -> None:
-        """Join the trainer's `ranks` as rank `rank` of `tp`. RuntimeError after `timeout` s without progress."""
+        """Join the trainer's `ranks` as rank `rank` of `tp`. Raises RuntimeError after `timeout` s without progress."""
         self._device, self._timeout = device, timeout
         self._group = _join(address, name, ranks + rank, ranks + tp, device, timeout)
         self._parts = parts
-        largest = max((stop for own in parts for _, stop in own.values()), default=0)
+        largest = max((stop for sources in parts for _, stop in sources.values()), default=0)
         self._buckets = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(min(2, len(parts)))]
 
-    def each(self, store: SyncStore, first: int) -> Iterator[Tensor]:
-        """The buckets of a publish from `first` on, uint8, each as it is complete; it may change at the next one."""
+    def buckets(self, store: SyncStore, first: int) -> Iterator[Tensor]:
+        """Yield buckets `first` and later of a publish (uint8), each once complete and valid until the next one."""
         coming = self._receive(first)
         for number in range(first, len(self._parts)):
             deadline = time.monotonic() + self._timeout

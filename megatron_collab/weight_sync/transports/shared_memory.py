@@ -1,9 +1,9 @@
-"""Weights through memory that the processes of a node share: trainer ranks write, servers read; both ends are here.
+"""Transport through memory that the processes of a node share: trainer ranks write, servers read. Both ends are here.
 
-For each rank of its servers a place (see node_routing.py) has two segments: one is written while the other is read. All
-servers of a place read the same segments. What no rank there holds comes from other places, straight into the segments.
-On CPU a segment is a file without a name, which goes with its last user, however that ends; on CUDA it is device
-memory, opened through CUDA IPC.
+A place (see node_routing.py) has two segments per rank of its servers: one is written while the other is read. All
+servers of a place read the same segments. Slices that no rank of the place holds arrive from other places, straight
+into the segments. On CPU a segment is an anonymous file, freed with its last user, however that process ends; on CUDA
+it is device memory, opened through CUDA IPC.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from megatron_collab.runtime.device import synchronize
 from megatron_collab.weight_sync.store_protocol import Address, Peer, PlaceStore, SyncStore, connect, host
 from megatron_collab.weight_sync.transports.p2p import finish
 
-if TYPE_CHECKING:  # the servers do without the trainer's libraries
+if TYPE_CHECKING:  # servers do not have the trainer's libraries
     from megatron_collab.weight_sync.encoding import Sums
     from megatron_collab.weight_sync.node_routing import Hop, Places
     from megatron_collab.weight_sync.plan import SyncPlan
     from megatron_collab.weight_sync.sender import Sender
 
-# How another process opens a segment: a path with a size, or a pickle of torch's.
+# How another process opens a segment: a path and its size, or a torch pickle and 0.
 Handle = tuple[str, int]
 
-_LOOK_SECONDS = 0.5  # between looks for abandoned servers
+_LOOK_SECONDS = 0.5  # interval of checks for abandoned servers
 
 
 class Segment:
-    """`data`, uint8 [size], that other processes can open. Its pages are populated at once: first writes are slow."""
+    """Shared `data`, uint8 [size]. Its pages are populated at once, because first writes are slow."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._file: int | None = None
@@ -55,7 +55,7 @@ class Segment:
             self.data = torch.empty(size, dtype=torch.uint8, device=device)
 
     def handle(self) -> Handle:
-        """What one other process needs to open it; each needs one of its own."""
+        """Handle with which one other process can open the segment; every process needs its own."""
         if self._file is not None:
             return f"/proc/{os.getpid()}/fd/{self._file}", len(self.data)
         buffer = io.BytesIO()
@@ -63,14 +63,14 @@ class Segment:
         return base64.b64encode(buffer.getvalue()).decode(), 0
 
     def close(self) -> None:
-        """No process can open it any more; it goes with its last user."""
+        """Prevent further opening; the memory is freed with its last user."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
 
 def opened(handle: Handle) -> Tensor:
-    """The uint8 [size] of a segment that another process made."""
+    """The data, uint8 [size], of a segment of another process."""
     text, size = handle
     if not size:
         return ForkingPickler.loads(base64.b64decode(text))
@@ -87,13 +87,13 @@ def _mapped(file: int, size: int) -> Tensor:
 
 
 def segment_sizes(plan: SyncPlan, places: Places, rank: int) -> dict[int, list[int]]:
-    """Bytes of the segments that a trainer rank makes, by the server rank that they are for."""
+    """Bytes of the segments that a trainer rank allocates, by target server rank."""
     targets = range(len(plan[0]))
     return {t: [max(buckets[t].size for buckets in plan)] * min(2, len(plan)) for t in targets if places.keeps(rank, t)}
 
 
 class SharedMemoryTransport:
-    """The trainer's end, on every rank."""
+    """The trainer's side, on every rank."""
 
     def __init__(
         self,
@@ -106,10 +106,10 @@ class SharedMemoryTransport:
         prefix: str,
         limit: float,
     ) -> None:
-        """Collective. `devices[t]`: of rank t of this place's first server, on its node.
+        """Collective. `devices[t]`: device of rank t of this place's first server, on its node.
 
         A server that has not read a bucket `timeout` seconds after it was written is abandoned. `prefix` and `limit`
-        are those of connections to the place's store (see store_protocol.connect), which its first rank hosts.
+        are for connections to the place's store (see store_protocol.connect), which its first rank hosts.
         """
         self._places, self._writer, self._relay, self._timeout = places, writer, relay, timeout
         self._rank = dist.get_rank()
@@ -117,24 +117,24 @@ class SharedMemoryTransport:
         self._host = Host(prefix, limit) if self._rank == places.members(self._place)[0] else None
         self._address: Address = _gathered({self._place: self._host.address} if self._host else {})[self._place]
         self._store = connect(self._address, prefix, limit)
-        own = segment_sizes(plan, places, self._rank)
-        self._own = {t: [Segment(size, devices[t]) for size in sizes] for t, sizes in own.items()}
-        others = [rank for rank in places.members(self._place) if rank != self._rank]
-        # By rank, which segments of others it writes to; what comes from other places goes into its own.
-        needs = _gathered({self._rank: {t for parts in writer.parts for t in parts} - self._own.keys()})
-        offers = _gathered({(t, rank): self._handles(t) for t in self._own for rank in others if t in needs[rank]})
-        self._segments = {t: [opened(handle) for handle in offers[t, self._rank]] for t in needs[self._rank]}
-        self._segments |= {t: [segment.data for segment in segments] for t, segments in self._own.items()}
+        sizes_by_target = segment_sizes(plan, places, self._rank)
+        self._segments = {t: [Segment(size, devices[t]) for size in sizes] for t, sizes in sizes_by_target.items()}
+        peers = [rank for rank in places.members(self._place) if rank != self._rank]
+        # By rank, the targets whose segments another rank keeps; slices from other places go into kept segments.
+        writes = _gathered({self._rank: {t for parts in writer.parts for t in parts} - self._segments.keys()})
+        offers = _gathered({(t, rank): self._handles(t) for t in self._segments for rank in peers if t in writes[rank]})
+        self._buffers = {t: [opened(handle) for handle in offers[t, self._rank]] for t in writes[self._rank]}
+        self._buffers |= {t: [segment.data for segment in segments] for t, segments in self._segments.items()}
 
     def addresses(self, store: SyncStore, peers: Sequence[Peer]) -> dict[int, list[dict[str, Any]]]:
-        """Arguments of a Receiver, by server of `peers` and by its rank; collective."""
+        """Arguments of a Receiver for each server of `peers` and each of its ranks; collective."""
         if not peers:
             return {}
-        offers = _gathered({(p.server, t): self._offer(t) for t in self._own for p in self._near(peers, t)})
+        offers = _gathered({(p.server, t): self._offer(t) for t in self._segments for p in self._near(peers, t)})
         return {peer.server: [{"memory": offers[peer.server, t]} for t in range(peer.tp)] for peer in peers}
 
     def carry(self, store: SyncStore, peers: Sequence[Peer], sums: Sums | None, first: int) -> None:
-        """Write the buckets from `first` on, each once all `peers` have read what its segment held.
+        """Write buckets `first` and later, each once all `peers` have read the segment's previous bucket.
 
         For `sums` see Sender.write.
         """
@@ -145,53 +145,53 @@ class SharedMemoryTransport:
                 targets = sorted(parts.keys() | self._relay.receives(number))
                 if number >= first + 2:
                     self._wait_read(store, keys, number - 2, peers, targets)
-                segments = {t: self._segments[t][number % 2] for t in targets}
+                segments = {t: self._buffers[t][number % 2] for t in targets}
                 with self._relay.crossing(number, segments, sums):
                     self._writer.write(number, {t: segments[t][slice(*part)] for t, part in parts.items()}, sums)
-                synchronize(*segments.values())  # what is copied to another device is ordered by this one's stream
+                synchronize(*segments.values())  # copies to another device run on this device's stream
                 keys.set_written(number, self._rank)
-            if self._host:  # others may still wait for a server that is abandoned now
+            if self._host:  # ranks may still wait for a server that is abandoned now
                 keys.wait_written(len(self._writer.parts) - 1, self._places.members(self._place))
 
     def clear(self, number: int) -> None:
-        """Remove the keys of a publish from the place's store; by the rank that hosts it."""
+        """Remove the keys of a publish from the place's store; only its host does so."""
         if self._host:
             self._host.clear(number)
 
     def drop(self, server: int) -> None:
-        """Nothing to forget of a server that failed."""
+        """Nothing to do: this transport keeps no state of a server."""
 
     def close(self) -> None:
         if self._host:
             self._host.close()
-        for segment in chain(*self._own.values()):
+        for segment in chain(*self._segments.values()):
             segment.close()
-        self._segments.clear()
+        self._buffers.clear()
 
     def _near(self, peers: Sequence[Peer], t: int) -> list[Peer]:
-        """The servers whose rank t is in this place."""
+        """The servers whose rank `t` is in this place."""
         return [peer for peer in peers if self._places.of_server(peer.server, t) == self._place]
 
     def _wait_read(
         self, store: SyncStore, keys: PlaceStore, number: int, peers: Sequence[Peer], targets: Sequence[int]
     ) -> None:
-        """Wait until these ranks of the servers here have read a bucket; servers where one does not are abandoned."""
-        keys.wait_written(number, self._places.members(self._place))  # else a trainer rank may hold servers up
+        """Wait until ranks `targets` of the local servers have read a bucket; abandon servers that do not in time."""
+        keys.wait_written(number, self._places.members(self._place))  # else a server may be waiting for a trainer rank
         late = keys.late(number, [(peer.server, t) for t in targets for peer in self._near(peers, t)], self._timeout)
         for peer in peers:
             if peer.server in late:
                 store.abandon(peer.server, range(peer.tp))
 
     def _offer(self, t: int) -> dict[str, Any]:
-        """Arguments of one SharedMemoryReceiver, for rank t of a server."""
+        """Arguments of a SharedMemoryReceiver for rank `t` of a server."""
         return {"address": self._address, "handles": self._handles(t)}
 
     def _handles(self, t: int) -> list[Handle]:
-        return [segment.handle() for segment in self._own[t]]
+        return [segment.handle() for segment in self._segments[t]]
 
 
 class Host:
-    """The store of a place, at the first rank there; other processes of its node connect to `address`."""
+    """The store of a place, on its first rank; other processes of the node connect to `address`."""
 
     def __init__(self, prefix: str, limit: float) -> None:
         """For `prefix` and `limit` see store_protocol.connect."""
@@ -200,9 +200,9 @@ class Host:
 
     @contextmanager
     def releasing(self, store: SyncStore, peers: Sequence[Peer], buckets: int) -> Iterator[None]:
-        """Of `peers`, the servers here, those that are abandoned during the block hold up no rank.
+        """During the block, end the waits for local servers (`peers`) that are abandoned.
 
-        Rank 0, which notices that one has died, does not reach the stores of other nodes.
+        Rank 0, which detects dead servers, does not reach the stores of other nodes.
         """
         over = threading.Event()
         looks = threading.Thread(target=self._look, args=(over, store, list(peers), buckets), daemon=True)
@@ -220,7 +220,7 @@ class Host:
                     assert self._store is not None
                     peers.remove(peer)
                     PlaceStore(self._store, store.number).release(peer, buckets)
-        except dist.DistError:  # the run's store has ended: so does this one, which ends the waits on it
+        except dist.DistError:  # the run's store has ended: end this one too, which ends the waits on it
             self.close()
 
     def clear(self, number: int) -> None:
@@ -229,20 +229,20 @@ class Host:
             PlaceStore(self._store, number).clear()
 
     def close(self) -> None:
-        self._store = None  # which has no other user in this process
+        self._store = None  # its only reference in this process
 
 
 class Relay:
-    """What a place's servers need and none of its ranks holds, from trainer rank to trainer rank; on every rank.
+    """Sends slices that a place needs but none of its ranks holds, from trainer rank to trainer rank; on every rank.
 
-    Sent slices are packed once into a buffer for all places; received ones go straight to segments. This uses a process
-    group of its own with one process per device, as NCCL needs it; CPUs use gloo. NCCL was never run here.
+    Sent slices are packed once into a buffer for all places; received slices go straight to segments. Uses a separate
+    process group with one process per device, as NCCL requires; CPUs use gloo. NCCL was never run here.
     """
 
     def __init__(self, writer: Sender, hops: Sequence[Sequence[Hop]], device: torch.device, timeout: float) -> None:
-        """Collective. `writer` has what this rank sends, `hops` are those of all ranks, by round.
+        """Collective. `writer` writes the slices that this rank sends; `hops`: those of all ranks, by round.
 
-        RuntimeError, also later, where another rank does not answer for `timeout` seconds.
+        Raises RuntimeError, also later, if another rank does not answer for `timeout` seconds.
         """
         self._writer, self._device, self._timeout = writer, device, timeout
         self._rank = dist.get_rank()
@@ -252,27 +252,27 @@ class Relay:
         self._buffer = torch.zeros(writer.largest, dtype=torch.uint8, device=device)
         if any(hops):
             self._group = dist.new_group(timeout=timedelta(seconds=timeout))
-            # NCCL has all ranks join at the first call, and not all have something in every round.
+            # NCCL needs all ranks in the first call, but not every rank has a hop in every round.
             dist.barrier(self._group)
 
     def receives(self, number: int) -> set[int]:
-        """The server ranks for whose bucket this rank receives in a round."""
+        """The server ranks for whose buckets this rank receives data in a round."""
         return {hop.target for _, hop in self._hops[number] if hop.keeper == self._rank}
 
     @contextmanager
     def crossing(self, number: int, into: Mapping[int, Tensor], sums: Sums | None) -> Iterator[None]:
-        """Run a round during the block; afterwards into[t], server rank t's bucket, is received and all sends are done.
+        """Run a round during the block; at its end into[t], server rank t's bucket, is received and all sends are done.
 
         For `sums` see Sender.write.
         """
-        own = self._hops[number]
-        if not own:
+        local_hops = self._hops[number]
+        if not local_hops:
             yield
             return
         parts = self._writer.packed(number, self._buffer)
         self._writer.write(number, parts, sums)
         operations = []
-        for tag, hop in own:
+        for tag, hop in local_hops:
             receives = hop.keeper == self._rank
             first = 0 if receives else self._writer.parts[number][hop.target][0]
             data = (into if receives else parts)[hop.target][hop.start - first : hop.stop - first]
@@ -285,25 +285,25 @@ class Relay:
             for work in works:
                 finish(work, deadline, self._device)
         except RuntimeError as error:
-            peers = {end for _, hop in own for end in (hop.source, hop.keeper)} - {self._rank}
+            peers = {end for _, hop in local_hops for end in (hop.source, hop.keeper)} - {self._rank}
             raise RuntimeError(
                 f"publishing: trainer rank {self._rank} waits for ranks {sorted(peers)} in round {number}: {error}"
             ) from error
 
 
 class SharedMemoryReceiver:
-    """A server rank's end. `sources[k]`: the ranks that write its k-th bucket."""
+    """A server rank's side. `sources[k]`: the trainer ranks that write its k-th bucket."""
 
     def __init__(
         self, store: dist.Store, handles: Sequence[Handle], sources: Sequence[Iterable[int]], server: int, rank: int
     ) -> None:
-        """`store`: a connection to the place's; `handles`: of its segments."""
+        """`store`: a connection to the place's store; `handles`: of its segments."""
         self._store = store
         self._segments = [opened(handle) for handle in handles]
         self._sources, self._server, self._rank = sources, server, rank
 
-    def each(self, store: SyncStore, first: int) -> Iterator[Tensor]:
-        """The buckets of a publish from `first` on, uint8, each as it is complete; it may change at the next one."""
+    def buckets(self, store: SyncStore, first: int) -> Iterator[Tensor]:
+        """Yield buckets `first` and later of a publish (uint8), each once complete and valid until the next one."""
         keys = PlaceStore(self._store, store.number)
         for number, sources in enumerate(self._sources[first:], first):
             keys.wait_written(number, sources)
@@ -311,8 +311,8 @@ class SharedMemoryReceiver:
             keys.set_loaded(number, self._server, self._rank)
 
 
-def _gathered(own: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What all ranks have, together."""
-    found: list[Mapping[Any, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return {key: value for part in found for key, value in part.items()}
+def _gathered(local: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The union of all ranks' dictionaries; collective."""
+    gathered: list[Mapping[Any, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(gathered, local)
+    return {key: value for part in gathered for key, value in part.items()}

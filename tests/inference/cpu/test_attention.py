@@ -1,4 +1,4 @@
-"""Attention is the textbook's, and a token's result is the same to the last bit however it came to be computed."""
+"""Attention equals the textbook formula, and a token's result is bitwise the same however it was computed."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def draw(heads: int, groups: int, width: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def whole_blocks(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    """The first `length` keys, then others that nobody may see, up to a whole number of blocks."""
+    """The first `length` keys, padded to whole blocks with keys that must not be read."""
     return F.pad(tensor[:length], (0, 0, 0, 0, 0, -length % BLOCK), value=7.0)[None]
 
 
 def read(tensors: tuple[torch.Tensor, ...], first: int, end: int) -> torch.Tensor:
     """The tokens first..end of one request, read in one piece."""
     query, keys, values = tensors
-    held = whole_blocks(keys, end), whole_blocks(values, end)
-    return attend(query[None, first:end], *held, torch.tensor([first]), query.shape[-1] ** -0.5)[0]
+    cache = whole_blocks(keys, end), whole_blocks(values, end)
+    return attend(query[None, first:end], *cache, torch.tensor([first]), query.shape[-1] ** -0.5)[0]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -64,6 +64,6 @@ def test_a_decoded_token_is_the_same_as_one_that_is_read(sizes: tuple[int, int, 
     for batch in (1, 2, 3, 8, 40):
         lengths = torch.randint(1, LENGTH + 1, (batch,), generator=torch.Generator().manual_seed(batch))
         longest = int(lengths.max())
-        held = (whole_blocks(tensor, longest).expand(batch, -1, -1, -1) for tensor in (keys, values))
-        decoded = attend(query[lengths - 1][:, None], *held, lengths - 1, query.shape[-1] ** -0.5)
+        cache = (whole_blocks(tensor, longest).expand(batch, -1, -1, -1) for tensor in (keys, values))
+        decoded = attend(query[lengths - 1][:, None], *cache, lengths - 1, query.shape[-1] ** -0.5)
         assert torch.equal(decoded[:, 0], whole[lengths - 1])

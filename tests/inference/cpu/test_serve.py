@@ -1,4 +1,4 @@
-"""SGLang's processes spawned, as on GPUs: each imports the main module again. On a CPU they are forked otherwise."""
+"""SGLang's processes spawned, as on GPUs, so that each imports the main module again; on a CPU they are forked."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Polite(Metric):
-    """How often the user was told the word."""
+    """How often the replies contain the word."""
 
     @dataclass(frozen=True)
     class Options:
@@ -30,12 +30,12 @@ class Polite(Metric):
         most: int = option(100, "largest score", ge=1)
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
-        said = sum(reply.count(self.options.word) for reply in conversation.replies)
-        return float(min(said, self.options.most))
+        count = sum(reply.count(self.options.word) for reply in conversation.replies)
+        return float(min(count, self.options.most))
 
 
 class TerseUser(User):
-    """Says one word, and is paid for it."""
+    """Says one word and rewards every reply."""
 
     @dataclass(frozen=True)
     class Options:
@@ -61,7 +61,7 @@ class Dice(Tool):
 
 
 class Greetings(World):
-    """A random model, and a file of greetings in a format of their own."""
+    """A random model, and a file of greetings in a custom format."""
 
     @dataclass(frozen=True)
     class Options:
@@ -79,7 +79,7 @@ class Greetings(World):
 
 
 class Lines(TaskReader):
-    """A task a line."""
+    """One task for each line."""
 
     @dataclass(frozen=True)
     class Options:
@@ -91,7 +91,7 @@ class Lines(TaskReader):
 
 
 def replies_only(path: Path) -> Iterable[Task]:
-    """A reader whose tasks are none."""
+    """A reader that yields invalid tasks."""
     return [Task("t", (Message("assistant", "hello"),), "g", "", "")]
 
 
@@ -104,9 +104,9 @@ class Best(RewardFunction):
 
     def __call__(self, futures: Sequence[Future], weights: Mapping[str, float]) -> Reward:
         scores = [future.scores[name] for future in futures for name, weight in weights.items() if weight]
-        found = [score for score in scores if not isinstance(score, Missing)]
+        known = [score for score in scores if not isinstance(score, Missing)]
         longest = max(len(future.conversation.messages) for future in futures)
-        return Reward(max(found) + self.options.bonus * longest if found else Missing("no future has a score"))
+        return Reward(max(known) + self.options.bonus * longest if known else Missing("no future has a score"))
 
 
 def reward_of_one(futures: Sequence[Future], weights: Mapping[str, float]) -> Reward:

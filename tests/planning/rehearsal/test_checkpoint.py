@@ -1,4 +1,4 @@
-"""What the ranks of a rehearsal read from a checkpoint is what some rank has written."""
+"""The ranks of a rehearsal read from a checkpoint only what some rank has written."""
 
 from __future__ import annotations
 

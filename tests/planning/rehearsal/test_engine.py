@@ -1,4 +1,4 @@
-"""Rehearsals of TransformerEngine's layers: what they keep, in 16 bits and in FP8, is what the plan says."""
+"""Rehearsals of TransformerEngine's layers: their memory, in 16 bits and in FP8, is as planned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from megatron_collab.planning.memory import plan_memory
 from megatron_collab.planning.rehearsal.compare import Comparison, lines
 from megatron_collab.planning.rehearsal.run import rehearse
-from tests.planning.rehearsal.test_run import EXPERTS, SMALL, folder, given
+from tests.planning.rehearsal.test_run import EXPERTS, SMALL, folder, load_run
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 QWEN3 = {"model_type": "qwen3", "tie_word_embeddings": True, "hidden_size": 512}
 BFLOAT16 = ["model.fp8=null", "model.fp8_recipe=delayed"]
 NO_SERVERS = "train.stage=sft"
-# name: (what differs from the small Llama, settings)
+# name: (changes to the small Llama, settings)
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "bfloat16": (QWEN3, [*BFLOAT16, "parallel.recompute=full", NO_SERVERS]),
     "blocks": ({}, ["model.fp8=hybrid", "model.fp8_recipe=blockwise", "parallel.recompute=selective"]),
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         [*BFLOAT16, "parallel.cp=2", "parallel.tp=1", "parallel.sequence_parallel=false", NO_SERVERS],
     ),
 }
-# Each a process of its own, of about a minute of CPU: together they came near the time that one process has.
+# Each is a separate process of about a minute of CPU; in one process they would come near its time limit.
 GROUPS = {
     "bfloat16": ["bfloat16", "virtual stages", "contexts", "critic"],
     "fp8": ["blocks", "tensors", "experts"],
@@ -50,8 +50,8 @@ GROUPS = {
 }
 
 
-class Held(NamedTuple):
-    """A class of ranks: its pipeline stage, bytes by part in training, and what the plan has otherwise."""
+class ClassMemory(NamedTuple):
+    """Memory of a class of ranks: pipeline stage, bytes by part in training, and deviations from the plan."""
 
     stage: int
     parts: dict[str, float]
@@ -61,33 +61,35 @@ class Held(NamedTuple):
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_class_holds_what_the_plan_says(tmp_path: Path, group: str) -> None:
-    [found] = run_ranks(rehearse_all, 1, tmp_path, GROUPS[group], engine=True)
-    for case, classes in found.items():
-        assert {held.stage for held in classes} == {0, 1}, case
-        for held in classes:
-            assert len(held.ratios) >= 6 and held.parts["workspaces"] > 0
-            assert 0.95 <= min(held.ratios) <= max(held.ratios) <= 1.05, (case, held.apart)
+    [results] = run_ranks(rehearse_all, 1, tmp_path, GROUPS[group], engine=True)
+    for case, classes in results.items():
+        assert {memory.stage for memory in classes} == {0, 1}, case
+        for memory in classes:
+            assert len(memory.ratios) >= 6 and memory.parts["workspaces"] > 0
+            assert 0.95 <= min(memory.ratios) <= max(memory.ratios) <= 1.05, (case, memory.apart)
     if group == "fp8":
-        # A copy in FP8 by rows and one by columns beside bfloat16; a pass without gradient makes the first alone.
-        parts = found["blocks"][0].parts
+        # A copy in FP8 by rows and one by columns beside bfloat16; a pass without gradient creates only the first.
+        parts = results["blocks"][0].parts
         assert parts["parameters"] > 1.25 * parts["reference"] > 1.5 * parts["gradients"] / 2
     if group == "kept":
-        # Both copies in the place of bfloat16, also where nothing is trained.
-        kept = found["kept in blocks"][0].parts
+        # Both copies instead of bfloat16, even if nothing is trained.
+        kept = results["kept in blocks"][0].parts
         assert kept["parameters"] == kept["reference"] < 1.01 * kept["gradients"] / 2
 
 
-def rehearse_all(where: Path, cases: list[str]) -> dict[str, list[Held]]:
-    """Every class of every case."""
-    found = {}
+def rehearse_all(where: Path, cases: list[str]) -> dict[str, list[ClassMemory]]:
+    """Memory of every class, by case."""
+    results = {}
     for case in cases:
         changes, settings = CASES[case]
-        config, shape, hf = given([*SMALL, *settings, f"model.path={folder(where, changes)}"])
+        config, shape, hf = load_run([*SMALL, *settings, f"model.path={folder(where, changes)}"])
         plan = plan_memory(config, shape)
-        found[case] = []
-        for one in rehearse(config, shape, hf):
-            compared = list(lines(plan[one.kind.stage], one.parts))
+        results[case] = []
+        for memory in rehearse(config, shape, hf):
+            compared = list(lines(plan[memory.kind.stage], memory.parts))
             ratios = [line.ratio for line in compared if line.ratio is not None]
             apart = [line for line in compared if line.ratio is not None and abs(line.ratio - 1) > 0.05]
-            found[case].append(Held(one.kind.stage, {part.name: part.training for part in one.parts}, ratios, apart))
-    return found
+            results[case].append(
+                ClassMemory(memory.kind.stage, {part.name: part.training for part in memory.parts}, ratios, apart)
+            )
+    return results

@@ -21,58 +21,58 @@ def test_a_storage_counts_once_while_it_lives(ledger: Ledger) -> None:
     with ledger.booking("weights"):
         weights = torch.empty(1000)
     view = weights.view(10, 100).t()
-    assert ledger.held.now["weights"] == ledger.held.total == 4000
+    assert ledger.usage.now["weights"] == ledger.usage.total == 4000
     del weights
-    assert ledger.held.total == 4000
+    assert ledger.usage.total == 4000
     del view
-    assert ledger.held.total == 0 and ledger.held.peak == ledger.held.most["weights"] == 4000
+    assert ledger.usage.total == 0 and ledger.usage.peak == ledger.usage.most["weights"] == 4000
 
 
-def test_what_is_claimed_changes_its_part(ledger: Ledger) -> None:
+def test_claimed_storages_change_their_part(ledger: Ledger) -> None:
     first, second = torch.empty(10), torch.empty(20)
     ledger.claim("kept", [first.view(5, 2)], booked=PASSING)
-    assert (ledger.held.now["kept"], ledger.held.now[PASSING]) == (40, 80)
-    ledger.claim("other", [first], booked=PASSING)  # it is not booked so any more
+    assert (ledger.usage.now["kept"], ledger.usage.now[PASSING]) == (40, 80)
+    ledger.claim("other", [first], booked=PASSING)  # no longer booked as PASSING
     ledger.claim_all("kept", booked=PASSING)
-    assert (ledger.held.now["kept"], ledger.held.now[PASSING]) == (120, 0)
+    assert (ledger.usage.now["kept"], ledger.usage.now[PASSING]) == (120, 0)
     del second
     ledger.reset()
-    assert ledger.held.peak == 40
+    assert ledger.usage.peak == 40
 
 
 def test_host_memory_is_not_the_devices(ledger: Ledger) -> None:
     with ledger.booking(HOST):
         pageable = torch.empty(100, dtype=torch.uint8)
-    assert (ledger.held.now[HOST], ledger.held.total) == (100, 0)
+    assert (ledger.usage.now[HOST], ledger.usage.total) == (100, 0)
     del pageable
-    assert ledger.held.now[HOST] == 0
+    assert ledger.usage.now[HOST] == 0
 
 
 def test_pinned_memory_is_rounded_up_and_kept(ledger: Ledger) -> None:
-    """As torch's allocator does."""
+    """Like torch's allocator."""
     first, second = (torch.empty(100, dtype=torch.uint8, pin_memory=True) for _ in range(2))
-    assert (ledger.held.now[PINNED], ledger.held.total) == (256, 0)
+    assert (ledger.usage.now[PINNED], ledger.usage.total) == (256, 0)
     del first
-    again = torch.empty(65, dtype=torch.uint8, pin_memory=True)  # in the block of the first
-    assert ledger.held.now[PINNED] == 256
+    reused = torch.empty(65, dtype=torch.uint8, pin_memory=True)  # in the block of the first
+    assert ledger.usage.now[PINNED] == 256
     exact = torch.empty(64, dtype=torch.uint8, pin_memory=True)
-    assert ledger.held.now[PINNED] == 256 + 64
-    del second, again, exact
-    assert ledger.held.now[PINNED] == 256 + 64
+    assert ledger.usage.now[PINNED] == 256 + 64
+    del second, reused, exact
+    assert ledger.usage.now[PINNED] == 256 + 64
 
 
 def test_a_resized_storage_is_booked_again(ledger: Ledger) -> None:
     buffer = torch.empty(100)
     buffer.untyped_storage().resize_(0)
-    assert ledger.held.total == 400
+    assert ledger.usage.total == 400
     assert ledger.resized().total == 0
     buffer.untyped_storage().resize_(400)
     assert ledger.resized().total == 400
 
 
 def test_numbers_are_never_read_off_the_device(ledger: Ledger) -> None:
-    found = torch.empty(3)
-    assert found.sum().item() == 1.0 and bool(found.any()) and found.tolist() == [1.0] * 3
+    numbers = torch.empty(3)
+    assert numbers.sum().item() == 1.0 and bool(numbers.any()) and numbers.tolist() == [1.0] * 3
 
 
 def test_a_mask_picks_its_share() -> None:

@@ -1,4 +1,4 @@
-"""A run on paper: what its ranks hold is what the plan says, and what does not fit is found by name."""
+"""A rehearsed run: the memory of its ranks is as planned, and what does not fit is named."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_collab.planning.rehearsal import run as rehearsal
 from megatron_collab.planning.rehearsal import servers
 from megatron_collab.planning.rehearsal.compare import lines, ratios, table
 from megatron_collab.planning.rehearsal.publishing import Publishing
-from megatron_collab.planning.rehearsal.run import Rehearsed, rehearse
+from megatron_collab.planning.rehearsal.run import RankMemory, rehearse
 from megatron_collab.trainer import logprobs
 
 LLAMA = {
@@ -36,7 +36,7 @@ LLAMA = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
-# Expert parallel ranks get a few tokens more than others: 6 do not divide those of a micro-batch.
+# Expert parallel ranks get a few more tokens: 6 experts do not divide those of a micro-batch.
 EXPERTS = {
     "model_type": "qwen3_moe",
     "num_hidden_layers": 2,
@@ -61,7 +61,7 @@ SMALL = [
     "rollout.future.max_new_tokens=256",
     "train.tokens_per_micro_batch=1024",
 ]
-# In this process Megatron is there already, without TransformerEngine: test_engine.py has its layers.
+# This process has imported Megatron without TransformerEngine, whose layers are in test_engine.py.
 LOCAL = [*SMALL, "launch.device=cpu", "model.fp8=null", "model.fp8_recipe=delayed"]
 
 
@@ -76,111 +76,115 @@ def folder(where: Path, changes: dict[str, Any]) -> Path:
     return where
 
 
-def given(options: Sequence[str]) -> tuple[Config, ModelShape, dict[str, Any]]:
+def load_run(options: Sequence[str]) -> tuple[Config, ModelShape, dict[str, Any]]:
     config, shape = read_run(options)
     return config, shape, json.loads(described(config.model.path).read_text())
 
 
 @pytest.mark.processes
 def test_every_class_holds_what_the_plan_says(options: list[str]) -> None:
-    config, shape, hf = given(options)
-    found, plan = list(rehearse(config, shape, hf)), plan_memory(config, shape)
-    assert [(one.kind.stage, list(one.ranks)) for one in found] == [(0, [0, 1]), (1, [2, 3])]
-    every = ratios((one, plan[one.kind.stage]) for one in found)
+    config, shape, hf = load_run(options)
+    memories, plan = list(rehearse(config, shape, hf)), plan_memory(config, shape)
+    assert [(memory.kind.stage, list(memory.ranks)) for memory in memories] == [(0, [0, 1]), (1, [2, 3])]
+    every = ratios((memory, plan[memory.kind.stage]) for memory in memories)
     assert len(every) > 20 and 0.95 <= min(every) <= max(every) <= 1.05
-    for one in found:
-        parts = {part.name: part for part in one.parts}
-        # Beside the parts there are temporaries; the head's are gone where the most activations are, or the reverse.
+    for memory in memories:
+        parts = {part.name: part for part in memory.parts}
+        # Besides the parts there are temporaries; the head's are freed at the peak of activations, or the reverse.
         least = sum(parts[name].training for name in ("parameters", "gradients", "optimizer", "reference"))
-        assert one.peak > least + max(part.training for part in one.parts)
+        assert memory.peak > least + max(part.training for part in memory.parts)
         assert parts["temporaries"].training > 0 and parts["optimizer"].sampling == 0
         # Float32 weights and both moments of all, and the weights as they are: 14 bytes a parameter.
-        assert one.snapshot == pytest.approx(parts["parameters"].training / 2 * 14, rel=0.01)
-        assert table(one, plan[one.kind.stage]).startswith(f"ranks {one.rank}-{one.rank + 1} (stage {one.kind.stage})")
+        assert memory.snapshot == pytest.approx(parts["parameters"].training / 2 * 14, rel=0.01)
+        assert table(memory, plan[memory.kind.stage]).startswith(
+            f"ranks {memory.rank}-{memory.rank + 1} (stage {memory.kind.stage})"
+        )
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_virtual_stages(tmp_path: Path, recompute: str) -> None:
-    """What waits between them is as much of a small model as its layers keep."""
+    """In a small model, tensors waiting between them take as much memory as its layers."""
     path = folder(tmp_path, {"intermediate_size": 512})
     settings = ["parallel.vpp=2", f"parallel.recompute={recompute}", "train.stage=sft"]
-    config, shape, hf = given([*LOCAL, f"model.path={path}", *settings])
+    config, shape, hf = load_run([*LOCAL, f"model.path={path}", *settings])
     plan = plan_memory(config, shape)
-    for one in rehearse(config, shape, hf):
-        of_activations = [line.ratio for line in lines(plan[one.kind.stage], one.parts) if line.part == "activations"]
-        assert of_activations[0] == pytest.approx(1, abs=0.01), one.kind.stage
+    for memory in rehearse(config, shape, hf):
+        of_activations = [
+            line.ratio for line in lines(plan[memory.kind.stage], memory.parts) if line.part == "activations"
+        ]
+        assert of_activations[0] == pytest.approx(1, abs=0.01), memory.kind.stage
 
 
 @pytest.mark.parametrize("serve", ["merged", "adapters"])
 def test_adapters(options: list[str], monkeypatch: pytest.MonkeyPatch, serve: str) -> None:
-    """In a whole run: frozen weights, no reference, what adapters keep, and what goes to the servers."""
-    monkeypatch.setattr(servers, "rehearse", lambda order: [servers.Served(0)])
+    """In a whole run: frozen weights, no reference, memory of adapters, and what is sent to the servers."""
+    monkeypatch.setattr(servers, "rehearse", lambda order: [servers.ServerMemory(0)])
     apart = ["rollout.server.colocated=false", "parallel.offload=false"]
-    config, shape, hf = given([*options, *apart, "model.lora.rank=16", f"model.lora.serve={serve}"])
-    found, plan = list(rehearse(config, shape, hf)), plan_memory(config, shape)
-    every = ratios((one, plan[one.kind.stage]) for one in found)
+    config, shape, hf = load_run([*options, *apart, "model.lora.rank=16", f"model.lora.serve={serve}"])
+    memories, plan = list(rehearse(config, shape, hf)), plan_memory(config, shape)
+    every = ratios((memory, plan[memory.kind.stage]) for memory in memories)
     assert len(every) > 8 and 0.95 <= min(every) <= max(every) <= 1.05
-    for one in found:
-        parts = {part.name: part.training for part in one.parts}
+    for memory in memories:
+        parts = {part.name: part.training for part in memory.parts}
         assert "reference" not in parts and parts["gradients"] < parts["parameters"] / 4
 
 
 def test_pairs(options: list[str]) -> None:
     """Of stage dpo, with a copy of the model as reference."""
-    config, shape, hf = given([*options, "train.stage=dpo", "algo.dpo.precompute=false"])
-    found, plan = list(rehearse(config, shape, hf)), plan_memory(config, shape)
-    every = ratios((one, plan[one.kind.stage]) for one in found)
+    config, shape, hf = load_run([*options, "train.stage=dpo", "algo.dpo.precompute=false"])
+    memories, plan = list(rehearse(config, shape, hf)), plan_memory(config, shape)
+    every = ratios((memory, plan[memory.kind.stage]) for memory in memories)
     assert len(every) > 8 and 0.95 <= min(every) <= max(every) <= 1.05
-    assert all("reference" in {part.name for part in one.parts} for one in found)
+    assert all("reference" in {part.name for part in memory.parts} for memory in memories)
 
 
 def test_a_critic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With tiles so small that more is held for the values of hidden states than for the log-probs."""
+    """With tiles so small that values of hidden states take more memory than log-probs."""
     monkeypatch.setattr(logprobs, "TILE", dict.fromkeys(logprobs.TILE, 1 << 15))
     changed = ["algo=ppo", "parallel.tp=1", "parallel.sequence_parallel=false", "rollout.server.colocated=false"]
     path = folder(tmp_path, {"num_hidden_layers": 2})
-    config, shape, hf = given([*LOCAL, f"model.path={path}", *changed, "parallel.offload=false"])
-    monkeypatch.setattr(servers, "rehearse", lambda order: [servers.Served(0)])  # which know nothing of a critic
+    config, shape, hf = load_run([*LOCAL, f"model.path={path}", *changed, "parallel.offload=false"])
+    monkeypatch.setattr(servers, "rehearse", lambda order: [servers.ServerMemory(0)])  # no critic there
     plan = plan_memory(config, shape)
     *_, last = rehearse(config, shape, hf)
-    found = {line.part: line.ratio for line in lines(plan[-1], last.parts) if line.phase == "training"}
+    training_ratios = {line.part: line.ratio for line in lines(plan[-1], last.parts) if line.phase == "training"}
     names = ["head", "activations", *(f"critic: {part}" for part in ("parameters", "gradients", "optimizer"))]
-    assert [found[name] for name in names] == pytest.approx([1] * len(names), abs=0.01), found
+    assert [training_ratios[name] for name in names] == pytest.approx([1] * len(names), abs=0.01), training_ratios
 
 
 def test_classes_that_differ_in_what_they_save_share_a_step(tmp_path: Path) -> None:
     path = folder(tmp_path, EXPERTS | {"num_experts": 8})
     layout = ["parallel.tp=1", "parallel.pp=1", "parallel.sequence_parallel=false", "parallel.ep=2"]
-    config, shape, hf = given([*LOCAL, f"model.path={path}", "train.stage=sft", *layout])
+    config, shape, hf = load_run([*LOCAL, f"model.path={path}", "train.stage=sft", *layout])
     with mock.patch.object(rehearsal, "step", wraps=rehearsal.step) as steps:
-        found = list(rehearse(config, shape, hf))
-        assert [list(one.ranks) for one in found] == [[0], [1], [2, 3]]  # all weights, experts alone, neither
+        memories = list(rehearse(config, shape, hf))
+        assert [list(memory.ranks) for memory in memories] == [[0], [1], [2, 3]]  # all weights, experts alone, neither
         assert steps.call_count == 1
-    assert found[0].snapshot > found[1].snapshot > found[2].snapshot
-    for one in rehearse(config, shape, hf, every=True):
+    assert memories[0].snapshot > memories[1].snapshot > memories[2].snapshot
+    for memory in rehearse(config, shape, hf, all_ranks=True):
         # But for single numbers, and for where the optimizer's ranges of data parallel ranks end.
-        assert sizes(one) == pytest.approx(sizes(found[0]), rel=1e-3, abs=64)
+        assert sizes(memory) == pytest.approx(sizes(memories[0]), rel=1e-3, abs=64)
 
 
-def sizes(one: Rehearsed) -> list[float]:
-    return [one.peak, *(size for part in one.parts for size in (part.training, part.sampling, part.host))]
+def sizes(memory: RankMemory) -> list[float]:
+    return [memory.peak, *(size for part in memory.parts for size in (part.training, part.sampling, part.host))]
 
 
 @pytest.mark.processes
-def test_a_server_that_is_not_as_the_plan_has_it(options: list[str]) -> None:
-    """SGLang's own parameters are compared, and every slice is put into them, adapters' beside them."""
-    config, shape, hf = given([*options, "model.lora.rank=16", "model.lora.serve=adapters"])
+def test_a_server_that_differs_from_the_plan(options: list[str]) -> None:
+    """SGLang's own parameters are compared, and every slice is written into them, also of adapters."""
+    config, shape, hf = load_run([*options, "model.lora.rank=16", "model.lora.serve=adapters"])
     order = Publishing.of(config, shape).order(hf)
     whole = order.places[0]
     name = "model.layers.0.mlp.down_proj.weight"
     less = replace(whole, parameters={key: value for key, value in whole.parameters.items() if key != name})
     size, rows = whole.buckets[0]
     beyond = replace(whole, buckets=[(size // 2, rows)])
-    found = servers.rehearse(replace(order, places=[whole, less, beyond]))
-    assert found[0].fault == "" and found[0].weights == pytest.approx(server_weights(config, shape), rel=0.02)
-    assert found[0].adapters == server_adapters(config, shape) > 0
-    assert name in found[1].fault and "no such parameter" in found[1].fault
-    assert found[2].fault  # a bucket that is too small for its slices
+    memories = servers.rehearse(replace(order, places=[whole, less, beyond]))
+    assert memories[0].fault == "" and memories[0].weights == pytest.approx(server_weights(config, shape), rel=0.02)
+    assert memories[0].adapters == server_adapters(config, shape) > 0
+    assert name in memories[1].fault and "no such parameter" in memories[1].fault
+    assert memories[2].fault  # a bucket that is too small for its slices
 
 
 def test_a_parameter_that_the_table_lacks(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +192,7 @@ def test_a_parameter_that_the_table_lacks(options: list[str], monkeypatch: pytes
     monkeypatch.setattr(
         hf_to_megatron, "table", lambda shape: [entry for entry in entries(shape) if entry.megatron != name]
     )
-    config, shape, hf = given([*options, "train.stage=sft"])
+    config, shape, hf = load_run([*options, "train.stage=sft"])
     with pytest.raises(ConfigError, match=f"^rank 2 of the trainer, pipeline stage 1: {name}: the table of weights"):
         list(rehearse(config, shape, hf))
 
@@ -216,11 +220,11 @@ def test_settings_that_cannot_work(
 
 def test_a_gpu_that_is_too_small(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run("rehearse", [*options, "train.stage=sft", "--gpu-gib", "0.05"]) == 2
-    found = capsys.readouterr()
-    assert "rank 0 needs" in found.err and "activations" in found.err and "ranks 0-1 (stage 0)" in found.out
+    output = capsys.readouterr()
+    assert "rank 0 needs" in output.err and "activations" in output.err and "ranks 0-1 (stage 0)" in output.out
 
 
-def test_a_gpu_is_to_be_hidden(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_must_be_hidden(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert run("rehearse", ["experiment=train_70b"]) == 2
     assert "set CUDA_VISIBLE_DEVICES= (empty)" in capsys.readouterr().err

@@ -15,8 +15,8 @@ from megatron_collab.types import Conversation, Message, Task
 STOP = "[[TERMINATE CHAT]]"
 
 
-def users(engine: Sequence[tuple[str, str]] = (), **options: Any) -> Users:
-    """The users of a process; `options` set the group user."""
+def make_users(engine: Sequence[tuple[str, str]] = (), **options: Any) -> Users:
+    """The users of a process; `options` set user.*."""
     config = Config()
     for name, value in options.items():
         setattr(config.user, name, value)
@@ -28,8 +28,8 @@ def task(user: str, goal: str = "the goal", answer: str = "", **metadata: Any) -
     return Task("t", (Message("user", "hi"),), goal, answer, user, metadata)
 
 
-def said(*contents: str) -> Conversation:
-    """User and assistant in turn, the user first."""
+def dialogue(*contents: str) -> Conversation:
+    """A conversation of user and assistant in turn, the user first."""
     return Conversation(tuple(Message(("user", "assistant")[i % 2], text) for i, text in enumerate(contents)), ())
 
 

@@ -15,11 +15,11 @@ FACTS = (
 )
 GOAL = f"Find out how many dollars a week it brings: {FACTS}."
 TASK = Task("t", (Message("user", "how many dollars a week?"),), GOAL, "100", "llm")
-ASKED = [*TASK.messages, Message("assistant", "Sure! Which farm is that, and what does it sell?")]
+HISTORY = [*TASK.messages, Message("assistant", "Sure! Which farm is that, and what does it sell?")]
 INSTRUCTIONS = system_prompt(UserConfig(stop="[[STOP]]"), Task("t", (), "", "", "llm"))
 
 
-def refused(text: str, task: Task = TASK, before: list[Message] = ASKED) -> str | None:
+def refused(text: str, task: Task = TASK, before: list[Message] = HISTORY) -> str | None:
     return refusal(text, task, INSTRUCTIONS, before)
 
 
@@ -57,7 +57,7 @@ def test_a_user_that_answers_as_the_assistant_is_refused(text: str) -> None:
         "My grandmother's. It sells eggs.",
     ],
 )
-def test_a_user_that_speaks_about_assistants_is_not(text: str) -> None:
+def test_a_user_that_speaks_about_assistants_is_not_refused(text: str) -> None:
     assert refused(text) is None
 
 
@@ -71,7 +71,7 @@ def test_the_whole_goal_at_once_is_refused(text: str) -> None:
     assert refused(text) is LEAKED
 
 
-def test_facts_in_the_users_own_words_are_not() -> None:
+def test_facts_in_the_users_own_words_are_not_refused() -> None:
     assert refused("it has 12 hens, each lays five a week; she eats ten and sells the rest for two dollars") is None
 
 
@@ -81,12 +81,12 @@ def test_a_fact_may_be_quoted() -> None:
 
 def test_the_goal_may_be_told_piece_by_piece() -> None:
     first, _, second = FACTS.partition(". ")
-    before = [*ASKED, Message("user", first), Message("assistant", "and then?")]
+    before = [*HISTORY, Message("user", first), Message("assistant", "and then?")]
     assert refused(second, before=before) is None
 
 
-def test_what_somebody_said_already_may_be_said_again() -> None:
-    assert refused(f"yes, {FACTS}", before=[*ASKED, Message("user", FACTS), Message("assistant", "Really?")]) is None
+def test_earlier_messages_may_be_repeated() -> None:
+    assert refused(f"yes, {FACTS}", before=[*HISTORY, Message("user", FACTS), Message("assistant", "Really?")]) is None
     whole = Task("t", (Message("user", GOAL),), GOAL, "100", "llm")
     assert refused(GOAL, whole, [*whole.messages, Message("assistant", "What?")]) is None
 
@@ -118,7 +118,7 @@ def test_another_number_is_not_the_answer(text: str) -> None:
 
 
 def test_an_answer_that_is_known_may_be_said() -> None:
-    assert refused("why 100?", before=[*ASKED, Message("assistant", "100 dollars")]) is None
+    assert refused("why 100?", before=[*HISTORY, Message("assistant", "100 dollars")]) is None
     assert refused("a hundred is 100", Task("t", TASK.messages, "what is 100 in words", "100", "llm")) is None
 
 

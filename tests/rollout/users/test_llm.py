@@ -15,13 +15,13 @@ from megatron_collab.config import Config, EndpointConfig, LoraConfig, UserConfi
 from megatron_collab.data.transcript import render
 from megatron_collab.llm import client as clients
 from megatron_collab.llm.limiter import BudgetSpent
-from megatron_collab.llm.recording import Taken
+from megatron_collab.llm.recording import Usage
 from megatron_collab.rollout.users import UserError, UserReply, Users
 from megatron_collab.rollout.users.llm import FIELDS, OPEN, LlmUser, system_prompt
 from megatron_collab.types import Conversation, Message, Task
 from tests.conftest import Served
 from tests.llm.endpoint import Endpoint, Reply, fails, hangs, says
-from tests.rollout.users.helpers import STOP, read_request, said, task, users
+from tests.rollout.users.helpers import STOP, dialogue, make_users, read_request, task
 
 
 @pytest.fixture(autouse=True)
@@ -37,28 +37,28 @@ def answer(response: Any, **fields: Any) -> Reply:
 def with_endpoint(
     *replies: Reply, play: Callable[[Users], Awaitable[Any]], **options: Any
 ) -> tuple[Any, list[dict[str, Any]], dict[str, int]]:
-    """What `play` gives with the users of an endpoint that answers `replies`; its requests, and what was counted."""
+    """The result of `play` with users whose endpoint answers `replies`, the endpoint's requests, and the counters."""
 
     async def run() -> Any:
         async with Endpoint(*replies) as endpoint:
             at = endpoint.config()
-            made = users(model=at.model, api_base=at.api_base, **options)
-            return await play(made), endpoint.requests, made.counters
+            users = make_users(model=at.model, api_base=at.api_base, **options)
+            return await play(users), endpoint.requests, users.counters
 
     return asyncio.run(run())
 
 
 def ask(*replies: Reply, **options: Any) -> tuple[UserReply, list[dict[str, Any]], dict[str, int]]:
-    async def play(made: Users) -> UserReply:
-        return await made.make(task("llm", "buy milk", "42"), "s").reply(said("hi", "hello"))
+    async def play(users: Users) -> UserReply:
+        return await users.make(task("llm", "buy milk", "42"), "s").reply(dialogue("hi", "hello"))
 
     return with_endpoint(*replies, play=play, **options)
 
 
 def fail(*replies: Reply, match: str, **options: Any) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    async def play(made: Users) -> None:
+    async def play(users: Users) -> None:
         with pytest.raises(UserError, match=match):
-            await made.make(task("llm", "buy milk", "42"), "s").reply(said("hi", "hello"))
+            await users.make(task("llm", "buy milk", "42"), "s").reply(dialogue("hi", "hello"))
 
     _, requests, counted = with_endpoint(*replies, play=play, **options)
     return requests, counted
@@ -79,8 +79,8 @@ def test_the_user_sees_its_goal_and_the_conversation_and_never_the_answer() -> N
 
 @pytest.mark.slow
 def test_the_user_opens_a_conversation_from_its_goal() -> None:
-    async def play(made: Users) -> str:
-        return await made.make(replace(task("llm", "buy milk", "42"), messages=()), "s").open()
+    async def play(users: Users) -> str:
+        return await users.make(replace(task("llm", "buy milk", "42"), messages=()), "s").open()
 
     opened, requests, counted = with_endpoint(answer(" "), answer("I need something"), play=play)
     assert opened == "I need something" and counted == {"user_replies": 2, "user_empty": 1}
@@ -92,17 +92,17 @@ def test_the_user_opens_a_conversation_from_its_goal() -> None:
 
 def test_200_conversations_at_once_keep_their_own_goals() -> None:
     async def repeat(request: web.Request) -> web.StreamResponse:
-        """The user's model says the secret of the goal that it was shown, and how far the conversation is."""
+        """The user's model repeats the secret of the goal in its prompt, and the last message of the conversation."""
         messages = (await request.json())["messages"]
         goal, conversation = read_request(messages)
         await asyncio.sleep(hash(goal) % 7 / 1000)
         return await answer(f"my secret is {goal.split()[-1]} at {conversation[-1].content}")(request)
 
-    async def play(made: Users) -> list[list[str]]:
-        async def one(i: int) -> list[str]:
-            each = Task(f"t{i}", (Message("user", "hi"),), f"the goal is {i * 7919}", "", "llm")
-            user = made.make(each, f"s/{i}")
-            conversation = Conversation((*each.messages, Message("assistant", "first")), ())
+    async def play(users: Users) -> list[list[str]]:
+        async def converse(i: int) -> list[str]:
+            new_task = Task(f"t{i}", (Message("user", "hi"),), f"the goal is {i * 7919}", "", "llm")
+            user = users.make(new_task, f"s/{i}")
+            conversation = Conversation((*new_task.messages, Message("assistant", "first")), ())
             await user.start(conversation)
             first = (await user.reply(conversation)).message
             later = Conversation((*conversation.messages, first, Message("assistant", f"turn {i}")), ())
@@ -110,7 +110,7 @@ def test_200_conversations_at_once_keep_their_own_goals() -> None:
             await user.finish(later)
             return [first.content, second.content]
 
-        return await asyncio.gather(*map(one, range(200)))
+        return await asyncio.gather(*map(converse, range(200)))
 
     replies, requests, counted = with_endpoint(repeat, play=play)
     expected = [[f"my secret is {i * 7919} at first", f"my secret is {i * 7919} at turn {i}"] for i in range(200)]
@@ -119,8 +119,8 @@ def test_200_conversations_at_once_keep_their_own_goals() -> None:
 
 
 def test_futures_of_one_turn_each_ask_for_themselves() -> None:
-    async def play(made: Users) -> None:
-        alike = [made.make(task("llm"), f"s/{i}").reply(said("hi", "hello")) for i in range(5)]
+    async def play(users: Users) -> None:
+        alike = [users.make(task("llm"), f"s/{i}").reply(dialogue("hi", "hello")) for i in range(5)]
         await asyncio.gather(*alike)
 
     _, requests, _ = with_endpoint(answer("yes"), play=play)
@@ -140,17 +140,17 @@ def test_text_that_looks_like_json_stays_text(response: str) -> None:
         ("is it 42?", "user_leak"),
     ],
 )
-def test_what_a_gate_refuses_is_asked_for_again_with_what_is_wrong(refused: str, counter: str) -> None:
+def test_a_refused_message_is_requested_again_with_the_reason(refused: str, counter: str) -> None:
     reply, requests, counted = ask(answer(refused), answer("milk, please"))
     assert reply.message.content == "milk, please"
     assert counted == {"user_replies": 2, counter: 1}
-    first, again = (request["messages"] for request in requests)
-    assert again[:2] == first
-    assert json.loads(again[2]["content"])["response"] == refused and again[2]["role"] == "assistant"
-    assert again[3]["role"] == "user" and again[3]["content"].startswith("Your response ")
+    first, second = (request["messages"] for request in requests)
+    assert second[:2] == first
+    assert json.loads(second[2]["content"])["response"] == refused and second[2]["role"] == "assistant"
+    assert second[3]["role"] == "user" and second[3]["content"].startswith("Your response ")
 
 
-def test_what_a_gate_refuses_every_time_ends_in_an_error() -> None:
+def test_a_message_refused_at_every_attempt_ends_in_an_error() -> None:
     requests, counted = fail(
         answer("Assistant: hi"), match=r"user openai/m: user_role_flip: 'Assistant: hi'", attempts=4
     )
@@ -158,7 +158,7 @@ def test_what_a_gate_refuses_every_time_ends_in_an_error() -> None:
     assert [len(request["messages"]) for request in requests] == [2, 4, 4, 4]
 
 
-def test_a_malformed_answer_ends_in_an_error_of_its_own() -> None:
+def test_malformed_answers_end_in_their_own_error() -> None:
     requests, counted = fail(says("on friday"), match=r"user openai/m: MalformedAnswer", attempts=2)
     assert len(requests) == 2 and counted == {"user_malformed": 1}
 
@@ -167,7 +167,7 @@ def test_a_number_for_the_response_is_malformed() -> None:
     assert fail(answer(5), match="'response' has to be a string", attempts=1)[1] == {"user_malformed": 1}
 
 
-def test_an_answer_that_is_cut_is_never_passed_on() -> None:
+def test_a_truncated_answer_is_malformed() -> None:
     cut = '{"current_answer": "", "thought": "", "response": "I would like'
     assert fail(says(cut), match="cut off", attempts=1)[1] == {"user_malformed": 1}
 
@@ -178,18 +178,18 @@ def test_a_model_that_does_not_answer_ends_in_an_error(reply: Reply) -> None:
 
 
 def test_a_cancelled_reply_leaves_a_user_that_can_finish() -> None:
-    async def play(made: Users) -> float:
-        user = made.make(task("llm"), "s")
+    async def play(users: Users) -> float:
+        user = users.make(task("llm"), "s")
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
-                await user.reply(said("hi", "hello"))
-        return await user.finish(said("hi", "hello"))
+                await user.reply(dialogue("hi", "hello"))
+        return await user.finish(dialogue("hi", "hello"))
 
     reward, _, counted = with_endpoint(hangs(), play=play)
     assert reward == 0.0 and counted == {}
 
 
-def test_a_spent_budget_is_no_error_of_the_user() -> None:
+def test_a_spent_budget_is_not_an_error_of_the_user() -> None:
     class Broke:
         async def ask(self, *_: Any, **options: Any) -> None:
             raise BudgetSpent("llm.budget_usd=1 is used up")
@@ -198,10 +198,10 @@ def test_a_spent_budget_is_no_error_of_the_user() -> None:
     config.user.model = "openai/m"
     user = Users(config, Broke()).make(task("llm"), "s")  # type: ignore[arg-type]
     with pytest.raises(BudgetSpent):
-        asyncio.run(user.reply(said("hi", "hello")))
+        asyncio.run(user.reply(dialogue("hi", "hello")))
 
 
-def test_the_stop_text_ends_the_conversation_wherever_it_stands() -> None:
+def test_the_stop_text_ends_the_conversation_anywhere_in_a_message() -> None:
     reply, _, _ = ask(answer(f"thanks! {STOP} bye"))
     assert reply == UserReply(Message("user", f"thanks! {STOP} bye"), done=True)
     reply, requests, _ = ask(answer("thanks, DONE"), stop="DONE")
@@ -210,8 +210,8 @@ def test_the_stop_text_ends_the_conversation_wherever_it_stands() -> None:
 
 
 def test_a_name_can_choose_its_model() -> None:
-    async def play(made: Users) -> UserReply:
-        return await made.make(task("llm/openai/another"), "s").reply(said("hi", "hello"))
+    async def play(users: Users) -> UserReply:
+        return await users.make(task("llm/openai/another"), "s").reply(dialogue("hi", "hello"))
 
     _, (request,), _ = with_endpoint(answer("yes"), play=play)
     assert request["model"] == "another"
@@ -222,10 +222,10 @@ def test_a_task_draws_its_persona_once_for_all_its_conversations(tmp_path: Path)
     file = tmp_path / "personas.txt"
     file.write_text("\n\n".join(pool) + "\n")
 
-    made = users(model="openai/m", personas=str(file))
+    users = make_users(model="openai/m", personas=str(file))
     drawn: list[str] = []
     for i in range(60):
-        user = made.make(Task(f"t{i // 2}", (), "g", "", "llm"), f"s/{i}")
+        user = users.make(Task(f"t{i // 2}", (), "g", "", "llm"), f"s/{i}")
         assert isinstance(user, LlmUser) and user.persona in pool
         drawn.append(user.persona)
     assert drawn[::2] == drawn[1::2]
@@ -235,15 +235,15 @@ def test_a_task_draws_its_persona_once_for_all_its_conversations(tmp_path: Path)
 
 def test_without_a_file_of_personas_a_task_brings_its_own(tmp_path: Path) -> None:
     (tmp_path / "personas.txt").write_text("You are new here.\n")
-    own = task("llm", persona="You are in a hurry.")
-    for made, persona in (
-        (users(model="openai/m"), "You are in a hurry."),
-        (users(model="openai/m", personas=str(tmp_path / "personas.txt")), "You are new here."),
+    hurried_task = task("llm", persona="You are in a hurry.")
+    for users, persona in (
+        (make_users(model="openai/m"), "You are in a hurry."),
+        (make_users(model="openai/m", personas=str(tmp_path / "personas.txt")), "You are new here."),
     ):
-        user = made.make(own, "s/0")
+        user = users.make(hurried_task, "s/0")
         assert isinstance(user, LlmUser) and user.persona == persona
-        assert f"Who you are: {persona}\n" in system_prompt(made.config.user, own, user.persona)
-    plain = users(model="openai/m").make(task("llm"), "s/0")
+        assert f"Who you are: {persona}\n" in system_prompt(users.config.user, hurried_task, user.persona)
+    plain = make_users(model="openai/m").make(task("llm"), "s/0")
     assert isinstance(plain, LlmUser) and plain.persona == ""
 
 
@@ -262,11 +262,11 @@ def test_a_request_gives_back_its_goal_and_conversation(goal: str) -> None:
     assert read_request(request) == (goal, messages[1:])
 
 
-def test_calls_of_tools_are_none_of_the_users_business() -> None:
+def test_the_user_does_not_see_tool_calls() -> None:
     called = (Message("user", "2+2?"), Message("assistant", "call"), Message("tool", "4"), Message("assistant", "four"))
 
-    async def play(made: Users) -> None:
-        await made.make(task("llm"), "s").reply(Conversation(called, ()))
+    async def play(users: Users) -> None:
+        await users.make(task("llm"), "s").reply(Conversation(called, ()))
 
     _, (request,), _ = with_endpoint(answer("yes"), play=play)
     assert request["messages"][1]["content"] == "**User**: 2+2?\n**Assistant**: four"
@@ -275,49 +275,49 @@ def test_calls_of_tools_are_none_of_the_users_business() -> None:
 def play_policy(
     engine: list[tuple[str, str]], n: int, **options: Any
 ) -> tuple[list[UserReply | UserError], dict[str, int]]:
-    """What the trained model says as the user of `n` tasks, and what was counted."""
-    made = users(engine, model="policy", attempts=1, **options)
+    """Replies of the trained model as the user of `n` tasks, and the counters."""
+    users = make_users(engine, model="policy", attempts=1, **options)
 
-    async def one(i: int) -> UserReply | UserError:
-        each = Task(f"t{i}", (Message("user", "hi"),), "buy milk", "", "llm")
+    async def converse(i: int) -> UserReply | UserError:
+        new_task = Task(f"t{i}", (Message("user", "hi"),), "buy milk", "", "llm")
         try:
-            return await made.make(each, f"s/{i}").reply(said("hi", "hello"))
+            return await users.make(new_task, f"s/{i}").reply(dialogue("hi", "hello"))
         except UserError as error:
             return error
 
     async def play() -> list[UserReply | UserError]:
-        return await asyncio.gather(*map(one, range(n)))
+        return await asyncio.gather(*map(converse, range(n)))
 
-    return asyncio.run(play()), made.counters
+    return asyncio.run(play()), users.counters
 
 
-def test_a_server_that_is_gone_does_not_silence_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every request goes to a server of those in use, and to the next one where that fails."""
+def test_requests_go_to_the_next_server_if_one_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request goes to one of the servers in use, and to the next one if that fails."""
 
     async def play() -> tuple[list[str], int, dict[str, int]]:
         async with Endpoint(answer("yes")) as endpoint:
             gone, alive = ("http://127.0.0.1:9", "secret"), (endpoint.config().api_base.removesuffix("/v1"), "secret")
-            made = users([gone, alive], model="policy", attempts=1)
-            each = [made.make(Task(f"t{i}", (), "buy milk", "", "llm"), f"s/{i}") for i in range(8)]
-            said_all = [(await user.reply(said("hi", "hello"))).message.content for user in each]
-            made.engine = made.engine[:1]
+            users = make_users([gone, alive], model="policy", attempts=1)
+            user_list = [users.make(Task(f"t{i}", (), "buy milk", "", "llm"), f"s/{i}") for i in range(8)]
+            replies = [(await user.reply(dialogue("hi", "hello"))).message.content for user in user_list]
+            users.engine = users.engine[:1]
             with pytest.raises(UserError):
-                await each[0].reply(said("hi", "hello"))
-            return said_all, len(endpoint.requests), made.counters
+                await user_list[0].reply(dialogue("hi", "hello"))
+            return replies, len(endpoint.requests), users.counters
 
     assert asyncio.run(play()) == (["yes"] * 8, 8, {"user_replies": 8, "user_failed": 1})
 
 
-def test_the_trained_model_is_asked_as_it_is_sampled_from() -> None:
+def test_requests_to_the_trained_model_have_its_template_arguments_and_adapter() -> None:
     async def play() -> list[Any]:
         async with Endpoint(answer("yes")) as endpoint:
-            made = users([(endpoint.config().api_base.removesuffix("/v1"), "secret")], model="policy", attempts=1)
-            made.config.model.chat_template_args = {"enable_thinking": False}
-            await made.make(task("llm"), "s").reply(said("hi", "hello"))
-            made.config.user.extra = {"chat_template_kwargs": {"enable_thinking": True}}
-            await made.make(task("llm"), "s").reply(said("hi", "hello"))
-            made.config.model.lora = LoraConfig(rank=8, serve="adapters")
-            await made.make(task("llm"), "s").reply(said("hi", "hello"))
+            users = make_users([(endpoint.config().api_base.removesuffix("/v1"), "secret")], model="policy", attempts=1)
+            users.config.model.chat_template_args = {"enable_thinking": False}
+            await users.make(task("llm"), "s").reply(dialogue("hi", "hello"))
+            users.config.user.extra = {"chat_template_kwargs": {"enable_thinking": True}}
+            await users.make(task("llm"), "s").reply(dialogue("hi", "hello"))
+            users.config.model.lora = LoraConfig(rank=8, serve="adapters")
+            await users.make(task("llm"), "s").reply(dialogue("hi", "hello"))
             return [(request["chat_template_kwargs"], request.get("lora_path")) for request in endpoint.requests]
 
     arguments = [{"enable_thinking": False}, {"enable_thinking": True}, {"enable_thinking": True}]
@@ -329,7 +329,7 @@ def addresses(servers: dict[str, Served]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.processes
-def test_the_trained_model_is_held_to_the_schema_and_cut_by_its_tokens(servers: dict[str, Served]) -> None:
+def test_the_trained_model_follows_the_schema_until_max_tokens(servers: dict[str, Served]) -> None:
     replies, counted = play_policy(addresses(servers), 8, max_tokens=250)
     assert counted == {"user_malformed": 8}
     assert [str(reply) for reply in replies if "MalformedAnswer: not JSON: " not in str(reply)] == []
@@ -338,7 +338,7 @@ def test_the_trained_model_is_held_to_the_schema_and_cut_by_its_tokens(servers: 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_the_trained_model_can_be_the_user(servers: dict[str, Served]) -> None:
-    """A random model closes a text when it happens to draw the quote: one in three manages three texts in time."""
+    """A random model closes a text when it draws the quote by chance: one in three closes three texts in time."""
     replies, counted = play_policy(addresses(servers), 16, max_tokens=1000, temperature=2.0, timeout=500, deadline=500)
     spoken = [reply.message for reply in replies if isinstance(reply, UserReply)]
     assert spoken and all(message.role == "user" and message.content.strip() for message in spoken)
@@ -346,26 +346,26 @@ def test_the_trained_model_can_be_the_user(servers: dict[str, Served]) -> None:
 
 
 @pytest.mark.processes
-def test_what_the_trained_model_says_follows_from_the_conversations_name(servers: dict[str, Served]) -> None:
+def test_samples_of_the_trained_model_are_seeded_by_the_conversation(servers: dict[str, Served]) -> None:
     url, key = addresses(servers)[0]
     client = clients.LlmClient(keys={f"{url}/v1": key})
 
     async def draw(sample: str, **extra: Any) -> str:
         at = f"{url}/v1"
         endpoint = EndpointConfig(model=f"policy/{sample}", api_base=at, temperature=1.0, max_tokens=20, extra=extra)
-        return await client._call(endpoint, [{"role": "user", "content": "hi"}], clients._Allowance(60.0, Taken()))
+        return await client._call(endpoint, [{"role": "user", "content": "hi"}], clients._Allowance(60.0, Usage()))
 
     async def play() -> list[str]:
         arguments = {"enable_thinking": False}  # which the server takes, and this model's template does not use
-        again = draw("a/0", chat_template_kwargs=arguments)
-        return await asyncio.gather(draw("a/0"), draw("a/1"), again, draw("a/2"))
+        repeated = draw("a/0", chat_template_kwargs=arguments)
+        return await asyncio.gather(draw("a/0"), draw("a/1"), repeated, draw("a/2"))
 
     drawn = asyncio.run(play())
     assert drawn[0] == drawn[2] and len(set(drawn)) == 3
 
 
 @pytest.mark.processes
-def test_a_key_that_the_server_refuses_is_not_shown(
+def test_a_refused_key_is_not_printed(
     servers: dict[str, Served], caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     url, secret = servers["tied"].server.url, "not-the-key-of-this-run"

@@ -18,7 +18,7 @@ from megatron_collab.rollout.users import Users, check_user
 from megatron_collab.rollout.users.named import as_user, user_of, user_settings
 from megatron_collab.types import Conversation, Ending, Message, Task
 from tests.llm.endpoint import Endpoint, says
-from tests.rollout.users.helpers import said, task
+from tests.rollout.users.helpers import dialogue, task
 
 
 def configured(users: dict[str, Any], **user: Any) -> Config:
@@ -28,7 +28,7 @@ def configured(users: dict[str, Any], **user: Any) -> Config:
     return config
 
 
-def test_each_has_settings_of_its_own_and_else_those_of_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_named_users_settings_override_those_of_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "dummy")
     (tmp_path / "strict.j2").write_text("Be strict. {{ goal }} {{ persona }} {{ stop }}\n")
     (tmp_path / "people.txt").write_text("a nurse\n")
@@ -39,10 +39,10 @@ def test_each_has_settings_of_its_own_and_else_those_of_user(monkeypatch: pytest
             strict = {"class": "llm/openai/strict", "prompt": str(tmp_path / "strict.j2"), "stop": "BYE"}
             patient = {"model": "openai/patient", "temperature": 0.25, "personas": str(tmp_path / "people.txt")}
             config = configured({"patient": patient, "strict": strict}, model=at.model, api_base=at.api_base)
-            made = Users(config, LlmClient())
+            users = Users(config, LlmClient())
             done = []
             for name in ("llm", "patient", "strict"):
-                done.append((await made.make(task(name, "buy milk"), "s").reply(said("hi", "hello"))).done)
+                done.append((await users.make(task(name, "buy milk"), "s").reply(dialogue("hi", "hello"))).done)
             return endpoint.requests, done
 
     (plain, patient, strict), done = asyncio.run(play())
@@ -51,41 +51,43 @@ def test_each_has_settings_of_its_own_and_else_those_of_user(monkeypatch: pytest
     systems = [request["messages"][0]["content"] for request in (plain, patient, strict)]
     assert "Who you are" not in systems[0] and "Who you are: a nurse" in systems[1]
     assert systems[2].startswith("Be strict. buy milk  BYE\n\nAnswer with one JSON object")
-    assert done == [False, False, True], "each has its own stop"
+    assert done == [False, False, True], "each user has its own stop text"
 
 
-def test_tasks_without_a_user_draw_one_by_weight_and_always_the_same() -> None:
+def test_tasks_without_a_user_draw_one_by_weight_and_seed() -> None:
     config = configured({"often": {"weight": 3}, "seldom": {}, "never": {"weight": 0}})
     tasks = [Task(str(i), (), "g", "", "") for i in range(4000)]
-    drawn = [user_of(each, config) for each in tasks]
-    assert drawn == [user_of(each, config) for each in tasks]
+    drawn = [user_of(unassigned, config) for unassigned in tasks]
+    assert drawn == [user_of(unassigned, config) for unassigned in tasks]
     counts = Counter(drawn)
     assert set(counts) == {"often", "seldom"} and abs(counts["often"] / 4000 - 0.75) < 0.03
     config.run.seed = 1
-    assert drawn != [user_of(each, config) for each in tasks]
+    assert drawn != [user_of(unassigned, config) for unassigned in tasks]
     assert user_of(Task("0", (), "g", "", "never"), config) == "never"
     assert user_of(tasks[0], configured({"a": {"weight": 0}})) == "" == user_of(tasks[0], Config())
-    wishes = [Task("0", (), "g", "", f"{name}?") for name in ("never", "collabllm")]
-    assert [user_of(wish, config) for wish in wishes] == ["never", user_of(tasks[0], config)], "names of other programs"
+    optional_tasks = [Task("0", (), "g", "", f"{name}?") for name in ("never", "collabllm")]
+    assert [user_of(optional, config) for optional in optional_tasks] == ["never", user_of(tasks[0], config)], (
+        "unknown optional names are ignored"
+    )
     config.user.name = "reveal"
-    assert user_of(tasks[0], config) == user_of(wishes[0], config) == "reveal"
+    assert user_of(tasks[0], config) == user_of(optional_tasks[0], config) == "reveal"
 
 
-def test_servers_that_are_replaced_are_those_of_named_users_too() -> None:
-    made = Users(configured({"self": {"model": "policy"}}), LlmClient(), ["http://a/v1"])
-    user = made.make(task("self"), "s")
-    made.engine = ["http://b/v1"]
+def test_named_users_see_replaced_servers() -> None:
+    users = Users(configured({"self": {"model": "policy"}}), LlmClient(), ["http://a/v1"])
+    user = users.make(task("self"), "s")
+    users.engine = ["http://b/v1"]
     assert list(user.users.engine) == ["http://b/v1"]
 
 
 def test_conversations_are_counted_by_the_name_of_their_user() -> None:
-    made = Users(configured({"calm": {"class": "replay"}}), LlmClient())
-    made.make(task("calm", replay=["x"]), "s").users.counters["user_replies"] += 1
+    users = Users(configured({"calm": {"class": "replay"}}), LlmClient())
+    users.make(task("calm", replay=["x"]), "s").users.counters["user_replies"] += 1
     played = Conversation((Message("user", "hi"), Message("assistant", "a"), Message("user", "x")), ())
-    made.ended(task("calm"), played.end(Ending.USER_DONE))
-    made.ended(task("calm"), played.end(Ending.ERROR, "down"))
-    made.ended(task("replay"), played.end(Ending.USER_DONE))
-    assert made.counters == {
+    users.ended(task("calm"), played.end(Ending.USER_DONE))
+    users.ended(task("calm"), played.end(Ending.ERROR, "down"))
+    users.ended(task("replay"), played.end(Ending.USER_DONE))
+    assert users.counters == {
         "user_replies": 1,
         "user/calm/turns": 2,
         "user/calm/user_done": 1,
@@ -94,7 +96,7 @@ def test_conversations_are_counted_by_the_name_of_their_user() -> None:
 
 
 @pytest.mark.parametrize(
-    ("users", "name", "said_of_it"),
+    ("users", "name", "expected"),
     [
         (
             {"strict": {}},
@@ -116,12 +118,12 @@ def test_conversations_are_counted_by_the_name_of_their_user() -> None:
         ({"strict": {"model": "m", "prompt": "none.j2"}}, "strict", "user strict: prompt=none.j2: no such file"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(users: dict[str, Any], name: str, said_of_it: str) -> None:
-    found = check_user(name, configured(users))
-    assert found is not None and said_of_it in found and "\n" not in found
+def test_invalid_named_users_are_refused_in_one_line(users: dict[str, Any], name: str, expected: str) -> None:
+    refusal = check_user(name, configured(users))
+    assert refusal is not None and expected in refusal and "\n" not in refusal
 
 
-def test_a_name_that_no_setting_can_have_is_refused() -> None:
+def test_an_invalid_name_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"users\.a/b: name it with letters"):
         user_settings(configured({"a/b": {}}))
 
@@ -131,8 +133,8 @@ def test_limits_prices_and_settings_know_every_user(monkeypatch: pytest.MonkeyPa
     config.llm.requests_per_minute = 1
     plain = Config(user=config.user, llm=config.llm)
     assert group_seconds(config, 1) > 5 * group_seconds(plain, 1)
-    asked = asked_models.of_users(config, ["llm", "slow", "llm/openai/gpt-4o", "replay"])
-    settings = [(each.setting, each.group, each.endpoint.model) for each in asked]
+    user_endpoints = asked_models.user_endpoints(config, ["llm", "slow", "llm/openai/gpt-4o", "replay"])
+    settings = [(entry.setting, entry.group, entry.endpoint.model) for entry in user_endpoints]
     assert settings == [
         ("user.model", "user", "m"),
         ("users.slow.model", "users.slow", "openai/o3"),
@@ -144,7 +146,7 @@ def test_limits_prices_and_settings_know_every_user(monkeypatch: pytest.MonkeyPa
     assert as_user(config, "slow").user.timeout == config.user.timeout
 
 
-def test_a_run_goes_on_with_another_endpoint_of_a_named_user_but_with_no_other_model(tmp_path: Path) -> None:
+def test_a_resumed_run_may_change_a_named_users_endpoint_but_not_its_model(tmp_path: Path) -> None:
     config = configured({"a": {"model": "m", "api_base": "http://old"}})
     config.run.dir = str(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(asdict(config)))

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_collab.rollout.users import User, UserError
-from megatron_collab.rollout.users.scripts import ASK_ME, NO_MORE, TOLD_ALREADY, asked_for
+from megatron_collab.rollout.users.scripts import ASK_ME, NO_MORE, TOLD_ALREADY, requested_facts
 from megatron_collab.types import Conversation, Message, Task
-from tests.rollout.users.helpers import said, task, users
+from tests.rollout.users.helpers import dialogue, make_users, task
 
 FACTS = ["Ann has 5 red apples.", "Bob ate 2 apples.", "A pear costs $1.50."]
 
@@ -19,8 +19,8 @@ class Talk:
 
     def __init__(self, facts: Sequence[str], *before: str) -> None:
         goal = json.dumps({"question": "How many?", "facts": list(facts)})
-        self.messages = list(said("How many?", *before).messages)
-        self.user: User = users().make(Task("t", tuple(self.messages[:1]), goal, "", "reveal"), "s")
+        self.messages = list(dialogue("How many?", *before).messages)
+        self.user: User = make_users().make(Task("t", tuple(self.messages[:1]), goal, "", "reveal"), "s")
         asyncio.run(self.user.start(Conversation(tuple(self.messages), ())))
 
     def __call__(self, text: str) -> str:
@@ -44,7 +44,7 @@ class Talk:
     ],
 )
 def test_a_question_asks_for_the_facts_that_share_its_words(question: str, facts: list[int]) -> None:
-    assert asked_for(question, FACTS) == facts
+    assert requested_facts(question, FACTS) == facts
 
 
 def test_facts_are_told_when_asked_for_and_only_once() -> None:
@@ -70,12 +70,12 @@ def test_a_stated_answer_ends_the_conversation(text: str) -> None:
 
 def test_the_question_opens_the_conversation() -> None:
     assert asyncio.run(Talk(FACTS).user.open()) == "How many?"
-    other = users().make(Task("t", (), json.dumps({"facts": FACTS}), "", "reveal"), "s")
+    other = make_users().make(Task("t", (), json.dumps({"facts": FACTS}), "", "reveal"), "s")
     with pytest.raises(UserError, match="the goal of task t has no question to open with"):
         asyncio.run(other.open())
 
 
-def test_what_was_said_before_the_start_is_told() -> None:
+def test_facts_said_before_the_start_are_not_told_again() -> None:
     says = Talk(FACTS, "Who?", FACTS[0])
     assert says("What else?") == f"{FACTS[1]} {FACTS[2]}"
 
@@ -84,7 +84,7 @@ def test_the_user_of_a_problem_without_facts_knows_nothing_more() -> None:
     assert Talk([])("who?") == NO_MORE
 
 
-def test_conversations_of_one_task_keep_apart_what_they_told() -> None:
+def test_conversations_of_one_task_tell_their_facts_separately() -> None:
     first, second = Talk(FACTS), Talk(FACTS)
     assert first("What else?") == second("What else?") == " ".join(FACTS)
 
@@ -92,4 +92,4 @@ def test_conversations_of_one_task_keep_apart_what_they_told() -> None:
 @pytest.mark.parametrize("goal", ["a plain goal", "[]", "{}", '{"facts": "Ann has 2."}', '{"facts": [2]}'])
 def test_a_goal_without_facts_is_refused_with_its_task(goal: str) -> None:
     with pytest.raises(UserError, match="of task t the goal is no JSON object"):
-        asyncio.run(users().make(task("reveal", goal), "s").start(said("hi", "hello")))
+        asyncio.run(make_users().make(task("reveal", goal), "s").start(dialogue("hi", "hello")))

@@ -1,4 +1,4 @@
-"""Users that are scripted or recorded."""
+"""Scripted and recorded users."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from megatron_collab.config import ConfigError
 from megatron_collab.environments import booking
 from megatron_collab.rollout.users import UserError, UserReply
 from megatron_collab.types import Conversation, Message
-from tests.rollout.users.helpers import STOP, said, task, users
+from tests.rollout.users.helpers import STOP, dialogue, make_users, task
 
 TASK = booking.tasks(seed=3, n=1, held_out=True)[0]
 
 
 def test_the_scripted_user_answers_and_is_counted() -> None:
     goal = json.loads(TASK.goal)
-    made = users()
-    reply = asyncio.run(made.make(TASK, "s").reply(said("please book a table .", "which day and what time ?")))
+    users = make_users()
+    reply = asyncio.run(users.make(TASK, "s").reply(dialogue("please book a table .", "which day and what time ?")))
     assert reply == UserReply(Message("user", f"on {goal['day']} at {goal['time']} ."), done=False)
-    assert made.counters == {"user_replies": 1}
+    assert users.counters == {"user_replies": 1}
 
 
 def test_the_scripted_user_ends_the_conversation() -> None:
-    reply = asyncio.run(users().make(TASK, "s").reply(said("please book a table .", "done : for 2 people")))
+    reply = asyncio.run(make_users().make(TASK, "s").reply(dialogue("please book a table .", "done : for 2 people")))
     assert reply.done
     assert booking.STOP in reply.message.content
 
 
 def test_concurrent_conversations_keep_their_own_goals() -> None:
     tasks = booking.tasks(seed=5, n=200)
-    made = users()
+    users = make_users()
 
     async def both_replies(i: int) -> list[str]:
-        user, first = made.make(tasks[i], f"s/{i}"), said("please book a table .", "how many people and which day ?")
+        user = users.make(tasks[i], f"s/{i}")
+        first = dialogue("please book a table .", "how many people and which day ?")
         await user.start(first)
         day = await user.reply(first)
         time = await user.reply(Conversation((*first.messages, day.message, Message("assistant", "what time ?")), ()))
@@ -47,15 +48,15 @@ def test_concurrent_conversations_keep_their_own_goals() -> None:
     async def all_replies() -> list[list[str]]:
         return await asyncio.gather(*map(both_replies, range(200)))
 
-    goals = [json.loads(each.goal) for each in tasks]
+    goals = [json.loads(booking_task.goal) for booking_task in tasks]
     expected = [[f"{booking.say(goal, ['people', 'day'])} .", f"at {goal['time']} ."] for goal in goals]
     assert asyncio.run(all_replies()) == expected
-    assert len({tuple(each) for each in expected}) > 100
+    assert len({tuple(replies) for replies in expected}) > 100
 
 
 def test_guardrails_do_not_apply_to_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(booking, "reply", lambda goal, messages: "Assistant: how can I help you?")
-    reply = asyncio.run(users().make(TASK, "s").reply(said("please book a table .", "which day ?")))
+    reply = asyncio.run(make_users().make(TASK, "s").reply(dialogue("please book a table .", "which day ?")))
     assert reply.message.content == "Assistant: how can I help you?"
 
 
@@ -68,48 +69,50 @@ def test_the_script_sees_neither_tool_calls_nor_thoughts() -> None:
         Message("tool", "7"),
         Message("assistant", "<think>what time ?</think>which day ?"),
     )
-    reply = asyncio.run(users().make(TASK, "s").reply(Conversation(messages, ())))
+    reply = asyncio.run(make_users().make(TASK, "s").reply(Conversation(messages, ())))
     assert reply.message.content == f"on {goal['day']} ."
 
 
 def test_a_script_that_does_not_exist_is_refused_with_its_name() -> None:
     with pytest.raises(ConfigError, match="scripted=nobody: no such name; known are booking"):
-        users().make(task("scripted/nobody"), "s")
+        make_users().make(task("scripted/nobody"), "s")
 
 
 def test_the_recorded_messages_are_said_in_order_then_the_conversation_ends() -> None:
-    user = users().make(task("replay", replay=["first", "second"]), "s")
-    assert asyncio.run(user.reply(said("hi", "a"))).message == Message("user", "first")
-    assert asyncio.run(user.reply(said("hi", "a", "first", "b"))).message == Message("user", "second")
-    last = asyncio.run(user.reply(said("hi", "a", "first", "b", "second", "c")))
+    user = make_users().make(task("replay", replay=["first", "second"]), "s")
+    assert asyncio.run(user.reply(dialogue("hi", "a"))).message == Message("user", "first")
+    assert asyncio.run(user.reply(dialogue("hi", "a", "first", "b"))).message == Message("user", "second")
+    last = asyncio.run(user.reply(dialogue("hi", "a", "first", "b", "second", "c")))
     assert last.done and last.message == Message("user", STOP)
 
 
 def test_scripts_and_recordings_open_a_conversation() -> None:
-    opened = asyncio.run(users().make(TASK, "s").open())
-    assert opened.startswith("please book a table") and asyncio.run(users().make(TASK, "t").open()) == opened
-    assert booking.missing(replace(TASK, messages=(Message("user", opened),))) != frozenset(), "not all of it"
-    given = replace(task("replay", replay=["first", "second"]), messages=())
-    assert asyncio.run(users().make(given, "s").open()) == "first"
-    played = given.play_on(Message("user", "first"))
-    assert asyncio.run(users().make(played, "s").reply(said("first", "a"))).message.content == "second"
+    opened = asyncio.run(make_users().make(TASK, "s").open())
+    assert opened.startswith("please book a table") and asyncio.run(make_users().make(TASK, "t").open()) == opened
+    assert booking.missing(replace(TASK, messages=(Message("user", opened),))) != frozenset(), (
+        "the opening leaves something out"
+    )
+    unopened = replace(task("replay", replay=["first", "second"]), messages=())
+    assert asyncio.run(make_users().make(unopened, "s").open()) == "first"
+    played = unopened.play_on(Message("user", "first"))
+    assert asyncio.run(make_users().make(played, "s").reply(dialogue("first", "a"))).message.content == "second"
 
 
-def test_what_the_task_begins_with_is_not_said_again() -> None:
-    begun = said("hi", "a", "hm", "b")
+def test_messages_of_the_task_are_not_said_again() -> None:
+    begun = dialogue("hi", "a", "hm", "b")
     recorded = task("replay", replay=["first"])
     later = type(recorded)("t", begun.messages[:3], "g", "", "replay", recorded.metadata)
-    assert asyncio.run(users().make(later, "s").reply(begun)).message.content == "first"
+    assert asyncio.run(make_users().make(later, "s").reply(begun)).message.content == "first"
 
 
-def test_answers_of_tools_are_not_counted_as_the_users() -> None:
-    user = users().make(task("replay", replay=["first", "second"]), "s")
+def test_tool_messages_are_not_counted_as_the_users() -> None:
+    user = make_users().make(task("replay", replay=["first", "second"]), "s")
     called = (Message("user", "hi"), Message("assistant", "call"), Message("tool", "4"), Message("assistant", "4"))
     assert asyncio.run(user.reply(Conversation(called, ()))).message.content == "first"
 
 
 @pytest.mark.parametrize("metadata", [{}, {"replay": "one text"}, {"replay": [1]}, {"replay": ["hi", " "]}])
 def test_a_task_without_a_recording_is_refused_with_its_name(metadata: dict[str, Any]) -> None:
-    user = users().make(task("replay", **metadata), "s")
+    user = make_users().make(task("replay", **metadata), "s")
     with pytest.raises(UserError, match="task t "):
-        asyncio.run(user.start(said("hi", "a")))
+        asyncio.run(user.start(dialogue("hi", "a")))

@@ -17,15 +17,15 @@ from megatron_collab.rollout.users import UserReply, check_user, split_user
 from megatron_collab.rollout.workers import ConversationWorker
 from megatron_collab.types import Conversation, Message, Task
 from tests.llm.endpoint import Endpoint, says
-from tests.rollout.users.helpers import STOP, said, task, users
+from tests.rollout.users.helpers import STOP, dialogue, make_users, task
 
 
 def answer(user: str, goal: str, conversation: Conversation) -> UserReply:
-    made = users().make(Task("t", conversation.messages[:1], goal, "", user), "s")
+    simulated_user = make_users().make(Task("t", conversation.messages[:1], goal, "", user), "s")
 
     async def play() -> UserReply:
-        await made.start(conversation)
-        return await made.reply(conversation)
+        await simulated_user.start(conversation)
+        return await simulated_user.reply(conversation)
 
     return asyncio.run(play())
 
@@ -44,23 +44,23 @@ def test_one_dataset_mixes_users(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> list[str]:
         async with Endpoint(says({"current_answer": "", "thought": "", "response": "as an llm"})) as endpoint:
             at = endpoint.config()
-            made = users(model=at.model, api_base=at.api_base)
+            users = make_users(model=at.model, api_base=at.api_base)
 
-            async def one(each: Task) -> str:
-                conversation = Conversation((*each.messages, Message("assistant", "which day ?")), ())
-                user = made.make(each, "s")
+            async def first_reply(new_task: Task) -> str:
+                conversation = Conversation((*new_task.messages, Message("assistant", "which day ?")), ())
+                user = users.make(new_task, "s")
                 await user.start(conversation)
                 return (await user.reply(conversation)).message.content
 
-            return list(await asyncio.gather(*map(one, tasks)))
+            return list(await asyncio.gather(*map(first_reply, tasks)))
 
     day = json.loads(booked.goal)["day"]
     assert asyncio.run(play()) == ["as an llm", "as an llm", f"on {day} .", "Ann has 2.", "I said this once."]
 
 
-def test_one_name_for_all_tasks_goes_before_theirs() -> None:
-    made = users(name="replay").make(task("reveal", replay=["recorded"]), "s")
-    assert asyncio.run(made.reply(said("hi", "hello"))).message == Message("user", "recorded")
+def test_user_name_overrides_the_users_of_tasks() -> None:
+    user = make_users(name="replay").make(task("reveal", replay=["recorded"]), "s")
+    assert asyncio.run(user.reply(dialogue("hi", "hello"))).message == Message("user", "recorded")
 
 
 @pytest.mark.parametrize(
@@ -78,17 +78,17 @@ def test_one_name_for_all_tasks_goes_before_theirs() -> None:
         ("replay/x", "user replay/x: takes no argument"),
     ],
 )
-def test_a_user_that_is_not_to_be_had_is_refused_in_one_line(name: str, reason: str) -> None:
-    found = check_user(name, Config())
-    assert found is not None and found.startswith(reason) and "\n" not in found
+def test_an_unavailable_user_is_refused_in_one_line(name: str, reason: str) -> None:
+    refusal = check_user(name, Config())
+    assert refusal is not None and refusal.startswith(reason) and "\n" not in refusal
 
 
 @pytest.mark.parametrize("name", ["llm/openai/gpt-4o", "scripted/booking", "reveal", "replay"])
-def test_a_user_that_can_be_had_is_not_refused(name: str) -> None:
+def test_an_available_user_is_not_refused(name: str) -> None:
     assert check_user(name, Config()) is None
 
 
-def test_a_model_of_users_makes_every_llm_user_possible() -> None:
+def test_user_model_makes_every_llm_user_available() -> None:
     config = Config()
     config.user.model = "openai/gpt-4o"
     assert check_user("llm", config) is None and check_user("", config) is None
@@ -101,13 +101,18 @@ def test_a_file_without_personas_is_refused(tmp_path: Path) -> None:
     assert "has no lines" in str(check_user("llm", config))
 
 
-def test_counters_start_anew_once_they_are_taken() -> None:
+def test_counters_are_reset_when_they_are_taken() -> None:
     worker: Any = object.__new__(ConversationWorker)
     training, evaluation, other = (
-        SimpleNamespace(users=users(), tools=Toolbox(RolloutConfig(), None), counters=Counter(), cast={})  # type: ignore[arg-type]
+        SimpleNamespace(
+            users=make_users(),
+            tools=Toolbox(RolloutConfig(), None),  # type: ignore[arg-type]
+            counters=Counter(),
+            candidate_players={},
+        )
         for _ in range(3)
     )
-    other.users, training.cast = training.users, {"ours": training, "other": other}  # as build.assistants has it
+    other.users, training.candidate_players = training.users, {"ours": training, "other": other}  # as build.assistants
     worker.players = {None: training, EvaluationSet("e.jsonl"): evaluation}
     worker.policy, worker.tape = SimpleNamespace(take_counters=lambda: {"servers_lost": 0}), None
     training.users.counters["user_leak"] += 2
@@ -115,16 +120,16 @@ def test_counters_start_anew_once_they_are_taken() -> None:
     training.tools.counters["tool_calls"] += 1
     training.counters["reward_failed"] += 1
     other.counters["reward_failed"] += 3
-    taken = asyncio.run(worker.take_counters())
-    assert taken == {"user_leak": 5, "tool_calls": 1, "reward_failed": 4, "servers_lost": 0}
+    counts = asyncio.run(worker.take_counters())
+    assert counts == {"user_leak": 5, "tool_calls": 1, "reward_failed": 4, "servers_lost": 0}
     assert asyncio.run(worker.take_counters()) == {"servers_lost": 0}
 
 
 def test_the_stop_text_ends_the_conversation_and_stays_in_the_message() -> None:
-    made = users(stop="BYE").make(task("replay", replay=["that is it, BYE now"]), "s")
-    reply = asyncio.run(made.reply(said("hi", "hello")))
+    user = make_users(stop="BYE").make(task("replay", replay=["that is it, BYE now"]), "s")
+    reply = asyncio.run(user.reply(dialogue("hi", "hello")))
     assert reply.done and reply.message.content == "that is it, BYE now"
-    assert not users(stop=STOP).make(task("replay"), "s").says("that is it, BYE now").done
+    assert not make_users(stop=STOP).make(task("replay"), "s").says("that is it, BYE now").done
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Settings become exactly these fields of Megatron's configuration, with TransformerEngine and without.
+"""Settings set exactly these fields of Megatron's configuration, with and without TransformerEngine.
 
-TransformerEngine is not installed here: what is tested of it is what Megatron is asked for.
+TransformerEngine is not installed here: tests check what Megatron is asked for.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def configure(settings: dict[str, Any]) -> Config:
 
 
 @pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """What the machine seems to have, by probe; nothing at first."""
+def available(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Features that the probe reports as available; empty at first."""
     names: set[str] = set()
-    monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(found=name in names))
-    # Megatron asks for the parts themselves.
+    monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(available=name in names))
+    # Megatron looks for the functions themselves.
     for module, parts in {
         rope_utils: ["fused_apply_rotary_pos_emb_thd"],
         moe_utils: [
@@ -143,14 +143,14 @@ PLAIN = {
     ],
     ids=str,
 )
-def test_settings_become_these_fields(found: set[str], settings: dict[str, Any], changed: dict[str, Any]) -> None:
-    made = transformer_config(configure(settings), shape_of(num_hidden_layers=4))
-    wanted = PLAIN | changed
-    assert {name: getattr(made, name) for name in wanted} == wanted
+def test_settings_set_these_fields(available: set[str], settings: dict[str, Any], changed: dict[str, Any]) -> None:
+    result = transformer_config(configure(settings), shape_of(num_hidden_layers=4))
+    expected = PLAIN | changed
+    assert {name: getattr(result, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
-    ("fields", "wanted"),
+    ("fields", "expected"),
     [
         ({}, {"moe_router_pre_softmax": False, "moe_layer_freq": 1, "expert_model_parallel_size": 1}),
         ({"norm_topk_prob": False}, {"moe_router_pre_softmax": True}),
@@ -158,9 +158,11 @@ def test_settings_become_these_fields(found: set[str], settings: dict[str, Any],
     ],
     ids=str,
 )
-def test_experts_are_routed_as_the_model_says(found: set[str], fields: dict[str, Any], wanted: dict[str, Any]) -> None:
-    made = transformer_config(configure({}), shape_of(model_type="qwen3_moe", **EXPERTS | fields))
-    wanted = {
+def test_experts_are_routed_as_the_model_says(
+    available: set[str], fields: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    result = transformer_config(configure({}), shape_of(model_type="qwen3_moe", **EXPERTS | fields))
+    expected = {
         "num_moe_experts": 8,
         "moe_router_topk": 2,
         "moe_ffn_hidden_size": 16,
@@ -168,9 +170,9 @@ def test_experts_are_routed_as_the_model_says(found: set[str], fields: dict[str,
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": None,
         "expert_tensor_parallel_size": 1,
-        **wanted,
+        **expected,
     }
-    assert {name: getattr(made, name) for name in wanted} == wanted
+    assert {name: getattr(result, name) for name in expected} == expected
 
 
 FUSIONS = {
@@ -183,32 +185,32 @@ FUSIONS = {
 
 
 @pytest.mark.parametrize(
-    "there",
+    "features",
     [set(), {"cuda"}, {"cuda", "apex"}, {"cuda", "transformer_engine"}],
-    ids=lambda there: "-".join(sorted(there)),
+    ids=lambda features: "-".join(sorted(features)),
 )
-def test_fused_kernels_follow_from_what_is_there(found: set[str], there: set[str]) -> None:
-    found |= there
-    made = transformer_config(configure({}), MOE)
-    assert {name: getattr(made, name) for name in FUSIONS} == {
-        name: bool(enabling & there) for name, enabling in FUSIONS.items()
+def test_fused_kernels_follow_from_available_features(available: set[str], features: set[str]) -> None:
+    available |= features
+    result = transformer_config(configure({}), MOE)
+    assert {name: getattr(result, name) for name in FUSIONS} == {
+        name: bool(enabling & features) for name, enabling in FUSIONS.items()
     }
 
 
-def test_float32_is_computed_by_the_local_layers(one_rank: Config, found: set[str]) -> None:
-    """TransformerEngine's fused attention takes 16 bits; what is left of it keeps the scores of all pairs of tokens."""
-    found |= {"cuda", "transformer_engine"}
-    made = transformer_config(configure({"model.dtype": "float32"}), MOE)
-    assert [name for name in FUSIONS if getattr(made, name)] == ["bias_activation_fusion"]
-    assert backend_spec(made).layer_norm is layers.RMSNorm
+def test_float32_is_computed_by_the_local_layers(one_rank: Config, available: set[str]) -> None:
+    """TransformerEngine's fused attention needs 16 bits; its fallback stores the scores of all pairs of tokens."""
+    available |= {"cuda", "transformer_engine"}
+    result = transformer_config(configure({"model.dtype": "float32"}), MOE)
+    assert [name for name in FUSIONS if getattr(result, name)] == ["bias_activation_fusion"]
+    assert backend_spec(result).layer_norm is layers.RMSNorm
 
 
 @pytest.mark.parametrize(
     ("layers", "pp", "vpp"), [(3, 2, 1), (10, 4, 1), (13, 8, 1), (5, 5, 1), (8, 2, 1), (5, 2, 2), (8, 2, 2), (13, 3, 4)]
 )
-def test_stages_share_the_layers_evenly(found: set[str], layers: int, pp: int, vpp: int) -> None:
-    made = transformer_config(configure({"parallel.pp": pp, "parallel.vpp": vpp}), shape_of(num_hidden_layers=layers))
-    layout = made.pipeline_model_parallel_layout
+def test_stages_share_the_layers_evenly(available: set[str], layers: int, pp: int, vpp: int) -> None:
+    result = transformer_config(configure({"parallel.pp": pp, "parallel.vpp": vpp}), shape_of(num_hidden_layers=layers))
+    layout = result.pipeline_model_parallel_layout
     if layers % (pp * vpp) == 0:
         assert layout is None
         return
@@ -218,22 +220,24 @@ def test_stages_share_the_layers_evenly(found: set[str], layers: int, pp: int, v
     assert counts == sorted(counts, reverse=True)
 
 
-def test_the_engines_layers_are_taken_where_it_is(found: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+def test_the_engines_layers_are_used_if_it_is_available(available: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
     monkeypatch.setattr(
-        config, "get_gpt_decoder_block_spec", lambda *given, **more: asked.append((given, more)) or "block"
+        config,
+        "get_gpt_decoder_block_spec",
+        lambda *arguments, **options: calls.append((arguments, options)) or "block",
     )
     # The module itself imports TransformerEngine.
     filled = SimpleNamespace(fill_in=lambda block: f"{block} with our attention")
     monkeypatch.setattr("megatron_collab.trainer.megatron.engine_attention", filled, raising=False)
-    found.add("transformer_engine")
-    made = transformer_config(configure({}), MOE)
-    assert backend_spec(made, vp_stage=1) == "block with our attention"
-    assert asked == [((made, True), {"normalization": "RMSNorm", "vp_stage": 1})]
+    available.add("transformer_engine")
+    result = transformer_config(configure({}), MOE)
+    assert backend_spec(result, vp_stage=1) == "block with our attention"
+    assert calls == [((result, True), {"normalization": "RMSNorm", "vp_stage": 1})]
 
 
 @pytest.mark.parametrize("shape", [SHAPE, shape_of(model_type="llama"), MOE], ids=lambda shape: shape.family)
-def test_without_it_our_norms_and_attention_are_filled_in(one_rank: Config, found: set[str], shape: ModelShape) -> None:
+def test_our_norms_and_attention_are_used_without_it(one_rank: Config, available: set[str], shape: ModelShape) -> None:
     block = backend_spec(transformer_config(configure({}), shape))
     assert block.layer_norm is layers.RMSNorm
     assert len(block.layer_specs) == 2

@@ -1,8 +1,8 @@
-"""Parameters that are kept in FP8 (model.fp8_params), by TransformerEngine's own Python over reference kernels.
+"""Parameters kept in FP8 (model.fp8_params), by TransformerEngine's own Python over reference kernels.
 
-A run with them is to be the run without: FP8 makes the same bytes of a weight in the optimizer's step as in the next
-forward pass. Gradients are summed in another order for their norm, so nothing is clipped here. A reference model takes
-part, but not with delayed scaling, where it is refused: nothing would scale its parameters.
+A run with them must equal the run without: FP8 rounds a weight to the same bytes in the optimizer's step as in the
+next forward pass. Gradients are summed in another order for their norm, so nothing is clipped here. A reference model
+takes part, except with delayed scaling, which refuses it: nothing would scale its parameters.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from tests.trainer.test_precision import WIDE, fp8
 pytestmark = pytest.mark.processes
 
 RECIPES = ["blockwise", "tensorwise", "delayed"]
-# By ranks the recipe of which the model has experts; delayed scaling does not go with them.
+# By number of ranks: the recipe whose model has experts; delayed scaling does not support them.
 EXPERTS = {1: "blockwise", 2: "tensorwise", 4: "tensorwise"}
-# The parts of two ranks then meet inside a block, in row 192 of a feed-forward layer's first matrix.
+# The shards of two ranks then meet inside a block, in row 192 of a feed-forward layer's first matrix.
 SIZES = WIDE | {"layers": 1, "ffn": 384}
 STEPS = 3
 NORM = "decoder.final_layernorm.weight"
@@ -48,10 +48,10 @@ Weights = dict[str, torch.Tensor]
 
 
 class Lived(NamedTuple):
-    """A run: log-probs before each step, metrics and masters of each, what was loaded, and what its masters began with.
+    """A run: log-probs before each step, metrics and masters of each, and the loaded weights.
 
-    Of its last parameters in FP8, by name: how they are kept, and what becomes of the masters. `sent`: what servers
-    are sent of the parameters, and of their values in bfloat16.
+    Of its last parameters in FP8, by name: `kept` as stored, and `requantized` from the masters. `sent`: the buffers
+    for servers, from the parameters and from their values in bfloat16.
     """
 
     log_probs: list[np.ndarray]
@@ -59,12 +59,12 @@ class Lived(NamedTuple):
     masters: list[Weights]
     loaded: Weights
     kept: dict[str, list[torch.Tensor]]
-    made: dict[str, list[torch.Tensor]]
+    requantized: dict[str, list[torch.Tensor]]
     sent: tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def rank_results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("kept")
     make_model(folder / "qwen3", family="qwen3", seed=0, **SIZES)
     make_model(folder / "qwen3_moe", family="qwen3_moe", seed=0, moe_intermediate_size=128, **SIZES)
@@ -72,7 +72,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def live(folder: Path) -> dict[str, Any]:
-    """As one of the data parallel ranks: by recipe the run with such parameters and without, and resumed ones."""
+    """As one of the data parallel ranks: by recipe, the runs with and without such parameters, and resumed ones."""
     megatron_config._engine = lambda dtype: dtype.itemsize == 2
     os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"  # as runtime/gpu_environment.py has it on GPUs
     results: dict[str, Any] = {}
@@ -101,14 +101,14 @@ def one_run(folder: Path, recipe: str, kept: bool, **layout: object) -> Lived:
         for name, shard in hf.named_shards(trainer.chunks):
             if is_float8tensor(shard):
                 whole = lived.masters[-1][name].view(shard.shape).bfloat16()
-                lived.kept[name], lived.made[name] = numbers(shard), numbers(shard._quantizer(whole))
+                lived.kept[name], lived.requantized[name] = numbers(shard), numbers(shard._quantizer(whole))
         return lived
 
 
 def resumed(
     folder: Path, recipe: str, saved: bool, kept: bool, **layout: object
 ) -> tuple[np.ndarray, dict[str, float], Weights]:
-    """The last step of a run, done by another one that has loaded it: its log-probs, its metrics and its masters."""
+    """The last step of a run, by another one that loaded its checkpoint: log-probs, metrics and masters."""
     with parallel.init_parallel(configure(folder, recipe, kept, **layout)):
         trainer = make(folder, recipe, kept, **layout)
         with Checkpoints(folder / f"{recipe}-{saved}", keep=1, timeout=60.0) as checkpoints:
@@ -130,18 +130,18 @@ def configure(folder: Path, recipe: str, kept: bool, **layout: object) -> Any:
 def make(folder: Path, recipe: str, kept: bool, **layout: object) -> PolicyTrainer:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    FP8GlobalStateManager.reset()  # it has the groups, and the scales, of the run before
+    FP8GlobalStateManager.reset()  # it holds the groups and scales of the previous run
     return PolicyTrainer(configure(folder, recipe, kept, **layout))
 
 
 def masters(trainer: PolicyTrainer) -> Weights:
-    """The optimizer's float32 weights of this rank's shards, flat, by name, from the parts of all ranks; collective."""
+    """The optimizer's float32 weights of this rank's shards, flat, by name, gathered from all ranks (collective)."""
     whole = {name: torch.zeros(shard.numel()) for name, shard in hf.named_shards(trainer.chunks)}
     for part in trainer.policy.optimizer.chained_optimizers:
         for name, shard in hf.named_shards(trainer.chunks):
             if shard in part.model_param_group_index_map:
-                own = part._get_model_param_range_map(shard)["param"]
-                whole[name][own.start : own.end] = shard.main_param
+                span = part._get_model_param_range_map(shard)["param"]
+                whole[name][span.start : span.end] = shard.main_param
     for name, shard in hf.named_shards(trainer.chunks):
         expert = not getattr(shard, "allreduce", True)
         get_group = parallel_state.get_expert_data_parallel_group if expert else parallel_state.get_data_parallel_group
@@ -149,13 +149,13 @@ def masters(trainer: PolicyTrainer) -> Weights:
     return whole
 
 
-def numbers(quantised: Any) -> list[torch.Tensor]:
-    """Its bytes by rows and by columns, and what they stand for."""
-    return [*quantised.get_data_tensors(), value(quantised, rowwise=True), value(quantised, rowwise=False)]
+def numbers(quantized: Any) -> list[torch.Tensor]:
+    """Its bytes by rows and by columns, and the values they encode."""
+    return [*quantized.get_data_tensors(), value(quantized, rowwise=True), value(quantized, rowwise=False)]
 
 
 def sent(trainer: PolicyTrainer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Every round for the servers, of the parameters and of the values that they stand for."""
+    """Buffers of every round for the servers, from the parameters and from the values they encode."""
     config, shards = trainer.config, dict(hf.named_shards(trainer.chunks))
     plan = plan_sync(trainer.shape, trainer_layout(config), server_layout(config), 2)
     rounds = written(plan, places_of(config, on_gpus=True), dist.get_rank())
@@ -169,58 +169,60 @@ def sent(trainer: PolicyTrainer) -> tuple[list[torch.Tensor], list[torch.Tensor]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_masters_begin_with_what_was_loaded(found: list[dict[str, Any]], recipe: str) -> None:
-    """Which is not what FP8 makes of it."""
-    for rank in found:
+def test_masters_begin_with_what_was_loaded(rank_results: list[dict[str, Any]], recipe: str) -> None:
+    """Not with the FP8 rounding of it."""
+    for rank in rank_results:
         kept, plain = rank[f"{recipe} True"], rank[f"{recipe} False"]
         for name, loaded in plain.loaded.items():
             assert torch.equal(kept.masters[0][name], loaded.float().flatten()), name
-        assert all(not torch.equal(kept.made[name][2].flatten(), kept.masters[-1][name]) for name in kept.made)
+        assert all(
+            not torch.equal(kept.requantized[name][2].flatten(), kept.masters[-1][name]) for name in kept.requantized
+        )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_parameters_are_their_masters_in_fp8(found: list[dict[str, Any]], recipe: str) -> None:
-    """To the bit after a step: bytes by rows and by columns, and their scales; every linear layer has them."""
-    for rank in found:
+def test_parameters_are_their_masters_in_fp8(rank_results: list[dict[str, Any]], recipe: str) -> None:
+    """Bit for bit after a step: bytes by rows and by columns, and their scales; in every linear layer."""
+    for rank in rank_results:
         lived = rank[f"{recipe} True"]
         names = [name for name in lived.masters[-1] if ".linear_" in name and "norm" not in name]
         assert set(lived.kept) == set(names)
         for name, parts in lived.kept.items():
-            for here, wanted in zip(parts, lived.made[name], strict=True):
-                assert torch.equal(here, wanted), name
+            for here, expected in zip(parts, lived.requantized[name], strict=True):
+                assert torch.equal(here, expected), name
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_run_is_the_one_without(found: list[dict[str, Any]], recipe: str) -> None:
-    for rank in found:
+def test_the_run_is_the_one_without(rank_results: list[dict[str, Any]], recipe: str) -> None:
+    for rank in rank_results:
         kept, plain = rank[f"{recipe} True"], rank[f"{recipe} False"]
         np.testing.assert_array_equal(np.concatenate(kept.log_probs), np.concatenate(plain.log_probs))
         same_metrics(kept.metrics, plain.metrics)
-        for here, wanted in zip(kept.masters, plain.masters, strict=True):
-            assert all(torch.equal(here[name], wanted[name]) for name in wanted)
+        for here, expected in zip(kept.masters, plain.masters, strict=True):
+            assert all(torch.equal(here[name], expected[name]) for name in expected)
         assert not torch.equal(kept.masters[0][NORM], kept.masters[-1][NORM])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("way", RESUMED)
-def test_a_checkpoint_resumes(found: list[dict[str, Any]], recipe: str, way: str) -> None:
-    """Of a run that keeps parameters in FP8 and of one that does not, by either: the step that would have come."""
-    for rank in found:
+def test_a_checkpoint_resumes(rank_results: list[dict[str, Any]], recipe: str, way: str) -> None:
+    """Runs with and without parameters in FP8 resume each other with the same next step."""
+    for rank in rank_results:
         lived = rank[f"{recipe} {RESUMED[way][0]}"]
         log_probs, metrics, weights = rank[f"{recipe} {way}"]
         np.testing.assert_array_equal(log_probs, lived.log_probs[-1])
         same_metrics([metrics], lived.metrics[-1:])
-        assert all(torch.equal(weights[name], wanted) for name, wanted in lived.masters[-1].items())
+        assert all(torch.equal(weights[name], expected) for name, expected in lived.masters[-1].items())
 
 
-def same_metrics(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
-    for here, there in zip(found, wanted, strict=True):
-        assert here["loss"] == there["loss"] and here["entropy"] == there["entropy"]
-        assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=1e-6)
+def same_metrics(actual: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    for metrics, reference in zip(actual, expected, strict=True):
+        assert metrics["loss"] == reference["loss"] and metrics["entropy"] == reference["entropy"]
+        assert metrics["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-6)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_servers_are_sent_what_the_parameters_stand_for(found: list[dict[str, Any]], recipe: str) -> None:
-    for rank in found:
+def test_servers_get_the_values_that_parameters_encode(rank_results: list[dict[str, Any]], recipe: str) -> None:
+    for rank in rank_results:
         kept, values = rank[f"{recipe} True"].sent
-        assert len(kept) and all(torch.equal(here, wanted) for here, wanted in zip(kept, values, strict=True))
+        assert len(kept) and all(torch.equal(here, expected) for here, expected in zip(kept, values, strict=True))

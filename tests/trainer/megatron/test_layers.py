@@ -44,27 +44,27 @@ def turned(x: torch.Tensor) -> torch.Tensor:
 
 
 def expected(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    found = []
+    outputs = []
     for q, k, v in zip(*(x.double().split(LENGTHS) for x in (query, key, value)), strict=True):
         k, v = turned(k).repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
         scores = torch.einsum("snd,tnd->nst", turned(q), k) * scale
         scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
-        found.append(torch.einsum("nst,tnd->snd", scores.softmax(-1), v).flatten(1))
-    return torch.cat(found)
+        outputs.append(torch.einsum("nst,tnd->snd", scores.softmax(-1), v).flatten(1))
+    return torch.cat(outputs)
 
 
-def test_attention_rotates_and_sees_the_past_of_its_own_sequence(attention: layers.CausalAttention) -> None:
-    found, wanted = inputs(), inputs()
-    ours, reference = attention(*found, packed_seq_params=packing()), expected(*wanted, scale=8**-0.5)
+def test_attention_rotates_and_sees_only_the_past_of_the_same_sequence(attention: layers.CausalAttention) -> None:
+    arguments, reference_arguments = inputs(), inputs()
+    ours, reference = attention(*arguments, packed_seq_params=packing()), expected(*reference_arguments, scale=8**-0.5)
     assert torch.allclose(ours.double(), reference, atol=1e-6)
     weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1))
     (ours * weights).sum().backward()
     (reference * weights).sum().backward()
-    assert all(torch.allclose(x.grad, y.grad, atol=1e-5) for x, y in zip(found, wanted, strict=True))
+    assert all(torch.allclose(x.grad, y.grad, atol=1e-5) for x, y in zip(arguments, reference_arguments, strict=True))
 
 
-def test_positions_count_as_they_are_given(attention: layers.CausalAttention) -> None:
-    """Only distances matter: a sequence that begins elsewhere attends alike, one that is stretched does not."""
+def test_attention_uses_the_positions_it_is_given(attention: layers.CausalAttention) -> None:
+    """Only distances matter: a shifted sequence attends alike, a stretched one does not."""
     positions = torch.cat([torch.arange(length) + 5 for length in LENGTHS])[None]
     plain = attention(*inputs(), packed_seq_params=packing())
     assert torch.allclose(attention(*inputs(), packed_seq_params=packing(positions)), plain, atol=1e-5)
@@ -75,8 +75,8 @@ def test_the_factor_of_yarn_multiplies_queries_and_keys(one_rank: Config) -> Non
     stretched = Rope(1e4, Yarn(1.0, 32.0, 1.0, True, 64), attention_factor=1.5)
     config = transformer_config(one_rank, ModelShape(**{**vars(SHAPE), "rope": stretched}))
     attention = layers.CausalAttention(config, softmax_scale=config.softmax_scale)
-    found = attention(*inputs(), packed_seq_params=packing())
-    assert torch.allclose(found.double(), expected(*inputs(), scale=1.5**2 * 8**-0.5), atol=1e-6)
+    output = attention(*inputs(), packed_seq_params=packing())
+    assert torch.allclose(output.double(), expected(*inputs(), scale=1.5**2 * 8**-0.5), atol=1e-6)
 
 
 def test_norm_follows_its_formula(one_rank: Config) -> None:
@@ -84,8 +84,8 @@ def test_norm_follows_its_formula(one_rank: Config) -> None:
     torch.nn.init.normal_(norm.weight)
     x = torch.randn(5, 2, 32)
     wide = x.double()
-    wanted = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
-    assert torch.allclose(norm(x).double(), wanted, atol=1e-6)
+    reference = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+    assert torch.allclose(norm(x).double(), reference, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -122,15 +122,15 @@ def test_scalings_equal_transformers(scaling: dict[str, object], theta: float, h
 
 
 def test_without_scaling_the_wavelengths_are_a_geometric_series() -> None:
-    found = layers.inverse_frequencies(Rope(1e4), 8)
-    assert torch.allclose(found, torch.tensor([1.0, 0.1, 0.01, 0.001]))
+    frequencies = layers.inverse_frequencies(Rope(1e4), 8)
+    assert torch.allclose(frequencies, torch.tensor([1.0, 0.1, 0.01, 0.001]))
 
 
 def test_one_table_rotates_micro_batches_of_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as the longest yet; Megatron's own keeps 32 of them, for all networks together."""
+    """As long as the longest so far; Megatron's own caches 32 of them, shared by all networks."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     frequencies = layers.inverse_frequencies(Rope(theta=1e4, scaling=None), 16)
     table, megatrons = layers.RotaryTable(frequencies), RotaryEmbedding(16, 1.0, use_cpu_initialization=True)
-    made = [table(length, packed_seq=True, cp_group=None) for length in (5, 9, 7, 9)]
-    assert [len(each) for each in made] == [5, 9, 9, 9] and made[1] is made[2] is made[3]
-    assert torch.equal(made[-1], megatrons(9))
+    rotations = [table(length, packed_seq=True, cp_group=None) for length in (5, 9, 7, 9)]
+    assert [len(rotation) for rotation in rotations] == [5, 9, 9, 9] and rotations[1] is rotations[2] is rotations[3]
+    assert torch.equal(rotations[-1], megatrons(9))

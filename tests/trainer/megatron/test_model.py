@@ -1,4 +1,4 @@
-"""The model on one rank: what its parts give and how they are marked, redirects and repairs."""
+"""The model on one rank: outputs and marks of its parts, redirects and repairs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.trainer.shapes import EXPERTS, SHAPE, shape_of
 
 
 def packed(length: int) -> tuple[torch.Tensor, torch.Tensor, None, PackedSeqParams]:
-    """What a chunk takes, for one sequence of the tokens 0, 1, 2 …"""
+    """The inputs of a chunk, for one sequence of the tokens 0, 1, 2 …"""
     tokens, bounds = torch.arange(length)[None], torch.tensor([0, length], dtype=torch.int32)
     return tokens, tokens, None, PackedSeqParams("thd", bounds, bounds, max_seqlen_q=length, max_seqlen_kv=length)
 
@@ -32,7 +32,7 @@ def test_hidden_states_stay_in_the_models_precision(one_rank: Config, monkeypatc
     (chunk,) = policies.build(one_rank, SHAPE)
     hidden = chunk(*packed(12))
     assert hidden.shape == (1, 12, 32) and hidden.dtype is torch.bfloat16
-    # rounded frequencies would turn late tokens elsewhere
+    # rounded frequencies would rotate late tokens wrongly
     assert hf.unwrap(chunk).inverse_frequencies.dtype is torch.float32
 
 
@@ -45,14 +45,14 @@ def test_the_head_is_the_weight_that_makes_logits(one_rank: Config, tied: bool) 
     assert names[id(chunks[0].head)] == name
 
 
-def test_checkpoints_name_what_megatrons_own_model_does(one_rank: Config) -> None:
-    """The head is used by hand, but saved like any output layer, so that other layouts can load it."""
+def test_checkpoints_use_the_names_of_megatrons_own_model(one_rank: Config) -> None:
+    """The head is applied by our code, but saved like any output layer, so that other layouts can load it."""
     (chunk,) = policies.build(one_rank, SHAPE)
     head = chunk.sharded_state_dict()["output_layer.weight"]
     assert head.key == "output_layer.weight" and head.global_shape == (50, 32) and head.allow_shape_mismatch
 
 
-def test_a_frozen_copy_is_apart(one_rank: Config) -> None:
+def test_a_frozen_copy_is_independent(one_rank: Config) -> None:
     chunks = policies.build(one_rank, SHAPE)
     twins = policies.frozen_copy(chunks)
     before = chunks[0](*packed(9)).detach()

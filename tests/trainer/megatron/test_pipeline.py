@@ -1,4 +1,4 @@
-"""Pipeline stages know the shapes that they exchange: training is to the bit that of stages which ask each other."""
+"""Pipeline stages know the shapes they exchange: training equals, bit for bit, that of stages that exchange shapes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.ranks import learn, make_config, make_model, make_samples, run_ranks
 pytestmark = pytest.mark.processes
 
 RANKS = 4
-# Each has an order of its own in which micro-batches are received; those of fewer stages and slices are data parallel.
+# Each receives micro-batches in a different order; layouts of fewer stages and slices are data parallel.
 LAYOUTS: dict[str, dict[str, object]] = {
     "pp2": {"parallel.pp": 2},
     "pp2-vpp4": {"parallel.pp": 2, "parallel.vpp": 4},
@@ -35,13 +35,13 @@ Trained = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Trained]]]:
-    """On every rank, by layout, what `train` gives with planned and with exchanged shapes."""
+    """On every rank, by layout, the results of `train` with planned and with exchanged shapes."""
     folder = make_model(tmp_path_factory.mktemp("pipeline") / "model", num_hidden_layers=8)
-    return run_ranks(train_in_layouts, RANKS, folder, engine=True)  # which context parallelism is part of
+    return run_ranks(train_in_layouts, RANKS, folder, engine=True)  # context parallelism needs the engine
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_shapes_by_plan_train_to_the_bit_what_exchanged_ones_train(
+def test_planned_shapes_train_bit_for_bit_like_exchanged_ones(
     trained: list[dict[str, dict[str, Trained]]], layout: str
 ) -> None:
     for rank in trained:
@@ -61,14 +61,14 @@ def test_no_shape_is_exchanged_and_no_stage_waits_for_its_device(
     for rank in trained:
         assert rank[layout]["planned"]["calls"] == {}
         calls = rank[layout]["exchanged"]["calls"]
-        assert calls["shapes"] == calls["waits"] > 0  # else nothing would have been counted
+        assert calls["shapes"] == calls["waits"] > 0  # otherwise the counters do not work
 
 
 def train_in_layouts(folder: Path) -> dict[str, dict[str, Trained]]:
     """As one of the ranks."""
     results = {}
     for layout, settings in LAYOUTS.items():
-        settings = {"train.tokens_per_micro_batch": 30} | settings  # some sequences are alone, some are not
+        settings = {"train.tokens_per_micro_batch": 30} | settings  # some micro-batches have one sequence, some more
         with parallel.init_parallel(make_config(folder, settings)):
             planned = train(folder, settings, network.PlannedCommunicator)
             results[layout] = {"planned": planned, "exchanged": train(folder, settings, stock)}

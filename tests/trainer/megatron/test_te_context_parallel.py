@@ -28,16 +28,16 @@ PAIRS = {"train.stage": "dpo", "algo.dpo.precompute": False}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def rank_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = make_model(tmp_path_factory.mktemp("context") / "model", experts=True)
     return run_ranks(measure, RANKS, folder, engine=True)
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """As one of the ranks: by context size the states and gradients of one pass, log-probs and metrics of two updates.
+    """As one of the ranks: by context size, states and gradients of one pass, log-probs and metrics of two updates.
 
-    Without context parallelism the ranks are data parallel. In the updates routers are given their experts, but not in
-    those by pairs.
+    Without context parallelism the ranks are data parallel. Updates replay the experts of routers, except those by
+    pairs.
     """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -45,7 +45,7 @@ def measure(folder: Path) -> dict[str, Any]:
     config.launch.device, config.launch.timeout = "cpu", 60.0
     for cp in (1, RANKS):
         config.parallel = ParallelConfig(cp=cp)
-        FP8GlobalStateManager.reset()  # it has the groups of the layout before
+        FP8GlobalStateManager.reset()  # it holds the groups of the previous layout
         with parallel.init_parallel(config):
             results[f"pass {cp}"] = one_pass(config)
             trainer = PolicyTrainer(make_config(folder, {"parallel.cp": cp, "rollout.routing_replay": True}))
@@ -54,7 +54,7 @@ def measure(folder: Path) -> dict[str, Any]:
             results[f"updates {cp}"] = [learn(trainer, batch) for batch in batches]
             of_pairs = PolicyTrainer(make_config(folder, {"parallel.cp": cp, **PAIRS}))
             results[f"pairs {cp}"] = [learn(of_pairs, Batch(make_pairs(11, seed))) for seed in (1, 2)]
-            del results[f"pairs {cp}"][0]["dpo/accuracy"]  # before the policy moves the margins are rounding
+            del results[f"pairs {cp}"][0]["dpo/accuracy"]  # margins are rounding errors before the policy moves
     return results
 
 
@@ -72,19 +72,19 @@ def one_pass(config: Config) -> tuple[torch.Tensor, torch.Tensor, dict[str, torc
     return kept, hidden.detach(), {name: shard.main_grad.clone() for name, shard in hf.named_shards(model.chunks)}
 
 
-def test_ranks_together_are_one(found: list[dict[str, Any]]) -> None:
-    _, whole, gradients = found[0]["pass 1"]
-    for rank in found:
+def test_ranks_together_are_one(rank_results: list[dict[str, Any]]) -> None:
+    _, whole, gradients = rank_results[0]["pass 1"]
+    for rank in rank_results:
         kept, hidden, _ = rank[f"pass {RANKS}"]
         assert engine.error(hidden, whole[:, kept]) < 1e-5
-    for name, wanted in gradients.items():
-        assert engine.error(sum(rank[f"pass {RANKS}"][2][name] for rank in found), wanted) < 1e-5, name
+    for name, gradient in gradients.items():
+        assert engine.error(sum(rank[f"pass {RANKS}"][2][name] for rank in rank_results), gradient) < 1e-5, name
 
 
-def test_updates_are_the_same(found: list[dict[str, Any]]) -> None:
-    for rank in found:
-        for here, wanted in zip(rank[f"scored {RANKS}"], rank["scored 1"], strict=True):
-            np.testing.assert_allclose(here, wanted, rtol=0, atol=1e-5)
+def test_updates_are_the_same(rank_results: list[dict[str, Any]]) -> None:
+    for rank in rank_results:
+        for here, expected in zip(rank[f"scored {RANKS}"], rank["scored 1"], strict=True):
+            np.testing.assert_allclose(here, expected, rtol=0, atol=1e-5)
         for which in ("updates", "pairs"):
-            wanted = [pytest.approx(metrics, rel=1e-5, abs=1e-5) for metrics in rank[f"{which} 1"]]
-            assert rank[f"{which} {RANKS}"] == wanted
+            expected = [pytest.approx(metrics, rel=1e-5, abs=1e-5) for metrics in rank[f"{which} 1"]]
+            assert rank[f"{which} {RANKS}"] == expected

@@ -1,6 +1,6 @@
 """TransformerEngine's own Python over reference kernels against the local layers, tensor and sequence parallel.
 
-In float32 nothing hides in rounding: the two must agree to 1e-5. In bfloat16 and FP8 the error of each is measured
+In float32 rounding hides no difference: the two must agree to 1e-5. In bfloat16 and FP8 the error of each is measured
 against the local layers in float32, with the same weights; experts in FP8 also in layouts of experts and stages.
 tests/trainer/test_te_parity.py has every layout in float32, against Hugging Face.
 """
@@ -57,20 +57,20 @@ RECOMPUTED = ("selective", "full")
 FP8 = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3"}
 
 
-# Adapters: (whether in the engine's layers, dtype of the base)
+# Adapters: (in the engine's layers?, precision of the base)
 ADAPTED = ((False, "float32"), (True, "float32"), (True, "bfloat16"), (True, "blockwise"), (True, "fp8 parameters"))
 
 
 class Adapted(NamedTuple):
-    """What a model with adapters does: hidden states, gradients of these, and weights as they are published."""
+    """Results of a model with adapters: hidden states, gradients of the adapters, and published weights."""
 
     hidden: torch.Tensor
     gradients: dict[str, torch.Tensor]
     published: dict[str, torch.Tensor]
 
 
-class Found(NamedTuple):
-    """What one model does: hidden states, gradients, their norm, weights after a step, keys of its checkpoint."""
+class Outcome(NamedTuple):
+    """Results of one model: hidden states, gradients, their norm, weights after a step, keys of its checkpoint."""
 
     hidden: torch.Tensor
     gradients: dict[str, torch.Tensor]
@@ -80,19 +80,19 @@ class Found(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one rank has of a layout: log-probs by micro-batch, its summands of the gradients by name."""
+    """One rank of a layout: log-probs by micro-batch, its summands of the gradients by name."""
 
     log_probs: dict[int, np.ndarray]
     gradients: dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
+def rank_results() -> list[dict[str, Any]]:
     return run_ranks(measure, RANKS, engine=True)
 
 
 def measure() -> dict[str, Any]:
-    """As one of the ranks: by "model engine-or-local precision" what it does."""
+    """As one of the ranks: results by "model engine-or-local precision"."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     config = Config()
@@ -102,17 +102,17 @@ def measure() -> dict[str, Any]:
         results = {"refused": refused()}
         for name in MODELS:
             for engine in (True, False):
-                results[f"{name} {engine} float32"] = one(config, name, engine, "float32")
+                results[f"{name} {engine} float32"] = measure_model(config, name, engine, "float32")
         for name in ("qwen3", "qwen3_moe"):
             for engine in (True, False):
-                results[f"{name} {engine} bfloat16"] = one(config, name, engine, "bfloat16")
+                results[f"{name} {engine} bfloat16"] = measure_model(config, name, engine, "bfloat16")
             for recipe in FP8:
-                results[f"{name} True {recipe}"] = one(config, name, True, "bfloat16", recipe)
+                results[f"{name} True {recipe}"] = measure_model(config, name, True, "bfloat16", recipe)
         for engine, precision in ADAPTED:
             results[f"adapters {engine} {precision}"] = with_adapters(config, engine, precision)
     for layout, settings in LAYOUTS.items():
         config.parallel = ParallelConfig(**settings)
-        FP8GlobalStateManager.reset()  # it has the groups of the layout before
+        FP8GlobalStateManager.reset()  # it holds the groups of the previous layout
         with parallel.init_parallel(config):
             if layout == "dp2":
                 results["dp2 float32"] = in_layout(config, False, "float32")
@@ -143,7 +143,7 @@ def build(config: Config, shape: dict[str, Any], engine: bool, dtype: str, recip
     return Trainable(config, chunks)
 
 
-def one(config: Config, name: str, engine: bool, dtype: str, recipe: str | None = None) -> Found:
+def measure_model(config: Config, name: str, engine: bool, dtype: str, recipe: str | None = None) -> Outcome:
     model = build(config, {"model_type": name} | MODELS[name], engine, dtype, recipe)
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
@@ -160,11 +160,11 @@ def one(config: Config, name: str, engine: bool, dtype: str, recipe: str | None 
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     state = hf.unwrap(model.chunks[0]).sharded_state_dict(metadata=metadata)
     keys = {part.key for part in state.values() if "_extra_state" not in part.key}
-    return Found(hidden.detach().float(), gradients, float(norm), trained, keys)
+    return Outcome(hidden.detach().float(), gradients, float(norm), trained, keys)
 
 
 def with_adapters(config: Config, engine: bool, precision: str) -> Adapted:
-    """A dense model whose A and B follow from their names, in every layer."""
+    """A dense model with adapters in every layer; A and B are seeded by their names."""
     plain = precision in ("float32", "bfloat16")
     config.model.lora.rank, config.model.fp8_params = 4, precision == "fp8 parameters"
     dtype, recipe = (precision, None) if plain else ("bfloat16", "blockwise")
@@ -189,7 +189,7 @@ def with_adapters(config: Config, engine: bool, precision: str) -> Adapted:
 
 
 def in_layout(config: Config, engine: bool, dtype: str, recipe: str | None = None) -> Part:
-    """Forward and backward through Megatron's schedule; delayed scales are those that follow from doing it once."""
+    """Forward and backward through Megatron's schedule; with delayed scaling, the second of two passes."""
     model = build(config, {"model_type": "qwen3_moe"} | STAGES, engine, dtype, recipe)
     get_model_config(model.chunks[0]).finalize_model_grads_func = None  # gradients stay summands of the ranks
     run = parity.Run(parity.random_sequences(50), FP8_MULTIPLE["blockwise"])
@@ -199,11 +199,11 @@ def in_layout(config: Config, engine: bool, dtype: str, recipe: str | None = Non
         log_probs = run(model.chunks, forward_only=False)
     ranks = parallel_state.get_data_parallel_world_size()
     gradients = {name: shard.main_grad / ranks for name, shard in hf.named_shards(model.chunks)}
-    return Part(dict(zip(run.own, log_probs, strict=False)), gradients)
+    return Part(dict(zip(run.numbers, log_probs, strict=False)), gradients)
 
 
 def fill(chunks: list[torch.nn.Module]) -> None:
-    """Weights that follow from their names, so that both sets of layers have the same, in every layout."""
+    """Weights seeded by their names, so that both sets of layers have the same in every layout."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     names = sorted(entry.megatron for entry in hf_to_megatron.table(hf.unwrap(chunks[0]).shape))
     for name, shard in hf.named_shards(chunks):
@@ -222,15 +222,15 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, None, PackedSeqParams]:
 
 
 def error(x: torch.Tensor, y: torch.Tensor) -> float:
-    """Relative; an untied head has no gradient here, which both must agree on."""
+    """Relative error; 0 if both are 0, as for the gradient of an untied head here."""
     return float((x - y).norm() / y.norm().clamp(min=1e-30))
 
 
-def together(found: list[dict[str, Any]], case: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a layout: the log-probs of all micro-batches, less their mean, and the gradients, in one row."""
+def together(rank_results: list[dict[str, Any]], case: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log-probs of all micro-batches of a layout, minus their mean, and its gradients as one row."""
     log_probs: dict[int, np.ndarray] = {}
     gradients: dict[str, torch.Tensor] = {}
-    for rank in found:
+    for rank in rank_results:
         log_probs |= rank[case].log_probs
         for name, part in rank[case].gradients.items():
             gradients[name] = gradients[name] + part if name in gradients else part
@@ -239,19 +239,21 @@ def together(found: list[dict[str, Any]], case: str) -> tuple[torch.Tensor, torc
     return torch.from_numpy(scores - scores.mean()), rows
 
 
-def gradient_error(x: Found, y: Found) -> float:
-    return error(*(torch.cat([one.gradients[name].flatten() for name in sorted(y.gradients)]) for one in (x, y)))
+def gradient_error(x: Outcome, y: Outcome) -> float:
+    return error(
+        *(torch.cat([outcome.gradients[name].flatten() for name in sorted(y.gradients)]) for outcome in (x, y))
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_in_float32_the_engine_is_the_local_layers(found: list[dict[str, Any]], model: str) -> None:
-    for rank in found:
+def test_in_float32_the_engine_is_the_local_layers(rank_results: list[dict[str, Any]], model: str) -> None:
+    for rank in rank_results:
         engine, local = rank[f"{model} True float32"], rank[f"{model} False float32"]
-        assert engine.gradients.keys() == local.gradients.keys()  # which are the names that a publish goes by
+        assert engine.gradients.keys() == local.gradients.keys()  # a publish uses these names
         assert error(engine.hidden, local.hidden) < 1e-5
         assert all(error(engine.gradients[name], local.gradients[name]) < 1e-5 for name in local.gradients)
         for name, gradient in local.gradients.items():
-            # AdamW divides a gradient by its own size, so that one which is lost in rounding has a step of either sign.
+            # AdamW divides a gradient by its own size, so the step of a gradient lost in rounding may have either sign.
             clear = gradient.abs() > 1e-3 * gradient.square().mean().sqrt()
             assert error(engine.trained[name][clear], local.trained[name][clear]) < 1e-4, name
 
@@ -266,29 +268,31 @@ def test_in_float32_the_engine_is_the_local_layers(found: list[dict[str, Any]], 
     ],
 )
 def test_adapters_on_the_engines_layers_are_those_on_the_local_ones(
-    found: list[dict[str, Any]], precision: str, hidden: float, gradient: float, weight: float
+    rank_results: list[dict[str, Any]], precision: str, hidden: float, gradient: float, weight: float
 ) -> None:
-    """To the rounding of the precision, in which the base is; adapters are in bfloat16 beside FP8."""
-    for rank in found:
+    """Within the rounding of the precision of the base; adapters are in bfloat16 beside FP8."""
+    for rank in rank_results:
         exact, engine = rank["adapters False float32"], rank[f"adapters True {precision}"]
         assert engine.gradients.keys() == exact.gradients.keys() and len(exact.gradients) == 2 * 7 * 2
         assert engine.published.keys() == exact.published.keys()
         assert error(engine.hidden, exact.hidden) < hidden
-        together = [torch.cat([each.gradients[key].flatten() for key in exact.gradients]) for each in (engine, exact)]
+        together = [
+            torch.cat([adapted.gradients[key].flatten() for key in exact.gradients]) for adapted in (engine, exact)
+        ]
         assert error(*together) < gradient
         assert all(error(engine.published[name], exact.published[name]) < weight for name in exact.published)
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_norms_count_every_expert(found: list[dict[str, Any]], model: str) -> None:
-    for rank in found:
+def test_norms_count_every_expert(rank_results: list[dict[str, Any]], model: str) -> None:
+    for rank in rank_results:
         norm = rank[f"{model} False float32"].norm
         assert rank[f"{model} True float32"].norm == pytest.approx(norm, rel=1e-5)
 
 
 @pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
-def test_in_bfloat16_the_engine_errs_as_the_local_layers_do(found: list[dict[str, Any]], model: str) -> None:
-    for rank in found:
+def test_in_bfloat16_the_engine_errs_as_the_local_layers_do(rank_results: list[dict[str, Any]], model: str) -> None:
+    for rank in rank_results:
         exact, engine, local = (
             rank[f"{model} {kind}"] for kind in ("False float32", "True bfloat16", "False bfloat16")
         )
@@ -298,9 +302,9 @@ def test_in_bfloat16_the_engine_errs_as_the_local_layers_do(found: list[dict[str
 
 @pytest.mark.parametrize("recipe", FP8)
 @pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
-def test_fp8_errs_by_its_own_precision(found: list[dict[str, Any]], model: str, recipe: str) -> None:
+def test_fp8_errs_by_its_own_precision(rank_results: list[dict[str, Any]], model: str, recipe: str) -> None:
     """Three bits of mantissa: several times the error of bfloat16's seven, and still the same model."""
-    for rank in found:
+    for rank in rank_results:
         exact, rounded, fp8 = (rank[f"{model} {kind}"] for kind in ("False float32", "True bfloat16", f"True {recipe}"))
         assert 2 * error(rounded.hidden, exact.hidden) < error(fp8.hidden, exact.hidden) < 0.2
         assert 2 * gradient_error(rounded, exact) < gradient_error(fp8, exact) < 0.4
@@ -318,56 +322,58 @@ def test_fp8_errs_by_its_own_precision(found: list[dict[str, Any]], model: str, 
     ],
 )
 def test_a_layout_that_changes_no_scale_changes_nothing_in_fp8(
-    found: list[dict[str, Any]], layout: str, recipe: str, same: str
+    rank_results: list[dict[str, Any]], layout: str, recipe: str, same: str
 ) -> None:
-    """Log-probs to the bit, gradients but for the order of their sum.
+    """Log-probs bit for bit, gradients except for the order of their sum.
 
-    Scales are those of one micro-batch, or of 128 numbers of one token: those that an expert shares with the tokens of
-    other ranks (tensorwise), or a history with other micro-batches (delayed), are in the next test.
+    Here scales belong to one micro-batch, or to 128 numbers of one token. Scales that an expert shares with tokens of
+    other ranks (tensorwise) or micro-batches share by a history (delayed) are in a later test.
     """
-    (log_probs, gradients), (wanted, exact) = (together(found, f"{one} {recipe}") for one in (layout, same))
-    assert torch.equal(log_probs, wanted)
+    (log_probs, gradients), (expected, exact) = (together(rank_results, f"{name} {recipe}") for name in (layout, same))
+    assert torch.equal(log_probs, expected)
     assert error(gradients, exact) < 2e-6
 
 
 @pytest.mark.parametrize("recipe", FP8)
 @pytest.mark.parametrize("recompute", RECOMPUTED)
-def test_what_is_computed_again_is_the_same_in_fp8(found: list[dict[str, Any]], recompute: str, recipe: str) -> None:
-    """Log-probs and gradients to the bit, also by scales that have changed since the forward pass (delayed)."""
-    for rank in found:
-        here, wanted = rank[f"{recompute} {recipe}"], rank[f"dp2 {recipe}"]
-        assert here.gradients.keys() == wanted.gradients.keys() and here.log_probs.keys() == wanted.log_probs.keys()
-        assert all(np.array_equal(here.log_probs[number], wanted.log_probs[number]) for number in wanted.log_probs)
-        different = [name for name, part in wanted.gradients.items() if not torch.equal(here.gradients[name], part)]
+def test_recomputed_activations_are_the_same_in_fp8(
+    rank_results: list[dict[str, Any]], recompute: str, recipe: str
+) -> None:
+    """Log-probs and gradients bit for bit, even if scales have changed since the forward pass (delayed)."""
+    for rank in rank_results:
+        here, expected = rank[f"{recompute} {recipe}"], rank[f"dp2 {recipe}"]
+        assert here.gradients.keys() == expected.gradients.keys() and here.log_probs.keys() == expected.log_probs.keys()
+        assert all(np.array_equal(here.log_probs[number], expected.log_probs[number]) for number in expected.log_probs)
+        different = [name for name, part in expected.gradients.items() if not torch.equal(here.gradients[name], part)]
         assert not different
 
 
 @pytest.mark.parametrize("recipe", FP8)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_fp8_every_layout_errs_as_data_parallelism_does(
-    found: list[dict[str, Any]], layout: str, recipe: str
+    rank_results: list[dict[str, Any]], layout: str, recipe: str
 ) -> None:
     """Relative errors against the local layers in float32: log-probs 0.16 to 0.20, gradients 0.24 to 0.30 as measured.
 
-    Other scales round otherwise, not worse: experts on two ranks err 1.13 times as much as data parallelism, which is
-    the most of any layout.
+    Other scales round differently, not worse: experts on two ranks have 1.13 times the error of data parallelism, the
+    largest ratio of any layout.
     """
     cases = ("dp2 float32", "dp2 bfloat16", f"dp2 {recipe}", f"{layout} {recipe}")
-    kinds = zip(*(together(found, case) for case in cases), strict=True)
+    kinds = zip(*(together(rank_results, case) for case in cases), strict=True)
     for (exact, rounded, alone, here), most in zip(kinds, (0.25, 0.4), strict=True):
         assert 2 * error(rounded, exact) < error(alone, exact) < most
         assert 2 * error(rounded, exact) < error(here, exact) < 1.3 * error(alone, exact)
 
 
 @pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
-def test_every_recipe_has_checkpoints_of_the_same_weights(found: list[dict[str, Any]], model: str) -> None:
-    for rank in found:
-        wanted = rank[f"{model} True bfloat16"].keys
-        assert wanted and all(rank[f"{model} True {recipe}"].keys == wanted for recipe in FP8)
+def test_every_recipe_has_checkpoints_of_the_same_weights(rank_results: list[dict[str, Any]], model: str) -> None:
+    for rank in rank_results:
+        keys = rank[f"{model} True bfloat16"].keys
+        assert keys and all(rank[f"{model} True {recipe}"].keys == keys for recipe in FP8)
 
 
-def test_a_kernel_that_is_missing_says_so(found: list[dict[str, Any]]) -> None:
-    assert found[0]["refused"].startswith("transformer_engine_torch.layernorm_fwd: no reference kernel")
+def test_a_missing_kernel_is_named(rank_results: list[dict[str, Any]]) -> None:
+    assert rank_results[0]["refused"].startswith("transformer_engine_torch.layernorm_fwd: no reference kernel")
 
 
 def test_a_run_on_a_cpu_has_no_engine(one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> None:

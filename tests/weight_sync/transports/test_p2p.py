@@ -1,4 +1,4 @@
-"""Process groups with servers over NCCL. No GPU is here: what is tested is what torch is asked for.
+"""Process groups with servers over NCCL. Without a GPU: the tests check the calls to torch.
 
 Over gloo the real thing is in test_receiver.py, test_killed.py and test_hung.py.
 """
@@ -101,12 +101,12 @@ except RuntimeError:
 
 @pytest.mark.gpu(2)
 @pytest.mark.processes
-def test_on_two_gpus_a_peer_that_dies_ends_no_one() -> None:
-    """Over NCCL a server is killed in the middle of a transfer, and the trainer computes on."""
+def test_on_two_gpus_a_dying_peer_does_not_end_the_trainer() -> None:
+    """A server is killed in the middle of an NCCL transfer, and the trainer keeps computing."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     command = [sys.executable, "-c", RANK]
     ranks = [
         subprocess.Popen([*command, str(rank), str(store.port)], stdout=subprocess.PIPE, text=True) for rank in (0, 1)
     ]
-    said = [rank.communicate(timeout=180)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, -9] and said[0] == "6.0\n"
+    outputs = [rank.communicate(timeout=180)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, -9] and outputs[0] == "6.0\n"

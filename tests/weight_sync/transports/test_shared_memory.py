@@ -1,4 +1,4 @@
-"""Memory that another process writes, and that nothing is left of."""
+"""Memory that another process writes and that leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ WRITE = "import sys; file = open(sys.argv[1], 'r+b'); file.seek(7); file.write(b
 
 
 @pytest.mark.processes
-def test_another_process_writes_what_we_read() -> None:
+def test_another_process_writes_the_segment() -> None:
     segment = Segment(100_000, torch.device("cpu"))
     path, size = segment.handle()
     assert size == len(segment.data) == 100_000
-    again = opened((path, size))
+    reopened = opened((path, size))
     subprocess.run([sys.executable, "-c", WRITE, path], check=True)
-    assert segment.data[7] == again[7] == 5
+    assert segment.data[7] == reopened[7] == 5
     segment.close()
     with pytest.raises(FileNotFoundError):
         opened((path, size))
-    assert again[7] == 5  # who has it, keeps it
+    assert reopened[7] == 5  # an open mapping stays valid
 
 
 def test_the_memory_has_no_name() -> None:
@@ -52,7 +52,7 @@ torch.cuda.synchronize(int(sys.argv[2]))
 
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.gpu), pytest.param(1, marks=pytest.mark.gpu(2))])
-def test_on_a_gpu_another_process_writes_what_we_read(number: int) -> None:
+def test_on_a_gpu_another_process_writes_the_segment(number: int) -> None:
     """Through CUDA IPC, in memory of the first device and of the second, as a server's ranks have."""
     segment = Segment(100_000, torch.device("cuda", number))
     text, _ = segment.handle()
@@ -63,7 +63,7 @@ def test_on_a_gpu_another_process_writes_what_we_read(number: int) -> None:
 
 
 def test_an_abandoned_server_is_released_until_the_last_rank_has_written(one_rank: Any) -> None:
-    """The rank that hosts the place's store is through, another one there is not."""
+    """The rank that hosts the place's store is done; another rank of that place is not."""
     writer: Any = SimpleNamespace(parts=[{}], write=lambda *_: None)
     relay: Any = SimpleNamespace(receives=lambda _: set(), crossing=lambda *_: nullcontext())
     devices = [torch.device("cpu")]

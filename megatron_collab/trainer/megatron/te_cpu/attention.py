@@ -1,7 +1,7 @@
-"""Reference kernels of attention over packed sequences ("thd"): rotary embedding, scaled dot products, its gradient.
+"""Reference kernels of attention over packed sequences ("thd"): rotary embedding, scaled dot products, gradients.
 
-The gradient is computed from the log of the softmax's denominator, as FlashAttention does (arXiv 2205.14135): with
-context parallelism TransformerEngine hands over that of all keys for a part of them.
+The gradient is computed from the log of the softmax's denominator, as in FlashAttention (arXiv 2205.14135): with
+context parallelism TransformerEngine passes the denominator over all keys with a part of the keys.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def fused_rope_forward(
     cp_size: int,
     cp_rank: int,
 ) -> Tensor:
-    """input [t, n, d], each token turned by its position's angles, which are `freqs` float32 [s, 1, 1, d]."""
+    """input [t, n, d], each token rotated by its position's angles, `freqs` float32 [s, 1, 1, d]."""
     return _rotate(input, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, cp_rank, 1)
 
 
@@ -68,10 +68,10 @@ def _rotate(
 
 
 def _positions(tokens: int, cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """Position int64 [tokens] within its sequence of every token of this rank.
+    """Position int64 [tokens] of every token of this rank within its sequence.
 
-    With context parallelism a rank has two of 2 * cp_size chunks of a sequence: chunk `cp_rank` from the front, and
-    from the back.
+    With context parallelism a rank has two of the 2 * cp_size chunks of a sequence: chunk `cp_rank` counted from the
+    front and from the back.
     """
     bounds = cu_seqlens.long() // cp_size
     token = torch.arange(tokens, device=cu_seqlens.device)
@@ -85,7 +85,7 @@ def _positions(tokens: int, cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> T
 
 
 def get_fused_attn_backend(fused_attn_params: Any) -> tuple[Any, str]:
-    """(the kernel for 16 bits if the arguments are those of `fused_attn_fwd`, else none, why)."""
+    """(backend, reason): the 16-bit kernel if `fused_attn_fwd` supports the arguments, else no backend."""
     import transformer_engine_torch as tex
 
     backends, params = tex.NVTE_Fused_Attn_Backend, fused_attn_params
@@ -134,10 +134,10 @@ def fused_attn_fwd(
     if not is_fake(Q):
         for q_rows, kv_rows in _sequences(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded):
             scores = _scores(Q[q_rows], K[kv_rows], attn_scale, attn_mask_type)
-            found = scores.logsumexp(-1)
+            log_sums = scores.logsumexp(-1)
             values = _per_head(V[kv_rows], Q.shape[1])
-            out[q_rows] = torch.einsum("nst,tnd->snd", (scores - found[..., None]).exp(), values).to(Q.dtype)
-            lse[q_rows] = found.t()[..., None]
+            out[q_rows] = torch.einsum("nst,tnd->snd", (scores - log_sums[..., None]).exp(), values).to(Q.dtype)
+            lse[q_rows] = log_sums.t()[..., None]
     return [out, lse, torch.zeros(2, dtype=torch.int64, device=Q.device)]
 
 
@@ -177,7 +177,7 @@ def fused_attn_bwd(
 ) -> list[Tensor | None]:
     """[gradient of Q, of K, of V, None for the bias, None for the softmax's offset].
 
-    The first of `Aux_CTX_Tensors` is what the forward kernel returned second.
+    The first of `Aux_CTX_Tensors` is the second output of the forward kernel.
     """
     _refuse(p_dropout, attn_mask_type, window_size, softmax_type, bias_type)
     dq, dk, dv = (torch.zeros_like(x) for x in (Q, K, V))
@@ -191,9 +191,9 @@ def fused_attn_bwd(
         inner = torch.einsum("snd,tnd->nst", upstream, v) - (upstream * o).sum(-1).t()[..., None]
         scored = weights * inner * attn_scale
         dq[q_rows] = torch.einsum("nst,tnd->snd", scored, k).to(Q.dtype)
-        for target, left, right in ((dk, scored, q), (dv, weights, upstream)):
-            per_head = torch.einsum("nst,snd->tnd", left, right)
-            target[kv_rows] = per_head.unflatten(1, (groups, -1)).sum(2).to(target.dtype)
+        for gradient, pairs, vectors in ((dk, scored, q), (dv, weights, upstream)):
+            per_head = torch.einsum("nst,snd->tnd", pairs, vectors)
+            gradient[kv_rows] = per_head.unflatten(1, (groups, -1)).sum(2).to(gradient.dtype)
     return [dq, dk, dv, None, None]
 
 
@@ -214,11 +214,11 @@ def _refuse(dropout: float, mask: Any, window: Any, softmax: Any, bias: Any, ret
 def _sequences(
     q: Tensor, kv: Tensor, q_padded: Tensor | None, kv_padded: Tensor | None
 ) -> Iterator[tuple[slice, slice]]:
-    """Rows of queries and of keys of each sequence: where the padded bounds begin, as long as the others say."""
+    """Rows of queries and keys of each sequence: starts from the padded bounds, lengths from the unpadded ones."""
     bounds = (q.tolist(), kv.tolist(), (q if q_padded is None else q_padded).tolist())
     starts = (kv if kv_padded is None else kv_padded).tolist()
     for number in range(len(starts) - 1):
-        queries, keys = (one[number + 1] - one[number] for one in bounds[:2])
+        queries, keys = (limits[number + 1] - limits[number] for limits in bounds[:2])
         if queries and keys:
             first, key = bounds[2][number], starts[number]
             yield slice(first, first + queries), slice(key, key + keys)
@@ -230,9 +230,9 @@ def _per_head(x: Tensor, heads: int) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, mask: Any) -> Tensor:
-    """float32 [n, s, t], -inf where a causal mask hides a key: a query sees keys up to its own number.
+    """float32 [n, s, t], -inf for keys hidden by a causal mask: a query sees keys up to its own index.
 
-    From the bottom right both are counted from the end.
+    With the bottom right mask, both indices are counted from the end.
     """
     scores = torch.einsum("snd,tnd->nst", q.float(), _per_head(k, q.shape[1])) * scale
     if mask.name in _CAUSAL:

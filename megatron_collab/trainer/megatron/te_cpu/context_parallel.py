@@ -1,6 +1,6 @@
-"""Reference kernels of context parallelism over packed sequences, whose keys go round the ranks.
+"""Reference kernels of context parallelism over packed sequences, whose keys are passed around the ranks.
 
-A sequence is cut into 2 * cp chunks, of which rank r has two, number r and its mirror image, one after the other: the
+A sequence is cut into 2 * cp chunks. Rank r has two of them, number r and its mirror image, one after the other: the
 "halves" of a sequence on a rank. `cu_seqlens` int32 [b + 1] are the bounds of the sequences on this rank, tensors are
 [t, n, d], the logs of softmax denominators float32 [n, t].
 """
@@ -34,7 +34,7 @@ def thd_second_half_lse_correction(lse: Tensor, lse_per_step: Tensor, cu_seqlens
 
 
 def thd_read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, second_half_lse_seqlen: int) -> Tensor:
-    """[n, t / 2]: those of the second halves."""
+    """The denominators [n, t / 2] of the second halves."""
     _refuse_unpacked(lse_packed)
     return lse[:, _half(cu_seqlens, lse.shape[1], 1)]
 
@@ -49,7 +49,7 @@ def thd_out_correction(
     only_second_half: bool,
     lse_packed: bool,
 ) -> None:
-    """Merge into `out`, attention to earlier keys with denominators `old_lse`, that to this step's; `lse` has both."""
+    """Merge attention to this step's keys into `out`, that to earlier keys (`old_lse`); `lse` covers both."""
     _refuse_unpacked(lse_packed)
     rows = _half(cu_seqlens, len(out), 1) if only_second_half else torch.arange(len(out), device=out.device)
     before, now = ((part - lse[:, rows]).exp().t()[..., None] for part in (old_lse[:, rows], lse_per_step))
@@ -60,18 +60,18 @@ def thd_out_correction(
 def thd_grad_correction(
     grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, first_half: str, second_half: str
 ) -> None:
-    """Put `grad_per_step` into `grad`, each half by "add", "copy", "zero" or "none".
+    """Merge `grad_per_step` into `grad`, each half by "add", "copy", "zero" or "none".
 
-    It has the rows of all halves if both are added or copied, else of the one.
+    It has the rows of both halves if both are added or copied, else only of that half.
     """
     actions = (first_half, second_half)
-    both = all(action in ("add", "copy") for action in actions)
+    both_halves = all(action in ("add", "copy") for action in actions)
     for number, action in enumerate(actions):
         rows = _half(cu_seqlens, len(grad), number)
         if action == "zero":
             grad[rows] = 0
         elif action in ("add", "copy"):
-            part = grad_per_step[rows] if both else grad_per_step
+            part = grad_per_step[rows] if both_halves else grad_per_step
             grad[rows] = grad[rows] + part if action == "add" else part
 
 

@@ -1,4 +1,4 @@
-"""The stand-in for TransformerEngine's compiled module: its enumerations, the kernels, a refusal for any other name."""
+"""The stand-in for TransformerEngine's compiled module: its enums and reference kernels; other names raise errors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron_collab.trainer.megatron.te_cpu import attention, context_parallel,
 
 EXTENSION = "transformer_engine_torch"
 
-# As in the headers of TransformerEngine 2.20 (transformer_engine.h, fused_attn.h, fused_router.h, comm_gemm_overlap.h),
-# which its wheel does not have. Only the numbers of DType, some of which are left out, ever reach a file.
-_ENUMS = {  # name: (what its members begin with, members that count on from zero or from the number that one is given)
+# From the headers of TransformerEngine 2.20 (transformer_engine.h, fused_attn.h, fused_router.h, comm_gemm_overlap.h),
+# which are not in its wheel. Only the numbers of DType (some are omitted) are ever stored in a file.
+_ENUMS = {  # name: (prefix of the members, members, numbered from 0 or from an explicit number on)
     "DType": ("k", "Byte Int32=2 Float32=4 Float16 BFloat16 Float8E4M3 Float8E5M2 Float4E2M1=10"),
     "NVTE_Bias_Type": ("NVTE_", "NO_BIAS PRE_SCALE_BIAS POST_SCALE_BIAS ALIBI"),
     "NVTE_Mask_Type": (
@@ -56,44 +56,44 @@ _ENUMS = {  # name: (what its members begin with, members that count on from zer
         "ATOMIC_GEMM_RS ATOMIC_GEMM_AG_P2P ATOMIC_GEMM_RS_P2P EXTERNAL_BULK_OVERLAP_AG",
     ),
 }
-_HOOKS = ("flash_attention", "get_attention_backend")  # asked for as what a vendor's own extension may add
-CUBLAS, CUDNN = 130100, 92400  # the versions of CUDA 13.1, as these libraries write them
+_HOOKS = ("flash_attention", "get_attention_backend")  # optional functions of a vendor's extension
+CUBLAS, CUDNN = 130100, 92400  # versions of CUDA 13.1, in the format of these libraries
 
 
 def kernels() -> dict[str, Any]:
-    """The reference kernels by the names of the compiled ones."""
+    """The reference kernels, by the names of the compiled ones."""
     return {
         name: kernel
-        for room in (layers, attention, context_parallel, quantize, masters, optimizer)
-        for name, kernel in vars(room).items()
-        if getattr(kernel, "__module__", None) == room.__name__ and not name.startswith("_")
+        for source in (layers, attention, context_parallel, quantize, masters, optimizer)
+        for name, kernel in vars(source).items()
+        if getattr(kernel, "__module__", None) == source.__name__ and not name.startswith("_")
     }
 
 
 def module() -> ModuleType:
     """A new `transformer_engine_torch`."""
-    found = ModuleType(EXTENSION, __doc__)
-    vars(found).update({name: IntEnum(name, _numbers(*of), module=EXTENSION) for name, of in _ENUMS.items()})
-    vars(found).update({name: _missing(name) for name in _asked_for()})
-    vars(found).update(kernels())
-    vars(found).update(
+    stub = ModuleType(EXTENSION, __doc__)
+    vars(stub).update({name: IntEnum(name, _numbers(*members), module=EXTENSION) for name, members in _ENUMS.items()})
+    vars(stub).update({name: _missing(name) for name in _referenced_names()})
+    vars(stub).update(kernels())
+    vars(stub).update(
         REFERENCE=True, get_cublasLt_version=lambda: CUBLAS, get_cudnn_version=lambda: CUDNN, __getattr__=_missing
     )
-    return found
+    return stub
 
 
 def _numbers(prefix: str, members: str) -> dict[str, int]:
-    """The numbers that C gives the members of an enumeration."""
-    found, following = {}, 0
+    """The numbers of an enum's members, as assigned by C."""
+    numbers, next_number = {}, 0
     for member in members.split():
         name, _, number = member.partition("=")
-        found[prefix + name] = int(number or following)
-        following = found[prefix + name] + 1
-    return found
+        numbers[prefix + name] = int(number or next_number)
+        next_number = numbers[prefix + name] + 1
+    return numbers
 
 
-def _asked_for() -> set[str]:
-    """The names of the compiled module that TransformerEngine's Python writes: it copies them by `import *`."""
+def _referenced_names() -> set[str]:
+    """The names of the compiled module that TransformerEngine's Python code references (it uses `import *`)."""
     spec = importlib.util.find_spec("transformer_engine")
     assert spec is not None and spec.origin is not None
     files = (Path(spec.origin).parent / "pytorch").rglob("*.py")
@@ -101,7 +101,7 @@ def _asked_for() -> set[str]:
 
 
 def _missing(name: str) -> type:
-    """What stands for a name that has no reference kernel: TransformerEngine may name it, not use it."""
+    """Placeholder for a name without a reference kernel: TransformerEngine may reference it, but not call it."""
     if name in _HOOKS or name.startswith("__"):
         raise AttributeError(f"{EXTENSION}.{name}")
 

@@ -1,4 +1,4 @@
-"""Importing TransformerEngine where Triton, ONNX and its compiled part are missing."""
+"""Imports TransformerEngine without Triton, ONNX and its compiled part."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-_NAMED = {  # libraries that TransformerEngine imports, with the modules of theirs that it names
+_MODULES = {  # libraries that TransformerEngine imports, with the modules that it references
     "triton": ("triton", "triton.language", "triton.language.core", "triton.language.standard"),
     "onnx": ("onnx",),
     "onnxscript": ("onnxscript",),
 }
 _VARIABLES = {
-    "NVTE_PROJECT_BUILDING": "1",  # else its import loads the shared libraries of its wheels for CUDA
+    "NVTE_PROJECT_BUILDING": "1",  # else its import loads the CUDA libraries of its wheels
     "NVTE_FRAMEWORK": "pytorch",
     "NVTE_TORCH_COMPILE": "0",
 }
@@ -26,21 +26,21 @@ _VARIABLES = {
 
 def import_over(extension: ModuleType) -> None:
     """Import TransformerEngine with `extension` as its compiled part."""
-    import torch._dynamo  # noqa: F401  (asks whether Triton is there)
+    import torch._dynamo  # noqa: F401  (checks whether Triton is installed)
 
     sys.modules[extension.__name__] = extension
     spec = importlib.util.find_spec("transformer_engine")
     assert spec is not None and spec.loader is not None
     package = sys.modules["transformer_engine"] = importlib.util.module_from_spec(spec)
-    with patch.dict(os.environ, _VARIABLES), _named():
-        common = importlib.import_module("transformer_engine.common")  # the package's own body is yet to run
+    with patch.dict(os.environ, _VARIABLES), _placeholders():
+        common = importlib.import_module("transformer_engine.common")  # before the package's __init__ runs
         common.load_framework_extension = lambda framework: None  # type: ignore[attr-defined]
         spec.loader.exec_module(package)
-        importlib.import_module("transformer_engine.pytorch")  # the package hides why it could not be imported
+        importlib.import_module("transformer_engine.pytorch")  # the package hides the reason of a failed import
 
 
 class _Name(type):
-    """Whatever is asked of it is another one."""
+    """A placeholder type whose attributes are placeholders too."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -49,7 +49,7 @@ class _Name(type):
 
 
 class _Library(ModuleType):
-    """A module of a library that is missing: its names are empty types, its kernels can be named, not launched."""
+    """A module of a missing library: its names are empty types; its kernels can be referenced, but not launched."""
 
     __version__ = "3.4.0"
 
@@ -72,7 +72,7 @@ class _Library(ModuleType):
 
 
 class _Kernel:
-    """A function in Triton's language."""
+    """A Triton kernel."""
 
     def __init__(self, function: Any) -> None:
         self.name = f"{function.__module__}.{function.__name__}"
@@ -82,9 +82,9 @@ class _Kernel:
 
 
 @contextmanager
-def _named() -> Iterator[None]:
-    """Within it the missing ones of _NAMED can be imported; who asks later finds them missing, as they are."""
-    missing = [name for library in _NAMED if importlib.util.find_spec(library) is None for name in _NAMED[library]]
+def _placeholders() -> Iterator[None]:
+    """Makes missing libraries of _MODULES importable inside the block; afterwards they are missing again."""
+    missing = [name for library in _MODULES if importlib.util.find_spec(library) is None for name in _MODULES[library]]
     sys.modules.update({name: _Library(name) for name in missing})
     try:
         yield

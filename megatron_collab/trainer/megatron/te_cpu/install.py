@@ -1,4 +1,4 @@
-"""Putting the reference kernels in the place of the compiled ones, and the pretence of a GPU that goes with them."""
+"""Replaces the compiled kernels by the reference kernels, and makes torch report a GPU."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megatron_collab.patches.megatron import CudaMeansCpu, with_reference_kernels
 from megatron_collab.trainer.megatron.te_cpu import extension, imports, permutation
 
-HOPPER = (9, 0)  # the compute capability that TransformerEngine finds
-# Its Python in the set for CPUs (tools/setup_env.sh); the set for GPUs has all of it.
+HOPPER = (9, 0)  # the compute capability reported to TransformerEngine
+# TransformerEngine's Python part in an environment for CPUs (tools/setup_env.sh); one for GPUs has the package.
 FOLDER = Path(sys.prefix, "transformer-engine")
 
 
 def install() -> None:
-    """Import TransformerEngine over the reference kernels, for the life of the process; before Megatron is imported.
+    """Import TransformerEngine with the reference kernels, permanently in this process; call before importing Megatron.
 
-    TransformerEngine and Megatron then believe that there is one Hopper GPU, and all tensors say that they are on it.
-    Where the compiled part is installed and no GPU visible, as on a login node, the reference kernels take its place
-    in this process too. RuntimeError where there is a GPU, which has kernels of its own, or where Megatron was
-    imported already; ModuleNotFoundError where the distribution transformer-engine is missing.
+    TransformerEngine and Megatron then see one Hopper GPU, and all tensors claim to be on it. If the compiled part is
+    installed but no GPU is visible, as on a login node, the reference kernels replace it in this process.
+    Raises RuntimeError if there is a GPU, whose kernels should be used, or if Megatron was already imported;
+    ModuleNotFoundError if the distribution transformer-engine is missing.
     """
     if with_reference_kernels():
         return
@@ -50,11 +50,11 @@ def install() -> None:
 
 
 def _pretend_to_be_a_gpu() -> None:
-    """What TransformerEngine asks torch about its device, and has no other answer to than a GPU's."""
-    found = SimpleNamespace(name="reference kernels", major=HOPPER[0], minor=HOPPER[1], multi_processor_count=132)
+    """Replace torch's functions about devices that TransformerEngine calls and that fail without a GPU."""
+    properties = SimpleNamespace(name="reference kernels", major=HOPPER[0], minor=HOPPER[1], multi_processor_count=132)
     torch.version.cuda = "13.1"
     torch.cuda.get_device_capability = lambda *_: HOPPER
-    torch.cuda.get_device_properties = lambda *_: found
+    torch.cuda.get_device_properties = lambda *_: properties
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.stream = _on_stream
     torch.cuda.Event = lambda *_, **__: SimpleNamespace(record=_ignore, wait=_ignore, synchronize=_ignore)
@@ -67,7 +67,7 @@ def _ignore(*_: Any, **__: Any) -> None: ...
 
 @contextmanager
 def _one_by_one(*_: Any, **__: Any) -> Iterator[Any]:
-    """Collectives inside run one by one, which gloo cannot do together; there is nothing to wait for."""
+    """Collectives inside run one by one, since gloo cannot coalesce them; there is nothing to wait for."""
     yield SimpleNamespace(wait=lambda: None)
 
 
@@ -77,7 +77,7 @@ def _on_stream(stream: Any) -> Iterator[None]:
 
 
 def _on_cpu(backward: Any) -> Any:
-    """`backward` with a CPU for CUDA, as patches.megatron has it everywhere else: autograd leaves out its mode."""
+    """`backward` under CudaMeansCpu, the mode of patches.megatron, which autograd does not enter by itself."""
 
     def run(*arguments: Any) -> Any:
         with CudaMeansCpu():
@@ -87,9 +87,9 @@ def _on_cpu(backward: Any) -> Any:
 
 
 def _at_once(exchange: Any) -> Any:
-    """`exchange` done when it returns, with no request left: attention's backward pass waits for the same one twice.
+    """`exchange` that completes before it returns: attention's backward pass waits twice for the same request.
 
-    NCCL's requests allow that; gloo's second wait is for another message, which never comes.
+    NCCL's requests allow that; gloo's second wait waits for another message, which never comes.
     """
 
     def run(*arguments: Any) -> list[Any]:
@@ -101,16 +101,16 @@ def _at_once(exchange: Any) -> Any:
 
 
 class _Float32ForFloat16(ModuleType):
-    """torch as the module sees it that asserts that its tensors are of float16 or bfloat16."""
+    """torch for a module that asserts that its tensors are float16 or bfloat16: float16 is float32."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, "float32" if name == "float16" else name)
 
 
 def _accept_a_cpu() -> None:
-    """Its layers may be built, though torch sees no GPU, and its fused attention also takes float32 and fake tensors.
+    """Let TransformerEngine build layers without a GPU, and its fused attention take float32 and fake tensors.
 
-    With float32 the path that bfloat16 takes on a GPU can be compared without rounding; a GPU would take another one.
+    With float32 the code path of bfloat16 on a GPU can be tested without rounding; a GPU would use another path.
     """
     from transformer_engine.pytorch import distributed
     from transformer_engine.pytorch.attention.dot_product_attention import backends, context_parallel, utils
@@ -133,7 +133,7 @@ def _accept_a_cpu() -> None:
             function.backward = staticmethod(_on_cpu(function.backward))
     context_parallel.flash_attn_p2p_communicate = _at_once(context_parallel.flash_attn_p2p_communicate)
     utils.get_attention_backend = choose_as_on_a_gpu
-    # Of the GPU's random numbers, which nothing here draws, recompute takes the state and sets it again.
+    # Recomputation saves and restores the state of the GPU's random numbers, which nothing here uses.
     distributed._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     distributed._set_cuda_rng_state = _ignore
     backends.torch = _Float32ForFloat16("torch")

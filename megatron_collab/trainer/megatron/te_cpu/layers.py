@@ -1,6 +1,6 @@
-"""Reference kernels of the layers: RMS norm (arXiv 1910.07467) and products, of one matrix or of one for each expert.
+"""Reference kernels of the layers: RMS norm (arXiv 1910.07467) and matrix products, single or grouped by expert.
 
-Each computes in float32 and rounds once, at the end. A tensor may be quantised: then what it stands for is used.
+Kernels compute in float32 and round once, at the end. Quantized tensors are dequantized first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def rmsnorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[Any]:
-    """[the normalised input [n, h], None, its reciprocal root mean squares float32 [n]]."""
+    """[the normalized input [n, h], None, its reciprocal root mean squares float32 [n]]."""
     x = wide(input)
     rsigma = torch.rsqrt(x.square().mean(-1, dtype=torch.float32) + eps)
     normed = (x * rsigma[:, None] * _gain(weight, zero_centered_gamma)).to(dtype_of(otype))
@@ -72,21 +72,21 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> tuple[Any, Tensor | None, None, None]:
-    """op(B) op(A), as cuBLAS counts: (product, gradient of the bias, None, None).
+    """op(B) op(A), in cuBLAS's order: (product, gradient of the bias, None, None).
 
-    The dimensions of B but the last are kept where B is not transposed. With `grad` the bias is not added: its gradient
-    is the sum over the rows of B. The product is written to D if given, added to it with `accumulate`.
+    If B is not transposed, the product has its leading dimensions. With `grad` the bias is not added: its gradient is
+    the sum over the rows of B. The product is written to D if given, and added to it with `accumulate`.
     """
     if gelu or comm_overlap is not None or extra_output is not None or alpha != 1.0:
         raise NotImplementedError("generic_gemm: fused GELU, overlapped communication, alpha have no reference kernel")
-    left, right = value(B, rowwise=not transB), value(A, rowwise=transA)
-    kept = () if transB else left.shape[:-1]
-    left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
-    product = (left.t() if transB else left) @ (right.t() if transA else right)
-    bias_gradient = left.sum(0).to(dtype_of(bias_type)) if bias is not None and grad else None
+    b, a = value(B, rowwise=not transB), value(A, rowwise=transA)
+    leading = () if transB else b.shape[:-1]
+    b, a = b.reshape(-1, b.shape[-1]), a.reshape(-1, a.shape[-1])
+    product = (b.t() if transB else b) @ (a.t() if transA else a)
+    bias_gradient = b.sum(0).to(dtype_of(bias_type)) if bias is not None and grad else None
     if bias is not None and not grad:
         product = product + wide(bias)
-    product = product.reshape(*kept, product.shape[-1]) if kept else product
+    product = product.reshape(*leading, product.shape[-1]) if leading else product
     if D is not None:
         product = product.reshape(D.shape)
         return (D.add_(product) if accumulate else D.copy_(product)), bias_gradient, None, None
@@ -116,14 +116,14 @@ def te_general_grouped_gemm(
 ) -> list[Tensor]:
     """op(B) op(A) of each pair, written to D, or with `single_output` to consecutive rows of its one tensor.
 
-    The biases, or their gradients, are empty where there are none.
+    Biases, or their gradients, are empty tensors if there are none.
     """
     if any(tensor.numel() for tensor in (*bias, *pre_gelu_out)):
         raise NotImplementedError("te_general_grouped_gemm: fused GELU and biases have no reference kernel")
     outputs = D[0].split(m_splits) if single_output else D
-    for a, b, out in zip(A, B, outputs, strict=True):
-        left, right = value(b, rowwise=not transb), value(a, rowwise=transa)
-        product = (left.t() if transb else left) @ (right.t() if transa else right)
+    for a_operand, b_operand, out in zip(A, B, outputs, strict=True):
+        b, a = value(b_operand, rowwise=not transb), value(a_operand, rowwise=transa)
+        product = (b.t() if transb else b) @ (a.t() if transa else a)
         if accumulate:
             out.add_(product.view(out.shape))
         else:
@@ -134,7 +134,7 @@ def te_general_grouped_gemm(
 def fused_multi_row_padding(
     input: Tensor, output: Tensor, input_row_list: list[int], padded_input_row_list: list[int]
 ) -> None:
-    """Consecutive parts of the rows of `input`, each with zeros behind it, to `output`."""
+    """Copy consecutive parts of the rows of `input`, each zero-padded at its end, to `output`."""
     parts, places = input.split(input_row_list), output.split(padded_input_row_list)
     for part, place in zip(parts, places, strict=True):
         place.copy_(F.pad(part, (0, 0, 0, len(place) - len(part))))
@@ -143,7 +143,7 @@ def fused_multi_row_padding(
 def fused_multi_row_unpadding(
     input: Tensor, output: Tensor, input_row_list: list[int], unpadded_input_row_list: list[int]
 ) -> None:
-    """The first rows of each part of `input`, one after the other, to `output`."""
+    """Copy the first rows of each part of `input`, concatenated, to `output`."""
     parts, places = input.split(input_row_list), output.split(unpadded_input_row_list)
     for part, place in zip(parts, places, strict=True):
         place.copy_(part[: len(place)])

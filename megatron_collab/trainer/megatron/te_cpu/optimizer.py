@@ -1,7 +1,7 @@
 """Reference kernels over lists of tensors: AdamW's step (arXiv 1711.05101), the norm of gradients, their scaling.
 
-TransformerEngine hands over `chunk_size`, `noop_flag` and `tensor_lists`, equally long lists of tensors; results are
-written in place.
+TransformerEngine passes `chunk_size`, `noop_flag` and `tensor_lists`, lists of equal length; results are written in
+place.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """One step; the lists are gradients, parameters, both moments in float32, and float32 masters where there are.
+    """One step; the lists are gradients, parameters, both moments in float32 and, optionally, float32 masters.
 
     Parameters with a master get its rounded value.
     """
@@ -49,7 +49,7 @@ def multi_tensor_adam(
 
 
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], scale: float) -> None:
-    """The second list becomes the first times `scale`; the flag becomes 1 where that is not finite."""
+    """Set the second list to the first times `scale`, and the flag to 1 if a result is not finite."""
     for source, target in zip(*tensor_lists, strict=True):
         target.copy_(source.float() * scale)
         noop_flag.logical_or_(~target.isfinite().all())
@@ -67,6 +67,6 @@ def multi_tensor_scale_tensor(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool
 ) -> tuple[Tensor, Tensor]:
-    """float32 [1], the norm of all tensors together, and [n], that of each if asked for."""
+    """(norm of all tensors together, float32 [1]; with `per_tensor` the norm of each [n], else empty)."""
     norms = torch.stack([tensor.float().norm() for tensor in tensor_lists[0]])
     return norms.norm().reshape(1), norms if per_tensor else norms.new_empty(0)

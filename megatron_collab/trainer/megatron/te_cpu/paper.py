@@ -1,6 +1,6 @@
-"""TransformerEngine's layers on tensors without values: what its Python reads from them, and what it keeps.
+"""TransformerEngine's layers on fake tensors, for a rehearsal: values that its Python reads, and memory that it keeps.
 
-For a rehearsal. Its compiled part are the reference kernels, which give shapes alone.
+Its compiled part are the reference kernels, which return only shapes for fake tensors.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_collab.patches.megatron import with_reference_kernels
 
-_products: dict[Any, Any] = {}  # the workspaces of products, of one matrix and of grouped ones
+_products: dict[Any, Any] = {}  # the workspaces of single and grouped products
 _data_ptr = torch.UntypedStorage.data_ptr
 
 
 def stand_ins() -> Iterator[tuple[Any, str, Any]]:
-    """What cannot work on tensors without values, as (owner, name, stand-in); nothing without TransformerEngine."""
+    """(owner, name, replacement) of functions that need real values; empty without the reference kernels."""
     if not with_reference_kernels():
         return
     from megatron.core.extensions.transformer_engine import TEGroupedLinear
@@ -30,33 +30,33 @@ def stand_ins() -> Iterator[tuple[Any, str, Any]]:
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
     from transformer_engine.pytorch.ops.op import BasicOperation
 
-    # By their pointers it sees which of queries, keys and values lie in one tensor.
+    # It compares pointers to see whether queries, keys and values share a tensor.
     yield torch.UntypedStorage, "data_ptr", _address
-    yield GroupedLinear, "forward", _of_real_counts(GroupedLinear.forward)
-    yield gemm, "get_cublas_workspace", _kept(gemm.get_cublas_workspace.__wrapped__)
+    yield GroupedLinear, "forward", _with_real_counts(GroupedLinear.forward)
+    yield gemm, "get_cublas_workspace", _cached(gemm.get_cublas_workspace.__wrapped__)
     for module in (TransformerEngineBaseModule, BasicOperation):
         yield module, "get_extra_state", _no_scales
     yield TEGroupedLinear, "_split_extra_state", lambda experts, state: [state] * experts.num_gemms
-    yield FakeTensor, "__torch_dispatch__", _of_a_part(FakeTensor.__torch_dispatch__)
+    yield FakeTensor, "__torch_dispatch__", _dispatch_parts(FakeTensor.__torch_dispatch__)
 
 
 def _address(storage: torch.UntypedStorage) -> int:
     return storage._cdata if storage.device.type == "meta" else _data_ptr(storage)
 
 
-def _of_real_counts(forward: Any) -> Any:
-    """`forward` of the grouped experts, which makes a tensor of how many tokens each has, and reads it again."""
+def _with_real_counts(forward: Any) -> Any:
+    """`forward` of the grouped experts with a real tensor of token counts, whose values it reads."""
 
-    def run(experts: Any, tokens: Tensor, counts: Any, *rest: Any, **options: Any) -> Any:
+    def run(experts: Any, tokens: Tensor, counts: Any, *arguments: Any, **options: Any) -> Any:
         with _disable_current_modes():
             counts = torch.tensor(counts, dtype=torch.int64)
-        return forward(experts, tokens, counts, *rest, **options)
+        return forward(experts, tokens, counts, *arguments, **options)
 
     return run
 
 
-def _kept(make: Any) -> Any:
-    """`make`, with what it has made in _products."""
+def _cached(make: Any) -> Any:
+    """`make` with a cache, _products."""
 
     def get(*key: Any) -> Any:
         if key not in _products:
@@ -67,22 +67,22 @@ def _kept(make: Any) -> Any:
 
 
 def _no_scales(module: torch.nn.Module) -> Tensor:
-    """What a module saves without FP8, in place of its scales and their history, which it pickles."""
+    """A module's extra state without FP8, instead of scales and their history, which it would pickle."""
     with _disable_current_modes():
         return torch.empty(0, dtype=torch.uint8)
 
 
-def _of_a_part(dispatch: Any) -> classmethod[Any, Any, Any]:
-    """`dispatch` of a fake tensor, which a quantised one calls for each of its parts: as for any other tensor.
+def _dispatch_parts(dispatch: Any) -> classmethod[Any, Any, Any]:
+    """`dispatch` of a fake tensor that treats the parts of a quantized tensor, which calls it for them, like others.
 
-    Where the quantised one is an argument too, torch asks, and is to ask that instead.
+    If the quantized tensor itself is an argument, torch is calling, and dispatch defers to the quantized tensor.
     """
 
     def run(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = tree_leaves((args, kwargs))
-        whole = any(hasattr(each, "_INNER_TENSORS") for each in given)
-        of_another = any(hasattr(kind, "_INNER_TENSORS") for kind in types)
-        if of_another and not whole:
+        leaves = tree_leaves((args, kwargs))
+        quantized_argument = any(hasattr(leaf, "_INNER_TENSORS") for leaf in leaves)
+        quantized_type = any(hasattr(kind, "_INNER_TENSORS") for kind in types)
+        if quantized_type and not quantized_argument:
             return func(*args, **kwargs or {})
         return dispatch.__func__(cls, func, types, args, kwargs or {})
 
@@ -90,14 +90,14 @@ def _of_a_part(dispatch: Any) -> classmethod[Any, Any, Any]:
 
 
 def parts(weight: Any) -> list[Tensor]:
-    """The tensors that hold a weight: in FP8 its numbers, by rows and by columns, and their scales; else itself."""
+    """The tensors of a weight: in FP8 its row-wise and column-wise data and scales, else the weight itself."""
     names = [name for name, _ in getattr(weight, "_INNER_TENSORS", ())]
-    found = [getattr(weight, name) for name in names] if names else [weight]
-    return [part for part in found if part is not None]
+    tensors = [getattr(weight, name) for name in names] if names else [weight]
+    return [part for part in tensors if part is not None]
 
 
-def on_copies(chunks: Iterable[torch.nn.Module], claim: Callable[[list[Tensor]], None]) -> None:
-    """Call `claim` with the copies of weights in FP8, and their scales, that a module keeps from a pass on."""
+def claim_fp8_copies(chunks: Iterable[torch.nn.Module], claim: Callable[[list[Tensor]], None]) -> None:
+    """Call `claim` with the FP8 copies of weights, and their scales, that modules keep after a forward pass."""
 
     def passed(module: Any, *_: Any) -> None:
         for weight in module._fp8_workspaces.values():
@@ -109,8 +109,8 @@ def on_copies(chunks: Iterable[torch.nn.Module], claim: Callable[[list[Tensor]],
 
 
 def workspaces() -> Iterator[Tensor]:
-    """What it keeps for the life of a process: workspaces of products, and for each shape of weight what stands for
-    its gradient, which is added to the buffer of gradients."""
+    """Tensors kept for the lifetime of the process: workspaces of products, and a dummy gradient per shape of weight
+    (the real one is added to the gradient buffer)."""
     if with_reference_kernels():
         from transformer_engine.pytorch.module import base
 
@@ -118,7 +118,7 @@ def workspaces() -> Iterator[Tensor]:
 
 
 def forget() -> None:
-    """The rank is over, and what TransformerEngine keeps for the life of a process is not the next one's."""
+    """After a rank: drop the state that TransformerEngine keeps per process; the next rank starts without it."""
     if with_reference_kernels():
         from transformer_engine.pytorch.module import base
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager

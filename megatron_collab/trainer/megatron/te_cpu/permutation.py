@@ -1,7 +1,7 @@
-"""What TransformerEngine does in Triton for models with experts, in torch: tokens are sorted by expert, and back.
+"""TransformerEngine's Triton kernels for models with experts, in torch: sort tokens by expert, and back.
 
-Rows are sorted by expert, and within an expert by token. A row map int32 [t, 2 * e + 1] has in its first e columns the
-row of every token for every expert, -1 where the token is not routed there; only the functions here read it.
+Rows are sorted by expert, and within an expert by token. The first e columns of a row map int32 [t, 2 * e + 1] have the
+row of every token for every expert, -1 if the token is not routed to it; only the functions here read it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_collab.trainer.megatron.te_cpu.tensors import wide
 
 
 def replace_kernels() -> None:
-    """Put the public functions below in the place of those of `transformer_engine.pytorch.triton.permutation`."""
+    """Replace the functions of `transformer_engine.pytorch.triton.permutation` by the public functions below."""
     from transformer_engine.pytorch.triton import permutation
 
     for name, function in globals().items():
@@ -24,30 +24,30 @@ def replace_kernels() -> None:
 
 
 def make_row_id_map(routing_map: Tensor, num_tokens: int, num_experts: int) -> Tensor:
-    """From routing_map [t, e], true where a token goes to an expert."""
+    """The row map of routing_map [t, e], which is true if a token goes to an expert."""
     chosen = routing_map.bool()
     rows = chosen.t().reshape(-1).int().cumsum(0, dtype=torch.int32).view(num_experts, num_tokens).t() - 1
     return F.pad(rows.masked_fill(~chosen, -1), (0, num_experts + 1))
 
 
 def _rows(row_id_map: Tensor, pad_offsets: Tensor | None, experts: int, out_tokens: int) -> Tensor:
-    """int64 [t, e]: the rows, behind the padding of earlier experts if there is any; `out_tokens` for none."""
+    """int64 [t, e]: rows, shifted by the padding of earlier experts, if any; `out_tokens` for unrouted tokens."""
     rows = row_id_map[:, :experts].long()
     moved = rows if pad_offsets is None else rows + pad_offsets
     return torch.where(rows < 0, out_tokens, moved)
 
 
 def _token_of_row(rows: Tensor, out_tokens: int) -> Tensor:
-    """int64 [out_tokens]: the token of every row, their number where a row has none."""
+    """int64 [out_tokens]: the token of every row; the number of tokens if a row has none."""
     tokens = torch.arange(len(rows), device=rows.device)[:, None].expand_as(rows)
-    found = torch.full((out_tokens + 1,), len(rows), device=rows.device)
-    return found.scatter_(0, rows.reshape(-1), tokens.reshape(-1))[:out_tokens]
+    token_of_row = torch.full((out_tokens + 1,), len(rows), device=rows.device)
+    return token_of_row.scatter_(0, rows.reshape(-1), tokens.reshape(-1))[:out_tokens]
 
 
 def _of_row(values: Tensor, rows: Tensor, out_tokens: int) -> Tensor:
-    """What `values` [t, e] say of each row [out_tokens], 0 where it has no token."""
-    found = values.new_zeros(out_tokens + 1)
-    return found.scatter_(0, rows.reshape(-1), values.reshape(-1))[:out_tokens]
+    """`values` [t, e] by row [out_tokens], 0 if a row has no token."""
+    row_values = values.new_zeros(out_tokens + 1)
+    return row_values.scatter_(0, rows.reshape(-1), values.reshape(-1))[:out_tokens]
 
 
 def permute_with_mask_map(

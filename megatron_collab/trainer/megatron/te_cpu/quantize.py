@@ -1,6 +1,6 @@
-"""Reference kernels of FP8: tensors with one scale (delayed or current scaling) and with one for each block of 128.
+"""Reference kernels of FP8: tensors with one scale (delayed or current scaling) or a scale per block of 128.
 
-A quantised tensor has its numbers by rows, by columns (transposed) or both, each for the products that read it so.
+A quantized tensor has row-wise data, column-wise (transposed) data or both, for the products that read them.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from megatron_collab.trainer.megatron.te_cpu.tensors import dtype_of, is_fake, v
 def create_empty_quantized_tensor(
     quantizer: Any, shape: list[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
 ) -> Any:
-    """A tensor as `quantizer` makes them, which stands for one of `shape` and `dtype`, with any numbers in it."""
+    """An uninitialized quantized tensor of `quantizer`'s type, for values of `shape` and `dtype`."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
-    found = {
+    buffers = {
         name: torch.empty(size, dtype=kind, device=device) for name, (size, kind) in _buffers(quantizer, shape).items()
     }
     options: dict[str, Any]
     if hasattr(quantizer, "block_len"):
         names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
-        options = {name: found.get(f"_{name}") for name in names}
+        options = {name: buffers.get(f"_{name}") for name in names}
         cls = quantizer.storage_metadata(dtype)["cls"]
         options |= {"fp8_dtype": quantizer.dtype, "quantizer": quantizer}
         options["is_2D_scaled"] = quantizer.block_scaling_dim == 2
     elif hasattr(quantizer, "amax_epsilon") or hasattr(quantizer, "scale"):
-        options = {"data": found.get("_data"), "data_transpose": found.get("_transpose")}
+        options = {"data": buffers.get("_data"), "data_transpose": buffers.get("_transpose")}
         cls = Float8TensorStorage if quantizer.internal else Float8Tensor
-        options |= {"fp8_scale_inv": found["_scale_inv"], "fp8_dtype": quantizer.dtype, "quantizer": quantizer}
+        options |= {"fp8_scale_inv": buffers["_scale_inv"], "fp8_dtype": quantizer.dtype, "quantizer": quantizer}
     else:
         raise NotImplementedError(f"{type(quantizer).__name__}: no reference kernel")
     if quantizer.internal:
@@ -45,21 +45,21 @@ def create_empty_quantized_tensor(
 
 
 def _buffers(quantizer: Any, shape: list[int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each part of a quantised tensor, by the name of its attribute."""
+    """Attribute name -> (shape, dtype) of each part of a quantized tensor."""
     if hasattr(quantizer, "block_len"):
-        found = quantizer.inner_tensor_specs(tuple(shape))
-        assert isinstance(found, dict)
-        return found
-    found = {"_scale_inv": ((1,), torch.float32)}
+        specs = quantizer.inner_tensor_specs(tuple(shape))
+        assert isinstance(specs, dict)
+        return specs
+    specs = {"_scale_inv": ((1,), torch.float32)}
     if quantizer.rowwise_usage:
-        found["_data"] = (tuple(shape), torch.uint8)
+        specs["_data"] = (tuple(shape), torch.uint8)
     if quantizer.columnwise_usage:
-        found["_transpose"] = ((shape[-1], *shape[:-1]), torch.uint8)
-    return found
+        specs["_transpose"] = ((shape[-1], *shape[:-1]), torch.uint8)
+    return specs
 
 
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
-    """`tensor` in FP8, in `output` if given; nothing is changed where `noop` is 1."""
+    """Quantize `tensor` to FP8, into `output` if given; if `noop` is 1, nothing is written."""
     if output is None:
         output = create_empty_quantized_tensor(quantizer, list(tensor.shape), tensor.dtype, tensor.device, False)
     else:
@@ -82,21 +82,21 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
 
 
 def _complete(output: Any, quantizer: Any, shape: list[int], device: torch.device) -> None:
-    """Give `output` the parts that `quantizer` wants now, and no others."""
-    wanted = _buffers(quantizer, shape)
+    """Allocate the parts of `output` that `quantizer` requires now, and drop all others."""
+    specs = _buffers(quantizer, shape)
     names = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
     for name in names if hasattr(quantizer, "block_len") else ("_data", "_transpose"):
-        if name not in wanted:
+        if name not in specs:
             setattr(output, name, None)
         elif getattr(output, name) is None:
-            size, kind = wanted[name]
+            size, kind = specs[name]
             setattr(output, name, torch.empty(size, dtype=kind, device=device))
     if hasattr(output, "_transpose"):
         output._transpose_invalid = output._transpose is None
 
 
 def _scale(x: Tensor, quantizer: Any) -> Tensor:
-    """float32 scalar by which x is multiplied: that of the history (delayed), or of x itself (current scaling)."""
+    """The scale of x, a float32 scalar: from the history (delayed scaling) or from x itself (current scaling)."""
     if hasattr(quantizer, "scale") and hasattr(quantizer, "amax"):
         quantizer.amax.copy_(torch.maximum(quantizer.amax, x.abs().amax()))
         return quantizer.scale.reshape(())
@@ -116,15 +116,15 @@ def _fill_blocks(x: Tensor, quantizer: Any, output: Any) -> None:
         data = output._columnwise_data if columns else output._rowwise_data
         if data is None:
             continue
-        found, scale_inv = _blocks(matrix, quantizer)
-        data.copy_(found.view(data.shape))
+        quantized, scale_inv = _blocks(matrix, quantizer)
+        data.copy_(quantized.view(data.shape))
         stored = output._columnwise_scale_inv if columns else output._rowwise_scale_inv
         stored.zero_()
         stored[: len(scale_inv), : scale_inv.shape[1]] = scale_inv
 
 
 def _blocks(x: Tensor, quantizer: Any) -> tuple[Tensor, Tensor]:
-    """x float32 [m, k] -> FP8 as uint8 [m, k], and the inverse scales of its blocks, as they are stored."""
+    """x float32 [m, k] -> FP8 as uint8 [m, k], and the inverse scales of its blocks, in storage layout."""
     size, squares = quantizer.block_len, quantizer.block_scaling_dim == 2
     rows, columns = x.shape
     height = size if squares else 1
@@ -137,7 +137,7 @@ def _blocks(x: Tensor, quantizer: Any) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(input: Any, otype: int) -> Tensor:
-    """What a tensor with one scale stands for, from its rows."""
+    """Dequantize a tensor with one scale, from its row-wise data."""
     return value(input, rowwise=True).to(dtype_of(otype))
 
 
@@ -150,13 +150,13 @@ def fp8_transpose(input: Tensor, dtype: int, *, out: Tensor | None) -> Tensor:
 def split_quantize(
     tensor: Tensor, split_sections: list[int], quantizer_list: list[Any], disable_bulk_allocation: bool = False
 ) -> list[Any]:
-    """Consecutive rows of `tensor`, each part by a quantizer of its own."""
+    """Quantize consecutive rows of `tensor`, each part with its own quantizer."""
     parts = tensor.split(split_sections)
     return [quantize(part, quantizer) for part, quantizer in zip(parts, quantizer_list, strict=True)]
 
 
 def bgrad_quantize(input: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
-    """(the sum over the rows, which is the gradient of a bias, the quantised tensor)."""
+    """(the sum over the rows, which is the gradient of a bias, the quantized tensor)."""
     return wide(input).reshape(-1, input.shape[-1]).sum(0).to(input.dtype), quantize(input, quantizer)
 
 
@@ -168,13 +168,13 @@ def fused_amax_and_scale_update_after_reduction(
     fp8_dtype: int,
     margin: float,
 ) -> None:
-    """Delayed scaling's step: histories [steps, n] take the newest values, scales [n] follow from the histories."""
+    """Step of delayed scaling: append the newest values to histories [steps, n], compute scales [n] from them."""
     limit = torch.finfo(dtype_of(fp8_dtype)).max * 2.0**-margin
     newest = amax_reduction_buffer.split([history.shape[1] for history in amax_histories])
     for history, scale, last in zip(amax_histories, scales, newest, strict=True):
         history[0] = last
         history.copy_(history.roll(-1, 0))
         largest = history.amax(0) if amax_compute_algo == "max" else last
-        found = (limit / largest).clamp(max=torch.finfo(torch.float32).max)
-        scale.copy_(torch.where(largest.isfinite() & (largest > 0), found, scale))
+        new_scale = (limit / largest).clamp(max=torch.finfo(torch.float32).max)
+        scale.copy_(torch.where(largest.isfinite() & (largest > 0), new_scale, scale))
         history[0] = 0

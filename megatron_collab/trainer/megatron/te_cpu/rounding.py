@@ -1,6 +1,6 @@
-"""How numbers become FP8: the scale that takes the largest of them to FP8's largest, and rounding.
+"""Conversion to FP8: the scale that maps the largest number to FP8's largest, and rounding.
 
-They are rounded to the nearest, ties to even, and saturate, as on a GPU.
+Numbers are rounded to the nearest, ties to even, and saturate, as on a GPU.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ _EXPONENT = 0x7F800000  # bits of a float32
 
 
 def scale_of(largest: Tensor, limit: float, power_of_2: bool, epsilon: float) -> Tensor:
-    """The scales float32 that take `largest`, absolute values of at least `epsilon`, to `limit`; 1 where there is none.
+    """Float32 scales that map `largest`, absolute values raised to at least `epsilon`, to `limit`; 1 if undefined.
 
-    With `power_of_2` the largest of these that is no larger.
+    With `power_of_2` rounded down to a power of 2.
     """
     floored = largest.clamp(min=epsilon)
     scale = (limit / floored).clamp(max=torch.finfo(torch.float32).max)
@@ -23,6 +23,6 @@ def scale_of(largest: Tensor, limit: float, power_of_2: bool, epsilon: float) ->
 
 
 def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """uint8: x in FP8; what is larger than its largest number becomes that."""
+    """x in FP8, as uint8; values beyond the largest FP8 number saturate."""
     limit = torch.finfo(dtype).max
     return x.clamp(-limit, limit).to(dtype).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""What a tensor stands for that a kernel is given: of TransformerEngine's dtypes, perhaps quantised, perhaps fake."""
+"""Values of a kernel's tensor arguments, which may be quantized or fake; TransformerEngine's dtypes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def is_fake(x: Any) -> bool:
-    """Whether x has a shape only: then kernels give the shapes and dtypes of their results, and allocate no more."""
+    """Whether x has only a shape: then kernels return results with shape and dtype, and allocate nothing else."""
     return isinstance(x, FakeTensor)
 
 
@@ -20,16 +20,16 @@ def wide(x: Tensor) -> Tensor:
 
 
 def dtype_of(tag: int) -> torch.dtype:
-    """torch's dtype for one of TransformerEngine's DType."""
+    """The torch dtype of a TransformerEngine DType."""
     from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
 
     return TE_DType_To_Torch[DType.cast(tag)]
 
 
 def value(x: Any, rowwise: bool) -> Tensor:
-    """What x, which may be quantised, stands for: float32, in x's own shape, from its rows or its columns.
+    """The values of x, dequantized if necessary: float32, in x's shape, from its row-wise or column-wise data.
 
-    RuntimeError where a product asks for numbers that x does not have: a GPU would fail there too.
+    Raises RuntimeError if a product needs data that x lacks: a GPU would fail too.
     """
     if not hasattr(x, "_fp8_dtype"):
         return wide(x)
@@ -44,17 +44,17 @@ def value(x: Any, rowwise: bool) -> Tensor:
         raise RuntimeError(f"a product reads the {'rows' if rowwise else 'columns'} of an FP8 tensor that lacks them")
     if is_fake(data):
         return data.new_empty(tuple(x.size()), dtype=x._dtype)
-    found = data.view(dtype_of(x._fp8_dtype)).float()
+    values = data.view(dtype_of(x._fp8_dtype)).float()
     if blocked:
-        flat = found.reshape(-1, found.shape[-1]) if rowwise else found.reshape(len(found), -1)
-        found = (flat * _spread(scale, flat.shape, x._is_2D_scaled)).view(found.shape)
+        flat = values.reshape(-1, values.shape[-1]) if rowwise else values.reshape(len(values), -1)
+        values = (flat * _spread(scale, flat.shape, x._is_2D_scaled)).view(values.shape)
     else:
-        found = found * scale
-    return found if rowwise else found.movedim(0, -1)
+        values = values * scale
+    return values if rowwise else values.movedim(0, -1)
 
 
 def _spread(scale: Tensor, shape: torch.Size, squares: bool) -> Tensor:
-    """The scale of each number [m, k] from `scale` as it is stored: [m / 128, k / 128] or [k / 128, m], padded."""
+    """The scale of each element [m, k] from the stored `scale`: [m / 128, k / 128] or [k / 128, m], padded."""
     rows, columns = shape
     by_block = scale.repeat_interleave(128, 0)[:rows] if squares else scale.t()[:rows]
     return by_block.repeat_interleave(128, 1)[:, :columns]

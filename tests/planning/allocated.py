@@ -1,4 +1,4 @@
-"""What one step of training really holds: storages of the state, and of activations while they are needed."""
+"""Memory really allocated by one training step: storages of the state, and of activations while they are needed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from megatron_collab.trainer.network import Trainable
 
 
 class Holder:
-    """Adds up the storages of what it is given, each once, while anybody keeps it."""
+    """Adds up the storages of tensors, each once, while any holder keeps them."""
 
     def __init__(self, ignored: Iterable[Tensor]) -> None:
         self.most = 0
-        self._held = 0
+        self._bytes = 0
         self._users: Counter[int] = Counter()
         self._ignored = {tensor.untyped_storage().data_ptr() for tensor in ignored}
 
@@ -41,29 +41,29 @@ class Holder:
         key, size = storage._cdata, storage.nbytes()
         self._users[key] += 1
         if self._users[key] == 1:
-            self._held += size
-            self.most = max(self.most, self._held)
+            self._bytes += size
+            self.most = max(self.most, self._bytes)
         finalize(holder, self._release, key, size)
 
     def _release(self, key: int, size: int) -> None:
         self._users[key] -= 1
         if self._users[key] == 0:
-            self._held -= size
+            self._bytes -= size
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Count what autograd saves, what stages exchange, and the rotation: recomputation keeps it without saving."""
+        """Count what autograd saves, what stages exchange, and the rotation, which recomputation keeps unsaved."""
         real, communicate = policies.rotated, P2PCommunicator._communicate
 
         def rotated(*arguments: object) -> object:
-            made = real(*arguments)
-            self.keep(made.cos, made)
-            self.keep(made.sin, made)
-            return made
+            rotation = real(*arguments)
+            self.keep(rotation.cos, rotation)
+            self.keep(rotation.sin, rotation)
+            return rotation
 
-        def exchanged(stages: P2PCommunicator, **what: Any) -> Any:
-            received = communicate(stages, **what)
-            for tensor in (what["tensor_send_next"], what["tensor_send_prev"], *received[:2]):
+        def exchanged(stages: P2PCommunicator, **options: Any) -> Any:
+            received = communicate(stages, **options)
+            for tensor in (options["tensor_send_next"], options["tensor_send_prev"], *received[:2]):
                 if tensor is not None:
                     self.keep(tensor, tensor)
             return received
@@ -86,16 +86,16 @@ class _Saved:
         self.tensor = tensor
 
 
-def held(config: Config, hf: dict[str, object], micro_batches: int, critic: bool = False) -> dict[str, int]:
+def allocated_bytes(config: Config, hf: dict[str, object], micro_batches: int, critic: bool = False) -> dict[str, int]:
     """Bytes of parameters, gradients, optimizer and activations of this rank in one step.
 
-    Each data parallel rank takes so many micro-batches, of two sequences each, that fill them. The SwiGLU is the
-    fused one, as on a GPU.
+    Each data parallel rank has `micro_batches` full micro-batches of two sequences each. The SwiGLU is fused, as on a
+    GPU.
     """
     shape = ModelShape.from_hf(hf)
     plain = megatron_config._fusions
     with mock.patch.object(
-        megatron_config, "_fusions", lambda *given: plain(*given) | {"bias_activation_fusion": True}
+        megatron_config, "_fusions", lambda *arguments: plain(*arguments) | {"bias_activation_fusion": True}
     ):
         chunks = policies.build(config, shape)
     chunks = _with_value_head(chunks) if critic else chunks
@@ -106,7 +106,7 @@ def held(config: Config, hf: dict[str, object], micro_batches: int, critic: bool
     tokens, parallel = config.train.tokens_per_micro_batch, config.parallel
     ranks = config.launch.nproc_per_node // (parallel.tp * parallel.pp)
     rng = np.random.default_rng(0)
-    lengths = [tokens // 4 + 1, tokens - tokens // 4 + 1] * micro_batches * ranks  # a position less each
+    lengths = [tokens // 4 + 1, tokens - tokens // 4 + 1] * micro_batches * ranks  # each takes one position less
     columns = {
         "token_ids": [rng.integers(0, shape.vocab, size=length) for length in lengths],
         "loss_mask": [(np.arange(length) > 0).astype(np.float32) for length in lengths],
@@ -121,13 +121,13 @@ def held(config: Config, hf: dict[str, object], micro_batches: int, critic: bool
 
     buffers = [b for chunk in trainable.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     inner = [part.optimizer for part in trainable.optimizer.chained_optimizers]
-    state = [value for one in inner for values in one.state.values() for value in values.values()]
-    masters = [tensor for one in inner for group in one.param_groups for tensor in group["params"]]
-    own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    state = [value for optimizer in inner for values in optimizer.state.values() for value in values.values()]
+    masters = [tensor for optimizer in inner for group in optimizer.param_groups for tensor in group["params"]]
+    weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     return {
         "parameters": _size(parameters),
         "gradients": _size(buffer.grad_data for buffer in buffers),
-        "optimizer": _size(t for t in (*state, *masters) if t.untyped_storage().data_ptr() not in own),
+        "optimizer": _size(t for t in (*state, *masters) if t.untyped_storage().data_ptr() not in weights),
         "activations": holder.most,
     }
 

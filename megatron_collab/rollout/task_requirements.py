@@ -1,0 +1,83 @@
+"""Requirements of metrics, users and tools on a task, checked before the run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron_collab.config import SUFFIX, Config, ConfigError
+from megatron_collab.data.survey import TaskRequirements
+from megatron_collab.reward import metrics
+from megatron_collab.rollout.tools.toolbox import make_tools
+from megatron_collab.rollout.users import User, resolve_user
+from megatron_collab.rollout.users.named import user_of
+from megatron_collab.types import Task
+
+USER = "user"  # the name of the users' requirement; those of metrics have the names of their options
+WEIGHTS = "reward.weights."
+
+
+def task_requirements(config: Config) -> TaskRequirements:
+    """The requirements by setting: what a metric or user may lack in a task, and checks that it can be read."""
+    users, metric_lacks = _UserRequirements(config), metrics.lacks(config.reward)
+    lacks = {**{f"{WEIGHTS}{name}": lacks for name, lacks in metric_lacks.items()}, USER: users.lacks}
+    checks: list[tuple[str, Callable[[Task], None]]] = [(USER, users.check)]
+    checks += [(f"{WEIGHTS}{name}", check) for name, check in metrics.task_checks(config.reward).items()]
+    checks += [(f"tool {type(tools).__name__}", tools.check_task) for tools in make_tools(config.rollout)]
+
+    def check(task: Task) -> None:
+        for name, task_check in checks:
+            try:
+                task_check(task)
+            except Exception as error:  # a custom class may raise anything
+                reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+                owner = f"{name} {user_of(task, config) or 'llm'}" if name == USER else name
+                raise ValueError(f"{owner} cannot read it: {reason}") from error
+
+    rollout, reward = config.rollout, config.reward
+    inputs = [reward.weights, reward.metrics, asdict(config.user), config.users, config.run.seed]
+    inputs += [rollout.tools, rollout.tool_options]
+    return TaskRequirements(lacks, check, [inputs, _prompt_changes(inputs)])
+
+
+def applicable_metrics(config: Config) -> Callable[[Task], set[str]]:
+    """A function that gives the metrics of reward.weights that apply to a task, judged before any conversation."""
+    names, metric_lacks = set(config.reward.weights), metrics.lacks(config.reward)
+    return lambda task: names - {name for name, lacks in metric_lacks.items() if lacks(task)}
+
+
+class _UserRequirements:
+    """Requirements of users on tasks; none if the user does not exist, since `users.check_user` rejects it."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._kind = cache(self._resolve)
+
+    def lacks(self, task: Task) -> str | None:
+        return self._kind(user_of(task, self._config))[0].lacks(task)
+
+    def check(self, task: Task) -> None:
+        kind, argument, config = self._kind(user_of(task, self._config))
+        if task.unopened and not kind.opens:
+            raise ValueError("it has no message, and this user opens no conversation; give it one, or another user")
+        kind.check_task(task, argument, config)
+
+    def _resolve(self, name: str) -> tuple[type[User], str, Config]:
+        try:
+            return resolve_user(name, self._config)[:3]
+        except ConfigError:
+            return User, "", self._config
+
+
+def _prompt_changes(settings: Any) -> list[tuple[str, int]]:
+    """The prompt files named in settings, with their modification times (ns)."""
+    if isinstance(settings, Mapping):
+        settings = list(settings.values())
+    if isinstance(settings, str):
+        exists = settings.endswith(SUFFIX) and Path(settings).is_file()
+        return [(settings, Path(settings).stat().st_mtime_ns)] if exists else []
+    listed = settings if isinstance(settings, Sequence) else ()
+    return [change for entry in listed for change in _prompt_changes(entry)]
