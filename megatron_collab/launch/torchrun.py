@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from megatron_collab.runtime import gpu_environment, keys, process, signals
-from megatron_collab.runtime.files import COMPILE_CACHE, ScratchFolder, remove_abandoned
+from megatron_collab.runtime.files import ScratchFolder, remove_abandoned
 from megatron_collab.runtime.redact import redact_output
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ def main(arguments: list[str]) -> int:
     keys.put_away()
     redact_output()
     os.environ |= {signals.LAUNCHER: str(os.getpid())}
-    os.environ.setdefault(*COMPILE_CACHE)
     gpu_environment.enter()  # the loader of a rank reads a part of it before the rank's Python does
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

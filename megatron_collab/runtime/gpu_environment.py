@@ -1,7 +1,8 @@
-"""The environment of every process that may use a GPU: ranks, servers, workers.
+"""The environment of every process that imports torch: ranks, servers, workers.
 
-CUDA is that of torch's wheels, whatever a cluster's modules have loaded. What CUDA and TransformerEngine read when they
-begin is set before: `enter` comes before anything that asks torch for devices.
+Code that torch compiles is kept in the user's cache, not in the temporary folder. On GPUs, CUDA is that of torch's
+wheels, whatever a cluster's modules have loaded. What CUDA and TransformerEngine read when they begin is set before:
+`enter` comes before anything that asks torch for devices.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megatron_collab.runtime import device, toolkit
+from megatron_collab.runtime.files import COMPILE_CACHE
 
 if TYPE_CHECKING:
     from megatron_collab.config import Config
@@ -22,7 +24,7 @@ _OF_MODULES = ("CUDA_PATH", "CUDA_ROOT", "CUDA_TOOLKIT_PATH", "CUDNN_PATH", "CUD
 
 
 def environment(inherited: Mapping[str, str], config: Config | None = None) -> dict[str, str]:
-    """`inherited` for a process that may use a GPU; with `config` for a rank of that run, unless `inherited` decides.
+    """`inherited` for a process with torch; with `config` for a rank of that run, unless `inherited` decides.
 
     A torch without CUDA's wheels, as in a container of NVIDIA's, goes with the CUDA that is around it.
     """
@@ -34,7 +36,7 @@ def environment(inherited: Mapping[str, str], config: Config | None = None) -> d
         variables["CUDA_HOME"] = compiler or str(home)
         variables["CUDNN_HOME"] = str(home.parent / "cudnn")
         variables["LD_LIBRARY_PATH"] = toolkit.library_path(inherited.get("LD_LIBRARY_PATH"))
-    return (_of_ranks(config) if config else {}) | variables
+    return dict([COMPILE_CACHE]) | (_of_ranks(config) if config else {}) | variables
 
 
 def enter(config: Config | None = None) -> None:
