@@ -24,7 +24,6 @@ from tests.patched import PatchOnImport
 
 # Ray reads the token once per process, and tests that set the environment remove variables that are new to it.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-os.environ.setdefault(*files.COMPILE_CACHE)
 os.environ.setdefault(*ROW_BY_ROW)  # as servers on a CPU have it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 gpu_environment.enter()

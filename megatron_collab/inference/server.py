@@ -32,7 +32,7 @@ from megatron_collab.inference.server_args import plain, words
 from megatron_collab.models import hf_config
 from megatron_collab.models.parallel_layout import first_gpu, servers_per_node
 from megatron_collab.runtime import device, gpu_environment, hub, keys, network, stacks, toolkit
-from megatron_collab.runtime.files import CACHE, COMPILE_CACHE, ScratchFolder
+from megatron_collab.runtime.files import CACHE, ScratchFolder
 from megatron_collab.runtime.network import bindable
 from megatron_collab.runtime.process import RunStopped, beat, wait_for
 from megatron_collab.runtime.redact import redact
@@ -381,7 +381,7 @@ def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
         if tp > 1:
             bind = [str(cores[(place * tp + rank) % len(cores)]) for rank in range(tp)]
             settings["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bind)
-        return dict([COMPILE_CACHE]) | inherited | settings
+        return inherited | settings
     for name in _ALLOCATOR_VARIABLES:
         inherited.pop(name, None)
     # Compiled kernels: one folder per machine, since machines that share a home must not write to it concurrently.

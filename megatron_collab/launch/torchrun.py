@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from megatron_collab.runtime import gpu_environment, keys, process, signals
-from megatron_collab.runtime.files import COMPILE_CACHE, ScratchFolder, remove_abandoned
+from megatron_collab.runtime.files import ScratchFolder, remove_abandoned
 from megatron_collab.runtime.redact import redact_output
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ def main(arguments: list[str]) -> int:
     keys.put_away()
     redact_output()
     os.environ |= {signals.LAUNCHER: str(os.getpid())}
-    os.environ.setdefault(*COMPILE_CACHE)
     gpu_environment.enter()  # the dynamic loader of a rank reads some of it before Python starts
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

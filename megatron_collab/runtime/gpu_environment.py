@@ -1,7 +1,8 @@
-"""The environment of every process that may use a GPU: ranks, servers, workers.
+"""The environment of every process that imports torch: ranks, servers, workers.
 
-CUDA comes from torch's wheels, whatever environment modules a cluster has loaded. CUDA and TransformerEngine read their
-variables at initialization, so `enter` must be called before anything asks torch for devices.
+Code compiled by torch is kept in the user's cache, not in the temporary folder. On GPUs, CUDA comes from torch's wheels,
+whatever environment modules a cluster has loaded. CUDA and TransformerEngine read their variables at initialization, so
+`enter` must be called before anything asks torch for devices.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megatron_collab.runtime import device, toolkit
+from megatron_collab.runtime.files import COMPILE_CACHE
 
 if TYPE_CHECKING:
     from megatron_collab.config import Config
@@ -22,7 +24,7 @@ _MODULE_VARIABLES = ("CUDA_PATH", "CUDA_ROOT", "CUDA_TOOLKIT_PATH", "CUDNN_PATH"
 
 
 def environment(inherited: Mapping[str, str], config: Config | None = None) -> dict[str, str]:
-    """`inherited`, adapted for a process that may use a GPU; with `config`, adds defaults for a rank of that run.
+    """`inherited`, adapted for a process with torch; with `config`, adds defaults for a rank of that run.
 
     If torch has no CUDA wheels, as in NVIDIA's containers, the surrounding CUDA is used.
     """
@@ -34,7 +36,7 @@ def environment(inherited: Mapping[str, str], config: Config | None = None) -> d
         variables["CUDA_HOME"] = compiler or str(home)
         variables["CUDNN_HOME"] = str(home.parent / "cudnn")
         variables["LD_LIBRARY_PATH"] = toolkit.library_path(inherited.get("LD_LIBRARY_PATH"))
-    return (_rank_variables(config) if config else {}) | variables
+    return dict([COMPILE_CACHE]) | (_rank_variables(config) if config else {}) | variables
 
 
 def enter(config: Config | None = None) -> None:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from megatron_collab.inference import KEY_VARIABLE
+from megatron_collab.runtime import files
 from tests.helpers import listening
 
 pytestmark = pytest.mark.processes
@@ -55,6 +56,8 @@ class Program:
         self.mark = f"e2e-{os.getpid()}-{time.monotonic_ns()}"
         self.log = log
         self.descendants: list[psutil.Process] = []
+        inherited = dict(os.environ)
+        inherited.pop(files.COMPILE_CACHE[0], None)  # which this process has set: a program does so by itself
         with log.open("w") as stream:
             self.process = subprocess.Popen(
                 # Tests in the background inherit an ignored SIGINT, tests under nohup an ignored SIGHUP.
@@ -62,7 +65,7 @@ class Program:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, **environment, "MEGATRON_COLLAB_TEST": self.mark},
+                env={**inherited, **environment, "MEGATRON_COLLAB_TEST": self.mark},
             )
 
     def wait(self, timeout: float = 300) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_collab.config import Config
-from megatron_collab.runtime import device, gpu_environment, toolkit
+from megatron_collab.runtime import device, files, gpu_environment, toolkit
 from tests.helpers import configured
 
 MODULE = {
@@ -21,6 +21,7 @@ MODULE = {
     "CUDNN_PATH": "/opt/cudnn",
     "LD_LIBRARY_PATH": "/opt/cuda-12.4/lib64:/opt/cudnn/lib",
     "HOME": "/home/someone",
+    "TORCHINDUCTOR_CACHE_DIR": "/scratch/compiled",
 }
 
 
@@ -39,12 +40,17 @@ def test_cuda_is_the_wheels_whatever_a_module_has_loaded(wheels: Path) -> None:
         "CUDNN_HOME": str(wheels / "cudnn"),
         "LD_LIBRARY_PATH": f"{wheels}/cu13/lib:{wheels}/cudnn/lib:/opt/cuda-12.4/lib64:/opt/cudnn/lib",
         "HOME": "/home/someone",
+        "TORCHINDUCTOR_CACHE_DIR": "/scratch/compiled",
     }
 
 
 def test_without_the_wheels_it_is_the_one_that_is_around_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolkit, "wheels", lambda: None)
     assert gpu_environment.environment(MODULE) == MODULE
+
+
+def test_what_torch_compiles_is_kept_with_other_caches() -> None:
+    assert gpu_environment.environment({})["TORCHINDUCTOR_CACHE_DIR"] == str(files.CACHE / "torchinductor")
 
 
 def test_a_process_enters_it(monkeypatch: pytest.MonkeyPatch, wheels: Path) -> None:
@@ -78,14 +84,15 @@ def test_the_environment_of_ranks_on_gpus(
     monkeypatch.setattr(toolkit, "wheels", lambda: None)
     monkeypatch.setattr(device, "probe", lambda name: device.Probe(name, True, "", "", ""))
     monkeypatch.setattr(device, "capability", lambda: capability)
-    assert gpu_environment.environment({}, configured(Config(), settings)) == variables
+    inherited = dict([files.COMPILE_CACHE])
+    assert gpu_environment.environment(inherited, configured(Config(), settings)) == inherited | variables
 
 
 def test_what_is_set_for_ranks_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolkit, "wheels", lambda: None)
     monkeypatch.setattr(device, "probe", lambda name: device.Probe(name, True, "", "", ""))
     monkeypatch.setattr(device, "capability", lambda: (9, 0))
-    inherited = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    inherited = dict([files.COMPILE_CACHE]) | {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     assert gpu_environment.environment(inherited, configured(Config(), {"parallel.tp": 2})) == inherited
 
 

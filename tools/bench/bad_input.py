@@ -143,7 +143,7 @@ DATA: dict[str, bytes] = {
     "PNG": b"\x89PNG\r\n\x1a\n" + bytes(range(256)),
     "no prompt": json.dumps({"goal": "g"}).encode(),
     "prompt a number": line(prompt=3),
-    "prompt empty": line(prompt=[]),
+    "prompt null": line(prompt=None),
     "prompt ends with the assistant": turns("user", "assistant"),
     "two users in a row": turns("user", "user"),
     "a system message in the middle": turns("user", "assistant", "system", "user"),

@@ -468,6 +468,7 @@ def main() -> None:
 
     def judge(session: Any, at_import: bool) -> bool:
         """Find, print and count the fate of the mutants whose line is executed at import, if `at_import`, or later."""
+        gc.unfreeze()  # get_objects leaves out what the tests' conftest has frozen
         gc.collect()
         functions = [thing for thing in gc.get_objects() if type(thing) is FunctionType]
         gc.freeze()  # else every fork would copy what the collector looks at
