@@ -35,7 +35,7 @@ class RunConfig:
     dir: str = mutable(MISSING, "folder of the run: metrics, transcripts, checkpoints, report")
     seed: int = option(0, "seed of data order, sampling and initialisation", ge=0, lt=2**32)
     fork: str | None = option(None, "run to go on from under other settings: RUN, RUN@STEP or RUN@best (also run.from)")
-    wandb_project: str | None = mutable("megatron-collab", "Weights & Biases project, used where WANDB_API_KEY is set")
+    wandb_project: str | None = mutable("megatron-collab", "Weights & Biases project, used if WANDB_API_KEY is set")
     wandb_name: str | None = mutable(None, "name of the run there; none: one that Weights & Biases makes up")
     wandb_group: str | None = mutable(None, "group of the run there")
     wandb_tags: list[str] = mutable([], "tags of the run there")
@@ -353,10 +353,10 @@ class AssistantConfig(EndpointConfig):
 
     model: str | None = option(None, "LiteLLM model that `megatron-collab evaluate` evaluates in place of model.path")
     temperature: float | None = option(
-        1.0, "sampling temperature, where a set of data.eval gives none; null: not sent", ge=0, le=10
+        1.0, "sampling temperature, unless a set of data.eval has its own; null: not sent", ge=0, le=10
     )
     max_tokens: int | None = option(
-        2048, "token budget of a turn, where a set of data.eval gives none; null: as reward.judge.max_tokens", ge=1
+        2048, "token budget of a turn, unless a set of data.eval has its own; null: as reward.judge.max_tokens", ge=1
     )
 
 
@@ -441,8 +441,8 @@ class PublishConfig:
 class DataConfig:
     world: str | None = option(None, "world that makes model and data: booking, gsm8k or package.module:Class")
     world_options: dict[str, Any] = option({}, "settings of a world given as package.module:Class")
-    dir: str | None = option(None, "folder where the world is made")
-    path: str | None = option(None, "source data of the world, where it has one (gsm8k: folder with train.jsonl)")
+    dir: str | None = option(None, "folder in which the world is made")
+    path: str | None = option(None, "source data of the world, if it needs any (gsm8k: folder with train.jsonl)")
     train: Any = option(MISSING, "tasks, conversations or pairs: file, folder, glob, name on the Hub, or a list")
     eval: Any = mutable(None, "what is evaluated: a source as of data.train, or a list of sets [{source: …, name: …}]")
     format: str = option("auto", "how rows are read; auto: by their columns", choices=FORMATS, extensible=True)

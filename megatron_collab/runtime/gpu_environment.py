@@ -1,8 +1,8 @@
 """The environment of every process that imports torch: ranks, servers, workers.
 
-Code compiled by torch is kept in the user's cache, not in the temporary folder. On GPUs, CUDA comes from torch's wheels,
-whatever environment modules a cluster has loaded. CUDA and TransformerEngine read their variables at initialization, so
-`enter` must be called before anything asks torch for devices.
+Code compiled by torch is kept in the user's cache, not in the temporary folder. On GPUs, CUDA comes from torch's
+wheels, whatever environment modules a cluster has loaded. CUDA and TransformerEngine read their variables at
+initialization, so `enter` must be called before anything asks torch for devices.
 """
 
 from __future__ import annotations
