@@ -17,12 +17,14 @@ _AS_NEAR, _MOST_NAMES = 0.2, 3
 def nearest(value: str, names: Iterable[str], group: str = "") -> str:
     """ "; the nearest is NAME" for names of `group` that `value` misspells, cuts off or has with a word more or less.
 
-    Empty if there is none. Of a name's parts, separated by dots or slashes, the last ones alone may be meant, or a part
-    between the first and the last left out; of the value's parts the last one alone only if it has several words, since
-    a single one means something else elsewhere.
+    Empty if there is none, or if `value` is itself one of `names`. Of a name's parts, separated by dots or slashes, the
+    last ones alone may be meant, or a part between the first and the last left out; of the value's parts the last one
+    alone only if it has several words, since a single one means something else elsewhere.
     """
-    distinct = enumerate(dict.fromkeys(names))
-    ranked = sorted((-near, place, name) for place, name in distinct if (near := _nearness(value, name)))
+    distinct = dict.fromkeys(names)
+    if value in distinct:  # messages are written before it is known whether they are needed
+        return ""
+    ranked = sorted((-near, place, name) for place, name in enumerate(distinct) if (near := _nearness(value, name)))
     shown = [group + name for near, _, name in ranked if near < ranked[0][0] + _AS_NEAR][:_MOST_NAMES]
     return f"; the nearest {'is' if len(shown) == 1 else 'are'} {', '.join(shown)}" if shown else ""
 
