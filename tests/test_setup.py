@@ -418,7 +418,7 @@ def test_a_python_is_looked_for(place: Place, pythons: dict[str, str], chosen: s
 
 
 # The Python of these tests, as a free-threaded build; for such ones there are no wheels.
-FREE_THREADED = f"exec {sys.executable} -c 'import sys; sys.abiflags = \"t\"; exec(sys.argv[1])' \"$2\""
+FREE_THREADED = f'exec {sys.executable} -c \'import sys; sys.abiflags = "t"; exec(sys.argv[1])\' "$2"'
 
 
 @pytest.mark.processes
