@@ -10,6 +10,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+SET_BY_PATCHES = "LITELLM_LOCAL_MODEL_COST_MAP"  # the process sets it again, and passes on what its patches have set
 _servers: dict[bool, ForkServer] = {}  # key: with TransformerEngine?
 
 
@@ -21,6 +22,7 @@ class ForkServer:
         with theirs:
             command = [sys.executable, "-m", "tests.forked", "serve", str(theirs.fileno()), *(["engine"] * engine)]
             environment = os.environ | _ENVIRONMENT
+            environment.pop(SET_BY_PATCHES, None)
             self._process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, pass_fds=[theirs.fileno()])
 
     def alive(self) -> bool:

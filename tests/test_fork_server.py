@@ -12,24 +12,25 @@ import pytest
 
 from megatron_collab.runtime.process import wait_for
 from tests import ranks
+from tests.fork_server import SET_BY_PATCHES, end_fork_servers
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
-
-
-OF_LITELLM = "LITELLM_LOCAL_MODEL_COST_MAP"  # set by a patch; may be missing in the test's process
 
 
 def place(word: str) -> tuple[int, int, str, bool]:
     """As a rank: its fork server, its number, a variable of the test, whether libraries are patched."""
     print(f"{word} of rank {os.environ['RANK']}", file=sys.stderr)
     (server,) = [parent.pid for parent in psutil.Process().parents() if "tests.forked" in parent.cmdline()][-1:]
-    changed = "megatron.core" in sys.modules and OF_LITELLM in os.environ
+    changed = "megatron.core" in sys.modules and SET_BY_PATCHES in os.environ
     return server, int(os.environ["RANK"]), os.environ["OF_THE_TEST"], changed
 
 
 def test_calls_share_a_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.delenv(OF_LITELLM, raising=False)
+    end_fork_servers()
+    monkeypatch.setenv(SET_BY_PATCHES, "True")  # as if the process of the tests had imported LiteLLM before
+    run_ranks(len, 1, "start")
+    monkeypatch.delenv(SET_BY_PATCHES)
     places = []
     for number in range(2):
         monkeypatch.setenv("OF_THE_TEST", str(number))

@@ -420,7 +420,7 @@ def test_the_search_for_a_python(place: Place, pythons: dict[str, str], chosen: 
 
 
 # The Python of these tests, posing as a free-threaded build, for which there are no wheels.
-FREE_THREADED = f"exec {sys.executable} -c 'import sys; sys.abiflags = \"t\"; exec(sys.argv[1])' \"$2\""
+FREE_THREADED = f'exec {sys.executable} -c \'import sys; sys.abiflags = "t"; exec(sys.argv[1])\' "$2"'
 
 
 @pytest.mark.processes

@@ -10,6 +10,7 @@ from importlib import import_module
 from megatron_collab import __version__
 from megatron_collab.commands import EXIT_BAD_INPUT
 from megatron_collab.runtime import gpu_environment, network
+from megatron_collab.runtime.files import COMPILE_CACHE
 from megatron_collab.runtime.redact import redact_output
 
 COMMANDS = {
@@ -54,6 +55,7 @@ def main() -> int:
 def run(name: str, arguments: Sequence[str]) -> int:
     """Run a command of COMMANDS that is not in PROGRAMS. If it refuses its input: one line, and exit code 2."""
     os.environ |= network.without_proxy()
+    os.environ.setdefault(*COMPILE_CACHE)  # before a command imports torch
     try:
         from megatron_collab.config import ConfigError, nearest, require
 

@@ -362,7 +362,9 @@ def refusal(config: Config, serves: Serves = Serves.POLICY) -> str | None:
 def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
     place = index % servers_per_node(config)
     variables = keys.without(os.environ).items()
-    inherited = {name: value for name, value in variables if not _TORCHRUN_VARIABLES.match(name)}
+    inherited = gpu_environment.environment(
+        {name: value for name, value in variables if not _TORCHRUN_VARIABLES.match(name)}
+    )
     settings = network.variables(config) | {
         "SGLANG_HOST_IP": network.address(config),  # ranks of a server over several nodes listen here for each other
         KEY_VARIABLE: api_key,
@@ -392,7 +394,7 @@ def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
         "FLASHINFER_WORKSPACE_BASE": str(cache),
         "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "1",  # else it first compiles for 10 to 20 minutes, according to its log
     }
-    return kernels | gpu_environment.environment(inherited) | settings | toolkit.compilers(cache / "lib")
+    return kernels | inherited | settings | toolkit.compilers(cache / "lib")
 
 
 def _left_behind(group: int) -> set[Path]:

@@ -18,7 +18,7 @@ from megatron_collab.inference import served
 from megatron_collab.inference.adapters import SLOTS
 from megatron_collab.launch import validate
 from megatron_collab.models import hf_config, hf_to_megatron, hf_to_sglang
-from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.models.hf_config import Linear, ModelShape, Yarn
 from megatron_collab.models.lora import adapters
 from megatron_collab.models.parallel_layout import ranks, serving, stages
 from megatron_collab.planning.activations import activations, head, micro_batch_tokens
@@ -126,13 +126,14 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
         if sampling and server.colocated and devices & serving(config):
             adapters_size = server_adapters(config, shape)
             parts += [
-                MemoryPart("server: weights", 0.0, server_weights(config, shape)),
+                MemoryPart("server: weights", 0.0, server_weights(config, shape) + rotary_table(shape)),
                 *([MemoryPart("server: adapters", adapters_size, adapters_size)] if adapters_size else []),
                 MemoryPart("server: KV cache", 0.0, kv_cache(config, shape)),
             ]
         for name, settings, model_shape in models if members[0] < launch.nproc_per_node else ():  # on the first node
             if devices & serving(settings):
-                parts.append(MemoryPart(f"{name}: weights", 0.0, server_weights(settings, model_shape)))
+                weights = server_weights(settings, model_shape) + rotary_table(model_shape)
+                parts.append(MemoryPart(f"{name}: weights", 0.0, weights))
                 parts.append(MemoryPart(f"{name}: KV cache", 0.0, kv_cache(settings, model_shape)))
         if publishes:
             buckets = max(sync_buckets(config, publishes, global_rank) for global_rank in members)
@@ -218,6 +219,18 @@ def server_weights(config: Config, shape: ModelShape) -> float:
         else (item if parameter.constant is None else 4) * prod(parameter.shape)
         for parameter in hf_to_sglang.table(shape, server_layout(config), 0)
     )
+
+
+def rotary_table(shape: ModelShape) -> float:
+    """Bytes of SGLang's sines and cosines of all positions, which its layers share: in float32, as on GPUs.
+
+    If the positions are stretched, the table has the stretched ones.
+    """
+    scaling = shape.rope.scaling
+    positions: float = scaling.original_positions if isinstance(scaling, Yarn) else shape.max_positions
+    if isinstance(scaling, Linear | Yarn):
+        positions *= scaling.factor
+    return 4 * positions * shape.head_dim
 
 
 def server_adapters(config: Config, shape: ModelShape) -> float:

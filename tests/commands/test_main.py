@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from megatron_collab import __version__
 from megatron_collab.commands import __main__ as program
+from megatron_collab.runtime.files import COMPILE_CACHE
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 FACES = {"convert_ckpt": "convert", "doctor": "doctor", "plan_publish": "plan_sync", "quickstart": "quickstart"}
@@ -33,6 +35,13 @@ def test_help_and_version_answer_without_anything_heavy() -> None:
     assert [line.split()[0] for line in commands] == list(program.COMMANDS)
     assert run().stdout == shown.stdout
     assert run("--version").stdout == f"megatron-collab {__version__}\n[]\n"
+
+
+def test_a_command_compiles_into_the_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, folder = COMPILE_CACHE
+    monkeypatch.delenv(name)
+    assert program.run("nothing", []) == 2
+    assert os.environ[name] == folder
 
 
 @pytest.mark.parametrize("command", [name for name in program.COMMANDS if name not in program.PROGRAMS])

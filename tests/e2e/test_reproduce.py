@@ -82,7 +82,7 @@ def test_the_paper_is_recorded_and_replayed_without_key_or_network(
     settings = [
         *SMALL,
         *SMALL_RL,
-        "launch.nproc_per_node=1",
+        "launch.nproc_per_node=2",
         "rollout.max_user_turns=1",
         "rollout.max_assistant_turns=2",
     ]

@@ -75,7 +75,8 @@ def rehearse(order: Order) -> list[ServerMemory]:
     """The memory of each of the places."""
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(pickle.dumps(order))
-        environment = keys.without(os.environ) | {"SGLANG_USE_CPU_ENGINE": "1"}
+        # The table of rotary positions is float32 on GPUs.
+        environment = keys.without(os.environ) | {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_ROPE_CACHE_FP32": "1"}
         command = [sys.executable, "-m", __name__, file.name]
         run = subprocess.run(command, env=environment, capture_output=True, text=True)
     if run.returncode:

@@ -215,7 +215,7 @@ class Guest(Remote):
         return ask(self, "contains", item)
 
     def __bool__(self) -> bool:
-        return ask(self, "truth") if self._description[0] in ("mock", "object") else True
+        return ask(self, "truth") if object.__getattribute__(self, "_description")[0] in ("mock", "object") else True
 
     def __str__(self) -> str:
         return ask(self, "text")
