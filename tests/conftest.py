@@ -27,7 +27,7 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault(*ROW_BY_ROW)  # as servers on a CPU have it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 gpu_environment.enter()
-sys.meta_path.insert(0, PatchOnImport("megatron", "litellm"))
+sys.meta_path.insert(0, PatchOnImport("transformers", "megatron", "litellm"))
 settings.register_profile("busy", deadline=None)  # no time limit per example: the machine may be busy
 settings.load_profile("busy")
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from megatron_collab import patches
 from megatron_collab.config import Config, RolloutConfig, nearest, read_prompt, require
 from megatron_collab.runtime import hub
 from megatron_collab.types import THOUGHT_BEGIN, THOUGHT_END, Message, Turn, visible
@@ -251,6 +252,7 @@ def load_tokenizer(model_path: str, setting: str) -> PreTrainedTokenizerFast:
 @lru_cache(maxsize=1)  # a large one takes a second, and every reader of the data has a renderer
 def _tokenizer(folder: Path, files: tuple[tuple[str, int], ...]) -> PreTrainedTokenizerFast:
     # The import takes seconds, and more with AutoTokenizer; ranks that render nothing do not wait for it.
+    patches.apply()
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 # Arguments of `apply` (the module that an entry point imports next): location of its entries.
 _ENTRIES = {
+    "transformers": f"{__name__}.transformers:PATCHES",
     "megatron": f"{__name__}.megatron:PATCHES",
     "sglang": f"{__name__}.sglang:PATCHES",
     "litellm": f"{__name__}.litellm:PATCHES",
@@ -26,6 +27,7 @@ VERSIONS = {  # of the distributions, as in the lock files
     "sglang": ("0.5.23",),
     "litellm": ("1.106.2",),
     "ray": ("2.60.0",),
+    "transformers": ("5.19.0",),
 }
 _applied: set[str] = set()
 
@@ -64,8 +66,11 @@ class Patch:
 def apply(*libraries: str) -> None:
     """Apply the patches of `libraries` (megatron, sglang, litellm, ray) that this machine needs, once per process.
 
-    Raises RuntimeError if one has been imported already: some patches would then silently have no effect.
+    Those of Transformers come with any library. Raises RuntimeError if a library has been imported already: some
+    patches would then silently have no effect.
     """
+    if "transformers" not in sys.modules:  # without them its import is only slower
+        libraries = ("transformers", *libraries)
     for library in libraries:
         if library in _applied:
             continue
