@@ -65,6 +65,7 @@ def validate(config: Config) -> None:
     gpu_environment.enter(config)  # libraries imported below may initialize CUDA
     try:
         device.select(config.launch.device)
+        device.refuse_unusable_driver(config.launch.device)
         network.address(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -181,9 +181,9 @@ def free_cache() -> None:
 
 
 def select(setting: str) -> Device:
-    """The device for launch.device: auto takes CUDA if it is visible. Raises ValueError if cuda is set but not visible.
+    """The device for launch.device: auto takes CUDA if it is visible. On paper it is always the CPU.
 
-    On paper it is always the CPU.
+    Raises ValueError if cuda is set but not visible.
     """
     if _on_paper:
         return Device("cpu", "fake")
@@ -191,3 +191,10 @@ def select(setting: str) -> Device:
     if setting == "cuda" and not use_cuda:
         raise ValueError(f"launch.device=cuda: {probe(GPU).detail}; else use launch.device=cpu")
     return Device("cuda", "nccl") if use_cuda else Device("cpu", "gloo")
+
+
+def refuse_unusable_driver(setting: str) -> None:
+    """Raises ValueError if `auto` would take the CPU of a machine whose GPUs torch cannot use with their driver."""
+    cuda = toolkit.torch_cuda()
+    if setting == "auto" and cuda and not _on_paper and (reason := driver.unusable(cuda)):
+        raise ValueError(f"launch.device=auto: {reason}; else use launch.device=cpu")

@@ -51,6 +51,16 @@ def driver() -> Driver:
 
 def fault(cuda: str) -> str | None:
     """Why a torch built with `cuda` (as 13.0) has no device here, and how to fix it; None if it has one."""
+    if reason := unusable(cuda):
+        return reason
+    return None if driver().devices else f"no CUDA device is visible: {driver().fault}"
+
+
+def unusable(cuda: str) -> str | None:
+    """Why a torch built with `cuda` cannot use the driver of this machine, and how to fix it; None if it can.
+
+    Also None if there is no driver: a machine without GPUs.
+    """
     installed, major = driver(), int(cuda.partition(".")[0])
     name = f"driver {installed.version} found" if installed.version else "a driver found"
     if installed.cuda and installed.cuda // 1000 < major:
@@ -63,7 +73,7 @@ def fault(cuda: str) -> str | None:
     if installed.version and not installed.cuda:
         advice = "set NVIDIA_DRIVER_CAPABILITIES=compute,utility in a container, else install the driver's libraries"
         return f"{name}, without its library of CUDA ({installed.fault}): {advice}"
-    return None if installed.devices else f"no CUDA device is visible: {installed.fault}"
+    return None
 
 
 def _ask() -> dict[str, Any]:

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from megatron_collab.config import ConfigError
+from megatron_collab.launch.validate import load
 from megatron_collab.runtime import device, driver, toolkit
 
 
@@ -144,6 +146,19 @@ def test_an_old_driver_is_named_in_the_refusal(monkeypatch: pytest.MonkeyPatch) 
     ):
         device.select("cuda")
     assert device.count() == 0
+    assert device.select("auto").type == "cpu"  # `doctor` says so; a run does not start on a CPU for that reason
+    with pytest.raises(ValueError, match=r"launch\.device=auto: driver 550\.54\.14 found, .* use launch\.device=cpu"):
+        device.refuse_unusable_driver("auto")
+    device.refuse_unusable_driver("cpu")
+    monkeypatch.setattr(driver, "driver", lambda: driver.Driver((), "libcuda.so.1: cannot open", "", 0))
+    device.refuse_unusable_driver("auto")  # a machine without a driver
+
+
+def test_a_run_is_refused_if_its_gpus_have_an_old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolkit, "torch_cuda", lambda: "13.0")
+    monkeypatch.setattr(driver, "driver", lambda: driver.Driver((), "", "550.54.14", 12040))
+    with pytest.raises(ConfigError, match=r"^launch\.device=auto: driver 550\.54\.14 found"):
+        load(["experiment=booking"])
 
 
 def with_devices(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int], fault: str = "") -> None:
