@@ -83,9 +83,10 @@ def _stand_in_for_sgl_kernel() -> None:
     sys.modules["sgl_kernel"] = sgl_kernel
 
 
-def hide_megatron() -> None:
-    """Make imports of megatron.core fail. The server calls this before its modules are imported."""
-    sys.modules["megatron.core"] = None  # type: ignore[assignment]
+def hide_unused_packages() -> None:
+    """Make imports of Megatron-Core and scikit-learn fail. The server calls this before it imports SGLang."""
+    for name in ("megatron.core", "sklearn"):
+        sys.modules[name] = None  # type: ignore[assignment]
 
 
 def keep_loads_in_temporary_folder() -> None:
@@ -219,7 +220,14 @@ PATCHES = (
         "server. That takes seconds, and ends it where an import raises anything but ImportError, as without a driver.",
         upstream="sglang/srt/debug_utils/dumper.py:1824",
         until="the dumper imports Megatron when it is used",
-        test="tests/patches/test_sglang.py::test_servers_do_not_import_megatron",
+        test="tests/patches/test_sglang.py::test_servers_import_neither_megatron_nor_scikit_learn",
+    ),
+    _sglang(
+        "no scikit-learn in servers",
+        why="Transformers imports it for assisted decoding if it is installed, and with it SciPy and pandas: 2 s.",
+        upstream="transformers/generation/candidate_generator.py:30",
+        until="Transformers imports it when a candidate is generated",
+        test="tests/patches/test_sglang.py::test_servers_import_neither_megatron_nor_scikit_learn",
     ),
     _sglang(
         "load snapshots in the temporary folder",

@@ -75,11 +75,8 @@ _register_stacks()
 gc.disable()
 
 from megatron_collab import patches
-
-patches.apply("sglang")
-
 from megatron_collab.patches.sglang import (
-    hide_megatron,
+    hide_unused_packages,
     keep_loads_in_temporary_folder,
     leave_offsets_unpinned,
     load_adapters_at_start,
@@ -87,7 +84,8 @@ from megatron_collab.patches.sglang import (
     zero_biases_of_heads,
 )
 
-hide_megatron()
+hide_unused_packages()
+patches.apply("sglang")
 if on_cpu():  # its processes are forked
     os.register_at_fork(after_in_child=_end_with_parent)
     os.register_at_fork(after_in_child=_register_stacks)
