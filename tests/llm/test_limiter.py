@@ -285,7 +285,7 @@ class Caller:
             line.end(FinishedCall(call, 10, 0.01))
 
         await asyncio.gather(*(make_call() for _ in range(count)))
-        while line._ended or not line._talking.done():  # type: ignore[union-attr]
+        while line._finished or not line._talking.done():  # type: ignore[union-attr]
             await asyncio.sleep(0.01)
         return count
 
