@@ -100,10 +100,10 @@ def test_a_local_folder_wins_and_a_path_is_no_name(
 
     monkeypatch.chdir(tmp_path)
     Path("some/model").mkdir(parents=True)
-    assert names.named("some/model") is None and names.folder("some/model") == Path("some/model")
-    assert names.named("other/model@v1") == ("other/model", "v1")
+    assert names.parse("some/model") is None and names.folder("some/model") == Path("some/model")
+    assert names.parse("other/model@v1") == ("other/model", "v1")
     for path in ("model", "/some/model", "runs/a/hf", "./some/none", "data/*.jsonl", "some/"):
-        assert names.named(path) is None, path
+        assert names.parse(path) is None, path
     assert names.pin("some/model", "model.path", tmp_path / "run") == "some/model" and not Path("run").exists()
 
 

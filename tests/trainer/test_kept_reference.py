@@ -28,7 +28,7 @@ class Data:
     def __len__(self) -> int:
         return len(self.samples) // 2
 
-    def whole(self, size: int) -> Iterator[Batch]:
+    def all_batches(self, size: int) -> Iterator[Batch]:
         for start in range(0, len(self.samples), 2 * size):
             yield Batch(self.samples[start : start + 2 * size])
 

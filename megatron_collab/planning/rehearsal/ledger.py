@@ -21,7 +21,7 @@ PASSING = "temporaries"  # the part for unclaimed tensors
 
 
 @dataclass
-class Usage:
+class MemoryUsage:
     """Bytes by part: of live storages `now`, and the `most` at once since `reset`."""
 
     now: Counter[str] = field(default_factory=Counter)
@@ -48,7 +48,7 @@ class Ledger(TorchDispatchMode):
 
     def __init__(self, picked: float = 1.0) -> None:
         super().__init__()
-        self.usage = Usage()
+        self.usage = MemoryUsage()
         self._picked = picked
         self.part = PASSING
         self._live: dict[int, _Storage] = {}
@@ -122,7 +122,7 @@ class Ledger(TorchDispatchMode):
                 entry.part = part
                 self.usage.add(part, entry.size)
 
-    def resized(self) -> Usage:
+    def resized(self) -> MemoryUsage:
         """Update the sizes of all storages, since resizing bypasses torch's dispatcher."""
         for entry in self._live.values():
             storage = entry.storage()
