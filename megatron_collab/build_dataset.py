@@ -42,9 +42,9 @@ def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
     """
     with inherited.settings(arguments) as defaults:
         config = evaluation.load(arguments, defaults, builds=True)
-        stack.enter_context(prepare.locked(config))
+        stack.enter_context(prepare.run_lock(config))
         evaluation.pin(config, MODULE)
-        if evaluation.done(config):
+        if evaluation.is_done(config):
             if not _uploaded(config):
                 return config, partial(_upload, config)
             return (

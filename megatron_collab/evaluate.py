@@ -65,12 +65,12 @@ def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
     """
     with inherited.settings(arguments) as defaults:
         config = evaluation.load(arguments, defaults)
-        stack.enter_context(prepare.locked(config))
+        stack.enter_context(prepare.run_lock(config))
         evaluation.pin(config)
-        if evaluation.done(config):
+        if evaluation.is_done(config):
             model = config.assistant.model or config.model.path
             hint = "see report.html there, or choose another run.dir"
-            return f"{config.run.dir}: all sets are evaluated of {model}; {hint}"
+            return f"{config.run.dir}: all evaluations of {model} are done; {hint}"
         serving, step = evaluation.prepared(config)
     return config, partial(evaluate, config, serving, step)
 

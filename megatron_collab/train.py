@@ -47,7 +47,7 @@ def train_rl(config: Config) -> None:
         clock = Stopwatch()
 
         while step < config.train.steps:
-            with session.saved_when_stopped(step, trainer, collector=rollouts.state()):
+            with session.save_if_stopped(step, trainer, collector=rollouts.state()):
                 # 1. Sample: the optimizer leaves the devices, the servers take them
                 with trainer.offloaded(), servers.awake():
                     weights.sync(version=step)
@@ -96,7 +96,7 @@ def train_supervised(config: Config) -> None:
         clock = Stopwatch()
 
         while step < config.train.steps:
-            with session.saved_when_stopped(step, trainer):
+            with session.save_if_stopped(step, trainer):
                 if session.validate(step, trainer, data):
                     clock.lap("evaluation")
                 scored = trainer.score(data.batch(step))  # dpo: reference log-probs
@@ -119,9 +119,9 @@ def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
     Enters the lock of run.dir into `stack`.
     """
     config = load(arguments)
-    stack.enter_context(prepare.locked(config))
+    stack.enter_context(prepare.run_lock(config))
     prepare.prepare(config)
-    if done := prepare.finished(config):
+    if done := prepare.finished_steps(config):
         return f"{config.run.dir}: all {done} steps are done; raise train.steps to train on, or choose another run.dir"
     return config, partial(train_rl if config.train.stage == "rl" else train_supervised, config)
 

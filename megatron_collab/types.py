@@ -197,7 +197,7 @@ class Conversation:
     def add_turn(self, turn: Turn) -> Conversation:
         """Append the policy's turn. Raises ValueError if its prompt is not the token stream so far."""
         if turn.prompt_ids != self.token_ids:
-            raise ValueError("a turn was sampled from another prompt than this conversation's tokens")
+            raise ValueError("the turn's prompt differs from this conversation's tokens")
         return replace(
             self,
             messages=(*self.messages, Message("assistant", visible(turn.text))),

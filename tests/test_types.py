@@ -48,7 +48,7 @@ def test_rewards_may_be_for_an_earlier_turn() -> None:
 
 def test_one_changed_prompt_token_is_refused() -> None:
     begun = Conversation((Message("user", "hi"),), token_ids=(1, 2, 3))
-    with pytest.raises(ValueError, match="another prompt"):
+    with pytest.raises(ValueError, match="prompt differs from"):
         begun.add_turn(turn((1, 9, 3), (7, 8)))
 
 

@@ -59,7 +59,7 @@ Of each set where `data.eval` is a list; see [Evaluate](../howto/evaluate.md).
 _SERVERS = """
 ## Entries of `servers`
 
-Models beside the policy that the run serves, by names of yours; see [Servers](../howto/servers.md).
+Further models that the run serves, by names of your choice; see [Servers](../howto/servers.md).
 
 """
 

@@ -76,12 +76,12 @@ def has_gradient(samples: Sequence[Sample]) -> bool:
 
 def drop_stale(samples: Sequence[Sample], oldest: int, config: Config) -> list[Sample]:
     """The samples of a group from version `oldest` or newer that still have enough peers among them."""
-    kept, minimum = [sample for sample in samples if sample.version >= oldest], _min_rewards(config)
+    fresh, minimum = [sample for sample in samples if sample.version >= oldest], _min_rewards(config)
     while True:
-        peers = Counter(name for sample in kept for name in {credit.peers for credit in sample.credits})
-        before, kept = kept, [s for s in kept if any(c.spans and peers[c.peers] >= minimum for c in s.credits)]
-        if len(kept) == len(before):
-            return kept
+        peers = Counter(name for sample in fresh for name in {credit.peers for credit in sample.credits})
+        previous, fresh = fresh, [s for s in fresh if any(c.spans and peers[c.peers] >= minimum for c in s.credits)]
+        if len(fresh) == len(previous):
+            return fresh
 
 
 def conversation_sample(rollout: Rollout, reward: RewardConfig, name: str) -> Sample:

@@ -39,7 +39,7 @@ def rows_of(blocks: Blocks, b: Sequence[Tensor]) -> Tensor:
     return torch.cat(padded)
 
 
-def merged(weight: Tensor, blocks: Blocks, a: Sequence[Tensor], b: Sequence[Tensor], scale: float) -> Tensor:
+def merged_weight(weight: Tensor, blocks: Blocks, a: Sequence[Tensor], b: Sequence[Tensor], scale: float) -> Tensor:
     """W + scale B A, summed in float32, in the dtype of `weight`: a parameter [out, in], or a rank's shard."""
     delta = rows_of(blocks, b).float() @ torch.cat(list(a)).float()
     return torch.add(weight.float(), delta, alpha=scale).to(weight.dtype)
@@ -62,7 +62,7 @@ class StoredAdapters:
                 raise ConfigError(
                     f"--model={source}: {factor.key} has shape {factor.shape}; in the checkpoint it {state}; {_HINT}"
                 )
-        if extra := stored.beside(factor.key for factor in factors):
+        if extra := stored.uncovered_keys(factor.key for factor in factors):
             raise ConfigError(f"--model={source}: has no place for {extra[0]} of the checkpoint; {_HINT}")
         self._keys = [factor.key for factor in factors]
 
@@ -82,7 +82,7 @@ class StoredAdapters:
             return weight
         pairs = (pair for _, *pair in adapters)
         a, b = ([self._stored.read(factor.key) for factor in column] for column in zip(*pairs, strict=True))
-        return merged(weight, plan.blocks(entry, self._shape, self.lora, 1), a, b, plan.scale(self.lora))
+        return merged_weight(weight, plan.blocks(entry, self._shape, self.lora, 1), a, b, plan.scale(self.lora))
 
     def factors(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
         """Every A and B by its key, in `dtype` (None: the checkpoint's)."""
@@ -110,7 +110,7 @@ def write_peft(folder: Path, lora: LoraConfig, factors: dict[str, Tensor], base:
     save_file({_PREFIX + key: tensor for key, tensor in factors.items()}, folder / PEFT_WEIGHTS, {"format": "pt"})
     reread = read_peft(folder)
     if reread.keys() != factors.keys() or not all(torch.equal(reread[key], factors[key]) for key in factors):
-        raise ConfigError(f"{folder / PEFT_WEIGHTS}: what was written is not what is read; check this host's memory")
+        raise ConfigError(f"{folder / PEFT_WEIGHTS}: differs when read back; check this host's memory")
 
 
 def read_peft(folder: Path) -> dict[str, Tensor]:

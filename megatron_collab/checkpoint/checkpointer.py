@@ -173,8 +173,8 @@ def _load(
         policy = networks[MAIN]
         if unwrap(policy.chunks[0]).lora is not None:
             raise RunStopped(
-                f"{checkpoint}: contains whole weights, and with model.lora.rank a run trains adapters alone; give the "
-                "Hugging Face folder that they are from as model.path"
+                f"{checkpoint}: contains whole weights, and with model.lora.rank a run trains only adapters; give the "
+                "Hugging Face folder of these weights as model.path"
             )
         load_weights(policy.chunks, checkpoint)
         assert policy.optimizer is not None

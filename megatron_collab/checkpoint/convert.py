@@ -47,7 +47,7 @@ def to_hf(checkpoint: Path, folder: Path, source: Path, dtype: torch.dtype | Non
     dtype = dtype or stored.dtype(EMBEDDING)
     with _refusing(folder), hf.replacing(folder) as partial:
         writer = hf.HFWriter(partial, shape, dtype, file_bytes)
-        for entry in _exported(shape):
+        for entry in _exported_entries(shape):
             writer.fill(stored.read(entry.megatron), hf_to_megatron.pieces(entry, shape, tp=1, tp_rank=0))
         writer.finish(source)
         _check_written(stored, HFTensors(partial, shape), shape, dtype)
@@ -77,7 +77,7 @@ def _read(checkpoint: Path, folder: Path, source: Path) -> tuple[ModelShape, Sto
     if damage:
         raise ConfigError(f"{checkpoint}: is damaged ({'; '.join(damage)}); give another checkpoint")
     shape, stored, lora = hf.read_shape(source), StoredWeights(checkpoint), from_state(saved or {})
-    _check_described((saved or {}).get("model"), shape, source)
+    _check_recorded_shape((saved or {}).get("model"), shape, source)
     if lora is not None:
         return shape, StoredAdapters(stored, lora, HFTensors(source, shape), shape, source)
     _check_model(stored, shape, source)
@@ -111,11 +111,11 @@ def to_checkpoint(source: Path, folder: Path, dtype: torch.dtype | None, file_by
         _check_written(StoredWeights(storage.find_checkpoint(partial)), tensors, shape, planner.dtype)
 
 
-def _exported(shape: ModelShape) -> list[WeightEntry]:
+def _exported_entries(shape: ModelShape) -> list[WeightEntry]:
     return [entry for entry in hf_to_megatron.table(shape) if entry.exported]
 
 
-def _check_described(trained: Any, shape: ModelShape, source: Path) -> None:
+def _check_recorded_shape(trained: Any, shape: ModelShape, source: Path) -> None:
     """`trained`: the model shape recorded in the checkpoint; None in checkpoints of earlier versions."""
     if trained is None:
         return
@@ -129,7 +129,7 @@ def _check_described(trained: Any, shape: ModelShape, source: Path) -> None:
 
 def _check_model(stored: StoredWeights, shape: ModelShape, source: Path) -> None:
     """Raises ConfigError unless the checkpoint and the model have the same tensors in the same shapes."""
-    for entry in _exported(shape):
+    for entry in _exported_entries(shape):
         actual, expected = stored.shape(entry.megatron), hf_to_megatron.shard_shape(entry, tp=1)
         if entry.cut is TensorCut.VOCABULARY and actual and actual[0] > expected[0]:
             padded = not stored.read(entry.megatron)[expected[0] :].any()
@@ -140,24 +140,24 @@ def _check_model(stored: StoredWeights, shape: ModelShape, source: Path) -> None
                 f"--model={source}: {entry.megatron} has shape {expected}; in the checkpoint it {state}; {_HINT}"
             )
         if not (dtype := stored.dtype(entry.megatron)).is_floating_point:
-            raise ConfigError(f"{stored.folder}: {entry.megatron} has dtype {dtype}, and weights are floating numbers")
+            raise ConfigError(f"{stored.folder}: {entry.megatron} has dtype {dtype}, weights must be floating-point")
     if stored.shape(f"decoder.layers.{shape.layers}.input_layernorm.weight"):
         raise ConfigError(f"--model={source}: has {shape.layers} layers, the checkpoint has more; {_HINT}")
-    if extra := stored.beside(entry.megatron for entry in _exported(shape)):
-        raise ConfigError(f"--model={source}: has no {extra[0]}, or less of it, than the checkpoint; {_HINT}")
+    if extra := stored.uncovered_keys(entry.megatron for entry in _exported_entries(shape)):
+        raise ConfigError(f"--model={source}: lacks all or part of {extra[0]}, which the checkpoint has; {_HINT}")
 
 
 def _check_written(
     stored: StoredWeights | StoredAdapters, tensors: HFTensors, shape: ModelShape, dtype: torch.dtype
 ) -> None:
     """Raises ConfigError unless both hold the same values, bit for bit, in `dtype`, the dtype of the output."""
-    for entry in _exported(shape):
+    for entry in _exported_entries(shape):
         parameter = stored.read(entry.megatron)
         for piece in hf_to_megatron.pieces(entry, shape, tp=1, tp_rank=0):
             blocks = parameter[piece.shard_index], tensors.read(piece.hf, piece.hf_index)
             stored_bytes, hf_bytes = (block.to(dtype).contiguous().view(torch.uint8) for block in blocks)
             if not torch.equal(stored_bytes, hf_bytes):
-                raise ConfigError(f"{piece.hf}: what was written is not what was read; check this host's memory")
+                raise ConfigError(f"{piece.hf}: differs from the source when read back; check this host's memory")
 
 
 @contextmanager
@@ -184,14 +184,14 @@ class _Convert(SaveItems):
     def plans(self, file_bytes: int) -> Iterator[SavePlan]:
         """A plan for each file: parameters of at most `file_bytes` in total, or a single larger one."""
         sizes = (prod(item.tensor_data.chunk.sizes) * self.dtype.itemsize for item in self._items)
-        return map(SavePlan, hf.grouped(zip(self._items, sizes, strict=True), file_bytes))
+        return map(SavePlan, hf.size_groups(zip(self._items, sizes, strict=True), file_bytes))
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         parameter = self._tensors.shard(super().resolve_data(write_item), self._shape, 1, 0, self.dtype)
         return parameter.view(write_item.tensor_data.chunk.sizes)
 
     def _requests(self) -> Iterator[tuple[WriteItem, WeightEntry]]:
-        entries = _exported(self._shape)
+        entries = _exported_entries(self._shape)
         locations = _locations(entry.megatron for entry in entries)
         stacks: dict[str, tuple[int, ...]] = {}
         for key, index in locations.values():

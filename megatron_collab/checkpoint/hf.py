@@ -52,7 +52,7 @@ class HFTensors:
     def __init__(self, folder: Path, shape: ModelShape) -> None:
         """Raises ConfigError if a file or tensor is missing or not valid for models/hf_weights.py."""
         try:
-            stored = hf_weights.of_model(folder, shape)
+            stored = hf_weights.model_tensors(folder, shape)
             files = {tensor.file for tensor in stored.values()}
             opened = {file: safe_open(folder / file, framework="pt", device="cpu", backend="pread") for file in files}
         except (ValueError, SafetensorError) as error:
@@ -71,7 +71,7 @@ class HFTensors:
         return shard
 
 
-def grouped[Item](sizes: Iterable[tuple[Item, int]], most: int) -> Iterator[list[Item]]:
+def size_groups[Item](sizes: Iterable[tuple[Item, int]], most: int) -> Iterator[list[Item]]:
     """Items, given with their sizes, in groups of total size at most `most`; a larger item is a group by itself."""
     group: list[Item] = []
     filled = 0
@@ -127,7 +127,7 @@ class HFWriter:
         self._shapes = hf_shapes(shape)
         sizes = {name: prod(sides) * dtype.itemsize for name, sides in self._shapes.items()}
         parts = [[item for item in sizes.items() if item[0] in names] for names in stages or [sizes]]
-        groups = [group for part in parts for group in grouped(part, file_bytes)]
+        groups = [group for part in parts for group in size_groups(part, file_bytes)]
         names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
         self._files = dict(zip(names if len(groups) > 1 else [SINGLE], groups, strict=True))
         self._file_of = {name: file for file, names in self._files.items() for name in names}
@@ -210,7 +210,7 @@ def values(shard: torch.nn.Parameter, merge: bool = True) -> torch.Tensor:
     return shard.adapters.merged(weight).detach() if merge and hasattr(shard, "adapters") else weight
 
 
-def computed(shard: torch.nn.Parameter, merge: bool = True) -> bool:
+def is_computed(shard: torch.nn.Parameter, merge: bool = True) -> bool:
     """Whether `values` computes a new tensor instead of returning the parameter itself."""
     return is_float8tensor(shard) or (merge and hasattr(shard, "adapters"))
 

@@ -75,7 +75,7 @@ def best(run: Path) -> int | None:
     try:
         return int(json.loads(file.read_text())["step"]) if file.is_file() else None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{file}: names no step; remove it: the run writes it again, or give RUN@STEP") from error
+        raise ConfigError(f"{file}: contains no step; remove it: the run writes it again, or give RUN@STEP") from error
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -80,7 +80,7 @@ class StoredWeights:
         stack, size = self._tensors[key].size[: len(index)], self._tensors[key].size[len(index) :]
         return tuple(size) if all(i < n for i, n in zip(index, stack, strict=True)) else None
 
-    def beside(self, names: Iterable[str]) -> list[str]:
+    def uncovered_keys(self, names: Iterable[str]) -> list[str]:
         """Keys of the tensors that are not fully covered by the parameters `names`."""
         read: dict[str, set[tuple[int, ...]]] = defaultdict(set)
         for key, index in map(self._locate, names):

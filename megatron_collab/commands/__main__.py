@@ -15,19 +15,19 @@ from megatron_collab.runtime.redact import redact_output
 
 COMMANDS = {
     "train": "train a policy: experiment=NAME [option=value …]",
-    "evaluate": "evaluate a checkpoint, a Hugging Face folder or any model of LiteLLM's, without training",
-    "build-dataset": "conversations built turn by turn, of several candidates the best; as rows to train on",
-    "reproduce": "a published comparison: its assistants trained and evaluated, our table beside the published one",
-    "quickstart": "the booking world, supervised and then with GRPO, on two CPU cores",
-    "doctor": "what this machine provides; --plan: GPU memory of a run; --data: rows; --llm: calls its models",
-    "prepare-data": "rows to train on from published data, split by conversation",
-    "users-from-logs": "tasks, with their users, from a product's conversations; and how real simulated users are",
-    "rehearse": "a run on paper, rank by rank: what each holds, and the first that does not fit",
-    "plan-sync": "how a run would sync its weights: bytes by path, rounds, seconds",
-    "convert": "convert a checkpoint to a Hugging Face folder, or the other way round",
+    "evaluate": "evaluate a checkpoint, a Hugging Face folder or any LiteLLM model, without training",
+    "build-dataset": "build conversations turn by turn from the best of several candidates, as training rows",
+    "reproduce": "reproduce a published comparison: train and evaluate its assistants, and compare the tables",
+    "quickstart": "train on train on the booking world, supervised and then with GRPO, on two CPU cores",
+    "doctor": "check this machine; --plan: GPU memory of a run; --data: rows; --llm: call its models",
+    "prepare-data": "convert published data to training rows, split by conversation",
+    "users-from-logs": "make tasks and users from a product's conversations; measure how real simulated users are",
+    "rehearse": "simulate the memory of a run, rank by rank, up to the first that does not fit",
+    "plan-sync": "predict the weight sync of a run: bytes by path, rounds, seconds",
+    "convert": "convert a checkpoint to a Hugging Face folder, or back",
     "report": "rewrite report.html of a run",
     "score": "score the futures of a run under several rewards, side by side",
-    "recording": "recorded calls of users and judges: contents, price, latency; merge and scrub them",
+    "recording": "show recorded calls of users and judges: contents, price, latency; merge or scrub them",
 }
 # These replace this process, to block the preemption signal before they import.
 PROGRAMS = ("train", "evaluate", "build-dataset", "reproduce")
@@ -64,7 +64,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
         return int(command.main(arguments))
     except ModuleNotFoundError as error:
         extra = "logs" if name == "users-from-logs" and error.name in _OF_LOGS else "cpu or gpu"
-        fault = f"{error.name} is not installed; install the extra {extra}, as megatron-collab[{extra.split()[0]}]"
+        fault = f"{error.name} is not installed; install the extra {extra}, e.g. megatron-collab[{extra.split()[0]}]"
     except (ConfigError, OSError) as error:
         fault = str(error)
     print(f"megatron-collab: {fault}", file=sys.stderr)

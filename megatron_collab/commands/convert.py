@@ -26,9 +26,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser("convert", __doc__)
     parser.add_argument("source", type=Path, help="run (RUN, RUN@STEP, RUN@best), checkpoint, or Hugging Face folder")
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--model", help="model of the run's start, folder or name of the Hub: config and tokenizer")
+    parser.add_argument("--model", help="initial model of the run (folder or Hub name): config and tokenizer")
     parser.add_argument("--to-megatron", action="store_true", help="convert a Hugging Face folder to a checkpoint")
-    parser.add_argument("--peft", action="store_true", help="write adapters alone; without it they are merged")
+    parser.add_argument("--peft", action="store_true", help="write only the adapters; otherwise they are merged")
     parser.add_argument("--shard-size", type=_bytes, default=_bytes("5GB"), help="size of the largest file [5GB]")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="dtype of the result [that of the source]")
     parser.add_argument("--verify", action="store_true", help="compare log-probs of source and result")
@@ -52,14 +52,14 @@ def main(arguments: Sequence[str]) -> int:
         checkpoint, folder = storage.find_checkpoint(options.out), options.source
     else:
         checkpoint, folder = storage.find_checkpoint(options.source), options.out
-        began = hub.download(options.model, "--model") if hub.parse(options.model) else Path(options.model)
+        initial_model = hub.download(options.model, "--model") if hub.parse(options.model) else Path(options.model)
         adapters = "lora" in (storage.read_state(checkpoint) or {})
         if options.verify and (options.peft or adapters):
-            raise ConfigError("--verify: is for whole weights; of adapters every number is compared anyway")
+            raise ConfigError("--verify: adapters are always compared in full; remove it")
         if options.peft:
-            convert.to_peft(checkpoint, folder, began, options.model, dtype)
+            convert.to_peft(checkpoint, folder, initial_model, options.model, dtype)
         else:
-            convert.to_hf(checkpoint, folder, began, dtype, options.shard_size)
+            convert.to_hf(checkpoint, folder, initial_model, dtype, options.shard_size)
     print(f"{options.out}: written from {checkpoint if folder is options.out else folder}")
     if not options.verify:
         return 0

@@ -176,7 +176,7 @@ def _print_source(source: Source) -> None:
         if isinstance(example, Task):
             metadata = f", metadata {', '.join(example.metadata)}" if example.metadata else ""
             user = example.user or "llm"
-            user = f"{user[:-1]} where users has it, else llm" if user.endswith("?") else user
+            user = f"{user[:-1]} if users has it, else llm" if user.endswith("?") else user
             print(f"\ntask {example.id}: user {user}{metadata}")
             _print_texts(example.messages)
             _print_texts([Message("goal", example.goal), Message("answer", example.answer)])
@@ -199,7 +199,7 @@ def _print_texts(messages: Sequence[Message]) -> None:
 def print_endpoints(overrides: Sequence[str]) -> int:
     """Call each language model of the run once; print a row for each when it answers, and a line if it failed."""
     from megatron_collab.launch import endpoints, prepare, validate
-    from megatron_collab.rollout import asked_models
+    from megatron_collab.rollout import llm_endpoints
 
     config = make_absolute(compose(overrides))
     validate.check_settings(config)
@@ -211,14 +211,14 @@ def print_endpoints(overrides: Sequence[str]) -> int:
         prepare.check_users(config, names)
     except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    targets = [*asked_models.user_endpoints(config, names), *asked_models.judge_endpoints(config)]
+    targets = [*llm_endpoints.user_endpoints(config, names), *llm_endpoints.judge_endpoints(config)]
     if not targets:
-        print("This run asks no language model.")
+        print("This run calls no language model.")
         return 0
     endpoints.check_recordings(config)
     if config.llm.offline:
         models = ", ".join(dict.fromkeys(str(target.endpoint.model) for target in targets))
-        print(f"Recorded calls answer for {models} (llm.replay={config.llm.replay}); nothing is called.")
+        print(f"Recorded calls replace {models} (llm.replay={config.llm.replay}); nothing is called.")
         return 0
     unpriced = endpoints.check_prices(config, targets)
     endpoints.check_support(config, targets)

@@ -78,5 +78,5 @@ def main(arguments: Sequence[str]) -> int:
     )
     if later := first_round(plan, layout, new=False):
         cost = sync_cost(config, shape, plan[later:], speeds)
-        print(f"Later syncs are of adapters alone: {sum(cost.paths.values()) / GB:.3f} GB take {cost.seconds:.3f} s.")
+        print(f"Later syncs send only adapters: {sum(cost.paths.values()) / GB:.3f} GB take {cost.seconds:.3f} s.")
     return 0

@@ -38,9 +38,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("action", choices=("show", "merge", "scrub"))
     parser.add_argument("folder", type=Path, nargs="+", help="recording")
     parser.add_argument("--calls", type=int, default=0, metavar="N", help="show: print the first N calls too [0]")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="merge, scrub: folder to write, which is new")
-    parser.add_argument("--pattern", action="append", default=[], metavar="REGEX", help="scrub: what is removed")
-    parser.add_argument("--field", action="append", default=[], metavar="NAME", help="scrub: whose texts are removed")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="merge, scrub: new folder to write")
+    parser.add_argument("--pattern", action="append", default=[], metavar="REGEX", help="scrub: text to remove")
+    parser.add_argument("--field", action="append", default=[], metavar="NAME", help="scrub: field to clear")
     options = parser.parse_intermixed_args(arguments)
     from megatron_collab.llm.recording import Recording
 
@@ -86,13 +86,13 @@ def _lines(calls: Sequence[Call]) -> Iterator[str]:
     yield f"tokens    {prompt} of prompts, {answer} of answers"
     unpriced = sum(call.taken.usd is None for call in calls)
     price = f"{sum(call.taken.usd or 0.0 for call in calls):.4f} USD"
-    yield f"price     {price}{f', and {unpriced} calls whose price is not known' if unpriced else ''}"
+    yield f"price     {price}{f', and {unpriced} calls of unknown price' if unpriced else ''}"
     if uncached:
         seconds = sorted(call.taken.seconds for call in uncached)
         shares = [f"p{share} {seconds[(len(seconds) - 1) * share // 100]:.3f}" for share in _PERCENTILES]
         yield f"seconds   {', '.join(shares)}, longest {seconds[-1]:.3f}"
     versions = Counter(call.taken.version for call in uncached if call.taken.version)
-    yield f"versions  {', '.join(versions) or 'not said'}"
+    yield f"versions  {', '.join(versions) or 'unknown'}"
 
 
 def _counts(counts: Mapping[str, int]) -> str:
@@ -106,7 +106,7 @@ def _period(calls: Sequence[Call]) -> str:
 
 
 def _print_call(call: Call) -> None:
-    print(f"{call.name or 'nobody'} asks {call.question['model']}:")
+    print(f"{call.name or 'unnamed'} calls {call.question['model']}:")
     for message in call.question.get("messages") or []:
         print(f"  {message.get('role')}: {_short(message.get('content'))}")
     print(f"  -> {_short(call.failed or call.answer)}\n")
@@ -133,7 +133,7 @@ class Scrub:
 
     def report(self) -> str:
         counts = ", ".join(f"{name} {count}" for name, count in sorted(self._counts.items()) if count)
-        changed = f"; {self._answers} answers are others now, and a replay gives these" if self._answers else ""
+        changed = f"; {self._answers} answers changed; a replay gives the new ones" if self._answers else ""
         return f"removed by field: {counts or 'nothing'}{changed}"
 
     def _walk(self, part: Any, field: str) -> Any:
@@ -154,7 +154,7 @@ def _pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:
-        raise ConfigError(f"--pattern={text}: is no regular expression ({error})") from error
+        raise ConfigError(f"--pattern={text}: is not a regular expression ({error})") from error
 
 
 def _write(
@@ -173,4 +173,4 @@ def _write(
     for number in numbers:
         stored = recording.stored(number)
         shard.append(stored.containing(change(stored.call())))
-    print(f"{shard.file}: {len(numbers)} calls; {len(superseded)} superseded ones are left out")
+    print(f"{shard.file}: {len(numbers)} calls; {len(superseded)} superseded ones left out")

@@ -24,7 +24,7 @@ from megatron_collab.trainer.megatron.te_cpu.install import install
 def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser("rehearse", __doc__)
     parser.add_argument("settings", nargs="+", metavar="OPTION=VALUE", help="settings of the run, as for train")
-    parser.add_argument("--ranks", choices=("distinct", "all"), default="distinct", help="one of a class, or all")
+    parser.add_argument("--ranks", choices=("distinct", "all"), default="distinct", help="one per class, or all")
     parser.add_argument("--gpu-gib", type=positive, default=GPU_GIB, help=f"memory of a GPU in GiB [{GPU_GIB}]")
     options = parser.parse_args(arguments)
     if compose(options.settings).launch.device != "cpu":
@@ -34,13 +34,13 @@ def main(arguments: Sequence[str]) -> int:
         except (RuntimeError, ModuleNotFoundError) as error:
             raise ConfigError(str(error)) from error
     patches.apply("megatron")
-    from megatron_collab.planning.memory import GIB, described, plan_memory, read_run
+    from megatron_collab.planning.memory import GIB, model_config_file, plan_memory, read_run
     from megatron_collab.planning.rehearsal import compare
     from megatron_collab.planning.rehearsal.run import rehearse
 
     began = time.monotonic()
     config, shape = read_run(options.settings)
-    hf = json.loads(described(config.model.path).read_text())
+    hf = json.loads(model_config_file(config.model.path).read_text())
     plan, count = plan_memory(config, shape), 0
     for rehearsed in rehearse(config, shape, hf, all_ranks=options.ranks == "all"):
         print(compare.table(rehearsed, plan[rehearsed.kind.stage]), end="\n\n", flush=True)

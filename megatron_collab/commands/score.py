@@ -48,12 +48,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser("score", __doc__)
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument(
-        "--reward", action="append", required=True, metavar="NAME", help=f"of conf/reward, or {RUN_REWARD}"
+        "--reward", action="append", required=True, metavar="NAME", help=f"name in conf/reward, or {RUN_REWARD}"
     )
     parser.add_argument("--step", type=int, help="step of training [the last one]")
-    parser.add_argument("--evaluation", metavar="NAME", help="in place of a step: before, after, SET/step_20, …")
+    parser.add_argument("--evaluation", metavar="NAME", help="instead of a step: before, after, SET/step_20, …")
     parser.add_argument("--out", type=Path, help="JSONL to write, with the rewards of every trained turn")
-    parser.add_argument("option", nargs="*", help="an option of the run, with another value")
+    parser.add_argument("option", nargs="*", help="option of the run to override")
     options = parser.parse_intermixed_args(arguments)
     require(options.step is None or options.evaluation is None, "--step and --evaluation: give one of them")
     config, rewards = _settings(options)
@@ -110,13 +110,13 @@ def _check(config: Config) -> None:
     from megatron_collab.launch import endpoints, validate
     from megatron_collab.llm.endpoint import served_by_run
     from megatron_collab.reward import metrics
-    from megatron_collab.rollout import asked_models
+    from megatron_collab.rollout import llm_endpoints
 
     validate.check_reward(config)
-    judges = asked_models.judge_endpoints(config)
+    judges = llm_endpoints.judge_endpoints(config)
     endpoints.check_prices(config, judges)
     for judge in judges:
-        message = f"{judge.setting}={judge.endpoint.model}: only the run serves it; give a model of LiteLLM's"
+        message = f"{judge.setting}={judge.endpoint.model}: only the run serves it; give another LiteLLM model"
         require(not served_by_run(judge.endpoint.model), message)
     for name in metrics.scorers(config.reward):
         require(False, f"reward.metrics.{name}.model: only the run serves it; give the address of a server as url")

@@ -51,16 +51,16 @@ def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser("users-from-logs", __doc__)
     parser.add_argument("log", help="file, folder, glob, name of the Hub, or settings in braces")
     parser.add_argument("--out", type=Path, help="folder to write; with --realism a JSON file")
-    parser.add_argument("--person", metavar="COLUMN", help="column that says whose a conversation is [user_id, …]")
+    parser.add_argument("--person", metavar="COLUMN", help="column that identifies the person [user_id, …]")
     parser.add_argument("--spacy", metavar="NAME", help="installed spaCy model that finds names of people")
-    parser.add_argument("--prompt", metavar="FILE.j2", help=f"what the model is told; none: {_PROMPT}.j2")
-    parser.add_argument("--user-opens", action="store_true", help="tasks without a message: their user opens them")
+    parser.add_argument("--prompt", metavar="FILE.j2", help=f"prompt for the model [{_PROMPT}.j2]")
+    parser.add_argument("--user-opens", action="store_true", help="tasks without a message, which their user opens")
     parser.add_argument("--eval-share", type=float, default=0.1, help="share of the people for evaluation [0.1]")
     parser.add_argument("--seed", type=int, default=0, help="seed of the split, and of the folds of --realism [0]")
     parser.add_argument("--realism", type=Path, metavar="RUN", help="compare the users of this run with those of LOG")
     parser.add_argument("--step", type=int, help="--realism: step of training [the last one]")
-    parser.add_argument("--evaluation", metavar="NAME", help="--realism: in place of a step: before, SET/step_20, …")
-    parser.add_argument("option", nargs="*", help="an option of a run, as reward.judge.model=… or llm.budget_usd=…")
+    parser.add_argument("--evaluation", metavar="NAME", help="--realism: instead of a step: before, SET/step_20, …")
+    parser.add_argument("option", nargs="*", help="option of a run, e.g. reward.judge.model=… or llm.budget_usd=…")
     options = parser.parse_intermixed_args(arguments)
     require(0 <= options.eval_share < 1, f"--eval-share={options.eval_share:g}: must be at least 0 and below 1")
     require(options.step is None or options.evaluation is None, "--step and --evaluation: give one of them")
@@ -80,7 +80,7 @@ def _make(options: argparse.Namespace) -> int:
     config.run.dir = str(out)
     require(bool(config.reward.judge.model), f"{_MODEL}: not set; give the model that describes the users")
     prompt = read_prompt("--prompt", options.prompt, _PROMPT, ("conversation",))
-    require("conversation" in prompt.used, f"{prompt.label}: shows no {{{{ conversation }}}} to the model; put it in")
+    require("conversation" in prompt.used, f"{prompt.label}: does not contain {{{{ conversation }}}}; add it")
     _check_model(config)
 
     # LiteLLM, Presidio and the libraries of data take seconds to import, so arguments are checked first.
@@ -150,7 +150,7 @@ def _person(options: argparse.Namespace, columns: Sequence[str]) -> str | None:
     require(requested is None or requested in columns, fault)
     person_column: str | None = requested or next((column for column in PERSON_COLUMNS if column in columns), None)
     if person_column is None:
-        print("no column says whose a conversation is (--person): each counts as one of another person")
+        print("no column identifies the person (--person): each conversation counts as another person's")
     return person_column
 
 

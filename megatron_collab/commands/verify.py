@@ -40,7 +40,7 @@ def _transformers(folder: Path, dtype: torch.dtype | None, tokens: torch.Tensor)
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     _round(model, dtype)
-    return _of_labels(model(tokens).logits, tokens)
+    return _label_log_probs(model(tokens).logits, tokens)
 
 
 @torch.no_grad()
@@ -59,10 +59,10 @@ def _megatron(checkpoint: Path, folder: Path, dtype: torch.dtype | None, tokens:
         positions = torch.arange(LENGTH).repeat(SEQUENCES)[None]
         hidden = policy(tokens.reshape(1, -1), positions, None, packed_seq_params=packing)
         logits = (hidden @ policy.head.T)[..., : shape.vocab].unflatten(1, tokens.shape)[0]
-        return _of_labels(logits, tokens)
+        return _label_log_probs(logits, tokens)
 
 
-def _of_labels(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def _label_log_probs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Log-probabilities [b, s - 1] of each token after the first."""
     return logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
 

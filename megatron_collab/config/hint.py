@@ -32,8 +32,8 @@ def nearest(value: str, names: Iterable[str], group: str = "") -> str:
 def _nearness(value: str, name: str) -> float:
     """Similarity: 1 for the same, 0 if neither letters nor words match."""
     value_parts, name_parts = _parts(value), _parts(name)
-    forms = [_joined(value_parts), *([value_parts[-1]] if len(value_parts[-1]) > 1 else [])]
-    endings = [_joined(name_parts[start:]) for start in range(len(name_parts))]
+    forms = [_flatten(value_parts), *([value_parts[-1]] if len(value_parts[-1]) > 1 else [])]
+    endings = [_flatten(name_parts[start:]) for start in range(len(name_parts))]
     if spelling := max(_spelling(form, ending) for form in forms for ending in endings):
         return spelling
     if len(name_parts) > len(value_parts) > 1 and [name_parts[0], name_parts[-1]] == [value_parts[0], value_parts[-1]]:
@@ -53,7 +53,7 @@ def _parts(name: str) -> list[list[str]]:
     return [re.split(r"[-_ ]", part) for part in re.split(r"[./]", name.lower())]
 
 
-def _joined(parts: list[list[str]]) -> list[str]:
+def _flatten(parts: list[list[str]]) -> list[str]:
     return [word for part in parts for word in part]
 
 

@@ -49,9 +49,9 @@ def read_settings(run_dir: Path) -> dict[str, Any] | None:
         settings = json.loads(file.read_text())
         valid = isinstance(settings, dict) and all("sha256" in prompt for prompt in settings.get(_PROMPTS, {}).values())
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(file) from error
+        raise _damage_error(file) from error
     if not valid:
-        raise _damaged(file)
+        raise _damage_error(file)
     return settings
 
 
@@ -71,8 +71,8 @@ def recorded_value(settings: Any, name: str, default: Any) -> Any:
     return settings
 
 
-def _damaged(file: Path) -> ConfigError:
-    return ConfigError(f"{file}: holds no settings of a run; restore it, or choose another run.dir")
+def _damage_error(file: Path) -> ConfigError:
+    return ConfigError(f"{file}: contains no run settings; restore it, or choose another run.dir")
 
 
 def changes(config: Config) -> list[Change]:

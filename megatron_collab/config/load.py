@@ -46,7 +46,7 @@ def compose(overrides: Sequence[str], defaults: Mapping[str, Any] = {}) -> Confi
     Raises ConfigError for an unknown option, a value of the wrong type, or a required option that is not set.
     """
     with _schema_with(defaults):
-        node = _composed(overrides)
+        node = _compose_node(overrides)
     if missing := sorted(OmegaConf.missing_keys(node)):
         raise ConfigError(f"{missing[0]}: not set; give {missing[0]}=VALUE or an experiment=NAME that sets it")
     config: Config = OmegaConf.to_object(node)
@@ -58,7 +58,7 @@ def settings(overrides: Sequence[str]) -> list[tuple[str, Any, str]]:
 
     The source is "default", the file under conf/ that sets the option, or "command line".
     """
-    options = {name: (value, "default") for name, value in leaves(OmegaConf.to_container(_composed(overrides)))}
+    options = {name: (value, "default") for name, value in leaves(OmegaConf.to_container(_compose_node(overrides)))}
     for source, names in layers(overrides):
         for name, (value, _) in options.items():
             if any(f"{name}.".startswith(f"{prefix}.") for prefix in names):
@@ -113,7 +113,7 @@ def build[Options](kind: type[Options], values: Mapping[str, Any], prefix: str) 
     return options
 
 
-def _composed(overrides: Sequence[str]) -> DictConfig:
+def _compose_node(overrides: Sequence[str]) -> DictConfig:
     """The composed node with interpolations resolved. Raises ConfigError if Hydra or the schema rejects an override."""
     for override in overrides:
         _refuse_syntax(override)
@@ -155,19 +155,19 @@ def _plain(overrides: Sequence[str]) -> list[str]:
 def _refuse_syntax(override: str) -> None:
     """Raises ConfigError for syntax that is valid for Hydra but useless here, or gets misleading advice from Hydra."""
     name, sign, value = override.lstrip("+").partition("=")
-    require(override[:1] != "-", f"{override}: no such argument; there are --help, --cfg and option=value")
-    require(override[:1] != "~", f"{override}: options cannot be taken away; give another value instead")
+    require(override[:1] != "-", f"{override}: no such argument; give --help, --cfg or option=value")
+    require(override[:1] != "~", f"{override}: options cannot be removed; give another value")
     require(bool(sign and name), f"{override}: give option=value")
     owner = re.split(r"[./]", name)[0]
     require(owner != "hydra", f"{override.lstrip('+')}: Hydra's own settings are not used; remove it")
-    require("@" not in name, f"{override}: a group of settings has one place; give {name.partition('@')[0]}=NAME")
+    require("@" not in name, f"{override}: Hydra's packages are not supported; give {name.partition('@')[0]}=NAME")
     logical = name not in _LOGICAL or value.lower() in ("true", "false", "0", "1") or "${" in value
     require(logical, f"{override}: must be true or false")
     try:
         sweeps = OverridesParser.create().parse_override(override).is_sweep_override()
     except HydraException:  # raised again by compose
         return
-    require(not sweeps, f"{override}: a run has one value of each option, and no sweeps; start a run for every value")
+    require(not sweeps, f"{override}: sweeps are not supported; start one run per value")
 
 
 _LOGICAL = {name for name, default, _ in declared(Config) if isinstance(default, bool)}
@@ -193,7 +193,7 @@ def _reason(error: Exception, overrides: Sequence[str]) -> str:
     lines = [str(part).splitlines()[0] for part in (error, cause) if part]
     text = ": ".join(lines).removeprefix("Error merging override ")
     text = re.sub(r"field '\S+' is not Optional", "cannot be null", text)
-    text = re.sub(r"Interpolation key '(\S+)' not found", r"no option \1 that ${\1} could stand for", text)
+    text = re.sub(r"Interpolation key '(\S+)' not found", r"${\1} refers to no option", text)
     if "nterpolation" in text or "${" in text:
         interpolated = next((override for override in overrides if "${" in override), "")
         return f"{interpolated}: {text}".removeprefix(": ")
@@ -208,8 +208,8 @@ def _kind(name: str) -> str:
     """The kind of value that an option or a group takes, for messages about a wrong one."""
     default = next((value for option, value, _ in declared(Config) if option == name), None)
     if isinstance(default, list):
-        return "a list in brackets, as [a, b]"
-    return "settings in braces, as {name: value}" if isinstance(default, dict) else f"a group; give {name}.NAME=VALUE"
+        return "a list in brackets, e.g. [a, b]"
+    return "settings in braces, e.g. {name: value}" if isinstance(default, dict) else f"a group; give {name}.NAME=VALUE"
 
 
 def _nearest_option(name: str) -> str:

@@ -48,12 +48,12 @@ class Prompt:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{label}: cannot be read as text in UTF-8 ({error})") from error
         for node in tree.find_all((nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)):
-            raise ConfigError(f"{label} line {node.lineno}: takes in another template; write it into this file")
+            raise ConfigError(f"{label} line {node.lineno}: includes another template; copy it into this file")
         self.used = meta.find_undeclared_variables(tree)
         if unknown := self.used - {*variables}:
             name = min(unknown)
             line = next(node.lineno for node in tree.find_all(nodes.Name) if node.name == name)
-            available = f"there are {', '.join(variables)}" if variables else "this prompt gets none"
+            available = f"there are {', '.join(variables)}" if variables else "this prompt has none"
             raise ConfigError(f"{label} line {line}: no variable {name}; {available}{nearest(name, variables)}")
 
     def render(self, **values: str | int | Mapping[str, Any]) -> str:

@@ -33,35 +33,37 @@ FORMATS = (  # of rows, as data/formats.py reads them
 @dataclass
 class RunConfig:
     dir: str = mutable(MISSING, "folder of the run: metrics, transcripts, checkpoints, report")
-    seed: int = option(0, "seed of data order, sampling and initialisation", ge=0, lt=2**32)
-    fork: str | None = option(None, "run to go on from under other settings: RUN, RUN@STEP or RUN@best (also run.from)")
+    seed: int = option(0, "seed of data order, sampling and initialization", ge=0, lt=2**32)
+    fork: str | None = option(None, "run to continue with other settings: RUN, RUN@STEP or RUN@best (also run.from)")
     wandb_project: str | None = mutable("megatron-collab", "Weights & Biases project, used if WANDB_API_KEY is set")
-    wandb_name: str | None = mutable(None, "name of the run there; none: one that Weights & Biases makes up")
-    wandb_group: str | None = mutable(None, "group of the run there")
-    wandb_tags: list[str] = mutable([], "tags of the run there")
+    wandb_name: str | None = mutable(None, "name of the run in Weights & Biases; null: a generated one")
+    wandb_group: str | None = mutable(None, "group of the run in Weights & Biases")
+    wandb_tags: list[str] = mutable([], "tags of the run in Weights & Biases")
 
 
 @dataclass
 class LaunchConfig:
     nproc_per_node: int = mutable(1, "trainer ranks per node, started under torchrun", ge=1, le=1024)
-    nodes: int = mutable(1, "nodes of the run; on more than one, torchrun is started on each", ge=1, le=10_000)
-    interface: str | None = mutable(None, "network interface between nodes, as ib0; required for more than one node")
+    nodes: int = mutable(1, "nodes of the run; if more than one, start torchrun on each", ge=1, le=10_000)
+    interface: str | None = mutable(None, "network interface between nodes, e.g. ib0; required for more than one node")
     device: str = mutable("auto", "device of the trainer", choices=("auto", "cpu", "cuda"))
     timeout: float = mutable(600.0, "seconds without progress on any rank before the run aborts with all stacks", gt=0)
-    grace: float = mutable(25.0, "seconds from SIGTERM until the run ends, saved or not", gt=0)
+    grace: float = mutable(25.0, "seconds from SIGTERM until the run exits, saved or not", gt=0)
 
 
 @dataclass
 class LoraConfig:
     """Low-rank adapters, trained in place of the model's weights."""
 
-    rank: int | None = option(None, "rank of adapters (LoRA), alone trained; none: all weights are", ge=1, le=4096)
-    alpha: float = option(16.0, "what adapters add is multiplied by alpha / rank", gt=0, le=100_000)
-    targets: list[str] = option([*LORA_TARGETS], "linear layers with adapters; experts have none", choices=LORA_TARGETS)
-    dropout: float = option(0.0, "share of an adapter's inputs that training leaves out", ge=0, lt=1)
+    rank: int | None = option(None, "rank of LoRA adapters, the only trained weights; null: train all", ge=1, le=4096)
+    alpha: float = option(16.0, "the output of adapters is scaled by alpha / rank", gt=0, le=100_000)
+    targets: list[str] = option(
+        [*LORA_TARGETS], "linear layers that get adapters; experts get none", choices=LORA_TARGETS
+    )
+    dropout: float = option(0.0, "dropout probability of an adapter's inputs in training", ge=0, lt=1)
     serve: str = mutable(
         "merged",
-        "servers hold weights with adapters merged, or the base and the adapters beside it",
+        "servers load weights with adapters merged in, or base weights plus adapters",
         choices=("merged", "adapters"),
     )
 
@@ -74,7 +76,7 @@ class LoraConfig:
 @dataclass
 class ModelConfig:
     path: str = option(MISSING, "policy: Hugging Face folder, or OWNER/NAME[@REVISION] of the Hub")
-    chat_template_args: dict[str, Any] = option({}, "arguments of the chat template, as {enable_thinking: false}")
+    chat_template_args: dict[str, Any] = option({}, "arguments of the chat template, e.g. {enable_thinking: false}")
     dtype: str = option("bfloat16", "dtype of the parameters of trainer and server", choices=("bfloat16", "float32"))
     fp8: str | None = option(None, "TransformerEngine FP8 format", choices=("hybrid", "e4m3"))
     fp8_recipe: str = option("delayed", "how FP8 is scaled", choices=("delayed", "tensorwise", "blockwise", "mxfp8"))
@@ -88,15 +90,13 @@ class ModelConfig:
 @dataclass
 class ParallelConfig:
     tp: int = mutable(1, "tensor parallel size of the trainer", ge=1, le=1024)
-    pp: int = mutable(
-        1, "pipeline parallel size of the trainer; data parallel is what remains of the ranks", ge=1, le=1024
-    )
+    pp: int = mutable(1, "pipeline parallel size of the trainer; the remaining ranks are data parallel", ge=1, le=1024)
     vpp: int = mutable(1, "virtual pipeline stages of a rank (interleaved schedule); needs pp > 1", ge=1, le=1024)
     cp: int = option(1, "context parallel size: ranks that share a sequence; needs TransformerEngine", ge=1, le=1024)
-    ep: int = option(1, "expert parallel size: ranks that the experts of a layer are spread over", ge=1, le=1024)
+    ep: int = option(1, "expert parallel size: ranks that share the experts of a layer", ge=1, le=1024)
     sequence_parallel: bool = mutable(False, "split norms and dropout over the tensor parallel ranks; needs tp > 1")
     recompute: str = mutable(
-        "none", "recomputation; selective: feed-forward layers alone", choices=("none", "selective", "full")
+        "none", "activation recomputation; selective: feed-forward layers only", choices=("none", "selective", "full")
     )
     offload: bool = mutable(False, "offload optimizer and gradients to host memory while rollouts are sampled")
 
@@ -118,25 +118,25 @@ class DpoConfig:
 
     loss: str = option(
         "sigmoid",
-        "loss of a pair: DPO, DPO of means over tokens (sigmoid_norm), or IPO",
+        "loss of a pair: DPO, DPO on per-token means (sigmoid_norm), or IPO",
         choices=("sigmoid", "sigmoid_norm", "ipo"),
     )
-    beta: float = option(0.1, "how near to the reference the policy stays; tau of IPO", gt=0, le=1000)
-    label_smoothing: float = option(0.0, "sigmoid: share of pairs taken to be the wrong way round", ge=0, lt=0.5)
+    beta: float = option(0.1, "how strongly the reference holds the policy; tau of IPO", gt=0, le=1000)
+    label_smoothing: float = option(0.0, "sigmoid: assumed share of pairs with swapped labels", ge=0, lt=0.5)
     precompute: bool = option(
-        True, "stage dpo: log-probs of the reference are computed once and kept in run.dir; false: at every step"
+        True, "stage dpo: compute the reference's log-probs once and keep them in run.dir; false: at every step"
     )
     refresh: int = option(
-        0, "rl: every so many steps the policy becomes the reference; 0: the first policy stays it", ge=0
+        0, "rl: steps after which the policy becomes the new reference; 0: keep the first policy", ge=0
     )
-    gap: float = option(0.0, "rl: what best and worst of a group must differ by at least to be a pair", ge=0, le=MANY)
+    gap: float = option(0.0, "rl: smallest reward gap between best and worst rollout that makes a pair", ge=0, le=MANY)
 
 
 @dataclass
 class AlgoConfig:
     objective: str = option(
         "policy",
-        "rl: what is learned from a group: all by their advantages (policy), best against worst (dpo), best (sft)",
+        "rl: learn from all rollouts of a group by advantage (policy), best against worst (dpo), the best (sft)",
         choices=("policy", "dpo", "sft"),
     )
     advantage: str = option(
@@ -145,12 +145,15 @@ class AlgoConfig:
         choices=("grpo", "dr_grpo", "gdpo", "rloo", "reinforce++", "gae"),
     )
     loss: str = option(
-        "ppo", "of token ratios, sequence ratios or clipped weights", choices=("ppo", "gspo", "cispo"), extensible=True
+        "ppo",
+        "policy loss with token ratios, sequence ratios or clipped weights",
+        choices=("ppo", "gspo", "cispo"),
+        extensible=True,
     )
     loss_options: dict[str, Any] = option({}, "settings of a loss given as package.module:Class")
     average: str = option(
         "token",
-        "mean of the loss over tokens or over sequences; constant: its sum over sequences and max_new_tokens",
+        "mean of the loss over tokens or sequences; constant: sum / (sequences x max_new_tokens)",
         choices=("token", "sequence", "constant"),
     )
     clip_low: float = option(0.2, "clip of the importance ratio below 1", ge=0, le=1)
@@ -158,38 +161,40 @@ class AlgoConfig:
         0.2, "clip of the ratio above 1; wider than clip_low is DAPO's clip-higher", ge=0, le=1000
     )
     clip_dual: float = option(
-        3.0, "ppo: largest ratio by which a token of negative advantage counts; 0: no bound", ge=0, le=1000
+        3.0, "ppo: upper bound of the ratio for negative advantages (dual clip); 0: no bound", ge=0, le=1000
     )
     kl_coef: float = option(1e-3, "weight of the KL to the first policy; 0: no reference model is kept", ge=0, le=100)
-    kl: str = option("k3", "estimator of that KL; low_var_kl is k3", choices=("k1", "k2", "k3", "low_var_kl"))
-    kl_in: str = option("loss", "where the KL enters", choices=("loss", "reward"))
+    kl: str = option("k3", "KL estimator; low_var_kl is k3", choices=("k1", "k2", "k3", "low_var_kl"))
+    kl_in: str = option("loss", "add the KL to the loss, or subtract it from the reward", choices=("loss", "reward"))
     entropy_coef: float = option(0.0, "weight of the entropy bonus", ge=0, le=100)
-    correction: str = option("none", "importance weights, engine to trainer", choices=("none", "truncated", "masked"))
+    correction: str = option(
+        "none", "importance weights between engine and trainer", choices=("none", "truncated", "masked")
+    )
     correction_level: str = option(
         "token",
-        "what has a weight: a token, or a sequence, by the product or the geometric mean of its tokens' weights",
+        "one weight per token, or per sequence: the product or geometric mean of its tokens' weights",
         choices=("token", "sequence", "geometric"),
     )
-    correction_low: float = option(0.5, "masked: what has a smaller weight is left out", ge=0, le=1)
+    correction_low: float = option(0.5, "masked: smaller weights are masked out", ge=0, le=1)
     correction_high: float = option(
-        2.0, "truncated: largest weight; masked: what has a larger one is left out", gt=0, le=1000
+        2.0, "truncated: largest weight; masked: larger weights are masked out", gt=0, le=1000
     )
-    mini_batches: int = option(1, "optimizer steps for which a batch of rollouts is cut up", ge=1)
-    epochs: int = option(1, "times that a batch of rollouts is learned from", ge=1, le=100)
+    mini_batches: int = option(1, "optimizer steps per pass over a batch of rollouts", ge=1)
+    epochs: int = option(1, "passes over a batch of rollouts", ge=1, le=100)
     later_weight: float = option(
-        1.0, "train_turns=all: weight of the mean over later turns, where that over trained turns has 1", gt=0, le=1000
+        1.0, "train_turns=all: weight of later turns in the loss; trained turns have 1", gt=0, le=1000
     )
     overlong: float = option(
-        0.0, "share of max_new_tokens at its end in which a reply loses up to 1 of its reward (DAPO)", ge=0, le=1
+        0.0, "last share of max_new_tokens, over which a reply's reward falls by up to 1 (DAPO)", ge=0, le=1
     )
     dynamic_sampling: int = option(0, "times a step replaces tasks whose rewards were all equal (DAPO)", ge=0, le=1000)
-    gamma: float = option(1.0, "gae: discount by trained token", ge=0, le=1)
+    gamma: float = option(1.0, "gae: discount per trained token", ge=0, le=1)
     gae_lambda: float = option(1.0, "gae: lambda", ge=0, le=1)
-    critic_warmup: int = option(0, "gae: first steps, in which the critic alone learns", ge=0)
+    critic_warmup: int = option(0, "gae: first steps, which train only the critic", ge=0)
     critic_lr: float = mutable(
         1e-5, "gae: peak learning rate of the critic; warm-up and schedule as in optim", gt=0, le=1
     )
-    critic_clip: float = option(0.2, "gae: how far a value may move from the old one before its loss is clipped", gt=0)
+    critic_clip: float = option(0.2, "gae: change of a value above which its loss is clipped", gt=0)
     dpo: DpoConfig = field(default_factory=DpoConfig)
 
 
@@ -199,29 +204,29 @@ class TrainConfig:
         "rl", "rl (multiturn-aware reward), sft (supervised) or dpo (pairs)", choices=("rl", "sft", "dpo")
     )
     steps: int = mutable(100, "steps of the run", ge=1)
-    prompts_per_step: int = option(16, "tasks (rl), conversations (sft) or pairs (dpo) a step", ge=1)
+    prompts_per_step: int = option(16, "tasks (rl), conversations (sft) or pairs (dpo) per step", ge=1)
     rollouts_per_prompt: int = option(8, "trained turns sampled for each task: the group of GRPO", ge=1)
-    tokens_per_micro_batch: int = mutable(8192, "tokens packed to a micro-batch; a longer sequence goes alone", ge=1)
-    checkpoint_every: int = mutable(50, "steps between checkpoints; the last step always saves one", ge=1)
-    keep_checkpoints: int = mutable(2, "how many checkpoints stay on disk", ge=1)
-    keep_best: str | None = mutable(
-        None, "also keeps that of the highest eval/[SET/]METRIC; with a - before it: lowest"
+    tokens_per_micro_batch: int = mutable(
+        8192, "tokens packed into a micro-batch; a longer sequence gets its own", ge=1
     )
-    eval_tasks: int = mutable(256, "tasks of a set of data.eval that are evaluated; 0: none", ge=0)
+    checkpoint_every: int = mutable(50, "steps between checkpoints; the last step always saves one", ge=1)
+    keep_checkpoints: int = mutable(2, "checkpoints that stay on disk", ge=1)
+    keep_best: str | None = mutable(
+        None, "also keep the checkpoint with the highest eval/[SET/]METRIC; with a leading -: the lowest"
+    )
+    eval_tasks: int = mutable(256, "evaluated tasks per set of data.eval; 0: none", ge=0)
     eval_every: int = mutable(0, "steps between evaluations; 0: only before the first step and after the last", ge=0)
 
 
 @dataclass
 class ServerConfig:
     tp: int = mutable(1, "tensor parallel size of an SGLang server", ge=1, le=1024)
-    ep: int = mutable(
-        1, "expert parallel size of an SGLang server, over which experts are spread; divides tp", ge=1, le=1024
-    )
-    nnodes: int = mutable(1, "nodes over which the ranks of an SGLang server are spread", ge=1, le=1024)
-    fp8: bool = option(False, "servers hold the linear layers in FP8 (blocks of 128 x 128), quantised by the trainer")
-    colocated: bool = mutable(True, "servers share the trainer's devices in turn with it; false: devices of their own")
+    ep: int = mutable(1, "expert parallel size of an SGLang server; must divide tp", ge=1, le=1024)
+    nnodes: int = mutable(1, "nodes that an SGLang server spans", ge=1, le=1024)
+    fp8: bool = option(False, "servers hold the linear layers in FP8 (blocks of 128 x 128), quantized by the trainer")
+    colocated: bool = mutable(True, "servers and trainer take turns on the same devices; false: servers have their own")
     replicas: int = mutable(1, "SGLang servers; the conversations of a prompt stay on one of them", ge=1, le=10_000)
-    port: int = mutable(0, "port of the first SGLang server, the others follow; 0: free ones", ge=0, le=65535)
+    port: int = mutable(0, "port of the first SGLang server, the others follow; 0: free ports", ge=0, le=65535)
     max_running_requests: int = mutable(256, "requests a server decodes at once", ge=1)
     max_total_tokens: int | None = mutable(
         None, "tokens in a KV cache; required by colocated servers on GPUs", ge=1, le=10**10
@@ -230,7 +235,7 @@ class ServerConfig:
         600.0, "seconds until the servers must be healthy; on GPUs the first start compiles kernels", gt=0
     )
     args: dict[str, Any] = mutable(
-        {}, "other arguments of SGLang, as {schedule-policy: lpm}; true: no value", entries_may_change=True
+        {}, "other SGLang arguments, e.g. {schedule-policy: lpm}; true: a flag without value", entries_may_change=True
     )
 
 
@@ -239,31 +244,29 @@ class ServedConfig:
     """One of `servers`: a model beside the policy."""
 
     model: str = option("", "model: Hugging Face folder, or OWNER/NAME[@REVISION] of the Hub")
-    replicas: int = mutable(1, "SGLang servers of it, all on the first node", ge=1, le=10_000)
+    replicas: int = mutable(1, "SGLang servers of this model, all on the first node", ge=1, le=10_000)
     tp: int = mutable(1, "tensor parallel size of a server", ge=1, le=1024)
-    ep: int = mutable(1, "expert parallel size of a server; divides tp", ge=1, le=1024)
-    colocated: bool = mutable(False, "share the trainer's devices in turn with it; false: devices of their own")
+    ep: int = mutable(1, "expert parallel size of a server; must divide tp", ge=1, le=1024)
+    colocated: bool = mutable(False, "take turns with the trainer on its devices; false: devices of their own")
     max_running_requests: int = mutable(256, "requests a server decodes at once", ge=1)
-    max_total_tokens: int | None = mutable(
-        None, "tokens in a KV cache; required where colocated on GPUs", ge=1, le=10**10
-    )
-    args: dict[str, Any] = mutable({}, "other arguments of SGLang, as in rollout.server.args", entries_may_change=True)
+    max_total_tokens: int | None = mutable(None, "tokens in a KV cache; required if colocated on GPUs", ge=1, le=10**10)
+    args: dict[str, Any] = mutable({}, "other SGLang arguments, as in rollout.server.args", entries_may_change=True)
 
 
 @dataclass
 class SamplingConfig:
     max_new_tokens: int = option(
-        2048, "token budget of one turn; with thinking_budget, of what follows the thought", ge=1
+        2048, "token budget of a turn; with thinking_budget: of the reply after the thought", ge=1
     )
     thinking_budget: int | None = option(
-        None, "token budget of a thought, which is closed there; null: it is a part of max_new_tokens", ge=1
+        None, "token budget of a thought, closed when spent; null: max_new_tokens includes the thought", ge=1
     )
     enable_thinking: bool | None = option(
         None, "enable_thinking of the chat template in these turns; null: as in model.chat_template_args"
     )
     temperature: float = option(1.0, "sampling temperature, in training and evaluation", gt=0, le=10)
     top_p: float = option(1.0, "probability mass that is sampled from; below 1 samples are off-policy", gt=0, le=1)
-    top_k: int = option(-1, "tokens that are sampled from; -1: all", ge=-1)
+    top_k: int = option(-1, "most likely tokens to sample from; -1: all", ge=-1)
 
     @property
     def longest(self) -> int:
@@ -274,34 +277,38 @@ class SamplingConfig:
 @dataclass
 class RolloutConfig:
     futures: int = option(
-        3, "conversations played on from a trained turn; 0: all turns of one are trained", ge=0, le=1000
+        3, "conversations continued from a trained turn; 0: train all turns of one conversation", ge=0, le=1000
     )
     max_user_turns: int = option(
         2, "user turns after the trained turn; those already in the task do not count", ge=1, le=1000
     )
     max_assistant_turns: int = option(
-        3, "turns of the policy with the trained one; tool calls do not count", ge=1, le=1000
+        3, "policy turns including the trained one; tool calls do not count", ge=1, le=1000
     )
     max_messages: int | None = option(
-        None, "messages of user and policy in a conversation, with those of the task; none: no limit", ge=2, le=10_000
+        None, "user and policy messages in a conversation, including the task's; null: no limit", ge=2, le=10_000
     )
-    train_turns: str = option("first", "the trained turn alone, or its futures' turns too", choices=("first", "all"))
+    train_turns: str = option(
+        "first", "train the trained turn only, or its futures' turns too", choices=("first", "all")
+    )
     turn: SamplingConfig = field(default_factory=SamplingConfig)
     future: SamplingConfig = field(default_factory=SamplingConfig)
     context_length: int = option(
         8192, "longest token stream of a conversation, reply included; longer data is left out", ge=2
     )
-    strip_thoughts: bool = option(False, "later turns see the replies of earlier ones without their thoughts")
-    routing_replay: bool = option(False, "tokens are trained through the experts that the server chose (MoE; R3)")
+    strip_thoughts: bool = option(False, "later turns see earlier replies without their thoughts")
+    routing_replay: bool = option(False, "train tokens through the experts that the server chose (MoE; R3)")
     deadline: float = mutable(900.0, "seconds one future may take; then it ends without a score", gt=0)
-    system_prompt: str | None = option(None, "FILE.j2: put in front of tasks and SFT conversations that have none")
+    system_prompt: str | None = option(None, "FILE.j2: system prompt of tasks and SFT conversations without one")
     tools: list[str] = option([], "tools of the policy: calculator, package.module:Class or package.module:function")
-    tool_options: dict[str, dict[str, Any]] = option({}, "settings of a tool by the name that the policy calls it by")
-    mcp_servers: dict[str, dict[str, Any]] = option({}, "MCP servers by any name, with command and args, or url")
-    tool_timeout: float = mutable(60.0, "seconds one call of a tool may take; then the policy reads that", gt=0)
+    tool_options: dict[str, dict[str, Any]] = option({}, "settings of each tool, by the name that the policy calls")
+    mcp_servers: dict[str, dict[str, Any]] = option(
+        {}, "MCP servers by a name of your choice, with command and args, or url"
+    )
+    tool_timeout: float = mutable(60.0, "seconds one tool call may take; then the policy reads of the timeout", gt=0)
     tool_parser: str = option("qwen25", "SGLang's parser of the policy's tool calls", choices=TOOL_PARSERS)
     max_tool_calls: int = option(
-        8, "rounds of tool calls in one turn; what the policy says then is its reply", ge=0, le=1000
+        8, "rounds of tool calls in one turn; the policy's next message is its reply", ge=0, le=1000
     )
     workers: int = mutable(1, "Ray ConversationWorkers", ge=1, le=10_000)
     # Groups in flight are in the checkpoint.
@@ -317,15 +324,15 @@ class EndpointConfig:
     model: str | None = option(None, "LiteLLM model")
     api_base: str | None = mutable(None, "endpoint of the model; its key comes from the environment")
     temperature: float | None = option(
-        0.0, "sampling temperature; null: not sent, for models with one of their own", ge=0, le=10
+        0.0, "sampling temperature; null: not sent, for models with a fixed one", ge=0, le=10
     )
     top_p: float | None = option(None, "probability mass that is sampled from; null: not sent", gt=0, le=1)
-    reasoning_effort: str | None = option(None, "how much the model thinks, as low or high; null: not sent")
+    reasoning_effort: str | None = option(None, "how much the model thinks, e.g. low or high; null: not sent")
     max_tokens: int | None = option(
-        2048, "token budget of an answer; null: not sent, extra.max_completion_tokens is", ge=1
+        2048, "token budget of an answer; null: send extra.max_completion_tokens instead", ge=1
     )
-    headers: dict[str, str] = option({}, "HTTP headers; os.environ/NAME is the environment's value, for keys")
-    extra: dict[str, Any] = option({}, "other arguments of LiteLLM's completion, as {seed: 1}")
+    headers: dict[str, str] = option({}, "HTTP headers; os.environ/NAME: the environment variable NAME, for keys")
+    extra: dict[str, Any] = option({}, "other arguments of LiteLLM's completion, e.g. {seed: 1}")
     attempts: int = mutable(6, "tries until an answer is recorded as missing", ge=1, le=1000)
     timeout: float = mutable(60.0, "seconds one try may take", gt=0)
     deadline: float = mutable(300.0, "seconds all tries together may take", gt=0)
@@ -333,16 +340,16 @@ class EndpointConfig:
 
 @dataclass
 class UserConfig(EndpointConfig):
-    name: str | None = option(None, "user of every task, in place of the tasks' own: KIND or package.module:Class")
+    name: str | None = option(None, "user of every task, instead of the task's own: KIND or package.module:Class")
     model: str | None = option(None, "LiteLLM model of the users named llm; policy: the model that is trained")
     temperature: float | None = option(1.0, "sampling temperature of the user; null: not sent", ge=0, le=10)
     max_tokens: int | None = option(512, "token budget of a user message; null: as reward.judge.max_tokens", ge=1)
     attempts: int = mutable(3, "tries before the future ends with an error", ge=1, le=1000)
     stop: str = option("[[TERMINATE CHAT]]", "text in the user's message that ends the conversation")
-    prompt: str | None = option(None, "FILE.j2: instructions of the llm users; none: ours")
+    prompt: str | None = option(None, "FILE.j2: prompt of the llm users; null: the built-in one")
     personas: str | None = option(
         None,
-        "text file, a persona a line; each llm user gets one drawn by the task; none: metadata.persona of the task",
+        "text file, one persona per line, drawn per task for llm users; null: metadata.persona of the task",
     )
     options: dict[str, Any] = option({}, "settings of the users given as package.module:Class")
 
@@ -351,7 +358,7 @@ class UserConfig(EndpointConfig):
 class AssistantConfig(EndpointConfig):
     """A model in place of the policy, only for `megatron-collab evaluate`."""
 
-    model: str | None = option(None, "LiteLLM model that `megatron-collab evaluate` evaluates in place of model.path")
+    model: str | None = option(None, "LiteLLM model that `megatron-collab evaluate` evaluates instead of model.path")
     temperature: float | None = option(
         1.0, "sampling temperature, unless a set of data.eval has its own; null: not sent", ge=0, le=10
     )
@@ -367,14 +374,14 @@ class BuildConfig:
     candidates: int = option(4, "replies that are compared at every turn", ge=1, le=1000)
     assistants: dict[str, Any] = option(
         {},
-        "who gives candidates, in turn, by names of yours: policy (model.path), a model, or settings of assistant; "
-        "none: model.path or assistant.model",
+        "models that write candidates, in turn, by names of your choice: policy (model.path), a model, or assistant "
+        "settings; empty: model.path or assistant.model",
     )
-    proactive: float = option(0.0, "share of the candidates, and of their futures, under build.prompt", ge=0, le=1)
-    prompt: str | None = option(None, "FILE.j2: system message of that share, not in the rows; none: collaborator.j2")
-    parquet: bool = mutable(False, "the rows are Parquet in place of JSON lines")
-    push_to_hub: str | None = mutable(None, "OWNER/NAME of the Hub to which the data set is uploaded in the end")
-    public: bool = mutable(False, "a data set that the upload makes is public; else private")
+    proactive: float = option(0.0, "share of the candidates, and of their futures, that get build.prompt", ge=0, le=1)
+    prompt: str | None = option(None, "FILE.j2: system message of that share, not in the rows; null: collaborator.j2")
+    parquet: bool = mutable(False, "write the rows as Parquet instead of JSONL")
+    push_to_hub: str | None = mutable(None, "OWNER/NAME on the Hub to upload the finished data set to")
+    public: bool = mutable(False, "create the uploaded data set as public; false: private")
 
 
 @dataclass
@@ -387,18 +394,22 @@ class RewardConfig:
     )
     mode_options: dict[str, Any] = option({}, "settings of a reward function given as package.module:Class")
     weights: dict[str, float] = mutable({}, "weight of each metric in the reward; 0: scored and shown only", ge=-MANY)
-    metrics: dict[str, dict[str, Any]] = option({}, "settings of a metric by its name, as metrics.accuracy.judge=true")
-    clamp: dict[str, float] = option({}, "largest absolute weighted part of a metric, in mr and single_turn", gt=0)
+    metrics: dict[str, dict[str, Any]] = option(
+        {}, "settings of a metric by its name, e.g. metrics.accuracy.judge=true"
+    )
+    clamp: dict[str, float] = option({}, "bound on the absolute weighted part of a metric, in mr and single_turn", gt=0)
     malformed: float | None = option(
-        -1.0, "reward of an empty, broken or cut turn, without futures; none: play on", ge=-MANY
+        -1.0, "reward of an empty, broken or cut turn, without futures; null: play futures", ge=-MANY
     )
     malformed_worst: bool = option(False, "a malformed turn gets at most the worst reward of its group")
-    turn_credit: str = option("equal", "futures=0: reward of a turn", choices=("last", "equal", "reward_to_go"))
-    turn_gamma: float = option(1.0, "reward_to_go: discount by turn", ge=0, le=1)
+    turn_credit: str = option(
+        "equal", "futures=0: how each turn is rewarded", choices=("last", "equal", "reward_to_go")
+    )
+    turn_gamma: float = option(1.0, "reward_to_go: discount per turn", ge=0, le=1)
     judge: EndpointConfig = field(default_factory=EndpointConfig)
     workers: int = mutable(1, "Ray RewardWorkers", ge=1, le=10_000)
-    concurrency: int = mutable(256, "scores of one metric that a RewardWorker makes at once", ge=1)
-    timeout: float = mutable(120.0, "seconds one score may take; with a judge reward.judge.deadline counts", gt=0)
+    concurrency: int = mutable(256, "scores of one metric that a RewardWorker computes at once", ge=1)
+    timeout: float = mutable(120.0, "seconds one score may take; with a judge, reward.judge.deadline applies", gt=0)
     max_missing: float = mutable(0.2, "share of scores that may be missing in a step before the run stops", ge=0, le=1)
 
 
@@ -406,24 +417,26 @@ class RewardConfig:
 class LlmConfig:
     """Limits, prices and recordings for all calls of users and judges together, over all nodes."""
 
-    requests_per_minute: int | None = mutable(None, "requests a minute; none: no limit", ge=1)
+    requests_per_minute: int | None = mutable(None, "requests per minute; null: no limit", ge=1)
     tokens_per_minute: int | None = mutable(
-        None, "tokens a minute, prompts and answers; none: no limit", ge=1, le=10**12
+        None, "tokens per minute, prompts and answers; null: no limit", ge=1, le=10**12
     )
     max_concurrent: int = mutable(256, "calls in flight at once", ge=1)
-    budget_usd: float | None = mutable(None, "what the run may spend in USD before it stops; none: no limit", gt=0)
+    budget_usd: float | None = mutable(None, "USD that the run may spend before it stops; null: no limit", gt=0)
     prices: dict[str, list[Any]] = mutable(
-        {}, "USD per million tokens of prompts and answers, as {openai/m: [2.5, 10]}; other models: LiteLLM's"
+        {}, "USD per million prompt and answer tokens, e.g. {openai/m: [2.5, 10]}; other models: LiteLLM's"
     )
-    cache: str | None = mutable(None, "folder of the judges' answers; none: llm_cache in run.dir")
+    cache: str | None = mutable(None, "cache folder of the judges' answers; null: llm_cache in run.dir")
     record: str | None = mutable(None, "folder to which all calls of users, judges and served models are recorded")
     replay: str | None = mutable(
-        None, "folder of recorded calls, which answer in place of the models: no network, no key, no cost"
+        None, "folder of recorded calls to replay instead of calling models: no network, no key, no cost"
     )
     replay_missing: str = mutable(
-        "error", "a call that is not recorded ends the run (error), or is made (live)", choices=("error", "live")
+        "error", "a call missing from the recording ends the run (error), or is made (live)", choices=("error", "live")
     )
-    replay_latency: float = mutable(0.0, "times the recorded seconds that a replayed call takes", ge=0, le=1000)
+    replay_latency: float = mutable(
+        0.0, "duration of a replayed call, as a multiple of the recorded one", ge=0, le=1000
+    )
 
     @property
     def offline(self) -> bool:
@@ -434,20 +447,20 @@ class LlmConfig:
 @dataclass
 class PublishConfig:
     transport: str = mutable("auto", "how weights reach the servers", choices=("auto", "memory", "network", "disk"))
-    verify: int = mutable(0, "servers prove by checksums what they hold, every so many publishes; 0: never", ge=0)
+    verify: int = mutable(0, "publishes between checks of the servers' weights by checksum; 0: never", ge=0)
 
 
 @dataclass
 class DataConfig:
-    world: str | None = option(None, "world that makes model and data: booking, gsm8k or package.module:Class")
+    world: str | None = option(None, "world that creates model and data: booking, gsm8k or package.module:Class")
     world_options: dict[str, Any] = option({}, "settings of a world given as package.module:Class")
-    dir: str | None = option(None, "folder in which the world is made")
+    dir: str | None = option(None, "folder in which the world is created")
     path: str | None = option(None, "source data of the world, if it needs any (gsm8k: folder with train.jsonl)")
     train: Any = option(MISSING, "tasks, conversations or pairs: file, folder, glob, name on the Hub, or a list")
-    eval: Any = mutable(None, "what is evaluated: a source as of data.train, or a list of sets [{source: …, name: …}]")
-    format: str = option("auto", "how rows are read; auto: by their columns", choices=FORMATS, extensible=True)
+    eval: Any = mutable(None, "evaluation data: a source as in data.train, or a list of sets [{source: …, name: …}]")
+    format: str = option("auto", "format of the rows; auto: by their columns", choices=FORMATS, extensible=True)
     format_options: dict[str, Any] = option({}, "settings of a reader given as package.module:Class")
-    prefixes: bool = option(False, "train on every prefix of a task that ends with the user, each prompt once")
+    prefixes: bool = option(False, "train on every prefix of a task that ends with a user message, each prompt once")
 
 
 @dataclass
@@ -462,10 +475,10 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     user: UserConfig = field(default_factory=UserConfig)
     users: dict[str, dict[str, Any]] = option(
-        {}, "users by names of yours: class, weight and settings of user; a task names one, or draws one by weight"
+        {}, "users by names of your choice: class, weight and user settings; a task names one, or draws one by weight"
     )
     servers: dict[str, dict[str, Any]] = option(
-        {}, "models beside the policy that the run serves, by names of yours; served/NAME is their name to LiteLLM"
+        {}, "further models that the run serves, by names of your choice; LiteLLM calls them served/NAME"
     )
     assistant: AssistantConfig = field(default_factory=AssistantConfig)
     build: BuildConfig = field(default_factory=BuildConfig)

@@ -42,7 +42,7 @@ def pairs_of_candidates(examples: Examples[Any]) -> Examples[Pair]:
     def read(row: tuple[Any, Any], number: int) -> Pair:
         extreme = best_and_worst[number]
         if extreme.scores[0] == extreme.scores[1]:
-            raise Unfit("whose candidates are not better and worse")
+            raise Unfit("whose candidates all have the same score")
         best, worst = (examples.read(side, row_number) for side, row_number in zip(row, extreme[:2], strict=True))
         return pair_of(best, worst, extreme.scores)
 

@@ -152,9 +152,7 @@ class ChatRenderer:
         for name, sampling in (("turn", rollout.turn), ("future", rollout.future)):
             if sampling.enable_thinking is not None:
                 self._check_used("enable_thinking", f"rollout.{name}.enable_thinking")
-            message = (
-                f"the tokenizer of {self.model_path} has no token {THOUGHT_END}, by which a thought is known to end"
-            )
+            message = f"the tokenizer of {self.model_path} has no token {THOUGHT_END}, which marks the end of a thought"
             budget = sampling.thinking_budget
             refusal = f"rollout.{name}.thinking_budget={budget}: {message}; remove it"
             require(budget is None or self.thought_end is not None, refusal)
@@ -205,14 +203,14 @@ class ChatRenderer:
         try:
             is_shown = self.system.strip() in self._render(self._with_system([Message("user", "x")]))
         except TemplateError as error:
-            raise self._unfit_error(f"takes no system message ({error}), and rollout.system_prompt is one") from error
+            raise self._unfit_error(f"rejects system messages ({error}), and rollout.system_prompt is one") from error
         if not is_shown:
-            raise self._unfit_error("does not show the policy rollout.system_prompt")
+            raise self._unfit_error("does not show rollout.system_prompt to the policy")
 
     def _check_arguments(self) -> None:
         for name in self.arguments:
             setting = f"model.chat_template_args.{name}"
-            require(name not in _RESERVED, f"{setting}: is set by each run itself; remove it")
+            require(name not in _RESERVED, f"{setting}: is set by the run itself; remove it")
             self._check_used(name, setting)
 
     def _check_used(self, name: str, setting: str) -> None:
@@ -224,7 +222,7 @@ class ChatRenderer:
     def _check_tools_shown(self) -> None:
         question = [Message("user", "x")]
         if self.tools and self._render(question) == self._render(question, tools=None):
-            raise self._unfit_error("does not tell the policy of rollout.tools")
+            raise self._unfit_error("does not show rollout.tools to the policy")
 
     def _unfit_error(self, fault: str) -> ValueError:
         return ValueError(f"{self._setting}={self.model_path}: its chat template {fault}; give one that appends turns")
@@ -265,7 +263,7 @@ def render_once(model_path: str, setting: str) -> None:
         try:
             _apply_template(tokenizer, [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}])
         except TemplateError as error:
-            raise ValueError(f"{setting}={model_path}: its chat template fails ({error}); mend it") from error
+            raise ValueError(f"{setting}={model_path}: its chat template fails ({error}); fix it") from error
 
 
 def _apply_template(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Mapping[str, Any]], **options: Any) -> str:

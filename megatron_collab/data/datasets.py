@@ -94,7 +94,7 @@ class SurveyedSources[Read]:
             users = self._config.users
             requested = [user[:-1] for user in result.users if user.endswith("?") and not self._config.user.name]
             for user in (user for user in requested if user not in users):
-                lines.append(f"{where}: rows wish for the user {user}, which users lacks{nearest(user, users)}")
+                lines.append(f"{where}: rows name the user {user}, which users lacks{nearest(user, users)}")
         return lines
 
     def settings(self, source: Any) -> Config:
@@ -222,11 +222,11 @@ class SupervisedData:
 def samples_of(renderer: ChatRenderer, example: Messages | Pair) -> tuple[Sample, ...]:
     """The samples of an example: one of a conversation, two of a pair, with a loss after the prompt that they share."""
     if isinstance(example, Pair):
-        return tuple(rendered(renderer, side, len(example.prompt)) for side in conversations(example))
-    return (rendered(renderer, example),)
+        return tuple(render_sample(renderer, side, len(example.prompt)) for side in conversations(example))
+    return (render_sample(renderer, example),)
 
 
-def rendered(renderer: ChatRenderer, messages: Sequence[Message], start: int = 0) -> Sample:
+def render_sample(renderer: ChatRenderer, messages: Sequence[Message], start: int = 0) -> Sample:
     """Token ids (int64) of a conversation, and a loss mask (float32): 1 on every assistant message from message `start`
     on, its end-of-turn token included.
 

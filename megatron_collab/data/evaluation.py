@@ -19,15 +19,15 @@ class EvaluationSet(Source):
 
     preferred: ClassVar[tuple[str, ...]] = ("validation", "test", "train")
 
-    name: str = option("", "part of the names of its metrics and files; empty: the last part of source")
-    tasks: int | None = option(None, "the first so many rows; none: train.eval_tasks", ge=1)
-    samples: int = option(1, "conversations about each task", ge=1)
-    temperature: float | None = option(None, "sampling temperature, 0: greedy; none: that of training", ge=0)
-    user: str | None = option(None, "user of every task, as user.name; none: that of training")
-    max_user_turns: int | None = option(None, "as in rollout; none: that of training", ge=1)
-    max_assistant_turns: int | None = option(None, "as in rollout; none: that of training", ge=1)
-    max_messages: int | None = option(None, "as in rollout; none: that of training", ge=2)
-    max_new_tokens: int | None = option(None, "token budget of every turn; none: those of training", ge=1)
+    name: str = option("", "its name in metrics and files; empty: the last part of source")
+    tasks: int | None = option(None, "number of rows, from the first; null: train.eval_tasks", ge=1)
+    samples: int = option(1, "conversations per task", ge=1)
+    temperature: float | None = option(None, "sampling temperature, 0: greedy; null: that of training", ge=0)
+    user: str | None = option(None, "user of every task, as user.name; null: that of training")
+    max_user_turns: int | None = option(None, "as in rollout; null: that of training", ge=1)
+    max_assistant_turns: int | None = option(None, "as in rollout; null: that of training", ge=1)
+    max_messages: int | None = option(None, "as in rollout; null: that of training", ge=2)
+    max_new_tokens: int | None = option(None, "token budget of every turn; null: those of training", ge=1)
 
     @property
     def digest(self) -> str:
@@ -53,7 +53,7 @@ def evaluation_sets(config: Config) -> tuple[EvaluationSet, ...]:
         setting = f"data.eval[{number}]" if isinstance(entries, list) else "data.eval"
         allowed = bool(_NAME.fullmatch(name)) or (not isinstance(entries, list) and not name)
         require(allowed, f"{setting}.name={name}: use letters, digits and - . _ only")
-        require(names.count(name) == 1, f"data.eval: two sets are called {name}; give each a name of its own")
+        require(names.count(name) == 1, f"data.eval: two sets are named {name}; rename one")
     limited = (replace(eval_set, tasks=eval_set.tasks or config.train.eval_tasks) for eval_set in sets)
     return tuple(eval_set for eval_set in limited if eval_set.tasks)
 

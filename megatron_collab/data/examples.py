@@ -84,7 +84,7 @@ class Examples(Sequence[_Read]):
             raise ValueError(f"{self.at(number)}: {error}") from error
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise ValueError(f"{self.at(number)}: is no row of the format {self.format} ({reason})") from error
+            raise ValueError(f"{self.at(number)}: is not a row of the format {self.format} ({reason})") from error
 
     def sort_keys(self, by: str) -> np.ndarray:
         """Integer keys that sort the rows by a column, descending for `-column`. Raises ConfigError."""

@@ -92,7 +92,7 @@ def recognize(name: str, columns: Collection[str], first: Row, use: Use, where: 
         # Reading its rows then names what they lack.
         return closest, f"it has {FORMATS[closest].columns[0]}"
     raise ValueError(
-        f"{where}: the columns {', '.join(columns)} are those of no known format of {use}s ({', '.join(known)}); set "
+        f"{where}: the columns {', '.join(columns)} match no known format of {use}s ({', '.join(known)}); set "
         "data.format to one of them or to a reader package.module:Class, or give other rows"
     )
 

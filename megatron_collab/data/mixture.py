@@ -61,7 +61,7 @@ class Mixture:
             for source, count in zip(sources, counts, strict=True)
         ]
         self._phases = self._phases_of(sources, per_step)
-        self._order = lru_cache(maxsize=16)(self._ordered)
+        self._order = lru_cache(maxsize=16)(self._epoch_order)
 
     def place(self, position: int, seed: int) -> Pick:
         """The row at `position`. The step of the position must not be empty."""
@@ -83,7 +83,7 @@ class Mixture:
         source, draw = interleaved(tuple(self._shares[number] for number in phase.active), begin, begin + _WINDOW)
         return phase.active[source[at - begin]], int(draw[at - begin])
 
-    def _ordered(self, source: int, seed: int, epoch: int) -> np.ndarray:
+    def _epoch_order(self, source: int, seed: int, epoch: int) -> np.ndarray:
         order = np.random.default_rng((seed, epoch, source) if source else (seed, epoch)).permutation(
             self._counts[source]
         )

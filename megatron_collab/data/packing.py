@@ -62,15 +62,15 @@ def misnamed(file: Path) -> str | None:
     if head and packed and (not compression or compression[1] != packed):
         return f"is not compressed as {packed} says; correct its name, or copy it again"
     if compression and not packed:
-        return f"is {compression[0]}, which its name does not say; call it {file.name}{compression[1]}"
+        return f"is {compression[0]}, which its name does not say; rename it to {file.name}{compression[1]}"
     if packed:
         return None
     other = next((description for magic, description in _OTHER.items() if head.startswith(magic)), None)
     if kind_of(file) in _TABLES:
         return None  # the readers of tables report the fault
     if other:
-        remedy = f"call it {file.stem}{other[1]}" if other[1] else "give the files in it, as JSONL, CSV or Parquet"
-        return f"is {other[0]}, and no text; {remedy}"
+        remedy = f"rename it to {file.stem}{other[1]}" if other[1] else "give the files in it, as JSONL, CSV or Parquet"
+        return f"is {other[0]}, not text; {remedy}"
     wide = next((name for magic, name in _WIDE.items() if head.startswith(magic)), None)
     halves = [half for half in (head[::2], head[1::2]) if half]
     if wide is None and len(head) > 3 and any(not any(half) for half in halves) and any(head):

@@ -77,11 +77,11 @@ def _decode(raw: bytes, number: int) -> str:
     try:
         line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        byte = f"its byte {error.start + 1}, {raw[error.start]:#04x}, is no UTF-8"
+        byte = f"its byte {error.start + 1}, {raw[error.start]:#04x}, is not UTF-8"
         remedy = "write the file in UTF-8; of a text in Latin-1, iconv -f LATIN1 -t UTF-8 makes it"
         raise Unreadable(f"{byte}; {remedy}", number) from error
     if "\0" in line:
-        raise Unreadable("holds NUL bytes, so the file is damaged or no text; write it again", number)
+        raise Unreadable("contains NUL bytes, so the file is damaged or not text; write it again", number)
     return line
 
 
@@ -112,7 +112,7 @@ def _document(lines: Iterable[str]) -> Iterator[ParsedRow]:
     except Unreadable:
         raise
     except ValueError as error:
-        raise Unreadable(f"is no JSON ({error}); {CUT}") from error
+        raise Unreadable(f"is not JSON ({error}); {CUT}") from error
     for number, row in enumerate(document if isinstance(document, list) else [document], 1):
         try:
             text = json.dumps(row, ensure_ascii=False)
@@ -149,9 +149,9 @@ def _row(text: str, number: int) -> Mapping[str, Any]:
         raise Unreadable(str(error), number) from error
     except json.JSONDecodeError as error:
         reason = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
-        raise Unreadable(f"is no JSON ({reason}); correct the line, or remove it", number) from error
+        raise Unreadable(f"is not JSON ({reason}); correct the line, or remove it", number) from error
     except ValueError as error:  # a number of more than 4,300 digits
-        raise Unreadable(f"is no JSON that can be read ({error}); correct the line, or remove it", number) from error
+        raise Unreadable(f"is not readable JSON ({error}); correct the line, or remove it", number) from error
     _check(row, text, number, escaped=True)
     checked: Mapping[str, Any] = row
     return checked
@@ -160,7 +160,7 @@ def _row(text: str, number: int) -> Mapping[str, Any]:
 def _check(row: Any, text: str, number: int, escaped: bool) -> None:
     """Raises Unreadable if the row is no object, is nested too deep, or holds half a surrogate pair."""
     if not isinstance(row, dict):
-        raise Unreadable(f"is {_KINDS[type(row)]}, and no JSON object; give an object with the columns", number)
+        raise Unreadable(f"is {_KINDS[type(row)]}, not a JSON object; give an object with the columns", number)
     if text.count("[") + text.count("{") > DEPTH and too_deep(row):
         raise _too_deep(number)
     if not escaped or "\\ud" in text or "\\uD" in text:
@@ -196,7 +196,7 @@ def json_in(text: str, otherwise: Any) -> Any:
     except ValueError:
         return otherwise
     if deep:
-        raise ValueError(f"holds JSON of more than {DEPTH} lists and objects in each other; flatten it")
+        raise ValueError(f"nests lists and objects more than {DEPTH} deep; flatten it")
     return value
 
 

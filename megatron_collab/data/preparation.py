@@ -11,7 +11,7 @@ from typing import Any
 from megatron_collab.config import DataConfig
 from megatron_collab.data.candidates import extremes, pair_of
 from megatron_collab.data.chat_template import ChatRenderer
-from megatron_collab.data.datasets import conversation_row, pair_row, rendered, task_row
+from megatron_collab.data.datasets import conversation_row, pair_row, render_sample, task_row
 from megatron_collab.data.examples import Examples, load_conversations, load_pairs, load_tasks
 from megatron_collab.data.formats import FORMATS
 from megatron_collab.data.pairs import Pair, conversations
@@ -68,7 +68,7 @@ class Preparation:
 
     def __iter__(self) -> Iterator[PreparedRow]:
         self.dropped = Counter()
-        rows = {"rl": self._tasks, "opened": self._unopened, "sft": self._conversations, "dpo": self._pairs}
+        rows = {"rl": self._tasks, "opened": self._unopened_rows, "sft": self._conversations, "dpo": self._pairs}
         return rows[self._to]()
 
     def _tasks(self) -> Iterator[PreparedRow]:
@@ -82,7 +82,7 @@ class Preparation:
                 elif prompt.unopened or self._fits(prompt.messages):
                     yield PreparedRow(_group(prompt.messages, prompt), task_row(prompt))
 
-    def _unopened(self) -> Iterator[PreparedRow]:
+    def _unopened_rows(self) -> Iterator[PreparedRow]:
         goals = set[tuple[str, str]]()
         for number, row in self.examples.numbered():
             task: Task | None = self._read(row, number)
@@ -107,7 +107,7 @@ class Preparation:
                     yield PreparedRow(_group(conversation), conversation_row(conversation))
 
     def _pairs(self) -> Iterator[PreparedRow]:
-        for pair in self._of_candidates() if self._format.pair is None else self._as_published():
+        for pair in self._candidate_pairs() if self._format.pair is None else self._published_pairs():
             if pair.scores and pair.scores[0] - pair.scores[1] < self._gap:
                 self.dropped[f"pairs whose scores differ by less than {self._gap:g}"] += 1
                 continue
@@ -115,12 +115,12 @@ class Preparation:
             if self._fits(*conversations(full_pair)):
                 yield PreparedRow(_group(full_pair.prompt), pair_row(full_pair))
 
-    def _as_published(self) -> Iterator[Pair]:
+    def _published_pairs(self) -> Iterator[Pair]:
         for number, row in self.examples.numbered():
             if pair := self._read(row, number):
                 yield pair
 
-    def _of_candidates(self) -> Iterator[Pair]:
+    def _candidate_pairs(self) -> Iterator[Pair]:
         for extreme in extremes(self.examples):
             if extreme.best == extreme.worst:
                 self.dropped["turns with one candidate"] += 1
@@ -150,7 +150,7 @@ class Preparation:
         for messages in conversations if renderer else ():
             assert renderer
             prompt = messages[-1].role == "user"
-            tokens = renderer.first(messages) if prompt else rendered(renderer, messages).token_ids
+            tokens = renderer.first(messages) if prompt else render_sample(renderer, messages).token_ids
             fits = fits and len(tokens) <= self._longest
         unit = "prefixes of conversations" if self._to == "rl" else "rows"
         self.dropped[f"{unit} of more than {self._longest} tokens"] += not fits

@@ -33,7 +33,7 @@ class Candidate(NamedTuple):
 def messages_of(value: Any, column: str, roles: Collection[str] = ROLES) -> Messages:
     """The messages {role, content} of a row."""
     if not value:
-        alternative = ", or [] where the user opens the conversation" if column == "prompt" else ""
+        alternative = ", or [] if the user opens the conversation" if column == "prompt" else ""
         raise ValueError(f"no {column}; give a list of messages {{role, content}}{alternative}")
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise ValueError(f"{column} is not a list of messages {{role, content}}")
@@ -59,7 +59,7 @@ def checked_task(task: Any) -> Task:
     if last != "user":
         raise ValueError(f"the prompt ends with a message of the {last}; its last message must be the user's")
     if "system" in roles[1:]:
-        raise ValueError("the prompt has a system message behind its first message; put it first")
+        raise ValueError("the prompt has a system message after its first message; put it first")
     if repeated := next((role for role, following in pairwise(roles) if role == following), None):
         raise ValueError(f"the prompt has two messages of the {repeated} in a row; join them")
     return task

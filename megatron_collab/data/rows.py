@@ -176,7 +176,7 @@ def _declared_patterns(folder: Path, source: Source, where: str) -> dict[str, li
     defaults = [name for name, config in subsets.items() if config.get("default") or name == "default"]
     subset = source.subset or next(iter(defaults or subsets))
     example = f"'{{source: {source.source}, subset: {next(iter(subsets))}}}'"
-    message = f"{where}: has the subsets {', '.join(subsets)}; choose one, as {example}"
+    message = f"{where}: has the subsets {', '.join(subsets)}; choose one, e.g. {example}"
     require(source.subset is not None or bool(defaults) or len(subsets) == 1, message)
     require(subset in subsets, f"{where}: no subset {subset}{nearest(subset, subsets)}; there are {', '.join(subsets)}")
     patterns = sanitize_patterns(subsets[subset]["data_files"])
@@ -221,7 +221,7 @@ def _saved_files(folder: Path, source: Source, where: str) -> dict[str, list[str
         require("+" not in (source.split or ""), message)
         return {source.split or "train": _arrow_files(folder)}  # under whatever name it was saved
     except (KeyError, TypeError, JSONDecodeError, FileNotFoundError) as error:
-        message = f"what save_to_disk wrote there is not whole ({type(error).__name__}: {error}); save it again"
+        message = f"the folder written by save_to_disk is incomplete ({type(error).__name__}: {error}); save it again"
         raise ValueError(f"{where}: {message}") from error
 
 
@@ -235,7 +235,7 @@ def _choose_splits(splits: Iterable[str], source: Source, where: str) -> list[st
     names = [str(split) for split in splits]
     preferred = [split for split in source.preferred if split in names]
     example = f"'{{source: {source.source}, split: {'+'.join(names[:2])}}}'"
-    message = f"{where}: has the splits {', '.join(names)}; choose one or several, as {example}"
+    message = f"{where}: has the splits {', '.join(names)}; choose one or several, e.g. {example}"
     require(bool(source.split or preferred or len(names) == 1), message)
     if source.split == ALL and ALL not in names:
         return names

@@ -24,10 +24,10 @@ class Source:
     preferred: ClassVar[tuple[str, ...]] = ("train",)
 
     source: str = option("", "file, folder, glob, or OWNER/NAME[@REVISION] of the Hub")
-    name: str | None = option(None, "what it is called; none: the last part of source")
+    name: str | None = option(None, "name of the source; null: the last part of source")
     subset: str | None = option(None, "subset (configuration) of a data set with several")
     split: str | None = option(
-        None, "split, or parts of some, as train[:90%]+test; all: every one; none: the usual one"
+        None, "split, or parts of several, e.g. train[:90%]+test; all: every split; null: the usual one"
     )
 
     @property
@@ -41,11 +41,11 @@ class Source:
 class TrainingSource(Source):
     """One of the sources of data.train, mixed with the others (data/mixture.py)."""
 
-    weight: float = option(1.0, "its share of the rows that are taken, in relation to the others'", gt=0)
-    epochs: float | None = option(None, "in place of weight: how often its rows are taken while the others' are", gt=0)
+    weight: float = option(1.0, "share of its rows in training, relative to other sources", gt=0)
+    epochs: float | None = option(None, "instead of weight: passes over its rows, relative to other sources", gt=0)
     from_step: int = option(0, "first step that takes rows from it", ge=0)
-    until_step: int | None = option(None, "first step that takes none any more; none: to the end", ge=1)
-    sort_by: str | None = option(None, "column by which an epoch is sorted, as -level; none: shuffled")
+    until_step: int | None = option(None, "first step that no longer takes rows from it; null: never", ge=1)
+    sort_by: str | None = option(None, "column to sort an epoch by, e.g. -level; null: shuffled")
 
     def __post_init__(self) -> None:
         if self.until_step is not None and self.from_step >= self.until_step:
@@ -101,10 +101,10 @@ def parse_sources(text: str, setting: str, kinds: Sequence[type[Source]] = (Sour
     return [replace(source, source=hub.resolve(source.source, setting, "dataset")) for source in parsed]
 
 
-def pinned(value: Any, setting: str, run_dir: Path) -> Any:
+def pin_sources(value: Any, setting: str, run_dir: Path) -> Any:
     """`value`, in the form that `sources` takes, with Hub names pinned to the run's commits. Raises ConfigError."""
     if isinstance(value, list):
-        return [pinned(entry, setting, run_dir) for entry in value]
+        return [pin_sources(entry, setting, run_dir) for entry in value]
     if isinstance(value, Mapping):
         return {**value, "source": hub.pin(str(value.get("source", "")), setting, run_dir, "dataset")}
     return hub.pin(str(value), setting, run_dir, "dataset")

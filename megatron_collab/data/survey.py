@@ -79,10 +79,10 @@ def survey(
         try:
             example = examples.read(row, number)
             if chosen is not None and number not in chosen:
-                raise Unfit("in place of which another candidate is taken")
+                raise Unfit("replaced by another candidate")
             if at_most(example) > longest and _token_count(example, tokens, examples.at, number) > longest:
                 raise Unfit(f"of more than {longest} tokens")
-            task_lacks = _lacking(example, requirements, examples.at, number) if isinstance(example, Task) else {}
+            task_lacks = _missing_parts(example, requirements, examples.at, number) if isinstance(example, Task) else {}
         except Unfit as reason:
             left_out.append(number)
             dropped[str(reason)] += 1
@@ -124,10 +124,10 @@ class _TaskIds:
         name = textwrap.shorten(repr(examples.read(examples.rows[number], number).id), 60, placeholder=" …")
         rows = (examples.at(at).rpartition(" ")[2] for at in (number, before))
         place = "row {} that of row {}".format(*rows)
-        return f"ids that several rows have: {len(repeats)} have that of an earlier one, the first is {place} ({name})"
+        return f"repeated ids: {len(repeats)} rows have the id of an earlier one, the first is {place} ({name})"
 
 
-def _lacking(task: Task, requirements: TaskRequirements, at: Callable[[int], str], number: int) -> dict[str, str]:
+def _missing_parts(task: Task, requirements: TaskRequirements, at: Callable[[int], str], number: int) -> dict[str, str]:
     """What a task lacks, by setting. Raises ValueError if the check refuses the task."""
     try:
         requirements.check(task)
@@ -143,7 +143,7 @@ def _token_count(example: Any, tokens: Callable[[Any], int], at: Callable[[int],
     except ValueError as error:  # the template does not write tool calls
         raise ValueError(f"{at(number)}: {error}") from error
     except (TemplateError, ArithmeticError, LookupError, RecursionError, TypeError) as error:
-        raise ValueError(f"{at(number)}: the chat template of model.path refuses it: {error}") from error
+        raise ValueError(f"{at(number)}: the chat template of model.path rejects it: {error}") from error
 
 
 def first_of_prompts(candidates: Sequence[tuple[int, Candidate, str]]) -> set[int]:

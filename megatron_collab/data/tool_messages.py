@@ -95,7 +95,7 @@ def _call(call: Any) -> ToolCall:
     function = call.get("function", call) if isinstance(call, Mapping) else {}
     name, arguments = function.get("name"), _from_json(function.get("arguments") or {}, "arguments")
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
-        raise ValueError("tool_calls has a call without a name or with other arguments than an object")
+        raise ValueError("tool_calls has a call without a name, or whose arguments are not an object")
     return ToolCall(name, _non_null(arguments))
 
 
@@ -103,7 +103,7 @@ def _from_json(value: Any, column: str) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise ValueError(f"{column} is no JSON: {error}") from error
+        raise ValueError(f"{column} is not JSON: {error}") from error
 
 
 def _non_null(tree: Any) -> Any:

@@ -92,7 +92,7 @@ def check_goal(goal: str) -> None:
     except (ValueError, RecursionError):
         known = None
     if not isinstance(known, dict) or not all(isinstance(known.get(slot), str) for slot in SLOTS):
-        raise ValueError(f"the goal is no JSON object of texts {{{', '.join(SLOTS)}}}; write it so")
+        raise ValueError(f"the goal must be a JSON object with strings for {', '.join(SLOTS)}")
 
 
 def tasks(seed: int, n: int, *, held_out: bool = False) -> list[Task]:

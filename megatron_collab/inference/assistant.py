@@ -132,7 +132,7 @@ class LlmAssistant:
         return messages if complete else [Message("system", self.system), *messages]
 
     async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
-        raise EngineError("an assistant behind LiteLLM calls no tools")
+        raise EngineError("an assistant behind LiteLLM cannot call tools")
 
     def use(self, servers: Collection[int]) -> None:
         """Does nothing: it does not use the run's servers."""

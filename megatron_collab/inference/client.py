@@ -125,7 +125,7 @@ class SGLangClient:
         try:
             calls = [(call["name"], json.loads(call["parameters"])) for call in answer["calls"]]
         except ValueError as error:
-            raise UnreadableCall(f"arguments that are no JSON: {error}") from error
+            raise UnreadableCall(f"arguments are not valid JSON: {error}") from error
         # Arguments that are not a JSON object become a single argument, which no tool accepts.
         return [ToolCall(name, value if isinstance(value, dict) else {"arguments": value}) for name, value in calls]
 
@@ -226,5 +226,5 @@ def _routing(meta: Mapping[str, Any], tokens: int) -> np.ndarray:
     """
     experts = np.frombuffer(base64.b64decode(meta.get("routed_experts") or ""), np.int32)
     if not len(experts) or len(experts) % tokens:
-        raise EngineError(f"rollout.routing_replay: {len(experts)} experts of {tokens} tokens; SGLang must give all")
+        raise EngineError(f"rollout.routing_replay: {len(experts)} experts for {tokens} tokens; SGLang must return all")
     return experts.reshape(tokens, -1).astype(np.min_scalar_type(experts.max()))

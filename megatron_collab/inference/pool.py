@@ -51,8 +51,8 @@ class ServerPool:
             server.wait_healthy(self.options.start_timeout)
             sizes.append(server.cache_tokens())
             if sizes[-1] < 0.99 * expected:  # sizes are rounded to pages
-                shortfall = f"has a KV cache of {sizes[-1]} tokens, not of {self._setting}={expected}"
-                print(f"engine: {self._name(server)} {shortfall}: its GPU has no more memory", flush=True)
+                shortfall = f"has a KV cache of {sizes[-1]} tokens instead of {self._setting}={expected}"
+                print(f"engine: {self._name(server)} {shortfall}: its GPU is out of memory", flush=True)
         if sizes:
             size = f"have a KV cache of at least {min(sizes)} tokens each"
             print(f"engine: SGLang servers{self._suffix} {size}", flush=True)
@@ -114,14 +114,14 @@ class ServerPool:
         Raises ServerError if a server has also failed after STARTS restarts in a row.
         """
 
-        def up() -> bool:
+        def has_server() -> bool:
             self.present()
             self._call_all(methodcaller("resume", "weights"), self.lost)
             if self._fatal:
                 raise ServerError(self._fatal)
             return bool(self._present)
 
-        return wait_for(up, seconds)
+        return wait_for(has_server, seconds)
 
     def serve(self) -> None:
         """After a weight sync: let the workers use all present servers, even those that a worker could not reach."""
@@ -137,12 +137,12 @@ class ServerPool:
     def wake(self) -> None:
         """Let present servers that keep their own weights allocate all their memory and generate again."""
 
-        def go_on(server: SGLangServer) -> None:
+        def resume_sampling(server: SGLangServer) -> None:
             if server.released:
                 server.resume("kv_cache")
                 server.ask("/continue_generation", {})
 
-        self._call_all(go_on, self.lost)
+        self._call_all(resume_sampling, self.lost)
 
     def sleep(self) -> None:
         """After a phase: let present colocated servers release their memory."""
@@ -153,13 +153,13 @@ class ServerPool:
     def asleep(self, seconds: float) -> bool:
         """After `sleep`: whether, within about `seconds`, no colocated server is starting, which would take memory."""
 
-        def none_starts() -> bool:
+        def none_restarting() -> bool:
             if self._deadlines:
                 self.present()
                 self._release()
             return not self._deadlines
 
-        return not self.options.colocated or wait_for(none_starts, seconds)
+        return not self.options.colocated or wait_for(none_restarting, seconds)
 
     def give_up(self) -> None:
         """The run ends: colocated servers release their memory so that the trainer can save, or else are stopped."""
@@ -193,10 +193,10 @@ class ServerPool:
         self._deadlines.pop(server.index, None)
         name = self._name(server)
         if self._failures[server.index] > STARTS:
-            self._fatal = f"{name} failed after {STARTS} new starts too: {reason}; {server.log_end()}"
+            self._fatal = f"{name} still fails after {STARTS} restarts: {reason}; {server.log_end()}"
             server.stop()
             return
-        print(f"engine: {name} is left out and started again: {reason}", flush=True)
+        print(f"engine: {name} is taken out of use and restarted: {reason}", flush=True)
         server.restart()
         self._deadlines[server.index] = time.monotonic() + self.options.start_timeout
 

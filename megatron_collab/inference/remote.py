@@ -77,7 +77,7 @@ class RemoteProcess:
         # Otherwise a machine without a driver would use its CPU while the others use GPUs.
         launch = replace(config.launch, device=device.select(config.launch.device).type)
         self._arguments = replace(config, launch=launch), log.resolve(), index, api_key
-        self._no_node = f"no node of the Ray cluster is on {address}, the address of its machine"
+        self._no_node = f"no node of the Ray cluster has the server's address {address}"
         self._url = ""
         self.start(part)
 

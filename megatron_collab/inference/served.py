@@ -26,7 +26,7 @@ def server_entries(config: Config) -> dict[str, ServedConfig]:
     for name, settings in config.servers.items():
         group = f"servers.{name}"
         require(re.fullmatch(r"[\w-]+", name) is not None, f"{group}: name it with letters, digits, - and _")
-        require(isinstance(settings, dict), f"{group}={settings}: give settings, as {{model: PATH}}")
+        require(isinstance(settings, dict), f"{group}={settings}: give settings such as {{model: PATH}}")
         models[name] = build(ServedConfig, settings, f"{group}.")
         message = f"{group}.model: not set; give a Hugging Face folder, or OWNER/NAME[@REVISION] of the Hub"
         require(bool(models[name].model), message)
@@ -67,7 +67,7 @@ def _model_settings(path: str) -> dict[str, Any] | None:
         settings = json.loads(file.read_text()) if file.is_file() else None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: config.json cannot be read as JSON ({error}); give another model") from error
-    message = f"{path}: config.json holds no settings of a model; give another model"
+    message = f"{path}: config.json does not describe a model; give another model"
     require(settings is None or isinstance(settings, dict), message)
     return settings
 
@@ -84,7 +84,7 @@ def score_fault(path: str) -> str | None:
         out = "give the folder of a Hugging Face model, or OWNER/NAME of the Hub"
         return None if hub.parse(path) else f"{path}: no config.json there; {out}"
     if not kind.endswith(_SCORES):
-        return f"{path}: architecture {kind} gives no score; give a ForSequenceClassification or ForRewardModel"
+        return f"{path}: architecture {kind} has no score; give a ForSequenceClassification or ForRewardModel"
     if kind.endswith("ForRewardModel"):
         return None
     settings = _model_settings(path) or {}

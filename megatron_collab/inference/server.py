@@ -257,7 +257,7 @@ class SGLangServer:
 
     def log_end(self) -> str:
         if not self.log.is_file():
-            return f"there is no {self.log}"
+            return f"no log at {self.log}"
         lines = redact(self.log.read_text(errors="replace")).splitlines()[-15:]
         return "\n  ".join([f"the end of {self.log}:", *lines])
 
@@ -356,7 +356,7 @@ def refusal(config: Config, serves: Serves = Serves.POLICY) -> str | None:
     if process.returncode == 0:
         return json.loads(process.stdout.splitlines()[-1])
     lines = redact(process.stderr).strip().splitlines()[-1:] or [f"it ended with code {process.returncode}"]
-    return f": SGLang cannot be asked: {lines[0]}"
+    return f": SGLang failed to check them: {lines[0]}"
 
 
 def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:

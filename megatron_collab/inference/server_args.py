@@ -93,11 +93,11 @@ def conflict(arguments: Mapping[str, Any], group: str, on_cpu: bool, model: str 
                 owner = setting.replace("GROUP", group).replace("MODEL", model or "model.path")
                 return f"{prefix}{owner} decides it; set that"
         if _among(name, _OF_THE_RUN):
-            return f"{prefix}the run relies on its own way of starting and asking servers; {remove}"
+            return f"{prefix}the run starts and queries servers in its own way; {remove}"
         if not model and _among(name, _OF_THE_WEIGHTS):
-            return f"{prefix}the weight sync knows no servers with other or otherwise placed parameters; {remove}"
+            return f"{prefix}the weight sync does not support other parameters or placements; {remove}"
         if not model and _among(name, _OF_THE_SAMPLES):
-            return f"{prefix}rollout.turn and rollout.future decide what is sampled from; set these"
+            return f"{prefix}rollout.turn and rollout.future decide the sampling; set these"
         if on_cpu and _among(name, _OF_CPU):
             return f"{prefix}launch.device=cpu decides it; {remove}"
     return None
@@ -119,7 +119,7 @@ def fault(arguments: Mapping[str, Any], command: Sequence[str]) -> str | None:
             names = re.findall(r"--([\w-]+)", parser.format_help())
             return f".{name}: SGLang has no such argument{nearest(name, names)}"
         if value is False and _takes(parser, command, f"--no-{name}"):
-            return f".{name}=false: is left out; set no-{name}: true"
+            return f".{name}=false: is not passed on; set no-{name}: true"
     try:
         parser.parse_args(command)
     except ArgumentError as error:
@@ -131,7 +131,7 @@ def fault(arguments: Mapping[str, Any], command: Sequence[str]) -> str | None:
         server_args.resolve_once()
         server_args.check_server_args()
     except Exception as error:  # SGLang raises anything for incompatible settings
-        return f": SGLang refuses them: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        return f": SGLang rejects them: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
     return None
 
 

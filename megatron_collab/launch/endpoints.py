@@ -14,8 +14,8 @@ from megatron_collab.llm import endpoint as endpoints
 from megatron_collab.llm.price import Prices
 from megatron_collab.llm.recording import SUFFIX, Recording
 from megatron_collab.llm.tape import run_name
-from megatron_collab.rollout import asked_models
-from megatron_collab.rollout.asked_models import NamedEndpoint
+from megatron_collab.rollout import llm_endpoints
+from megatron_collab.rollout.llm_endpoints import NamedEndpoint
 from megatron_collab.rollout.users.named import user_settings
 from megatron_collab.runtime.process import global_rank
 
@@ -26,18 +26,18 @@ def check_settings(config: Config) -> None:
     for name in ("replay_missing", "replay_latency"):
         message = f"<llm.{name}>: nothing is replayed; set llm.replay, or remove it"
         require(bool(llm.replay) or getattr(llm, name) == getattr(LlmConfig, name), message, config)
-    message = f"llm.record={llm.record}: is the recording that llm.replay answers from; choose another folder"
+    message = f"llm.record={llm.record}: is also llm.replay; choose another folder"
     same = llm.record and llm.replay and Path(llm.record).resolve() == Path(llm.replay).resolve()
     require(not same, message)
     for group, endpoint in {
         **user_settings(config),
         "reward.judge": config.reward.judge,
-        **{assistant.group: assistant.endpoint for assistant in asked_models.assistant_endpoints(config)},
+        **{assistant.group: assistant.endpoint for assistant in llm_endpoints.assistant_endpoints(config)},
         "assistant": config.assistant,
     }.items():
         endpoints.check_settings(endpoint, group, in_use=not llm.offline)
     for model, prices in llm.prices.items():
-        message = f"llm.prices.{model}={prices}: give USD per million tokens of prompts and of answers, as [2.5, 10]"
+        message = f"llm.prices.{model}={prices}: give USD per million tokens of prompts and of answers, e.g. [2.5, 10]"
         numbers = [usd for usd in prices if isinstance(usd, int | float) and 0 <= usd < math.inf]
         require(len(prices) == len(numbers) == 2, message)
 
@@ -69,7 +69,7 @@ def check_served(config: Config, language_models: Sequence[NamedEndpoint]) -> No
         require(name in config.servers, f"{label}: servers has no {name}; {out}")
         path = served.server_entries(config)[name].model
         require(
-            served.gives_text(path), f"{label}: servers.{name}.model={path} gives scores and no text; choose another"
+            served.gives_text(path), f"{label}: servers.{name}.model={path} outputs scores, not text; choose another"
         )
 
 
@@ -88,11 +88,11 @@ def check_prices(config: Config, language_models: Sequence[NamedEndpoint]) -> li
         model = str(language_model.endpoint.model)
         if endpoints.served_by_run(model) or prices.known(model):
             continue
-        message = f"no price of {language_model.setting}={model} is known"
+        message = f"the price of {language_model.setting}={model} is unknown"
         out = f"set llm.prices='{{{model}: [INPUT, OUTPUT]}}' to its USD per million tokens (0 if it is free)"
         if llm.budget_usd is not None:
             raise ConfigError(f"llm.budget_usd={llm.budget_usd:g}: {message}; {out}, or llm.budget_usd=null")
-        lines.append(f"{message}, so what its calls cost is not; {out}")
+        lines.append(f"{message}, and so is the cost of its calls; {out}")
     return lines
 
 

@@ -30,7 +30,7 @@ from megatron_collab.launch import endpoints, models, prepare, servers, validate
 from megatron_collab.llm.endpoint import token_budget
 from megatron_collab.models import parallel_layout
 from megatron_collab.observability import evaluations, records
-from megatron_collab.rollout import asked_models
+from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.tools import toolbox
 from megatron_collab.runtime import device, gpu_environment, hub, network
 from megatron_collab.runtime.process import RunStopped
@@ -96,20 +96,20 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}, builds: boo
         publish=PublishConfig(),
         servers={name: {**asdict(model), "colocated": False} for name, model in served.server_entries(config).items()},
     )
-    require(config.data.eval is not None, "data.eval: not set; give the tasks that are evaluated")
+    require(config.data.eval is not None, "data.eval: not set; give the tasks to evaluate")
     if builds:
         check_building(config)
     require(bool(evaluation_sets(config)), "train.eval_tasks=0: nothing is evaluated; set it to 1 or more")
-    for language_model in asked_models.assistant_endpoints(config)[:1]:
+    for language_model in llm_endpoints.assistant_endpoints(config)[:1]:
         out = "remove rollout.tools and rollout.mcp_servers, or evaluate model.path"
-        message = f"{language_model.setting}={language_model.endpoint.model}: calls no tools yet; {out}"
+        message = f"{language_model.setting}={language_model.endpoint.model}: cannot call tools yet; {out}"
         require(not (config.rollout.tools or config.rollout.mcp_servers), message)
     validate.check_settings(config)
     gpu_environment.enter(config)
     validate.check_files_of_users(config)
     for eval_set in evaluation_sets(config) if assistant.model and assistant.temperature is None else ():
         message = f"{eval_set.setting}: temperature={eval_set.temperature}"
-        out = "and assistant.temperature=null sends none; remove one"
+        out = "but assistant.temperature=null sends none; remove one"
         require(eval_set.temperature is None, f"{message}, {out}")
     if assistant.model and assistant.temperature is not None:  # may be 0 (greedy), unlike that of a policy that learns
         config.rollout.turn.temperature = config.rollout.future.temperature = assistant.temperature
@@ -124,7 +124,7 @@ def _resolve_assistants(config: Config) -> None:
     by_name = assistants.assistant_configs(config)
     if not by_name:
         return
-    message = f"assistant.model={config.assistant.model}: build.assistants say who plays; give it as one of them"
+    message = f"assistant.model={config.assistant.model}: not used with build.assistants; add it to them"
     require(config.assistant.model is None, message)
     config.build.assistants = assistants.with_all_settings(by_name)
     if all(by_name.values()):
@@ -134,14 +134,14 @@ def _resolve_assistants(config: Config) -> None:
 def check_building(config: Config) -> None:
     """Raises ConfigError if conversations cannot be built with these settings."""
     rollout = config.rollout
-    require(rollout.max_messages is not None, "rollout.max_messages: not set; say how long conversations may be, as 14")
-    require(rollout.futures > 0, "rollout.futures=0: the user's next message is that of a future; set 1 or more")
-    message = "plays no futures, of which one has the user's next message; choose another"
+    require(rollout.max_messages is not None, "rollout.max_messages: not set; give the longest conversation, e.g. 14")
+    require(rollout.futures > 0, "rollout.futures=0: the user's next message comes from a future; set 1 or more")
+    message = "plays no futures, which supply the user's next message; choose another"
     require(config.reward.mode != "single_turn", f"reward.mode=single_turn: {message}")
-    require(bool(config.reward.weights), "reward.weights: not set; give the metrics by which a candidate is the best")
+    require(bool(config.reward.weights), "reward.weights: not set; give the metrics that rank the candidates")
     for eval_set in evaluation_sets(config):
         for name in _SET_OPTIONS:
-            message = "conversations are built under the settings of rollout and user; set those"
+            message = "conversations are built with the settings of rollout and user; set those"
             require(getattr(eval_set, name) == getattr(EvaluationSet, name), f"{eval_set.setting}.{name}: {message}")
     if config.build.push_to_hub is not None:
         hub.check_upload(config.build.push_to_hub, "build.push_to_hub")
@@ -154,14 +154,14 @@ def pin(config: Config, module: str = "megatron_collab.evaluate") -> None:
     """
     run_dir = Path(config.run.dir)
     prepare.check_nodes(config, module)
-    message = "holds a run that trains; give the evaluation a run.dir of its own"
+    message = "contains a training run; give the evaluation another run.dir"
     require(not (run_dir / "metrics.jsonl").exists(), f"run.dir={run_dir}: {message}")
     try:
         environments.prepare(config)
     except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     sources.check_exists(config.data.eval, "data.eval", EvaluationSet)
-    config.data.eval = sources.pinned(config.data.eval, "data.eval", run_dir)
+    config.data.eval = sources.pin_sources(config.data.eval, "data.eval", run_dir)
     prepare.fetch_served_models(config)
     model_path = Path(config.model.path)
     run = storage.run_of(model_path)
@@ -208,12 +208,12 @@ def prepared(config: Config) -> tuple[Config, int]:
         raise ConfigError(" ".join(str(error).split())) from error
     if checkpoint is None:
         return serving, 0
-    converted = _converted(config, checkpoint, folder)
+    converted = _convert(config, checkpoint, folder)
     saved = storage.read_state(checkpoint) or {}
     return replace(serving, model=replace(config.model, path=str(converted))), int(saved.get("step", 0))
 
 
-def done(config: Config) -> bool:
+def is_done(config: Config) -> bool:
     """Whether every set is evaluated already. Raises ConfigError if run.dir has an evaluation with other settings."""
     prepare.check_same_run(config)
     folder = Path(config.run.dir)
@@ -223,8 +223,8 @@ def done(config: Config) -> bool:
     before = replace(config.data, eval=(read_settings(folder) or {"data": {"eval": None}})["data"]["eval"])
     known = {eval_set.name: eval_set for eval_set in evaluation_sets(replace(config, data=before))}
     for eval_set in evaluation_sets(config):
-        message = f"{eval_set.setting}: run.dir={folder} holds it with other settings"
-        out = "give it another name, or another run.dir"
+        message = f"{eval_set.setting}: run.dir={folder} has this set with other settings"
+        out = "rename the set, or choose another run.dir"
         require(known.get(eval_set.name, eval_set) == eval_set, f"{message}; {out}")
     names = {evaluations.name_of(eval_set.name, evaluations.MODEL) for eval_set in evaluation_sets(config)}
     return names <= recorded.keys() and records.finished(folder)
@@ -252,10 +252,10 @@ def _model(config: Config) -> tuple[Path, Path | None]:
     checkpoint = _checkpoint(path)
     run = checkpoint.parent.parent
     settings = read_settings(run)
-    message = f"model.path={path}: {run} has no {SETTINGS}, which names the model it started from"
+    message = f"model.path={path}: {run} has no {SETTINGS}, which names its initial model"
     require(settings is not None, message)
     source = hub.folder((settings or {})["model"]["path"])
-    message = f"model.path={path}: its run started from {source}, which is not there any more; put it back"
+    message = f"model.path={path}: its run started from {source}, which no longer exists; restore it"
     require((source / "config.json").is_file(), message)
     return source, checkpoint
 
@@ -267,7 +267,7 @@ def _checkpoint(path: Path) -> Path:
         raise ConfigError(f"model.path={error}") from error
 
 
-def _converted(config: Config, checkpoint: Path, source: Path) -> Path:
+def _convert(config: Config, checkpoint: Path, source: Path) -> Path:
     """`checkpoint` as a Hugging Face folder in run.dir, converted by the first process that needs it."""
     folder = Path(config.run.dir) / FOLDER
     folder.parent.mkdir(parents=True, exist_ok=True)

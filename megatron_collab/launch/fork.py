@@ -32,9 +32,9 @@ def fork(config: Config) -> None:
     with FileLock(folder / ".fork.lock"):
         checkpoints = folder / "checkpoints"
         if storage.candidates(checkpoints):
-            message = f"run.fork={source}: run.dir={folder} has checkpoints of its own; choose another run.dir"
+            message = f"run.fork={source}: run.dir={folder} already has checkpoints; choose another run.dir"
             return require((folder / FORKED).is_file(), message)
-        checkpoint = _checked(config, source)
+        checkpoint = _fork_checkpoint(config, source)
         saved = storage.read_state(checkpoint) or {}
         row = {"from": str(checkpoint.parent.parent.resolve()), "step": saved["step"]}
         replace(folder / FORKED, json.dumps(row) + "\n")
@@ -47,7 +47,7 @@ def fork(config: Config) -> None:
         storage.commit(new, state, saved["files"])
 
 
-def _checked(config: Config, source: str) -> Path:
+def _fork_checkpoint(config: Config, source: str) -> Path:
     """The checkpoint to continue from. Raises ConfigError if the run cannot continue from it."""
     setting = f"run.fork={source}"
     try:
@@ -61,23 +61,23 @@ def _checked(config: Config, source: str) -> Path:
     require(settings is not None, f"{setting}: {run} has no {SETTINGS}; give the folder of a run")
     before = dict(leaves(settings))
     stage, advantage, model = (before.get(name) for name in ("train.stage", "algo.advantage", "model.path"))
-    require(isinstance(model, str), f"{setting}: {run / SETTINGS} holds no settings of a run; give the folder of one")
-    message = f"{setting}: a run of train.stage={stage}, and its optimizer with it; start from its model, model.path="
+    require(isinstance(model, str), f"{setting}: {run / SETTINGS} contains no run settings; give the folder of a run")
+    message = f"{setting}: its optimizer is of train.stage={stage}; start from its model, model.path="
     require(stage == config.train.stage, f"{message}{run}/hf")
     critic = [settings == "gae" for settings in (advantage, config.algo.advantage)]
-    message = f"{setting}: of algo.advantage={advantage}, and only gae has a critic; keep it"
+    message = f"{setting}: its run has algo.advantage={advantage}, and only gae has a critic; keep it"
     require(critic[0] == critic[1] or stage != "rl", message)
     refreshes = [bool(refresh) for refresh in (before.get("algo.dpo.refresh"), config.algo.dpo.refresh)]
-    message = f"{setting}: of algo.dpo.refresh={before.get('algo.dpo.refresh', 0)}, and its reference with it; keep it"
+    message = f"{setting}: its reference is of algo.dpo.refresh={before.get('algo.dpo.refresh', 0)}; keep it"
     require(refreshes[0] == refreshes[1], message)
     _check_adapters(setting, run, lora.from_state(saved or {}), config.model.lora)
     step = (saved or {})["step"]
-    message = f"{setting}: the run goes on from step {step}, and train.steps={config.train.steps}; raise it"
+    message = f"{setting}: is at step {step} already, and train.steps={config.train.steps}; raise it"
     require(step < config.train.steps, message)
     described = hub.folder(str(model)) / "config.json"
     if described.is_file():
         same = hf_config.read(described) == hf_config.read(hub.folder(config.model.path) / "config.json")
-        message = f"{setting}: of another architecture than model.path={config.model.path}; give {model}"
+        message = f"{setting}: its architecture differs from model.path={config.model.path}; give {model}"
         require(same, message)
     return checkpoint
 
@@ -85,12 +85,12 @@ def _checked(config: Config, source: str) -> Path:
 def _check_adapters(setting: str, run: Path, before: LoraConfig | None, after: LoraConfig) -> None:
     """Raises ConfigError unless the run has the same adapters as the checkpoint: rank, alpha and targets."""
     if before is None:
-        message = f"{setting}: trained whole weights, and model.lora.rank={after.rank} adapters; start from its model, "
+        message = f"{setting}: trained all weights, not adapters (model.lora.rank={after.rank}); start from its model, "
         return require(after.rank is None, f"{message}model.path={run}/hf")
     for name in ("rank", "alpha", "targets"):
         old, new = getattr(before, name), getattr(after, name)
         same = sorted(old) == sorted(new) if name == "targets" else old == new
-        require(same, f"{setting}: has adapters of model.lora.{name}={old}, and here it is {new}; give the same")
+        require(same, f"{setting}: its adapters have model.lora.{name}={old}, not {new}; give the same")
 
 
 def _share(file: Path, target: Path) -> None:

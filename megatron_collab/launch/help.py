@@ -22,13 +22,13 @@ _PLAIN = re.compile(r"(?!(true|false|null|nan|inf)$)[A-Za-z_][\w./+-]*", re.IGNO
 
 def help_text(program: str | None) -> str:
     """All settings: options, groups, and the settings of metrics, users and tools."""
-    lines = [inspect.cleandoc(program or ""), "", "Options [default]; those marked * may change when a run goes on:"]
+    lines = [inspect.cleandoc(program or ""), "", "Options [default]; those marked * may change when a run resumes:"]
     lines += _options(Config)
-    lines += ["", "Groups of settings, as experiment=booking:"]
+    lines += ["", "Groups of settings, e.g. experiment=booking:"]
     for group, names in groups().items():
         lines += [_line(f"{group}={name}", _comment(group, name)) for name in names]
-    lines += ["", "Settings of a source, as data.train='[{source: PATH, weight: 2}]':", *_options(TrainingSource)]
-    lines += ["", "Entries of data.eval where that is a list, as data.eval='[{source: FILE, name: NAME}]':"]
+    lines += ["", "Settings of a source, e.g. data.train='[{source: PATH, weight: 2}]':", *_options(TrainingSource)]
+    lines += ["", "Entries of data.eval if it is a list, e.g. data.eval='[{source: FILE, name: NAME}]':"]
     lines += _options(EvaluationSet)
     lines += ["", "Metrics, weighted by reward.weights.NAME; their settings are reward.metrics.NAME.SETTING:"]
     for name in sorted(metrics.METRICS):
@@ -46,7 +46,7 @@ def help_text(program: str | None) -> str:
     return "\n".join(lines)
 
 
-def composed(overrides: Sequence[str]) -> str:
+def composed_settings(overrides: Sequence[str]) -> str:
     """Every option as an override with the source of its value; required options that are not set are marked."""
     lines = []
     for name, value, source in settings(overrides):

@@ -62,7 +62,7 @@ def settings(arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
     """
     file, values = _run_settings(arguments)
     if values and LAUNCHER not in os.environ and global_rank() == 0:
-        print(f"taken from {file}, where nothing else is given: {', '.join(values)}", flush=True)
+        print(f"settings from {file}, unless overridden: {', '.join(values)}", flush=True)
     try:
         yield values
     except ConfigError as error:
@@ -70,7 +70,7 @@ def settings(arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
         name = next(mentioned, None)
         if name is None:
             raise
-        raise ConfigError(f"{error} ({name} is taken from {file}, unless it is given)") from error
+        raise ConfigError(f"{error} ({name} is from {file}; set it to override)") from error
 
 
 def _mentions(message: str, name: str, value: Any) -> bool:
@@ -91,7 +91,7 @@ def _run_settings(arguments: Sequence[str]) -> tuple[Path, dict[str, Any]]:
         recorded = json.loads(file.read_text())
         played = recorded["train"]["stage"] == "rl"
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"model.path={path}: {file} holds no settings of a run; restore it") from error
+        raise ConfigError(f"model.path={path}: {file} contains no run settings; restore it") from error
     excluded = _set_by_arguments(arguments, composed)
     excluded |= {name for option in excluded for name in _SET_TOGETHER.get(option, [])}
     if not played:  # the run's data are not tasks

@@ -28,5 +28,5 @@ def check_processes(config: Config) -> None:
     require(
         total <= available,
         f"{setting}={attrgetter(setting)(config)}: the processes of a node need {total / 1024:.0f} GiB before they "
-        f"have any model, and this machine has {available / 1024:.0f}; lower it",
+        f"load any model, and this machine has {available / 1024:.0f}; lower it",
     )

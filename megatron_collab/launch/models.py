@@ -25,12 +25,12 @@ def check_models(config: Config, shape: ModelShape, weights: bool = True) -> Non
 
     Runs once per node: in its first rank, or for all ranks in the process that becomes their torchrun.
     """
-    if not _checked_here():
+    if not _is_checking_process():
         return
     path = config.model.path
     try:
         if weights:
-            hf_weights.of_model(hub.folder(path), shape)
+            hf_weights.model_tensors(hub.folder(path), shape)
     except (ValueError, OSError) as error:
         raise ConfigError(f"model.path={path}: {error}") from error
     check_rendering(config, ())
@@ -39,7 +39,7 @@ def check_models(config: Config, shape: ModelShape, weights: bool = True) -> Non
 
 def check_rendering(config: Config, tools: Sequence[Mapping[str, Any]]) -> None:
     """Raises ConfigError unless model.path's tokenizer and chat template render a prompt with these tools in time."""
-    if _checked_here():
+    if _is_checking_process():
         path = config.model.path
         chat_template.load_tokenizer(path, "model.path")  # loads it in this process, for the data readers
         _try(partial(chat_template.policy_renderer, config, tools), f"model.path={path}", "its chat template")
@@ -47,14 +47,14 @@ def check_rendering(config: Config, tools: Sequence[Mapping[str, Any]]) -> None:
 
 def check_served(config: Config) -> None:
     """As `check_models`, for the served models beside the policy; only what SGLang requires of them."""
-    for group, model in metrics.served_models(config).values() if _checked_here() else ():
+    for group, model in metrics.served_models(config).values() if _is_checking_process() else ():
         setting, folder = f"{group}.model", hub.folder(model.model)
         try:
             shape = hf_config.read(folder / "config.json") if gives_text(model.model) else None
         except ValueError:  # a family or quantization that SGLang serves but the trainer does not support
             shape = None
         try:
-            hf_weights.of_model(folder, shape) if shape else hf_weights.read(folder)
+            hf_weights.model_tensors(folder, shape) if shape else hf_weights.read(folder)
         except (ValueError, OSError) as error:
             raise ConfigError(f"{setting}={model.model}: {error}") from error
         if (folder / "tokenizer.json").is_file():
@@ -62,7 +62,7 @@ def check_served(config: Config) -> None:
             _try(work, f"{setting}={model.model}", "its tokenizer or chat template")
 
 
-def _checked_here() -> bool:
+def _is_checking_process() -> bool:
     return first_on_node() and LAUNCHER not in os.environ
 
 
@@ -70,6 +70,6 @@ def _try(work: Callable[[], object], setting: str, part: str) -> None:
     try:
         run_trial(work, _SECONDS)
     except TrialError as error:
-        raise ConfigError(f"{setting}: {part} {error}; give another model, or mend its files") from error
+        raise ConfigError(f"{setting}: {part} {error}; give another model, or fix its files") from error
     except ValueError as error:
         raise ConfigError(str(error)) from error

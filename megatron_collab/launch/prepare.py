@@ -27,7 +27,7 @@ from megatron_collab.launch.servers import check_arguments, idle_gpus
 from megatron_collab.launch.validate import check_model
 from megatron_collab.observability import evaluations, records
 from megatron_collab.reward import metrics
-from megatron_collab.rollout import asked_models, users
+from megatron_collab.rollout import llm_endpoints, users
 from megatron_collab.rollout.task_requirements import USER, WEIGHTS, task_requirements
 from megatron_collab.rollout.tools import Toolset, toolbox
 from megatron_collab.rollout.tools.mcp_server import McpTools
@@ -54,7 +54,7 @@ _OF_POLICY_LOSS = (
 )
 
 
-def locked(config: Config) -> AbstractContextManager[object]:
+def run_lock(config: Config) -> AbstractContextManager[object]:
     """Lock run.dir for this run, in its first process and before anything else. Raises ConfigError if it is in use."""
     first = LAUNCHER not in os.environ and global_rank() == 0  # the process that became torchrun holds it for its ranks
     return RunLock(Path(config.run.dir)) if first else nullcontext()
@@ -66,9 +66,9 @@ def prepare(config: Config) -> None:
     Raises ConfigError before anything is started.
     """
     check_nodes(config, "megatron_collab.train")
-    message = "is evaluated by `megatron-collab evaluate`, and not trained; remove it"
+    message = "is only for `megatron-collab evaluate`; remove it"
     require(config.assistant.model is None, f"assistant.model={config.assistant.model}: {message}")
-    require(config.build == BuildConfig(), "build: is of `megatron-collab build-dataset`, and nothing here; remove it")
+    require(config.build == BuildConfig(), "build: is only for `megatron-collab build-dataset`; remove it")
     try:
         environments.prepare(config)
         _pin(config)
@@ -114,8 +114,8 @@ def without_effect(config: Config) -> list[str]:
     if algo.mini_batches * algo.epochs == 1 and names and ":" not in algo.loss:
         settings = ", ".join(f"algo.{name}={getattr(algo, name)}" for name in names)
         lines.append(
-            f"{settings}: without effect, since with one update a batch every importance ratio is 1; "
-            "set algo.mini_batches=2 or more, or leave it at the policy gradient"
+            f"{settings}: without effect, since with one update per batch every importance ratio is 1; "
+            "set algo.mini_batches=2 or more, or accept the plain policy gradient"
         )
     if algo.kl == "k1" and algo.kl_in == "loss" and algo.kl_coef > 0:
         lines.append("algo.kl=k1: without effect in the loss, as its mean gradient is 0; set k3, or algo.kl_in=reward")
@@ -133,7 +133,7 @@ def check_nodes(config: Config, module: str) -> None:
     )
     require(
         nodes == 1 or config.train.stage != "rl" or "RAY_ADDRESS" in os.environ,
-        f"launch.nodes={nodes}: RAY_ADDRESS is not set, and Ray would be on one node only; start Ray on every node in "
+        f"launch.nodes={nodes}: RAY_ADDRESS is not set, so Ray would run on one node only; start Ray on every node in "
         "this folder, and set RAY_ADDRESS to HOST:PORT of its head, or set launch.nodes=1",
     )
 
@@ -151,14 +151,14 @@ def read_data(config: Config, schemas: Sequence[Mapping[str, Any]], trains: bool
         data.append(datasets.SurveyedSources(config, "data.eval", sets, schemas, task_requirements))
     if config.train.stage == "rl":
         endpoints.check_recordings(config)
-        surveyed = [source for dataset in data for source in _surveyed(dataset)]
+        surveyed = [source for dataset in data for source in _surveys(dataset)]
         examples = users_of_tasks(config, surveyed)
         check_users(config, examples)
         for dataset in data:
             check_needs(config, dataset, trained=dataset.setting == "data.train")
         if first_on_node():  # LiteLLM is slow to import
-            language_models = [*asked_models.user_endpoints(config, examples), *asked_models.judge_endpoints(config)]
-            language_models += asked_models.assistant_endpoints(config)
+            language_models = [*llm_endpoints.user_endpoints(config, examples), *llm_endpoints.judge_endpoints(config)]
+            language_models += llm_endpoints.assistant_endpoints(config)
             endpoints.check_served(config, language_models)
             unpriced = endpoints.check_prices(config, language_models)
             endpoints.check_support(config, language_models)
@@ -177,7 +177,7 @@ def compare_tools(run_dir: Path, toolsets: Iterable[Toolset]) -> None:
             first_digests = json.loads(hub.pinned_value(run_dir, f"tools of {setting}", partial(json.dumps, digests)))
             names = digests.keys() | first_digests.keys()
             if changed_names := sorted(name for name in names if digests.get(name) != first_digests.get(name)):
-                changed = "its tools are not those that it had when the run began, which changes samples"
+                changed = "its tools have changed since the run began, which changes samples"
                 print(f"megatron-collab: {setting}: {changed}: {', '.join(changed_names)}", file=sys.stderr)
 
 
@@ -218,13 +218,13 @@ def check_needs(config: Config, data: SurveyedSources[Any], trained: bool) -> No
         )
 
 
-def _surveyed(data: SurveyedSources[Any]) -> Iterable[tuple[Config, str, Survey]]:
+def _surveys(data: SurveyedSources[Any]) -> Iterable[tuple[Config, str, Survey]]:
     for source, survey in zip(data.sources, data.surveys, strict=True):
         setting = source.setting if isinstance(source, EvaluationSet) else data.setting
         yield data.settings(source), f"{setting}={source.source}", survey
 
 
-def finished(config: Config) -> int:
+def finished_steps(config: Config) -> int:
     """The steps of the finished run in run.dir; 0 if there is none, or if train.steps is higher. Raises ConfigError."""
     folder = Path(config.run.dir)
     settings = read_settings(folder)
@@ -249,8 +249,8 @@ def _pin(config: Config) -> None:
     config.model.path = hub.fetch_model(config.model.path, "model.path", run_dir)
     if config.train.stage == "rl":
         fetch_served_models(config)
-    data.train = sources.pinned(data.train, "data.train", run_dir)
-    data.eval = sources.pinned(data.eval, "data.eval", run_dir) if data.eval else data.eval
+    data.train = sources.pin_sources(data.train, "data.train", run_dir)
+    data.eval = sources.pin_sources(data.eval, "data.eval", run_dir) if data.eval else data.eval
 
 
 def fetch_served_models(config: Config) -> None:
@@ -279,5 +279,5 @@ def check_same_run(config: Config) -> None:
         require(change.allowed, f"run.dir={config.run.dir}: {reason}; choose another run.dir, or remove that folder")
     folder = Path(config.run.dir)
     for file in folder.glob("*.json*"):
-        require(file.is_file(), f"{file}: is no file, and a run writes one there; remove it, or choose another run.dir")
+        require(file.is_file(), f"{file}: is not a file, but a run writes one; remove it, or choose another run.dir")
     evaluations.read(folder)

@@ -10,7 +10,7 @@ from functools import partial
 
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.launch import prepare
-from megatron_collab.launch.help import composed, help_text
+from megatron_collab.launch.help import composed_settings, help_text
 from megatron_collab.runtime import keys, network, process, signals
 from megatron_collab.runtime.redact import redact_output
 
@@ -38,7 +38,7 @@ def _run(module: str, description: str | None, arguments: list[str], prepared: C
         return 0
     try:
         if "--cfg" in arguments:
-            print(composed([argument for argument in arguments if argument != "--cfg"]))
+            print(composed_settings([argument for argument in arguments if argument != "--cfg"]))
             return 0
         with keys.in_environment():  # settings refer to keys, and the Hub needs one
             outcome = prepared()

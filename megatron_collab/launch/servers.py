@@ -34,38 +34,36 @@ def check_servers(config: Config) -> None:
         server.tp % server.nnodes == 0, "<rollout.server.nnodes>: does not divide <rollout.server.tp>; choose a divisor"
     )
     check(nodes % server.nnodes == 0, "<rollout.server.nnodes>: does not divide <launch.nodes>; choose a divisor")
-    message = "<rollout.server.replicas>: is no multiple of <launch.nodes>, and every node has as many; choose one"
+    message = "<rollout.server.replicas>: is not a multiple of <launch.nodes>, and all nodes get as many; choose one"
     check(server.nnodes > 1 or server.replicas % nodes == 0, message)
     message = (
-        "<rollout.server.replicas> x <rollout.server.nnodes>: is no multiple of <launch.nodes>; change one of them"
+        "<rollout.server.replicas> x <rollout.server.nnodes>: is not a multiple of <launch.nodes>; change one of them"
     )
     check(server.replicas * server.nnodes % nodes == 0, message)
     count = parallel_layout.servers_per_node(config) * parallel_layout.server_ranks_per_node(config)
     check(
         nodes == 1 or not server.colocated or count <= config.launch.nproc_per_node,
-        f"<rollout.server.replicas> x <rollout.server.tp> / <launch.nodes>: needs {count} devices of a node, and with "
+        f"<rollout.server.replicas> x <rollout.server.tp> / <launch.nodes>: needs {count} devices per node, and with "
         "<rollout.server.colocated> there are <launch.nproc_per_node>; lower one of them",
     )
-    message = "<parallel.offload>: makes room for colocated servers; set parallel.offload=false"
+    message = "<parallel.offload>: only frees memory for colocated servers; set parallel.offload=false"
     check(server.colocated or not config.parallel.offload, message)
-    message = "<publish.transport>: on <launch.nodes> needs rollout.server.colocated=true; set one of them"
+    message = "<publish.transport>: with <launch.nodes> needs rollout.server.colocated=true; change one of them"
     check(transport != "memory" or nodes == 1 or server.colocated, message)
-    message = f"<rollout.server.fp8>: needs model.dtype=bfloat16, not {config.model.dtype}; set one of them"
+    message = f"<rollout.server.fp8>: needs model.dtype=bfloat16, not {config.model.dtype}; change one of them"
     check(not server.fp8 or config.model.dtype == "bfloat16", message)
-    message = "<publish.transport>: carries no FP8, which <rollout.server.fp8> needs; set publish.transport=auto"
+    message = "<publish.transport>: cannot carry FP8, which <rollout.server.fp8> needs; set publish.transport=auto"
     check(not server.fp8 or transport != "disk", message)
     if config.model.lora.served:
-        message = (
-            "<publish.transport>: a folder holds a whole model, and not what <model.lora.serve> needs; set it to auto"
-        )
+        message = "<publish.transport>: writes whole models, and <model.lora.serve> needs adapters; set it to auto"
         check(transport != "disk", message)
-        message = "<model.lora.serve>: was never tried beside a base in FP8, <rollout.server.fp8>; set one of them"
+        message = "<model.lora.serve>: is untested with an FP8 base, <rollout.server.fp8>; change one of them"
         check(not server.fp8, message)
-        message = "<model.lora.serve>: <rollout.server.nnodes> would not agree on an adapter's id; set it to merged"
+        message = "<model.lora.serve>: with <rollout.server.nnodes> nodes disagree on an adapter's id; set it to merged"
         check(server.nnodes == 1, message)
     in_turn = config.rollout.max_staleness == 0
-    _check_decided(config, on_cpu=config.launch.device == "cpu")
-    _check_served(config)
+    _check_conflicts(config, on_cpu=config.launch.device == "cpu")
+    _check_served_models(config)
     message = "<rollout.max_staleness>: servers need devices of their own; set rollout.server.colocated=false, or 0"
     check(in_turn or not server.colocated, message)
     message = "<rollout.max_staleness>: needs an importance correction; set algo.correction=truncated, or 0"
@@ -81,10 +79,10 @@ def check_servers_on_machine(config: Config) -> None:
     if config.rollout.server.fp8:
         # Before Ada, SGLang repacks FP8 weights for a kernel without FP8 units; from Blackwell on it changes scales.
         capability = device.capability() if on_gpus else None
-        shown = "one of {}.{}".format(*capability) if capability else "none"
+        present = "{}.{}".format(*capability) if capability else "none"
         check(
             capability is not None and (8, 9) <= capability < (10, 0),
-            f"<rollout.server.fp8>: needs GPUs of compute capability 8.9 to below 10.0, here is {shown}; turn it off",
+            f"<rollout.server.fp8>: needs GPUs of compute capability 8.9 to below 10.0, found {present}; turn it off",
         )
     if not on_gpus:
         return
@@ -103,24 +101,24 @@ def check_servers_on_machine(config: Config) -> None:
     if not server.colocated:
         check(
             config.launch.nproc_per_node + devices_needed <= gpus,
-            f"{servers}: with <rollout.server.colocated> they need GPUs beside <launch.nproc_per_node>, more than the "
+            f"{servers}: with <rollout.server.colocated> they need GPUs besides <launch.nproc_per_node>, more than the "
             f"{gpus} of this node; lower one of them, or set rollout.server.colocated=true",
         )
         return
     check(devices_needed <= gpus, f"{servers}: needs more than the {gpus} GPUs of this node; lower one of them")
     single_server = servers_here <= 1  # a single server may use devices without ranks
     ranks_per_server, remainder = (0, 0) if single_server else divmod(config.launch.nproc_per_node, servers_here)
-    message = "each colocated server needs as many ranks of <launch.nproc_per_node>, and <rollout.server.tp> at least"
+    message = "each colocated server needs an equal share of <launch.nproc_per_node>, at least <rollout.server.tp>"
     check(
         single_server or (remainder == 0 and ranks_here <= ranks_per_server),
         f"<rollout.server.replicas>: {message}; change one of them",
     )
-    message = "<publish.transport>: NCCL joins no two ranks on one GPU, which are colocated; set publish.transport=auto"
+    message = "<publish.transport>: NCCL cannot connect colocated ranks on one GPU; set publish.transport=auto"
     check(config.publish.transport == "disk" or plan.uses_memory(config), message)
     saver = device.probe("memory_saver")
     message = f"needs torch-memory-saver ({saver.detail}); install it, or set rollout.server.colocated=false"
     check(saver.available, f"<rollout.server.colocated>: {message}")
-    message = "not set, and colocated servers would take the memory of the trainer; set what doctor --plan has room for"
+    message = "not set, and colocated servers would take the trainer's memory; set what fits by doctor --plan"
     check(server.max_total_tokens is not None, f"rollout.server.max_total_tokens: {message}")
 
 
@@ -163,7 +161,7 @@ def check_arguments(config: Config) -> None:
     if config.train.stage != "rl" or not first_on_node():
         return
     on_cpu = device.select(config.launch.device).type == "cpu"
-    _check_decided(config, on_cpu)
+    _check_conflicts(config, on_cpu)
     fault = refusal(config) if config.rollout.server.args and config.rollout.server.replicas else None
     require(fault is None, f"rollout.server.args{fault}")
     for group, model in metrics.served_models(config).values():
@@ -172,7 +170,7 @@ def check_arguments(config: Config) -> None:
         require(fault is None, f"{group}.args{fault}")
 
 
-def _check_decided(config: Config, on_cpu: bool) -> None:
+def _check_conflicts(config: Config, on_cpu: bool) -> None:
     faults = [server_args.conflict(config.rollout.server.args, "rollout.server", on_cpu)]
     for group, model in metrics.served_models(config).values():
         faults.append(server_args.conflict(model.args, group, on_cpu, f"{group}.model"))
@@ -180,7 +178,7 @@ def _check_decided(config: Config, on_cpu: bool) -> None:
     require(fault is None, fault or "")
 
 
-def _check_served(config: Config) -> None:
+def _check_served_models(config: Config) -> None:
     """Checks the served models beside the policy that do not need this machine. Raises ConfigError."""
     models = metrics.served_models(config)
     for group, model in models.values():
@@ -189,9 +187,7 @@ def _check_served(config: Config) -> None:
         message = f"{group}.colocated=true: <rollout.max_staleness> samples while the trainer trains; set it to false"
         require(not model.colocated or config.rollout.max_staleness == 0, message, config)
         count = model.replicas * model.tp
-        message = (
-            f"{group}.replicas x {group}.tp: {count} devices, and of the trainer there are <launch.nproc_per_node>"
-        )
+        message = f"{group}.replicas x {group}.tp: needs {count} devices, and the trainer has <launch.nproc_per_node>"
         fits = not model.colocated or count <= config.launch.nproc_per_node
         require(fits, f"{message}; lower one of them, or set {group}.colocated=false", config)
     scorers = {} if config.llm.offline else metrics.scorers(config.reward)
@@ -208,13 +204,13 @@ def _check_served(config: Config) -> None:
 def _check_served_on_gpus(config: Config, gpus: int) -> None:
     served = dict(metrics.served_models(config).values())
     needed = first_device(config) + sum(map(devices, served.values()))
-    message = f"with the trainer and the policy's servers they need {needed} GPUs of a node, and there are {gpus}"
+    message = f"with the trainer and the policy's servers they need {needed} GPUs of a node, which has {gpus}"
     names = ", ".join(f"{group}.replicas x tp" for group, model in served.items() if devices(model))
-    out = "lower one of them, or set colocated=true where they are of servers"
+    out = "lower one of them, or set servers.NAME.colocated=true"
     require(not names or needed <= gpus, f"{names}: {message}; {out}")
     for group, model in served.items():
         if model.colocated:
-            message = "not set, and colocated servers would take the memory of the trainer; set what there is room for"
+            message = "not set, and colocated servers would take the trainer's memory; set what fits"
             require(model.max_total_tokens is not None, f"{group}.max_total_tokens: {message}")
             saver = device.probe("memory_saver")
             message = f"needs torch-memory-saver ({saver.detail}); install it, or set {group}.colocated=false"

@@ -83,7 +83,7 @@ def _store(options: Namespace) -> dist.TCPStore | None:
     from torch.distributed import run
 
     if options.rdzv_backend != "static" or options.rdzv_endpoint:
-        raise ValueError("--rdzv-backend, --rdzv-endpoint: the ranks meet at --master-addr, --master-port; give these")
+        raise ValueError("--rdzv-backend, --rdzv-endpoint: not supported; give --master-addr and --master-port")
     options.standalone = False  # one node is standalone anyway
     if options.master_port is None:
         options.master_port = 0 if run.parse_min_max_nnodes(options.nnodes)[1] == 1 else 29500  # torchrun's default
@@ -93,7 +93,7 @@ def _store(options: Namespace) -> dist.TCPStore | None:
         listener = socket.create_server((options.master_addr, options.master_port))
     except (OSError, OverflowError) as error:
         address = f"--master-addr={options.master_addr}, --master-port={options.master_port}"
-        raise ValueError(f"{address}: {error}; give an address of this node, the first one, and a free port") from error
+        raise ValueError(f"{address}: {error}; give an address of this first node and a free port") from error
     options.master_port = listener.getsockname()[1]
     # multi_tenant: shared by all stores of this process with the same port.
     kind = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
@@ -109,7 +109,7 @@ class _Relay:
 
     def __call__(self, number: signal.Signals, sender: int) -> None:
         if number == signal.SIGINT and self._passed == signal.SIGINT:
-            print("megatron-collab: SIGINT, twice: ended; the last checkpoint counts", file=sys.stderr, flush=True)
+            print("megatron-collab: second SIGINT: killed; the last checkpoint counts", file=sys.stderr, flush=True)
             self.ended = True
             self._send(signal.SIGKILL)
             return

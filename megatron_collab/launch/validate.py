@@ -35,7 +35,7 @@ from megatron_collab.models import hf_config, lora, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward import metrics
 from megatron_collab.reward.multiturn import reward_function
-from megatron_collab.rollout import asked_models
+from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.tools import toolbox
 from megatron_collab.rollout.users import DEFAULT, split_user
 from megatron_collab.rollout.users.llm import users_prompt
@@ -47,8 +47,8 @@ from megatron_collab.runtime.redact import redacted
 _FP8_DEVICES: dict[str, tuple[tuple[int, int], tuple[int, int], str]] = {
     "delayed": ((8, 9), (100, 0), "FP8 matrix units came with Ada and Hopper"),
     "tensorwise": ((8, 9), (100, 0), "FP8 matrix units came with Ada and Hopper"),
-    "blockwise": ((9, 0), (100, 0), "scales by block came with Hopper"),
-    "mxfp8": ((10, 0), (12, 0), "MXFP8 is a format of Blackwell's data centre devices, below 12.0"),
+    "blockwise": ((9, 0), (100, 0), "block scaling came with Hopper"),
+    "mxfp8": ((10, 0), (12, 0), "only Blackwell's data center GPUs, below 12.0, have MXFP8"),
 }
 
 
@@ -92,14 +92,14 @@ def check_settings(config: Config) -> None:
     check = partial(require, config=config)
     refuse_keys(asdict(config))
     check_declared(config)
-    message = "<launch.nodes>: needs launch.interface, the network interface that the nodes talk over, as ib0"
+    message = "<launch.nodes>: needs launch.interface, the network interface between nodes, e.g. ib0"
     check(config.launch.nodes == 1 or config.launch.interface is not None, message)
     for setting in ("reward.mode", "algo.loss", "data.world", "data.format"):
         options = attrgetter(f"{setting}_options")(config)
         message = f"{setting}_options: <{setting}> has no options; remove them"
         check(not options or ":" in str(attrgetter(setting)(config)), message)
     reads = STAGES[config.train.stage]
-    message = f"<data.format>: readers give tasks, and <train.stage> reads {reads}s; set it to auto"
+    message = f"<data.format>: custom readers give tasks, and <train.stage> reads {reads}s; set it to auto"
     check(":" not in config.data.format or config.train.stage == "rl", message)
     train, rollout = config.train, config.rollout
     samples = train.prompts_per_step  # every optimizer step needs at least one
@@ -108,9 +108,7 @@ def check_settings(config: Config) -> None:
     unit = "pairs" if config.objective == "dpo" else "samples"
     message = f"<algo.mini_batches>: a step has at most {samples} {unit}; choose at most as many"
     check(config.algo.mini_batches <= samples, message)
-    message = (
-        f"<rollout.routing_replay>: {train.stage} samples nothing whose experts could be replayed; set it to false"
-    )
+    message = f"<rollout.routing_replay>: {train.stage} samples no tokens to replay; set it to false"
     check(train.stage == "rl" or not rollout.routing_replay, message)
     check_layout(config)
     for eval_set in evaluation_sets(config) if train.stage != "rl" else ():
@@ -118,13 +116,13 @@ def check_settings(config: Config) -> None:
         option = next((name for name, value in vars(eval_set).items() if value != getattr(plain, name)), None)
         require(
             option is None,
-            f"{eval_set.setting}: {option} is of conversations that are played, and {train.stage} plays none",
+            f"{eval_set.setting}: {option} is for played conversations, and {train.stage} plays none; remove it",
         )
     _check_best(config)
     dpo = config.algo.dpo
     message = "<algo.dpo.label_smoothing>: algo.dpo.loss=ipo has no labels; set it to 0, or choose sigmoid"
     check(config.objective != "dpo" or dpo.loss != "ipo" or dpo.label_smoothing == 0, message)
-    message = "<algo.dpo.refresh>: <train.stage> learns from other models' replies, near the first policy; set it to 0"
+    message = "<algo.dpo.refresh>: <train.stage> keeps the first policy as reference; set it to 0"
     check(train.stage != "dpo" or dpo.refresh == 0, message)
     message = "<algo.dpo.refresh>: with <model.lora.rank> the reference is the model without adapters; set it to 0"
     check(config.objective != "dpo" or dpo.refresh == 0 or config.model.lora.rank is None, message)
@@ -134,7 +132,7 @@ def check_settings(config: Config) -> None:
         (_check_algo if config.objective == "policy" else _check_choice)(config)
         check_servers(config)
         endpoints.check_settings(config)
-        _check_asked_models(config)
+        _check_llm_endpoints(config)
 
 
 def refuse_keys(settings: Mapping[str, Any]) -> None:
@@ -180,7 +178,7 @@ def check_reward(config: Config) -> None:
     """Checks the metrics, their settings and the reward formula. Raises ConfigError."""
     check = partial(require, config=config)
     reward, weights = config.reward, config.reward.weights
-    require(any(weights.values()), "reward.weights: no metric has a weight; give one, as in reward.weights.accuracy=1")
+    require(any(weights.values()), "reward.weights: no metric has a weight; give one, e.g. reward.weights.accuracy=1")
     for setting, names in (("reward.metrics", reward.metrics), ("reward.clamp", reward.clamp)):
         for name in names:
             require(name in weights, f"{setting}.{name}: not in reward.weights; add reward.weights.{name}=WEIGHT")
@@ -190,23 +188,21 @@ def check_reward(config: Config) -> None:
         reason = None if replayed else metric.unavailable(settings)
         require(reason is None, f"reward.weights.{name}: {reason}")
         judged = reward.judge.model or getattr(settings, "model", None) or not metric.judged(settings)
-        check(bool(judged), f"reward.weights.{name}: needs a judge; set reward.judge.model to a model of LiteLLM's")
-    message = (
-        "<reward.malformed_worst>: malformed turns are played on; give reward.malformed a value, or set it to false"
-    )
+        check(bool(judged), f"reward.weights.{name}: needs a judge; set reward.judge.model to a LiteLLM model")
+    message = "<reward.malformed_worst>: needs a reward for malformed turns; set reward.malformed, or set it to false"
     check(not reward.malformed_worst or reward.malformed is not None, message)
     clamps = reward.mode in ("mr", "single_turn")
     check(not reward.clamp or clamps, "reward.clamp: <reward.mode> does not clamp; remove one of them")
     reward_function(reward)
 
 
-def _check_asked_models(config: Config) -> None:
+def _check_llm_endpoints(config: Config) -> None:
     """Checks the models of users, judges and assistant before the tasks are read; tasks may name further users."""
     users = [*config.users, *(["llm"] if config.user.model else [])]
     language_models = [
-        *asked_models.user_endpoints(config, users),
-        *asked_models.judge_endpoints(config),
-        *asked_models.assistant_endpoints(config),
+        *llm_endpoints.user_endpoints(config, users),
+        *llm_endpoints.judge_endpoints(config),
+        *llm_endpoints.assistant_endpoints(config),
     ]
     endpoints.check_served(config, language_models)
     endpoints.check_prices(config, language_models)
@@ -252,7 +248,7 @@ def _check_algo(config: Config) -> None:
     check(algo.kl_in == "loss" or algo.kl_coef > 0, message)
     message = "<algo.advantage>: compares the rollouts of a task; set train.rollouts_per_prompt to 2 or more"
     check(not grouped or config.train.rollouts_per_prompt > 1, message)
-    message = "<algo.advantage>: normalises what a trained turn is rewarded for; set rollout.train_turns=first"
+    message = "<algo.advantage>: normalizes rewards of the trained turn only; set rollout.train_turns=first"
     check(algo.advantage != "gdpo" or config.rollout.train_turns == "first", message)
     message = "<algo.dynamic_sampling>: with <algo.advantage> groups of equal rewards teach as well; set it to 0"
     check(grouped or algo.dynamic_sampling == 0, message)
@@ -262,7 +258,7 @@ def _check_algo(config: Config) -> None:
     check(algo.correction_level == "token" or config.parallel.cp == 1, message)
     message = "<algo.critic_warmup>: <algo.advantage> has no critic; set it to 0, or algo.advantage=gae"
     check(algo.advantage == "gae" or algo.critic_warmup == 0, message)
-    message = "<reward.turn_credit>: <algo.advantage> makes returns itself, from algo.gamma; set it to equal or last"
+    message = "<reward.turn_credit>: <algo.advantage> computes returns itself, from algo.gamma; set it to equal or last"
     check(algo.advantage != "gae" or config.reward.turn_credit != "reward_to_go", message)
 
 
@@ -289,7 +285,7 @@ def check_model(config: Config, described: Path | None = None) -> ModelShape:
     """Checks the model against the layout; returns its shape, from its config.json or from the file `described`."""
     path = config.model.path
     file = described or hub.folder(path) / "config.json"
-    hint = "; experiment=booking_sft makes the one that booking starts from" if config.data.world == "booking" else ""
+    hint = "; experiment=booking_sft trains the model booking starts from" if config.data.world == "booking" else ""
     out = "give the folder of a Hugging Face model, or OWNER/NAME of the Hub"
     require(file.is_file(), f"model.path={path}: no config.json there; {out}{hint}")
     try:
@@ -330,7 +326,7 @@ def check_layout(config: Config) -> None:
     check(bool(targets), "model.lora.targets=[]: nothing would be trained; name a layer, or set model.lora.rank=null")
     repeated = next((name for name in targets if targets.count(name) > 1), "")
     check(not repeated, f"model.lora.targets: {repeated} is named twice; name it once")
-    message = "<model.lora.serve>: there are none to serve; set model.lora.rank, or model.lora.serve=merged"
+    message = "<model.lora.serve>: there are no adapters; set model.lora.rank, or model.lora.serve=merged"
     check(model.lora.serve == "merged" or model.lora.rank is not None, message)
     if not model.fp8:
         for setting in ("fp8_recipe", "fp8_params", "fp8_skip_first", "fp8_skip_last"):
@@ -369,11 +365,11 @@ def check_layout_on_machine(config: Config) -> None:
         check(engine.available, f"<model.dtype>: {message}")
     if config.model.fp8:
         (first, end, reason), capability = _FP8_DEVICES[config.model.fp8_recipe], device.capability()
-        present = "one of {}.{}".format(*capability) if capability else "none"
+        present = "{}.{}".format(*capability) if capability else "none"
         check(
             capability is not None and first <= capability < end,
             f"<model.fp8_recipe>: needs a device of compute capability {first[0]}.{first[1]} or higher ({reason}), "
-            f"here is {present}; choose another recipe, or set model.fp8=null",
+            f"found {present}; choose another recipe, or set model.fp8=null",
         )
 
 
@@ -398,7 +394,7 @@ def check_layout_of_model(config: Config, shape: ModelShape) -> None:
         message = "<parallel.tp>: a model with experts also needs parallel.sequence_parallel=true; set it"
         check(parallel.tp == 1 or parallel.sequence_parallel, message)
     bare = lora.without_adapters(shape, config.model.lora) if config.model.lora.rank else None
-    message = f"layer {bare} has experts, which get no adapters, and nothing else of it is named; add o_proj"
+    message = f"layer {bare} would have no adapters, since experts get none; add o_proj"
     require(bare is None, f"model.lora.targets={config.model.lora.targets}: {message}")
     if not config.model.fp8:
         return
@@ -417,7 +413,7 @@ def check_layout_of_model(config: Config, shape: ModelShape) -> None:
         "width of an expert": shape.experts.ffn if shape.experts else multiple,
     }
     for name, size in sizes.items():
-        message = f"<model.fp8>: the {name} on a rank, {size}, is no multiple of {multiple}; lower parallel.tp"
+        message = f"<model.fp8>: the {name} on a rank, {size}, is not a multiple of {multiple}; lower parallel.tp"
         check(size % multiple == 0, message)
     most = shape.layers // parallel.pp
     for setting in ("fp8_skip_first", "fp8_skip_last"):

@@ -247,7 +247,7 @@ class LlmClient:
             if isinstance(error, TimeoutError):
                 raise TimeoutError(f"no answer within {seconds:g} s") from error
             if any(isinstance(cause, BodyTooLong) for cause in causes(error)):
-                raise AnswerTooLong(f"{endpoint.model}: more than {LONGEST_BODY} bytes") from error
+                raise AnswerTooLong(f"{endpoint.model}: response exceeds {LONGEST_BODY} bytes") from error
             raise
         finally:
             self.totals["tokens"] += finished.tokens or 0
@@ -327,8 +327,8 @@ def _may_have_cost(error: BaseException) -> bool:
 
 def _correction(text: str, error: MalformedAnswer) -> Messages:
     """Messages for the next attempt: the malformed answer and what is wrong with it."""
-    shown = text.encode(errors="replace").decode()  # half a surrogate pair cannot be sent
-    reply = [{"role": "assistant", "content": shown}] if shown.strip() else []
+    encodable = text.encode(errors="replace").decode()  # half a surrogate pair cannot be sent
+    reply = [{"role": "assistant", "content": encodable}] if encodable.strip() else []
     wrong = f"This answer cannot be used: {error}. Answer again, with one JSON object as described and nothing else."
     return [*reply, {"role": "user", "content": wrong}]
 

@@ -74,7 +74,7 @@ def way_out(endpoint: EndpointConfig, refusal: str) -> str:
     name = sent[0]
     group = {AssistantConfig: "assistant", UserConfig: "user (or users.NAME)"}.get(type(endpoint), "reward.judge")
     if name in _SAMPLING:
-        return f"set {name}=null in {group}, and it is not sent"
+        return f"set {name}=null in {group} to leave it out"
     if name == "max_tokens":
         return f"set max_tokens=null and extra.{_COMPLETION}={endpoint.max_tokens} in {group}"
     return f"remove {'headers' if name == 'extra_headers' else f'extra.{name}'} from {group}"
@@ -149,8 +149,8 @@ def check_support(endpoint: EndpointConfig, setting: str, group: str) -> None:
             known = name in _SAMPLING
             option = f"{group}.{name}" if known else f"{group}.extra.{name}"
             leaves_out = known and not group.startswith("data.eval")  # there null means the assistant's value
-            out = f"set {option}=null, and it is not sent" if leaves_out else "remove it"
-            raise ConfigError(f"{option}={value}: {endpoint.model} does not take it ({reason}); {out}") from error
+            out = f"set {option}=null to leave it out" if leaves_out else "remove it"
+            raise ConfigError(f"{option}={value}: {endpoint.model} does not accept it ({reason}); {out}") from error
 
 
 def check_access(endpoint: EndpointConfig, setting: str, group: str) -> None:
@@ -165,9 +165,7 @@ def check_access(endpoint: EndpointConfig, setting: str, group: str) -> None:
 
     _, provider, key, address = _provider(endpoint, setting, group)
     label = f"{setting}={endpoint.model}"
-    message = (
-        f"{label}: is on a server of your own, whose address is not known; set {group}.api_base=http://HOST:PORT/v1"
-    )
+    message = f"{label}: the address of your own server is not set; set {group}.api_base=http://HOST:PORT/v1"
     require(provider not in _SELF_HOSTED or bool(address), message)
     absent = validate_environment(str(endpoint.model))["missing_keys"]
     if key or not absent or provider not in _KEYED:
@@ -177,7 +175,7 @@ def check_access(endpoint: EndpointConfig, setting: str, group: str) -> None:
         return
     other_access = bool(endpoint.api_base or endpoint.headers) or absent[0].replace("KEY", "BASE") in os.environ
     hosted = f"hosted_vllm/{label.partition('/')[2]}"
-    out = f"; for a server that asks for none set it to any value, or name the model {hosted}"
+    out = f"; if the server needs no key, set it to any value or name the model {hosted}"
     message = f"{label}: {' or '.join(absent)} is not set{out if endpoint.api_base else '; export it'}"
     require(other_access and provider not in _KEYED_EVERYWHERE, message)
 
@@ -193,7 +191,7 @@ def _provider(endpoint: EndpointConfig, setting: str, group: str) -> tuple[str, 
             str(endpoint.model), api_base=endpoint.api_base
         )
     except OpenAIError as error:
-        out = f"give PROVIDER/MODEL, as openai/gpt-4o, or hosted_vllm/NAME for a server of your own at {group}.api_base"
+        out = f"give PROVIDER/MODEL, e.g. openai/gpt-4o, or hosted_vllm/NAME for your own server at {group}.api_base"
         raise ConfigError(f"{setting}={endpoint.model}: LiteLLM knows no such provider; {out}") from error
     return resolved
 

@@ -103,7 +103,7 @@ class Limiter:
             self.write()
             raise BudgetSpent(
                 f"llm.budget_usd={budget:g} is used up: {spend['calls']} calls cost {spend['usd']:.4g} USD; "
-                f"raise it to go on from the last checkpoint"
+                f"raise it to continue from the last checkpoint"
             )
         return [self._begin(reservation, now) for reservation in takewhile(self._may_begin, reservations)]
 
@@ -155,8 +155,8 @@ class Limiter:
 
 def start_limiter(config: LlmConfig, ledger: Path) -> Any:
     """Start the run's limiter as an actor on this node; returns its handle. Ray restarts it and retries its calls."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
+    on_this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": on_this_node}
     return ray.remote(**options)(Limiter).options(name=NAME).remote(config, ledger.absolute())
 
 
@@ -224,7 +224,7 @@ class CallQueue:
         except RayTaskError as error:
             raise error.cause from None
         except RayActorError as error:
-            raise LimiterDied(f"the limiter of the calls to language models died: {error}") from error
+            raise LimiterDied(f"the limiter for language model calls died: {error}") from error
         for place, call in zip(batch, calls, strict=False):
             self._waiting.pop(place, None)
             if place.done():  # cancelled

@@ -219,9 +219,9 @@ class Recording:
                 header = json.loads(first)
                 form, run = header["format"], str(header["run"])
             except (ValueError, TypeError, LookupError) as error:
-                raise ValueError(f"{shard}: is no shard of a recording") from error
+                raise ValueError(f"{shard}: not a shard of a recording") from error
             if form != FORMAT:
-                raise ValueError(f"{shard}: has format {form}, and this version reads {FORMAT}; update it")
+                raise ValueError(f"{shard}: has format {form}, but this version reads {FORMAT}; update megatron-collab")
             self.runs.add(run)
             at = len(first)
         else:
@@ -236,7 +236,7 @@ class Recording:
             yield at, StoredCall(time, key, question, name, b"")
             at, calls = end, calls + 1
         if at < len(content) or not at:
-            self.torn.append(f"{shard}: ends within a call; {calls} before it are read")
+            self.torn.append(f"{shard}: ends in the middle of a call; complete calls: {calls}")
 
 
 class _Sorted:

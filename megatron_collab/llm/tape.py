@@ -125,13 +125,13 @@ def run_name(config: Config) -> str:
 
 def _not_recorded(recording: Recording, call_key: CallKey) -> str:
     folder = ", ".join(map(str, recording.folders))
-    name, model = call_key.name or "nobody", call_key.question["model"]
-    message = f"llm.replay={folder}: has no answer to a question of {name} to {model}"
-    out = "replay with the settings and data of the recorded run, or set llm.replay_missing=live, which asks the model"
+    name, model = call_key.name or "none", call_key.question["model"]
+    message = f"llm.replay={folder}: no recorded call matches (caller: {name}, model: {model})"
+    out = "replay with the settings and data of the recorded run, or set llm.replay_missing=live to call the model"
     near = nearest(recording, call_key)
     if near is None:
         return f"{message}; it holds no calls; {out}"
-    return f"{message}; the nearest is of {near.name or 'nobody'}, and differs in {difference(call_key, near)}; {out}"
+    return f"{message}; the nearest (caller: {near.name or 'none'}) differs in {difference(call_key, near)}; {out}"
 
 
 def nearest(recording: Recording, call_key: CallKey) -> Call | None:
@@ -163,7 +163,7 @@ def difference(call_key: CallKey, call: Call) -> str:
         if question.get(name) != recorded.get(name):
             differences.append(f"{name}: {_short(question.get(name))}, recorded {_short(recorded.get(name))}")
     if question.get(_SCHEMA) != recorded.get(_SCHEMA):
-        differences.append("the form of the answer")
+        differences.append("the answer format")
     messages, recorded_messages = question.get(_MESSAGES, []), recorded.get(_MESSAGES, [])
     at = _common(messages, recorded_messages)
     if at < min(len(messages), len(recorded_messages)):
@@ -176,9 +176,9 @@ def difference(call_key: CallKey, call: Call) -> str:
     elif len(messages) != len(recorded_messages):
         differences.append(f"the number of messages: {len(messages)}, recorded {len(recorded_messages)}")
     if call_key.name != call.name:
-        differences.append("who asks")
+        differences.append("the caller")
     elif not differences:
-        differences.append(f"how often it was asked: {call_key.number + 1} times, recorded {call.number + 1}")
+        differences.append(f"the repetition: {call_key.number + 1}, recorded {call.number + 1}")
     return "; ".join(differences)
 
 
@@ -193,5 +193,5 @@ def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 
 def _short(value: Any) -> str:
-    shown = json.dumps(value, ensure_ascii=False)
-    return shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}…"
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"

@@ -119,13 +119,13 @@ class ModelShape:
         kv_heads = _count(hf, "num_key_value_heads", heads)
         if heads % kv_heads:
             raise ValueError(
-                f"config.json: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
+                f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
             )
         layers, expert_count = _count(hf, "num_hidden_layers"), _expert_count(hf) if "experts" in FAMILIES[name] else 1
         if isinstance(expert_count, int) and layers * expert_count > _MAX_NETWORKS:
             experts = f" of {expert_count} experts" if expert_count > 1 else ""
             raise ValueError(
-                f"config.json: num_hidden_layers={layers}{experts}: more than {_MAX_NETWORKS} networks are no model"
+                f"config.json: num_hidden_layers={layers}{experts}: no model has more than {_MAX_NETWORKS} networks"
             )
         shape = cls(
             family=name,
@@ -170,21 +170,21 @@ def _value(settings: Mapping[str, Any], name: str, default: Any, group: str = ""
 def _count(settings: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = _value(settings, name, default)
     if type(value) is not int or value < 1:
-        raise ValueError(f"config.json: {name}={value!r} is no whole number greater than 0")
+        raise ValueError(f"config.json: {name}={value!r} is not a whole number above 0")
     return value
 
 
 def _number(settings: Mapping[str, Any], name: str, default: float | None = None, group: str = "") -> float:
     value = _value(settings, name, default, group)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"config.json: {group}{name}={value!r} is no number greater than 0")
+        raise ValueError(f"config.json: {group}{name}={value!r} is not a number above 0")
     return float(value)
 
 
 def _collection(settings: Mapping[str, Any], name: str, kind: type, noun: str) -> Any:
     value = settings.get(name) or kind()
     if not isinstance(value, kind):
-        raise ValueError(f"config.json: {name}={value!r} is no {noun}")
+        raise ValueError(f"config.json: {name}={value!r} is not a {noun}")
     return value
 
 
@@ -253,7 +253,7 @@ def _experts(hf: Mapping[str, Any]) -> Experts | None:
     """The experts; None if every layer is dense."""
     count = _value({"num_experts": _expert_count(hf)}, "num_experts", None)
     if type(count) is not int or count < 0:
-        raise ValueError(f"config.json: num_experts={count!r} is no whole number")
+        raise ValueError(f"config.json: num_experts={count!r} is not a whole number")
     per_token, ffn = _count(hf, "num_experts_per_tok"), _count(hf, "moe_intermediate_size")
     dense, step = _collection(hf, "mlp_only_layers", list, "list"), _count(hf, "decoder_sparse_step", 1)
     layers = tuple(layer for layer in range(hf["num_hidden_layers"]) if layer not in dense and (layer + 1) % step == 0)

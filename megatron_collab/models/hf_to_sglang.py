@@ -105,7 +105,7 @@ def check_layers(shape: ModelShape) -> None:
     dense = set(range(shape.layers)) - set(shape.experts.layers) if shape.experts else set()
     if dense:
         raise ValueError(
-            f"model.path: layer {min(dense)} has no experts, and in SGLang every layer of this model has; give another "
+            f"model.path: layer {min(dense)} has no experts, but SGLang expects them in every layer; give another "
             "model, or set train.stage=sft"
         )
 

@@ -52,11 +52,11 @@ def read(folder: Path) -> dict[str, StoredTensor]:
             tensors[name] = tensor
     for name, file in indexed.items():
         if name not in tensors or tensors[name].file != file:
-            raise ValueError(f"{INDEX} says that {file} holds {name}, and it does not; {_WHOLE}")
+            raise ValueError(f"{INDEX} says that {file} holds {name}, but it does not; {_WHOLE}")
     return tensors
 
 
-def of_model(folder: Path, shape: ModelShape) -> dict[str, StoredTensor]:
+def model_tensors(folder: Path, shape: ModelShape) -> dict[str, StoredTensor]:
     """The tensors of a model of `shape` in `folder`, without tensors that are not loaded.
 
     Raises ValueError like `read`, and if a tensor is missing, unexpected or has the wrong shape or dtype.
@@ -91,7 +91,7 @@ def _index(folder: Path) -> dict[str, str]:
         raise ValueError(invalid)
     for file in set(weight_map.values()):
         if Path(file).name != file or file == ".." or "\0" in file:
-            raise ValueError(f"{INDEX} names {file!r}, which is no file of the folder itself; {_WHOLE}")
+            raise ValueError(f"{INDEX} names {file!r}, which is not a file in this folder; {_WHOLE}")
     return weight_map
 
 
@@ -109,23 +109,23 @@ def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, _LARGEST_HEADER):
-            raise ValueError(f"{file.name} is cut, or no file of safetensors ({size} bytes); {_WHOLE}")
+            raise ValueError(f"{file.name} is truncated, or not a safetensors file ({size} bytes); {_WHOLE}")
         try:
             header = json.loads(stream.read(length))
             header.pop("__metadata__", None)
             tensors = sorted(_tensor(file.name, name, fields) for name, fields in header.items())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{file.name} is corrupt: its header is no header of safetensors; {_WHOLE}") from error
+            raise ValueError(f"{file.name} is corrupt: it has no safetensors header; {_WHOLE}") from error
     end = 0
     for start, stop, name, tensor in tensors:
         if start != end:
-            raise ValueError(f"{file.name} is corrupt: {name} does not follow the tensor before; {_WHOLE}")
+            raise ValueError(f"{file.name} is corrupt: {name} does not follow the previous tensor; {_WHOLE}")
         if tensor.dtype in _BYTES and stop - start != prod(tensor.shape) * _BYTES[tensor.dtype]:
-            raise ValueError(f"{file.name} is corrupt: {name} has not the bytes of its shape; {_WHOLE}")
+            raise ValueError(f"{file.name} is corrupt: {name} does not have the bytes of its shape; {_WHOLE}")
         end = stop
         yield name, tensor
     if size != 8 + length + end:
-        raise ValueError(f"{file.name} is cut: it has {size} bytes, its header says {8 + length + end}; {_WHOLE}")
+        raise ValueError(f"{file.name} is truncated: it has {size} bytes, its header says {8 + length + end}; {_WHOLE}")
 
 
 def _tensor(file: str, name: str, fields: dict[str, Any]) -> tuple[int, int, str, StoredTensor]:

@@ -70,7 +70,7 @@ def adapters(entry: WeightEntry, lora: LoraConfig) -> tuple[Adapter, ...]:
     return tuple(matched)
 
 
-def adapted(shape: ModelShape, lora: LoraConfig) -> Iterator[tuple[WeightEntry, tuple[Adapter, ...]]]:
+def lora_entries(shape: ModelShape, lora: LoraConfig) -> Iterator[tuple[WeightEntry, tuple[Adapter, ...]]]:
     """Yield every Megatron parameter that has adapters with its adapters, in forward order."""
     for entry in table(shape):
         if entry_adapters := adapters(entry, lora):
@@ -79,7 +79,7 @@ def adapted(shape: ModelShape, lora: LoraConfig) -> Iterator[tuple[WeightEntry, 
 
 def factors(shape: ModelShape, lora: LoraConfig) -> list[Factor]:
     """Every A and B of a model."""
-    return [factor for _, group in adapted(shape, lora) for adapter in group for factor in (adapter.a, adapter.b)]
+    return [factor for _, group in lora_entries(shape, lora) for adapter in group for factor in (adapter.a, adapter.b)]
 
 
 def factor_table(shape: ModelShape, lora: LoraConfig) -> tuple[WeightEntry, ...]:
@@ -91,7 +91,7 @@ def factor_table(shape: ModelShape, lora: LoraConfig) -> tuple[WeightEntry, ...]
 
 def projections(shape: ModelShape, lora: LoraConfig) -> list[str]:
     """The targets for which the model has adapters."""
-    return sorted({adapter.projection for _, entry_adapters in adapted(shape, lora) for adapter in entry_adapters})
+    return sorted({adapter.projection for _, entry_adapters in lora_entries(shape, lora) for adapter in entry_adapters})
 
 
 def blocks(entry: WeightEntry, shape: ModelShape, lora: LoraConfig, tp: int) -> Blocks:
@@ -107,7 +107,7 @@ def blocks(entry: WeightEntry, shape: ModelShape, lora: LoraConfig, tp: int) -> 
 
 def without_adapters(shape: ModelShape, lora: LoraConfig) -> int | None:
     """The first layer without any target; None if every layer has one."""
-    adapted_layers = {entry.megatron.split(".")[2] for entry, _ in adapted(shape, lora)}
+    adapted_layers = {entry.megatron.split(".")[2] for entry, _ in lora_entries(shape, lora)}
     return next((layer for layer in range(shape.layers) if str(layer) not in adapted_layers), None)
 
 

@@ -74,7 +74,7 @@ def read(folder: Path) -> dict[str, Record]:
     Raises ConfigError if the file is torn or holds something else.
     """
     records, fault = readable(folder)
-    message = f"{folder / FILE}: {fault}; restore it, or remove it: what the run has evaluated is then not known"
+    message = f"{folder / FILE}: {fault}; restore it, or remove it to forget the run's evaluations"
     require(fault is None, message)
     return records
 
@@ -89,14 +89,14 @@ def readable(folder: Path) -> tuple[dict[str, Record], str | None]:
     except (ValueError, RecursionError) as error:
         return {}, f"cannot be read as JSON ({error})"
     if not isinstance(content, dict):
-        return {}, f"holds a {type(content).__name__}, no evaluations"
+        return {}, f"holds a {type(content).__name__}, not evaluations"
 
     def is_record(record: Any) -> bool:
         return isinstance(record, dict) and of_step(record) and isinstance(record.get("set", ""), str)
 
     valid = {name: record for name, record in content.items() if is_record(record)}
     invalid = sorted(content.keys() - valid.keys())
-    return valid, f"{invalid[0]!r} is no record of an evaluation" if invalid else None
+    return valid, f"{invalid[0]!r} is not an evaluation record" if invalid else None
 
 
 def scalars(record: Record) -> dict[str, float]:

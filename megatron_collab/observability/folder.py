@@ -48,7 +48,7 @@ class RunFolder:
         try:
             self._lock.acquire(timeout=10)  # rank 0 of a run that was just killed may still be ending
         except Timeout:
-            message = "rank 0 of an earlier start still writes there; start again when it has ended"
+            message = "rank 0 of an earlier start is still writing there; start again when it has ended"
             raise RunStopped(f"run.dir={self.folder}: {message}") from None
         (self.folder / FINISHED).unlink(missing_ok=True)  # result of a run with fewer steps or sets
         at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -146,9 +146,7 @@ class RunFolder:
                 self._reported_reasons.add(reason)
                 first = next(task for why, task in failures if why == reason)
                 more = f"; {len(counts) - 1} other reasons are in the transcripts" if len(counts) > 1 else ""
-                tqdm.write(
-                    f"{label}: failed, and counted as missing: {reason} ({count} times, as of task {first}){more}"
-                )
+                tqdm.write(f"{label}: failed and counted as missing: {reason} ({count} times, e.g. task {first}){more}")
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         for writer in self._writers:
@@ -162,9 +160,9 @@ def scores(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _with_errors(record: Mapping[str, Any]) -> str:
     errors = {name: record.get(f"score_se/{name}") for name in scores(record)}
-    shown = ((name, value, errors[name]) for name, value in scores(record).items() if value is not None)
+    scored = ((name, value, errors[name]) for name, value in scores(record).items() if value is not None)
     return " ".join(
-        f"{name} {value:.3f}" + (f"±{error:.3f}" if error is not None else "") for name, value, error in shown
+        f"{name} {value:.3f}" + (f"±{error:.3f}" if error is not None else "") for name, value, error in scored
     )
 
 
@@ -221,15 +219,15 @@ def keep(file: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
     """
     if not file.exists():
         return
-    kept, unread = [], 0
+    kept_lines, unreadable = [], 0
     for text, row in records.lines(file):
         if row is None or not records.of_step(row):
-            unread += 1
+            unreadable += 1
         elif is_kept(row):
-            kept.append(text)
-    if unread:
-        print(f"megatron-collab: {file}: left out {records.unread(unread)}", file=sys.stderr)
-    files.replace(file, "".join(text + "\n" for text in kept))
+            kept_lines.append(text)
+    if unreadable:
+        print(f"megatron-collab: {file}: skipped {records.unreadable_lines(unreadable)}", file=sys.stderr)
+    files.replace(file, "".join(text + "\n" for text in kept_lines))
 
 
 def append(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -33,9 +33,9 @@ def number(value: Any) -> float | None:
     return value if type(value) in (int, float) and -_MOST < value < _MOST else None
 
 
-def unread(count: int) -> str:
+def unreadable_lines(count: int) -> str:
     """Text for a message about lines that are left out."""
-    return f"{count} line{'s' * (count > 1)} that cannot be read"
+    return f"{count} unreadable line{'s' * (count > 1)}"
 
 
 def finished(folder: Path) -> bool:

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from megatron_collab.config import SETTINGS
 from megatron_collab.observability import evaluations
 from megatron_collab.observability.evaluations import AFTER, BEFORE
-from megatron_collab.observability.records import lines, number, of_step, unread
+from megatron_collab.observability.records import lines, number, of_step, unreadable_lines
 from megatron_collab.observability.writers import CONVERSATIONS, Rows
 from megatron_collab.runtime import files
 
@@ -200,7 +200,7 @@ def _rows(file: Path, fit: Callable[[Mapping[str, Any]], bool]) -> Rows:
     rows = [row for _, row in lines(file)]
     valid = [row for row in rows if row is not None and fit(row)]
     if len(valid) < len(rows):
-        _warn(file, f"left out {unread(len(rows) - len(valid))}")
+        _warn(file, f"skipped {unreadable_lines(len(rows) - len(valid))}")
     return valid
 
 

@@ -115,7 +115,7 @@ _INTERFACES = {
         "tests/checkpoint/test_checkpointer.py::test_resumed_is_undisturbed_bit_for_bit",
     ),
     "torch.distributed.checkpoint.utils._DistWrapper": (
-        "checkpoint/checkpointer.py: an error of one rank is raised on all, as where torch writes tensors",
+        "checkpoint/checkpointer.py: raises an error of one rank on all ranks, as torch does for tensors",
         "torch exports it",
         "tests/checkpoint/test_checkpointer.py::test_all_ranks_learn_that_one_could_not_write",
     ),
@@ -171,7 +171,7 @@ _INTERFACES = {
     ),
     "litellm._internal_context.is_internal_call": (
         "llm/client.py: what LiteLLM would record for callbacks, of which there are none, costs a third of a call",
-        "LiteLLM skips it where no callback is registered",
+        "LiteLLM skips it if no callback is registered",
         "tests/patches/test_litellm.py::test_calls_are_internal",
     ),
     "litellm.ModelResponse._hidden_params": (

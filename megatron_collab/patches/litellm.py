@@ -34,7 +34,7 @@ def limit_bodies(longest: int) -> None:
             async for part in super().aiter_bytes(chunk_size):
                 size += len(part)
                 if size > longest:
-                    raise BodyTooLong(f"an answer of more than {longest} bytes")
+                    raise BodyTooLong(f"the response exceeds {longest} bytes")
                 yield part
 
     make = AsyncHTTPHandler.create_async_transport
@@ -58,7 +58,7 @@ _litellm = partial(Patch, "litellm")
 PATCHES = (
     _litellm(
         "prices from the package",
-        why="At its import LiteLLM would download the prices of models, and wait where there is no network.",
+        why="At its import LiteLLM would download the prices of models, and wait if there is no network.",
         upstream="litellm_core_utils/get_model_cost_map.py:383 (environment variable)",
         until="LiteLLM downloads prices only on request",
         test="tests/patches/test_litellm.py::test_importing_litellm_opens_no_connection",

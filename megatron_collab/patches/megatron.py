@@ -215,7 +215,7 @@ PATCHES = (
     _on_cpu(
         "megatron-core",
         "libraries that need CUDA are hidden",
-        why="Megatron uses TransformerEngine, apex and others wherever they are installed, also where no device is.",
+        why="Megatron uses TransformerEngine, apex and others wherever they are installed, even without a device.",
         upstream="megatron/core/optimizer/__init__.py, megatron/core/extensions/transformer_engine.py",
         test="tests/patches/test_cpu.py::test_training_on_a_cpu_leaves_transformer_engine_alone",
         apply=_hide_libraries,
@@ -225,7 +225,7 @@ PATCHES = (
         why="Compiling its small functions for a CPU takes seconds in every process and gains nothing; importing "
         "Weights & Biases and TensorBoard, for parts of it that no run uses, takes half a second.",
         upstream="megatron/core/jit.py, megatron/core/timers.py, megatron/core/inference/engines/dynamic_engine.py",
-        until="Megatron-Core has a switch for jit_fuser, and imports loggers where it logs",
+        until="Megatron-Core has a switch for jit_fuser, and imports loggers when it logs",
         test="tests/patches/test_cpu.py::test_megatron_is_not_compiled_on_a_cpu",
         apply=_import_lightly,
         when=without_cuda,
@@ -278,7 +278,7 @@ PATCHES = (
     _on_cpu(
         "megatron-core",
         "split sizes of the expert dispatcher",
-        why="It makes host sequences of its split sizes only where they were on a GPU.",
+        why="It makes host sequences of its split sizes only if they were on a GPU.",
         upstream="megatron/core/transformer/moe/moe_utils.py:1184",
         test="tests/trainer/test_parity.py::test_log_probs_equal_hugging_face",
         sets={"megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": _to_host},
@@ -315,10 +315,10 @@ PATCHES = (
     ),
     _megatron(
         "experts apart in every layout",
-        why="Megatron gives experts an optimizer of their own only where ep > 1 or tp > 1, and a checkpoint names the "
-        "state by optimizer: one of a layout without would not resume in a layout with it.",
+        why="Megatron gives experts a separate optimizer only if ep > 1 or tp > 1, and a checkpoint names the "
+        "state by optimizer: one of a layout without it would not resume in a layout with it.",
         upstream="megatron/core/distributed/param_and_grad_buffer.py:918 (parameter.allreduce)",
-        until="the state of an optimizer is saved by parameter alone",
+        until="the state of an optimizer is saved by parameter only",
         test="tests/trainer/megatron/test_model.py::test_experts_are_apart_in_every_layout",
     ),
     _megatron(

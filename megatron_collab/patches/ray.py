@@ -40,7 +40,7 @@ PATCHES = (
     _ray(
         "a cluster of one machine is on loopback",
         why="Its processes would listen on every interface. Ray replaces a node's address that is 127.0.0.1 by another "
-        "of the machine, unless it takes itself to be where it has no clusters.",
+        "of the machine, unless it assumes a platform without clusters.",
         upstream="ray/_private/services.py:811 (get_node_ip_address)",
         until="ray.init takes _node_ip_address=127.0.0.1 as it is",
         test="tests/runtime/test_ray_cluster.py::test_nothing_of_ray_listens_beyond_loopback",

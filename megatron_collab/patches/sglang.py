@@ -156,8 +156,8 @@ _sglang = partial(Patch, "sglang")
 PATCHES = (
     _sglang(
         "a stand-in for triton",
-        why="SGLang imports triton everywhere, and on macOS alone installs the stand-ins that it ships. Kernels can "
-        "then be defined, not run; on CPU none is.",
+        why="SGLang imports triton everywhere, but installs the stand-ins that it ships only on macOS. Kernels can "
+        "then be defined but not run; a CPU runs none.",
         upstream="sglang/_platform_stubs.py",
         until="SGLang installs them wherever triton is missing",
         test="tests/patches/test_sglang.py::test_kernels_can_be_defined_without_triton",
@@ -209,7 +209,7 @@ PATCHES = (
         "host memory that is not pinned",
         why="A server keeps the experts of every cached token in memory that CUDA's runtime pins, on a CPU too.",
         upstream="sglang/srt/state_capturer/base.py:68",
-        until="SGLang pins host memory on GPUs alone",
+        until="SGLang pins host memory only on GPUs",
         test="tests/inference/test_routing.py::test_every_position_is_routed_once",
         sets={"sglang.srt.mem_cache.pool_host.common._cuda_host_register": lambda *_: None},
         when=on_cpu,
@@ -217,7 +217,7 @@ PATCHES = (
     _sglang(
         "no Megatron in servers",
         why="SGLang's dumper for debugging imports Megatron, and with it TransformerEngine, into every process of a "
-        "server. That takes seconds, and ends it where an import raises anything but ImportError, as without a driver.",
+        "server. That takes seconds, and ends it if an import raises anything but ImportError, as without a driver.",
         upstream="sglang/srt/debug_utils/dumper.py:1824",
         until="the dumper imports Megatron when it is used",
         test="tests/patches/test_sglang.py::test_servers_import_neither_megatron_nor_scikit_learn",
@@ -251,7 +251,7 @@ PATCHES = (
         "offsets that are not pinned",
         why="Layers with adapters keep their offsets in memory that CUDA pins, on a CPU too.",
         upstream="sglang/srt/lora/layers.py:475",
-        until="SGLang pins host memory on GPUs alone",
+        until="SGLang pins host memory only on GPUs",
         test="tests/weight_sync/test_engine_parity.py::test_log_probs_agree_after_every_publish_and_only_then",
         uses=("sglang.srt.lora.layers.ColumnParallelLinearWithLoRA.__init__",),
         when=on_cpu,

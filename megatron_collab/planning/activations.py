@@ -73,11 +73,11 @@ def activations(config: Config, shape: ModelShape, rank: int, tokens: int) -> fl
     if vpp > 1:
         in_passes = in_flight(chunks, pp, rank, exchanged=state)
     else:
-        in_passes = in_flight(chunks, pp, rank) + _exchanged(config, rank) * state
+        in_passes = in_flight(chunks, pp, rank) + _exchanged_states(config, rank) * state
     return in_passes + recomputed + _rotations(config, shape, tokens)
 
 
-def _exchanged(config: Config, rank: int) -> int:
+def _exchanged_states(config: Config, rank: int) -> int:
     """Number of hidden states of a micro-batch that stage `rank` holds in addition to saved tensors.
 
     Per neighbor a gradient and the hidden states that it belongs to, until the next pass ends. With recompute the peak
@@ -120,7 +120,7 @@ def _adapters(config: Config, shape: ModelShape, number: int, tokens: int) -> tu
     single = replace(shape, layers=1, experts=replace(shape.experts, layers=(0,)) if shape.experts and sparse else None)
     tp, dropped = config.parallel.tp, config.model.lora.dropout > 0
     saved = [0.0, 0.0]
-    for entry, entry_adapters in lora.adapted(single, config.model.lora):
+    for entry, entry_adapters in lora.lora_entries(single, config.model.lora):
         (rank, columns), (rows, _) = entry_adapters[0].a.local(tp), shard_shape(entry, tp)
         gathered = entry.cut is TensorCut.ROWS  # A x of all tokens, computed from the input of a part of them
         width, read = len(entry_adapters) * rank, _rows(config, tokens) if gathered else tokens

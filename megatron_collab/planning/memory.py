@@ -66,10 +66,10 @@ def read_run(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
     """
     config = compose(overrides)
     validate.check_settings(config)
-    return config, validate.check_model(config, described(config.model.path))
+    return config, validate.check_model(config, model_config_file(config.model.path))
 
 
-def described(path: str, setting: str = "model.path") -> Path:
+def model_config_file(path: str, setting: str = "model.path") -> Path:
     """The config.json of a model: from its folder, conf/shapes or, if in neither, the Hub. Raises ConfigError."""
     name = Path(path).name.partition("@")[0]
     for file in (hub.folder(path) / "config.json", CONF / "shapes" / f"{name}.json"):
@@ -89,7 +89,7 @@ def _colocated_models(config: Config) -> Iterator[tuple[str, Config, ModelShape]
         if not model.colocated:
             continue
         try:
-            shape = hf_config.read(described(model.model, f"servers.{name}.model"))
+            shape = hf_config.read(model_config_file(model.model, f"servers.{name}.model"))
         except ValueError as error:
             setting = f"servers.{name}.model={model.model}"
             raise ConfigError(f"{setting}: cannot be counted: {error}; plan without servers.{name}") from error

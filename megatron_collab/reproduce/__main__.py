@@ -56,22 +56,22 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = ArgumentParser("reproduce", __doc__)
     parser.add_argument("study", metavar="STUDY", help=f"one of {', '.join(study.known())}, or FILE.yaml")
     parser.add_argument("--tasks", metavar="A,B", help="tasks of the study [all]")
-    parser.add_argument("--arms", metavar="A,B", help="assistants; what they begin with is trained too [all]")
-    parser.add_argument("--model", help="model that all begin with [the study's]")
-    parser.add_argument("--seeds", type=int, default=3, help="how often each problem is played [3]")
-    parser.add_argument("--build", action="store_true", help="make the training data, in place of the published ones")
+    parser.add_argument("--arms", metavar="A,B", help="arms to compare; arms they start from are trained too [all]")
+    parser.add_argument("--model", help="base model of all arms [the study's]")
+    parser.add_argument("--seeds", type=int, default=3, help="repetitions of each problem [3]")
+    parser.add_argument("--build", action="store_true", help="build the training data instead of using published data")
     parser.add_argument("--out", type=Path, help="folder of the study [runs/STUDY]")
-    parser.add_argument("--budget", type=positive, metavar="USD", help="stop where all programs have spent so much")
+    parser.add_argument("--budget", type=positive, metavar="USD", help="stop once total spending reaches this")
     parser.add_argument(
-        "--pilot", type=int, default=4, help="conversations of a task from which cost is said; 0: none [4]"
+        "--pilot", type=int, default=4, help="conversations per task for the cost forecast; 0: no forecast [4]"
     )
-    speed = "of a GPU in bfloat16 and of its memory, from which hours are said [989 3.35, an H100]"
+    speed = "bfloat16 speed and memory bandwidth of a GPU, to forecast hours [989 3.35, an H100]"
     parser.add_argument("--gpu", nargs=2, type=positive, default=H100, metavar=("TFLOP/S", "TB/S"), help=speed)
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="record all calls to language models there")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="record all calls to language models in FOLDER")
     parser.add_argument(
-        "--replay", type=Path, metavar="FOLDER", help="answer them from there: no key, no network, no cost"
+        "--replay", type=Path, metavar="FOLDER", help="answer calls from this recording: no key, no network, no cost"
     )
-    parser.add_argument("--commands", action="store_true", help="print the commands, and run nothing")
+    parser.add_argument("--commands", action="store_true", help="print the commands without running them")
     parser.add_argument("settings", nargs="*", metavar="option=value", help="settings of every program")
     return parser.parse_intermixed_args(arguments)
 

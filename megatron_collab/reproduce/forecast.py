@@ -14,7 +14,7 @@ from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.observability import evaluations
 from megatron_collab.planning.duration import Gpu, sampling_seconds, training_seconds
 from megatron_collab.reproduce.plan import BUILD, TRAIN, Stage, seed_names
-from megatron_collab.rollout import asked_models, cost, recorded
+from megatron_collab.rollout import cost, llm_endpoints, recorded
 from megatron_collab.rollout.cost import Calls, Cost, Means
 from megatron_collab.runtime import device
 
@@ -82,7 +82,7 @@ def total(forecasts: Sequence[Forecast]) -> Forecast:
 def _program_forecast(stage: Stage, config: Config, steps: int, pilot: Pilot, shape: ModelShape, gpu: Gpu) -> Forecast:
     calls = _calls(config, stage, steps)
     usd = cost.forecast(calls, pilot.means, pilot.calls)
-    assistants = asked_models.assistant_endpoints(config)
+    assistants = llm_endpoints.assistant_endpoints(config)
     paid = [assistant.endpoint for assistant in assistants if not served_by_run(assistant.endpoint.model)]
     if paid and stage.module != TRAIN:  # in the pilot the policy played this role
         prompt_tokens = pilot.means["user"].prompt_tokens if "user" in pilot.means else 0.0

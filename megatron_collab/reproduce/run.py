@@ -77,10 +77,10 @@ def _run(
         if code:
             if budget is not None and sum(_spent(other) or 0.0 for other in stages) >= budget:
                 return _out_of_budget(study, options, stages, label, budget)
-            print(f"{label}: ended with exit code {code}; the same command goes on from here", file=sys.stderr)
+            print(f"{label}: ended with exit code {code}; rerun the command to continue from here", file=sys.stderr)
             return code
     _write(study, options, stages)
-    print(f"{options.out / PAGE}: our table beside the published one")
+    print(f"{options.out / PAGE}: our results next to the published ones")
     return 0
 
 
@@ -91,25 +91,25 @@ def _print_forecast(options: StudyOptions, stages: Sequence[Stage], budget: floa
     patches.apply("megatron")  # planning imports Megatron-Core, which takes seconds
     from megatron_collab.models import hf_config
     from megatron_collab.planning.duration import Gpu
-    from megatron_collab.planning.memory import described
+    from megatron_collab.planning.memory import model_config_file
     from megatron_collab.reproduce import forecast
 
-    shape = hf_config.read(described(done[0].config.model.path))
+    shape = hf_config.read(model_config_file(done[0].config.model.path))
     pilots = {stage.task: forecast.read(stage) for stage in done}
     programs = forecast.program_forecasts(stages, pilots, shape, Gpu(*(1e12 * speed for speed in gpu)))
     for program in (*programs, forecast.total(programs)):
         hours = "" if program.hours is None else f", {program.hours:.1f} h"
-        print(f"expected of {program.title}: {program.cost}{hours}", flush=True)
+        print(f"forecast of {program.title}: {program.cost}{hours}", flush=True)
     spent = sum(_spent(stage) or 0.0 for stage in stages)
     more = forecast.total(programs).cost.usd
     if budget is not None and spent + more > budget:
-        hint = "once it is spent the study ends, and the same command with a larger one goes on"
-        print(f"--budget={budget:g}: {spent:.4g} USD are spent and about {more:.4g} to come; {hint}", flush=True)
+        hint = "the study ends when it is used up; rerun with a larger one to continue"
+        print(f"--budget={budget:g}: {spent:.4g} USD spent, about {more:.4g} still needed; {hint}", flush=True)
 
 
 def _out_of_budget(study: Study, options: StudyOptions, stages: Sequence[Stage], label: str, budget: float) -> int:
     spent = sum(_spent(stage) or 0.0 for stage in stages)
-    reason = f"--budget={budget:g} is used up: {spent:.4g} USD; the same command with a larger one goes on from here"
+    reason = f"--budget={budget:g} is used up: {spent:.4g} USD; rerun with a larger one to continue from here"
     print(f"megatron-collab: {label}: {reason}", file=sys.stderr)
     _write(study, options, stages)
     return EXIT_STOPPED
@@ -133,7 +133,7 @@ def _check_same(out: Path, stages: Sequence[Stage]) -> None:
     """Raises ConfigError if a finished program had other settings: the table would mix two studies."""
     for stage in stages:
         before = _read_programs(out).get(stage.title, {}).get("arguments")
-        message = f"--out={out}: {stage.title} is done under other settings; choose another folder, or remove that one"
+        message = f"--out={out}: {stage.title} was run with other settings; choose another folder, or remove this one"
         require(
             before is None or not stage.done or _result_arguments(before) == _result_arguments(stage.arguments), message
         )

@@ -91,7 +91,7 @@ def known() -> list[str]:
 def read(name_or_file: str) -> Study:
     """The study with that name in studies/, or in that file. Raises ConfigError if there is none."""
     file = Path(name_or_file) if name_or_file.endswith((".yaml", ".yml")) else STUDIES / f"{name_or_file}.yaml"
-    message = f"STUDY={name_or_file}: there is none of that name; studies: {', '.join(known())}, or a file FILE.yaml"
+    message = f"STUDY={name_or_file}: no such study; choose one of {', '.join(known())}, or give FILE.yaml"
     require(file.is_file(), message)
     try:
         content = yaml.safe_load(file.read_text())
@@ -99,9 +99,9 @@ def read(name_or_file: str) -> Study:
         arms = {name: _arm(entry) for name, entry in content.pop("arms").items()}
         study = Study(file.stem, tasks=tasks, arms=arms, **content)
     except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"STUDY={name_or_file}: {file} is no study: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"STUDY={name_or_file}: {file} is not a study: {' '.join(str(error).split())}") from error
     for name, arm in arms.items():
-        message = f"STUDY={name_or_file}: arms.{name}.from={arm.start}: no other arm above it is called so"
+        message = f"STUDY={name_or_file}: arms.{name}.from={arm.start}: no arm above it has that name"
         require(arm.start is None or arm.start in list(arms)[: list(arms).index(name)], message)
     return study
 
@@ -113,7 +113,7 @@ def select(names: str | None, among: Mapping[str, Any], option: str) -> list[str
     selection = [name.strip() for name in names.split(",") if name.strip()]
     for name in selection:
         require(name in among, f"{option}={name}: the study has {', '.join(among)}{nearest(name, among)}")
-    require(bool(selection), f"{option}: names none; the study has {', '.join(among)}")
+    require(bool(selection), f"{option}: is empty; the study has {', '.join(among)}")
     return [name for name in among if name in selection]
 
 

@@ -14,8 +14,8 @@ from megatron_collab.reward.workers import Job, RewardWorker, Scores
 from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Missing, Reward, Rollout, Score, Turn
 
 _CUT_OFF = (Ending.ERROR, Ending.DEADLINE)
-_NOT_PLAYED = Missing("its malformed turn was not played on in this run")
-_NO_TOKENS = Missing("transcripts hold no token ids, and the run has not counted them")
+_NOT_PLAYED = Missing("its conversation ended at the malformed turn in this run")
+_NO_TOKENS = Missing("transcripts have no token ids, and the run did not count tokens")
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def _custom_reward(function: RewardFunction, futures: Sequence[Future], config: 
     try:
         reward = function(futures, config.weights)
         if not isinstance(reward, Reward):
-            raise TypeError(f"gave {type(reward).__name__}; return a Reward")
+            raise TypeError(f"returned {type(reward).__name__}; return a Reward")
         if not isinstance(reward.value, Missing) and not math.isfinite(reward.value):
             raise ValueError(f"a reward of {reward.value}; give a finite number, or Missing")
         return reward

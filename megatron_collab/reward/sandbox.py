@@ -128,7 +128,7 @@ async def _launch(way: _Way, program: Program, limits: Limits) -> Result:
         async with asyncio.timeout(limits.wall + _SLACK):
             answer, errors = await process.communicate(way.first + messages)
     except TimeoutError as error:
-        raise SandboxError(f"the sandbox gave no answer within {limits.wall + _SLACK:g} s") from error
+        raise SandboxError(f"the sandbox did not answer within {limits.wall + _SLACK:g} s") from error
     finally:
         if process.returncode is None:
             process.kill()  # its children end with it

@@ -152,7 +152,7 @@ class Player:
             prompt = self.renderer.first(task.messages, self.rollout.turn.enable_thinking)
             conversation = Conversation(task.messages, prompt)
         except Exception as error:  # the chat template may refuse these messages
-            reason = f"the chat template refuses the task's messages: {type(error).__name__}: {error}"
+            reason = f"the chat template rejects the task's messages: {type(error).__name__}: {error}"
             return Conversation(task.messages, ()).end(Ending.ERROR, reason)
         try:
             async with asyncio.timeout(self.rollout.deadline):
@@ -305,7 +305,7 @@ class Player:
         return conversation.begin_anew(messages, prompt)
 
     def _deadline_message(self) -> str:
-        return f"not ended after rollout.deadline={self.rollout.deadline:g} s"
+        return f"did not end within rollout.deadline={self.rollout.deadline:g} s"
 
 
 def add_rewards(conversation: Conversation, rewards: Mapping[int, float]) -> Conversation:

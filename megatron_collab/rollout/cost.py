@@ -54,7 +54,7 @@ class Calls:
         return Calls(self.assistant * times, self.user * times, self.judge * times)
 
     def __str__(self) -> str:
-        counts = f"{self.assistant.calls} replies, {self.user.calls} messages of users, {self.judge.calls} judgements"
+        counts = f"{self.assistant.calls} replies, {self.user.calls} user messages, {self.judge.calls} judgments"
         return f"at most {counts}"
 
 
@@ -115,7 +115,7 @@ class Cost:
 
     def __str__(self) -> str:
         margin = f" ± {self.error:.2g}" if self.error else ""
-        unknown = f", and what {', '.join(self.unpriced)} costs, whose price is not known" if self.unpriced else ""
+        unknown = f", plus calls of {', '.join(self.unpriced)}, whose price is unknown" if self.unpriced else ""
         return f"{self.usd:.4g}{margin} USD{unknown}"
 
 

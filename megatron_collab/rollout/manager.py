@@ -85,7 +85,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
             try:
                 part()
             except Exception as failure:
-                print(f"megatron-collab: at the end of sampling: {' '.join(str(failure).split())}", file=sys.stderr)
+                print(f"megatron-collab: failed to stop sampling: {' '.join(str(failure).split())}", file=sys.stderr)
 
     def collect(self, step: int) -> Batch:
         """The batch of `step`, the same on every rank; the servers must have version `step`; collective.
@@ -195,7 +195,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         return {**named, **step}
 
     def _spend(self) -> dict[str, float]:
-        (spent,) = answers({"what was spent, of the limiter": self._workers.limiter.spend.remote()}, self._timeout)
+        (spent,) = answers({"the limiter's spending": self._workers.limiter.spend.remote()}, self._timeout)
         return spent
 
 
@@ -246,9 +246,9 @@ class _StepGroups:
         """The trained samples, in slot order, and the metrics. Raises RunStopped if there are no samples."""
         samples = tuple(sample for slot in sorted(self._trained) for sample in self._trained[slot])
         if not samples:
-            reason = "rewards that differ" if self.dynamic or self.config.objective == "dpo" else "rewards"
+            reason = "different rewards" if self.dynamic or self.config.objective == "dpo" else "rewards"
             age = f" of version {self.step - self.max_staleness} or newer" if self.max_staleness else ""
-            raise RunStopped(f"step {self.step}: no group has enough {reason}{age}, so nothing can be learned")
+            raise RunStopped(f"step {self.step}: no group has enough {reason}{age}; nothing can be trained")
         metrics, trained_groups = summary(self.played, applicable_metrics(self.config)), float(len(self._trained))
         if self.dynamic:
             metrics |= {"dynamic/kept": trained_groups, "dynamic/dropped": self._idle, "dynamic/refills": self.refill}

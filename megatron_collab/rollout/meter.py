@@ -10,7 +10,7 @@ from tqdm import tqdm
 from megatron_collab import patches
 from megatron_collab.config import Config
 from megatron_collab.llm.endpoint import served_by_run
-from megatron_collab.rollout import asked_models, cost
+from megatron_collab.rollout import cost, llm_endpoints
 from megatron_collab.rollout.users.named import user_of
 from megatron_collab.types import Task
 
@@ -47,19 +47,19 @@ class Meter:
         """What is spent, and the expected remaining cost once a conversation has ended."""
         totals = self._spend()
         spent, calls, unpriced = (totals[name] - self._before[name] for name in ("usd", "calls", "unpriced"))
-        line = f"{self._title}: {sum(self._ended)} have ended"
+        line = f"{self._title}: {sum(self._ended)} done"
         if not calls:
             return line
         line += f"; {calls:.0f} calls, {spent:.4g} USD"
         if unpriced:
-            return f"{line}, and {unpriced:.0f} calls whose price is not known"
+            return f"{line}, plus {unpriced:.0f} calls of unknown price"
         playing = [turns for turns, has_ended in zip(self._turns, self._ended, strict=True) if not has_ended]
         if not (spent and playing and any(self._ended)):
             return line
         ended = [turns for turns, has_ended in zip(self._turns, self._ended, strict=True) if has_ended]
         played = self._played + sum(self._weights[turns] for turns in playing) / 2
         remaining_usd = spent * cost.remaining_weight(ended, playing, self._weights) / played
-        return f"{line}, about {remaining_usd:.2g} USD to come"
+        return f"{line}, about {remaining_usd:.2g} USD to go"
 
     def _print_bound(self, config: Config, models: cost.Models, size: float) -> None:
         line = f"{self._title}: {cost.building_calls(config, len(self._turns))}"
@@ -68,11 +68,11 @@ class Meter:
             tqdm.write(line)
             return
         bound = cost.cost_bound(cost.building_calls(config, len(self._turns)), models, config, size)
-        tqdm.write(f"{line}; at most {bound}, where every message is as long as it may be")
+        tqdm.write(f"{line}; at most {bound} if every message has its maximum length")
         unspent = None if budget is None else budget - self._before["usd"]
         if unspent is not None and unspent < bound.usd:
-            hint = "once it is spent the program ends, and the same command with a larger one goes on"
-            tqdm.write(f"llm.budget_usd={budget:g}: {unspent:.4g} USD of it are left, which may not be enough; {hint}")
+            hint = "the program ends when it is used up; rerun with a larger one to continue"
+            tqdm.write(f"llm.budget_usd={budget:g}: the remaining {unspent:.4g} USD may not be enough; {hint}")
 
 
 def _models(config: Config, tasks: Sequence[Task]) -> cost.Models:
@@ -81,9 +81,9 @@ def _models(config: Config, tasks: Sequence[Task]) -> cost.Models:
         return {}
     names = {user_of(task, config) for task in tasks}
     by_role = {
-        "assistant": asked_models.assistant_endpoints(config),
-        "user": asked_models.user_endpoints(config, sorted(names)),
-        "judge": asked_models.judge_endpoints(config),
+        "assistant": llm_endpoints.assistant_endpoints(config),
+        "user": llm_endpoints.user_endpoints(config, sorted(names)),
+        "judge": llm_endpoints.judge_endpoints(config),
     }
     paid = {
         role: [model.endpoint for model in models if not served_by_run(model.endpoint.model)]

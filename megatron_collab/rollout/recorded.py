@@ -31,7 +31,7 @@ from megatron_collab.types import (
 )
 
 TRANSCRIPTS = "transcripts.jsonl"
-_TASKLESS = "its messages begin with no task of that id; the data have changed since"
+_TASKLESS = "no task of that id has its first messages; the data have changed since"
 Row = Mapping[str, Any]
 
 
@@ -56,14 +56,14 @@ def rows_of_step(folder: Path, step: int | None) -> tuple[int, list[Row]]:
     require(bool(rows), f"{folder}: has no {TRANSCRIPTS} with futures; give the folder of a run with rewards")
     last = max(row["step"] for row in rows)
     step_rows = [row for row in rows if row["step"] == (last if step is None else step)]
-    require(bool(step_rows), f"--step={step}: {folder / TRANSCRIPTS} has none; its last one is {last}")
+    require(bool(step_rows), f"--step={step}: {folder / TRANSCRIPTS} has no such step; the last one is {last}")
     return step_rows[0]["step"], step_rows
 
 
 def rows_of_evaluation(folder: Path, name: str) -> list[Row]:
     """The conversations of an evaluation, by its name in evaluations.json. Raises ConfigError."""
     known = evaluations.read(folder)
-    choices = f"there are {', '.join(known) or 'none'}"
+    choices = f"it has {', '.join(known) or 'none'}"
     require(name in known, f"--evaluation={name}: not in {folder / evaluations.FILE}; {choices}")
     return [row for _, row in records.lines(evaluations.file_of(folder, name)) if row is not None]
 
@@ -135,7 +135,7 @@ def _task_of(row: Row, known: Mapping[str, Sequence[Task]]) -> Task:
 def _rollout(rows: Sequence[Row], task: Task) -> Rollout:
     futures = tuple(Future(_conversation(row, task), _scores(row)) for row in rows)
     value = rows[0]["reward"]
-    reward = Reward(Missing("none was recorded") if value is None else float(value))
+    reward = Reward(Missing("no reward was recorded") if value is None else float(value))
     return Rollout(futures[0].conversation, futures, reward)
 
 

@@ -243,9 +243,9 @@ class Flight:
         streams = [request.stream for request in playing]
         workers = sorted({f"conversation-{request.worker}" for request in playing})
         raise Hung(
-            f"rank 0 has waited {limit:.0f} s for any of {len(streams)} groups, longer than one can take by "
+            f"rank 0 has waited {limit:.0f} s for any of {len(streams)} groups, longer than allowed by "
             f"rollout.deadline, reward.timeout, reward.judge.deadline and the limits of llm: {', '.join(streams[:4])}"
-            f"{', …' if len(streams) > 4 else ''}, asked of {', '.join(workers)}; stacks are in {folder}"
+            f"{', …' if len(streams) > 4 else ''} on {', '.join(workers)}; stacks are in {folder}"
         )
 
 

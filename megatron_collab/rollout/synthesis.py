@@ -58,7 +58,7 @@ class Synthesis(Evaluator):
         self.run.evaluation(name, eval_set.name, step, metrics, groups)
 
     def _spend(self) -> dict[str, float]:
-        calls = {"what was spent, of the limiter": self._limiter.spend.remote()}
+        calls = {"the limiter's spending": self._limiter.spend.remote()}
         (spent,) = answers(calls, self.config.launch.timeout / 2)
         return spent
 

@@ -62,7 +62,7 @@ class _UserRequirements:
     def check(self, task: Task) -> None:
         kind, argument, config = self._kind(user_of(task, self._config))
         if task.unopened and not kind.opens:
-            raise ValueError("it has no message, and this user opens no conversation; give it one, or another user")
+            raise ValueError("it has no message, and this user cannot send the first; add one or choose another user")
         kind.check_task(task, argument, config)
 
     def _resolve(self, name: str) -> tuple[type[User], str, Config]:

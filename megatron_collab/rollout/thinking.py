@@ -62,7 +62,7 @@ async def _sample_parts(
     if budget is None:
         return await ask(prompt, max_new_tokens=min(reply_tokens, room), routing_from=routing_from)
     thought = await ask(prompt, max_new_tokens=min(budget, room), stop=renderer.thought_end, routing_from=routing_from)
-    unread = None if routing_from is None else len(prompt) + len(thought.token_ids) - 1
+    reply_routing_from = None if routing_from is None else len(prompt) + len(thought.token_ids) - 1
     if thought.token_ids[-1:] == (renderer.thought_end,):
         thought = replace(thought, text=thought.text + THOUGHT_END, finish=Finish.LENGTH)  # until a reply follows
     elif thought.finish is not Finish.LENGTH:
@@ -77,7 +77,7 @@ async def _sample_parts(
     max_new_tokens = min(reply_tokens, room - len(thought.token_ids))
     if max_new_tokens < 1:
         return thought
-    reply_turn = await ask(prompt + thought.token_ids, max_new_tokens=max_new_tokens, routing_from=unread)
+    reply_turn = await ask(prompt + thought.token_ids, max_new_tokens=max_new_tokens, routing_from=reply_routing_from)
     parts = [part for part in (thought.routing, reply_turn.routing) if part is not None]
     return replace(
         thought,

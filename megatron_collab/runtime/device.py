@@ -50,7 +50,7 @@ _LIBRARIES = {
         "transformer_engine.pytorch",
         "transformer-engine",
         "bfloat16 on GPUs, FP8, context parallelism",
-        "Megatron's local layers with torch attention; on GPUs in float32 alone",
+        "Megatron's local layers with torch attention; on GPUs only float32",
     ),
     # apex is useless without its CUDA extensions; this is one of them.
     "apex": ("fused_weight_gradient_mlp_cuda", "apex", "fused Adam and gradient accumulation", "torch AdamW"),
@@ -59,8 +59,8 @@ _LIBRARIES = {
     "memory_saver": (
         "torch_memory_saver",
         "torch-memory-saver",
-        "servers that give their GPU memory back while the trainer trains",
-        "servers on GPUs of their own",
+        "servers that release their GPU memory during training",
+        "servers on separate GPUs",
     ),
     "ray": ("ray", "ray", "conversations and scoring", ""),
 }

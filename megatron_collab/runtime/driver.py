@@ -43,7 +43,7 @@ def driver() -> Driver:
     """The driver of this machine, queried once per process."""
     process = subprocess.run([sys.executable, "-I", "-S", __file__], capture_output=True, text=True)
     if process.returncode != 0:
-        return Driver(fault=f"the driver's library ended the process that asked it, with code {process.returncode}")
+        return Driver(fault=f"the driver's library crashed the process that queried it (code {process.returncode})")
     answer = json.loads(process.stdout)
     devices = tuple(CudaDevice(name, (major, minor)) for name, major, minor in answer.pop("devices"))
     return Driver(devices, **answer)
@@ -62,7 +62,7 @@ def unusable(cuda: str) -> str | None:
     Also None if there is no driver: a machine without GPUs.
     """
     installed, major = driver(), int(cuda.partition(".")[0])
-    name = f"driver {installed.version} found" if installed.version else "a driver found"
+    name = f"driver {installed.version} found" if installed.version else "driver found"
     if installed.cuda and installed.cuda // 1000 < major:
         newest = f"{installed.cuda // 1000}.{installed.cuda % 1000 // 10}"
         first = f"{_FIRST_DRIVERS[major]} or newer" if major in _FIRST_DRIVERS else "a newer one"
@@ -72,7 +72,7 @@ def unusable(cuda: str) -> str | None:
         return f"{name}, for CUDA {newest}; CUDA {cuda} needs {first}: {advice}"
     if installed.version and not installed.cuda:
         advice = "set NVIDIA_DRIVER_CAPABILITIES=compute,utility in a container, else install the driver's libraries"
-        return f"{name}, without its library of CUDA ({installed.fault}): {advice}"
+        return f"{name}, without its CUDA library ({installed.fault}): {advice}"
     return None
 
 

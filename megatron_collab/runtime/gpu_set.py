@@ -59,7 +59,7 @@ def faults() -> list[Fault]:
     """
     if not any(map(_version, _SIGNS)):
         visible = device.probe(device.GPU).available
-        detail = "a CUDA device is visible, and none of the packages for GPUs is installed"
+        detail = "a CUDA device is visible, but no GPU package is installed"
         return [Fault("the set for GPUs", detail, "make setup GPU=1")] if visible else []
     outdated = {fault.part: fault for owner, needed in _requirements() if (fault := _by_version(owner, needed))}
     broken = [fault for name in _MODULES if name not in outdated and (fault := _by_import(name))]

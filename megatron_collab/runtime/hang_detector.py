@@ -42,7 +42,7 @@ def collective_timeout(timeout: float) -> timedelta:
 
 
 @contextmanager
-def armed(config: Config) -> Iterator[None]:
+def watch(config: Config) -> Iterator[None]:
     """Run the detector on this rank. Every rank must, and must reach the store that torchrun's environment names."""
     folder = Path(config.run.dir) / stacks.FOLDER
     if first_on_node():

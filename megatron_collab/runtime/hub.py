@@ -116,7 +116,7 @@ def download(path: str, setting: str, kind: Kind = "model", patterns: Sequence[s
         raise ConfigError(f"{option}: {fault}") from error
     except errors.LocalEntryNotFoundError as error:
         if constants.HF_HUB_OFFLINE:
-            fault = f"not in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set; unset it, or download it before"
+            fault = f"not in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set; unset it, or download it first"
             raise ConfigError(f"{option}: {fault}") from error
         raise ConfigError(f"{option}: {_unreachable(error.__cause__ or error)}") from error
     except (errors.HfHubHTTPError, httpx.HTTPError, OSError) as error:
@@ -130,13 +130,13 @@ def check_upload(repo: str, setting: str) -> None:
 
     try:
         validate_repo_id(repo)
-        fault = "" if "/" in repo else "names no owner"
+        fault = "" if "/" in repo else "has no owner"
     except errors.HFValidationError as error:
         fault = " ".join(str(error).split())
     require(not fault, f"{setting}={repo}: {fault}; give OWNER/NAME")
-    message = "HF_HUB_OFFLINE is set, and the data set is to be uploaded; unset it, or remove this"
+    message = "cannot upload while HF_HUB_OFFLINE is set; unset it, or remove this"
     require(not constants.HF_HUB_OFFLINE, f"{setting}={repo}: {message}")
-    message = "needs a token that may write; set HF_TOKEN, or log in by `hf auth login`"
+    message = "needs a token with write access; set HF_TOKEN, or log in with `hf auth login`"
     require(get_token() is not None, f"{setting}={repo}: {message}")
 
 
@@ -154,7 +154,7 @@ def upload(folder: Path, repo: str, private: bool) -> str:
         return str(api.upload_folder(repo_id=repo, folder_path=folder, repo_type="dataset").oid)
     except (errors.HfHubHTTPError, httpx.HTTPError, OSError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-        raise UploadFailed(f"{folder}: not uploaded to {repo} ({reason}); the same command tries again") from error
+        raise UploadFailed(f"{folder}: not uploaded to {repo} ({reason}); rerun the command to retry") from error
 
 
 def folder(path: str) -> Path:
@@ -170,7 +170,7 @@ def _read(pins: Path) -> dict[str, str]:
         valid = all(isinstance(value, str) for value in values.values())
     except (ValueError, AttributeError, RecursionError):
         valid = False
-    message = f"{pins}: holds no commits; restore it, or remove it: names then are of the commits that the Hub has now"
+    message = f"{pins}: is not a JSON object of commits; restore it, or remove it to use the Hub's current commits"
     require(valid, message)
     return values
 
@@ -188,5 +188,5 @@ def _unreachable(error: BaseException) -> str:
     from huggingface_hub import constants
 
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    hint = "give a folder, set HF_ENDPOINT to a mirror, or fill the cache (HF_HOME) where there is a network"
+    hint = "give a folder, set HF_ENDPOINT to a mirror, or fill the cache (HF_HOME) on a machine with network"
     return f"no such file or folder, and {constants.ENDPOINT} did not deliver it ({reason[:200]}); {hint}"

@@ -46,24 +46,24 @@ class PreemptionWatch:
     def check(self) -> None:
         """Raise Preempted on every rank if rank 0 had received a notice at the previous call; collective."""
         self.settle()
-        noticed = torch.zeros(1, dtype=torch.uint8)
+        flag = torch.zeros(1, dtype=torch.uint8)
         if dist.get_rank() == 0:
             try:
                 raise_if_preempted()
             except Preempted:
-                noticed.fill_(1)
-        work = dist.broadcast(noticed, src=0, group=_group, async_op=True)
+                flag.fill_(1)
+        work = dist.broadcast(flag, src=0, group=_group, async_op=True)
         assert work is not None
-        self._pending = noticed, work
+        self._pending = flag, work
 
     def settle(self) -> None:
         """Like `check`, but without a new request."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        noticed, work = pending
+        flag, work = pending
         work.wait()
-        if noticed.item():
+        if flag.item():
             if dist.get_rank() == 0:
                 raise_if_preempted()  # its message names the signal
             raise Preempted("rank 0 received a preemption notice")

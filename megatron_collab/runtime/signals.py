@@ -87,7 +87,7 @@ def end_at_once(number: signal.Signals, sender: int) -> None:
         os._exit(EXIT_TERMINATED)
     if os.environ.get("RANK", "0") == "0":
         number = signal.SIGTERM if from_launcher and number == GRACE else number
-        print(f"megatron-collab: {number.name} before the run had begun: ended", file=sys.stderr, flush=True)
+        print(f"megatron-collab: received {number.name} before the run began; exiting", file=sys.stderr, flush=True)
         os._exit(_CODES.get(number, EXIT_TERMINATED))
 
 
@@ -138,11 +138,11 @@ def _keep(number: signal.Signals, grace: float) -> None:
         timer.daemon = True
         timer.start()
     elif not current.urgent and _in_step:
-        print("megatron-collab: SIGINT: stops after this step; again: at once", file=sys.stderr, flush=True)
+        print("megatron-collab: SIGINT: stopping after this step; repeat to stop at once", file=sys.stderr, flush=True)
 
 
 def _end_unsaved(grace: float) -> None:
-    message = f"SIGTERM: not saved within launch.grace={grace:g} s; the last checkpoint counts"
+    message = f"SIGTERM: not saved within launch.grace={grace:g} s; a restart resumes from the last checkpoint"
     print(f"megatron-collab: {message}", file=sys.stderr, flush=True)
     os._exit(EXIT_TERMINATED)
 

@@ -109,8 +109,8 @@ def compilers(folder: Path) -> dict[str, str]:
 def nvcc() -> tuple[bool, str]:
     """For the probe: whether there is a compiler for torch's CUDA, and which ones are skipped."""
     home = cuda_home()
-    skipped = [f"not {other}, of CUDA {version}" for other in homes() if (version := other_cuda(other))]
-    detail = home or "none in CUDA_HOME or PATH, nor the wheel nvidia-cuda-nvcc"
+    skipped = [f"skipped {other} (CUDA {version})" for other in homes() if (version := other_cuda(other))]
+    detail = home or "not in CUDA_HOME or PATH, and no wheel nvidia-cuda-nvcc"
     return home is not None, "; ".join([detail, *skipped])
 
 

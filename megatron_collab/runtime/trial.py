@@ -43,7 +43,7 @@ def run_trial(work: Callable[[], object], seconds: float) -> None:
         os.kill(child, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if answer is None:
-        raise TrialError(f"ends the process with code {code}" if ended else f"does not end within {seconds:g} s")
+        raise TrialError(f"ends the process with code {code}" if ended else f"does not finish within {seconds:g} s")
     error_type, message = answer
     if error_type:
         raise error_type(message)

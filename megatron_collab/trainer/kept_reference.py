@@ -99,9 +99,7 @@ class KeptReference:
         self._known |= {key: (values, start) for key, start in index.items()}
 
     def _damaged(self, path: Path) -> RunStopped:
-        return RunStopped(
-            f"{path}: lacks log-probs of the reference; remove {self.folder}, and they are computed again"
-        )
+        return RunStopped(f"{path}: lacks log-probs of the reference; remove {self.folder} to recompute them")
 
 
 def model_digest(config: Config) -> str:

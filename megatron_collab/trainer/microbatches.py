@@ -164,13 +164,13 @@ def context_slice(cu_seqlens: np.ndarray, cp: int, cp_rank: int) -> np.ndarray:
     Each sequence is cut into 2 cp chunks, of which rank r keeps r and 2 cp - 1 - r, so that all ranks have equal work
     under a causal mask. `cu_seqlens` as from `collate`. Raises ValueError if a length is no multiple of 2 cp.
     """
-    kept = []
+    chunks = []
     for start, end in pairwise(cu_seqlens.tolist()):
         chunk, remainder = divmod(end - start, 2 * cp)
         if remainder:
             raise ValueError(f"a sequence of {end - start} positions cannot be cut into 2 x {cp} chunks")
-        kept += [np.arange(start + n * chunk, start + (n + 1) * chunk) for n in (cp_rank, 2 * cp - 1 - cp_rank)]
-    return np.concatenate(kept)
+        chunks += [np.arange(start + n * chunk, start + (n + 1) * chunk) for n in (cp_rank, 2 * cp - 1 - cp_rank)]
+    return np.concatenate(chunks)
 
 
 @dataclass(frozen=True)
@@ -284,13 +284,13 @@ def make_micro_batches(config: Config, columns: Columns, device: torch.device, p
         samples = [sample for tree in local_trees for sample in tree.samples]
         packed = collate(columns["token_ids"], local_trees, align, total)
         length = packed.token_ids.shape[1]
-        kept = context_slice(packed.cu_seqlens, cp, cp_rank) if cp > 1 else np.arange(length)
+        local = context_slice(packed.cu_seqlens, cp, cp_rank) if cp > 1 else np.arange(length)
         place: np.ndarray = np.full(length, -1)
-        place[kept] = np.arange(len(kept))
+        place[local] = np.arange(len(local))
         predictions = requested(columns, samples, packed.rows, place)
         return MicroBatch(
-            token_ids=tensor(packed.token_ids[:, kept]),
-            position_ids=tensor(packed.position_ids[:, kept]),
+            token_ids=tensor(packed.token_ids[:, local]),
+            position_ids=tensor(packed.position_ids[:, local]),
             packed=packing(packed.cu_seqlens, packed.keys, device),
             positions=tensor(predictions.positions),
             labels=tensor(predictions.labels),
@@ -298,7 +298,7 @@ def make_micro_batches(config: Config, columns: Columns, device: torch.device, p
             columns={name: tensor(values) for name, values in predictions.columns.items()},
             token_index=predictions.token_index,
             samples=len(samples),
-            routing=None if routing is None else tensor(replayed(routing, samples, packed)[kept]),
+            routing=None if routing is None else tensor(replayed(routing, samples, packed)[local]),
         )
 
     return [micro_batch(indices) for indices in plan[parallel_state.get_data_parallel_rank()]]

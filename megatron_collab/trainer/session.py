@@ -45,7 +45,7 @@ class Session(ExitStack):
 
     def __enter__(self) -> Session:
         imports_done()
-        self.enter(hang_detector.armed(self.config))
+        self.enter(hang_detector.watch(self.config))
         self.enter(parallel.leader_ends_first(self.config.launch.timeout, self.explain))
         return self
 
@@ -63,7 +63,7 @@ class Session(ExitStack):
         return self._resumed.get(part, {})
 
     @contextmanager
-    def saved_when_stopped(self, step: int, trainer: PolicyTrainer, **parts: Mapping[str, Any]) -> Iterator[None]:
+    def save_if_stopped(self, step: int, trainer: PolicyTrainer, **parts: Mapping[str, Any]) -> Iterator[None]:
         """If the run is stopped inside the block, save the training state before `step`, with the parts' states."""
         try:
             rank0.check_preemption()  # also SIGINT, which takes effect after a step
@@ -110,6 +110,6 @@ class Session(ExitStack):
             latest = self._folder / LATEST
             saved = latest.read_text().strip() if latest.is_file() else "no step"
             assert signals.notice is not None
-            seconds = f"{time.monotonic() - signals.notice.received:.1f} s after it"
-            reason += f"; {saved} and all groups that were finished since are saved, {seconds}"
+            seconds = f"{time.monotonic() - signals.notice.received:.1f} s after the notice"
+            reason += f"; saved {saved} and all groups finished since, {seconds}"
         print(f"megatron-collab: {redact(reason)}", file=sys.stderr, flush=True)

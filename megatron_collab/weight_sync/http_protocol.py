@@ -17,7 +17,7 @@ from megatron_collab.runtime.process import beat
 
 
 class ServerCall:
-    """One weight sync of one server: `pause` and `begin`, the transfer, `end` and `go_on`; or `read_folder`.
+    """One weight sync of one server: `pause` and `begin`, the transfer, `end` and `resume`; or `read_folder`.
 
     The transfer must end within `timeout` seconds of the call to `pause`. The short calls get a quarter of that, so
     that a hung server is detected before its peers time out. Raises ServerError if a call fails; the server then
@@ -59,9 +59,9 @@ class ServerCall:
         """Make the server load a Hugging Face folder."""
         self.pause(mode)
         self._update("/update_weights_from_disk", version, model_path=str(folder.resolve()))
-        self.go_on()
+        self.resume()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Continue sampling; first restore the KV cache's memory, which waiting requests need at once."""
         self.server.resume("kv_cache")
         self._deadline = time.monotonic() + self._short

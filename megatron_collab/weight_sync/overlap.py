@@ -95,7 +95,7 @@ def _check_fp8(
             uncut = count == size and hf_cut.stop - hf_cut.start == hf_size
             if not uncut and count % FP8_BLOCK:
                 raise ValueError(
-                    f"rollout.server.fp8=true: {part.hf} has {count} {axis} on a server's rank, no multiple of "
+                    f"rollout.server.fp8=true: {part.hf} has {count} {axis} on a server's rank, not a multiple of "
                     f"{FP8_BLOCK}; lower rollout.server.tp, or set rollout.server.fp8=false"
                 )
     for block in blocks:
@@ -103,7 +103,7 @@ def _check_fp8(
             at = next((bound for bound in (cut.start, cut.stop) if bound % FP8_BLOCK and bound != size), None)
             if at is not None:
                 raise ValueError(
-                    f"rollout.server.fp8=true: {parameter.name} comes in pieces cut at {axis} {at}, no multiple of "
+                    f"rollout.server.fp8=true: {parameter.name} is split at {axis} {at}, not a multiple of "
                     f"{FP8_BLOCK}, with parallel.tp={trainer.tp}; choose another, or set rollout.server.fp8=false"
                 )
 

@@ -140,7 +140,7 @@ class Receiver:
         assert self._network is not None
         store.set_ready(self._server, self._rank, True)
         if not store.all_ready(self._server, self._network["tp"], self._timeout):
-            raise RuntimeError("another rank of the server does not join")
+            raise RuntimeError("another rank of the server did not join")
         return NetworkReceiver(
             self._address, rank=self._rank, parts=parts, device=device, timeout=self._timeout, **self._network
         )

@@ -8,7 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from megatron_collab.checkpoint.hf import computed, values
+from megatron_collab.checkpoint.hf import is_computed, values
 from megatron_collab.runtime.device import kind
 from megatron_collab.runtime.process import beat
 from megatron_collab.weight_sync.encoding import (
@@ -91,7 +91,7 @@ class Sender:
     def _converts(self, item: Item) -> bool:
         """Whether a slice needs more than a plain copy: FP8 at one end, or adapters to merge."""
         _, piece = item
-        return piece.quantized or computed(self._shards[piece.shard], self._merge)
+        return piece.quantized or is_computed(self._shards[piece.shard], self._merge)
 
     def _planned(self, number: int, parts: Mapping[int, Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
         """Views of `parts` and of the shards to copy into them; cached until an address changes."""

@@ -155,7 +155,7 @@ class WeightSync:
         calls = ServerCalls([ServerCall(server, self._timeout) for server in present], self._callers)
         peers = shared(lambda: [Peer(s.index, s.tp, self._known.get(s.index) != s.generation) for s in present])
         if not peers:
-            raise PublishError("no server is there to be given weights")
+            raise PublishError("no server is available to receive weights")
         if self._carrier is None:
             self._by_disk(version, calls)
         else:
@@ -215,7 +215,7 @@ class WeightSync:
 
         def commit(call: ServerCall) -> None:
             call.end()
-            call.go_on()
+            call.resume()
 
         calls.start(transfer)
         carrier.carry(store, peers, sums, first)
@@ -269,7 +269,7 @@ class WeightSync:
                 expected = read(rank_sums.get((place, rank), 0) for rank_sums in sent_sums)
                 if actual != expected:
                     calls.failures[call] = (
-                        f"{call.server.url}: rank {rank}: holds other weights than were sent: "
+                        f"{call.server.url}: rank {rank}: its weights differ from those sent: "
                         f"checksum {actual:x}, not {expected:x}"
                     )
 

@@ -17,11 +17,11 @@ from tests.helpers import refused
         (["algo.advantage=ppo"], "algo.advantage=ppo: choose one of grpo, dr_grpo, gdpo, rloo, reinforce++, gae"),
         (
             ["algo.advantage=gdpo", "rollout.futures=2", "rollout.train_turns=all"],
-            "algo.advantage=gdpo: normalises what a trained turn is rewarded for; set rollout.train_turns=first",
+            "algo.advantage=gdpo: normalizes rewards of the trained turn only; set rollout.train_turns=first",
         ),
         (
             ["reward.malformed_worst=true"],
-            "reward.malformed_worst=true: malformed turns are played on; give reward.malformed a value",
+            "reward.malformed_worst=true: needs a reward for malformed turns; set reward.malformed",
         ),
         (["algo.loss=grpo"], "algo.loss=grpo: choose one of ppo, gspo, cispo"),
         (["algo.average=group"], "algo.average=group: choose one of token, sequence, constant"),
@@ -50,7 +50,7 @@ from tests.helpers import refused
         (["algo.critic_warmup=3"], "algo.critic_warmup=3: algo.advantage=grpo has no critic; set it to 0"),
         (
             ["algo.advantage=gae", "reward.turn_credit=reward_to_go"],
-            "reward.turn_credit=reward_to_go: algo.advantage=gae makes returns itself",
+            "reward.turn_credit=reward_to_go: algo.advantage=gae computes returns itself",
         ),
         (["algo.objective=best"], "algo.objective=best: choose one of policy, dpo, sft"),
         (["algo.dpo.loss=hinge"], "algo.dpo.loss=hinge: choose one of sigmoid, sigmoid_norm, ipo"),
@@ -81,7 +81,7 @@ from tests.helpers import refused
             ["algo=online_dpo", "algo.dpo.refresh=5", "model.lora.rank=4"],
             "algo.dpo.refresh=5: with model.lora.rank=4 the reference is the model without adapters; set it to 0",
         ),
-        (["train.stage=dpo", "algo.dpo.refresh=5"], "algo.dpo.refresh=5: train.stage=dpo learns from other models'"),
+        (["train.stage=dpo", "algo.dpo.refresh=5"], "algo.dpo.refresh=5: train.stage=dpo keeps the first policy"),
         (["algo=online_dpo", "algo.mini_batches=5000"], "algo.mini_batches=5000: a step has at most"),
     ],
 )

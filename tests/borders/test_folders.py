@@ -124,9 +124,9 @@ def test_only_the_first_process_of_a_run_takes_the_lock(tmp_path: Path, monkeypa
         for name, value in ((process.LAUNCHER, "1"), ("RANK", "1")):  # a rank; one of another node, started by hand
             with monkeypatch.context() as patch:
                 patch.setenv(name, value)
-                with prepare.locked(config):
+                with prepare.run_lock(config):
                     pass
-        with pytest.raises(ConfigError), prepare.locked(config):
+        with pytest.raises(ConfigError), prepare.run_lock(config):
             pass
 
 
@@ -160,14 +160,14 @@ def test_the_lock_stays_with_the_program_that_its_process_becomes(tmp_path: Path
 
 
 TORN: dict[str, tuple[str, str, str]] = {
-    "settings cut": ("config.json", '{"run": {', "holds no settings of a run; restore it, or choose another run.dir"),
-    "settings a list": ("config.json", "[]", "holds no settings of a run"),
-    "settings deep": ("config.json", "[" * 100_000, "holds no settings of a run"),
-    "prompts a list": ("config.json", '{"prompts": [1]}', "holds no settings of a run"),
+    "settings cut": ("config.json", '{"run": {', "contains no run settings; restore it, or choose another run.dir"),
+    "settings a list": ("config.json", "[]", "contains no run settings"),
+    "settings deep": ("config.json", "[" * 100_000, "contains no run settings"),
+    "prompts a list": ("config.json", '{"prompts": [1]}', "contains no run settings"),
     "evaluations cut": ("evaluations.json", '{"before": {"st', "cannot be read as JSON"),
     "evaluations a list": ("evaluations.json", "[1]", "holds a list, no evaluations; restore it, or remove it"),
-    "evaluations foreign": ("evaluations.json", '{"a": {"score": 1}}', "'a' is no record of an evaluation"),
-    "pins cut": ("hub.json", "{", "holds no commits; restore it, or remove it"),
+    "evaluations foreign": ("evaluations.json", '{"a": {"score": 1}}', "'a' is not an evaluation record"),
+    "pins cut": ("hub.json", "{", "is not a JSON object of commits; restore it, or remove it"),
 }
 
 
@@ -215,7 +215,7 @@ def test_of_torn_lines_the_others_are_kept(tmp_path: Path, capsys: pytest.Captur
     with opened(tmp_path, 2):
         pass
     assert (tmp_path / name).read_text().splitlines() == whole
-    assert f"{tmp_path / name}: left out 6 lines that cannot be read" in capsys.readouterr().err
+    assert f"{tmp_path / name}: skipped 6 unreadable lines" in capsys.readouterr().err
     assert not (tmp_path / "best.json").exists(), "it is written again from the evaluations"
 
 
@@ -223,7 +223,7 @@ def test_of_torn_lines_the_others_are_kept(tmp_path: Path, capsys: pytest.Captur
 def test_a_best_checkpoint_that_is_not_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "checkpoints" / "step_2").mkdir(parents=True)
     (tmp_path / "best.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"best\.json: names no step; remove it: .* or give RUN@STEP$"):
+    with pytest.raises(ConfigError, match=r"best\.json: contains no step; remove it: .* or give RUN@STEP$"):
         storage.find_checkpoint(Path(f"{tmp_path}@best"))
 
 
@@ -275,5 +275,5 @@ def test_a_live_run_says_what_is_left_out(tmp_path: Path, capsys: pytest.Capture
     file, text = LIVE["a live run"]
     (tmp_path / file).write_text(text)
     assert command("report", [str(tmp_path)]) == 0
-    assert f"{tmp_path / file}: left out 1 line that cannot be read\n" in capsys.readouterr().err
+    assert f"{tmp_path / file}: skipped 1 unreadable line\n" in capsys.readouterr().err
     assert "<p>1 steps.</p>" in (tmp_path / "report.html").read_text()

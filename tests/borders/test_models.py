@@ -114,13 +114,13 @@ SMALL = ["rollout.context_length=256", "rollout.turn.max_new_tokens=16", "rollou
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (cut(WEIGHTS, 0.5), "model.safetensors is cut: it has"),
-        (index(model__norm__weight="../x"), "names '../x', which is no file of the folder itself"),
+        (cut(WEIGHTS, 0.5), "model.safetensors is truncated: it has"),
+        (index(model__norm__weight="../x"), "names '../x', which is not a file in this folder"),
         (written("tokenizer.json", "{}"), "its tokenizer cannot be read (KeyError"),
-        (template(ENDLESS), "does not end within 1 s"),
+        (template(ENDLESS), "does not finish within 1 s"),
         (template("{{ raise_exception('never') }}"), "its chat template fails (never)"),
         (written("config.json", "{"), "config.json cannot be read as JSON"),
-        (written("config.json", "[]"), "config.json holds no settings of a model"),
+        (written("config.json", "[]"), "config.json does not describe a model"),
     ],
 )
 @pytest.mark.parametrize("scores", [False, True])

@@ -59,10 +59,10 @@ REFUSED = {
     "foo.bar=1": "foo.bar: no such option (all options: --help)",
     "+foo.bar=1": "foo.bar: no such option (all options: --help)",
     "++optim.lerning_rate=5": "optim.lerning_rate: no such option; optim has lr, ",
-    "--hepl": "--hepl: no such argument; there are --help, --cfg and option=value",
-    "-m": "-m: no such argument; there are --help, --cfg and option=value",
+    "--hepl": "--hepl: no such argument; give --help, --cfg or option=value",
+    "-m": "-m: no such argument; give --help, --cfg or option=value",
     "data.train=~/no/such.jsonl": "/no/such.jsonl: no such file",
-    "optim.lr=1e-3,1e-4": "optim.lr=1e-3,1e-4: a run has one value of each option, and no sweeps; ",
+    "optim.lr=1e-3,1e-4": "optim.lr=1e-3,1e-4: sweeps are not supported; ",
     "run.dir=/proc/x": "run.dir=/proc/x: cannot be used (No such file or directory: /proc/x); choose another run.dir",
 }
 

@@ -70,7 +70,7 @@ def signalled(tmp_path_factory: pytest.TempPathFactory, temporary: Path) -> Iter
         for process in program.processes() if everyone else [program.process]:
             process.send_signal(number)
         if twice:
-            program.when(lambda: "again: at once" in program.log.read_text())
+            program.when(lambda: "repeat to stop at once" in program.log.read_text())
             program.process.send_signal(number)
         mark.with_name(f"{mark.name}-sent").touch()
         code, output = program.wait(), program.log.read_text()
@@ -100,7 +100,7 @@ def test_a_termination_under_nohup(tmp_path: Path, signalled: Signalled) -> None
 def test_a_termination_before_the_run_has_begun(tmp_path: Path, signalled: Signalled) -> None:
     """Nothing could be saved, and no time is lost."""
     for phase in NO_RUN.values():
-        messages = ["megatron-collab: SIGTERM before the run had begun: ended"]
+        messages = ["megatron-collab: received SIGTERM before the run began; exiting"]
         assert signalled(tmp_path / "run", phase, signal.SIGTERM) == (EXIT_TERMINATED, messages)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
@@ -121,7 +121,7 @@ def test_a_termination_saves_in_every_phase_and_the_same_command_goes_on(tmp_pat
 def test_ctrl_c_stops_after_the_step_and_twice_at_once(tmp_path: Path, signalled: Signalled) -> None:
     run, latest = tmp_path / "run", tmp_path / "run" / "checkpoints" / "latest"
     code, messages = signalled(run, NO_RUN["imports"], signal.SIGINT)
-    assert (code, messages) == (EXIT_INTERRUPTED, ["megatron-collab: SIGINT before the run had begun: ended"])
+    assert (code, messages) == (EXIT_INTERRUPTED, ["megatron-collab: received SIGINT before the run began; exiting"])
     code, messages = signalled(run, PHASES["load"], signal.SIGINT)
     assert (code, len(messages)) == (EXIT_INTERRUPTED, 1) and messages[0].startswith(
         "megatron-collab: received SIGINT; "
@@ -130,13 +130,13 @@ def test_ctrl_c_stops_after_the_step_and_twice_at_once(tmp_path: Path, signalled
         code, messages = signalled(run, PHASES[phase], signal.SIGINT)
         assert (code, messages[0]) == (
             EXIT_INTERRUPTED,
-            "megatron-collab: SIGINT: stops after this step; again: at once",
+            "megatron-collab: SIGINT: stopping after this step; repeat to stop at once",
         )
-        assert len(messages) == 2 and f"step_{done} and all groups that were finished since are saved" in messages[1]
+        assert len(messages) == 2 and f"saved step_{done} and all groups finished since" in messages[1]
         assert (steps_done(run), latest.read_text()) == (done, f"step_{done}")
     code, messages = signalled(run, PHASES["rollout"].removesuffix(":2"), signal.SIGINT, twice=True)
     assert (code, messages[-1]) == (
         EXIT_INTERRUPTED,
-        "megatron-collab: SIGINT, twice: ended; the last checkpoint counts",
+        "megatron-collab: second SIGINT: killed; the last checkpoint counts",
     )
     assert steps_done(run) == 2

@@ -188,7 +188,7 @@ def test_data_is_shown_as_it_would_be_read(tmp_path: Path, capsys: pytest.Captur
             f"[{{source: {tmp_path}/tasks.jsonl, wieght: 2}}]",
             "--data[0].wieght: no such setting; the nearest is weight",
         ),
-        (tmp_path / "other.jsonl", "the columns a are those of no known format"),
+        (tmp_path / "other.jsonl", "the columns a match no known format"),
         ("none", "no such file"),
     ):
         assert run("doctor", ["--data", str(source)]) == 2
@@ -233,7 +233,7 @@ def test_each_model_that_a_run_asks_is_called_once(
     assert fault.startswith("reward.judge.model: openai/judge: AuthenticationError: ") and "wrong key" in fault
     assert len(judge.requests) == 2
     assert run("doctor", ["--llm", *settings, "reward.metrics.accuracy.model=policy"]) == 2
-    assert "reward.metrics.accuracy.model=policy: the policy plays users, and judges" in capsys.readouterr().err
+    assert "reward.metrics.accuracy.model=policy: the policy cannot be a judge" in capsys.readouterr().err
 
 
 def test_a_server_that_is_not_there_is_not_waited_for(judge: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,11 +265,11 @@ def test_the_users_of_an_evaluation_are_asked_too(
     run_of += ["reward.weights={token_amount: 1}"]
     run_of += ["user.model=openai/gpt-4o-mini", f"user.api_base=http://127.0.0.1:{judge.port}/v1"]
     assert run("doctor", ["--llm", *run_of]) == 0
-    assert capsys.readouterr().out == "This run asks no language model.\n" and not judge.requests
+    assert capsys.readouterr().out == "This run calls no language model.\n" and not judge.requests
     assert run("doctor", ["--llm", *run_of, sets]) == 0
     assert "user.model  openai/gpt-4o-mini" in capsys.readouterr().out and len(judge.requests) == 1
 
 
 def test_a_run_that_asks_no_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("doctor", ["--llm", "experiment=gsm8k", "data.train=none.jsonl"]) == 0
-    assert capsys.readouterr().out == "This run asks no language model.\n"
+    assert capsys.readouterr().out == "This run calls no language model.\n"

@@ -25,7 +25,7 @@ def test_adapters_are_a_small_part_of_a_sync(capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     a = 3 * 8192 + 2 * 8192 + (8192 + 28672) / 8  # columns of qkv, gate and up, o, down on each of 128 server ranks
     b = (10240 + 2 * 28672) / 8 + 2 * 8192  # rows of these
-    assert f"Later syncs are of adapters alone: {2 * 80 * 32 * (a + b) * 128 / 1e9:.3f} GB take " in printed
+    assert f"Later syncs send only adapters: {2 * 80 * 32 * (a + b) * 128 / 1e9:.3f} GB take " in printed
     assert f"{2258.01 + 2 * 80 * 32 * (a + b) * 128 / 1e9:.2f} GB take " in printed
 
 
@@ -41,7 +41,7 @@ def test_slower_links_take_longer(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["model.path=models/unknown"], "model.path=models/unknown: not in"),
         (["rollout.server.tp=16", "rollout.server.ep=3"], "rollout.server.ep=3: does not divide"),
-        ([*APART, "rollout.server.tp=64"], "448 rows on a server's rank, no multiple of 128"),
+        ([*APART, "rollout.server.tp=64"], "448 rows on a server's rank, not a multiple of 128"),
         (["parallel.pq=3"], "parallel.pq"),
         (["train.stage=sft"], "train.stage=sft: has no servers"),
     ],

@@ -147,7 +147,7 @@ def test_pairs_are_the_best_against_the_worst_with_a_gap(tmp_path: Path, capsys:
     assert len(load_tasks(tmp_path / "dpo" / "train.jsonl")) == 2
     wider = ["--to", "dpo", "--out", str(tmp_path / "wide"), "--gap", "0.9"]
     assert run("prepare-data", [str(tmp_path / "dpo" / "train.jsonl"), *wider]) == 2
-    assert "nothing is left: 2 pairs whose scores differ by less than 0.9" in capsys.readouterr().err
+    assert "no rows are left: 2 pairs whose scores differ by less than 0.9" in capsys.readouterr().err
 
 
 def test_a_pair_is_of_one_prompt(tmp_path: Path) -> None:

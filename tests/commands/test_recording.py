@@ -32,7 +32,7 @@ def test_it_shows_calls_price_latency_and_versions(tmp_path: Path, capsys: pytes
     printed = capsys.readouterr().out
     shown, _, summary = printed.partition("\n\n")
     assert shown.splitlines() == [
-        "t/1/0 asks openai/user:",
+        "t/1/0 calls openai/user:",
         "  user: I am Ann, ann@example.org.",
         "  -> {'said': 'yes'}",
     ]
@@ -67,8 +67,8 @@ def test_several_are_merged_and_of_the_same_call_the_latest_counts(
         file.write(b"half a call")
     assert run("recording", ["merge", str(first), str(second), "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
-    assert f"{torn}: ends within a call; 2 before it are read" in printed
-    assert "3 calls; 2 superseded ones are left out" in printed
+    assert f"{torn}: ends in the middle of a call; complete calls: 2" in printed
+    assert "3 calls; 2 superseded ones left out" in printed
     merged = Recording(tmp_path / "out")
     assert merged.runs == {"runs/a"} and not merged.torn
     calls = {name: merged.find(CallKey(name, 0, USER)) for name in ("a", "b", "c")}
@@ -88,7 +88,7 @@ def test_scrubbed_calls_are_found_by_what_was_asked(
     assert run("recording", [*arguments, "--field", "thought"]) == 0
     summary = capsys.readouterr().out.splitlines()[-1]
     assert summary == (
-        "removed by field: content 2, failed 1, said 1, thought 1; 1 answers are others now, and a replay gives these"
+        "removed by field: content 2, failed 1, said 1, thought 1; 1 answers changed; a replay gives the new ones"
     )
     (file,) = (tmp_path / "out").glob(f"*{SUFFIX}")
     first = Recording(tmp_path / "out").find(CallKey("a", 0, USER))
@@ -105,7 +105,7 @@ def test_scrubbed_calls_are_found_by_what_was_asked(
         (["show", "NONE"], "NONE: holds no recorded calls (*.calls)"),
         (["merge", "CALLS"], "merge: give the folder to write as --out=FOLDER"),
         (["merge", "CALLS", "--out", "CALLS"], "--out=CALLS: is not empty; give a new one"),
-        (["scrub", "CALLS", "--out", "OUT", "--pattern", "("], "--pattern=(: is no regular expression (missing ), "),
+        (["scrub", "CALLS", "--out", "OUT", "--pattern", "("], "--pattern=(: is not a regular expression (missing ), "),
         (["show", "CALLS", "--calls", "many"], "argument --calls: invalid int value: 'many'"),
     ],
 )

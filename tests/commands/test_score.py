@@ -85,7 +85,7 @@ def test_the_same_futures_under_every_published_reward(
             ["--reward", "papper"],
             "--reward=papper: no such reward; the nearest is paper; there are run, collabllm, paper",
         ),
-        (["--reward", "paper", "--step", "9"], "has none; its last one is 3"),
+        (["--reward", "paper", "--step", "9"], "has no such step; the last one is 3"),
         (["--reward", "paper", "--evaluation", "after"], "--evaluation=after: not in "),
         (["--reward", "paper", "--step", "2", "--evaluation", "after"], "give one of them"),
         (
@@ -111,4 +111,4 @@ def test_other_data_than_the_runs_are_refused(tmp_path: Path, capsys: pytest.Cap
     folder = ran(tmp_path / "run", "paper", *groups)
     write_jsonl(folder / "tasks.jsonl", [task_row(group.task) for group in groups[1:]])
     assert run("score", [str(folder), "--reward", "paper"]) == 2
-    assert "task asked: its messages begin with no task of that id" in capsys.readouterr().err
+    assert "task asked: no task of that id has its first messages" in capsys.readouterr().err

@@ -195,7 +195,7 @@ def test_a_log_becomes_tasks_and_does_so_again_from_its_recording(
 
     assert convert_log("again", "--eval-share", "0.3", "llm.replay=calls") == 0, "by an endpoint that is not there"
     assert written(Path("again")) == files
-    assert "18 descriptions by openai/m, recorded in calls; nothing is called" in capsys.readouterr().out
+    assert "18 descriptions by openai/m, replayed from calls; no calls are made" in capsys.readouterr().out
 
 
 def test_an_outage_loses_nothing_and_the_same_command_asks_for_the_rest(
@@ -203,7 +203,7 @@ def test_an_outage_loses_nothing_and_the_same_command_asks_for_the_rest(
 ) -> None:
     model.replies = [tell] * 6 + [fails(401)]
     assert convert_log("out", "llm.max_concurrent=1", "--user-opens", port=model.port) == 3
-    assert "12 conversations are not described, the first: openai/m: AuthenticationError" in capsys.readouterr().err
+    assert "12 conversations were not described; the first: openai/m: AuthenticationError" in capsys.readouterr().err
     assert not Path("out/README.md").exists() and Path("out/llm_cache").stat().st_mode & 0o077 == 0
     model.requests.clear()
     model.replies = [tell]
@@ -230,7 +230,7 @@ def test_with_a_model_of_names_none_is_sent(model: Endpoint, capsys: pytest.Capt
     pipeline.to_disk("names")
     assert convert_log("out", "--spacy", "names", port=model.port) == 0
     assert not any(part in json.dumps(model.requests) for name in FRIENDS for part in name.split())
-    assert "no column says whose a conversation is (--person)" in capsys.readouterr().out
+    assert "no column identifies the person (--person)" in capsys.readouterr().out
     card = " ".join(Path("out/README.md").read_text().split())
     assert "17 conversations, each" in card and "a person may be in both." in card and "No person" not in card
 
@@ -259,7 +259,7 @@ def test_the_commands_of_the_page_run(model: Endpoint, monkeypatch: pytest.Monke
         ([*MODEL, "llm.replay=none"], "llm.replay=none: none: holds no recorded calls"),
         (["reward.judge.model=policy"], "reward.judge.model=policy: no policy is served here; choose another model"),
         (["reward.judge.model=served/j"], "reward.judge.model=served/j: servers has no j; set servers.j.model"),
-        ([*MODEL, "llm.budget_usd=1"], "llm.budget_usd=1: no price of reward.judge.model=openai/m is known"),
+        ([*MODEL, "llm.budget_usd=1"], "llm.budget_usd=1: the price of reward.judge.model=openai/m is unknown"),
         ([*MODEL, "reward.jugde.model=x"], "reward.jugde.model: no such option"),
     ],
 )
@@ -275,7 +275,7 @@ def test_what_cannot_be_is_refused_in_one_line_before_anything_is_asked(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"messages": [\n{"messages"\n', "log.jsonl row 1: is no JSON"),
+        ('{"messages": [\n{"messages"\n', "log.jsonl row 1: is not JSON"),
         ('{"text": "hi"}\n', "log.jsonl row 1: no messages; give a list of messages"),
         ('{"messages": []}\n', "no conversation is left: 1 without a message of the user"),
     ],

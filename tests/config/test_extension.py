@@ -212,7 +212,7 @@ def test_settings_from_outside_are_checked_before_a_run() -> None:
         (configured(data__format="csv"), "data.format=csv: choose one of auto, task, messages"),
         (
             configured(data__format="collab_extras:Lines", train__stage="sft"),
-            "data.format=collab_extras:Lines: readers give tasks, and train.stage=sft reads conversations",
+            "data.format=collab_extras:Lines: custom readers give tasks, and train.stage=sft reads conversations",
         ),
         (
             configured(algo__loss="collab_extras:WholeSequences", launch__nproc_per_node=2, parallel__cp=2),

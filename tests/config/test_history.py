@@ -120,7 +120,7 @@ def test_settings_that_cannot_be_read_are_named(tmp_path: Path, text: str) -> No
     (tmp_path / SETTINGS).write_text(text)
     config = Config()
     config.run.dir = str(tmp_path)
-    with pytest.raises(ConfigError, match=r"config\.json: holds no settings of a run; restore it, or choose another"):
+    with pytest.raises(ConfigError, match=r"config\.json: contains no run settings; restore it, or choose another"):
         changes(config)
 
 

@@ -25,7 +25,7 @@ def written(folder: Path, text: str) -> str:
         ("one\ntwo {{ goal | shout }}", " line 2: No filter named 'shout'."),
         ("one\n\n{{ gaol }}", " line 3: no variable gaol; there are conversation, goal, metadata; the nearest is goal"),
         ("{% set mine = goal %}{{ mine }} {{ self_made }}", " line 1: no variable self_made; there are"),
-        ("a\n{% include 'other.j2' %}", " line 2: takes in another template; write it into this file"),
+        ("a\n{% include 'other.j2' %}", " line 2: includes another template; copy it into this file"),
     ],
 )
 def test_a_template_that_cannot_work_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:

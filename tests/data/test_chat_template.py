@@ -151,7 +151,7 @@ def test_the_prompt_tells_of_tools_and_their_answers_are_appended(tmp_path: Path
 
 def test_a_template_that_knows_no_tools_is_refused(tmp_path: Path) -> None:
     folder = str(renderer(tmp_path, QWEN).model_path)
-    with pytest.raises(ValueError, match=r"does not tell the policy of rollout\.tools"):
+    with pytest.raises(ValueError, match=r"does not show rollout\.tools to the policy"):
         ChatRenderer(folder, [SCHEMA])
 
 
@@ -194,7 +194,7 @@ def test_arguments_of_the_template_change_the_prompt_and_turns_are_still_appende
             "model.chat_template_args.enable_thinkin: the chat template of .* does not use it; the nearest is "
             "enable_thinking; remove it",
         ),
-        ({"messages": []}, "model.chat_template_args.messages: is set by each run itself; remove it"),
+        ({"messages": []}, "model.chat_template_args.messages: is set by the run itself; remove it"),
     ],
 )
 def test_arguments_that_change_nothing_are_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
@@ -232,10 +232,13 @@ def test_supervised_training_sees_the_prompt_of_rollouts(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("template", "fault"),
     [
-        (QWEN.replace("message in messages", "message in messages if message.role != 'system'"), "does not show the"),
+        (
+            QWEN.replace("message in messages", "message in messages if message.role != 'system'"),
+            "does not show rollout",
+        ),
         (
             "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + LLAMA,
-            r"takes no system message \(no system role\)",
+            r"rejects system messages \(no system role\)",
         ),
     ],
 )

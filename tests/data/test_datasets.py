@@ -102,5 +102,5 @@ def test_a_conversation_out_of_turn_is_refused(tmp_path: Path, messages: list[di
 def test_a_file_that_is_no_data_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
-    with pytest.raises(ValueError, match=f"data.train={path}(: has no rows| row 1: is no JSON)"):
+    with pytest.raises(ValueError, match=f"data.train={path}(: has no rows| row 1: is not JSON)"):
         load_tasks(path)

@@ -35,7 +35,7 @@ def test_entries_have_names_and_limits_of_their_own() -> None:
     ("sets", "message"),
     [
         ([{"source": "a.jsonl", "sample": 2}], r"data.eval\[0\].sample: no such setting; the nearest is samples"),
-        ([{"source": "a.jsonl"}, {"source": "b/a.jsonl"}], "two sets are called a; give each a name"),
+        ([{"source": "a.jsonl"}, {"source": "b/a.jsonl"}], "two sets are named a; rename one"),
         ([{"name": "a"}], r"data.eval\[0\].source: not set"),
         ([{"source": "a.jsonl", "name": "a/b"}], r"data.eval\[0\].name=a/b: use letters"),
         ({"source": "a.jsonl", "name": "a/b"}, r"data.eval.name=a/b: use letters"),

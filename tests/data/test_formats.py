@@ -220,9 +220,7 @@ def test_columns_of_no_format_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as refusal:
         loaded(tmp_path, load_tasks, {"a": 1, "b": 2})
     message = str(refusal.value)
-    assert message.startswith(
-        f"data.train={tmp_path}/rows.jsonl: the columns a, b are those of no known format of tasks"
-    )
+    assert message.startswith(f"data.train={tmp_path}/rows.jsonl: the columns a, b match no known format of tasks")
     for load, row, fault in (
         (load_tasks, {"prompt": [USER, ASSISTANT]}, "recipe_sft, which train.stage=sft reads as conversations"),
         (load_conversations, {"prompt": [USER], "goal": "g"}, "task, which train.stage=rl reads as tasks"),

@@ -78,7 +78,7 @@ def test_the_best_candidate_is_paired_with_the_worst(tmp_path: Path) -> None:
     assert (read.chosen[0].content, read.rejected[0].content, read.scores) == ("1 0.9", "1 0.1", (0.9, 0.1))
     (line,) = data.lines()
     assert "1 rows, read as collabllm" in line and "best against worst of 6 candidates" in line
-    assert line.endswith("left out: 2 whose candidates are not better and worse")
+    assert line.endswith("left out: 2 whose candidates all have the same score")
 
 
 def test_useless_pairs_are_left_out_and_counted(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from megatron_collab.data.sources import (
     Source,
     TrainingSource,
     check_exists,
-    pinned,
+    pin_sources,
     sources,
 )
 from tests.hub import serving
@@ -92,7 +92,7 @@ def test_folders_and_globs(tmp_path: Path, table: datasets.Dataset) -> None:
     library = datasets.concatenate_datasets([library["test"], library["train"].select(range(6))])
     assert opened(str(tmp_path / "saved"), split="test+train[:50%]") == library.to_list()
     for settings, message in (
-        ({}, f"has the subsets easy, all; choose one, as '{{source: {tmp_path}, subset: easy}}'"),
+        ({}, f"has the subsets easy, all; choose one, e.g. '{{source: {tmp_path}, subset: easy}}'"),
         ({"subset": "esay"}, "no subset esay; the nearest is easy; there are easy, all"),
         ({"subset": "all", "split": "tset"}, "no split tset; there are train, and all"),
         ({"subset": "all", "split": "train+tset"}, "no split tset; there are train, and all"),
@@ -147,7 +147,7 @@ def test_a_list_of_sources(tmp_path: Path) -> None:
     check_exists([file, "owner/name@v1", str(tmp_path / "*.jsonl"), str(tmp_path)], "data.train", TrainingSource)
     with pytest.raises(ConfigError, match=r"data.eval\[0\].weight: no such setting"):
         sources([{"source": file, "weight": 2}], "data.eval", Source)
-    assert pinned([file, {"source": file}], "data.train", tmp_path) == [file, {"source": file}]
+    assert pin_sources([file, {"source": file}], "data.train", tmp_path) == [file, {"source": file}]
 
 
 @pytest.mark.processes
@@ -166,9 +166,9 @@ def test_a_data_set_of_the_hub(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from megatron_collab.data.rows import open_rows
-from megatron_collab.data.sources import Source, TrainingSource, pinned
+from megatron_collab.data.sources import Source, TrainingSource, pin_sources
 for name in sys.argv[2:]:
-    path = pinned(name, "data.train", Path(sys.argv[1]))
+    path = pin_sources(name, "data.train", Path(sys.argv[1]))
     print(path, len(open_rows(TrainingSource(source=path), "data.train")))
     print(list(open_rows(Source(source=path, split="test[:1]"), "data.eval")))
     if name == path: continue
@@ -207,7 +207,7 @@ def test_unreadable_sources_are_refused_in_one_line(tmp_path: Path, capfd: pytes
     for name, settings, message in (
         ("empty.jsonl.gz", {}, "has no rows; give a source with some"),
         ("empty.parquet", {}, "cannot be read as parquet (Parquet file size is 0 bytes); it may be"),
-        ("broken.jsonl", {}, "is no JSON (Expecting value at character"),
+        ("broken.jsonl", {}, "is not JSON (Expecting value at character"),
         ("rows.jsonl", {"split": "test"}, "no split but train; remove the setting, or give a folder"),
         ("rows.jsonl", {"split": "train+test"}, "no split but train"),
         ("rows.jsonl", {"subset": "main"}, "files have no subsets"),

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.data import datasets
-from megatron_collab.data.datasets import SupervisedData, SurveyedSources, TrainingData, rendered, write_jsonl
+from megatron_collab.data.datasets import SupervisedData, SurveyedSources, TrainingData, render_sample, write_jsonl
 from megatron_collab.data.evaluation import evaluation_sets
 from tests.helpers import byte_level_tokenizer
 
@@ -41,7 +41,7 @@ def test_an_unknown_user_of_rows_is_reported(tmp_path: Path) -> None:
     wished = {"prompt": [user("hi")], "extra_info": {"interaction_kwargs": {"name": "collabllm"}}}
     config = configured(tmp_path, [wished, wished])
     config.users = {"collablm": {}}
-    message = "rows wish for the user collabllm, which users lacks; the nearest is collablm"
+    message = "rows name the user collabllm, which users lacks; the nearest is collablm"
     assert TrainingData[Any](config).lines()[1:] == [f"data.train={tmp_path}/rows.jsonl: {message}"]
     for users, name in (({"collabllm": {}}, None), ({}, "replay")):
         config.users, config.user.name = users, name
@@ -90,7 +90,7 @@ def test_overlong_conversations_are_left_out(tmp_path: Path) -> None:
     data = SupervisedData(config)
     batches = [data.batch(step) for step in range(3)]
     assert all(len(sample.token_ids) <= 64 for batch in batches for sample in batch.samples)
-    expected = [rendered(data.renderer, messages).token_ids.tolist() for messages in data.examples.sets[0]]
+    expected = [render_sample(data.renderer, messages).token_ids.tolist() for messages in data.examples.sets[0]]
     assert len(expected) == 2
     for batch in batches:
         assert sorted(sample.token_ids.tolist() for sample in batch.samples) == sorted(expected)
@@ -116,7 +116,7 @@ CANDIDATES = [
 def test_a_run_uses_one_candidate_of_each_prompt(tmp_path: Path) -> None:
     data = TrainingData[Any](configured(tmp_path, CANDIDATES))
     assert [row.messages[0].content for row in data.sets[0]] == ["a", "b", "c"]
-    assert "left out: 3 in place of which another candidate is taken" in data.lines()[0]
+    assert "left out: 3 replaced by another candidate" in data.lines()[0]
 
 
 def talk(*texts: str, **more: Any) -> dict[str, Any]:

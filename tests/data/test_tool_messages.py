@@ -10,7 +10,7 @@ import pytest
 
 from megatron_collab.config import Config
 from megatron_collab.data.chat_template import ChatRenderer
-from megatron_collab.data.datasets import TrainingData, load_conversations, rendered, write_jsonl
+from megatron_collab.data.datasets import TrainingData, load_conversations, render_sample, write_jsonl
 from megatron_collab.data.tool_messages import ToolConversation, tool_conversation
 from megatron_collab.types import Conversation, Finish, Message, ToolCall, Turn
 from tests.data.test_chat_template import renderer
@@ -65,7 +65,7 @@ def test_calls_are_trained_and_answers_are_not_in_the_stream_of_a_rollout(tmp_pa
     """Equals the stream of a rollout that sampled these calls, and the rendering of the whole template."""
     plain = renderer(tmp_path, QWEN)
     conversation = tool_conversation(row(calling("6*7", content="see:"), calling("1", "2"), tools=[SCHEMA]))
-    sample = rendered(plain, conversation)
+    sample = render_sample(plain, conversation)
     chat = plain.with_tools([{"type": "function", "function": SCHEMA}])
     replies = [
         'see:\n<tool_call>\n{"name": "compute", "arguments": {"e": "6*7"}}\n</tool_call>',
@@ -115,7 +115,7 @@ def test_rows_of_a_file_with_other_arguments_and_tools_in_each(tmp_path: Path) -
         (lambda m: m.pop(3), "a message of assistant after tool_calls; tool messages answer tool_calls"),
         (lambda m: m.insert(2, m[3]), "a message of tool after a message of user; tool messages answer tool_calls"),
         (lambda m: m.__delitem__(slice(4, None)), "must end with a reply of the assistant"),
-        (lambda m: m[2].update(tool_calls=[{"function": {"name": "f", "arguments": "{"}}]), "arguments is no JSON"),
+        (lambda m: m[2].update(tool_calls=[{"function": {"name": "f", "arguments": "{"}}]), "arguments is not JSON"),
         (lambda m: m[2].update(tool_calls=[{"function": {"arguments": {}}}]), "a call without a name"),
         (lambda m: m[1].update(tool_calls=m[2]["tool_calls"]), "of role 'user' with tool_calls"),
         (lambda m: m[4].update(content=" "), "a message without content"),
@@ -148,5 +148,5 @@ def test_messages_that_the_template_cannot_render_are_refused(
     with pytest.raises(ValueError, match=f"^data.train=.*rows.jsonl row 2: model.path=.*{fault}"):
         TrainingData(config)
     if template == LLAMA:
-        sample = rendered(ChatRenderer(str(tmp_path)), tool_conversation(row(calling("1"), tools=[SCHEMA])))
+        sample = render_sample(ChatRenderer(str(tmp_path)), tool_conversation(row(calling("1"), tools=[SCHEMA])))
         assert sample.loss_mask.sum() > 0

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_collab.data.transcript import render, shown
+from megatron_collab.data.transcript import render, visible_messages
 from megatron_collab.types import Message
 from tests.rollout.users.helpers import read_transcript
 
@@ -32,7 +32,7 @@ def test_tool_calls_and_their_answers_are_shown_on_request() -> None:
 
 def test_several_answers_of_tools_belong_to_one_call() -> None:
     called = [*WITH_TOOLS[:4], Message("tool", "5"), WITH_TOOLS[4]]
-    assert shown(called) == shown(WITH_TOOLS) == [WITH_TOOLS[1], Message("assistant", "4")]
+    assert visible_messages(called) == visible_messages(WITH_TOOLS) == [WITH_TOOLS[1], Message("assistant", "4")]
 
 
 @pytest.mark.parametrize("role", ["User", "Assistant", "Tool"])

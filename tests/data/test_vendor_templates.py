@@ -182,7 +182,7 @@ def test_a_template_that_keeps_thoughts_is_refused_if_they_are_stripped(renderer
 
 
 def test_the_first_of_llama_3_knows_no_tools(renderer: Renderer) -> None:
-    with pytest.raises(ValueError, match=r"does not tell the policy of rollout\.tools"):
+    with pytest.raises(ValueError, match=r"does not show rollout\.tools to the policy"):
         renderer("llama3", {})
 
 

@@ -95,7 +95,7 @@ def test_a_killed_evaluation_of_a_checkpoint_resumes(root: Path, start: Callable
     assert not (run / "hf").exists() and not list((run / "journal").iterdir())
     assert "Evaluation sampled" in (run / "report.html").read_text()
     repeated = start(of_checkpoint, module="megatron_collab.evaluate")
-    assert repeated.wait() == 0 and "all sets are evaluated" in repeated.log.read_text()
+    assert repeated.wait() == 0 and "all evaluations of" in repeated.log.read_text()
 
 
 def test_conversations_are_built_turn_by_turn_and_resume_after_a_kill(
@@ -112,7 +112,7 @@ def test_conversations_are_built_turn_by_turn_and_resume_after_a_kill(
     resumed = start(command, module="megatron_collab.build_dataset")
     resumed.finish()
     # 6 tasks, 3 turns, 3 candidates, 2 futures with 2, 1 and 0 messages of the user.
-    bound = "6 conversations: at most 162 replies, 114 messages of users, 0 judgements"
+    bound = "6 conversations: at most 162 replies, 114 user messages, 0 judgments"
     assert bound in resumed.log.read_text()
     rows = lines(run / "built" / "train.jsonl")
     by_turn: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
@@ -171,8 +171,8 @@ def test_conversations_are_built_by_several_assistants_and_uploaded(root: Path) 
         code, log, requests = asyncio.run(build(hub, proxy, "hf_NobodysToken123"))
         assert code == EXIT_STOPPED, log[-5000:]
         assert f"{run}/built: not uploaded to me/bookings (HfHubHTTPError: " in log and "NobodysToken" not in log
-        assert "3 conversations: at most 54 replies, 30 messages of users, 0 judgements; at most " in log
-        assert f"have ended; {len(requests)} calls, {len(requests) * 0.003:.4g} USD" in log
+        assert "3 conversations: at most 54 replies, 30 user messages, 0 judgments; at most " in log
+        assert f"done; {len(requests)} calls, {len(requests) * 0.003:.4g} USD" in log
         table = pq.read_table(run / "built" / "train.parquet").to_pylist()
         assert not list((run / "built").glob("*.jsonl"))
         assert len(load_tasks(Source(source=str(run / "built")))) == len(table)
@@ -273,5 +273,5 @@ def test_killing_a_reward_models_server_loses_no_score(tmp_path: Path) -> None:
     rows = [
         row for set_name in ("greedy", "sampled") for row in lines(tmp_path / "scored" / f"eval_{set_name}_model.jsonl")
     ]
-    assert len(rows) == 18 and "SGLang server 0 of reward_model is left out and started again" in log.read_text()
+    assert len(rows) == 18 and "SGLang server 0 of reward_model is taken out of use and restarted" in log.read_text()
     assert all(isinstance(row["scores"]["reward_model"], float) for row in rows)

@@ -53,7 +53,7 @@ def test_the_booking_study_resumes_after_a_kill(tmp_path: Path, start: Callable[
     resumed = start(command, module=MODULE)
     resumed.finish(1200)
     assert (out / "booking" / "base" / "result.json").stat().st_mtime_ns == base, "finished work stays"
-    assert "expected of all: 0 USD\n" in resumed.log.read_text(), "nobody is paid"
+    assert "forecast of all: 0 USD\n" in resumed.log.read_text(), "nobody is paid"
     table = (out / "page.md").read_text()
     arms = read("booking").arms
     for name in ARMS:
@@ -102,7 +102,7 @@ def test_the_paper_is_recorded_and_replayed_without_key_or_network(
             [*command, "--out", str(first), *calls, "--budget", "1e-4", *settings, *paid], module=MODULE, **environment
         )
         assert short.wait(600) == 3
-        assert re.search(r"--budget=0.0001(: .* USD are spent and about .* to come| is used up)", short.log.read_text())
+        assert re.search(r"--budget=0.0001(: .* USD spent, about .* still needed| is used up)", short.log.read_text())
         recorded = start([*command, "--out", str(first), *calls, *settings, *paid], module=MODULE, **environment)
         recorded.finish(1200)
         prompt_count = len(Answers.prompts)
@@ -111,7 +111,7 @@ def test_the_paper_is_recorded_and_replayed_without_key_or_network(
         nowhere = ["user.api_base=http://127.0.0.1:9/v1", "reward.judge.api_base=http://127.0.0.1:9/v1", *paid[2:]]
         replay = ["--replay", str(tmp_path / "calls")]
         start([*command, "--out", str(second), *replay, *settings, *nowhere], module=MODULE, **environment).finish(1200)
-    assert re.search(r"expected of all: (?!0 )\S+( ± \S+)? USD", recorded.log.read_text())
+    assert re.search(r"forecast of all: (?!0 )\S+( ± \S+)? USD", recorded.log.read_text())
     assert len(Answers.prompts) == prompt_count
     assert (first / "results.json").read_text() == (second / "results.json").read_text()
     for run in ("base_eval", "grpo_eval"):

@@ -129,7 +129,7 @@ def test_training_whose_parts_are_killed(root: Path, undisturbed: Path, start: C
     assert counted == [(0, 0), (1, 1)]
     assert len(list(run.glob("stacks/conversation-0-*.txt"))) == len(list(run.glob("stacks/reward-0-*.txt"))) == 2
     console = parts.log.read_text()
-    assert "engine: SGLang server 0 is left out and started again: " in console
+    assert "engine: SGLang server 0 is taken out of use and restarted: " in console
     assert "engine: SGLang server 0 is back (start 2)" in console
     (rank,) = (
         p for p in parts.processes() if p.environ().get("RANK") == "1" and "megatron_collab.train" in p.cmdline()

@@ -126,7 +126,7 @@ def test_a_turn_has_the_experts_of_all_but_its_last_token(largest: int, dtype: t
     turn = served(handler, lambda client: use(client, 1))
     assert turn == TURN and turn.routing.dtype == dtype and turn.routing.tolist() == experts.reshape(4, 4).tolist()
     assert seen[0]["return_routed_experts"] is True and seen[0]["routed_experts_start_len"] == 1
-    with pytest.raises(EngineError, match=r"rollout\.routing_replay: 16 experts of 5 tokens"):
+    with pytest.raises(EngineError, match=r"rollout\.routing_replay: 16 experts for 5 tokens"):
         served(handler, lambda client: use(client, 0))
 
 

@@ -105,8 +105,8 @@ def test_a_busy_port_of_another_machine_is_reported(config: Config, machines: Ma
 
 def test_a_machine_that_is_not_in_the_cluster(config: Config, machines: Machines, tmp_path: Path) -> None:
     process = RemoteProcess(machines, "192.0.2.1", config, tmp_path / "log", 0, "key")
-    assert process.ended() == "no node of the Ray cluster is on 192.0.2.1, the address of its machine"
-    with pytest.raises(ServerError, match="no node of the Ray cluster is on 192"):
+    assert process.ended() == "no node of the Ray cluster has the server's address 192.0.2.1"
+    with pytest.raises(ServerError, match="no node of the Ray cluster has the server's address 192"):
         _ = process.url
     process.stop()
 

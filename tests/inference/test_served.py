@@ -139,7 +139,7 @@ def test_started_servers_end_if_another_does_not_start(monkeypatch: pytest.Monke
     ("described", "why"),
     [
         (None, "no config.json there; give the folder of a Hugging Face model"),
-        ({"architectures": ["Qwen3ForCausalLM"]}, "architecture Qwen3ForCausalLM gives no score; give a"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "architecture Qwen3ForCausalLM has no score; give a"),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "the model has 2 outputs; a reward model has one"),
         (
             {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b", "2": "c"}},
@@ -209,7 +209,7 @@ def test_a_reward_model_by_name_is_pinned_and_fetched_before_the_start(tmp_path:
         assert start("train", "some/scores") == pinned, "the branch has moved, the run has not"
         setting = "reward.metrics.good.model"
         assert start("train", "some/chats").startswith(f"{setting}=some/chats@")
-        assert "architecture Qwen2ForCausalLM gives no score" in start("evaluate", "some/chats")
+        assert "architecture Qwen2ForCausalLM has no score" in start("evaluate", "some/chats")
         assert f"{setting}=some/none: no such file or folder, and the Hub has no model" in start("train", "some/none")
 
 

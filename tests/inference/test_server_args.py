@@ -24,9 +24,9 @@ from tests.helpers import make_model, refused
         ("{tp_size: 2}", "tp-size: rollout.server.tp decides it; set that"),
         ("{model: other}", "model: model.path decides it; set that"),
         ("{base-gpu-id: 1}", "base-gpu-id: launch.nproc_per_node decides it; set that"),
-        ("{api-key: x}", "api-key: the run relies on its own way of starting and asking servers; remove it"),
-        ("{enable-lora: true}", "enable-lora: the weight sync knows no servers with other or otherwise placed param"),
-        ("{speculative-algorithm: NGRAM}", "speculative-algorithm: the weight sync knows no servers with other"),
+        ("{api-key: x}", "api-key: the run starts and queries servers in its own way; remove it"),
+        ("{enable-lora: true}", "enable-lora: the weight sync does not support other param"),
+        ("{speculative-algorithm: NGRAM}", "speculative-algorithm: the weight sync does not support other"),
         ("{preferred_sampling_params: '{}'}", "preferred-sampling-params: rollout.turn and rollout.future decide"),
     ],
 )
@@ -76,7 +76,7 @@ FAULTS = (
     ({"schedule-polici": "lpm"}, ".schedule-polici: SGLang has no such argument; the nearest is schedule-policy"),
     ({"schedule_policy": "lmp"}, ".schedule-policy=lmp: invalid choice: 'lmp' (choose from "),
     ({"page_size": "many"}, ".page-size=many: invalid int value: 'many'"),
-    ({"enable-tf32-matmul": False}, ".enable-tf32-matmul=false: is left out; set no-enable-tf32-matmul: true"),
+    ({"enable-tf32-matmul": False}, ".enable-tf32-matmul=false: is not passed on; set no-enable-tf32-matmul: true"),
 )
 
 
@@ -109,6 +109,6 @@ def test_a_server_that_would_not_start_is_refused_before(tmp_path: Path) -> None
     config.rollout.server.args = {"chunked_prefill_size": 64, "page-size": 8, "sleep-on-idle": False}
     assert refusal(config) is None
     config.rollout.server.args |= {"chunked-prefill-size": 63}
-    message = r"^rollout.server.args: SGLang refuses them: AssertionError: chunked_prefill_size must be divisible"
+    message = r"^rollout.server.args: SGLang rejects them: AssertionError: chunked_prefill_size must be divisible"
     with pytest.raises(ConfigError, match=message):
         check_arguments(config)

@@ -210,8 +210,8 @@ def test_a_model_with_an_unsupported_feature(capsys: pytest.CaptureFixture[str],
     [
         ("{", "config.json: cannot be read as JSON"),
         ("[1]", "config.json: holds a list"),
-        ('"hidden_size": "64"', "config.json: hidden_size='64' is no whole number greater than 0"),
-        ('"num_key_value_heads": 3', "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+        ('"hidden_size": "64"', "config.json: hidden_size='64' is not a whole number above 0"),
+        ('"num_key_value_heads": 3', "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
     ],
 )
 def test_a_broken_description_of_a_model(
@@ -257,9 +257,9 @@ def test_a_user_whose_model_takes_no_such_setting(
     ]
     settings = ["train.stage=rl", "reward.weights={token_amount: -1}", "user.model=openai/gpt-5"]
     line = refused(capsys, *overrides(tmp_path, model, rows, *settings, "user.top_p=0.5", "user.temperature=null"))
-    assert "user.top_p=0.5: openai/gpt-5 does not take it" in line and "set user.top_p=null" in line
+    assert "user.top_p=0.5: openai/gpt-5 does not accept it" in line and "set user.top_p=null" in line
     line = refused(capsys, *overrides(tmp_path, model, rows[1:], *settings, "user.temperature=0.5"))
-    assert "user.temperature=0.5: openai/o3 does not take it" in line
+    assert "user.temperature=0.5: openai/o3 does not accept it" in line
 
 
 @pytest.mark.parametrize(
@@ -371,7 +371,7 @@ def test_a_folder_that_holds_another_run(
             ["data.eval=[{source: a.jsonl, sampels: 2}]"],
             "data.eval[0].sampels: no such setting; the nearest is samples",
         ),
-        (["data.eval=[a.jsonl, b/a.jsonl]"], "data.eval: two sets are called a; give each a name of its own"),
+        (["data.eval=[a.jsonl, b/a.jsonl]"], "data.eval: two sets are named a; rename one"),
         (["data.eval=[{source: a.jsonl, max_new_tokens: 5000}]"], "data.eval[a]: max_new_tokens=5000 leaves no room"),
         (
             ["train.keep_best=eval/acuracy"],
@@ -379,8 +379,11 @@ def test_a_folder_that_holds_another_run(
         ),
         (["data.eval=[{source: a.jsonl, name: m}]", "train.keep_best=eval/accuracy"], "the nearest is eval/m/accuracy"),
         (["train.keep_best=-eval/token_amount", "train.eval_every=70"], "to a multiple of train.checkpoint_every=50"),
-        (["train.stage=sft", "rollout.routing_replay=true"], "rollout.routing_replay=true: sft samples nothing"),
-        (["train.stage=sft", "data.eval=[{source: a.jsonl, samples: 2}]"], "data.eval[a]: samples is of conversations"),
+        (["train.stage=sft", "rollout.routing_replay=true"], "rollout.routing_replay=true: sft samples no tokens"),
+        (
+            ["train.stage=sft", "data.eval=[{source: a.jsonl, samples: 2}]"],
+            "data.eval[a]: samples is for played",
+        ),
     ],
 )
 def test_an_evaluation_that_cannot_be(settings: list[str], message: str) -> None:

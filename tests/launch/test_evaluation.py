@@ -15,7 +15,7 @@ from megatron_collab.config import Config, ConfigError, compose
 from megatron_collab.config.schema import AlgoConfig, ParallelConfig
 from megatron_collab.inference import server
 from megatron_collab.launch import evaluation, inherited, servers
-from megatron_collab.rollout import asked_models
+from megatron_collab.rollout import llm_endpoints
 from megatron_collab.runtime import device
 from tests.helpers import make_model
 
@@ -90,7 +90,7 @@ def test_a_judge_of_the_runs_own_needs_gpus_whoever_is_evaluated(
     monkeypatch.setattr(device, "count", lambda: 4)
     evaluation.prepared(config)
     monkeypatch.setattr(device, "count", lambda: 3)
-    with pytest.raises(ConfigError, match=r"servers.judge.replicas x tp: .* need 4 GPUs of a node, and there are 3"):
+    with pytest.raises(ConfigError, match=r"servers.judge.replicas x tp: .* need 4 GPUs of a node, which has 3"):
         evaluation.prepared(config)
 
 
@@ -114,27 +114,30 @@ def test_an_assistant_behind_litellm_needs_no_model_and_no_server(tmp_path: Path
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["data.eval=null"], "data.eval: not set; give the tasks that are evaluated"),
+        (["data.eval=null"], "data.eval: not set; give the tasks to evaluate"),
         (["train.eval_tasks=0"], "train.eval_tasks=0: nothing is evaluated"),
         (["data.eval=nothing.jsonl"], "data.eval=nothing.jsonl: no such file"),
-        (["rollout.tools=[calculator]"], "assistant.model=openai/m: calls no tools yet; remove rollout.tools"),
-        (["rollout.mcp_servers={m: {command: cat}}"], "assistant.model=openai/m: calls no tools yet; remove rollout."),
-        (["user.name=llm", "user.model=policy"], "user llm: policy: no server samples from it beside assistant.model="),
+        (["rollout.tools=[calculator]"], "assistant.model=openai/m: cannot call tools yet; remove rollout.tools"),
+        (
+            ["rollout.mcp_servers={m: {command: cat}}"],
+            "assistant.model=openai/m: cannot call tools yet; remove",
+        ),
+        (["user.name=llm", "user.model=policy"], "user llm: policy: is not served if assistant.model="),
         (
             ["user.name=llm/policy"],
-            "user llm/policy: policy: no server samples from it beside assistant.model=openai/m",
+            "user llm/policy: policy: is not served if assistant.model=openai/m",
         ),
-        (["users={a: {model: policy}}"], "user a: policy: no server samples from it beside assistant.model=openai/m"),
-        (["assistant.model=policy"], "assistant.model=policy: the policy is evaluated as model.path; remove it"),
-        (["assistant.model=openai/gpt-5", "assistant.temperature=0"], "; set assistant.temperature=null, and it is"),
+        (["users={a: {model: policy}}"], "user a: policy: is not served if assistant.model=openai/m"),
+        (["assistant.model=policy"], "assistant.model=policy: to evaluate the policy, set model.path and remove this"),
+        (["assistant.model=openai/gpt-5", "assistant.temperature=0"], "; set assistant.temperature=null to leave"),
         (
             ["assistant.temperature=null", "data.eval=[{source: tasks.jsonl, name: a, temperature: 0.5}]"],
-            "data.eval[a]: temperature=0.5, and assistant.temperature=null sends none; remove one",
+            "data.eval[a]: temperature=0.5, but assistant.temperature=null sends none; remove one",
         ),
         (["assistant.max_tokens=null"], "assistant.max_tokens=null: answers need a budget; set assistant.extra.max_c"),
         (
             ["assistant.model=openai/gpt-5", "data.eval=[{source: tasks.jsonl, name: a, temperature: 0.5}]"],
-            "data.eval[a].temperature=0.5: openai/gpt-5 does not take it",
+            "data.eval[a].temperature=0.5: openai/gpt-5 does not accept it",
         ),
         (["users={a: {model: m, personas: none.txt}}"], "users.a.personas=none.txt: no such file"),
         (["user.prompt=none.j2"], "user.prompt={}/none.j2: no such file"),
@@ -154,11 +157,11 @@ def test_models_that_are_not_there(tmp_path: Path, tasks: Path) -> None:
     assert f"model.path={run}@35: no checkpoint of that step" in refused(
         overrides(tmp_path, tasks, f"model.path={run}@35")
     )
-    assert "has no config.json, which names the model" in refused(overrides(tmp_path, tasks, f"model.path={run}"))
+    assert "no config.json, which names its initial model" in refused(overrides(tmp_path, tasks, f"model.path={run}"))
     settings = Config()
     settings.run.dir, settings.model.path, settings.data.train = str(run), str(tmp_path / "gone"), "t"
     (run / "config.json").write_text(json.dumps(asdict(settings)))
-    assert "gone, which is not there any more" in refused(overrides(tmp_path, tasks, f"model.path={run}@10"))
+    assert "gone, which no longer exists" in refused(overrides(tmp_path, tasks, f"model.path={run}@10"))
     for name in (f"{tmp_path}/nothing", f"{tmp_path}/nothing@3"):  # @3 may also be a revision of a model
         assert f"model.path={name}: no config.json there" in refused(overrides(tmp_path, tasks, f"model.path={name}"))
 
@@ -209,7 +212,7 @@ def test_the_folder_of_a_run_that_trains_is_not_written_to(tmp_path: Path, tasks
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "metrics.jsonl").touch()
     message = refused(overrides(tmp_path, tasks, "assistant.model=openai/m"))
-    assert message.endswith("holds a run that trains; give the evaluation a run.dir of its own")
+    assert message.endswith("contains a training run; give the evaluation another run.dir")
 
 
 def test_another_model_is_another_evaluation(tmp_path: Path, tasks: Path) -> None:
@@ -231,10 +234,10 @@ def test_a_set_that_is_recorded_keeps_its_settings(tmp_path: Path, tasks: Path) 
     (tmp_path / "out" / "config.json").write_text(json.dumps(asdict(evaluation.load(sets(first)))))
     (tmp_path / "out" / "evaluations.json").write_text(json.dumps({"a/model": {"step": 0, "set": "a"}}))
     (tmp_path / "out" / "result.json").write_text("{}")
-    assert "all sets are evaluated" in str(prepared(sets(first)))
+    assert "all evaluations of" in str(prepared(sets(first)))
     assert not isinstance(prepared(sets(first, second)), str)
     changed = f"{{source: {tasks}, name: a, temperature: 0}}"
-    assert "data.eval[a]: run.dir=" in refused(sets(changed)) and "give it another name" in refused(sets(changed))
+    assert "data.eval[a]: run.dir=" in refused(sets(changed)) and "rename the set" in refused(sets(changed))
 
 
 def ran(folder: Path, *settings: str, stage: str = "rl") -> Path:
@@ -294,7 +297,7 @@ def test_a_checkpoint_is_evaluated_in_the_conversations_of_its_run(
     assert (config.data.eval, config.train.eval_tasks) == ("held_out.jsonl", 7)
     assert (config.llm.budget_usd, config.run.seed, config.optim.lr) == (None, 0, 1e-6), "of training"
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"taken from {run}/config.json, where nothing else is given: model.chat_template_args, ")
+    assert line.startswith(f"settings from {run}/config.json, unless overridden: model.chat_template_args, ")
     assert "reward.weights" in line and "futures" not in line and "llm" not in line
 
 
@@ -338,13 +341,13 @@ def test_what_of_a_run_is_gone_is_said_with_where_it_is_from(tmp_path: Path, tas
     settings = (f"model.path={model}", METRIC, users, "rollout.context_length=256", *short)
     run = ran(tmp_path / "run", "data.eval=held_out.jsonl", *settings)
     command_line = ["run.dir=out", f"model.path={run}@10", "launch.device=cpu"]
-    origin = f"is taken from {run}/config.json, unless it is given)"
+    origin = f"is from {run}/config.json; set it to override)"
     assert refused(command_line) == f"data.eval=held_out.jsonl: no such file (data.eval {origin}"
     people.unlink()
     gone = refused([*command_line, f"data.eval={tasks}"])
     assert "personas=people.txt: no such file" in gone and gone.endswith(f"(users.a.personas {origin}")
     (run / "config.json").write_text("{}")
-    assert refused(command_line).endswith("config.json holds no settings of a run; restore it")
+    assert refused(command_line).endswith("config.json contains no run settings; restore it")
 
 
 BUILDS = ("rollout.max_messages=6", "assistant.max_tokens=50")
@@ -356,7 +359,7 @@ def test_conversations_are_built_by_several_assistants(tmp_path: Path, tasks: Pa
     config = evaluation.load(overrides(tmp_path, tasks, two, *BUILDS), builds=True)
     serving, _ = evaluation.prepared(config)
     assert serving.rollout.server.replicas == 0 and config.assistant.temperature == 0.2
-    assert [(entry.setting, entry.endpoint.temperature) for entry in asked_models.assistant_endpoints(config)] == [
+    assert [(entry.setting, entry.endpoint.temperature) for entry in llm_endpoints.assistant_endpoints(config)] == [
         ("build.assistants.a.model", 0.2),
         ("build.assistants.b.model", 1.0),
     ]
@@ -373,7 +376,7 @@ def test_conversations_are_built_by_several_assistants(tmp_path: Path, tasks: Pa
     [
         (
             ["build.assistants={a: openai/m}", "assistant.model=openai/n"],
-            "build.assistants say who plays; give it as one",
+            "not used with build.assistants; add it",
         ),
         (
             ["build.assistants={a: openai/m}", "rollout.tools=[calculator]"],
@@ -386,11 +389,11 @@ def test_conversations_are_built_by_several_assistants(tmp_path: Path, tasks: Pa
         ),
         (
             ["build.assistants={a: openai/m}", "llm.budget_usd=3"],
-            "no price of build.assistants.a.model=openai/m",
+            "the price of build.assistants.a.model=openai/m",
         ),
         (
             ["assistant.model=openai/m", "build.push_to_hub=chats"],
-            "build.push_to_hub=chats: names no owner",
+            "build.push_to_hub=chats: has no owner",
         ),
         (
             ["assistant.model=openai/m", "data.eval=[{source: t.jsonl, samples: 2}]"],

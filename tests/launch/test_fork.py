@@ -64,7 +64,7 @@ def test_a_run_from_the_hub_may_be_gone_on_with(tmp_path: Path, other: Path, mon
     monkeypatch.setattr(hub, "folder", lambda path: folders.get(path, Path(path)))
     settings = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**settings, "model": {**settings["model"], "path": "a/b@c"}}))
-    with pytest.raises(ConfigError, match=r"of another architecture than model\.path=a/x@c; give a/b@c"):
+    with pytest.raises(ConfigError, match=r"its architecture differs from model\.path=a/x@c; give a/b@c"):
         fork(config(tmp_path, f"{other}@10", Path("a/x@c")))
     fork(config(tmp_path, f"{other}@10", Path("a/b@c")))
     assert (tmp_path / "new" / "checkpoints" / "step_10").is_dir()
@@ -78,11 +78,11 @@ def test_run_from_is_run_fork() -> None:
     ("suffix", "settings", "message"),
     [
         ("@15", {}, "no checkpoint of that step; it keeps those of the steps 20, 10"),
-        ("@20", {"train.steps": 20}, "goes on from step 20, and train.steps=20; raise it"),
-        ("@20", {"train.stage": "sft"}, "a run of train.stage=rl, and its optimizer with it; start from its model"),
-        ("@20", {"algo.advantage": "gae"}, "of algo.advantage=grpo, and only gae has a critic; keep it"),
-        ("@20", {"algo.dpo.refresh": 5}, "of algo.dpo.refresh=0, and its reference with it; keep it"),
-        ("@20", {"model.path": "experts"}, "of another architecture than model.path="),
+        ("@20", {"train.steps": 20}, "is at step 20 already, and train.steps=20; raise it"),
+        ("@20", {"train.stage": "sft"}, "its optimizer is of train.stage=rl; start from its model"),
+        ("@20", {"algo.advantage": "gae"}, "its run has algo.advantage=grpo, and only gae has a critic; keep it"),
+        ("@20", {"algo.dpo.refresh": 5}, "its reference is of algo.dpo.refresh=0; keep it"),
+        ("@20", {"model.path": "experts"}, "its architecture differs from model.path="),
         ("/nothing", {}, "contains no checkpoint; give a run"),
     ],
 )
@@ -103,10 +103,10 @@ def test_what_cannot_be_gone_on_with(
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        (None, {"rank": 8}, "trained whole weights, and model.lora.rank=8 adapters; start from its model, model.path="),
-        ({"rank": 8}, {}, "has adapters of model.lora.rank=8, and here it is None; give the same"),
-        ({"rank": 8}, {"rank": 8, "alpha": 32.0}, "has adapters of model.lora.alpha=16.0, and here it is 32.0"),
-        ({"rank": 8}, {"rank": 8, "targets": ["q_proj"]}, "has adapters of model.lora.targets="),
+        (None, {"rank": 8}, "trained all weights, not adapters (model.lora.rank=8); start from its model, model.path="),
+        ({"rank": 8}, {}, "its adapters have model.lora.rank=8, not None; give the same"),
+        ({"rank": 8}, {"rank": 8, "alpha": 32.0}, "its adapters have model.lora.alpha=16.0, not 32.0"),
+        ({"rank": 8}, {"rank": 8, "targets": ["q_proj"]}, "its adapters have model.lora.targets="),
         ({"rank": 8}, {"rank": 8, "dropout": 0.1}, ""),
     ],
 )
@@ -125,5 +125,5 @@ def test_adapters_are_gone_on_with_as_they_are(
 def test_a_folder_with_checkpoints_of_its_own_is_no_fork(tmp_path: Path, other: Path) -> None:
     run_config = config(tmp_path, str(other))
     run_config.run.dir = str(other)
-    with pytest.raises(ConfigError, match="has checkpoints of its own; choose another"):
+    with pytest.raises(ConfigError, match="already has checkpoints; choose another"):
         fork(run_config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_collab.config import Config, compose, declared, groups
-from megatron_collab.launch.help import composed, help_text
+from megatron_collab.launch.help import composed_settings, help_text
 from megatron_collab.reward import metrics
 from megatron_collab.rollout import users
 from megatron_collab.rollout.tools import toolbox
@@ -39,4 +39,7 @@ def test_what_cfg_prints_composes_to_the_same_settings(capsys: pytest.CaptureFix
 
 
 def test_what_must_be_set_yet_is_named() -> None:
-    assert any(line.split() == ["model.path=???", "#", "required,", "not", "set"] for line in composed([]).splitlines())
+    assert any(
+        line.split() == ["model.path=???", "#", "required,", "not", "set"]
+        for line in composed_settings([]).splitlines()
+    )

@@ -41,15 +41,15 @@ def test_sampling_on_several_nodes_needs_a_ray_cluster(monkeypatch: pytest.Monke
 
 def test_a_finished_run_is_done_until_more_steps_are_asked_for(tmp_path: Path) -> None:
     config = compose(["experiment=booking", f"run.dir={tmp_path}", "train.steps=5"])
-    assert prepare.finished(config) == 0
+    assert prepare.finished_steps(config) == 0
     (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
-    assert prepare.finished(config) == 0, "begun"
+    assert prepare.finished_steps(config) == 0, "begun"
     (tmp_path / "result.json").write_text("{}")
-    assert prepare.finished(config) == 5
+    assert prepare.finished_steps(config) == 5
     config.train.steps = 3
-    assert prepare.finished(config) == 5
+    assert prepare.finished_steps(config) == 5
     config.train.steps = 6
-    assert prepare.finished(config) == 0
+    assert prepare.finished_steps(config) == 0
 
 
 def test_a_run_goes_on_with_more_servers_but_not_with_other_numbers(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from megatron_collab.config import ConfigError, compose
 from megatron_collab.launch import endpoints, validate
 from megatron_collab.llm.recording import Call, CallKey, Shard, Usage
 from megatron_collab.reward import metrics
-from megatron_collab.rollout import asked_models
+from megatron_collab.rollout import llm_endpoints
 
 REPLAYED = ["experiment=gsm8k", "user.name=llm", "user.model=served/gone", "servers={gone: {model: /no/such/model}}"]
 REPLAYED += [
@@ -37,7 +37,7 @@ def make_recording(folder: Path, name: str) -> Path:
         (["llm.replay_latency=-1", "llm.replay=a"], "llm.replay_latency=-1.0: must be at least 0 and at most 1000"),
         (
             ["llm.record=./a", "llm.replay=b/../a"],
-            "llm.record=./a: is the recording that llm.replay answers from; choose",
+            "llm.record=./a: is also llm.replay; choose",
         ),
     ],
 )
@@ -60,7 +60,7 @@ def test_folders_are_looked_into(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(ConfigError, match=r"^llm\.record=.*others: holds calls of /other/run; choose another folder$"):
         endpoints.check_recordings(config)
     (next(foreign.iterdir())).write_bytes(b"{}\n")
-    with pytest.raises(ConfigError, match=r"^llm\.replay=.*is no shard of a recording; give another folder$"):
+    with pytest.raises(ConfigError, match=r"^llm\.replay=.*not a shard of a recording; give another folder$"):
         endpoints.check_recordings(config)
     config.llm.replay = str(tmp_path)
     with pytest.raises(ConfigError, match=r"^llm\.replay=.*holds no recorded calls .*; give another folder$"):
@@ -70,7 +70,7 @@ def test_folders_are_looked_into(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with next(ours.iterdir()).open("ab") as file:
         file.write(b"torn")
     endpoints.check_recordings(config)
-    assert "ends within a call; 1 before it are read" in capsys.readouterr().err
+    assert "ends in the middle of a call; complete calls: 1" in capsys.readouterr().err
 
 
 def test_where_recorded_calls_answer_no_model_key_or_variable_is_needed(
@@ -82,11 +82,11 @@ def test_where_recorded_calls_answer_no_model_key_or_variable_is_needed(
     config = compose(settings)
     validate.check_settings(config)
     assert metrics.served_models(config) == {}
-    judges = asked_models.judge_endpoints(config)
+    judges = llm_endpoints.judge_endpoints(config)
     assert endpoints.check_prices(config, judges) == []
     endpoints.check_support(config, judges)
     with pytest.raises(ConfigError, match=r"^reward\.weights\.good: /no/such/folder: no config\.json there"):
         validate.check_settings(compose([*settings, "llm.replay_missing=live"]))
     assert run("doctor", ["--llm", *settings, f"data.train={tmp_path}/none.jsonl"]) == 0
-    expected = f"Recorded calls answer for served/gone, openai/judge (llm.replay={calls}); nothing is called.\n"
+    expected = f"Recorded calls replace served/gone, openai/judge (llm.replay={calls}); nothing is called.\n"
     assert capsys.readouterr().out == expected

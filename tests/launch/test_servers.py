@@ -85,7 +85,7 @@ def test_colocated_servers_stand_with_as_many_ranks_each(machine: Machine) -> No
         servers.check_servers_on_machine(configure(**fits))
     for uneven in ({"nproc": 8, "replicas": 3, "tp": 2}, {"nproc": 4, "replicas": 4, "tp": 2}):
         message = refused(servers.check_servers_on_machine, configure(**uneven))
-        assert message.startswith(f"rollout.server.replicas={uneven['replicas']}: each colocated server needs as many")
+        assert message.startswith(f"rollout.server.replicas={uneven['replicas']}: each colocated server needs an equal")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_gpus_that_sample_and_those_that_never_do_are_not_reported(machine: Mach
 def test_servers_of_their_own_need_gpus_beside_the_trainer(machine: Machine) -> None:
     servers.check_servers_on_machine(configure(nproc=4, replicas=2, tp=2, colocated=False))
     message = refused(servers.check_servers_on_machine, configure(nproc=5, replicas=2, tp=2, colocated=False))
-    assert "beside launch.nproc_per_node=5, more than the 8 of this node" in message
+    assert "besides launch.nproc_per_node=5, more than the 8 of this node" in message
 
 
 def test_reward_models_that_the_run_serves_need_gpus_of_their_own(machine: Machine) -> None:
@@ -148,7 +148,7 @@ def test_gpus_are_counted_on_a_node(machine: Machine) -> None:
     servers.check_servers(config)
     config.launch.nodes = 4
     message = refused(servers.check_servers, config)
-    assert message.startswith("rollout.server.replicas=6: is no multiple of launch.nodes=4")
+    assert message.startswith("rollout.server.replicas=6: is not a multiple of launch.nodes=4")
 
 
 def test_a_server_over_several_nodes_has_as_many_ranks_on_each(machine: Machine) -> None:
@@ -158,10 +158,12 @@ def test_a_server_over_several_nodes_has_as_many_ranks_on_each(machine: Machine)
     servers.check_servers_on_machine(config)
     config.rollout.server.replicas = 3
     message = refused(servers.check_servers, config)
-    assert message.startswith("rollout.server.replicas=3 x rollout.server.nnodes=2: is no multiple of launch.nodes=4; ")
+    assert message.startswith(
+        "rollout.server.replicas=3 x rollout.server.nnodes=2: is not a multiple of launch.nodes=4; "
+    )
     config.rollout.server.replicas, config.rollout.server.tp = 2, 32
     message = refused(servers.check_servers, config)
-    assert "rollout.server.tp=32 / launch.nodes=4: needs 16 devices of a node" in message
+    assert "rollout.server.tp=32 / launch.nodes=4: needs 16 devices per node" in message
     config.rollout.server.nnodes = 3
     assert refused(servers.check_servers, config).startswith(
         "rollout.server.nnodes=3: does not divide rollout.server.tp"
@@ -213,7 +215,7 @@ def test_memory_on_several_nodes_is_for_colocated_servers() -> None:
     config.publish.transport = "memory"
     servers.check_servers(config)
     config.launch.nodes = 2
-    assert refused(servers.check_servers, config).startswith("publish.transport=memory: on launch.nodes=2 ")
+    assert refused(servers.check_servers, config).startswith("publish.transport=memory: with launch.nodes=2 ")
     config.rollout.server.colocated = True
     servers.check_servers(config)
 
@@ -225,7 +227,7 @@ def test_colocated_servers_on_several_nodes_fit_the_devices_of_the_trainer() -> 
     config.rollout.server.tp = 4
     message = refused(servers.check_servers, config)
     assert message.startswith(
-        "rollout.server.replicas=4 x rollout.server.tp=4 / launch.nodes=2: needs 8 devices of a node"
+        "rollout.server.replicas=4 x rollout.server.tp=4 / launch.nodes=2: needs 8 devices per node"
     )
     config.rollout.server.colocated = False
     servers.check_servers(config)
@@ -239,7 +241,7 @@ def test_colocated_servers_on_gpus_do_not_size_their_own_cache(machine: Machine)
 
 @pytest.mark.parametrize(
     ("gpus", "capability", "message"),
-    [(0, None, "here is none"), (8, (8, 0), "here is one of 8.0"), (8, (10, 0), "here is one of 10.0")],
+    [(0, None, "found none"), (8, (8, 0), "found 8.0"), (8, (10, 0), "found 10.0")],
 )
 def test_fp8_needs_a_device_that_multiplies_it(
     machine: Machine, gpus: int, capability: tuple[int, int] | None, message: str
@@ -276,14 +278,16 @@ def test_what_servers_with_adapters_cannot_go_with() -> None:
         return config
 
     servers.check_servers(with_adapters(tp=2))
-    assert "a base in FP8, rollout.server.fp8=true; set one" in refused(servers.check_servers, with_adapters(fp8=True))
+    assert "an FP8 base, rollout.server.fp8=true; change one" in refused(servers.check_servers, with_adapters(fp8=True))
     on_two = with_adapters(tp=2, nnodes=2)
     on_two.launch.nodes = 2
-    message = "model.lora.serve=adapters: rollout.server.nnodes=2 would not agree on an adapter's id; set it to merged"
+    message = (
+        "model.lora.serve=adapters: with rollout.server.nnodes=2 nodes disagree on an adapter's id; set it to merged"
+    )
     assert refused(servers.check_servers, on_two) == message
     by_disk = with_adapters()
     by_disk.publish.transport = "disk"
-    assert refused(servers.check_servers, by_disk).startswith("publish.transport=disk: a folder holds a whole model")
+    assert refused(servers.check_servers, by_disk).startswith("publish.transport=disk: writes whole models")
     by_disk.model.lora.serve = "merged"
     servers.check_servers(by_disk)
 
@@ -296,8 +300,8 @@ def test_what_servers_with_adapters_cannot_go_with() -> None:
         (DENSE, {"tp": 2, "ep": 2}, "rollout.server.ep=2: the model has no experts"),
         (EXPERTS, {"tp": 4, "ep": 4}, "rollout.server.ep=4: does not divide the model's experts (6)"),
         (WIDE, {"tp": 16, "fp8": True}, "rollout.server.tp=16: does not divide"),
-        (DENSE, {"tp": 8, "fp8": True}, "q_proj.weight has 64 rows on a server's rank, no multiple of 128"),
-        (DENSE, {"fp8": True}, "qkv_proj.weight comes in pieces cut at row 576"),
+        (DENSE, {"tp": 8, "fp8": True}, "q_proj.weight has 64 rows on a server's rank, not a multiple of 128"),
+        (DENSE, {"fp8": True}, "qkv_proj.weight is split at row 576"),
         (WIDE | {"intermediate_size": 1152}, {"tp": 2, "fp8": True}, "gate_proj.weight has 576 rows"),
         (EXPERTS | {"head_dim": 128, "moe_intermediate_size": 192}, {"fp8": True}, "has 192 rows"),
     ],
@@ -340,7 +344,7 @@ JUDGED = ("reward.weights.accuracy=1", "reward.metrics.accuracy.judge=true")
         (["servers={judge: {model: x, tp: 3, ep: 2}}"], "servers.judge.ep=2: does not divide servers.judge.tp=3;"),
         (
             ["servers={judge: {model: x, replicas: 3, colocated: true}}"],
-            "servers.judge.replicas x servers.judge.tp: 3 devices, and of the trainer there are launch.nproc_per_node",
+            "servers.judge.replicas x servers.judge.tp: needs 3 devices, and the trainer has launch.nproc_per_node",
         ),
         (
             ["servers={judge: {model: x, args: {tp_size: 2}}}"],
@@ -374,10 +378,10 @@ def test_a_model_that_gives_scores_answers_nothing_and_one_that_gives_text_score
         (tmp_path / name / "config.json").write_text(json.dumps({"architectures": [kind]}))
     served = f"servers={{rm: {{model: {tmp_path}/rm}}, chat: {{model: {tmp_path}/chat}}}}"
     message = helpers.refused(served, *JUDGED, "reward.judge.model=served/rm")
-    assert f"servers.rm.model={tmp_path}/rm gives scores and no text; choose another" in message
+    assert f"servers.rm.model={tmp_path}/rm outputs scores, not text; choose another" in message
     metric = "reward.metrics.good={metric: reward_model, model: served/%s}"
     message = helpers.refused(served, "reward.weights.good=1", metric % "chat")
-    assert message.startswith("reward.metrics.good.model=served/chat: ") and "gives no score" in message
+    assert message.startswith("reward.metrics.good.model=served/chat: ") and "has no score" in message
 
 
 def test_models_beside_the_policy_have_gpus_of_their_own_or_the_trainers(machine: Machine) -> None:

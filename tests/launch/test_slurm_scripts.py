@@ -109,7 +109,7 @@ def test_bad_input_is_one_line() -> None:
         "megatron-collab: launch.nodes=2: needs launch.interface"
     )
     refused = dry_run("train_70b.sh", "launch.nodes=8")
-    assert refused.returncode == 2 and "/ launch.nodes=8: needs 16 devices of a node" in refused.stderr
+    assert refused.returncode == 2 and "/ launch.nodes=8: needs 16 devices per node" in refused.stderr
     refused = dry_run("train_70b.sh", "optim.lr=my-secret-key", MY_KEY="my-secret-key")
     assert refused.returncode == 2 and "optim.lr=***" in refused.stderr and "my-secret-key" not in refused.stderr
     refused = dry_run("train_70b.sh", VENV="/nowhere")

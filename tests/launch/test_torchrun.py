@@ -67,7 +67,7 @@ config.run.dir = sys.argv[1]
 if rank == 1:
     os.kill(os.getpid(), getattr(signal, sys.argv[2]))
 code = 1
-with hang_detector.armed(config):
+with hang_detector.watch(config):
     try:
         while True:
             check_preemption()

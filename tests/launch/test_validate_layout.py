@@ -146,7 +146,7 @@ def test_recipes_of_fp8_need_their_devices(
         return
     line = refused(settings)
     assert line.startswith(f"model.fp8_recipe={recipe}: needs a device of compute capability")
-    assert f"here is {'one of {}.{}'.format(*capability) if capability else 'none'}; choose another recipe" in line
+    assert f"found {'{}.{}'.format(*capability) if capability else 'none'}; choose another recipe" in line
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_what_fp8_cannot_go_with(engine: None, settings: dict[str, Any], message
         ({"model.lora.targets": []}, "model.lora.targets=[]: nothing would be trained"),
         ({"model.lora.targets": ["q_proj", "q_proj"]}, "model.lora.targets: q_proj is named twice; name it once"),
         ({"model.lora.dropout": 1.0}, "model.lora.dropout=1.0: must be at least 0 and below 1"),
-        ({"model.lora.serve": "adapters"}, "model.lora.serve=adapters: there are none to serve; set model.lora.rank"),
+        ({"model.lora.serve": "adapters"}, "model.lora.serve=adapters: there are no adapters; set model.lora.rank"),
     ],
     ids=str,
 )
@@ -227,17 +227,17 @@ def test_adapters_that_cannot_be(settings: dict[str, Any], message: str) -> None
             EXPERTS,
             "parallel.tp=2: a model with experts also needs parallel.sequence_parallel=true",
         ),
-        (FP8, DENSE | {"hidden_size": 72}, "model.fp8=hybrid: the hidden size on a rank, 72, is no multiple of 16"),
+        (FP8, DENSE | {"hidden_size": 72}, "model.fp8=hybrid: the hidden size on a rank, 72, is not a multiple of 16"),
         (
             {"model.fp8": "hybrid", "model.fp8_recipe": "delayed", "model.fp8_params": True, "algo.kl_coef": 0.0},
             EXPERTS,
             "model.fp8_params=true: the experts' scales of model.fp8_recipe=delayed cannot be read from a checkpoint",
         ),
-        (FP8, EXPERTS, "model.fp8=hybrid: the width of an expert on a rank, 24, is no multiple of 16"),
+        (FP8, EXPERTS, "model.fp8=hybrid: the width of an expert on a rank, 24, is not a multiple of 16"),
         (
             {"model.lora.rank": 8, "model.lora.targets": ["gate_proj", "up_proj"]},
             EXPERTS | {"mlp_only_layers": [0]},
-            "model.lora.targets=['gate_proj', 'up_proj']: layer 1 has experts, which get no adapters, and nothing else",
+            "model.lora.targets=['gate_proj', 'up_proj']: layer 1 would have no adapters, since experts get none",
         ),
         (
             {**FP8, "parallel.pp": 2, "launch.nproc_per_node": 2, "model.fp8_skip_first": 3},

@@ -274,8 +274,8 @@ def says_long(size: int, compressed: bool = False) -> Reply:
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (says_long(clients.LONGEST_BODY), f"openai/m: more than {clients.LONGEST_BODY} bytes"),
-        (says_long(clients.LONGEST_BODY, compressed=True), f"openai/m: more than {clients.LONGEST_BODY} bytes"),
+        (says_long(clients.LONGEST_BODY), f"openai/m: response exceeds {clients.LONGEST_BODY} bytes"),
+        (says_long(clients.LONGEST_BODY, compressed=True), f"openai/m: response exceeds {clients.LONGEST_BODY} bytes"),
         (says_long(clients.LONGEST_TEXT + 1), f"openai/m: {clients.LONGEST_TEXT + 1} characters"),
     ],
     ids=["body", "compressed", "text"],

@@ -72,7 +72,7 @@ def test_everything_that_is_set_is_sent_and_nothing_else(monkeypatch: pytest.Mon
         (
             "Unsupported value: 'temperature' does not support 0.0, only the default (1)",
             {},
-            "; set temperature=null in reward.judge, and it is not sent",
+            "; set temperature=null in reward.judge to leave it out",
         ),
         (
             "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead.",
@@ -172,9 +172,9 @@ def refusal(check: Callable[[EndpointConfig, str, str], None], settings: dict[st
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model": "openai/gpt-5"}, "reward.judge.temperature=0.0: openai/gpt-5 does not take it (gpt-5 doesn't"),
-        ({"model": "openai/o3"}, "reward.judge.temperature=0.0: openai/o3 does not take it"),
-        ({"model": "openai/o3", "temperature": None, "top_p": 0.5}, "reward.judge.top_p=0.5: openai/o3 does not take"),
+        ({"model": "openai/gpt-5"}, "reward.judge.temperature=0.0: openai/gpt-5 does not accept it (gpt-5 doesn't"),
+        ({"model": "openai/o3"}, "reward.judge.temperature=0.0: openai/o3 does not accept it"),
+        ({"model": "openai/o3", "temperature": None, "top_p": 0.5}, "reward.judge.top_p=0.5: openai/o3 does not"),
         ({"model": "openai/gpt-4o", "reasoning_effort": "low"}, "reward.judge.reasoning_effort=low: openai/gpt-4o"),
         ({"model": "anthropic/claude-sonnet-4-5", "extra": {"seed": 1}}, "reward.judge.extra.seed=1: anthropic/"),
         ({"model": "nonsense"}, "reward.judge.model=nonsense: LiteLLM knows no such provider; give PROVIDER/MODEL"),
@@ -203,11 +203,11 @@ def test_litellm_says_before_a_run_what_a_model_does_not_take(settings: dict[str
     [
         ({"model": "openai/m"}, {}, "openai/m: OPENAI_API_KEY is not set; export it"),
         ({"model": "gpt-4o-mini"}, {}, "gpt-4o-mini: OPENAI_API_KEY is not set; export it"),
-        ({"model": "openai/m", "api_base": BASE}, {}, "openai/m: OPENAI_API_KEY is not set; for a server that asks"),
+        ({"model": "openai/m", "api_base": BASE}, {}, "openai/m: OPENAI_API_KEY is not set; if the server needs"),
         ({"model": "anthropic/claude-sonnet-4-5"}, {}, "anthropic/claude-sonnet-4-5: ANTHROPIC_API_KEY is not set"),
         ({"model": "gemini/gemini-2.5-pro"}, {}, "gemini/gemini-2.5-pro: GOOGLE_API_KEY or GEMINI_API_KEY is not set"),
         ({"model": "groq/m"}, {}, "groq/m: GROQ_API_KEY is not set"),
-        ({"model": "hosted_vllm/m"}, {}, "hosted_vllm/m: is on a server of your own, whose address is not known; set "),
+        ({"model": "hosted_vllm/m"}, {}, "hosted_vllm/m: the address of your own server is not set; set "),
         ({"model": "openai/m"}, {"OPENAI_API_KEY": "k"}, None),
         ({"model": "anthropic/claude-sonnet-4-5"}, {"ANTHROPIC_AUTH_TOKEN": "t"}, None),
         ({"model": "together_ai/m"}, {"TOGETHER_API_KEY": "k"}, None),

@@ -127,7 +127,7 @@ def test_the_budget_stops_every_further_call_and_says_what_to_do() -> None:
     with pytest.raises(BudgetSpent) as stopped:
         talk(limiter, [FinishedCall(b, 10, 0.01)], [Reservation(1, 10)])
     assert str(stopped.value) == (
-        "llm.budget_usd=1 is used up: 2 calls cost 1 USD; raise it to go on from the last checkpoint"
+        "llm.budget_usd=1 is used up: 2 calls cost 1 USD; raise it to continue from the last checkpoint"
     )
 
 

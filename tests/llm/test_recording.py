@@ -179,9 +179,9 @@ def missed(folder: Path, endpoint: EndpointConfig, messages: list[dict[str, str]
     with pytest.raises(NotRecorded) as error:
         replay(folder, endpoint, ask_question)
     message = str(pickle.loads(pickle.dumps(error.value)))  # as Ray does
-    assert message.startswith(f"llm.replay={folder}/calls: has no answer to a question of ") and "\n" not in message
+    assert message.startswith(f"llm.replay={folder}/calls: no recorded call matches (caller: ") and "\n" not in message
     assert message.endswith(
-        "replay with the settings and data of the recorded run, or set llm.replay_missing=live, which asks the model"
+        "replay with the settings and data of the recorded run, or set llm.replay_missing=live to call the model"
     )
     return message
 
@@ -194,8 +194,8 @@ def test_the_nearest_call_is_of_the_same_conversation_and_says_which_message_dif
 
     _, endpoint = recorded(tmp_path, numbered(), ask=named)
     message = missed(tmp_path, endpoint, name="b/0/0")
-    assert 'of b/0/0, and differs in message 2 (user) from character 7 on: "ext?", recorded "ix?";' in message
-    assert "of a/0/0, and differs in who asks;" in missed(tmp_path, endpoint, name="c/0/0")
+    assert '(caller: b/0/0) differs in message 2 (user) from character 7 on: "ext?", recorded "ix?";' in message
+    assert "(caller: a/0/0) differs in the caller;" in missed(tmp_path, endpoint, name="c/0/0")
     more = [*QUESTION, {"role": "user", "content": "And?"}]
     assert "differs in the number of messages: 3, recorded 2;" in missed(tmp_path, endpoint, more, "a/0/0")
 
@@ -301,7 +301,7 @@ def test_a_torn_shard_is_read_up_to_the_tear_and_named(tmp_path: Path, remaining
     recording = Recording(tmp_path)
     calls = 2 if kept > 100 else 0
     assert len(recording) == calls
-    assert recording.torn == [f"{file}: ends within a call; {calls} before it are read"]
+    assert recording.torn == [f"{file}: ends in the middle of a call; complete calls: {calls}"]
     assert recording.find(CallKey("a", 0, {"model": "m", "messages": []})) is not None or not calls
     make_shard(tmp_path, 1)
     assert len(Recording(tmp_path)) == calls + 1, "a resumed run writes another shard"
@@ -322,7 +322,7 @@ def test_what_is_damaged_or_no_recording_is_said(tmp_path: Path) -> None:
         recording.find(keys[1])
     with pytest.raises(RunStopped, match="damaged"):
         asyncio.run(_replayed(tmp_path))
-    for line, why in ((b"{}", "is no shard"), (json.dumps({"format": 2, "run": ""}).encode(), "has format 2")):
+    for line, why in ((b"{}", "not a shard"), (json.dumps({"format": 2, "run": ""}).encode(), "has format 2")):
         file.write_bytes(line + b"\n")
         with pytest.raises(ValueError, match=why):
             Recording(tmp_path)

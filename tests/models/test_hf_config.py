@@ -104,7 +104,7 @@ def test_experts_of_every_layer_and_of_some() -> None:
         ({"vocab_size": True}, "vocab_size=True"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6'"),
-        ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
         ({"rope_scaling": [4.0]}, r"rope_scaling=\[4.0\]"),
         ({"rope_parameters": {"rope_theta": "big"}}, "rope_parameters.rope_theta='big'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "rope_scaling.factor='4'"),

@@ -38,7 +38,7 @@ EXPERTS = QWEN3 | {
 def test_rows_of_a_parameter_are_those_of_its_matrices(targets: tuple[str, ...], tp: int) -> None:
     shape, config = ModelShape.from_hf(QWEN3), LoraConfig(rank=3, targets=[*targets])
     seen = set()
-    for entry, factors in lora.adapted(shape, config):
+    for entry, factors in lora.lora_entries(shape, config):
         blocks, rank = lora.blocks(entry, shape, config, tp), tp - 1
         done = [0] * len(factors)
         for piece, (number, count) in zip(pieces(entry, shape, tp, rank), blocks, strict=True):

@@ -12,7 +12,7 @@ from megatron_collab import patches
 patches.apply("megatron")
 from megatron_collab.models import hf_config  # noqa: E402 (Megatron is imported with planning)
 from megatron_collab.planning.duration import Gpu  # noqa: E402
-from megatron_collab.planning.memory import described  # noqa: E402
+from megatron_collab.planning.memory import model_config_file  # noqa: E402
 from megatron_collab.reproduce import forecast  # noqa: E402
 from megatron_collab.reproduce.forecast import Pilot  # noqa: E402
 from megatron_collab.reproduce.plan import StudyOptions, stages  # noqa: E402
@@ -37,7 +37,7 @@ def test_a_study_costs_what_its_pilot_did_by_the_calls_of_each_program() -> None
     options = StudyOptions(Path("out"), ["math"], ["base", "sft", "grpo"], study.model, settings=("train.steps=10",))
     planned = stages(study, options)
     pilots = {"math": pilot_of(planned)}
-    shape = hf_config.read(described(study.model))
+    shape = hf_config.read(model_config_file(study.model))
     forecasts = {program.title: program for program in forecast.program_forecasts(planned, pilots, shape, GPU)}
     assert [*forecasts] == [f"math/{name}" for name in ("base_eval", "sft", "sft_eval", "grpo", "grpo_eval")]
     # 3 x 200 conversations, where the pilot had 4, of as many calls each.
@@ -67,7 +67,7 @@ def test_data_that_are_built_cost_what_their_assistant_may_take(monkeypatch: pyt
     forecasts = {
         program.title: program
         for program in forecast.program_forecasts(
-            planned, {"math": pilot_of(planned)}, hf_config.read(described(study.model)), GPU
+            planned, {"math": pilot_of(planned)}, hf_config.read(model_config_file(study.model)), GPU
         )
     }
     build = next(stage for stage in planned if stage.name == "build")

@@ -141,12 +141,12 @@ def test_calls_are_recorded_and_replayed_by_program() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("title: x", "is no study: 'tasks'"),
-        ("tasks: {a: {title: A, source: s, columns: [{metric: m}]}}\narms: {}", "is no study: Column"),
-        ("tasks: [", "is no study: while parsing"),
+        ("title: x", "is not a study: 'tasks'"),
+        ("tasks: {a: {title: A, source: s, columns: [{metric: m}]}}\narms: {}", "is not a study: Column"),
+        ("tasks: [", "is not a study: while parsing"),
         (
             "title: x\nmodel: m\ntasks: {}\narms: {b: {title: B, from: c}, c: {title: C}}",
-            "arms.b.from=c: no other arm above it is called so",
+            "arms.b.from=c: no arm above it has that name",
         ),
     ],
 )
@@ -167,7 +167,7 @@ def test_the_commands_of_the_page_can_be_planned(capsys: pytest.CaptureFixture[s
 
 
 def test_names_that_a_study_lacks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="STUDY=collab: there is none of that name; studies: booking, collabllm"):
+    with pytest.raises(ConfigError, match="STUDY=collab: no such study; choose one of booking, collabllm"):
         read("collab")
     arms = read("collabllm").arms
     assert select("grpo, base", arms, "--arms") == ["base", "grpo"] and select(None, arms, "--arms") == list(arms)

@@ -95,7 +95,7 @@ def test_a_study_goes_on_where_a_program_failed(
     # Problem n is right in one of the two seeds: each has a mean of 0.5.
     assert "| SFT | 50.0 ± 0.00 | 13.5 | 60.0 ± 0.00 | 58 |" in table
     assert json.loads((out / "results.json").read_text())[0]["seeds"] == [50.0, 50.0]
-    with pytest.raises(ConfigError, match="sums/base_eval is done under other settings; choose another folder"):
+    with pytest.raises(ConfigError, match="sums/base_eval was run with other settings; choose another folder"):
         start(monkeypatch, out, Programs(), settings=("run.seed=1",))
     assert start(monkeypatch, out, resumed, settings=("llm.max_concurrent=3",))[0] == 0 and len(resumed.ran) == 2
 

@@ -81,7 +81,7 @@ def test_a_judge_alone_decides_without_math_verify() -> None:
     judge = FakeJudge({"thought": "", "accuracy": 0}, {"thought": "", "accuracy": 1})
     assert score("accuracy", task, play(task, "18"), judge, judge=True, verify=False) == 0.0
     assert score("accuracy", task, play(task, "19"), judge, judge=True, verify=False) == 1.0
-    with pytest.raises(ConfigError, match=r"reward\.metrics\.accuracy: verify=false: leaves nobody who decides; set"):
+    with pytest.raises(ConfigError, match=r"reward\.metrics\.accuracy: verify=false: answers are not checked"):
         score("accuracy", task, play(task, "18"), verify=False)
 
 

@@ -85,7 +85,7 @@ def test_a_turn_that_was_not_played_on_has_no_reward_where_it_would_be() -> None
     assert values(reward, ended, rollout("a b c")) == [-3.0, -3.0]
     reward.malformed, reward.malformed_worst = None, False
     missing, other = values(reward, ended, rollout("a b c"))
-    assert isinstance(missing, Missing) and "was not played on" in missing.why and other == -3.0
+    assert isinstance(missing, Missing) and "ended at the malformed turn" in missing.why and other == -3.0
 
 
 def test_half_a_conversation_has_no_score() -> None:

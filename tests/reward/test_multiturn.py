@@ -150,7 +150,7 @@ def test_a_function_from_outside_that_fails_gives_a_reward_that_has_failed(tmp_p
 
     for name, reason in (
         ("raises", "ValueError: no such thing"),
-        ("number", "TypeError: gave float; return a Reward"),
+        ("number", "TypeError: returned float; return a Reward"),
         ("infinite", "ValueError: a reward of inf; give a finite number, or Missing"),
         ("Empty", "NotImplementedError: "),
     ):

@@ -160,7 +160,7 @@ def test_conversations_are_spread_over_the_servers_and_go_on_where_one_is_gone()
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({}, "url=: give the address of an SGLang server, as http://HOST:PORT, or model"),
+        ({}, "url=: give the address of an SGLang server (http://HOST:PORT) or model"),
         ({"model": "m", "url": "http://x"}, "url=http://x: model=m is served by the run; give one of them"),
         ({"model": "m", "replicas": 0}, "reward.metrics.reward_model.replicas=0: must be at least 1"),
     ],

@@ -412,7 +412,7 @@ def test_a_task_that_the_chat_template_refuses_has_an_error() -> None:
     player = Player(says("ok"), Refusing(), FakeUsers(user), SCORES, options)
     group = asyncio.run(player.play(TASK, "step-0-0"))
     (why,) = {rollout.reward.value.why for rollout in group.rollouts}  # type: ignore[union-attr]
-    assert why == "asks: the chat template refuses the task's messages: TemplateError: no such role"
+    assert why == "asks: the chat template rejects the task's messages: TemplateError: no such role"
 
 
 def test_tools_answer_within_a_turn_and_the_user_after_it() -> None:

@@ -88,7 +88,7 @@ def test_the_longest_possible_built_conversation_makes_as_many_calls_as_the_boun
     # Messages of the task are replies of the policy too. Each turn has three candidates with two futures.
     assert played.calls() == cost.building_calls(settings, 1)
     assert cost.building_calls(settings, 5) == cost.building_calls(settings, 1) * 5
-    bound = "at most 27 replies, 19 messages of users, 18 judgements"
+    bound = "at most 27 replies, 19 user messages, 18 judgments"
     assert str(cost.building_calls(settings, 1)) == bound.replace("27", str(played.calls().assistant.calls))
 
 
@@ -115,7 +115,7 @@ def test_the_cost_bound_is_the_price_of_the_longest_messages(monkeypatch: pytest
     monkeypatch.setattr(patches, "apply", lambda *_: None)
     judged = cost.cost_bound(calls, {**models, "judge": [EndpointConfig("openai/nobody-knows")]}, settings, 76)
     assert judged.usd == bound.usd and judged.unpriced == ("openai/nobody-knows",)
-    assert str(judged).endswith(" USD, and what openai/nobody-knows costs, whose price is not known")
+    assert str(judged).endswith(" USD, plus calls of openai/nobody-knows, whose price is unknown")
 
 
 def recorded(name: str, schema: Any, sample: str | None, usd: float | None) -> Call:
@@ -180,9 +180,9 @@ def test_progress_lines_show_spent_and_expected_cost(
 
     built = Meter(settings, [TASK] * 100, "conversations", lambda: Counter(spent))
     first, budget = capsys.readouterr().out.splitlines()
-    assert first.startswith("100 conversations: at most 1800 replies, 1000 messages of users, 900 judgements; at most ")
-    assert first.endswith(" USD, where every message is as long as it may be")
-    assert budget.startswith("llm.budget_usd=0.01: 0.005 USD of it are left, which may not be enough; once it is")
+    assert first.startswith("100 conversations: at most 1800 replies, 1000 user messages, 900 judgments; at most ")
+    assert first.endswith(" USD if every message has its maximum length")
+    assert budget.startswith("llm.budget_usd=0.01: the remaining 0.005 USD may not be enough; the program ends")
 
     turns = [number % 3 + 1 for number in range(100)]  # of each conversation
     built._weights = costs = [1.0, 2.0, 3.0]
@@ -200,10 +200,10 @@ def test_progress_lines_show_spent_and_expected_cost(
         (line,) = (line for line in printed if f"; {calls} calls" in line)
         paid, to_come = (float(text.split()[-1]) for text in line.split(" USD")[:2])
         assert to_come == pytest.approx(price - paid, rel=rel)
-    assert printed[-1] == f"100 conversations: 100 have ended; {sum(turns)} calls, {price:.4g} USD"
+    assert printed[-1] == f"100 conversations: 100 done; {sum(turns)} calls, {price:.4g} USD"
 
     spent["unpriced"] += 1
-    assert built.line().endswith(", and 1 calls whose price is not known")
+    assert built.line().endswith(", plus 1 calls of unknown price")
 
 
 def test_recorded_answers_are_not_priced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_refills_do_not_depend_on_what_was_dropped(world: Callable[..., World]) 
 
 def test_a_step_in_which_nothing_differs_stops_the_run(world: Callable[..., World]) -> None:
     run = world(lambda task: EQUAL, 2)
-    with pytest.raises(RunStopped, match=r"^step 0: no group has enough rewards that differ, so nothing can"):
+    with pytest.raises(RunStopped, match=r"^step 0: no group has enough different rewards; nothing can"):
         run.next(0)
     assert len(run.written) == 3 * PROMPTS
 
@@ -121,5 +121,5 @@ def test_an_outage_is_not_refilled(world: Callable[..., World]) -> None:
 def test_groups_without_a_pair_are_not_in_a_dpo_batch(world: Callable[..., World]) -> None:
     run = world(lambda task: EQUAL, 0)
     run.config.algo.objective = "dpo"
-    with pytest.raises(RunStopped, match="no group has enough rewards that differ"):
+    with pytest.raises(RunStopped, match="no group has enough different rewards"):
         run.next(4)

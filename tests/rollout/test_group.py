@@ -193,7 +193,7 @@ def infinite(futures, weights):
     ("name", "failed", "why"),
     [
         ("raises", 3, "ValueError: no luck"),
-        ("number", 4, "TypeError: gave float; return a Reward"),
+        ("number", 4, "TypeError: returned float; return a Reward"),
         ("infinite", 4, "ValueError: a reward of nan; give a finite number, or Missing"),
     ],
 )

@@ -50,7 +50,7 @@ def test_hung_calls_delay_no_other_call_and_fail_beyond_a_limit(
         async with box.open(TASK) as session:
             for wait in (True, True, False, True):
                 answers.append((await session.answer(f'call block {{"wait": {str(wait).lower()}}}'))[0][0].content)
-            with pytest.raises(ToolFailure, match="3 calls of tools have timed out and still hang in their threads"):
+            with pytest.raises(ToolFailure, match="3 tool calls have timed out and still hang in their threads"):
                 await session.answer('call block {"wait": false}')
             find_tool(spec).function.__globals__["ends"].set()  # type: ignore[attr-defined]
             assert wait_for(lambda: not any(thread.is_alive() for thread in tools._hung), 10)

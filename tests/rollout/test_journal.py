@@ -303,7 +303,7 @@ def test_an_error_while_closing_does_not_hide_why_a_run_stops(
     with pytest.raises(Preempted), run.manager:
         raise Preempted
     assert ended == ["workers"]
-    assert capsys.readouterr().err == "megatron-collab: at the end of sampling: no space left\n"
+    assert capsys.readouterr().err == "megatron-collab: failed to stop sampling: no space left\n"
 
 
 @pytest.mark.parametrize("step", [0, 5])

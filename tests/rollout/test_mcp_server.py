@@ -228,7 +228,7 @@ def test_over_http_with_a_key_shared_or_not(url: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({}, "rollout.mcp_servers.notebook: give command or url, one of them"),
+        ({}, "rollout.mcp_servers.notebook: give either command or url"),
         ({"url": "localhost:1"}, "rollout.mcp_servers.notebook: url=localhost:1: give an address"),
         ({"cmd": "x"}, "rollout.mcp_servers.notebook.cmd: no such setting; there are command, "),
         ({"command": "x", "env": ["NOT_SET_1"]}, "environment variable NOT_SET_1 is not set; set it"),
@@ -258,9 +258,7 @@ def test_a_server_whose_tools_have_changed_since_the_run_began_is_named(
         compare_tools(tmp_path, make_tools(RolloutConfig(mcp_servers={"n": server})))
         warnings.append(capsys.readouterr().err)
     assert warnings[:2] == ["", ""] and warnings[2].count("\n") == 1
-    assert warnings[2].startswith(
-        "megatron-collab: rollout.mcp_servers.n: its tools are not those that it had when the run"
-    )
+    assert warnings[2].startswith("megatron-collab: rollout.mcp_servers.n: its tools have changed since the run")
     assert warnings[2].endswith(": environment, nothing\n")
 
 

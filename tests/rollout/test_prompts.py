@@ -98,7 +98,7 @@ def test_a_rubric_that_a_task_does_not_fit_is_a_missing_score(tmp_path: Path) ->
 def test_a_rubric_without_the_conversation_is_refused(tmp_path: Path, name: str) -> None:
     file = tmp_path / "blind.j2"
     file.write_text("{{ answer }}")
-    with pytest.raises(ConfigError, match=rf"reward.metrics.{name}: prompt={file}: shows no {{{{ conversation }}}}"):
+    with pytest.raises(ConfigError, match=rf"reward.metrics.{name}: prompt={file}: lacks {{{{ conversation }}}}"):
         metrics.split(name, {"prompt": str(file)})
 
 

@@ -105,7 +105,7 @@ def test_a_task_is_found_by_its_messages_if_its_id_is_not_unique(folder: Path) -
 
 def test_changed_data_and_unknown_steps_are_refused(folder: Path) -> None:
     write_jsonl(folder / "tasks.jsonl", [task_row(B)])
-    with pytest.raises(ConfigError, match="task a: its messages begin with no task of that id; the data have changed"):
+    with pytest.raises(ConfigError, match="task a: no task of that id has its first messages; the data have changed"):
         groups_of(rows_of_step(folder, 0)[1], [load_tasks(folder / "tasks.jsonl")])
-    with pytest.raises(ConfigError, match=r"--step=7: .*transcripts\.jsonl has none; its last one is 1"):
+    with pytest.raises(ConfigError, match=r"--step=7: .*transcripts\.jsonl has no such step; the last one is 1"):
         rows_of_step(folder, 7)

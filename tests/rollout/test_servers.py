@@ -129,7 +129,7 @@ def test_a_lost_model_server_is_noticed_in_a_phase_and_awaited(stage: Callable[.
     }
     judge.starts = False
     judge.die()
-    with pytest.raises(ServerError, match="SGLang server 7 of judge failed after 3 new starts too"):
+    with pytest.raises(ServerError, match="SGLang server 7 of judge still fails after 3 restarts"):
         run.phase(0)
 
 
@@ -374,12 +374,12 @@ def test_a_server_that_cannot_be_restarted_ends_the_run(
     for _ in range(9):
         assert not run.pool.lost_all(), "the other one lives"
     with pytest.raises(
-        RunStopped, match=r"server 0 failed after 3 new starts too: it ended with code 1; (.|\n)*out of memory"
+        RunStopped, match=r"server 0 still fails after 3 restarts: it ended with code 1; (.|\n)*out of memory"
     ):
         run.phase(1)
     assert run.servers[0].generation == 3
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "engine: SGLang server 0 is left out and started again: it ended with code -9"
+    assert printed[0] == "engine: SGLang server 0 is taken out of use and restarted: it ended with code -9"
     assert len(printed) == 3
 
 
@@ -404,7 +404,7 @@ def test_the_first_start_of_a_server_is_not_retried(stage: Callable[..., Stage])
 def test_all_ranks_stop_if_a_server_cannot_be_kept_alive(tmp_path: Path) -> None:
     """Rank 0 polls the servers and shares the result of each poll with the other rank."""
     raised = run_ranks(lose_a_server_for_good, 2, tmp_path)
-    assert all("server 0 failed after 3 new starts too" in reason for reason in raised)
+    assert all("server 0 still fails after 3 restarts" in reason for reason in raised)
 
 
 def lose_a_server_for_good(folder: Path) -> str:

@@ -244,7 +244,7 @@ def test_functions_are_tools_by_their_docstring_or_their_schema(mine: Path) -> N
         (["{mine}:LOG"], "must be a subclass of megatron_collab.rollout.tools.Tool or a function"),
         (["{mine}:area", "{mine}:area"], "two tools have the same name"),
         (["{mine}:aria"], "has no aria; the nearest is area"),
-        (["{mine}:loose"], "tool loose: its parameters are no JSON schema .*strng.*; correct them, or leave the tool"),
+        (["{mine}:loose"], "tool loose: parameters are not a JSON schema .*strng.*; correct them, or leave the tool"),
     ],
 )
 def test_invalid_tools_are_refused_in_one_line(names: list[str], why: str, mine: Path) -> None:
@@ -263,7 +263,7 @@ def test_arguments_fit_the_version_of_json_schema_that_a_tool_names(mine: Path) 
 )
 def test_an_unusable_result_is_a_failure_of_the_tool(call: str, mine: Path) -> None:
     """It does not end the run, as a message without text or a reward that is not a number would do later."""
-    with pytest.raises(ToolFailure, match=r"^tool odd: TypeError: a ToolResult has a "):
+    with pytest.raises(ToolFailure, match=r"^tool odd: TypeError: a ToolResult needs a "):
         answer(f"call odd {call}", f"{mine}:odd")
 
 

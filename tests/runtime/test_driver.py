@@ -76,7 +76,7 @@ def test_a_driver_of_unknown_version_is_named_by_its_cuda(monkeypatch: pytest.Mo
     put(STAND_IN, libraries / "libcuda.so.1")
     put(NVML, libraries / "libnvidia-ml.so.1")  # does not answer
     monkeypatch.setenv("STAND_IN_CUDA", "12020")
-    assert str(fault("13.0")).startswith("a driver found, for CUDA 12.2; CUDA 13.0 needs 580 or newer: ")
+    assert str(fault("13.0")).startswith("driver found, for CUDA 12.2; CUDA 13.0 needs 580 or newer: ")
 
 
 def test_a_container_with_nvidia_smi_alone_is_told_how_to_start(
@@ -85,11 +85,11 @@ def test_a_container_with_nvidia_smi_alone_is_told_how_to_start(
     put(NVML, libraries / "libnvidia-ml.so.1")
     monkeypatch.setenv("STAND_IN_DRIVER", "580.95.05")
     text = str(fault("13.0"))
-    assert text.startswith("driver 580.95.05 found, without its library of CUDA (libcuda.so.1: ")
+    assert text.startswith("driver 580.95.05 found, without its CUDA library (libcuda.so.1: ")
     assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in text
 
 
 def test_a_driver_that_breaks_ends_another_process(libraries: Path) -> None:
     (libraries / "dies.c").write_text(DIES)
     put(libraries / "dies.c", libraries / "libcuda.so.1")
-    assert "ended the process that asked it, with code -6" in driver().fault
+    assert "crashed the process that queried it (code -6)" in driver().fault

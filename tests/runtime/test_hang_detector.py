@@ -45,7 +45,7 @@ def run(case: str, root: Path) -> None:
     config = Config()
     config.run.dir, config.launch.timeout = str(folder), TIMEOUT
     dist.init_process_group("gloo", timeout=hang_detector.collective_timeout(TIMEOUT))
-    with hang_detector.armed(config):
+    with hang_detector.watch(config):
         CASES[case][0](rank, folder)
         dist.barrier()
 

@@ -141,10 +141,10 @@ def test_uploads_are_retried_and_impossible_ones_are_reported(hub: StandInHub, t
     wrong = "hf_AnotherToken456"
     (refused,) = upload("me/chats", HF_TOKEN=wrong)
     assert refused.startswith(f"{tmp_path}/built: not uploaded to me/chats (") and wrong not in refused
-    assert refused.endswith("; the same command tries again") and hub.requests.count("POST /api/validate-yaml") == 1
+    assert refused.endswith("; rerun the command to retry") and hub.requests.count("POST /api/validate-yaml") == 1
     messages = upload("chats", "me/a b", "me/chats")
-    assert messages[0].startswith("build.push_to_hub=chats: names no owner; give OWNER/NAME")
+    assert messages[0].startswith("build.push_to_hub=chats: has no owner; give OWNER/NAME")
     assert messages[1].startswith("build.push_to_hub=me/a b: ") and messages[1].endswith("; give OWNER/NAME")
-    assert messages[2].startswith("build.push_to_hub=me/chats: needs a token that may write; set HF_TOKEN")
+    assert messages[2].startswith("build.push_to_hub=me/chats: needs a token with write access; set HF_TOKEN")
     (offline,) = upload("me/chats", HF_TOKEN=hub.token, HF_HUB_OFFLINE="1")
     assert offline.startswith("build.push_to_hub=me/chats: HF_HUB_OFFLINE is set")

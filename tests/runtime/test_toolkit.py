@@ -61,7 +61,7 @@ def test_the_compiler_is_the_wheels_or_the_one_that_is_set(monkeypatch: pytest.M
     monkeypatch.setattr(toolkit, "torch_cuda", lambda: "13.0")
     monkeypatch.setattr(toolkit, "_INSTALLER", str(tmp_path / "installed"))
     assert not toolkit.nvcc()[0]
-    assert toolkit.nvcc()[1] == "none in CUDA_HOME or PATH, nor the wheel nvidia-cuda-nvcc"
+    assert toolkit.nvcc()[1] == "not in CUDA_HOME or PATH, and no wheel nvidia-cuda-nvcc"
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "set"))
     for home in ("installed", "set", "nvidia/cu13"):  # each is preferred to those before
         (tmp_path / home / "bin").mkdir(parents=True)
@@ -86,7 +86,7 @@ def test_a_compiler_of_another_cuda_than_torchs_is_passed_over(monkeypatch: pyte
         assert toolkit.cuda_home() == str(tmp_path / used)
     toolkit.cuda_home.cache_clear()
     monkeypatch.setattr(toolkit, "torch_cuda", lambda: "13.0")
-    assert toolkit.nvcc()[1] == f"{tmp_path}/nvidia/cu13; not {tmp_path}/set, of CUDA 12.4"
+    assert toolkit.nvcc()[1] == f"{tmp_path}/nvidia/cu13; skipped {tmp_path}/set (CUDA 12.4)"
 
 
 def test_kernels_are_linked_with_the_runtime_of_a_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

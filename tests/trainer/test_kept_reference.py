@@ -88,7 +88,7 @@ def test_a_damaged_file_is_named_with_a_remedy(keep: Callable[..., Any], tmp_pat
     keep(PAIRS)
     (file,) = tmp_path.glob("run/reference/*/0.npy")
     file.write_bytes(file.read_bytes()[:50]) if damage == "cut" else file.unlink()
-    with pytest.raises(RunStopped, match=r"0\.npy: lacks log-probs of the reference; remove .*/reference/\w+, and"):
+    with pytest.raises(RunStopped, match=r"0\.npy: lacks log-probs of the reference; remove .*/reference/\w+ to"):
         keep(PAIRS)
 
 

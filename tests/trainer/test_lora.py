@@ -275,7 +275,7 @@ def test_convert_writes_adapters_or_merges_them(
     for words, message in (
         ((checkpoint, tmp_path / "no", "--model", folder / "experts"), "give the model that the run started from"),
         ((folder / "whole", tmp_path / "no", "--model", base, "--peft"), "holds whole weights"),
-        ((checkpoint, tmp_path / "no", "--model", base, "--verify"), "--verify: is for whole weights"),
+        ((checkpoint, tmp_path / "no", "--model", base, "--verify"), "--verify: adapters are always compared"),
     ):
         assert tool(*words) == EXIT_BAD_INPUT
         assert message in (error := capsys.readouterr().err) and error.count("\n") == 1

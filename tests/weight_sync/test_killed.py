@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 BUCKETS = 5
 BUCKET_BYTES = 160_000
-MOMENTS = [*(f"bucket {number}" for number in range(BUCKETS)), "end", "go_on"]
+MOMENTS = [*(f"bucket {number}" for number in range(BUCKETS)), "end", "resume"]
 PROMPTS = [[7, 8, 9, 10], list(range(20, 60))]
 
 

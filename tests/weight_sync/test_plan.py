@@ -226,13 +226,13 @@ def test_what_cannot_be_planned_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "trainer", "server", "message"),
     [
-        ({"ffn": 384}, TrainerLayout(tp=2, ranks=2), ServerLayout(1, fp8=True), "gate_up_proj.weight comes in pieces"),
+        ({"ffn": 384}, TrainerLayout(tp=2, ranks=2), ServerLayout(1, fp8=True), "gate_up_proj.weight is split"),
         ({"ffn": 384}, TrainerLayout(tp=1), ServerLayout(2, fp8=True), "has 192 rows on a server's rank"),
         (
             {"head_dim": 64},
             TrainerLayout(tp=1),
             ServerLayout(1, fp8=True),
-            "qkv_proj.weight comes in pieces cut at row",
+            "qkv_proj.weight is split at row",
         ),
         ({"head_dim": 64}, TrainerLayout(tp=1), ServerLayout(1), None),
         ({}, TrainerLayout(tp=2, ranks=2), ServerLayout(2, fp8=True), None),

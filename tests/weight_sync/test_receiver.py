@@ -389,10 +389,10 @@ def test_a_flipped_bit_is_found(shards: dict[str, torch.nn.Parameter], monkeypat
     monkeypatch.setattr(Sender, "write", write_and_flip)
     with WeightSync(config, [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)  # not verified
-        with pytest.raises(PublishError, match="rank 1: holds other weights"):
+        with pytest.raises(PublishError, match="rank 1: its weights differ"):
             sender.publish(2)
         assert sender.version == 1 and set(fleet.reasons) == {0, 1}
-        with pytest.raises(PublishError, match="no server is there"):
+        with pytest.raises(PublishError, match="no server is available"):
             sender.publish(3)
     assert fleet.servers[0].calls.count("/continue_generation") == 1
 
@@ -413,7 +413,7 @@ def test_a_base_is_verified_whenever_it_is_sent(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Sender, "write", write_and_flip)
     with (
         WeightSync(config, [], LLAMA, fleet, BUCKET) as sender,
-        pytest.raises(PublishError, match="rank 1: holds other weights"),
+        pytest.raises(PublishError, match="rank 1: its weights differ"),
     ):
         sender.publish(1)
 

@@ -158,7 +158,7 @@ class Gathering:
             dist.barrier()
         if rank == 0:
             self.call.end()
-            self.call.go_on()
+            self.call.resume()
         dist.barrier()
 
     def gather(self, entry: WeightEntry) -> list[torch.Tensor]:
@@ -209,7 +209,7 @@ class Profile:
         self.now: dict[str, float] = defaultdict(float)
         for owner, name in [
             (Sender, "write"),
-            *((ServerCall, call) for call in ("pause", "begin", "receive", "end", "go_on")),
+            *((ServerCall, call) for call in ("pause", "begin", "receive", "end", "resume")),
         ]:
             setattr(owner, name, self.timed(name, getattr(owner, name)))
 

@@ -26,7 +26,7 @@ def main() -> None:
     arguments = parser.parse_args()
     install()
     patches.apply("megatron")
-    from megatron_collab.planning.memory import described, plan_memory, read_run
+    from megatron_collab.planning.memory import model_config_file, plan_memory, read_run
     from megatron_collab.planning.rehearsal.compare import ratios
     from megatron_collab.planning.rehearsal.run import rehearse
 
@@ -34,7 +34,7 @@ def main() -> None:
     config, shape = read_run([*(arguments.settings or [EXPERIMENT]), *(SMOKE if arguments.smoke else [])])
     plan, rehearsals, failed = plan_memory(config, shape), [], 0
     try:
-        for rehearsed in rehearse(config, shape, json.loads(described(config.model.path).read_text())):
+        for rehearsed in rehearse(config, shape, json.loads(model_config_file(config.model.path).read_text())):
             rehearsals.append((rehearsed, plan[rehearsed.kind.stage]))
     except ConfigError as error:
         print(error)

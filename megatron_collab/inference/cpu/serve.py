@@ -62,7 +62,7 @@ def _meet(url: str, timeout: timedelta = timedelta(minutes=30), **_: Any) -> Ite
     query = dict(parse_qsl(parts.query))
     store = TCPStore(str(parts.hostname), int(parts.port or 0), is_master=False, timeout=timeout)
     yield PrefixStore(parts.path, store), int(query["rank"]), int(query["world_size"])
-    raise RuntimeError("the ranks of a server meet once")
+    raise RuntimeError("the ranks of a server rendezvous only once")
 
 
 if __name__ == "__main__":

@@ -57,8 +57,7 @@ def table(memory: RankMemory, planned: Sequence[MemoryPart]) -> str:
         row = [cells[name, phase] for phase in _PHASES]
         rows.append(f"{name:34}" + "".join(f"{cell.counted / GIB:9.2f}{cell.planned / GIB:9.2f}" for cell in row))
     rows.append(
-        f"{'most at once in a step':34}{memory.peak / GIB:9.2f}; "
-        f"a checkpoint takes {memory.snapshot / GIB:.2f} of the host"
+        f"{'peak in a step':34}{memory.peak / GIB:9.2f}; a checkpoint takes {memory.snapshot / GIB:.2f} on the host"
     )
     return "\n".join(rows)
 

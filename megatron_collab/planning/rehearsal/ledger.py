@@ -122,7 +122,7 @@ class Ledger(TorchDispatchMode):
                 entry.part = part
                 self.usage.add(part, entry.size)
 
-    def resized(self) -> MemoryUsage:
+    def update_sizes(self) -> MemoryUsage:
         """Update the sizes of all storages, since resizing bypasses torch's dispatcher."""
         for entry in self._live.values():
             storage = entry.storage()

@@ -204,8 +204,8 @@ def parts_of(trainer: PolicyTrainer, ledger: Ledger) -> list[MemoryPart]:
     for part in [part for part in ledger.usage.now if part.endswith("optimizer")]:
         training[part] = ledger.usage.now[part]
     with _sampling(trainer):
-        sampling: Mapping[str, int] = dict(ledger.resized().now)
-    ledger.resized()
+        sampling: Mapping[str, int] = dict(ledger.update_sizes().now)
+    ledger.update_sizes()
     networks = trainer.trainables.items()
     pieces = {f"{_prefix(name)}optimizer": len(trainable.host_memory.pieces) for name, trainable in networks}
     reserved = ledger.usage.now[PINNED] / max(sum(pieces.values()), 1)  # bytes per piece

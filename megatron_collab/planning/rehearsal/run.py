@@ -40,7 +40,7 @@ def rehearse(config: Config, shape: ModelShape, hf: Mapping[str, Any], all_ranks
     Raises ConfigError for the first rank where something does not fit; it names the tensor.
     """
     if config.launch.device == "cpu":
-        message = "only TransformerEngine's layers have it; rehearse without launch.device=cpu"
+        message = "only TransformerEngine's layers support it; rehearse without launch.device=cpu"
         require(config.parallel.cp == 1, f"<parallel.cp>: {message}", config)
         require(not config.model.fp8, f"<model.fp8>: {message}", config)
     served, publish = list[MemoryPart](), None

@@ -80,7 +80,7 @@ def rehearse(order: Order) -> list[ServerMemory]:
         command = [sys.executable, "-m", __name__, file.name]
         run = subprocess.run(command, env=environment, capture_output=True, text=True)
     if run.returncode:
-        raise RuntimeError(f"SGLang on paper ended with {run.returncode}: {run.stderr[-2000:]}")
+        raise RuntimeError(f"the simulated SGLang exited with {run.returncode}: {run.stderr[-2000:]}")
     return [ServerMemory(**fields) for fields in json.loads(run.stdout.splitlines()[-1])]
 
 

@@ -138,7 +138,7 @@ def served_models(config: Config) -> dict[str, tuple[str, ServedConfig]]:
         return {}
     for name, (kind, options) in _kinds(config.reward).items():
         if (model := kind.served(options)) and not model.model.startswith(SERVED):
-            message = f"servers.{name}: the metric {name} has servers of this name; choose another name"
+            message = f"servers.{name}: the servers of metric {name} have this name; choose another name"
             require(name not in models, message)
             models[name] = f"reward.metrics.{name}", model
     return models
@@ -192,7 +192,7 @@ class Judge:
 def judges_prompt(file: str | None, default: str = "") -> Prompt:
     """The template of a metric's setting `prompt`, or the built-in template `default`. Raises ConfigError."""
     rubric = read_prompt("prompt", file, default, VARIABLES)
-    require("conversation" in rubric.used, f"{rubric.label}: shows no {{{{ conversation }}}} to the judge; put it in")
+    require("conversation" in rubric.used, f"{rubric.label}: lacks {{{{ conversation }}}}; add it")
     return rubric
 
 

@@ -102,14 +102,14 @@ class Accuracy(Metric):
 
     @dataclass(frozen=True)
     class Options:
-        judge: bool = option(False, "ask a judge where no answer is clearly stated, or math-verify cannot read it")
-        verify: bool = option(True, "let math-verify decide what is clearly stated; false: the judge alone")
-        model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
-        prompt: str | None = option(None, "FILE.j2: the judge's rubric; none: ours")
+        judge: bool = option(False, "ask a judge if no answer is clearly stated or math-verify cannot read it")
+        verify: bool = option(True, "let math-verify check clearly stated answers; false: judge only")
+        model: str | None = option(None, "LiteLLM model of the judge; null: reward.judge.model")
+        prompt: str | None = option(None, "FILE.j2: the judge's rubric; null: the built-in one")
 
         def __post_init__(self) -> None:
             judges_prompt(self.prompt, "accuracy")
-            require(self.verify or self.judge, "verify=false: leaves nobody who decides; set judge=true too")
+            require(self.verify or self.judge, "verify=false: answers are not checked at all; set judge=true too")
 
     @classmethod
     def judged(cls, options: Any) -> bool:
@@ -160,9 +160,9 @@ def _serve(hard_limit: float) -> None:
     extraction = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
     read = partial(limited, partial(parse, extraction_config=extraction, parsing_timeout=None))
     equal = partial(limited, partial(verify, timeout_seconds=None))
-    with open(os.devnull, "w") as nowhere:
+    with open(os.devnull, "w") as null_device:
         for line in sys.stdin:
-            faulthandler.dump_traceback_later(hard_limit, exit=True, file=nowhere)
+            faulthandler.dump_traceback_later(hard_limit, exit=True, file=null_device)
             truth, answer = map(read, json.loads(line))
             if not truth:
                 verdict = Verdict.NO_TRUTH

@@ -22,10 +22,10 @@ class Bleu(Metric):
 
     @dataclass(frozen=True)
     class Options:
-        level: str = option("token", "what the n-grams are made of", choices=("token", "character"))
-        extract: bool = option(True, "a judge copies out the document; false: it is the policy's last reply")
-        model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
-        prompt: str | None = option(None, "FILE.j2: what the judge copies out, and how; none: ours")
+        level: str = option("token", "unit of the n-grams", choices=("token", "character"))
+        extract: bool = option(True, "a judge extracts the document; false: use the policy's last reply")
+        model: str | None = option(None, "LiteLLM model of the judge; null: reward.judge.model")
+        prompt: str | None = option(None, "FILE.j2: the extraction prompt of the judge; null: the built-in one")
 
         def __post_init__(self) -> None:
             judges_prompt(self.prompt, "bleu")

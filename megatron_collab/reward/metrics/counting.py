@@ -13,7 +13,7 @@ from typing import Any
 import tiktoken
 
 from megatron_collab.config import option
-from megatron_collab.data.transcript import shown
+from megatron_collab.data.transcript import visible_messages
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.types import Conversation, Score, Task
 
@@ -57,7 +57,7 @@ class TokenAmount(Metric):
             replies = [message.content for message in conversation.messages if message.role == "assistant"]
             return _cl100k_tokens(replies) / 1000
         if self.options.count == "seen":
-            return float(_cl100k_tokens(message.content for message in shown(conversation.messages)))
+            return float(_cl100k_tokens(message.content for message in visible_messages(conversation.messages)))
         since = conversation.messages[len(task.messages) :]
         return float(sum(len(message.content.split()) for message in since if message.role in ("user", "assistant")))
 

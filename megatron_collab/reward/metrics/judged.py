@@ -28,8 +28,8 @@ class Interactivity(Metric):
     @dataclass(frozen=True)
     class Options:
         rubric: str = option("holistic", "holistic (one score) or parts (the mean of three)", choices=tuple(_SCORED))
-        model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
-        prompt: str | None = option(None, "FILE.j2: the rubric, which asks for the scores of `rubric`; none: ours")
+        model: str | None = option(None, "LiteLLM model of the judge; null: reward.judge.model")
+        prompt: str | None = option(None, "FILE.j2: a prompt for the scores of `rubric`; null: the built-in one")
 
         def __post_init__(self) -> None:
             if self.prompt:
@@ -60,12 +60,12 @@ class Generative(Metric):
     class Options:
         prompt: str = option(
             "",
-            "what to judge and how, as FILE.j2 or as text with {conversation} and, optionally, {goal}, {answer}, "
-            "{question} (how to answer is added)",
+            "what to judge and how: FILE.j2, or text with {conversation} and, optionally, {goal}, {answer}, "
+            "{question} (the answer format is added)",
         )
         low: float = option(0.0, "lowest score")
         high: float = option(1.0, "highest score")
-        model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
+        model: str | None = option(None, "LiteLLM model of the judge; null: reward.judge.model")
 
         def __post_init__(self) -> None:
             if not self.low < self.high:
@@ -75,10 +75,10 @@ class Generative(Metric):
                 return
             placeholders = set(PLACEHOLDER.findall(self.prompt))
             if "conversation" not in placeholders:
-                raise ValueError("prompt: write the rubric with {conversation} where the conversation is to stand")
+                raise ValueError("prompt: lacks {conversation}; put it where the conversation goes")
             if unknown := placeholders - set(PLACEHOLDERS):
                 allowed = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
-                raise ValueError(f"prompt: {{{min(unknown)}}} is not known; there are {allowed}")
+                raise ValueError(f"prompt: unknown placeholder {{{min(unknown)}}}; use {allowed}")
 
     @classmethod
     def judged(cls, options: Any) -> bool:

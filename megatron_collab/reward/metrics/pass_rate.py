@@ -36,9 +36,9 @@ class PassRate(Metric):
     class Options:
         concurrent: int = option(len(os.sched_getaffinity(0)), "programs that run at once", ge=1)
         cpu_seconds: int = option(Limits.cpu, "seconds of CPU time of a program", ge=1)
-        memory: int = option(Limits.memory, "bytes that a program may take", ge=1, le=1 << 40)
+        memory: int = option(Limits.memory, "memory limit of a program in bytes", ge=1, le=1 << 40)
         container: list[str] = option(
-            [], "command that starts a container with Python 3.11 or newer and no network, where namespaces are refused"
+            [], "command that starts a container with Python 3.11 or newer and no network, if namespaces are refused"
         )
 
     def __init__(self, options: Options, judge: Judge) -> None:
@@ -58,15 +58,15 @@ class PassRate(Metric):
     def check_task(cls, options: Any, task: Task) -> None:
         for name in ("prompt", "test", "tests", "entry_point"):
             if not isinstance(task.metadata.get(name) or "", str):
-                raise ValueError(f"metadata.{name} is no text, and pass_rate runs it; give code as a text")
+                raise ValueError(f"metadata.{name} is not a string; give the code that pass_rate runs")
         if _CHECK.search(task.metadata.get("test") or "") and not task.metadata.get("entry_point"):
-            raise ValueError("metadata.test defines check(candidate), and metadata.entry_point names none; name it")
+            raise ValueError("metadata.test defines check(candidate), but metadata.entry_point is not set; set it")
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         if self.lacks(self.options, task):
             return None
         if _CHECK.search(task.metadata.get("test") or "") and not task.metadata.get("entry_point"):
-            return Missing(f"task {task.id}: its metadata has test, but no entry_point to hand to check(candidate)")
+            return Missing(f"task {task.id}: its metadata has test, but no entry_point to pass to check(candidate)")
         code = extract("".join(conversation.replies[-1:]))  # without a reply to the user there is no code
         try:
             async with self._slots:

@@ -45,19 +45,19 @@ class RewardModel(Metric):
     class Options:
         model: str = option(
             "",
-            "reward model, which the run serves: Hugging Face folder, OWNER/NAME[@REVISION] of the Hub, or served/NAME",
+            "reward model that the run serves: Hugging Face folder, OWNER/NAME[@REVISION] of the Hub, or served/NAME",
         )
-        replicas: int = option(1, "servers of model, over which conversations are spread", ge=1)
+        replicas: int = option(1, "servers of model, which share the conversations", ge=1)
         tp: int = option(1, "tensor parallel size of a server of model", ge=1)
         url: str = option(
-            "", "instead of model: a server, as http://10.0.0.5:30000; its key is in REWARD_MODEL_API_KEY"
+            "", "instead of model: a server, e.g. http://10.0.0.5:30000; its key is in REWARD_MODEL_API_KEY"
         )
 
         def __post_init__(self) -> None:
             if self.model and self.url:
                 raise ValueError(f"url={self.url}: model={self.model} is served by the run; give one of them")
             if not self.model and not self.url.startswith(("http://", "https://")):
-                message = "give the address of an SGLang server, as http://HOST:PORT, or model"
+                message = "give the address of an SGLang server (http://HOST:PORT) or model"
                 raise ValueError(f"url={self.url}: {message}")
 
     def __init__(self, options: Any, judge: Judge) -> None:
@@ -114,8 +114,8 @@ class RewardModel(Metric):
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = aiohttp.ClientTimeout(total=TIMEOUT)
         async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
-            for kept in _cut(messages):
-                chat = {"messages": [message.as_dict() for message in kept], "add_generation_prompt": False}
+            for candidate in _cut(messages):
+                chat = {"messages": [message.as_dict() for message in candidate], "add_generation_prompt": False}
                 tokens = await self._ask(session, f"{url}/v1/tokenize", chat, "tokens")
                 try:
                     outputs = await self._ask(session, f"{url}/classify", {"input_ids": tokens}, "embedding")
@@ -130,7 +130,7 @@ class RewardModel(Metric):
             raise EngineError(f"{url}: the model has {len(outputs)} outputs; a reward model has one")
         if not isinstance(outputs[0], float) or not math.isfinite(outputs[0]):
             raise EngineError(f"{url}: the model's output is {outputs[0]}")
-        return {"score": outputs[0], "cut": kept is not messages}
+        return {"score": outputs[0], "cut": candidate is not messages}
 
     async def _ask(self, session: aiohttp.ClientSession, url: str, body: dict[str, Any], field: str) -> list[Any]:
         """The list `field` of the server's answer. Raises EngineError without one."""

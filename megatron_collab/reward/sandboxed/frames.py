@@ -57,7 +57,7 @@ def filled(decoder: Any, dtype: Any, shape: tuple[int, ...], encoded: Any, depth
     for at, item in enumerate(encoded):
         array[at] = decoder.decode(item, depth)
     if len(encoded) != len(array):
-        raise ValueError("another number of elements than the shape has")
+        raise ValueError("the number of elements does not match the shape")
     return array.reshape(shape)
 
 
@@ -106,7 +106,7 @@ def decode(decoder: Any, depth: int, tag: str, *fields: Any) -> Any:
 
     if tag in ("numpy array", "numpy scalar", "numpy dtype"):
         if not _matches(_DTYPE, fields[0]):
-            raise ValueError(f"no type of data: {fields[0]}")
+            raise ValueError(f"invalid dtype: {fields[0]}")
         dtype = numpy.dtype(fields[0])
     if tag == "numpy dtype":
         return dtype
@@ -122,7 +122,7 @@ def decode(decoder: Any, depth: int, tag: str, *fields: Any) -> Any:
         kind = getattr(numpy, str.__str__(fields[0]))
         if isinstance(kind, type) and issubclass(kind, numpy.generic):
             return kind
-        raise ValueError("no type of data")
+        raise ValueError("not a numpy scalar type")
     return _READERS[tag](decoder, depth, *fields)
 
 
@@ -193,10 +193,10 @@ def _read_column(decoder: Any, depth: int, kind: str, encoded: Any) -> Any:
     values = decoder.decode(encoded, depth)
     if kind == "numpy":
         if type(values) is not numpy.ndarray or values.ndim != 1:
-            raise ValueError("no column")
+            raise ValueError("a column is not a one-dimensional array")
         return values if values.dtype.kind != "O" else pandas.array(values, dtype=object)
     if not _matches(_EXTENSION, kind):
-        raise ValueError(f"no type of a column: {kind}")
+        raise ValueError(f"invalid column dtype: {kind}")
     return pandas.array(values, dtype=kind)
 
 

@@ -47,7 +47,7 @@ def kind_of(value: Any) -> str:
         return "object"
     if hasattr(kind, "__next__"):
         return "iterator"
-    raise Unjudged(f"its tests pass the candidate a {kind.__module__}.{kind.__qualname__}, which is no data")
+    raise Unjudged(f"its tests pass the candidate a {kind.__module__}.{kind.__qualname__}, which is not plain data")
 
 
 class Guests:
@@ -60,7 +60,7 @@ class Guests:
 
     def adopt(self, peer: WirePeer, number: int, *description: Any) -> Any:
         if number < 0:
-            raise Violation("the candidate cannot have the tests import")
+            raise Violation("the candidate must not make the tests import")
         return handles.adopt(peer, number, description)
 
     def do(self, act: str, target: Any, arguments: tuple[Any, ...]) -> Any:
@@ -68,7 +68,7 @@ class Guests:
             return _IO[act](*arguments)
         kind = kind_of(target)
         if act not in _ALLOWED[kind]:
-            raise PermissionError(f"{act} of a {kind} of the tests")
+            raise PermissionError(f"{act} is not allowed on a {kind} of the tests")
         if act in ("attribute", "set attribute"):
             _check_name(target, kind, *arguments)
         if act == "call":

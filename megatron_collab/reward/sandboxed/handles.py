@@ -136,7 +136,7 @@ class _NoArgumentMethod:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if arguments or named:
-            raise TypeError(f"{self._name}() of an object that is no data would compare by the candidate's own word")
+            raise TypeError(f"{self._name}() with arguments would run the candidate's own comparison")
         return self._method()  # type: ignore[operator]  # if it is not callable, this raises
 
 
@@ -154,7 +154,7 @@ def mark_subject(value: Any) -> Any:
 
 def _exactly(kind: Any, value: Any) -> Any:
     if type(value) is not kind:
-        raise TypeError(f"the candidate's object gives {type(value).__name__} for {kind.__name__}")
+        raise TypeError(f"the candidate's object returned {type(value).__name__} instead of {kind.__name__}")
     return value
 
 
@@ -170,6 +170,6 @@ def adopt(peer: WirePeer, number: int, description: tuple[Any, ...]) -> Handle:
     """A handle of an object that the candidate described by its ability and class names. Raises Violation."""
     ability, names = description
     if type(names) is not list or not all(type(name) is list and [*map(type, name)] == [str, str] for name in names):
-        raise Violation("no names of classes")
+        raise Violation("invalid class names")
     kind = {"callable": Callable, "awaitable": Coroutine}.get(ability, Handle)
     return kind(peer, number, [(module, name) for module, name in names])

@@ -80,7 +80,7 @@ def judge(
     message = os.read(verdict, len(READY))
     if message != READY:
         message += os.read(verdict, 1024)
-        return {"error": message.decode() or "the processes ended while they were set up"}
+        return {"error": message.decode() or "the processes ended during setup"}
     for pipe in sources:
         with suppress(BrokenPipeError):  # the process was killed, which must not look like a failure of the sandbox
             write_message(pipe, read_message(0))

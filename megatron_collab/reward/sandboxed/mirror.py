@@ -118,7 +118,7 @@ def follow_patches(peer: WirePeer, modules: dict[Any, str]) -> None:
 def print_all(printed: Any) -> None:
     """Write the candidate's output to streams that the tests replaced: alternately a name and a text, None to flush."""
     if type(printed) is not tuple:
-        raise TypeError("no texts")
+        raise TypeError("printed output must be a tuple")
     for name, text in zip(printed[::2], printed[1::2], strict=True):
         stream = getattr(sys, name) if name in _STREAMS[1:] else None
         if text is None and stream is not None:

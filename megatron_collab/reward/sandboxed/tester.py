@@ -46,7 +46,7 @@ class Tester:
         peer = WirePeer(reading, writing, Guests(), self.lost)
         try:
             if read_message(reading) != LOADED:
-                raise Violation("not a word of ours")
+                raise Violation("unexpected handshake")
         except (Closed, Violation) as error:
             self.lost(error)
         sys.addaudithook(_refuse_code_in_data)
@@ -77,7 +77,7 @@ class Tester:
         if isinstance(error, Unjudged):
             self.conclude(missing=str(error))
         if not isinstance(error, Closed | BrokenPipeError):
-            print(f"the candidate's process sent what is no value: {error}", file=sys.__stderr__)
+            print(f"the candidate's process sent invalid data: {error}", file=sys.__stderr__)
             self.conclude("exit 1")
         _, status, used = os.wait4(self._candidate, 0)
         self.conclude(ending(status, used, self._limits["cpu"]) or "exit 0")
@@ -113,7 +113,7 @@ def task_module(prompt: ast.Module, demanded: demands.Demands) -> types.ModuleTy
             imported = importlib.import_module(source)
             vars(module)[name] = getattr(imported, attribute) if attribute else imported
     except Exception as error:
-        raise Unjudged(f"what its prompt or its tests need does not run: {type(error).__name__}: {error}") from error
+        raise Unjudged(f"its prompt or an import of its tests fails: {type(error).__name__}: {error}") from error
     vars(module)["__name__"] = "tests"
     sys.modules["tests"] = sys.modules["__main__"] = module
     return module
@@ -130,7 +130,7 @@ def take_names(peer: WirePeer, module: types.ModuleType, demanded: demands.Deman
 
     values = peer.ask("names", None, demanded.candidate)
     if type(values) is not dict or not set(values) <= set(demanded.candidate):
-        raise Violation("other names than were asked for")
+        raise Violation("unrequested names")
     vars(module).update((name, mark_subject(value)) for name, value in values.items())
     for name in set(demanded.candidate) - set(values):
         vars(module).pop(name, None)
@@ -156,4 +156,4 @@ def run_cases(namespace: dict[str, Any], required: bool) -> None:
 
 def _refuse_code_in_data(event: str, arguments: tuple[Any, ...]) -> None:
     if event in ("pickle.find_class", "sqlite3.enable_load_extension"):
-        raise PermissionError(f"{event}: files that the candidate can write must run no code here")
+        raise PermissionError(f"{event}: files that the candidate can write must not run code here")

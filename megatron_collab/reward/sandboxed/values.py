@@ -74,7 +74,7 @@ class Encoder:
         if kind is int:
             return value if -SMALL < value < SMALL else ["int", hex(value)]
         if depth > DEPTH:
-            raise ValueError(f"values lie more than {DEPTH} deep in each other")
+            raise ValueError(f"values are nested more than {DEPTH} deep")
         if id(value) in self.numbers:
             return ["shared", self.numbers[id(value)]]
         if isinstance(value, MUTABLE):
@@ -155,7 +155,7 @@ class Decoder:
         if wire is None or type(wire) in (bool, int, float, str):
             return wire
         if type(wire) is not list or not wire or type(wire[0]) is not str or depth > DEPTH + 1:
-            raise Violation("no value, or one too deep")
+            raise Violation("an invalid value, or nested too deeply")
         try:
             return self._tagged(depth + 1, *wire)
         except (TypeError, ValueError, KeyError, IndexError, ArithmeticError, AttributeError) as error:
@@ -201,7 +201,7 @@ class Decoder:
 
     def _shared(self, depth: int, number: int) -> Any:
         if type(number) is not int or number < 0:
-            raise Violation("no number")
+            raise Violation("not a valid number")
         return self.shared[number]
 
     def _int(self, depth: int, digits: str) -> int:
@@ -294,5 +294,5 @@ def _same(before: Any, now: Any) -> bool:
 
 def _array(wire: Any) -> list[Any]:
     if type(wire) is not list:
-        raise Violation("no list")
+        raise Violation("not a list")
     return wire

@@ -45,7 +45,7 @@ def read_message(descriptor: int) -> bytes:
     """The next message of a pipe: four bytes of length, then the content. Raises Closed, Violation."""
     size = int.from_bytes(_read_exactly(descriptor, 4), "big")
     if size > LARGEST:
-        raise Violation(f"a message of {size} bytes")
+        raise Violation(f"a message of {size} bytes is too large")
     return _read_exactly(descriptor, size)
 
 
@@ -108,7 +108,7 @@ class WirePeer:
         except Exception as error:
             self._lost(Violation(str(error)))
         if kind == "raise":
-            raise value if isinstance(value, BaseException) else Exception("no exception")
+            raise value if isinstance(value, BaseException) else Exception("not an exception")
         return value
 
     def serve(self) -> None:
@@ -130,11 +130,11 @@ class WirePeer:
         try:
             kind, act, *body = message
             if kind != "ask" or type(act) is not str or self._depth > NESTED:
-                raise Violation("no request, or too many within each other")
+                raise Violation("an invalid request, or nested too deeply")
             decoder = Decoder(self._adopt)
             target, arguments = (decoder.decode(part) for part in body)
             if type(arguments) is not tuple:
-                raise Violation("no arguments")
+                raise Violation("arguments are not a tuple")
         except Exception as error:
             self._lost(Violation(str(error)))
         before = snapshot(decoder.shared)
@@ -142,7 +142,7 @@ class WirePeer:
         try:
             reply = self._reply(kind, value, decoder.shared, before)
         except BaseException as error:  # too deep, too long, or not readable
-            reply = self._reply("raise", ValueError(f"a result that cannot cross: {type(error).__name__}"), [], [])
+            reply = self._reply("raise", ValueError(f"the result cannot be sent: {type(error).__name__}"), [], [])
         self._send(reply)
         self._depth -= 1
 
@@ -174,7 +174,7 @@ class WirePeer:
         try:
             message = json.loads(read_message(self._reading))
             if type(message) is not list or not message:
-                raise Violation("no message")
+                raise Violation("an invalid message")
         except (Closed, Violation, ValueError, RecursionError, MemoryError) as error:
             self._lost(error)
         return message
@@ -194,12 +194,12 @@ class WirePeer:
         if tag == "yours":
             (number,) = fields
             if type(number) is not int or number < 0:
-                raise Violation("no number")
+                raise Violation("not a valid number")
             return self._objects[number]
         if tag == "import":
             return self._host.adopt(self, -1, *fields)
         if tag != "mine" or type(fields[0]) is not int:
-            raise Violation(f"nothing has the tag {tag}")
+            raise Violation(f"unknown tag {tag}")
         number, *description = fields
         if number not in self._adopted:
             self._adopted[number] = self._host.adopt(self, number, *description)

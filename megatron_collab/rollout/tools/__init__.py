@@ -47,9 +47,9 @@ class ToolResult:
 
     def __post_init__(self) -> None:
         if not isinstance(self.content, str):
-            raise TypeError(f"a ToolResult has a text, and not {self.content!r}")
+            raise TypeError(f"a ToolResult needs a string as content, not {self.content!r}")
         if not isinstance(self.reward, Real) or not math.isfinite(self.reward):
-            raise TypeError(f"a ToolResult has a finite number as reward, and not {self.reward!r}")
+            raise TypeError(f"a ToolResult needs a finite number as reward, not {self.reward!r}")
 
 
 class Toolset(Extension):
@@ -133,8 +133,8 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
     """
     _hung.difference_update([thread for thread in _hung if not thread.is_alive()])
     if len(_hung) >= HUNG:
-        message = f"{HUNG} calls of tools have timed out and still hang in their threads"
-        raise ToolFailure(f"{message}; give the tools time limits of their own, below rollout.tool_timeout")
+        message = f"{HUNG} tool calls have timed out and still hang in their threads"
+        raise ToolFailure(f"{message}; give the tools their own time limits, below rollout.tool_timeout")
     outcome = Future[Any]()
     outcome.set_running_or_notify_cancel()
 

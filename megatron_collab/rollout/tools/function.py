@@ -47,5 +47,5 @@ def schema_of(function: Callable[..., Any], setting: str) -> Schema:
             raise ConfigError(f"{setting}: {' '.join(str(error).split())}; {message}") from error
     schema = declared.get("function", declared)
     complete = {"name", "parameters"} <= schema.keys()
-    require(complete, f"{setting}: its SCHEMA lacks name or parameters; give both, as OpenAI's interface takes them")
+    require(complete, f"{setting}: its SCHEMA lacks name or parameters; give both, in OpenAI's format")
     return schema

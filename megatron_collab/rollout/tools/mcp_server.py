@@ -32,19 +32,19 @@ CONNECT_SECONDS = 30.0  # timeout for a server to start, or to list its tools
 class Options:
     """The settings of a server, as rollout.mcp_servers.NAME.SETTING."""
 
-    command: str = option("", "program that is the server, on its standard input and output")
+    command: str = option("", "command that runs the server on its standard input and output")
     args: list[str] = option([], "arguments of command")
-    env: list[str] = option([], "names of the environment variables that command gets, beside PATH, HOME and the like")
-    url: str = option("", "address of a server of streamable HTTP, as http://10.0.0.5:8000/mcp; instead of command")
+    env: list[str] = option([], "environment variables to pass to command, besides PATH, HOME and the like")
+    url: str = option("", "instead of command: address of a streamable HTTP server, e.g. http://10.0.0.5:8000/mcp")
     bearer: str = option("", "name of the environment variable with the bearer token for url")
-    tools: list[str] = option([], "those of its tools that the policy has; none given: all")
+    tools: list[str] = option([], "tools of the server that the policy gets; empty: all")
     shared: bool = option(False, "all conversations of a worker share a session; for servers without state")
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):
-            raise ValueError("give command or url, one of them")
+            raise ValueError("give either command or url")
         if self.url and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url={self.url}: give an address, as http://HOST:PORT/mcp")
+            raise ValueError(f"url={self.url}: give an address such as http://HOST:PORT/mcp")
         for name in (*self.env, *([self.bearer] if self.bearer else [])):
             if name not in os.environ:
                 raise ValueError(f"environment variable {name} is not set; set it")
@@ -115,7 +115,7 @@ def server_schemas(server: Server) -> tuple[Schema, ...]:
     schemas = {tool.name: _schema(tool) for tool in tools}
     require(bool(schemas), f"{setting}: the server has no tools; remove it")
     for name in server.tools:
-        message = f"{setting}.tools={name}: there are {', '.join(schemas)}{nearest(name, schemas)}"
+        message = f"{setting}.tools={name}: no such tool; the server has {', '.join(schemas)}{nearest(name, schemas)}"
         require(name in schemas, message)
     return tuple(schemas[name] for name in server.tools or schemas)
 
@@ -213,7 +213,7 @@ class McpTools(Toolset):
     def _leave(self, session: McpSession) -> None:
         """Stop using the session; another conversation may have done so already."""
         session.end()
-        self._ending_sessions = [*(other for other in self._ending_sessions if not other.over), session]
+        self._ending_sessions = [*(ending for ending in self._ending_sessions if not ending.closed), session]
         if self._session is session:
             self._session, self._lost = None, True
 
@@ -228,7 +228,7 @@ class McpSession:
         self._task = asyncio.create_task(self._hold())
 
     @property
-    def over(self) -> bool:
+    def closed(self) -> bool:
         return self._task.done()
 
     async def connected(self) -> Client:

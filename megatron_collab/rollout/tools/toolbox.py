@@ -32,7 +32,7 @@ def find_tool(name: str) -> type[Tool]:
     """One of TOOLS, or a Tool or a function given as package.module:NAME. Raises ConfigError."""
     target = lookup(name, "rollout.tools", TOOLS, Tool, functions=True)
     tool: type[Tool] = target if isinstance(target, type) else tool_of(target, f"rollout.tools={name}")
-    require(hasattr(tool, "SCHEMA"), f"rollout.tools={name}: has no SCHEMA, the function as the policy sees it")
+    require(hasattr(tool, "SCHEMA"), f"rollout.tools={name}: has no SCHEMA; add one, its description for the policy")
     return tool
 
 
@@ -62,7 +62,7 @@ def schemas(toolsets: Sequence[Toolset]) -> list[dict[str, Any]]:
         try:
             _draft(schema["parameters"]).check_schema(schema["parameters"])
         except jsonschema.SchemaError as error:
-            message = f"tool {schema['name']}: its parameters are no JSON schema ({error.json_path}: {error.message})"
+            message = f"tool {schema['name']}: parameters are not a JSON schema ({error.json_path}: {error.message})"
             raise ConfigError(f"{message}; correct them, or leave the tool out") from error
     duplicates = [name for name, count in Counter(schema["name"] for schema in tool_schemas).items() if count > 1]
     reason = "two of rollout.tools and rollout.mcp_servers have this name; choose with rollout.mcp_servers.NAME.tools"
@@ -106,7 +106,7 @@ class ConversationTools(AbstractAsyncContextManager["ConversationTools"]):
                     await run(tools.close)
             except Exception as error:  # a custom tool may raise anything; the conversation keeps its score
                 self.box.counters["tool_failures"] += 1
-                print(f"tools: {type(tools).__name__} does not close: {type(error).__name__}: {error}", flush=True)
+                print(f"tools: closing {type(tools).__name__} failed: {type(error).__name__}: {error}", flush=True)
 
     async def answer(self, text: str) -> tuple[list[Message], float]:
         """The tools' messages for the calls in `text`, if any, and the sum of the calls' rewards.

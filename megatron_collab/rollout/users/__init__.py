@@ -81,7 +81,7 @@ class User(Extension):
     @classmethod
     def unavailable(cls, argument: str, config: Config) -> str | None:
         """Why this user cannot be used, and how to fix it; checked before a run starts. May raise ConfigError."""
-        return f"takes no argument, but is given {argument!r}" if argument else None
+        return f"takes no argument, but got {argument!r}" if argument else None
 
     @classmethod
     def asks(cls, argument: str, config: Config) -> EndpointConfig | None:
@@ -203,12 +203,12 @@ def resolve_user(name: str, config: Config) -> tuple[type[User], str, Config, st
         options_of(user_class, config)
         return user_class, argument, config, "user"
     group = f"users.{name}"
-    require(name not in USERS, f"{group}: is a kind of user, and all tasks may name it; choose another name")
+    require(name not in USERS, f"{group}: is the name of a built-in user; choose another name")
     config = as_user(config, name)
     kind, argument = split_user(config.user.name or "")
     user_class = find_user(kind, f"{group}.class")
     accepts = user_class.Options is not NoOptions or not config.user.options
-    require(accepts, f"{group}.options: {kind} takes none; remove them")
+    require(accepts, f"{group}.options: {kind} has no options; remove them")
     options_of(user_class, config, group)
     return user_class, argument, config, group
 

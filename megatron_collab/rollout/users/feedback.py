@@ -21,7 +21,7 @@ class FeedbackUser(User):
 
     @dataclass(frozen=True)
     class Options:
-        text: str | None = option(None, "what a wrong answer is told: a text, or FILE.j2; none: ours")
+        text: str | None = option(None, "reply to a wrong answer: a text, or FILE.j2; null: the built-in one")
         right: float = option(0.0, "reward of a turn with the right answer")
         wrong: float = option(0.0, "reward of a turn without it")
 

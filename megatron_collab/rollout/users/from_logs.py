@@ -116,7 +116,7 @@ def cost(config: Config, questions: Sequence[str]) -> str:
     """A line with the number of calls for `questions` and their maximum cost."""
     model, llm = str(config.reward.judge.model), config.llm
     if llm.offline:
-        return f"{len(questions)} descriptions by {model}, recorded in {llm.replay}; nothing is called"
+        return f"{len(questions)} descriptions by {model}, replayed from {llm.replay}; no calls are made"
     prompt, answer = tokens_at_most(*questions), len(questions) * token_budget(config.reward.judge)
     usd = Prices(llm.prices).at_most(model, prompt, answer)
     price = _price({"usd": usd or 0.0, "unpriced": usd is None})
@@ -124,7 +124,7 @@ def cost(config: Config, questions: Sequence[str]) -> str:
 
 
 def _price(totals: Mapping[str, float]) -> str:
-    return "at a price that is not known" if totals["unpriced"] else f"{totals['usd']:.4g} USD"
+    return "at an unknown price" if totals["unpriced"] else f"{totals['usd']:.4g} USD"
 
 
 async def describe_all(
@@ -164,10 +164,10 @@ async def describe_all(
         except ExceptionGroup as errors:  # the first error cancels the other tasks
             raise errors.exceptions[0] from None
         finally:
-            print(f"asked now: {client.totals['tokens']:.0f} tokens, {_price(client.totals)}", flush=True)
+            print(f"used in this start: {client.totals['tokens']:.0f} tokens, {_price(client.totals)}", flush=True)
     if unanswered:
-        hint = "the same command asks for these again, and for no others"
-        raise RunStopped(f"{len(unanswered)} conversations are not described, the first: {unanswered[0]}; {hint}")
+        hint = "rerun the command to retry only these"
+        raise RunStopped(f"{len(unanswered)} conversations were not described; the first: {unanswered[0]}; {hint}")
     return [description for task in tasks if (description := task.result())]
 
 

@@ -48,11 +48,11 @@ class LlmUser(User):
     @classmethod
     def unavailable(cls, argument: str, config: Config) -> str | None:
         if not (argument or config.user.model):
-            return "user.model is not set; set it to a model of LiteLLM's or to policy, or choose a user in user.name"
+            return "user.model is not set; set it to a LiteLLM model or to policy, or choose a user in user.name"
         if config.assistant.model and (argument or config.user.model) == POLICY:
-            return f"policy: no server samples from it beside assistant.model={config.assistant.model}; choose another"
+            return f"policy: is not served if assistant.model={config.assistant.model} is set; choose another"
         if (file := config.user.personas) and not (Path(file).is_file() and read_personas(file)):
-            return f"personas={file}: no such file, or it has no lines; write a persona a line, or remove it"
+            return f"personas={file}: no such file, or it has no lines; write one persona per line, or remove it"
         try:
             users_prompt(config.user)
         except ConfigError as error:
@@ -71,7 +71,7 @@ class LlmUser(User):
     async def open(self) -> str:
         text = await self._say(())
         if self.users.config.user.stop in text:
-            raise UserError(f"user {self.model}: ends the conversation before it has begun: {text[:200]!r}")
+            raise UserError(f"user {self.model}: ended the conversation before it began: {text[:200]!r}")
         return text
 
     async def reply(self, conversation: Conversation) -> UserReply:

@@ -127,7 +127,7 @@ def compare(real: Sequence[UserMessages], simulated: Sequence[UserMessages], see
         count = len({group for group, group_label in zip(groups, labels, strict=True) if group_label == label})
         if count < FOLDS:
             unit = "people" if label == 0 else "tasks"
-            raise ValueError(f"{source} has messages of {count} {unit} to compare; there must be at least {FOLDS}")
+            raise ValueError(f"{source} has messages of only {count} {unit} to compare; at least {FOLDS} are needed")
     names, values = _table([_PLACEHOLDER.sub("_", text) for text in texts])
     label_array, group_numbers = np.array(labels), np.unique(groups, return_inverse=True)[1]
     folds = StratifiedGroupKFold(FOLDS, shuffle=True, random_state=seed)
@@ -155,14 +155,14 @@ def comparison_text(comparison: Mapping[str, Any]) -> str:
     """The result of `compare` as text."""
     (low, high), accuracy = comparison["interval"], comparison["accuracy"]
     counts = "{} messages of the log, {} of the run".format(*comparison["messages"])
-    lines = [f"told apart with accuracy {accuracy:.3f} (95 % {low:.3f} to {high:.3f}; by chance 0.5), {counts}", ""]
+    lines = [f"distinguished with accuracy {accuracy:.3f} (95 % {low:.3f} to {high:.3f}; by chance 0.5), {counts}", ""]
     width = max(map(len, (*comparison["rates"], *(row["feature"] for row in comparison["features"]))))
     lines += [f"{'':{width}} {'log':>10} {'run':>10}"]
     lines += [f"{name:{width}} {_cell(a)} {_cell(b)}" for name, (a, b) in comparison["rates"].items()]
-    lines += ["", f"{'what tells them apart (mean)':{width}} {'log':>10} {'run':>10} {'weight':>10}"]
+    lines += ["", f"{'feature (mean)':{width}} {'log':>10} {'run':>10} {'weight':>10}"]
     for row in comparison["features"]:
         lines.append(f"{row['feature']:{width}} {_cell(row['real'])} {_cell(row['simulated'])} {row['weight']:>+10.2f}")
-    return "\n".join([*lines, "", "A weight above 0 speaks for the run, below 0 for the log."])
+    return "\n".join([*lines, "", "A weight above 0 indicates the run, below 0 the log."])
 
 
 def _openings(side: Sequence[UserMessages]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_collab import environments
 from megatron_collab.config import Config
-from megatron_collab.data.transcript import shown
+from megatron_collab.data.transcript import visible_messages
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
 from megatron_collab.types import Conversation, Task
 
@@ -60,7 +60,7 @@ class ScriptedUser(User):
 
     async def reply(self, conversation: Conversation) -> UserReply:
         self.users.counters["user_replies"] += 1
-        return self.says(self.script(self.task.goal, shown(conversation.messages)))
+        return self.says(self.script(self.task.goal, visible_messages(conversation.messages)))
 
 
 class ReplayUser(User):
@@ -88,7 +88,7 @@ class ReplayUser(User):
         try:
             return recorded_of(self.task)
         except ValueError as error:
-            raise UserError(f"user replay: of task {self.task.id} {error}") from error
+            raise UserError(f"user replay: task {self.task.id}: {error}") from error
 
 
 class RevealUser(User):
@@ -111,14 +111,14 @@ class RevealUser(User):
         try:
             self.facts = facts_of(self.task)
         except ValueError as error:
-            raise UserError(f"user reveal: of task {self.task.id} {error}") from error
+            raise UserError(f"user reveal: task {self.task.id}: {error}") from error
         texts = [message.content for message in conversation.messages if message.role == "user"]
         self.revealed = {i for i, fact in enumerate(self.facts) if any(fact in text for text in texts)}
 
     async def open(self) -> str:
         question = json.loads(self.task.goal).get("question")
         if not isinstance(question, str):
-            raise UserError(f"user reveal: the goal of task {self.task.id} has no question to open with")
+            raise UserError(f"user reveal: the goal of task {self.task.id} has no question for the first message")
         return question
 
     async def reply(self, conversation: Conversation) -> UserReply:
@@ -140,7 +140,7 @@ def recorded_of(task: Task) -> Sequence[str]:
     recorded: Any = task.metadata.get("replay")
     listed = isinstance(recorded, Sequence) and not isinstance(recorded, str)
     if not listed or not all(isinstance(text, str) and text.strip() for text in recorded):
-        raise ValueError("metadata.replay is no list of messages; give a list of texts, or another user")
+        raise ValueError("metadata.replay must be a list of strings; correct it, or choose another user")
     return recorded
 
 
@@ -151,7 +151,7 @@ def facts_of(task: Task) -> list[str]:
     except (ValueError, KeyError, TypeError, RecursionError):
         facts = None
     if not isinstance(facts, list) or not all(isinstance(fact, str) for fact in facts):
-        raise ValueError("the goal is no JSON object {question, facts} with a list of texts; write it so")
+        raise ValueError("the goal must be a JSON object {question, facts} with a list of strings as facts")
     return facts
 
 

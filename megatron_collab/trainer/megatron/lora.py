@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
-from megatron_collab.checkpoint.adapters import merged, rows_of
+from megatron_collab.checkpoint.adapters import merged_weight, rows_of
 from megatron_collab.checkpoint.hf import named_shards, unwrap
 from megatron_collab.config import Config
 from megatron_collab.models import lora as plan
@@ -79,7 +79,7 @@ class Adapters(torch.nn.Module):
 
     def merged(self, weight: Tensor) -> Tensor:
         """This rank's shard of a weight [out, in] with the adapters merged into it."""
-        return merged(weight, self._blocks, list(self.a.values()), list(self.b.values()), self.scale)
+        return merged_weight(weight, self._blocks, list(self.a.values()), list(self.b.values()), self.scale)
 
     def attach(self, linear: torch.nn.Module) -> None:
         """Make `linear` add them to its output, and register them at its weight."""

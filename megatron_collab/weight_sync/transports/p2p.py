@@ -56,7 +56,7 @@ def finish(work: dist.Work, deadline: float, device: torch.device) -> None:
     if device.type != "cpu":  # NCCL's wait neither blocks nor fails; for gloo, wait() is enough
         while not work.is_completed():
             if time.monotonic() > deadline:
-                raise RuntimeError("no answer from the other end")
+                raise RuntimeError("the other side did not answer")
             time.sleep(1e-4)
     work.wait(timedelta(seconds=_remaining(deadline)))
 
@@ -122,11 +122,11 @@ class NetworkTransport:
         self._buffers.clear()
 
     def _meet(self, store: SyncStore, peer: Peer, deadline: float) -> None:
-        """Form a process group with a server, unless it does not join."""
+        """Form a process group with a server, unless it did not join."""
         self.drop(peer.server)
         with self._losing(store, peer):
             if not store.all_ready(peer.server, peer.tp, _remaining(deadline)) or store.abandoned(peer.server):
-                raise RuntimeError("it does not join")
+                raise RuntimeError("it did not join")
             name, size = self._name(store, peer), self._ranks + peer.tp
             self._groups[peer.server] = _join(self._address, name, self._rank, size, self._device, self._timeout)
 
@@ -142,7 +142,7 @@ class NetworkTransport:
         for peer in [peer for peer in peers if peer.server in works and peer.server in self._groups]:
             with self._losing(store, peer):
                 if store.abandoned(peer.server):
-                    raise RuntimeError("another rank has lost it")
+                    raise RuntimeError("another rank lost the connection")
                 for work in works[peer.server]:
                     finish(work, deadline, self._device)
 

@@ -204,18 +204,18 @@ class Host:
 
         Rank 0, which detects dead servers, does not reach the stores of other nodes.
         """
-        over = threading.Event()
-        looks = threading.Thread(target=self._look, args=(over, store, list(peers), buckets), daemon=True)
+        finished = threading.Event()
+        looks = threading.Thread(target=self._look, args=(finished, store, list(peers), buckets), daemon=True)
         looks.start()
         try:
             yield
         finally:
-            over.set()
+            finished.set()
             looks.join()
 
-    def _look(self, over: threading.Event, store: SyncStore, peers: list[Peer], buckets: int) -> None:
+    def _look(self, finished: threading.Event, store: SyncStore, peers: list[Peer], buckets: int) -> None:
         try:
-            while not over.wait(_LOOK_SECONDS):
+            while not finished.wait(_LOOK_SECONDS):
                 for peer in [peer for peer in peers if store.abandoned(peer.server)]:
                     assert self._store is not None
                     peers.remove(peer)

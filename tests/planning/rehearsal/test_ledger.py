@@ -65,9 +65,9 @@ def test_a_resized_storage_is_booked_again(ledger: Ledger) -> None:
     buffer = torch.empty(100)
     buffer.untyped_storage().resize_(0)
     assert ledger.usage.total == 400
-    assert ledger.resized().total == 0
+    assert ledger.update_sizes().total == 0
     buffer.untyped_storage().resize_(400)
-    assert ledger.resized().total == 400
+    assert ledger.update_sizes().total == 400
 
 
 def test_numbers_are_never_read_off_the_device(ledger: Ledger) -> None:

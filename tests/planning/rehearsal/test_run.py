@@ -16,7 +16,7 @@ from megatron_collab.config import Config, ConfigError
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.planning.memory import (
-    described,
+    model_config_file,
     plan_memory,
     read_run,
     rotary_table,
@@ -85,7 +85,7 @@ def folder(where: Path, changes: dict[str, Any]) -> Path:
 
 def load_run(options: Sequence[str]) -> tuple[Config, ModelShape, dict[str, Any]]:
     config, shape = read_run(options)
-    return config, shape, json.loads(described(config.model.path).read_text())
+    return config, shape, json.loads(model_config_file(config.model.path).read_text())
 
 
 @pytest.mark.processes

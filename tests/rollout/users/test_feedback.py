@@ -73,4 +73,4 @@ def test_an_answer_that_cannot_be_checked_ends_in_an_error() -> None:
 )
 def test_invalid_options_are_refused(options: dict[str, Any], why: str) -> None:
     assert str(check_user("coach", Config(users={"coach": {"class": "feedback", "options": options}}))).startswith(why)
-    assert check_user("feedback/x", Config()) == "user feedback/x: takes no argument, but is given 'x'"
+    assert check_user("feedback/x", Config()) == "user feedback/x: takes no argument, but got 'x'"

@@ -86,7 +86,7 @@ def test_the_user_opens_a_conversation_from_its_goal() -> None:
     assert opened == "I need something" and counted == {"user_replies": 2, "user_empty": 1}
     system, shown = requests[0]["messages"]
     assert '{"goal": "buy milk"}' in system["content"] and shown["content"] == OPEN
-    with pytest.raises(UserError, match="ends the conversation before it has begun"):
+    with pytest.raises(UserError, match="ended the conversation before it began"):
         with_endpoint(answer(f"bye {STOP}"), play=play)
 
 

@@ -12,7 +12,7 @@ import pytest
 from megatron_collab.config import Config, ConfigError, changes
 from megatron_collab.launch import endpoints
 from megatron_collab.llm.client import LlmClient
-from megatron_collab.rollout import asked_models
+from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.scheduler import group_seconds
 from megatron_collab.rollout.users import Users, check_user
 from megatron_collab.rollout.users.named import as_user, user_of, user_settings
@@ -113,7 +113,7 @@ def test_conversations_are_counted_by_the_name_of_their_user() -> None:
         ),
         ({"strict": {}}, "strict", "user strict: user.model is not set; set it"),
         ({"strict": {"weight": -1}}, "strict", "users.strict.weight=-1: must be a number of at least 0"),
-        ({"replay": {}}, "replay", "users.replay: is a kind of user, and all tasks may name it; choose another name"),
+        ({"replay": {}}, "replay", "users.replay: is the name of a built-in user; choose another name"),
         ({"strict": {"class": "replay", "options": {"a": 1}}}, "strict", "users.strict.options: replay takes none"),
         ({"strict": {"model": "m", "prompt": "none.j2"}}, "strict", "user strict: prompt=none.j2: no such file"),
     ],
@@ -133,7 +133,7 @@ def test_limits_prices_and_settings_know_every_user(monkeypatch: pytest.MonkeyPa
     config.llm.requests_per_minute = 1
     plain = Config(user=config.user, llm=config.llm)
     assert group_seconds(config, 1) > 5 * group_seconds(plain, 1)
-    user_endpoints = asked_models.user_endpoints(config, ["llm", "slow", "llm/openai/gpt-4o", "replay"])
+    user_endpoints = llm_endpoints.user_endpoints(config, ["llm", "slow", "llm/openai/gpt-4o", "replay"])
     settings = [(entry.setting, entry.group, entry.endpoint.model) for entry in user_endpoints]
     assert settings == [
         ("user.model", "user", "m"),

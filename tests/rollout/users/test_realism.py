@@ -93,7 +93,7 @@ def test_rates_of_both_sides_are_compared() -> None:
     }
     assert comparison["messages"] == [12, 6], "the log's openings are not compared if the run has none"
     lines = comparison_text(comparison).splitlines()
-    assert lines[0].startswith("told apart with accuracy 1.000 (95 % 1.000 to 1.000; by chance 0.5), 12 messages")
+    assert lines[0].startswith("distinguished with accuracy 1.000 (95 % 1.000 to 1.000; by chance 0.5), 12 messages")
     assert lines[5].split() == ["openings:", "words", "4.00", "-"]
 
 
@@ -161,7 +161,7 @@ def test_a_run_is_compared_with_a_log(
     assert comparison["interval"][0] > 0.9 and comparison["messages"] == [40, 60]
     assert comparison["features"][0]["feature"] == "says please"
     assert run("users-from-logs", ["log.jsonl", "--realism", "runs/support", "--step", "9"]) == 2
-    assert "--step=9: runs/support/transcripts.jsonl has none; its last one is 3" in capsys.readouterr().err
+    assert "--step=9: runs/support/transcripts.jsonl has no such step; the last one is 3" in capsys.readouterr().err
     write_jsonl(tmp_path / "log.jsonl", log[:4])
     assert run("users-from-logs", ["log.jsonl", "--realism", "runs/support"]) == 2
-    assert "the log has messages of 4 people to compare; there must be at least 5" in capsys.readouterr().err
+    assert "the log has messages of only 4 people to compare; at least 5" in capsys.readouterr().err

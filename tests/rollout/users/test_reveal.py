@@ -71,7 +71,7 @@ def test_a_stated_answer_ends_the_conversation(text: str) -> None:
 def test_the_question_opens_the_conversation() -> None:
     assert asyncio.run(Talk(FACTS).user.open()) == "How many?"
     other = make_users().make(Task("t", (), json.dumps({"facts": FACTS}), "", "reveal"), "s")
-    with pytest.raises(UserError, match="the goal of task t has no question to open with"):
+    with pytest.raises(UserError, match="the goal of task t has no question for the first message"):
         asyncio.run(other.open())
 
 
@@ -91,5 +91,5 @@ def test_conversations_of_one_task_tell_their_facts_separately() -> None:
 
 @pytest.mark.parametrize("goal", ["a plain goal", "[]", "{}", '{"facts": "Ann has 2."}', '{"facts": [2]}'])
 def test_a_goal_without_facts_is_refused_with_its_task(goal: str) -> None:
-    with pytest.raises(UserError, match="of task t the goal is no JSON object"):
+    with pytest.raises(UserError, match="task t: the goal must be a JSON object"):
         asyncio.run(make_users().make(task("reveal", goal), "s").start(dialogue("hi", "hello")))

@@ -74,7 +74,7 @@ def test_user_name_overrides_the_users_of_tasks() -> None:
         ),
         ("scripted", "scripted=: no such name; known are booking"),
         ("scripted/tiny", "scripted=tiny: no such name; known are booking"),
-        ("reveal/all", "user reveal/all: takes no argument, but is given 'all'"),
+        ("reveal/all", "user reveal/all: takes no argument, but got 'all'"),
         ("replay/x", "user replay/x: takes no argument"),
     ],
 )

@@ -30,7 +30,7 @@ def judge_endpoints(config: Config) -> list[NamedEndpoint]:
         model = getattr(options, "model", None)
         if kind.judged(options) and (model or reward.judge.model):
             setting = f"reward.metrics.{name}.model" if model else "reward.judge.model"
-            message = f"{setting}={POLICY}: the policy plays users, and judges nothing; choose another model"
+            message = f"{setting}={POLICY}: the policy cannot be a judge; choose another model"
             endpoint = replace(reward.judge, model=model or reward.judge.model)
             require(endpoint.model != POLICY, message)
             endpoints[setting] = NamedEndpoint(setting, "reward.judge", endpoint)
@@ -57,7 +57,7 @@ def assistant_endpoints(config: Config) -> list[NamedEndpoint]:
         return [NamedEndpoint(f"{group}.model", group, endpoint) for group, endpoint in groups]
     if not assistant.model:
         return []
-    message = f"{setting}={POLICY}: the policy is evaluated as model.path; remove it"
+    message = f"{setting}={POLICY}: to evaluate the policy, set model.path and remove this"
     require(assistant.model != POLICY, message)
     by_sets = [
         NamedEndpoint(setting, eval_set.setting, replace(assistant, temperature=eval_set.temperature))
