@@ -234,16 +234,16 @@ def test_supervised_training_sees_the_prompt_of_rollouts(tmp_path: Path) -> None
     [
         (
             QWEN.replace("message in messages", "message in messages if message.role != 'system'"),
-            "does not show rollout",
+            r"does not show rollout\.system_prompt",
         ),
         (
             "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + LLAMA,
-            r"rejects system messages \(no system role\)",
+            r"rejects system messages \(no system role\).*rollout\.system_prompt",
         ),
     ],
 )
 def test_a_template_that_shows_no_system_prompt_is_refused(tmp_path: Path, template: str, fault: str) -> None:
-    with pytest.raises(ValueError, match=rf"its chat template {fault}.*rollout\.system_prompt"):
+    with pytest.raises(ValueError, match=f"its chat template {fault}"):
         renderer(tmp_path, template, (), {}, "Be brief.")
 
 

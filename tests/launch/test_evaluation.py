@@ -380,7 +380,7 @@ def test_conversations_are_built_by_several_assistants(tmp_path: Path, tasks: Pa
         ),
         (
             ["build.assistants={a: openai/m}", "rollout.tools=[calculator]"],
-            "build.assistants.a.model=openai/m: calls no",
+            "build.assistants.a.model=openai/m: cannot call tools yet",
         ),
         (["build.assistants={a: served/none}"], "build.assistants.a.model=served/none: servers has no none"),
         (

@@ -99,7 +99,7 @@ def test_experts_of_every_layer_and_of_some() -> None:
         (MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok=9: the model has only 8 experts"),
         (MOE | {"num_experts": "8"}, "num_experts='8'"),
         (MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
-        (MOE | {"mlp_only_layers": 3}, "mlp_only_layers=3 is no list"),
+        (MOE | {"mlp_only_layers": 3}, "mlp_only_layers=3 is not a list"),
         ({"hidden_size": "64"}, "hidden_size='64'"),
         ({"vocab_size": True}, "vocab_size=True"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),

@@ -114,7 +114,7 @@ def test_conversations_are_counted_by_the_name_of_their_user() -> None:
         ({"strict": {}}, "strict", "user strict: user.model is not set; set it"),
         ({"strict": {"weight": -1}}, "strict", "users.strict.weight=-1: must be a number of at least 0"),
         ({"replay": {}}, "replay", "users.replay: is the name of a built-in user; choose another name"),
-        ({"strict": {"class": "replay", "options": {"a": 1}}}, "strict", "users.strict.options: replay takes none"),
+        ({"strict": {"class": "replay", "options": {"a": 1}}}, "strict", "users.strict.options: replay has no options"),
         ({"strict": {"model": "m", "prompt": "none.j2"}}, "strict", "user strict: prompt=none.j2: no such file"),
     ],
 )

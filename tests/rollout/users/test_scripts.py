@@ -114,5 +114,5 @@ def test_tool_messages_are_not_counted_as_the_users() -> None:
 @pytest.mark.parametrize("metadata", [{}, {"replay": "one text"}, {"replay": [1]}, {"replay": ["hi", " "]}])
 def test_a_task_without_a_recording_is_refused_with_its_name(metadata: dict[str, Any]) -> None:
     user = make_users().make(task("replay", **metadata), "s")
-    with pytest.raises(UserError, match="task t "):
+    with pytest.raises(UserError, match="task t: "):
         asyncio.run(user.start(dialogue("hi", "a")))
