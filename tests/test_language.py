@@ -106,3 +106,15 @@ def test_conditions_are_said_with_if_and_when(kind: Callable[[], Iterator[str]])
     assert where <= MOST_WHERE
     if kind in (docstrings, pages):  # the others are fragments of sentences
         assert conditions >= LEAST_IF_AND_WHEN
+
+
+# Stems that only British English has; texts for language models are left as they are.
+BRITISH = re.compile(
+    r"behaviour|colour|favour|neighbour|judgement|(?:normal|initial|recogn|serial|optim|quant|token)is(?:e|ing)"
+)
+
+
+def test_the_spelling_is_american() -> None:
+    files = [*ROOT.glob("megatron_collab/**/*.py"), *ROOT.glob("conf/**/*.yaml"), *ROOT.glob("docs/**/*.md")]
+    lines = ((file, line) for file in [*files, ROOT / "README.md"] for line in file.read_text().splitlines())
+    assert not [f"{file.relative_to(ROOT)}: {line}" for file, line in lines if BRITISH.search(line.lower())]

@@ -51,11 +51,11 @@ class Drawing:
         """One line that begins at x."""
         self.parts.append(f'<text x="{x}" y="{y}" class="soft" font-size="{size}">{escape(words)}</text>')
 
-    def box(self, x: float, y: float, width: float, height: float, colour: str, *lines: str) -> None:
+    def box(self, x: float, y: float, width: float, height: float, color: str, *lines: str) -> None:
         """A rectangle with centered lines, of which the first is bold."""
         self.parts.append(
             f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="7" '
-            f'style="fill: var(--{colour}); stroke: var(--line); stroke-width: 1"/>'
+            f'style="fill: var(--{color}); stroke: var(--line); stroke-width: 1"/>'
         )
         top = y + height / 2 - 9 * (len(lines) - 1) + 4.5
         for i, line in enumerate(lines):

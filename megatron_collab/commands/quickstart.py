@@ -1,4 +1,4 @@
-"""The booking world in two runs: supervised training on mixed behaviour, then GRPO with multiturn-aware reward.
+"""The booking world in two runs: supervised training on mixed behavior, then GRPO with multiturn-aware reward.
 
 Each run is one `megatron-collab train`; interrupted at any point, the same command resumes. --compare also runs the
 second stage with the reward of the trained turn alone. The last line printed is result.json.
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     common = [f"run.seed={options.seed}", f"data.dir={root}/world", *options.overrides]
     second_stage = ["experiment=booking", f"model.path={root}/sft/hf", *common]
 
-    print(f"1. Supervised training on mixed behaviour -> {root}/sft", flush=True)
+    print(f"1. Supervised training on mixed behavior -> {root}/sft", flush=True)
     train("experiment=booking_sft", f"run.dir={root}/sft", *common)
     print(f"2. GRPO with multiturn-aware reward -> {root}/rl", flush=True)
     train(*second_stage, f"run.dir={root}/rl")

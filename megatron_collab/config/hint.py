@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable
 
-_MISSPELT = 0.75  # difflib's ratio for four letters with two of them swapped
+_MISSPELLED = 0.75  # difflib's ratio for four letters with two of them swapped
 _A_PART_LEFT_OUT = 0.9
 _ANOTHER_WORD, _BEGINNING = 0.7, 0.6  # similarity of a name with one word more or less, and of a truncated one
 _SHARED = 0.55  # smallest share of all letters that is in common words
@@ -67,5 +67,5 @@ def _spelling(a: list[str], b: list[str]) -> float:
 def _likeness(a: str, b: str) -> float:
     """Similarity of two words; 0 if not a misspelling, as with two-letter words or different first letters."""
     ratio = difflib.SequenceMatcher(None, a, b).ratio()
-    slip = ratio >= _MISSPELT and a[:1] == b[:1] and max(len(a), len(b)) > 2
+    slip = ratio >= _MISSPELLED and a[:1] == b[:1] and max(len(a), len(b)) > 2
     return ratio if a == b or slip else 0.0

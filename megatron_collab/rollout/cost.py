@@ -41,7 +41,7 @@ class RoleCalls:
 
 @dataclass(frozen=True)
 class Calls:
-    """Upper bounds of the replies of the assistant, messages of users and judgements."""
+    """Upper bounds of the replies of the assistant, messages of users and judgments."""
 
     assistant: RoleCalls = RoleCalls()
     user: RoleCalls = RoleCalls()

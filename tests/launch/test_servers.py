@@ -262,7 +262,7 @@ def test_gpus_matter_only_where_servers_run(machine: Machine) -> None:
     servers.check_servers_on_machine(config)
 
 
-def test_fp8_needs_bfloat16_and_a_transport_that_quantises() -> None:
+def test_fp8_needs_bfloat16_and_a_transport_that_quantizes() -> None:
     config = configure(fp8=True)
     servers.check_servers(config)
     config.publish.transport = "disk"

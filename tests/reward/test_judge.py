@@ -52,7 +52,7 @@ def test_an_outage_is_missing_with_its_reason_and_no_score(reply: Reply) -> None
     assert score.why.startswith("openai/m: ")
 
 
-def test_judgements_are_kept(tmp_path: Path) -> None:
+def test_judgments_are_kept(tmp_path: Path) -> None:
     async def run() -> list[Any]:
         async with Endpoint(says({"score": 0.1}), says({"score": 0.2})) as endpoint:
             cached = Judge(LlmClient(cache=Cache(tmp_path)), endpoint.config())

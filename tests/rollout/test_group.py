@@ -68,7 +68,7 @@ def test_every_rollout_has_its_futures_and_the_mean_of_their_scores() -> None:
             assert len(future.conversation.turns) == 3
 
 
-def test_a_malformed_turn_is_penalised_and_has_no_futures() -> None:
+def test_a_malformed_turn_is_penalized_and_has_no_futures() -> None:
     policy = FakePolicy(lambda prompt, seed: "" if seed % 2 else "ok")
     rewards = FakeRewards(last_is_ok)
     group = play(policy, rewards, rollouts=8)

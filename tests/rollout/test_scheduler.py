@@ -400,15 +400,15 @@ def test_judges_have_their_deadline_and_wait_for_the_limiter() -> None:
 
 
 def test_the_bound_counts_tokens_per_minute() -> None:
-    """12 conversations with two judgements and two user messages each; the user with the largest limits counts."""
+    """12 conversations with two judgments and two user messages each; the user with the largest limits counts."""
     judged = {"interactivity": 1.0, "accuracy": 1.0}
     slow = settings(reward__weights=judged, reward__metrics={"accuracy": {"judge": True}})
     slow.reward.judge.deadline, slow.reward.judge.attempts, slow.reward.judge.max_tokens = 50.0, 2, 100
     slow.user.attempts, slow.user.max_tokens, slow.rollout.max_user_turns = 3, 50, 1
     slow.users = {"patient": {"attempts": 5, "max_tokens": 20}, "verbose": {"attempts": 1, "max_tokens": 80}}
     slow.rollout.context_length, slow.llm.tokens_per_minute = 1000, 6000
-    judgements, messages = 24 * 2, 12 * 2 * 5
-    tokens = judgements * 100 + messages * 80 + (judgements + messages) * 1000
+    judgments, messages = 24 * 2, 12 * 2 * 5
+    tokens = judgments * 100 + messages * 80 + (judgments + messages) * 1000
     assert group_seconds(slow, 1) == pytest.approx(2 * (100 + 110 + 2 * 50 + 20 + 60 * tokens / 6000))
 
 

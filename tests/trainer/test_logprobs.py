@@ -219,7 +219,7 @@ def test_the_host_reads_no_number(arrays: dict, one_rank: Config) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_host_waits_for_no_kernel(arrays: dict, one_gpu: Config) -> None:
-    """The head's log-probs, entropy and gradients are queued without a synchronisation."""
+    """The head's log-probs, entropy and gradients are queued without a synchronization."""
     here = {name: torch.from_numpy(arrays[name]).cuda() for name in ("hidden", "head", "labels")}
     for mode in ("default", "error"):  # first what is loaded and allocated once
         hidden, head = (here[name].clone().requires_grad_() for name in ("hidden", "head"))

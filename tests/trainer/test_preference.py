@@ -43,16 +43,16 @@ def ipo(chosen: float, rejected: float) -> float:
 CASES: dict[str, tuple[dict[str, Any], Callable[[float, float], float], bool]] = {
     "dpo": ({}, dpo, False),
     "label smoothing": ({"label_smoothing": 0.1}, conservative, False),
-    "length-normalised": ({"loss": "sigmoid_norm"}, dpo, True),
-    "length-normalised with smoothing": ({"loss": "sigmoid_norm", "label_smoothing": 0.1}, conservative, True),
+    "length-normalized": ({"loss": "sigmoid_norm"}, dpo, True),
+    "length-normalized with smoothing": ({"loss": "sigmoid_norm", "label_smoothing": 0.1}, conservative, True),
     "ipo": ({"loss": "ipo"}, ipo, True),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_loss_and_its_gradient_are_those_of_its_formula(case: str) -> None:
-    settings, formula, normalised = CASES[case]
-    divisors = TOKENS if normalised else np.ones_like(TOKENS)
+    settings, formula, normalized = CASES[case]
+    divisors = TOKENS if normalized else np.ones_like(TOKENS)
 
     def reference(ratios: np.ndarray) -> np.ndarray:
         scaled = ratios / divisors

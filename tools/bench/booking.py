@@ -100,12 +100,12 @@ def draw(folders: list[Path], picture: Path) -> None:
     """Draw how often the policy asks when something is missing, by step: one thin line per seed and reward."""
     figure, axes = plt.subplots(figsize=(7, 3.2))
     runs = (("rl", "C0", "multiturn-aware reward"), ("single_turn", "C3", "reward of the turn alone"))
-    for run, colour, label in runs:
+    for run, shade, label in runs:
         for i, folder in enumerate(folders):
             rows = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
             ask_rates = [row.get("score/ask_when_missing", nan) for row in rows]  # of few prompts, all may be complete
             axes.plot(
-                range(len(ask_rates)), ask_rates, color=colour, alpha=0.7, linewidth=1, label=label if i == 0 else None
+                range(len(ask_rates)), ask_rates, color=shade, alpha=0.7, linewidth=1, label=label if i == 0 else None
             )
     axes.set(xlabel="step", ylabel="asks when something is missing", ylim=(0, 1))
     axes.legend(frameon=False, loc="center right")

@@ -62,7 +62,7 @@ truths = st.fixed_dictionaries(
         "sure": st.booleans(),
     }
 )
-prose = st.sampled_from(["Here is my judgement:", "Sure! I looked at {it}.", "Let me know.", "**Answer**\n\n", ""])
+prose = st.sampled_from(["Here is my judgment:", "Sure! I looked at {it}.", "Let me know.", "**Answer**\n\n", ""])
 
 
 def dumps(value: Any) -> str:
