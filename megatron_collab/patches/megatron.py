@@ -56,6 +56,7 @@ def _silence_warnings() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint\.")
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+    warnings.filterwarnings("ignore", message="Please use DTensor instead")  # Megatron-Core's, when a run resumes
     for logger, message in _MESSAGES.items():
         logging.getLogger(logger).addFilter(partial(_is_other, message))
 
