@@ -238,7 +238,7 @@ def test_over_http_with_a_key_shared_or_not(url: str) -> None:
         ({"url": "{url}"}, "no answer from {url}"),
         (
             {"url": "{url}", "bearer": BEARER, "tools": ["nota"]},
-            "tools=nota: there are note, environment, nothing; the",
+            "tools=nota: no such tool; the server has note, environment, nothing; the",
         ),
     ],
 )

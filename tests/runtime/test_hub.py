@@ -147,4 +147,4 @@ def test_uploads_are_retried_and_impossible_ones_are_reported(hub: StandInHub, t
     assert messages[1].startswith("build.push_to_hub=me/a b: ") and messages[1].endswith("; give OWNER/NAME")
     assert messages[2].startswith("build.push_to_hub=me/chats: needs a token with write access; set HF_TOKEN")
     (offline,) = upload("me/chats", HF_TOKEN=hub.token, HF_HUB_OFFLINE="1")
-    assert offline.startswith("build.push_to_hub=me/chats: HF_HUB_OFFLINE is set")
+    assert offline.startswith("build.push_to_hub=me/chats: cannot upload while HF_HUB_OFFLINE is set")
