@@ -83,6 +83,11 @@ def _stand_in_for_sgl_kernel() -> None:
     sys.modules["sgl_kernel"] = sgl_kernel
 
 
+def uncompiled(model: Any = None, **_: Any) -> Any:
+    """In place of torch.compile: the function itself, also as a decorator with arguments."""
+    return uncompiled if model is None else model
+
+
 def hide_unused_packages() -> None:
     """Make imports of Megatron-Core and scikit-learn fail. The server calls this before it imports SGLang."""
     for name in ("megatron.core", "sklearn"):
@@ -175,6 +180,16 @@ PATCHES = (
         when=without_sgl_kernel,
     ),
     _sglang(
+        "no compiler of torch",
+        why="Decorators of kernels for GPUs import torch's compiler when SGLang is imported: 2 s. On a CPU nothing is "
+        "compiled.",
+        upstream="sglang/srt/layers/moe/moe_runner/deep_gemm.py (torch.compile)",
+        until="torch.compile imports the compiler when a function is called",
+        test="tests/patches/test_sglang.py::test_servers_import_only_what_they_use",
+        wraps={"torch.compile": lambda _: uncompiled},
+        when=on_cpu,
+    ),
+    _sglang(
         "forked processes",
         why="Spawned processes import everything again: two thirds of the start-up. CUDA could not be forked.",
         upstream="sglang/srt/entrypoints/engine.py:1995",
@@ -220,14 +235,14 @@ PATCHES = (
         "server. That takes seconds, and ends it if an import raises anything but ImportError, as without a driver.",
         upstream="sglang/srt/debug_utils/dumper.py:1824",
         until="the dumper imports Megatron when it is used",
-        test="tests/patches/test_sglang.py::test_servers_import_neither_megatron_nor_scikit_learn",
+        test="tests/patches/test_sglang.py::test_servers_import_only_what_they_use",
     ),
     _sglang(
         "no scikit-learn in servers",
         why="Transformers imports it for assisted decoding if it is installed, and with it SciPy and pandas: 2 s.",
         upstream="transformers/generation/candidate_generator.py:30",
         until="Transformers imports it when a candidate is generated",
-        test="tests/patches/test_sglang.py::test_servers_import_neither_megatron_nor_scikit_learn",
+        test="tests/patches/test_sglang.py::test_servers_import_only_what_they_use",
     ),
     _sglang(
         "load snapshots in the temporary folder",
