@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(2400)
 MODULE = "megatron_collab.reproduce"
 
 
-ARMS = ("base", "sft", "ppo", "offline_dpo")  # all kinds of rows; tests/reproduce/test_plan.py has the other arms
+ARMS = ("base", "sft", "offline_dpo")  # the paper below has rows for RL; reproduce/test_plan.py has all arms
 
 
 def small_booking(folder: Path) -> Path:
