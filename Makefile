@@ -28,9 +28,9 @@ test-fast: setup
 test: setup
 	$(PYTEST) -m "not gpu and not slurm and not slow"
 
-# The wide matrices, the injected faults, the long runs.
+# The wide matrices, the injected faults, the long runs; with PART=1/2 every second of them.
 test-exhaustive: setup
-	$(PYTEST) -m "slow and not gpu and not slurm"
+	$(PYTEST) -m "slow and not gpu and not slurm" $(if $(PART),--part $(PART))
 
 # What is committed, as a stranger gets it: a clone with nothing beside it. All files of tests are collected, which
 # imports them; of those without processes the ones run that read a published data set if it is there.

@@ -37,6 +37,7 @@ DATASETS = Path(__file__).resolve().parents[2] / "shared" / "data"  # absent bes
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-report", type=Path, help="where to write results, seconds and figures of the tests")
+    parser.addoption("--part", default="1/1", help="K/N: every N-th of the selected tests, from the K-th on")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -87,12 +88,18 @@ def pytest_sessionfinish() -> None:
     files.remove_abandoned()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole programs and benches run first, so that no worker starts the longest file last."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Long files run first, so that no worker starts the longest one last; of the selected tests one --part runs."""
     for item in items:
         if "dataset" in getattr(item, "fixturenames", ()):
             item.add_marker("dataset")
-    items.sort(key=lambda item: {"e2e", "tools"}.isdisjoint(item.path.parts))
+    yield
+    items.sort(key=lambda item: {"e2e", "tools", "test_signals.py"}.isdisjoint(item.path.parts))
+    number, parts = map(int, config.getoption("--part").split("/"))
+    chosen = items[number - 1 :: parts]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
 
 
 @pytest.fixture(scope="session")
