@@ -36,12 +36,12 @@ def evaluate(config: Config, serving: Config, step: int, builds: bool = False) -
     `builds`: build conversations instead, see build_dataset.py.
     """
     patches.apply("megatron")
+    from megatron_collab.launch.session import Session
     from megatron_collab.observability.folder import RunFolder
     from megatron_collab.rollout.evaluation import Evaluator
     from megatron_collab.rollout.servers import Servers
     from megatron_collab.rollout.synthesis import Synthesis
     from megatron_collab.trainer.megatron.parallel import init_parallel
-    from megatron_collab.trainer.session import Session
 
     with Session(serving) as session:
         servers = session.enter(Servers(serving))

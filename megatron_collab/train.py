@@ -30,10 +30,10 @@ from megatron_collab.observability.run import Stopwatch
 def train_rl(config: Config) -> None:
     """Sample from the policy, score, update: from the last checkpoint in run.dir, or model.path, to train.steps."""
     patches.apply("megatron")
+    from megatron_collab.launch.session import Session
     from megatron_collab.rollout.manager import RolloutManager
     from megatron_collab.rollout.servers import Servers
     from megatron_collab.trainer.megatron.parallel import init_parallel
-    from megatron_collab.trainer.session import Session
     from megatron_collab.trainer.trainer import PolicyTrainer
     from megatron_collab.weight_sync.sync import WeightSync
 
@@ -84,8 +84,8 @@ def train_supervised(config: Config) -> None:
     """Train on conversations (sft) or pairs (dpo), from the last checkpoint or from model.path to train.steps."""
     patches.apply("megatron")
     from megatron_collab.data.datasets import SupervisedData
+    from megatron_collab.launch.session import Session
     from megatron_collab.trainer.megatron.parallel import init_parallel
-    from megatron_collab.trainer.session import Session
     from megatron_collab.trainer.trainer import PolicyTrainer
 
     with Session(config) as session:

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from megatron_collab import train
 from megatron_collab.config import Config
 from megatron_collab.launch import prepare
+from megatron_collab.launch.session import Session
 from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.runtime import signals
 from megatron_collab.runtime.process import Hung, RunStopped
 from megatron_collab.runtime.rank0 import from_leader
 from megatron_collab.trainer.megatron import parallel
-from megatron_collab.trainer.session import Session
 
 
 @pytest.fixture
