@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import ray
 
+from megatron_collab import sandbox
 from megatron_collab.config import Config
-from megatron_collab.reward import metrics, sandbox
+from megatron_collab.reward import metrics
 from megatron_collab.reward.metrics.pass_rate import PassRate, extract
-from megatron_collab.reward.sandbox import SandboxError
 from megatron_collab.runtime.ray_cluster import ray_session
+from megatron_collab.sandbox import SandboxError
 from megatron_collab.types import Conversation, Finish, Message, Missing, Score, Task, Turn
 
 TWICE = {"test": "def check(candidate):\n    assert candidate(2) == 4\n", "entry_point": "twice"}

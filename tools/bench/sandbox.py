@@ -3,8 +3,8 @@
 `python tools/bench/sandbox.py` scores, by the metric `pass_rate`:
 
 - attacks: programs that try to pass the tests of a task without solving it, each against tests of several forms
-  (tests/reward/attacks.txt, attacks.py); earned: how many did not score 0, which must be none.
-- honest: right programs, those of tests/reward/honest.py and the 164 solutions of HumanEval; honest_failed: how many
+  (tests/sandbox/attacks.txt, attacks.py); earned: how many did not score 0, which must be none.
+- honest: right programs, those of tests/sandbox/honest.py and the 164 solutions of HumanEval; honest_failed: how many
   did not score 1, which must be none. HumanEval is read from ../shared/data or --human-eval.
 - ms: median milliseconds of a whole run of a program of HumanEval, one at a time, after a first run.
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_collab.reward import sandbox
+from megatron_collab import sandbox
 from megatron_collab.reward.metrics.pass_rate import PassRate
 from megatron_collab.types import Conversation, Finish, Message, Score, Task, Turn
 
@@ -33,8 +33,8 @@ HUMAN_EVAL = ROOT.parent / "shared" / "data" / "humaneval" / "HumanEval.jsonl.gz
 TIMED = 20
 
 sys.path.insert(0, str(ROOT))
-from tests.reward.attacks import ATTACKS, FORMS  # noqa: E402
-from tests.reward.honest import HONEST  # noqa: E402
+from tests.sandbox.attacks import ATTACKS, FORMS  # noqa: E402
+from tests.sandbox.honest import HONEST  # noqa: E402
 
 Pair = tuple[str, Mapping[str, Any]]  # code, and the metadata of its task
 

@@ -19,10 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_collab import sandbox
 from megatron_collab.config import option
-from megatron_collab.reward import sandbox
 from megatron_collab.reward.metrics import Judge, Metric
-from megatron_collab.reward.sandbox import Limits, Program, SandboxError
+from megatron_collab.sandbox import Limits, Program, SandboxError
 from megatron_collab.types import Conversation, Missing, Score, Task
 
 _OPENING = re.compile(r"(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\s`{]*)[^`]*")

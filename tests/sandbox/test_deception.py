@@ -10,8 +10,8 @@ import pytest
 
 from megatron_collab.reward.metrics.pass_rate import PassRate
 from megatron_collab.types import Conversation, Finish, Message, Missing, Score, Task, Turn
-from tests.reward.attacks import ATTACKS, FORMS, RIGHT
-from tests.reward.honest import HONEST
+from tests.sandbox.attacks import ATTACKS, FORMS, RIGHT
+from tests.sandbox.honest import HONEST
 
 pytestmark = pytest.mark.processes
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_collab.reward import sandbox
-from megatron_collab.reward.sandbox import Limits, Program, Result, SandboxError
-from tests.reward.sandboxes import (
+from megatron_collab import sandbox
+from megatron_collab.sandbox import Limits, Program, Result, SandboxError
+from tests.sandbox.sandboxes import (
     LIMITS,
     PROJECT,
     assert_ended,
@@ -166,7 +166,7 @@ def test_a_run_that_is_cancelled_ends_its_program() -> None:
 def test_the_program_ends_with_a_worker_that_is_killed() -> None:
     code = """
         import asyncio
-        from megatron_collab.reward import sandbox
+        from megatron_collab import sandbox
         print(sandbox.unavailable(), flush=True)
         program = sandbox.Program({"x": "import signal\\nsignal.pause()"})
         asyncio.run(sandbox.run(program, sandbox.Limits(wall=600.0)))

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_collab.reward import sandbox
-from megatron_collab.reward.sandbox import Limits, Program, Result
+from megatron_collab import sandbox
+from megatron_collab.sandbox import Limits, Program, Result
 
 PROJECT = Path(__file__).resolve().parents[2]
 LIMITS = Limits(cpu=2, wall=10.0)

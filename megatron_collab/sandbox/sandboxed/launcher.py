@@ -1,4 +1,4 @@
-"""The launcher that `sandbox.py` starts: it isolates itself, starts the two processes and watches them until they end.
+"""The launcher that `sandbox` starts: it isolates itself, starts the two processes and watches them until they end.
 
 It runs with `python -I` and an almost empty environment. On stdin it gets three messages (`wire`): the settings, the
 candidate's sources and the tests'. It reads the latter two only when both processes exist, so that the candidate's

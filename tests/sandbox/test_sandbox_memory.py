@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.reward.sandbox import Limits
-from megatron_collab.reward.sandboxed import memory
-from tests.reward.sandboxes import nothing_is_left, run, unindented
+from megatron_collab.sandbox import Limits
+from megatron_collab.sandbox.sandboxed import memory
+from tests.sandbox.sandboxes import nothing_is_left, run, unindented
 
 SMALL = Limits(memory=200 << 20)
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures(nothing_is_left.__name__)]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.reward import sandbox
-from megatron_collab.reward.sandbox import Limits, Program, Result
-from tests.reward.attacks import ATTACKS, FORMS, RIGHT
-from tests.reward.sandboxes import LIMITS, PROJECT
+from megatron_collab import sandbox
+from megatron_collab.sandbox import Limits, Program, Result
+from tests.sandbox.attacks import ATTACKS, FORMS, RIGHT
+from tests.sandbox.sandboxes import LIMITS, PROJECT
 
 pytestmark = pytest.mark.processes
 bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
@@ -46,15 +46,15 @@ def as_an_ordinary_user(code: str, folder: Path) -> str:
 
 
 def test_an_ordinary_user_isolates_as_root_does(tmp_path: Path) -> None:
-    code = "from megatron_collab.reward import sandbox\nprint(sandbox.unavailable())"
+    code = "from megatron_collab import sandbox\nprint(sandbox.unavailable())"
     assert as_an_ordinary_user(code, tmp_path) == "None\n"
 
 
 IN_BUBBLEWRAP = """
 import asyncio
-from megatron_collab.reward import sandbox
+from megatron_collab import sandbox
 from megatron_collab.reward.metrics.pass_rate import program
-from tests.reward.attacks import ATTACKS, FORMS, RIGHT
+from tests.sandbox.attacks import ATTACKS, FORMS, RIGHT
 way = sandbox._candidates(())["bubblewrap"]
 assert asyncio.run(sandbox._trial_failure(way)) is None
 for name in [*NAMES, None]:
@@ -108,7 +108,7 @@ def test_a_command_that_starts_no_container_is_refused(command: list[str]) -> No
 def test_a_machine_without_namespaces_says_so_in_one_line_and_runs_nothing(count: str, tmp_path: Path) -> None:
     """In a user namespace with a limit of 0 further namespaces."""
     code = (
-        "import asyncio, sys\nfrom megatron_collab.reward import sandbox\nprint(sandbox.unavailable())\n"
+        "import asyncio, sys\nfrom megatron_collab import sandbox\nprint(sandbox.unavailable())\n"
         "try:\n    asyncio.run(sandbox.run(sandbox.Program({'x': 'print(1)'}), sandbox.Limits()))\n"
         "except sandbox.SandboxError:\n    print('refused')\n"
     )

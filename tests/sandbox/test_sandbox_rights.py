@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.reward.sandbox import Result
-from tests.reward.sandboxes import changed, nothing_is_left, run, unindented
+from megatron_collab.sandbox import Result
+from tests.sandbox.sandboxes import changed, nothing_is_left, run, unindented
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures(nothing_is_left.__name__)]
 
@@ -30,7 +30,7 @@ assert False
 def test_a_key_in_the_environment_cannot_be_read() -> None:
     code = f"""
         import asyncio, os, subprocess, sys
-        from megatron_collab.reward import sandbox
+        from megatron_collab import sandbox
         thief = {KEY_THIEF!r}.format(parent=os.getpid())
         print(subprocess.run([sys.executable, "-c", thief], env={{}}, capture_output=True, text=True).stdout)
         print("sandbox", asyncio.run(sandbox.run(sandbox.Program({{"thief": thief}}), sandbox.Limits())))
