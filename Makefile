@@ -59,7 +59,7 @@ test-gpu-set:
 	ln -sf libcuda.so.1 $(GPU_SET)/libcuda.so
 	$(GPU_SET_PYTEST) tests/gpu_set
 	$(GPU_SET_PYTEST) tests $(WORKERS) -m "not gpu and not slurm and not slow and not processes"
-	$(GPU_SET_PYTEST) tests/trainer tests/weight_sync tests/inference $(WORKERS) \
+	$(GPU_SET_PYTEST) tests/trainer tests/rehearsal/te_cpu tests/weight_sync tests/inference $(WORKERS) \
 		-m "processes and not gpu and not slurm and not slow"
 
 quickstart: setup

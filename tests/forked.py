@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_collab import patches
+from megatron_collab.rehearsal.te_cpu.install import install
 from megatron_collab.runtime.process import die_with_parent, imports_begin, imports_done
-from megatron_collab.trainer.megatron.te_cpu.install import install
 from tests.helpers import free_port
 
 # Imports of nearly all rank functions.

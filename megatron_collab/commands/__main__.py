@@ -31,6 +31,8 @@ COMMANDS = {
 }
 # These replace this process, to block the preemption signal before they import.
 PROGRAMS = ("train", "evaluate", "build-dataset", "reproduce")
+# Commands in a package of their own, which no other module of the core names; the others are in this one.
+SATELLITES = {"rehearse": "megatron_collab.rehearsal.command"}
 
 _OF_LOGS = ("presidio_analyzer", "sklearn", "datasketch", "spacy")  # heavy, and needed by one command only
 
@@ -60,7 +62,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
         from megatron_collab.config import ConfigError, nearest, require
 
         require(name in COMMANDS, f"no command {name!r}{nearest(name, COMMANDS)} (all commands: --help)")
-        command = import_module(f"megatron_collab.commands.{name.replace('-', '_')}")
+        command = import_module(SATELLITES.get(name, f"megatron_collab.commands.{name.replace('-', '_')}"))
         return int(command.main(arguments))
     except ModuleNotFoundError as error:
         extra = "logs" if name == "users-from-logs" and error.name in _OF_LOGS else "cpu or gpu"

@@ -140,19 +140,19 @@ _INTERFACES = {
         "tests/runtime/test_hang_detector.py::test_with_nccl_the_oldest_open_operation_is_named",
     ),
     "torch.ops.aten._local_scalar_dense": (
-        "planning/rehearsal/ledger.py answers it for tensors without values; FakeTensorMode refuses, or makes a symbol",
+        "rehearsal/ledger.py answers it for tensors without values; FakeTensorMode refuses, or makes a symbol",
         "FakeTensorMode takes a number to answer with",
-        "tests/planning/rehearsal/test_ledger.py::test_numbers_are_never_read_off_the_device",
+        "tests/rehearsal/test_ledger.py::test_numbers_are_never_read_off_the_device",
     ),
     "torch.utils._python_dispatch._disable_current_modes": (
-        "planning/rehearsal makes the batch of real numbers, in the midst of tensors without values",
+        "rehearsal/rank.py makes the batch of real numbers, in the midst of tensors without values",
         "torch exports it",
-        "tests/planning/rehearsal/test_run.py::test_every_class_holds_what_the_plan_says",
+        "tests/rehearsal/test_run.py::test_every_class_holds_what_the_plan_says",
     ),
     "megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator._communicate": (
-        "planning/rehearsal/rank.py books what pipeline stages exchange",
+        "rehearsal/rank.py books what pipeline stages exchange",
         "Megatron-Core has a hook around its exchanges",
-        "tests/planning/rehearsal/test_run.py::test_virtual_stages",
+        "tests/rehearsal/test_run.py::test_virtual_stages",
     ),
     "megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator._communicate_shapes": (
         "trainer/megatron/pipeline.py answers by the plan of micro-batches; Megatron asks the neighbors, and waits",

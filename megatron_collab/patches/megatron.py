@@ -41,7 +41,7 @@ def without_cuda() -> bool:
 
 
 def with_reference_kernels() -> bool:
-    """Whether trainer/megatron/te_cpu has replaced TransformerEngine's compiled part by reference kernels."""
+    """Whether rehearsal/te_cpu has replaced TransformerEngine's compiled part by reference kernels."""
     return hasattr(sys.modules.get("transformer_engine_torch"), "REFERENCE")
 
 

@@ -1,7 +1,7 @@
 """GPU memory of a run, estimated from its settings and the model's shape without allocating anything.
 
 Counts memory that the program allocates and keeps, but not CUDA contexts, NCCL's buffers, CUDA graphs and workspaces of
-SGLang, workspaces of TransformerEngine, fragmentation, and temporaries within a pass. A rehearsal (planning/rehearsal/)
+SGLang, workspaces of TransformerEngine, fragmentation, and temporaries within a pass. A rehearsal (rehearsal/run.py)
 counts the same from tensors, plus these temporaries and TransformerEngine's workspaces.
 """
 

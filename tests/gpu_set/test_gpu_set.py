@@ -57,7 +57,7 @@ def test_the_loader_knows_the_wheels_alone() -> None:
 DESCRIBED = """
 import inspect, json
 import torch, transformer_engine.pytorch, transformer_engine_torch
-from megatron_collab.trainer.megatron.te_cpu import extension
+from megatron_collab.rehearsal.te_cpu import extension
 
 def described(module):
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}

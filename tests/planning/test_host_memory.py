@@ -6,8 +6,8 @@ import pytest
 
 from megatron_collab.models import parallel_layout
 from megatron_collab.planning import memory
-from megatron_collab.planning.rehearsal.ledger import PINNED
-from megatron_collab.planning.rehearsal.world import rank_on_paper
+from megatron_collab.rehearsal.ledger import PINNED
+from megatron_collab.rehearsal.world import rank_on_paper
 from megatron_collab.trainer.megatron import model
 from megatron_collab.trainer.network import Trainable
 

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_collab.config import Config
-from megatron_collab.planning.rehearsal.ledger import PINNED, Ledger
+from megatron_collab.rehearsal.ledger import PINNED, Ledger
 from megatron_collab.trainer import host_memory
 from megatron_collab.trainer.host_memory import PIECE, HostMemory, PieceSlice, piece_count, spans
 

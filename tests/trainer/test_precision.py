@@ -1,7 +1,7 @@
 """Errors of an update by TransformerEngine's layers in 16 bits, in FP8 and on two ranks, against our layers in float32.
 
 The unit is the error of our own layers in bfloat16 on a CPU: `errors` are multiples of it. On a CPU the engine has the
-reference kernels of te_cpu; tests/trainer/megatron/test_te_cpu.py looks at single layers.
+reference kernels of te_cpu; tests/rehearsal/te_cpu/test_layers.py looks at single layers.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def publish(folder: Path, size: Size) -> dict[str, float]:
 def as_part(part: str, folder: Path, size: Size) -> dict[str, float]:
     """The measurements of a part, which runs in its own process."""
     if part != "publish" and not device.probe(device.GPU).available:
-        from megatron_collab.trainer.megatron.te_cpu.install import install
+        from megatron_collab.rehearsal.te_cpu.install import install
 
         install()
     patches.apply("megatron")

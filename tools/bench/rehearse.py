@@ -13,7 +13,7 @@ import time
 
 from megatron_collab import patches
 from megatron_collab.config import ConfigError
-from megatron_collab.trainer.megatron.te_cpu.install import install
+from megatron_collab.rehearsal.te_cpu.install import install
 
 EXPERIMENT = "experiment=train_70b"
 SMOKE = ["train.stage=sft", "model.path=models/Llama-3.1-8B-Instruct", "parallel.pp=2", "launch.nodes=2"]
@@ -27,8 +27,8 @@ def main() -> None:
     install()
     patches.apply("megatron")
     from megatron_collab.planning.memory import model_config_file, plan_memory, read_run
-    from megatron_collab.planning.rehearsal.compare import ratios
-    from megatron_collab.planning.rehearsal.run import rehearse
+    from megatron_collab.rehearsal.compare import ratios
+    from megatron_collab.rehearsal.run import rehearse
 
     began = time.monotonic()
     config, shape = read_run([*(arguments.settings or [EXPERIMENT]), *(SMOKE if arguments.smoke else [])])

@@ -20,9 +20,9 @@ from megatron.core.fp8_utils import is_float8tensor
 
 from megatron_collab.checkpoint import hf
 from megatron_collab.checkpoint.checkpointer import Checkpoints
+from megatron_collab.rehearsal.te_cpu.tensors import value
 from megatron_collab.trainer.megatron import config as megatron_config
 from megatron_collab.trainer.megatron import parallel
-from megatron_collab.trainer.megatron.te_cpu.tensors import value
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
 from megatron_collab.weight_sync.node_routing import places_of, written

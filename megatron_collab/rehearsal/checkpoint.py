@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
 from megatron_collab.checkpoint.sharded_state import restore, snapshot
-from megatron_collab.planning.rehearsal.ledger import HOST, Ledger
+from megatron_collab.rehearsal.ledger import HOST, Ledger
 from megatron_collab.trainer.trainer import PolicyTrainer
 
 _OPTIMIZER_STATE = re.compile(r"(.*?)optimizer\.state\.\w+\.(.+)")  # see checkpoint/sharded_state.py

@@ -1,6 +1,6 @@
 """Simulates a server of the run: SGLang's model and cache on the meta device receive every slice of the plan.
 
-`python -m megatron_collab.planning.rehearsal.servers ORDER` runs in a separate process: SGLang decides at import that
+`python -m megatron_collab.rehearsal.servers ORDER` runs in a separate process: SGLang decides at import that
 there is no GPU, and must not see Megatron's patches. ORDER is a pickled Order; the last line of the output is JSON.
 """
 

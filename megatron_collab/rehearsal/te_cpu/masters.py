@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_collab.trainer.megatron.te_cpu.rounding import scale_of, to_fp8
-from megatron_collab.trainer.megatron.te_cpu.tensors import dtype_of, is_fake
+from megatron_collab.rehearsal.te_cpu.rounding import scale_of, to_fp8
+from megatron_collab.rehearsal.te_cpu.tensors import dtype_of, is_fake
 
 
 def compute_amax(input: Tensor, amax: Tensor) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_collab.trainer.megatron.te_cpu.tensors import is_fake
+from megatron_collab.rehearsal.te_cpu.tensors import is_fake
 
 _BOTTOM_RIGHT = "NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK"
 _CAUSAL = ("NVTE_CAUSAL_MASK", "NVTE_PADDING_CAUSAL_MASK", _BOTTOM_RIGHT)

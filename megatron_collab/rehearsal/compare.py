@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_collab.planning.memory import GIB, MemoryPart
-from megatron_collab.planning.rehearsal.ledger import PASSING
-from megatron_collab.planning.rehearsal.rank import GATHERED, WORKSPACES
-from megatron_collab.planning.rehearsal.run import RankMemory
+from megatron_collab.rehearsal.ledger import PASSING
+from megatron_collab.rehearsal.rank import GATHERED, WORKSPACES
+from megatron_collab.rehearsal.run import RankMemory
 
 _PHASES = ("training", "sampling", "host")
 _NOTHING = 1 << 20  # bytes; smaller parts are not compared

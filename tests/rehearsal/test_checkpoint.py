@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_collab.planning.rehearsal.checkpoint import Contents
+from megatron_collab.rehearsal.checkpoint import Contents
 
 WEIGHT, STATE = "decoder.weight", "optimizer.state.exp_avg.decoder.weight"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_collab.trainer.megatron.te_cpu.tensors import wide
+from megatron_collab.rehearsal.te_cpu.tensors import wide
 
 
 def _half(cu_seqlens: Tensor, tokens: int, number: int) -> Tensor:

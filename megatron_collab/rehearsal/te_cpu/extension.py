@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from megatron_collab.trainer.megatron.te_cpu import attention, context_parallel, layers, masters, optimizer, quantize
+from megatron_collab.rehearsal.te_cpu import attention, context_parallel, layers, masters, optimizer, quantize
 
 EXTENSION = "transformer_engine_torch"
 
@@ -106,6 +106,6 @@ def _missing(name: str) -> type:
         raise AttributeError(f"{EXTENSION}.{name}")
 
     def refuse(cls: type, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(f"{EXTENSION}.{name}: no reference kernel in megatron_collab/trainer/megatron/te_cpu")
+        raise NotImplementedError(f"{EXTENSION}.{name}: no reference kernel in megatron_collab/rehearsal/te_cpu")
 
     return type(name, (), {"__new__": refuse, "__module__": EXTENSION})

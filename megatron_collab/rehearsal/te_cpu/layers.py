@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_collab.trainer.megatron.te_cpu.quantize import quantize
-from megatron_collab.trainer.megatron.te_cpu.tensors import dtype_of, value, wide
+from megatron_collab.rehearsal.te_cpu.quantize import quantize
+from megatron_collab.rehearsal.te_cpu.tensors import dtype_of, value, wide
 
 
 def rmsnorm_fwd(

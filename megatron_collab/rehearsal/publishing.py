@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron_collab.checkpoint.hf import named_factors, named_shards
 from megatron_collab.config import Config
 from megatron_collab.models.hf_config import ModelShape
-from megatron_collab.planning.rehearsal.ledger import HOST, Ledger
-from megatron_collab.planning.rehearsal.servers import Order, Place
+from megatron_collab.rehearsal.ledger import HOST, Ledger
+from megatron_collab.rehearsal.servers import Order, Place
 from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.weight_sync.node_routing import Places, lacking, places_of, sent, written
 from megatron_collab.weight_sync.plan import SyncPlan, plan_sync, server_layout, trainer_layout, uses_memory

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_collab.planning.rehearsal.ledger import HOST, PASSING, PINNED, Ledger
+from megatron_collab.rehearsal.ledger import HOST, PASSING, PINNED, Ledger
 
 
 @pytest.fixture

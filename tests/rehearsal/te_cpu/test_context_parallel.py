@@ -18,7 +18,7 @@ from megatron_collab.trainer.microbatches import context_slice
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
 from tests.ranks import learn, make_config, make_model, make_pairs, make_samples, run_ranks
-from tests.trainer.megatron import test_te_cpu as engine
+from tests.rehearsal.te_cpu import test_layers as engine
 from tests.trainer.test_routing import planted
 
 pytestmark = pytest.mark.processes

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_collab.patches.megatron import CudaMeansCpu, with_reference_kernels
-from megatron_collab.trainer.megatron.te_cpu import extension, imports, permutation
+from megatron_collab.rehearsal.te_cpu import extension, imports, permutation
 
 HOPPER = (9, 0)  # the compute capability reported to TransformerEngine
 # TransformerEngine's Python part in an environment for CPUs (tools/setup_env.sh); one for GPUs has the package.

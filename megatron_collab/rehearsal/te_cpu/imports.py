@@ -78,7 +78,7 @@ class _Kernel:
         self.name = f"{function.__module__}.{function.__name__}"
 
     def __getitem__(self, grid: Any) -> Any:
-        raise NotImplementedError(f"{self.name}: no reference kernel in megatron_collab/trainer/megatron/te_cpu")
+        raise NotImplementedError(f"{self.name}: no reference kernel in megatron_collab/rehearsal/te_cpu")
 
 
 @contextmanager

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_collab.trainer.megatron.te_cpu.rounding import scale_of, to_fp8
-from megatron_collab.trainer.megatron.te_cpu.tensors import dtype_of, is_fake, value, wide
+from megatron_collab.rehearsal.te_cpu.rounding import scale_of, to_fp8
+from megatron_collab.rehearsal.te_cpu.tensors import dtype_of, is_fake, value, wide
 
 
 def create_empty_quantized_tensor(

@@ -23,10 +23,10 @@ from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.parallel_layout import FP8_MULTIPLE
 from megatron_collab.patches.megatron import with_reference_kernels
+from megatron_collab.rehearsal.te_cpu.install import install
 from megatron_collab.trainer.megatron import config as megatron_config
 from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel
-from megatron_collab.trainer.megatron.te_cpu.install import install
 from megatron_collab.trainer.network import Trainable
 from tests.ranks import run_ranks
 from tests.trainer import test_parity as parity

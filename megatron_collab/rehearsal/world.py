@@ -22,10 +22,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 from megatron_collab.config import Config
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.parallel_layout import ranks
-from megatron_collab.planning.rehearsal.ledger import Ledger
+from megatron_collab.rehearsal.ledger import Ledger
+from megatron_collab.rehearsal.te_cpu import paper
 from megatron_collab.runtime import device, rank0
 from megatron_collab.trainer.megatron import parallel
-from megatron_collab.trainer.megatron.te_cpu import paper
 
 _new_group = dist.new_group
 

@@ -23,11 +23,11 @@ from megatron_collab.planning.memory import (
     server_adapters,
     server_weights,
 )
-from megatron_collab.planning.rehearsal import run as rehearsal
-from megatron_collab.planning.rehearsal import servers
-from megatron_collab.planning.rehearsal.compare import lines, ratios, table
-from megatron_collab.planning.rehearsal.publishing import Publishing
-from megatron_collab.planning.rehearsal.run import RankMemory, rehearse
+from megatron_collab.rehearsal import run as rehearsal
+from megatron_collab.rehearsal import servers
+from megatron_collab.rehearsal.compare import lines, ratios, table
+from megatron_collab.rehearsal.publishing import Publishing
+from megatron_collab.rehearsal.run import RankMemory, rehearse
 from megatron_collab.trainer import logprobs
 
 LLAMA = {

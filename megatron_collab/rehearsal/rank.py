@@ -25,11 +25,11 @@ from megatron_collab.models.hf_to_megatron import Index
 from megatron_collab.models.parallel_layout import ranks
 from megatron_collab.planning.activations import micro_batch_tokens
 from megatron_collab.planning.memory import MemoryPart
-from megatron_collab.planning.rehearsal.ledger import HOST, PASSING, PINNED, Ledger
+from megatron_collab.rehearsal.ledger import HOST, PASSING, PINNED, Ledger
+from megatron_collab.rehearsal.te_cpu import paper
 from megatron_collab.trainer import network
 from megatron_collab.trainer import trainer as trainers
 from megatron_collab.trainer.megatron import model
-from megatron_collab.trainer.megatron.te_cpu import paper
 from megatron_collab.trainer.microbatches import MicroBatch, make_micro_batches
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch, Sample, ScoredBatch

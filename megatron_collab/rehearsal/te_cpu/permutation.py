@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_collab.trainer.megatron.te_cpu.tensors import wide
+from megatron_collab.rehearsal.te_cpu.tensors import wide
 
 
 def replace_kernels() -> None:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_collab.planning.memory import plan_memory
-from megatron_collab.planning.rehearsal.compare import Comparison, lines
-from megatron_collab.planning.rehearsal.run import rehearse
-from tests.planning.rehearsal.test_run import EXPERTS, SMALL, folder, load_run
+from megatron_collab.rehearsal.compare import Comparison, lines
+from megatron_collab.rehearsal.run import rehearse
 from tests.ranks import run_ranks
+from tests.rehearsal.test_run import EXPERTS, SMALL, folder, load_run
 
 pytestmark = pytest.mark.processes
 

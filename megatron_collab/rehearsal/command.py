@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from megatron_collab import patches
 from megatron_collab.commands import GPU_GIB, ArgumentParser, positive
 from megatron_collab.config import ConfigError, compose
-from megatron_collab.trainer.megatron.te_cpu.install import install
+from megatron_collab.rehearsal.te_cpu.install import install
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -35,8 +35,8 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(str(error)) from error
     patches.apply("megatron")
     from megatron_collab.planning.memory import GIB, model_config_file, plan_memory, read_run
-    from megatron_collab.planning.rehearsal import compare
-    from megatron_collab.planning.rehearsal.run import rehearse
+    from megatron_collab.rehearsal import compare
+    from megatron_collab.rehearsal.run import rehearse
 
     began = time.monotonic()
     config, shape = read_run(options.settings)
