@@ -25,7 +25,6 @@ LAZY = {
     "commands.prepare_data": "answers --help and wrong arguments before transformers is imported",
     "commands.recording": "answers --help and wrong arguments before numpy is imported",
     "commands.score": "answers --help and wrong arguments before Ray and the libraries of data are imported",
-    "commands.users_from_logs": "answers --help and wrong arguments before LiteLLM and Presidio are imported",
     "launch.slurm": "its commands address and wait, which every node runs, need no torch",
     "evaluate": "as train",
     "train": "refuses bad input and becomes torchrun before torch, Megatron and Ray are imported",
@@ -40,6 +39,7 @@ LAZY = {
     "reproduce.run": "planning is imported with Megatron, which takes seconds, and only for a forecast",
     "reward.workers": "LiteLLM takes seconds to import, and most metrics need none",
     "rollout.workers": "the actors import what they need; the process that starts them does not",
+    "user_logs.command": "answers --help and wrong arguments before LiteLLM and Presidio are imported",
 }
 
 

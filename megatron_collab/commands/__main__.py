@@ -32,7 +32,10 @@ COMMANDS = {
 # These replace this process, to block the preemption signal before they import.
 PROGRAMS = ("train", "evaluate", "build-dataset", "reproduce")
 # Commands in a package of their own, which no other module of the core names; the others are in this one.
-SATELLITES = {"rehearse": "megatron_collab.rehearsal.command"}
+SATELLITES = {
+    "users-from-logs": "megatron_collab.user_logs.command",
+    "rehearse": "megatron_collab.rehearsal.command",
+}
 
 _OF_LOGS = ("presidio_analyzer", "sklearn", "datasketch", "spacy")  # heavy, and needed by one command only
 

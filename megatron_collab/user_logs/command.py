@@ -40,8 +40,8 @@ from megatron_collab.config import (
 from megatron_collab.runtime.process import EXIT_STOPPED, RunStopped
 
 if TYPE_CHECKING:
-    from megatron_collab.data.logs import LoggedConversation
-    from megatron_collab.data.personal import PersonalData
+    from megatron_collab.user_logs.logs import LoggedConversation
+    from megatron_collab.user_logs.personal import PersonalData
 
 _PROMPT = "user_of_log"
 _MODEL = "reward.judge.model"
@@ -84,11 +84,11 @@ def _make(options: argparse.Namespace) -> int:
     _check_model(config)
 
     # LiteLLM, Presidio and the libraries of data take seconds to import, so arguments are checked first.
-    from megatron_collab.data import logs
     from megatron_collab.data.datasets import task_row
-    from megatron_collab.data.personal import PersonalData
     from megatron_collab.data.preparation import groups_of_eval
-    from megatron_collab.rollout.users.from_logs import cost, describe_all, question_about
+    from megatron_collab.user_logs import logs
+    from megatron_collab.user_logs.descriptions import cost, describe_all, question_about
+    from megatron_collab.user_logs.personal import PersonalData
 
     logged, dropped, person_column = _read(options, PersonalData(options.spacy))
     by_name = {conversation.name: conversation for conversation in logged}
@@ -117,10 +117,10 @@ def _make(options: argparse.Namespace) -> int:
 def _read(options: argparse.Namespace, data: PersonalData) -> tuple[list[LoggedConversation], Counter[str], str | None]:
     """The distinct conversations of the log without personal data, counts of those left out, and the column that
     names the person. Raises ConfigError."""
-    from megatron_collab.data import logs
     from megatron_collab.data.rows import ALL, open_rows
     from megatron_collab.data.sources import parse_sources
     from megatron_collab.observability.run import progress
+    from megatron_collab.user_logs import logs
 
     source, *more_sources = parse_sources(options.log, "LOG")
     require(not more_sources, f"LOG={options.log}: give one log at a time")
@@ -142,7 +142,7 @@ def _read(options: argparse.Namespace, data: PersonalData) -> tuple[list[LoggedC
 
 def _person(options: argparse.Namespace, columns: Sequence[str]) -> str | None:
     """The column that names the person of a conversation; None if there is none."""
-    from megatron_collab.data.logs import PERSON_COLUMNS
+    from megatron_collab.user_logs.logs import PERSON_COLUMNS
 
     requested = options.person
     hint = nearest(requested or "", columns)
@@ -177,9 +177,9 @@ def _compare(options: argparse.Namespace) -> int:
     """Print how well simulated users can be told from those of the log."""
     config = compose(options.option, recorded_values(options.realism))
     require(config.train.stage == "rl", f"{options.realism}: its train.stage is {config.train.stage}, without users")
-    from megatron_collab.data.personal import PersonalData
     from megatron_collab.rollout import recorded
-    from megatron_collab.rollout.users import realism
+    from megatron_collab.user_logs import realism
+    from megatron_collab.user_logs.personal import PersonalData
 
     title, groups = recorded.played_groups(config, options.realism, options.step, options.evaluation)
     data = PersonalData(options.spacy)

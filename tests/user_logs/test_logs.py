@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.data.logs import LoggedConversation, distinct, read_log
-from megatron_collab.data.personal import PersonalData
 from megatron_collab.data.rows import open_rows
 from megatron_collab.data.sources import Source
+from megatron_collab.user_logs.logs import LoggedConversation, distinct, read_log
+from megatron_collab.user_logs.personal import PersonalData
 
 DATA = PersonalData()
 

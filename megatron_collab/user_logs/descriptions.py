@@ -19,7 +19,6 @@ from statistics import median
 from typing import Any
 
 from megatron_collab.config import Config, EndpointConfig, Prompt
-from megatron_collab.data.logs import LoggedConversation
 from megatron_collab.data.transcript import render
 from megatron_collab.inference.served import ModelServers, server_entries
 from megatron_collab.llm.answer import AnswerTooLong, Field, LlmError, how_to_answer
@@ -34,6 +33,7 @@ from megatron_collab.observability.run import progress
 from megatron_collab.runtime import network
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import Message, Task
+from megatron_collab.user_logs.logs import LoggedConversation
 
 DETAIL = "DETAIL"  # placeholder kind
 FIELDS = (

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_collab.data.datasets import write_jsonl
-from megatron_collab.data.personal import PersonalData, Placeholders
 from megatron_collab.data.readers import Messages, Row, Unfit, messages_of, sharegpt_messages
 from megatron_collab.data.rows import Rows
 from megatron_collab.data.tool_messages import content_of
 from megatron_collab.runtime import files
 from megatron_collab.types import Message
+from megatron_collab.user_logs.personal import PersonalData, Placeholders
 
 PERSON_COLUMNS = ("user_id", "user", "person", "customer_id")  # tried for the person if no column is named
 NEAR = 0.8  # Jaccard similarity of two users' words; from here on the later conversation is dropped

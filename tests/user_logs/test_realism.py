@@ -13,10 +13,10 @@ import pytest
 from megatron_collab.commands.__main__ import run
 from megatron_collab.config import Config, recorded
 from megatron_collab.data.datasets import task_row, write_jsonl
-from megatron_collab.data.personal import PersonalData
 from megatron_collab.observability.folder import append, rows_of
-from megatron_collab.rollout.users.realism import UserMessages, compare, comparison_text, run_messages
 from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Message, Reward, Rollout, Task, Turn
+from megatron_collab.user_logs.personal import PersonalData
+from megatron_collab.user_logs.realism import UserMessages, compare, comparison_text, run_messages
 
 STOP = "[[TERMINATE CHAT]]"
 WORDS = ["i", "want", "the", "blue", "table", "for", "our", "room", "on", "friday", "but", "not", "so", "large", "and"]
@@ -150,7 +150,7 @@ def test_a_run_is_compared_with_a_log(
         for at in range(20)
     ]
     write_jsonl(tmp_path / "log.jsonl", log)
-    page = (Path(__file__).resolve().parents[3] / "docs/howto/users-from-logs.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs/howto/users-from-logs.md").read_text()
     (command,) = [line for line in page.splitlines() if "--realism runs/support" in line]
     assert run("users-from-logs", [*command.split()[2:], "--out", "realism.json"]) == 0
     printed = capsys.readouterr().out

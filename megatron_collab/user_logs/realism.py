@@ -25,9 +25,9 @@ from sklearn.model_selection import StratifiedGroupKFold, cross_val_predict
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from megatron_collab.data.logs import LoggedConversation
-from megatron_collab.data.personal import PersonalData, Placeholders
 from megatron_collab.types import Group
+from megatron_collab.user_logs.logs import LoggedConversation
+from megatron_collab.user_logs.personal import PersonalData, Placeholders
 
 FOLDS = 5
 _DRAWS = 1000  # bootstrap samples

@@ -8,7 +8,7 @@ import pytest
 import spacy
 
 from megatron_collab.config import ConfigError
-from megatron_collab.data.personal import PersonalData, Placeholders
+from megatron_collab.user_logs.personal import PersonalData, Placeholders
 
 
 @pytest.fixture(scope="module")
