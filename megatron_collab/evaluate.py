@@ -14,6 +14,7 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_collab.runtime import gpu_environment, process, signals
 
@@ -26,21 +27,23 @@ from megatron_collab import patches
 from megatron_collab.config import Config
 from megatron_collab.launch import evaluation, inherited, prepare, program
 
+if TYPE_CHECKING:
+    from megatron_collab.rollout.evaluation import Evaluator
+
 # Modules that need Megatron, Ray or SGLang are imported in the function, since only ranks need them.
 
 
-def evaluate(config: Config, serving: Config, step: int, builds: bool = False) -> None:
+def evaluate(config: Config, serving: Config, step: int, evaluator_class: type[Evaluator] | None = None) -> None:
     """Evaluate the sets of data.eval that are not recorded yet; runs on every rank, and rank 0 does the work.
 
     `serving`: `config` with the model in the form that servers load; `step`: the training step of its weights.
-    `builds`: build conversations instead, see build_dataset.py.
+    `evaluator_class`: what plays the sets, if not Evaluator itself; building of conversations hands in its own.
     """
     patches.apply("megatron")
     from megatron_collab.launch.session import Session
     from megatron_collab.observability.folder import RunFolder
     from megatron_collab.rollout.evaluation import Evaluator
     from megatron_collab.rollout.servers import Servers
-    from megatron_collab.rollout.synthesis import Synthesis
     from megatron_collab.trainer.megatron.parallel import init_parallel
 
     with Session(serving) as session:
@@ -48,7 +51,7 @@ def evaluate(config: Config, serving: Config, step: int, builds: bool = False) -
         session.enter(init_parallel(serving))
         run = session.enter(RunFolder(config, start=step, steps=step))
         serve = partial(servers.serve_loaded, version=step)
-        evaluator = (Synthesis if builds else Evaluator)(serving, run, restore=serve)
+        evaluator = (evaluator_class or Evaluator)(serving, run, restore=serve)
         if run.leader:
             session.enter(evaluator.standalone(servers, step))
         serve()

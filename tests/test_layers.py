@@ -39,6 +39,7 @@ LAZY = {
     "reproduce.run": "planning is imported with Megatron, which takes seconds, and only for a forecast",
     "reward.workers": "LiteLLM takes seconds to import, and most metrics need none",
     "rollout.workers": "the actors import what they need; the process that starts them does not",
+    "synthesis.build_dataset": "as train",
     "user_logs.command": "answers --help and wrong arguments before LiteLLM and Presidio are imported",
 }
 

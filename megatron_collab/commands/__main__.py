@@ -30,7 +30,12 @@ COMMANDS = {
     "recording": "show recorded calls of users and judges: contents, price, latency; merge or scrub them",
 }
 # These replace this process, to block the preemption signal before they import.
-PROGRAMS = ("train", "evaluate", "build-dataset", "reproduce")
+PROGRAMS = {
+    "train": "megatron_collab.train",
+    "evaluate": "megatron_collab.evaluate",
+    "build-dataset": "megatron_collab.synthesis.build_dataset",
+    "reproduce": "megatron_collab.reproduce",
+}
 # Commands in a package of their own, which no other module of the core names; the others are in this one.
 SATELLITES = {
     "users-from-logs": "megatron_collab.user_logs.command",
@@ -51,7 +56,7 @@ def main() -> int:
         print(f"megatron-collab {__version__}")
         return 0
     if name in PROGRAMS:
-        os.execv(sys.executable, [sys.executable, "-m", f"megatron_collab.{name.replace('-', '_')}", *arguments])
+        os.execv(sys.executable, [sys.executable, "-m", PROGRAMS[name], *arguments])
     if name == "doctor":  # imports what a run imports
         gpu_environment.reload()
     return run(name, arguments)

@@ -12,7 +12,7 @@ from megatron_collab.config import Config, compose
 from megatron_collab.reproduce.study import Study
 from megatron_collab.runtime.process import FINISHED
 
-TRAIN, EVALUATE, BUILD = (f"megatron_collab.{name}" for name in ("train", "evaluate", "build_dataset"))
+TRAIN, EVALUATE, BUILD = (f"megatron_collab.{name}" for name in ("train", "evaluate", "synthesis.build_dataset"))
 PREPARE = "megatron_collab.commands"
 SUMMARY = "summary.json"
 BUILT, PILOT, CALLS = "build", "pilot", "calls"  # folders: a task's built conversations, its pilot, the pilot's calls

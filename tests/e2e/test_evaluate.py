@@ -104,12 +104,12 @@ def test_conversations_are_built_turn_by_turn_and_resume_after_a_kill(
     run, tasks = root / "built", f"data.eval={root}/world/unopened.jsonl"
     more = (tasks, "train.eval_tasks=6", "build.candidates=3", "rollout.futures=2", "rollout.max_messages=6")
     command = arguments(root, "built", f"model.path={root}/sft/hf", *more)
-    killed = start(command, module="megatron_collab.build_dataset")
+    killed = start(command, module="megatron_collab.synthesis.build_dataset")
     killed.when(lambda: any(file.stat().st_size for file in run.glob("journal/*.groups")))
     killed.process.kill()
     killed.process.wait()
     assert killed.gone() == []
-    resumed = start(command, module="megatron_collab.build_dataset")
+    resumed = start(command, module="megatron_collab.synthesis.build_dataset")
     resumed.finish()
     # 6 tasks, 3 turns, 3 candidates, 2 futures with 2, 1 and 0 messages of the user.
     bound = "6 conversations: at most 162 replies, 114 user messages, 0 judgments"
@@ -129,9 +129,9 @@ def test_conversations_are_built_turn_by_turn_and_resume_after_a_kill(
             assert prompt[:-2] == best["prompt"] and prompt[-2]["content"] == best["completion"]
     assert f"{len(rows)} candidates" in (run / "built" / "README.md").read_text()
     assert len(load_tasks(Source(source=str(run / "built")))) == len(rows)
-    repeated = start(command, module="megatron_collab.build_dataset")
+    repeated = start(command, module="megatron_collab.synthesis.build_dataset")
     assert repeated.wait() == 0 and "all conversations are built" in repeated.log.read_text()
-    refused = start([*command[:-1], f"run.dir={root}/none"], module="megatron_collab.build_dataset")
+    refused = start([*command[:-1], f"run.dir={root}/none"], module="megatron_collab.synthesis.build_dataset")
     assert refused.wait() == 2 and "rollout.max_messages: not set" in refused.log.read_text()
 
 
@@ -154,7 +154,7 @@ def test_conversations_are_built_by_several_assistants_and_uploaded(root: Path) 
             command = [
                 sys.executable,
                 "-m",
-                "megatron_collab.build_dataset",
+                "megatron_collab.synthesis.build_dataset",
                 *arguments(root, "cast", *more, *assistants),
             ]
             environment = hub.environment(root / "home", OPENAI_API_KEY="sk-test", HF_TOKEN=token)

@@ -18,8 +18,8 @@ from megatron_collab.llm.recording import Call, Usage
 from megatron_collab.rollout import cost, meter
 from megatron_collab.rollout.conversation import Player
 from megatron_collab.rollout.cost import Calls, Cost, RoleCalls
-from megatron_collab.rollout.meter import Meter
-from megatron_collab.rollout.synthesis import next_task
+from megatron_collab.synthesis.meter import Meter
+from megatron_collab.synthesis.synthesis import next_task
 from megatron_collab.types import Conversation, Message, Task, Turn
 from tests.rollout.fakes import CharacterRenderer, FakePolicy, FakeUsers, config
 from tests.rollout.test_group import FakeRewards

@@ -34,10 +34,10 @@ from megatron_collab.config import Config
 from megatron_collab.data.datasets import task_row, write_jsonl
 from megatron_collab.environments import tiny_model
 from megatron_collab.rollout.conversation import Player
-from megatron_collab.rollout.synthesis import Synthesis
 from megatron_collab.rollout.users import UserReply
 from megatron_collab.rollout.workers import Workers
 from megatron_collab.runtime.ray_cluster import ray_session, start_actor
+from megatron_collab.synthesis.synthesis import Synthesis
 from megatron_collab.types import Conversation, Finish, Group, Message, Score, Task, Turn
 
 TASKS, SMOKE_TASKS, WORKERS = 16, 2, 2

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from megatron_collab.config import Config, DataConfig
 from megatron_collab.data.assistants import CandidateAssistant
-from megatron_collab.data.built import rows_of, write
 from megatron_collab.data.examples import load_conversations, load_pairs, load_tasks
 from megatron_collab.data.preparation import Preparation
 from megatron_collab.data.sources import Source
+from megatron_collab.synthesis.built import rows_of, write
 from megatron_collab.types import (
     Conversation,
     Ending,

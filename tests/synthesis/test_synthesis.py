@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 from megatron_collab.rollout.conversation import Player
-from megatron_collab.rollout.synthesis import best_rollout, next_task, reply_of
+from megatron_collab.synthesis.synthesis import best_rollout, next_task, reply_of
 from megatron_collab.types import Ending, Group, Message, Missing, Task
 from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUsers, config
 from tests.rollout.test_group import FakeRewards

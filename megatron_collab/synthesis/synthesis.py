@@ -10,13 +10,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron_collab.data.built import FOLDER, write
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.rollout.evaluation import Evaluator
-from megatron_collab.rollout.meter import Meter
 from megatron_collab.rollout.scheduler import Flight, GroupRequest, Slot, answers
 from megatron_collab.rollout.summary import evaluation_summary
 from megatron_collab.rollout.task_requirements import applicable_metrics
+from megatron_collab.synthesis.built import FOLDER, write
+from megatron_collab.synthesis.meter import Meter
 from megatron_collab.types import Conversation, Ending, Group, Message, Missing, Rollout, Task
 
 

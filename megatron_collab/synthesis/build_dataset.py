@@ -1,4 +1,4 @@
-"""Conversations built turn by turn: `python -m megatron_collab.build_dataset experiment=NAME run.dir=OUT …`.
+"""Conversations built turn by turn: `python -m megatron_collab.synthesis.build_dataset experiment=NAME run.dir=OUT …`.
 
 Builds a conversation for each task of data.eval: at every turn, build.candidates replies are sampled, each is continued
 in rollout.futures futures and scored, and the best one is kept, with the user's answer in one of its futures. The
@@ -15,7 +15,7 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_collab.runtime import gpu_environment, process, signals
 
@@ -24,14 +24,18 @@ if __name__ == "__main__":
     gpu_environment.reload()
     process.imports_begin()  # the imports below take seconds
 
+from megatron_collab import patches
 from megatron_collab.config import Config
-from megatron_collab.data.built import FOLDER
 from megatron_collab.evaluate import evaluate
 from megatron_collab.launch import evaluation, inherited, prepare, program
 from megatron_collab.runtime import files, hub, keys
 from megatron_collab.runtime.redact import redact
+from megatron_collab.synthesis.built import FOLDER
 
-MODULE = "megatron_collab.build_dataset"
+if TYPE_CHECKING:
+    from megatron_collab.synthesis.synthesis import Synthesis
+
+MODULE = "megatron_collab.synthesis.build_dataset"
 UPLOADED = "uploaded.json"  # in run.dir: the digests of the uploaded files
 
 
@@ -55,8 +59,16 @@ def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
 
 
 def _build(config: Config, serving: Config, step: int) -> None:
-    evaluate(config, serving, step, builds=True)
+    evaluate(config, serving, step, _synthesis())
     _upload(config)
+
+
+def _synthesis() -> type[Synthesis]:
+    """The class that builds; only ranks import it, since it needs Ray."""
+    patches.apply("megatron")
+    from megatron_collab.synthesis.synthesis import Synthesis
+
+    return Synthesis
 
 
 def _uploaded(config: Config) -> bool:

@@ -1,0 +1,1 @@
+"""Builds data: conversations turn by turn, each continued from the best of several candidates."""
