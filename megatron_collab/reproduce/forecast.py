@@ -12,10 +12,11 @@ from megatron_collab.llm.endpoint import served_by_run
 from megatron_collab.llm.recording import SUFFIX, Recording
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.observability import evaluations
+from megatron_collab.planning import llm_cost
 from megatron_collab.planning.duration import Gpu, sampling_seconds, training_seconds
+from megatron_collab.planning.llm_cost import Calls, Cost, Means
 from megatron_collab.reproduce.plan import BUILD, TRAIN, Stage, seed_names
-from megatron_collab.rollout import cost, llm_endpoints, recorded
-from megatron_collab.rollout.cost import Calls, Cost, Means
+from megatron_collab.rollout import llm_endpoints, recorded
 from megatron_collab.runtime import device
 
 
@@ -50,7 +51,7 @@ def read(stage: Stage) -> Pilot:
     means = {}
     if calls and any(calls.glob(f"*{SUFFIX}")):
         recording = Recording(calls)
-        means = cost.role_means(recording.stored(number).call() for number in range(len(recording)))
+        means = llm_cost.role_means(recording.stored(number).call() for number in range(len(recording)))
     name = evaluations.name_of(seed, evaluations.MODEL)
     rows = recorded.rows_of_evaluation(stage.folder, name)
     replies = [sum(message["role"] == "assistant" for message in row["messages"]) for row in rows]
@@ -81,12 +82,12 @@ def total(forecasts: Sequence[Forecast]) -> Forecast:
 
 def _program_forecast(stage: Stage, config: Config, steps: int, pilot: Pilot, shape: ModelShape, gpu: Gpu) -> Forecast:
     calls = _calls(config, stage, steps)
-    usd = cost.forecast(calls, pilot.means, pilot.calls)
+    usd = llm_cost.forecast(calls, pilot.means, pilot.calls)
     assistants = llm_endpoints.assistant_endpoints(config)
     paid = [assistant.endpoint for assistant in assistants if not served_by_run(assistant.endpoint.model)]
     if paid and stage.module != TRAIN:  # in the pilot the policy played this role
         prompt_tokens = pilot.means["user"].prompt_tokens if "user" in pilot.means else 0.0
-        upper_bound = cost.cost_bound(Calls(assistant=calls.assistant), {"assistant": paid}, config, prompt_tokens)
+        upper_bound = llm_cost.cost_bound(Calls(assistant=calls.assistant), {"assistant": paid}, config, prompt_tokens)
         usd = Cost(usd.usd + upper_bound.usd, usd.unpriced + upper_bound.unpriced, usd.error)
     if config.launch.device != device.GPU:
         return Forecast(stage.title, usd, None)
@@ -102,10 +103,10 @@ def _program_forecast(stage: Stage, config: Config, steps: int, pilot: Pilot, sh
 
 def _calls(config: Config, stage: Stage, steps: int) -> Calls:
     if stage.module == TRAIN:
-        return cost.training_calls(config, steps)
+        return llm_cost.training_calls(config, steps)
     if stage.module == BUILD:
-        return cost.building_calls(_building(config), config.train.eval_tasks)
-    calls = (cost.evaluation_calls(config, eval_set, eval_set.tasks or 0) for eval_set in evaluation_sets(config))
+        return llm_cost.building_calls(_building(config), config.train.eval_tasks)
+    calls = (llm_cost.evaluation_calls(config, eval_set, eval_set.tasks or 0) for eval_set in evaluation_sets(config))
     return sum(calls, Calls())
 
 

@@ -10,7 +10,8 @@ from tqdm import tqdm
 from megatron_collab import patches
 from megatron_collab.config import Config
 from megatron_collab.llm.endpoint import served_by_run
-from megatron_collab.rollout import cost, llm_endpoints
+from megatron_collab.planning import llm_cost
+from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.users.named import user_of
 from megatron_collab.types import Task
 
@@ -27,9 +28,9 @@ class Meter:
         self._title, self._spend = f"{len(tasks)} {title}", spend
         self._turns, self._ended = [0] * len(tasks), [False] * len(tasks)
         self._before, self._reported = spend(), time.monotonic()
-        turns, size = cost.turn_calls(config), cost.task_tokens(tasks)
+        turns, size = llm_cost.turn_calls(config), llm_cost.task_tokens(tasks)
         models = _models(config, tasks)
-        in_usd = [cost.cost_bound(turn, models, config, size).usd for turn in turns]
+        in_usd = [llm_cost.cost_bound(turn, models, config, size).usd for turn in turns]
         self._weights = in_usd if all(in_usd) else [1.0] * len(turns)  # relative to each other
         self._played = 0.0  # weight of the turns played in this start
         self._print_bound(config, models, size)
@@ -58,16 +59,16 @@ class Meter:
             return line
         ended = [turns for turns, has_ended in zip(self._turns, self._ended, strict=True) if has_ended]
         played = self._played + sum(self._weights[turns] for turns in playing) / 2
-        remaining_usd = spent * cost.remaining_weight(ended, playing, self._weights) / played
+        remaining_usd = spent * llm_cost.remaining_weight(ended, playing, self._weights) / played
         return f"{line}, about {remaining_usd:.2g} USD to go"
 
-    def _print_bound(self, config: Config, models: cost.Models, size: float) -> None:
-        line = f"{self._title}: {cost.building_calls(config, len(self._turns))}"
+    def _print_bound(self, config: Config, models: llm_cost.Models, size: float) -> None:
+        line = f"{self._title}: {llm_cost.building_calls(config, len(self._turns))}"
         budget = config.llm.budget_usd
         if not any(models.values()):
             tqdm.write(line)
             return
-        bound = cost.cost_bound(cost.building_calls(config, len(self._turns)), models, config, size)
+        bound = llm_cost.cost_bound(llm_cost.building_calls(config, len(self._turns)), models, config, size)
         tqdm.write(f"{line}; at most {bound} if every message has its maximum length")
         unspent = None if budget is None else budget - self._before["usd"]
         if unspent is not None and unspent < bound.usd:
@@ -75,7 +76,7 @@ class Meter:
             tqdm.write(f"llm.budget_usd={budget:g}: the remaining {unspent:.4g} USD may not be enough; {hint}")
 
 
-def _models(config: Config, tasks: Sequence[Task]) -> cost.Models:
+def _models(config: Config, tasks: Sequence[Task]) -> llm_cost.Models:
     """The paid models, by role."""
     if config.llm.offline:
         return {}

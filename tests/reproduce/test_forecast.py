@@ -11,14 +11,14 @@ from megatron_collab import patches
 
 patches.apply("megatron")
 from megatron_collab.models import hf_config  # noqa: E402 (Megatron is imported with planning)
+from megatron_collab.planning import llm_cost  # noqa: E402
 from megatron_collab.planning.duration import Gpu  # noqa: E402
+from megatron_collab.planning.llm_cost import Means  # noqa: E402
 from megatron_collab.planning.memory import model_config_file  # noqa: E402
 from megatron_collab.reproduce import forecast  # noqa: E402
 from megatron_collab.reproduce.forecast import Pilot  # noqa: E402
 from megatron_collab.reproduce.plan import StudyOptions, stages  # noqa: E402
 from megatron_collab.reproduce.study import read  # noqa: E402
-from megatron_collab.rollout import cost  # noqa: E402
-from megatron_collab.rollout.cost import Means  # noqa: E402
 
 GPU = Gpu(989e12, 3.35e12)
 
@@ -27,7 +27,7 @@ def pilot_of(planned: list) -> Pilot:
     """Of 4 conversations, in which a user said 16 messages at a cent, and the judge scored each twice for two cents."""
     config = next(stage.config for stage in planned if stage.name == "pilot")
     (evaluation_set, *_) = forecast.evaluation_sets(config)
-    might = cost.evaluation_calls(config, evaluation_set, 4)
+    might = llm_cost.evaluation_calls(config, evaluation_set, 4)
     means = {"user": Means(16, 900, 60, 1.5, 0.01, 0.001), "judge": Means(8, 2000, 80, 3.0, 0.02, 0.0)}
     return Pilot(means, might, 4.0, 300.0)
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +13,9 @@ from megatron_collab import patches
 from megatron_collab.config import Config, EndpointConfig, SamplingConfig
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.llm.recording import Call, Usage
-from megatron_collab.rollout import cost, meter
+from megatron_collab.planning import llm_cost
+from megatron_collab.planning.llm_cost import Calls, Cost, RoleCalls
 from megatron_collab.rollout.conversation import Player
-from megatron_collab.rollout.cost import Calls, Cost, RoleCalls
-from megatron_collab.synthesis.meter import Meter
 from megatron_collab.synthesis.synthesis import next_task
 from megatron_collab.types import Conversation, Message, Task, Turn
 from tests.rollout.fakes import CharacterRenderer, FakePolicy, FakeUsers, config
@@ -31,7 +28,7 @@ class Counting:
     """A player of the longest possible conversations, which counts by role its calls and the messages they read."""
 
     def __init__(self, options: Config) -> None:
-        self.messages_read: dict[str, list[int]] = {role: [] for role in cost.ROLES}
+        self.messages_read: dict[str, list[int]] = {role: [] for role in llm_cost.ROLES}
 
         class Policy(FakePolicy):
             async def generate(policy, prompt_ids: tuple[int, ...], **request: Any) -> Turn:
@@ -72,7 +69,7 @@ def test_the_longest_possible_group_makes_as_many_calls_as_the_bound(
     settings = options(mode, **{"futures": futures, "max_user_turns": 3, "max_assistant_turns": 4, **limits})
     played = Counting(settings)
     asyncio.run(played.player.play(TASK, "s"))
-    assert played.calls() == cost.group_calls(settings) + Calls(user=RoleCalls(1))
+    assert played.calls() == llm_cost.group_calls(settings) + Calls(user=RoleCalls(1))
 
 
 def test_the_longest_possible_built_conversation_makes_as_many_calls_as_the_bound() -> None:
@@ -86,21 +83,21 @@ def test_the_longest_possible_built_conversation_makes_as_many_calls_as_the_boun
         task = continuation
     assert turn == 2
     # Messages of the task are replies of the policy too. Each turn has three candidates with two futures.
-    assert played.calls() == cost.building_calls(settings, 1)
-    assert cost.building_calls(settings, 5) == cost.building_calls(settings, 1) * 5
+    assert played.calls() == llm_cost.building_calls(settings, 1)
+    assert llm_cost.building_calls(settings, 5) == llm_cost.building_calls(settings, 1) * 5
     bound = "at most 27 replies, 19 user messages, 18 judgments"
-    assert str(cost.building_calls(settings, 1)) == bound.replace("27", str(played.calls().assistant.calls))
+    assert str(llm_cost.building_calls(settings, 1)) == bound.replace("27", str(played.calls().assistant.calls))
 
 
 def test_training_and_evaluation_calls_are_those_of_their_groups() -> None:
     settings = options()
     settings.train.prompts_per_step, settings.algo.dynamic_sampling = 4, 1
-    opened = cost.group_calls(settings) + Calls(user=RoleCalls(1))
-    assert cost.training_calls(settings, 10) == opened * 80
+    opened = llm_cost.group_calls(settings) + Calls(user=RoleCalls(1))
+    assert llm_cost.training_calls(settings, 10) == opened * 80
     settings.train.stage = "dpo"
-    assert cost.training_calls(settings, 10) == Calls()
+    assert llm_cost.training_calls(settings, 10) == Calls()
     eval_set = EvaluationSet("tasks", samples=2, max_assistant_turns=1)
-    assert cost.evaluation_calls(settings, eval_set, 6) == Calls(RoleCalls(12, 12), RoleCalls(6), RoleCalls(12, 24))
+    assert llm_cost.evaluation_calls(settings, eval_set, 6) == Calls(RoleCalls(12, 12), RoleCalls(6), RoleCalls(12, 24))
 
 
 def test_the_cost_bound_is_the_price_of_the_longest_messages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,11 +106,11 @@ def test_the_cost_bound_is_the_price_of_the_longest_messages(monkeypatch: pytest
     settings.rollout.turn = settings.rollout.future = SamplingConfig(300)
     models = {"user": [EndpointConfig("openai/a", max_tokens=100), EndpointConfig("openai/b", max_tokens=100)]}
     calls = Calls(assistant=RoleCalls(9, 9), user=RoleCalls(10, 30), judge=RoleCalls(5, 5))
-    prompts = 10 * (cost.INSTRUCTIONS + 76) + 30 * (300 + 100) / 2
-    bound = cost.cost_bound(calls, models, settings, 76)
+    prompts = 10 * (llm_cost.INSTRUCTIONS + 76) + 30 * (300 + 100) / 2
+    bound = llm_cost.cost_bound(calls, models, settings, 76)
     assert bound == Cost(pytest.approx((2 * prompts + 5 * 10 * 100) / 1e6))
     monkeypatch.setattr(patches, "apply", lambda *_: None)
-    judged = cost.cost_bound(calls, {**models, "judge": [EndpointConfig("openai/nobody-knows")]}, settings, 76)
+    judged = llm_cost.cost_bound(calls, {**models, "judge": [EndpointConfig("openai/nobody-knows")]}, settings, 76)
     assert judged.usd == bound.usd and judged.unpriced == ("openai/nobody-knows",)
     assert str(judged).endswith(" USD, plus calls of openai/nobody-knows, whose price is unknown")
 
@@ -132,7 +129,7 @@ def test_a_pilot_is_measured_by_role_and_scaled_to_a_plan() -> None:
             pilot.append(recorded(f"t-{group}/{number}/0", {}, None, 0.01 * dear))
     pilot += [recorded("t-1/0/0", {}, "0", None), recorded("t-1/0/0", None, None, 0.5)]
     scorer = Call("t-1/0/0", 0, 0.0, {"model": "reward.metrics.good", "messages": []}, {}, None, Usage(usd=7.0))
-    means = cost.role_means([*pilot, scorer])
+    means = llm_cost.role_means([*pilot, scorer])
     users = means["user"]
     assert set(means) == {"assistant", "user", "judge"} and users.calls == len(pilot) - 2
     assert (users.prompt_tokens, users.answer_tokens, users.seconds) == (100, 10, 2)
@@ -140,7 +137,7 @@ def test_a_pilot_is_measured_by_role_and_scaled_to_a_plan() -> None:
 
     might = Calls(assistant=RoleCalls(10), user=RoleCalls(2 * users.calls), judge=RoleCalls(4))
     plan = Calls(user=RoleCalls(20_000), judge=RoleCalls(4))
-    forecast = cost.forecast(plan, means, might)
+    forecast = llm_cost.forecast(plan, means, might)
     assert forecast.usd == pytest.approx(10_000 * users.usd) and forecast.unpriced == ("the judge",)
     assert forecast.error == pytest.approx(10_000 * users.error)
     # The error is the spread of the means of other pilots with as many groups.
@@ -159,55 +156,9 @@ def test_a_pilot_is_measured_by_role_and_scaled_to_a_plan() -> None:
 def test_remaining_weight_follows_the_lengths_of_ended_conversations() -> None:
     weights = [1.0, 2.0, 4.0]
     # After the first turn one of four ended, after the second one of three; the third is the last.
-    assert cost.remaining_weight([1, 2, 3], [2], weights) == pytest.approx(4 - 2)
+    assert llm_cost.remaining_weight([1, 2, 3], [2], weights) == pytest.approx(4 - 2)
     # Half of the four ended after the first turn; nothing is known of the second.
-    assert cost.remaining_weight([1, 1], [1, 0], weights) == pytest.approx(
+    assert llm_cost.remaining_weight([1, 1], [1, 0], weights) == pytest.approx(
         (2 + 1 / 3 * 4 - 1) + (1 + 1 / 3 * (2 + 1 / 3 * 4) - 0.5)
     )
-    assert cost.remaining_weight([3], [], weights) == 0
-
-
-def test_progress_lines_show_spent_and_expected_cost(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(patches, "apply", lambda *_: None)
-    monkeypatch.setattr(meter, "SAY_EVERY", 0)
-    settings = options(futures=1, max_messages=6)
-    settings.user.model, settings.reward.judge.model = "openai/user", "openai/judge"
-    settings.llm.prices = {"openai/user": [1, 1], "openai/judge": [1, 1]}
-    settings.llm.budget_usd = 0.01
-    spent: Counter[str] = Counter({"calls": 7, "usd": 0.005, "unpriced": 0})  # by an earlier start
-
-    built = Meter(settings, [TASK] * 100, "conversations", lambda: Counter(spent))
-    first, budget = capsys.readouterr().out.splitlines()
-    assert first.startswith("100 conversations: at most 1800 replies, 1000 user messages, 900 judgments; at most ")
-    assert first.endswith(" USD if every message has its maximum length")
-    assert budget.startswith("llm.budget_usd=0.01: the remaining 0.005 USD may not be enough; the program ends")
-
-    turns = [number % 3 + 1 for number in range(100)]  # of each conversation
-    built._weights = costs = [1.0, 2.0, 3.0]
-    price = sum(sum(costs[:count]) for count in turns)
-    spent["usd"] += 100 * costs[0] / 2
-    for turn in range(3):
-        for number in range(100):
-            if turns[number] > turn:  # half of a turn is paid before it is finished
-                over = turns[number] == turn + 1
-                spent["calls"] += 1
-                spent["usd"] += (costs[turn] + (0 if over else costs[turn + 1])) / 2
-                built.turn(number, over, played=True)
-    printed = capsys.readouterr().out.splitlines()
-    for calls, rel in ((20, 0.3), (100, 0.25), (140, 0.1), (180, 0.1)):
-        (line,) = (line for line in printed if f"; {calls} calls" in line)
-        paid, to_come = (float(text.split()[-1]) for text in line.split(" USD")[:2])
-        assert to_come == pytest.approx(price - paid, rel=rel)
-    assert printed[-1] == f"100 conversations: 100 done; {sum(turns)} calls, {price:.4g} USD"
-
-    spent["unpriced"] += 1
-    assert built.line().endswith(", plus 1 calls of unknown price")
-
-
-def test_recorded_answers_are_not_priced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    settings = options(futures=1, max_messages=6)
-    settings.user.model, settings.llm.replay = "openai/user", str(tmp_path)
-    Meter(settings, [TASK], "conversations", lambda: Counter())
-    assert "USD" not in capsys.readouterr().out
+    assert llm_cost.remaining_weight([3], [], weights) == 0
