@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +59,21 @@ def test_packages_import_only_packages_below_them() -> None:
     program = Path(sys.executable).with_name("lint-imports")
     done = subprocess.run([program, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_core_names_satellites_only_in_the_table_of_commands() -> None:
+    """As text, by which a module can be imported or run; the contract has the imports."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    satellites = contracts[0]["layers"][0].split(" | ")
+    path = re.compile(rf"{PACKAGE}\.({'|'.join(satellites)})\b")
+    naming = {
+        name
+        for name, tree in modules()
+        if name.partition(".")[0] not in satellites
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and path.search(node.value)
+    }
+    assert naming == {"commands.__main__"}
 
 
 def test_no_module_imports_itself_through_others() -> None:
