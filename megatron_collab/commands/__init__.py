@@ -1,6 +1,7 @@
 """The commands of the program `megatron-collab`, one per module, whose `main(arguments)` returns the exit code.
 
-This module has what they share. It imports nothing heavy, so that --help and --version answer at once.
+Commands of satellites are in their packages. This module has what all share. It imports nothing heavy, so that --help
+and --version answer at once.
 """
 
 from __future__ import annotations
