@@ -48,7 +48,7 @@ def test_a_session_ends_what_a_failed_test_leaves_and_fails_for_what_others_leav
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", str(file)]
     session = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     (leftover,) = (
-        process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"][2:] == [str(file)]
+        process for process in psutil.process_iter(["cmdline"]) if (process.info["cmdline"] or [])[2:] == [str(file)]
     )
     leftover.kill()
     assert leftover.info["cmdline"][1] == "-f", "of the test that passed"
