@@ -1,6 +1,5 @@
 """One update of a small Qwen3, against TRL's GRPOTrainer doing the same update on the same tokens.
 
-    .venv/bin/python -m pip install --no-deps -r requirements/bench.lock
     .venv/bin/python tools/bench/step.py [--smoke]
 
 A random Qwen3 of 25 million parameters; 128 sequences, a prompt and a reply each, with lognormal lengths; GRPO with
@@ -8,7 +7,7 @@ the token mean, no reference, AdamW, clipped gradient; float32, one process, one
 or packed batch as in a run and do forward, backward, clipping and the optimizer's step. They alternate; TRL has the
 micro-batch size that was faster in its first update. `trl_over_ours` is the ratio of the median times,
 `loss_diff` the difference of the losses of the first update, `norm_diff` the relative one of the gradient norms.
---smoke: our update alone, of 16 sequences, which needs no packages of bench.lock.
+--smoke: 16 sequences, one micro-batch size, one timed update.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -28,6 +28,7 @@ import numpy as np
 from megatron_collab import patches
 
 warnings.filterwarnings("ignore")
+sys.path.append(str(Path(sys.prefix) / "compared"))  # TRL, installed by tools/setup_env.sh
 patches.apply("megatron")
 
 import torch  # noqa: E402
@@ -96,7 +97,7 @@ def trl(folder: Path, samples: list[Sample], micro_batch: int) -> Callable[[], d
     from trl import GRPOConfig, GRPOTrainer
 
     tokenizer = Tokenizer(models.WordLevel({"[PAD]": 0, "[EOS]": 1}, unk_token="[PAD]"))
-    steps = SEQUENCES // micro_batch
+    steps = len(samples) // micro_batch
     trainer = GRPOTrainer(
         model=Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
@@ -116,7 +117,7 @@ def trl(folder: Path, samples: list[Sample], micro_batch: int) -> Callable[[], d
             gradient_accumulation_steps=steps,
             report_to=[],
         ),
-        train_dataset=Dataset.from_list([{"prompt": "a"}] * SEQUENCES),
+        train_dataset=Dataset.from_list([{"prompt": "a"}] * len(samples)),
         processing_class=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", eos_token="[EOS]"),
     )
     trainer.create_optimizer()
@@ -125,7 +126,7 @@ def trl(folder: Path, samples: list[Sample], micro_batch: int) -> Callable[[], d
     inputs = padded(samples)
     parts = [
         {name: value[start : start + micro_batch] if value.dim() else value for name, value in inputs.items()}
-        for start in range(0, SEQUENCES, micro_batch)
+        for start in range(0, len(samples), micro_batch)
     ]
 
     def update() -> dict[str, float]:
@@ -147,9 +148,12 @@ def padded(samples: list[Sample]) -> dict[str, torch.Tensor]:
     assigned = with_advantages(ScoredBatch(tuple(samples)), Config().algo).advantages or ()
     prompts = [int(np.flatnonzero(sample.loss_mask)[0]) for sample in samples]
     replies = [len(sample.token_ids) - prompt for sample, prompt in zip(samples, prompts, strict=True)]
-    columns = {name: torch.zeros(SEQUENCES, max(prompts), dtype=torch.long) for name in ("prompt_ids", "prompt_mask")}
+    columns = {
+        name: torch.zeros(len(samples), max(prompts), dtype=torch.long) for name in ("prompt_ids", "prompt_mask")
+    }
     columns |= {
-        name: torch.zeros(SEQUENCES, max(replies), dtype=torch.long) for name in ("completion_ids", "completion_mask")
+        name: torch.zeros(len(samples), max(replies), dtype=torch.long)
+        for name in ("completion_ids", "completion_mask")
     }
     for row, (sample, prompt, reply) in enumerate(zip(samples, prompts, replies, strict=True)):
         token_ids = torch.from_numpy(sample.token_ids)
@@ -170,7 +174,7 @@ def time_update(update: Callable[[], dict[str, float]]) -> tuple[dict[str, float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2, help="timed updates of each side")
-    parser.add_argument("--smoke", action="store_true", help="our update alone, once: no figures")
+    parser.add_argument("--smoke", action="store_true", help="a few sequences, once: its ratio says nothing")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     os.environ |= single_rank("bench")
@@ -183,22 +187,18 @@ def main() -> None:
         lengths = [len(sample.token_ids) for sample in samples]
         print(f"{parameters / 1e6:.1f} M parameters, {sum(lengths)} tokens, the longest {max(lengths)}", flush=True)
         update = ours(folder, samples)
-        if arguments.smoke:
-            return report({name: update()[name] for name in ("loss", "grad_norm")})
-        peers = {size: trl(folder, samples, size) for size in TRL_MICRO_BATCHES}
+        micro_batches = TRL_MICRO_BATCHES[: 1 if arguments.smoke else None]
+        peers = {size: trl(folder, samples, size) for size in micro_batches}
         first, _ = time_update(update)
         trl_results = {size: time_update(peer) for size, peer in peers.items()}
         fastest = min(trl_results, key=lambda size: trl_results[size][1])
-        times = [(time_update(update)[1], time_update(peers[fastest])[1]) for _ in range(arguments.rounds)]
+        rounds = range(1 if arguments.smoke else arguments.rounds)
+        times = [(time_update(update)[1], time_update(peers[fastest])[1]) for _ in rounds]
     our_median, trl_median = (statistics.median(column) for column in zip(*times, strict=True))
     print(f"ours {our_median:.2f} s, TRL {trl_median:.2f} s with micro-batches of {fastest}")
     differences = [abs(first["loss"] - peer["loss"]) for peer, _ in trl_results.values()]
     norms = [abs(first["grad_norm"] / peer["grad_norm"] - 1) for peer, _ in trl_results.values()]
     values = {"trl_over_ours": trl_median / our_median, "loss_diff": max(differences), "norm_diff": max(norms)}
-    report(values)
-
-
-def report(values: dict[str, float]) -> None:
     print(json.dumps({"name": "step", "values": {name: round(value, 8) for name, value in values.items()}}))
 
 
