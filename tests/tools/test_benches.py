@@ -38,6 +38,7 @@ HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
     "preemption": lambda values: (values["saved"], values["equal"], values["played_again"]) == (values["of"], 1, 0),
     "rehearse": lambda values: values["failed"] == 0 and values["rank_classes"] > 0,
     "sandbox": lambda values: values["earned"] == values["honest_failed"] == 0,
+    "step": lambda values: values["loss_diff"] <= 1e-6 and values["norm_diff"] <= 1e-4,
     "replay": lambda values: (values["live_calls"], values["equal"]) == (0, 1) and values["calls_per_second"] > 0,
     "reward_loop": lambda values: values["time_over_ideal"] >= 1,
 }
