@@ -135,6 +135,7 @@ def test_conversations_are_built_turn_by_turn_and_resume_after_a_kill(
     assert refused.wait() == 2 and "rollout.max_messages: not set" in refused.log.read_text()
 
 
+@pytest.mark.slow
 def test_conversations_are_built_by_several_assistants_and_uploaded(root: Path) -> None:
     """The policy on its server and an endpoint; the first upload fails, and the same command repeats only that."""
     run = root / "cast"

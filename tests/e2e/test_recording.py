@@ -23,7 +23,7 @@ from tests.helpers import make_model
 from tests.llm.endpoint import Endpoint, Reply, says
 from tests.proxy import recording_proxy
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "sk-proj-0123456789abcdef0123456789"

@@ -111,6 +111,7 @@ def test_a_machine_that_is_not_in_the_cluster(config: Config, machines: Machines
     process.stop()
 
 
+@pytest.mark.slow
 def test_a_server_over_two_nodes_samples_and_starts_anew_with_both_parts(config: Config, tmp_path: Path) -> None:
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     server_options = replace(config.rollout.server, tp=2, nnodes=2)

@@ -59,7 +59,9 @@ class ClassMemory(NamedTuple):
     apart: list[Comparison]
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    "group", ["bfloat16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8", "kept"))]
+)
 def test_every_class_holds_what_the_plan_says(tmp_path: Path, group: str) -> None:
     [results] = run_ranks(rehearse_all, 1, tmp_path, GROUPS[group], engine=True)
     for case, classes in results.items():

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHES = sorted(file.stem for file in (ROOT / "tools" / "bench").glob("*.py"))
 # More than a quarter of a minute: they start servers, train, or import in many processes.
 SLOW = {"async_steps", "booking", "in_flight", "judge_outage", "layouts", "logprob", "preemption", "prefix", "publish"}
-SLOW |= {"build", "dpo", "gpu", "lora", "mutants", "rehearse", "step", "train_turns", "tree"}
+SLOW |= {"build", "dpo", "gpu", "lora", "mutants", "rehearse", "sandbox", "step", "store", "train_turns", "tree"}
 # No order beats the bounds that the benches divide by, and nothing may be lost, read wrongly or played again.
 HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
     "accuracy": lambda values: values["wrong"] == values["gold_wrong"] == values["perturbed_accepted"] == 0,

@@ -24,6 +24,7 @@ multiprocessing.set_start_method = lambda method, force=False: set_start_method(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_spawned_processes_serve_and_end_as_forked_ones(
     servers: dict[str, Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
