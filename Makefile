@@ -63,10 +63,10 @@ test-gpu-set:
 		-m "processes and not gpu and not slurm and not slow"
 
 quickstart: setup
-	.venv/bin/python tools/quickstart.py --seed $(SEED)
+	.venv/bin/megatron-collab quickstart --seed $(SEED)
 
 quickstart-compare: setup
-	.venv/bin/python tools/quickstart.py --seed $(SEED) --compare
+	.venv/bin/megatron-collab quickstart --seed $(SEED) --compare
 
 # The pages as a site in build/site. MkDocs has an environment of its own: it pins other versions than training does.
 docs: setup

@@ -258,4 +258,4 @@ fi
 step "megatron-collab" pip_install --no-deps --no-build-isolation -e .
 rm -rf $VENV/tmp
 echo "$WANTED" >$STAMP
-echo "setup: done; python is $VENV/bin/python, what was found: $VENV/bin/python tools/doctor.py"
+echo "setup: done; python is $VENV/bin/python, what was found: $VENV/bin/megatron-collab doctor"

@@ -18,7 +18,7 @@ COMMANDS = {
     "evaluate": "evaluate a checkpoint, a Hugging Face folder or any LiteLLM model, without training",
     "build-dataset": "build conversations turn by turn from the best of several candidates, as training rows",
     "reproduce": "reproduce a published comparison: train and evaluate its assistants, and compare the tables",
-    "quickstart": "train on train on the booking world, supervised and then with GRPO, on two CPU cores",
+    "quickstart": "train on the booking world, supervised and then with GRPO, on two CPU cores",
     "doctor": "check this machine; --plan: GPU memory of a run; --data: rows; --llm: call its models",
     "prepare-data": "convert published data to training rows, split by conversation",
     "users-from-logs": "make tasks and users from a product's conversations; measure how real simulated users are",

@@ -2,7 +2,7 @@
 
 An entry point calls `apply` with the libraries it is about to import; no import patches a library by itself. If a patch
 needs an object of the library, it is a function of these modules that is called when the object is created; its entry
-has neither `sets` nor `apply`. `tools/doctor.py` lists the patches that are active on a machine.
+has neither `sets` nor `apply`. `megatron-collab doctor` lists the patches that are active on a machine.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ _OPTIMIZER_PY = "megatron/core/optimizer/distrib_optimizer.py"
 PATCHES = (
     _megatron(
         "warnings",
-        why="Every rank would print at every start what is not installed (tools/doctor.py says that), which names of "
+        why="Every rank would print at every start what is not installed (megatron-collab doctor says that), which names of "
         "torch.distributed are deprecated, and what Megatron means to replace.",
         upstream="megatron/core/utils.py and others",
         until="Megatron-Core uses the names of torch 2.14, and each of _MESSAGES has gone",

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_collab.observability import report
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "report.py"
+COMMAND = [sys.executable, "-m", "megatron_collab.commands", "report"]
 
 
 def conversation(task: int, reply: str, right: float) -> dict:
@@ -152,9 +152,9 @@ def test_a_supervised_run_has_curves_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_the_tool_makes_the_report_again_and_refuses_another_folder(run: Path, tmp_path: Path) -> None:
-    result = subprocess.run([sys.executable, str(TOOL), str(run)], capture_output=True, text=True)
+def test_the_command_makes_the_report_again_and_refuses_another_folder(run: Path, tmp_path: Path) -> None:
+    result = subprocess.run([*COMMAND, str(run)], capture_output=True, text=True)
     assert result.returncode == 0 and (run / "report.html").exists()
     (tmp_path / "empty").mkdir()
-    refused = subprocess.run([sys.executable, str(TOOL), str(tmp_path / "empty")], capture_output=True, text=True)
+    refused = subprocess.run([*COMMAND, str(tmp_path / "empty")], capture_output=True, text=True)
     assert refused.returncode == 2 and "has no metrics.jsonl or evaluations.json" in refused.stderr

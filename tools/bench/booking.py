@@ -63,7 +63,8 @@ def main() -> None:
 
 def measure(seeds: list[int], root: Path, picture: Path, overrides: tuple[str, ...] = ()) -> None:
     for seed in seeds:
-        command = [sys.executable, "tools/quickstart.py", f"--seed={seed}", f"--root={root}", "--compare", *overrides]
+        command = [sys.executable, "-m", "megatron_collab.commands", "quickstart"]
+        command += [f"--seed={seed}", f"--root={root}", "--compare", *overrides]
         subprocess.run(command, check=True)
     folders = [root / f"seed{seed}" for seed in seeds]
     results = [json.loads((folder / "result.json").read_text()) for folder in folders]

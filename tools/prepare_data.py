@@ -1,8 +1,0 @@
-"""`megatron-collab prepare-data` from a source checkout."""
-
-import sys
-
-from megatron_collab.commands.__main__ import run
-
-if __name__ == "__main__":
-    sys.exit(run("prepare-data", sys.argv[1:]))

@@ -1,8 +1,0 @@
-"""`megatron-collab quickstart` from a source checkout."""
-
-import sys
-
-from megatron_collab.commands.quickstart import main
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
