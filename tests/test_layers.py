@@ -39,6 +39,7 @@ LAZY = {
     "patches.sglang": "stands in for sgl_kernel only where that is missing",
     "reproduce.run": "planning is imported with Megatron, which takes seconds, and only for a forecast",
     "reward.workers": "LiteLLM takes seconds to import, and most metrics need none",
+    "weight_sync.receiver": "servers import Hydra only for a transport in a file of the user",
     "rollout.workers": "the actors import what they need; the process that starts them does not",
 }
 

@@ -28,6 +28,11 @@ FORMATS = (  # of rows, as data/formats.py reads them
     "question_answer", "problem_solution", "recipe_sft", "prompt_completion", "prompt", "text",
 )
 # fmt: on
+TRANSPORTS = {  # of weights to the servers; their interface is in weight_sync/transports/base.py
+    "memory": "megatron_collab.weight_sync.transports.shared_memory:SharedMemoryTransport",
+    "network": "megatron_collab.weight_sync.transports.p2p:NetworkTransport",
+    "disk": "megatron_collab.weight_sync.transports.disk:DiskTransport",
+}
 
 
 @dataclass
@@ -446,7 +451,10 @@ class LlmConfig:
 
 @dataclass
 class PublishConfig:
-    transport: str = mutable("auto", "how weights reach the servers", choices=("auto", "memory", "network", "disk"))
+    transport: str = mutable("auto", "how weights reach the servers", choices=("auto", *TRANSPORTS), extensible=True)
+    transport_options: dict[str, Any] = mutable(
+        {}, "settings of a transport given as package.module:Class", entries_may_change=True
+    )
     verify: int = mutable(0, "publishes between checks of the servers' weights by checksum; 0: never", ge=0)
 
 

@@ -94,7 +94,7 @@ def check_settings(config: Config) -> None:
     check_declared(config)
     message = "<launch.nodes>: needs launch.interface, the network interface between nodes, e.g. ib0"
     check(config.launch.nodes == 1 or config.launch.interface is not None, message)
-    for setting in ("reward.mode", "algo.loss", "data.world", "data.format"):
+    for setting in ("reward.mode", "algo.loss", "data.world", "data.format", "publish.transport"):
         options = attrgetter(f"{setting}_options")(config)
         message = f"{setting}_options: <{setting}> has no options; remove them"
         check(not options or ":" in str(attrgetter(setting)(config)), message)
