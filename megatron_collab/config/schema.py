@@ -33,6 +33,9 @@ TRANSPORTS = {  # of weights to the servers; their interface is in weight_sync/t
     "network": "megatron_collab.weight_sync.transports.p2p:NetworkTransport",
     "disk": "megatron_collab.weight_sync.transports.disk:DiskTransport",
 }
+PLAYERS = {  # of groups; their interface is in rollout/player.py
+    "futures": "megatron_collab.rollout.conversation:FuturesPlayer",
+}
 
 
 @dataclass
@@ -281,6 +284,13 @@ class SamplingConfig:
 
 @dataclass
 class RolloutConfig:
+    player: str = option(
+        "futures",
+        "how a group is played; futures: a trained turn, its futures, their scores",
+        choices=(*PLAYERS,),
+        extensible=True,
+    )
+    player_options: dict[str, Any] = option({}, "settings of a player given as package.module:Class")
     futures: int = option(
         3, "conversations continued from a trained turn; 0: train all turns of one conversation", ge=0, le=1000
     )

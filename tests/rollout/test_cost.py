@@ -16,7 +16,7 @@ from megatron_collab.config import Config, EndpointConfig, SamplingConfig
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.llm.recording import Call, Usage
 from megatron_collab.rollout import cost, meter
-from megatron_collab.rollout.conversation import Player
+from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.rollout.cost import Calls, Cost, RoleCalls
 from megatron_collab.rollout.meter import Meter
 from megatron_collab.rollout.synthesis import next_task
@@ -49,7 +49,7 @@ class Counting:
         policy, rewards = Policy(lambda prompt, seed: f"say {seed}"), FakeRewards(score)
         users = FakeUsers(user)
         users.opens = lambda sample: self.messages_read["user"].append(0) or "hi"  # type: ignore[func-returns-value]
-        self.player = Player(policy, CharacterRenderer(), users, rewards, options)  # type: ignore[arg-type]
+        self.player = FuturesPlayer(policy, CharacterRenderer(), users, rewards, options)  # type: ignore[arg-type]
 
     def calls(self) -> Calls:
         return Calls(*(RoleCalls(len(counts), sum(counts)) for counts in self.messages_read.values()))
