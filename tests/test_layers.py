@@ -40,6 +40,7 @@ LAZY = {
     "rehearsal.command": "answers --help and wrong arguments before torch is imported",
     "reproduce.run": "planning is imported with Megatron, which takes seconds, and only for a forecast",
     "reward.workers": "LiteLLM takes seconds to import, and most metrics need none",
+    "weight_sync.receiver": "servers import Hydra only for a transport in a file of the user",
     "rollout.workers": "the actors import what they need; the process that starts them does not",
     "synthesis.build_dataset": "as train",
     "user_logs.command": "answers --help and wrong arguments before LiteLLM and Presidio are imported",

@@ -28,6 +28,14 @@ FORMATS = (  # of rows, as data/formats.py reads them
     "question_answer", "problem_solution", "recipe_sft", "prompt_completion", "prompt", "text",
 )
 # fmt: on
+TRANSPORTS = {  # of weights to the servers; their interface is in weight_sync/transports/base.py
+    "memory": "megatron_collab.weight_sync.transports.shared_memory:SharedMemoryTransport",
+    "network": "megatron_collab.weight_sync.transports.p2p:NetworkTransport",
+    "disk": "megatron_collab.weight_sync.transports.disk:DiskTransport",
+}
+PLAYERS = {  # of groups; their interface is in rollout/player.py
+    "futures": "megatron_collab.rollout.conversation:FuturesPlayer",
+}
 
 
 @dataclass
@@ -276,6 +284,13 @@ class SamplingConfig:
 
 @dataclass
 class RolloutConfig:
+    player: str = option(
+        "futures",
+        "how a group is played; futures: a trained turn, its futures, their scores",
+        choices=(*PLAYERS,),
+        extensible=True,
+    )
+    player_options: dict[str, Any] = option({}, "settings of a player given as package.module:Class")
     futures: int = option(
         3, "conversations continued from a trained turn; 0: train all turns of one conversation", ge=0, le=1000
     )
@@ -446,7 +461,10 @@ class LlmConfig:
 
 @dataclass
 class PublishConfig:
-    transport: str = mutable("auto", "how weights reach the servers", choices=("auto", "memory", "network", "disk"))
+    transport: str = mutable("auto", "how weights reach the servers", choices=("auto", *TRANSPORTS), extensible=True)
+    transport_options: dict[str, Any] = mutable(
+        {}, "settings of a transport given as package.module:Class", entries_may_change=True
+    )
     verify: int = mutable(0, "publishes between checks of the servers' weights by checksum; 0: never", ge=0)
 
 

@@ -1,4 +1,4 @@
-"""The assistant of a conversation: the interface that the Player uses, and an implementation behind LiteLLM.
+"""The assistant of a conversation: the interface that players use, and an implementation behind LiteLLM.
 
 The policy is sampled by token ids from SGLang servers (router.py), with prompts from its chat template. Any other model
 gets messages and returns text; it can be evaluated, but not trained.

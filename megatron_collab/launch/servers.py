@@ -17,6 +17,8 @@ from megatron_collab.reward import metrics
 from megatron_collab.runtime import device
 from megatron_collab.runtime.process import first_on_node
 from megatron_collab.weight_sync import plan
+from megatron_collab.weight_sync.transports.base import FolderTransport
+from megatron_collab.weight_sync.transports.registry import transport_class, transport_options
 
 # With it torch's allocator maps memory in pieces, which a plain CUDA IPC handle cannot share.
 _EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
@@ -25,7 +27,7 @@ _EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 def check_servers(config: Config) -> None:
     """Checks that need neither the model nor this machine. Raises ConfigError."""
     check = partial(require, config=config)
-    server, transport, nodes = config.rollout.server, config.publish.transport, config.launch.nodes
+    server, nodes = config.rollout.server, config.launch.nodes
     check(server.tp % server.ep == 0, "<rollout.server.ep>: does not divide <rollout.server.tp>; choose a divisor")
     last = server.port + server.replicas - 1
     message = f"<rollout.server.port>: the last of <rollout.server.replicas> servers would have port {last}; lower it"
@@ -48,15 +50,10 @@ def check_servers(config: Config) -> None:
     )
     message = "<parallel.offload>: only frees memory for colocated servers; set parallel.offload=false"
     check(server.colocated or not config.parallel.offload, message)
-    message = "<publish.transport>: with <launch.nodes> needs rollout.server.colocated=true; change one of them"
-    check(transport != "memory" or nodes == 1 or server.colocated, message)
     message = f"<rollout.server.fp8>: needs model.dtype=bfloat16, not {config.model.dtype}; change one of them"
     check(not server.fp8 or config.model.dtype == "bfloat16", message)
-    message = "<publish.transport>: cannot carry FP8, which <rollout.server.fp8> needs; set publish.transport=auto"
-    check(not server.fp8 or transport != "disk", message)
+    _check_transport(config)
     if config.model.lora.served:
-        message = "<publish.transport>: writes whole models, and <model.lora.serve> needs adapters; set it to auto"
-        check(transport != "disk", message)
         message = "<model.lora.serve>: is untested with an FP8 base, <rollout.server.fp8>; change one of them"
         check(not server.fp8, message)
         message = "<model.lora.serve>: with <rollout.server.nnodes> nodes disagree on an adapter's id; set it to merged"
@@ -68,6 +65,23 @@ def check_servers(config: Config) -> None:
     check(in_turn or not server.colocated, message)
     message = "<rollout.max_staleness>: needs an importance correction; set algo.correction=truncated, or 0"
     check(in_turn or config.algo.correction != "none" or config.objective != "policy", message)
+
+
+def _check_transport(config: Config) -> None:
+    """Checks publish.transport, also against what is sent. Raises ConfigError."""
+    check, lora = partial(require, config=config), config.model.lora
+    server, spread = config.rollout.server, config.launch.nodes > 1 and not config.rollout.server.colocated
+    if not (spread or server.fp8 or lora.served or ":" in config.publish.transport):
+        return  # without importing torch: every shipped transport can do the rest
+    transport = transport_class(config)
+    transport_options(config)
+    message = "<publish.transport>: with <launch.nodes> needs rollout.server.colocated=true; change one of them"
+    check(not (spread and transport.needs_same_node), message)
+    saves_folder = issubclass(transport, FolderTransport)
+    message = "<publish.transport>: cannot carry FP8, which <rollout.server.fp8> needs; set publish.transport=auto"
+    check(not (server.fp8 and saves_folder), message)
+    message = "<publish.transport>: writes whole models, and <model.lora.serve> needs adapters; set it to auto"
+    check(not (lora.served and saves_folder), message)
 
 
 def check_servers_on_machine(config: Config) -> None:
@@ -89,7 +103,7 @@ def check_servers_on_machine(config: Config) -> None:
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         value = os.environ.get(name, "")
         require(
-            not (plan.uses_memory(config) and _EXPANDABLE.search(value)),
+            not (_EXPANDABLE.search(value) and transport_class(config).opens_gpu_memory),
             f"{name}={value}: the servers open memory of the trainer, which this forbids; unset it",
         )
     server, gpus = config.rollout.server, device.count()
@@ -114,7 +128,7 @@ def check_servers_on_machine(config: Config) -> None:
         f"<rollout.server.replicas>: {message}; change one of them",
     )
     message = "<publish.transport>: NCCL cannot connect colocated ranks on one GPU; set publish.transport=auto"
-    check(config.publish.transport == "disk" or plan.uses_memory(config), message)
+    check(not transport_class(config).needs_separate_gpus, message)
     saver = device.probe("memory_saver")
     message = f"needs torch-memory-saver ({saver.detail}); install it, or set rollout.server.colocated=false"
     check(saver.available, f"<rollout.server.colocated>: {message}")

@@ -36,6 +36,7 @@ from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward import metrics
 from megatron_collab.reward.multiturn import reward_function
 from megatron_collab.rollout import llm_endpoints
+from megatron_collab.rollout.player import check_player
 from megatron_collab.rollout.tools import toolbox
 from megatron_collab.rollout.users import DEFAULT, split_user
 from megatron_collab.rollout.users.llm import users_prompt
@@ -94,7 +95,7 @@ def check_settings(config: Config) -> None:
     check_declared(config)
     message = "<launch.nodes>: needs launch.interface, the network interface between nodes, e.g. ib0"
     check(config.launch.nodes == 1 or config.launch.interface is not None, message)
-    for setting in ("reward.mode", "algo.loss", "data.world", "data.format"):
+    for setting in ("reward.mode", "algo.loss", "data.world", "data.format", "publish.transport", "rollout.player"):
         options = attrgetter(f"{setting}_options")(config)
         message = f"{setting}_options: <{setting}> has no options; remove them"
         check(not options or ":" in str(attrgetter(setting)(config)), message)
@@ -220,6 +221,7 @@ def _check_rollouts(config: Config) -> None:
     credited_once = rollout.futures > 0 or not config.reward.weights.get("turn_rewards")
     check(credited_once, f"reward.weights.turn_rewards: {message}")
     toolbox.make_tools(rollout)
+    check_player(config)
     for eval_set in evaluation_sets(config):
         message = f"{eval_set.setting}: max_new_tokens={eval_set.max_new_tokens} leaves no room for a prompt in"
         fits = (eval_set.max_new_tokens or 0) < rollout.context_length

@@ -206,8 +206,8 @@ _OPTIMIZER_PY = "megatron/core/optimizer/distrib_optimizer.py"
 PATCHES = (
     _megatron(
         "warnings",
-        why="Every rank would print at every start what is not installed (megatron-collab doctor says that), which names of "
-        "torch.distributed are deprecated, and what Megatron means to replace.",
+        why="Every rank would print at every start what is not installed (megatron-collab doctor says that), which "
+        "names of torch.distributed are deprecated, and what Megatron means to replace.",
         upstream="megatron/core/utils.py and others",
         until="Megatron-Core uses the names of torch 2.14, and each of _MESSAGES has gone",
         test="tests/patches/test_megatron.py::test_importing_megatron_prints_nothing",

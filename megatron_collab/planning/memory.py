@@ -26,9 +26,9 @@ from megatron_collab.runtime import hub
 from megatron_collab.trainer.host_memory import PIECE, piece_count
 from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.weight_sync.fp8_blocks import fp8_nbytes
-from megatron_collab.weight_sync.node_routing import Item, places_of, sent, written
-from megatron_collab.weight_sync.plan import SyncPlan, plan_sync, server_layout, trainer_layout, uses_memory
-from megatron_collab.weight_sync.transports.shared_memory import segment_sizes
+from megatron_collab.weight_sync.plan import SyncPlan, plan_sync, server_layout, trainer_layout
+from megatron_collab.weight_sync.transports.base import FolderTransport
+from megatron_collab.weight_sync.transports.registry import places_of, transport_class
 
 GIB = float(1 << 30)
 
@@ -106,7 +106,7 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
     models = list(_colocated_models(config)) if sampling else []
     tokens = micro_batch_tokens(config)
     publishes: SyncPlan = ()
-    if sampling and config.publish.transport != "disk":
+    if sampling and not issubclass(transport_class(config), FolderTransport):
         item = DTYPES[config.model.dtype].itemsize
         publishes = plan_sync(shape, trainer_layout(config), server_layout(config), item)
     stages_parts = []
@@ -248,18 +248,9 @@ def kv_cache(config: Config, shape: ModelShape) -> float:
 
 
 def sync_buckets(config: Config, plan: SyncPlan, rank: int) -> float:
-    """Bytes of the buffers for publishing weights on the device of trainer rank `rank`, which stay allocated.
+    """Bytes of the transport's buffers on the device of trainer rank `rank`, which stay allocated.
 
-    Through shared memory: two buckets for the server's rank on the same device, one being written while the server
-    reads the other, and a round's data for other places; over the network: the data of two rounds.
+    If servers have devices of their own, their segments are on those.
     """
-    places = places_of(config, on_gpus=True)
-    if not uses_memory(config):
-        return min(2, len(plan)) * _largest(written(plan, places, rank))
-    segments = segment_sizes(plan, places, rank).values() if config.rollout.server.colocated else ()
-    return sum(map(sum, segments)) + _largest(sent(plan, places, rank))
-
-
-def _largest(rounds: Sequence[Sequence[Item]]) -> int:
-    """Bytes of the largest round."""
-    return max(sum(piece.size for _, piece in items) for items in rounds)
+    allocated = transport_class(config).bytes_held(plan, places_of(config, on_gpus=True), rank)
+    return sum(allocated.buffers) + (sum(allocated.segments) if config.rollout.server.colocated else 0)

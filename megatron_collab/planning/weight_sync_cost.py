@@ -12,8 +12,8 @@ from megatron_collab.config import Config
 from megatron_collab.models import hf_to_megatron, lora
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.parallel_layout import first_gpu, ranks, server_nodes, server_ranks_per_node
-from megatron_collab.weight_sync.node_routing import places_of
-from megatron_collab.weight_sync.plan import Slice, SyncPlan, uses_memory
+from megatron_collab.weight_sync.plan import Slice, SyncPlan
+from megatron_collab.weight_sync.transports.registry import places_of, transport_class
 
 # The part of a server rank's parameter, or of one of its stacked experts, that comes from shards of one name: (server
 # rank, name of the parameter, name of the shards, first index of an expert).
@@ -56,6 +56,7 @@ def sync_cost(config: Config, shape: ModelShape, plan: SyncPlan, bandwidths: Map
 
     With shared memory, slices for several servers of a place are sent once to the first, and the others copy them.
     """
+    copies = transport_class(config).needs_same_node
     servers, tp = range(config.rollout.server.replicas), config.rollout.server.tp
     same, places = _same_shards(config, plan, shape), places_of(config, on_gpus=True)
     paths: Counter[tuple[Sharding, Bandwidth]] = Counter()
@@ -69,7 +70,7 @@ def sync_cost(config: Config, shape: ModelShape, plan: SyncPlan, bandwidths: Map
             for server in servers:
                 device, place = _device(config, server, target), places.of_server(server, target)
                 first = places.first_server(place)
-                donor = _device(config, first, target) if uses_memory(config) and server != first else None
+                donor = _device(config, first, target) if copies and server != first else None
                 sizes: Counter[tuple[int, Sharding]] = Counter()
                 for piece, cut in zip(bucket.slices, cuts, strict=True):
                     sizes[places.origin(place, target, piece) if donor is None else donor, cut] += piece.size

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -17,11 +16,12 @@ from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.rehearsal.ledger import HOST, Ledger
 from megatron_collab.rehearsal.servers import Order, Place
 from megatron_collab.trainer.megatron.config import DTYPES
-from megatron_collab.weight_sync.node_routing import Places, lacking, places_of, sent, written
-from megatron_collab.weight_sync.plan import SyncPlan, plan_sync, server_layout, trainer_layout, uses_memory
+from megatron_collab.weight_sync.node_routing import Places, lacking, sent, written
+from megatron_collab.weight_sync.plan import SyncPlan, plan_sync, server_layout, trainer_layout
 from megatron_collab.weight_sync.sender import Sender
 from megatron_collab.weight_sync.sync import parameters_of, row_of
-from megatron_collab.weight_sync.transports.shared_memory import segment_sizes
+from megatron_collab.weight_sync.transports.base import FolderTransport
+from megatron_collab.weight_sync.transports.registry import places_of, transport_class
 
 BUCKETS = "weight sync buckets"
 
@@ -48,23 +48,26 @@ class Publishing:
         Writes use meta tensors: with tensors that the ledger counts they take five times as long.
         """
         plan, places, dtype = self.plan, self.places, DTYPES[self.config.model.dtype]
+        transport = transport_class(self.config)
+        if issubclass(transport, FolderTransport):
+            return []
         place = places.of_rank(rank)
         with _disable_current_modes(), torch.device("meta"):
             parameters = [*named_shards(chunks), *named_factors(chunks)]
             shards: Any = {name: torch.empty(shard.shape, dtype=shard.dtype) for name, shard in parameters}
             sender = Sender(written(plan, places, rank), lambda target, piece: [place], shards, dtype)
-            if uses_memory(self.config):
-                segment_bytes, buffer_bytes = self._through_memory(rank, sender, shards)
+            if transport.needs_same_node:
+                self._write_on_node(rank, sender, shards)
             else:
-                segment_bytes, buffer_bytes = [], [sender.largest] * min(2, len(plan))
                 _write_packed(sender)
+        allocated = transport.bytes_held(plan, places, rank)
         with ledger.booking(BUCKETS if self.config.rollout.server.colocated else HOST):
-            segments = [_bytes(size) for size in segment_bytes]
+            segments = [_bytes(size) for size in allocated.segments]
         with ledger.booking(BUCKETS):
-            return [*segments, *(_bytes(size) for size in buffer_bytes)]
+            return [*segments, *(_bytes(size) for size in allocated.buffers)]
 
-    def _through_memory(self, rank: int, sender: Sender, shards: Any) -> tuple[list[int], list[int]]:
-        """Bytes of the segments that a rank owns, and of the buffer for slices to other places."""
+    def _write_on_node(self, rank: int, sender: Sender, shards: Any) -> None:
+        """Write the slices for other places, packed, and those for this place, into whole buckets."""
         plan, places = self.plan, self.places
         crosses = sent(plan, places, rank)
         remote_sender = Sender(
@@ -74,12 +77,8 @@ class Publishing:
             DTYPES[self.config.model.dtype],
         )
         _write_packed(remote_sender)
-        sizes = segment_sizes(plan, places, rank)
-        largest = max(bucket.size for row in plan for bucket in row)
         for number, parts in enumerate(sender.parts):
-            segments = {t: _bytes(sizes[t][0] if t in sizes else largest) for t in parts}
-            sender.write(number, {t: segments[t][slice(*part)] for t, part in parts.items()})
-        return list(chain(*sizes.values())), [remote_sender.largest]
+            sender.write(number, {t: _bytes(plan[number][t].size)[slice(*part)] for t, part in parts.items()})
 
     def order(self, hf: dict[str, Any]) -> Order:
         """The distinct ranks of a server with the slices sent to each; `hf`: the model's config.json."""

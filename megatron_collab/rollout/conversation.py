@@ -1,30 +1,34 @@
 """Play conversations (turns of the policy, messages of users and tools, until an ending) and groups of them.
 
-A trained turn is sampled once and continued several times; each future is its own asyncio task.
+A trained turn is sampled once and continued several times; each future is its own asyncio task. This is the player of
+rollout.player=futures; player.py has the interface.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from megatron_collab.config import Config, SamplingConfig, read_prompt
 from megatron_collab.data.assistants import CandidateAssistant, candidate_assistants
-from megatron_collab.inference.assistant import Assistant, Renderer
 from megatron_collab.inference.client import EngineError
 from megatron_collab.llm.caller import ask_as
-from megatron_collab.reward.multiturn import malformed_last, reward_function
-from megatron_collab.reward.workers import RewardClient
+from megatron_collab.reward.multiturn import malformed_last
 from megatron_collab.rollout import thinking
+from megatron_collab.rollout.player import Player
 from megatron_collab.rollout.tools import ToolFailure
-from megatron_collab.rollout.tools.toolbox import ConversationTools, Toolbox
+from megatron_collab.rollout.tools.toolbox import ConversationTools
 from megatron_collab.rollout.users import FINISH_SECONDS, User, UserError, UserReply, Users, reporting_errors
 from megatron_collab.rollout.users.named import user_of
 from megatron_collab.types import Conversation, Ending, Failed, Finish, Future, Group, Message, Reward, Rollout, Task
+
+if TYPE_CHECKING:  # settings are checked without LiteLLM and Ray, which take seconds
+    from megatron_collab.inference.assistant import Assistant, Renderer
+    from megatron_collab.reward.workers import RewardClient
 
 
 @dataclass(frozen=True)
@@ -43,25 +47,23 @@ class RolloutPlace:
         return f"{self.stream}/{self.rollout}/{self.future}"
 
 
-class Player:
+class FuturesPlayer(Player):
     """Plays groups: trained turns, their futures, and the reward of each turn, under the budgets of config.rollout.
 
-    If a user, a tool or the engine fails, the conversation gets an error and Missing scores and stays in the group.
+    If a user, a tool or the engine fails, the conversation gets an error and Missing scores and stays in the group. To
+    train other turns, override `trained_turns`.
     """
+
+    candidate_players: Mapping[str, FuturesPlayer]
 
     def __init__(
         self, policy: Assistant, renderer: Renderer, users: Users, rewards: RewardClient, config: Config
     ) -> None:
-        self.policy, self.renderer, self.users, self.rewards = policy, renderer, users, rewards
-        self.config, self.rollout = config, config.rollout
-        self.tools = Toolbox(config.rollout, policy)
-        self.reward = reward_function(config.reward)
-        self.counters: Counter[str] = Counter()  # reward_failed: failures of reward.mode
-        self.strict = config.reward.malformed is not None
+        super().__init__(policy, renderer, users, rewards, config)
+        self.strict = config.reward.malformed is not None  # a malformed trained turn ends the conversation
         build = config.build
         prompt = read_prompt("build.prompt", build.prompt, "collaborator", ()) if build.proactive else None
         self.proactive = prompt.render().strip() if prompt else ""
-        self.candidate_players: Mapping[str, Player] = {}  # by assistant name, if build.assistants is set
 
     async def play(self, task: Task, stream: str) -> Group:
         """Play train.rollouts_per_prompt rollouts of `task` concurrently, following reward.mode and rollout.futures.
@@ -100,23 +102,29 @@ class Player:
         return task.play_on(Message("user", message)), None
 
     async def _play(self, task: Task, place: RolloutPlace) -> Rollout:
-        """A trained turn and its futures; if rollout.futures=0, a whole conversation with every turn trained.
-
-        If the conversation ends with the trained turn, or reward.mode=single_turn, it is scored without futures.
-        """
+        """The trained turns and their futures; if the conversation ends with them, it is scored without futures."""
         ask_as(place.name)
         async with self.tools.open(task) as tools:
-            start = await self.trained_turn(task, place, tools)
-            if self.strict:
-                start = self.refuse_malformed(start)
-            if not start.ending and self.config.reward.mode == "single_turn":
-                start = start.end(Ending.TURN_LIMIT)
-            elif not start.ending and self.rollout.futures == 0:
-                start = await self.play_on(start, task, place, self.rollout.turn, self.strict, tools)
+            start = await self.trained_turns(task, place, tools)
             if start.ending:
                 return self._rollout(start, [await self._future(start, task, place, tools)])
             futures = (self._future(start, task, replace(place, future=i), tools) for i in range(self.rollout.futures))
             return self._rollout(start, await asyncio.gather(*futures))
+
+    async def trained_turns(self, task: Task, place: RolloutPlace, tools: ConversationTools) -> Conversation:
+        """The task's conversation up to the end of its trained turns; all of them get the rollout's reward.
+
+        One turn; with rollout.futures=0 a whole conversation. It has an ending if no future is to follow, also with
+        reward.mode=single_turn.
+        """
+        start = await self.trained_turn(task, place, tools)
+        if self.strict:
+            start = self.refuse_malformed(start)
+        if not start.ending and self.config.reward.mode == "single_turn":
+            return start.end(Ending.TURN_LIMIT)
+        if not start.ending and self.rollout.futures == 0:
+            return await self.play_on(start, task, place, self.rollout.turn, self.strict, tools)
+        return start
 
     async def _future(self, start: Conversation, task: Task, place: RolloutPlace, tools: ConversationTools) -> Future:
         """Play and score a future of `start`; if `start` has ended, it is the future itself.
@@ -168,8 +176,12 @@ class Player:
         sampling: SamplingConfig,
         strict: bool = False,
         tools: ConversationTools | None = None,
+        user_turns: int | None = None,
     ) -> Conversation:
-        """Continue from the policy's last reply to an ending; if `strict`, a malformed turn is an ending too."""
+        """Continue from the policy's last reply to an ending; if `strict`, a malformed turn is an ending too.
+
+        After `user_turns` answers of the user, if given, it stops without an ending; by default at the run's limit.
+        """
         user: User | None = None
         deadline = asyncio.get_running_loop().time() + self.rollout.deadline
         try:
@@ -177,7 +189,7 @@ class Player:
                 with reporting_errors(task, self.users):
                     user = self.users.make(task, place.name)
                     await user.start(conversation)
-                for _ in range(min(self.rollout.max_user_turns, self.rollout.max_assistant_turns - 1)):
+                for _ in range(self._user_turns if user_turns is None else user_turns):
                     if self.rollout.max_messages and conversation.message_count + 2 > self.rollout.max_messages:
                         break
                     if not conversation.ending:
@@ -185,8 +197,7 @@ class Player:
                             conversation = self._apply_reply(conversation, await user.reply(conversation), sampling)
                     if not conversation.ending:
                         conversation = await self._turn(conversation, place, sampling, tools)
-                    if strict:
-                        conversation = self.refuse_malformed(conversation)
+                    conversation = self.refuse_malformed(conversation) if strict else conversation
         except UserError as error:
             conversation = conversation.end(Ending.ERROR, str(error))
         except TimeoutError:
@@ -194,9 +205,20 @@ class Player:
         finally:
             if user:
                 conversation = await self._finish(conversation, task, user, deadline)
+        if not conversation.ending and user_turns is not None:
+            return conversation
+        return self._ended(task, conversation)
+
+    def _ended(self, task: Task, conversation: Conversation) -> Conversation:
+        """The conversation with an ending, which is counted."""
         conversation = conversation if conversation.ending else conversation.end(Ending.TURN_LIMIT)
         self.users.ended(task, conversation)
         return conversation
+
+    @property
+    def _user_turns(self) -> int:
+        """Most user turns of a future."""
+        return min(self.rollout.max_user_turns, self.rollout.max_assistant_turns - 1)
 
     def _apply_reply(self, conversation: Conversation, reply: UserReply, sampling: SamplingConfig) -> Conversation:
         """The conversation with the user's message and the user's rewards for turns."""

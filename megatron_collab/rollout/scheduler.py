@@ -23,6 +23,7 @@ from megatron_collab.llm.endpoint import token_budget
 from megatron_collab.observability.run import progress
 from megatron_collab.reward import metrics
 from megatron_collab.rollout.journal import Journal, failed, scored
+from megatron_collab.rollout.player import player_class
 from megatron_collab.rollout.users import FINISH_SECONDS
 from megatron_collab.rollout.users.named import user_settings
 from megatron_collab.runtime import stacks
@@ -262,10 +263,11 @@ def wait(flight: Flight | None, restore: Callable[[], None]) -> None:
 def group_seconds(config: Config, groups: int) -> float:
     """Upper bound, in seconds, after which `groups` in flight without a finished one count as hung.
 
-    A trained turn and each future take up to rollout.deadline, their users FINISH_SECONDS more, and each of their tools
-    rollout.tool_timeout to close. A score waits for a free slot and then has its own timeout, plus the time to detect
-    one stuck worker. Judge calls and user messages wait for the rate limits of llm. The bound assumes the worst case:
-    all conversations end at the same time, and every call uses all its attempts.
+    Each of the player's phases (a trained turn and its futures are two) takes up to rollout.deadline, their users
+    FINISH_SECONDS more, and each of their tools rollout.tool_timeout to close. A score waits for a free slot and then
+    has its own timeout, plus the time to detect one stuck worker. Judge calls and user messages wait for the rate
+    limits of llm. The bound assumes the worst case: all conversations end at the same time, and every call uses all its
+    attempts.
     """
     rollout, reward, judge, llm = config.rollout, config.reward, config.reward.judge, config.llm
     conversations = groups * config.train.rollouts_per_prompt * max(1, rollout.futures)
@@ -276,10 +278,11 @@ def group_seconds(config: Config, groups: int) -> float:
     if judged:
         scoring = max(scoring, ceil(judged / min(places, llm.max_concurrent)) * judge.deadline)
     users = user_settings(config).values()
-    messages = conversations * (1 + rollout.max_user_turns) * max(user.attempts for user in users)
+    phases = player_class(config).phases
+    messages = conversations * (phases - 1 + rollout.max_user_turns) * max(user.attempts for user in users)
     calls = judged * judge.attempts + messages
     tokens = judged * judge.attempts * token_budget(judge) + messages * max(map(token_budget, users))
     tokens += calls * rollout.context_length  # prompts
     closing = FINISH_SECONDS + 2 * rollout.tool_timeout * (len(rollout.tools) + len(rollout.mcp_servers))
     limited = 60 * (calls / (llm.requests_per_minute or inf) + tokens / (llm.tokens_per_minute or inf))
-    return STARTS * (2 * rollout.deadline + closing + scoring + 2 * reward.timeout + limited)
+    return STARTS * (phases * rollout.deadline + closing + scoring + 2 * reward.timeout + limited)

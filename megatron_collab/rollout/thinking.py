@@ -8,13 +8,15 @@ tokens are part of the context and are not trained.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from megatron_collab.config import SamplingConfig
-from megatron_collab.inference.assistant import Renderer
 from megatron_collab.types import THOUGHT_BEGIN, THOUGHT_END, Finish, Turn
+
+if TYPE_CHECKING:  # with LiteLLM, which takes seconds
+    from megatron_collab.inference.assistant import Renderer
 
 CLOSED = f"\n{THOUGHT_END}\n\n"  # as in the templates of Qwen3 and DeepSeek
 

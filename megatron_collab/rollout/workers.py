@@ -14,10 +14,11 @@ import ray
 
 from megatron_collab import patches
 from megatron_collab.config import Config, SamplingConfig
-from megatron_collab.config.schema import AssistantConfig
+from megatron_collab.config.schema import PLAYERS, AssistantConfig
 from megatron_collab.data import assistants
 from megatron_collab.data.evaluation import EvaluationSet, settings_of
 from megatron_collab.reward.workers import RewardClient, RewardWorker
+from megatron_collab.rollout.player import Player, check_group, player_class
 from megatron_collab.rollout.tools.toolbox import make_tools, schemas
 from megatron_collab.runtime import gpu_environment, keys, network, stacks
 from megatron_collab.runtime.process import imports_done
@@ -28,7 +29,6 @@ from megatron_collab.types import Group, Task
 if TYPE_CHECKING:
     from megatron_collab.inference.assistant import Assistant, Renderer
     from megatron_collab.llm.served import ServedModel
-    from megatron_collab.rollout.conversation import Player
     from megatron_collab.rollout.users import Users
 
 _GARBAGE = 50_000  # net allocations before Python's cyclic garbage collector runs
@@ -90,7 +90,8 @@ class ConversationWorker:
 
     async def play(self, task: Task, stream: str, eval_set: EvaluationSet | None = None) -> Group:
         """Play a group of `task`, for training or under the settings of `eval_set`."""
-        return await self._player(eval_set).play(task, stream)
+        group = await self._player(eval_set).play(task, stream)
+        return group if self.config.rollout.player in PLAYERS else check_group(group, self.config)
 
     async def use_servers(self, servers: Sequence[int]) -> None:
         """From now on use only these servers, by index."""
@@ -113,13 +114,13 @@ class ConversationWorker:
 
     def _player(self, eval_set: EvaluationSet | None) -> Player:
         """The player of training (None) or of an evaluation set; players share connections and reward workers."""
-        from megatron_collab.rollout.conversation import Player
         from megatron_collab.rollout.users import Users
 
         if eval_set not in self.players:
             config = self.config if eval_set is None else settings_of(self.config, eval_set)
             users = Users(config, self.client, self.engine)
-            self.players[eval_set] = player = Player(self.policy, self.renderer, users, self.rewards, config)
+            kind = player_class(config)
+            self.players[eval_set] = player = kind(self.policy, self.renderer, users, self.rewards, config)
             player.candidate_players = {
                 name: self._candidate_player(endpoint, config, users) if endpoint else player
                 for name, endpoint in assistants.assistant_configs(config).items()
@@ -131,14 +132,13 @@ class ConversationWorker:
         from megatron_collab.data.chat_template import system_prompt
         from megatron_collab.inference.assistant import LlmAssistant
         from megatron_collab.llm.endpoint import token_budget
-        from megatron_collab.rollout.conversation import Player
 
         sampling = SamplingConfig(token_budget(endpoint))
         sampling.temperature = sampling.temperature if endpoint.temperature is None else endpoint.temperature
         room = 2 * sampling.max_new_tokens * config.rollout.max_assistant_turns  # as in launch/evaluation.py
         rollout = replace(config.rollout, turn=sampling, future=sampling, context_length=room)
         assistant = LlmAssistant(endpoint, self.client, system_prompt(config))
-        return Player(assistant, assistant, users, self.rewards, replace(config, rollout=rollout))
+        return player_class(config)(assistant, assistant, users, self.rewards, replace(config, rollout=rollout))
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,19 @@ bit changes the sum by 2^b times an odd number, which is never 0.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatron_collab.runtime.device import GPU, kind
 from megatron_collab.weight_sync.fp8_blocks import FP8_BLOCK, fp8_nbytes, fp8_scales, fp8_scales_at
+
+if TYPE_CHECKING:  # servers do not have the trainer's libraries
+    from megatron_collab.weight_sync.node_routing import Item
 
 Index = tuple[slice, ...]
 
@@ -43,6 +47,16 @@ def spans(slices: Iterable[tuple[int, int, int]]) -> dict[int, tuple[int, int]]:
         start, stop = bounds.get(key, (offset, 0))
         bounds[key] = min(start, offset), max(stop, offset + size)
     return bounds
+
+
+def round_spans(rounds: Iterable[Iterable[Item]]) -> list[dict[int, tuple[int, int]]]:
+    """By round, the bytes [start, stop) of each server rank's bucket that the items span."""
+    return [spans((t, piece.offset, piece.size) for t, piece in items) for items in rounds]
+
+
+def largest_round(rounds: Iterable[Mapping[Any, tuple[int, int]]]) -> int:
+    """Bytes of the largest round; a round has the spans [start, stop) that are packed one after the other."""
+    return max(sum(stop - start for start, stop in parts.values()) for parts in rounds)
 
 
 def placed(name: str, index: Index, quantized: bool) -> list[tuple[str, Index]]:

@@ -15,13 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_collab.config import Config
-from megatron_collab.models.parallel_layout import ranks, server_ranks_per_node, servers_per_node
-from megatron_collab.weight_sync.plan import Bucket, Slice, SyncPlan, uses_memory
+if TYPE_CHECKING:  # servers do not have the trainer's libraries
+    from megatron_collab.weight_sync.plan import Bucket, Slice, SyncPlan
 
-Item = tuple[int, Slice]  # (target server rank, slice)
+Item = tuple[int, "Slice"]  # (target server rank, slice)
 
 
 @dataclass(frozen=True)
@@ -93,17 +92,6 @@ class Hop(NamedTuple):
     target: int
     start: int
     stop: int
-
-
-def places_of(config: Config, on_gpus: bool) -> Places:
-    """The places of a run. Over the network there is a single place, since every rank reaches every server."""
-    launch, server = config.launch, config.rollout.server
-    if not uses_memory(config):
-        return Places(1, ranks(config), server.replicas, server.tp)
-    count, width = servers_per_node(config), server_ranks_per_node(config)
-    if on_gpus and server.colocated:
-        return Places(launch.nodes * count, launch.nproc_per_node // count, 1, width, True, server.nnodes, count)
-    return Places(launch.nodes, launch.nproc_per_node, count, width, server.colocated, server.nnodes)
 
 
 def written(plan: SyncPlan, places: Places, rank: int) -> list[list[Item]]:

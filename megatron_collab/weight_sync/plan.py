@@ -81,13 +81,6 @@ def server_layout(config: Config) -> ServerLayout:
     return ServerLayout(server.tp, server.ep, server.fp8, config.model.lora if config.model.lora.served else None)
 
 
-def uses_memory(config: Config) -> bool:
-    """Whether weights go through memory that servers and trainer ranks of a node share."""
-    transport = config.publish.transport
-    near = config.launch.nodes == 1 or config.rollout.server.colocated
-    return transport == "memory" or (transport == "auto" and near)
-
-
 def plan_sync(
     shape: ModelShape, trainer: TrainerLayout, server: ServerLayout, item_bytes: int, bucket_bytes: int = BUCKET_BYTES
 ) -> SyncPlan:

@@ -1,11 +1,12 @@
 """Runs in every SGLang process that holds weights: receives new weights into the model's parameters.
 
 SGLang calls `receive` (server.WEIGHT_LOADER) with an order that the trainer sent over HTTP. The bytes arrive through
-shared memory or the network, bucket by bucket; each slice is copied to its place once. Connections persist.
+the run's transport, bucket by bucket; each slice is copied to its place once. Connections persist.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,7 @@ from torch import Tensor
 from megatron_collab.runtime.device import synchronize
 from megatron_collab.weight_sync.encoding import Index, alike, checksum, placed, read, spans, views
 from megatron_collab.weight_sync.store_protocol import Address, SyncStore, connect
-from megatron_collab.weight_sync.transports.p2p import NetworkReceiver
-from megatron_collab.weight_sync.transports.shared_memory import SharedMemoryReceiver
+from megatron_collab.weight_sync.transports.base import ReceiverSetup, Transport, TransportReceiver
 
 logger = logging.getLogger(__name__)
 _receiver: Receiver | None = None
@@ -77,15 +77,15 @@ class Receiver:
         parameters: Mapping[str, str],
         constants: Mapping[str, float],
         rounds: Sequence[Sequence[Sequence[Any]]],
-        memory: Mapping[str, Any] | None = None,
-        network: Mapping[str, Any] | None = None,
+        transport: str,
+        arguments: Mapping[str, Any],
     ) -> None:
         """`store`, `prefix`: see store_protocol.connect; `server`, `rank`: of this process; `dtype`: of slices.
 
         `parameters`: dtype and shape of every parameter, by name, exactly those that the server must have;
         `constants`: values of parameters that are filled with a number instead of being sent; `rounds`: the rows of
-        each bucket. Buckets arrive through shared `memory` (the `address` of the place's store, the `handles` of its
-        segments) or the `network` (NetworkReceiver's arguments `name`, `ranks` and `tp`).
+        each bucket. Buckets arrive through `transport`, as module:Class or FILE.py:Class, whose receiver takes
+        `arguments`.
         """
         self._address: Address = (store[0], store[1])
         self._store = connect(self._address, prefix, timeout)
@@ -93,9 +93,9 @@ class Receiver:
         self._dtype = getattr(torch, dtype)
         self._parameters, self._constants = parameters, constants
         self._rounds = [[Row(*row) for row in rows] for rows in rounds]
-        self._memory, self._network = memory, network
-        self._transport: SharedMemoryReceiver | NetworkReceiver | None = None
-        self._copies: dict[int, Copies] = {}
+        self._spec, self._arguments = transport, arguments
+        self._transport: TransportReceiver | None = None
+        self._copies: dict[int, tuple[int, Copies]] = {}  # by bucket: its address and the copies from it
         self._pointers: list[int] = []  # addresses of the parameters that _copies writes to
 
     def take(self, model: torch.nn.Module, publish: int, first: int, verify: bool) -> None:
@@ -116,9 +116,10 @@ class Receiver:
             for name, value in self._constants.items():  # at every publish: releasing memory discards them
                 parameters[name].fill_(value)
             for number, bucket in enumerate(self._transport.buckets(store, first), first):
-                if number not in self._copies:
-                    self._copies[number] = self._plan(parameters, self._rounds[number], bucket)
-                for places, slices in self._copies[number]:
+                if self._copies.get(number, (0,))[0] != bucket.data_ptr():
+                    copies = self._plan(parameters, self._rounds[number], bucket)
+                    self._copies[number] = bucket.data_ptr(), copies
+                for places, slices in self._copies[number][1]:
                     torch._foreach_copy_(places, slices)
                 synchronize(bucket)  # the bucket may be overwritten as soon as the next one is requested
             blocks = (block for rows in self._rounds[first:] for row in rows for block in row.placed(parameters))
@@ -131,23 +132,30 @@ class Receiver:
             raise
         store.answer(self._server, self._rank, {"checksum": total})
 
-    def _open(self, store: SyncStore, device: torch.device) -> SharedMemoryReceiver | NetworkReceiver:
+    def _open(self, store: SyncStore, device: torch.device) -> TransportReceiver:
         parts = [spans((row.source, row.offset, row.size) for row in rows) for rows in self._rounds]
-        if self._memory is not None:
-            host, port = self._memory["address"]
-            near = connect((host, port), self._prefix, self._timeout)
-            return SharedMemoryReceiver(near, self._memory["handles"], parts, self._server, self._rank)
-        assert self._network is not None
-        store.set_ready(self._server, self._rank, True)
-        if not store.all_ready(self._server, self._network["tp"], self._timeout):
-            raise RuntimeError("another rank of the server did not join")
-        return NetworkReceiver(
-            self._address, rank=self._rank, parts=parts, device=device, timeout=self._timeout, **self._network
+        setup = ReceiverSetup(
+            store, self._address, self._prefix, self._timeout, self._server, self._rank, parts, device
         )
+        return receiver_class(self._spec)(setup, **self._arguments)
 
     def _plan(self, parameters: Mapping[str, Tensor], rows: Sequence[Row], bucket: Tensor) -> Copies:
         """Cached by the caller: in a small model these views would take a tenth of the time of the copies."""
         return planned_copies(parameters, rows, bucket, self._dtype)
+
+
+def receiver_class(spec: str) -> type[TransportReceiver]:
+    """The receiver of the transport module:Class or FILE.py:Class."""
+    location, _, name = spec.rpartition(":")
+    if location.endswith(".py"):
+        # Imported here: Hydra, which it imports, takes a third of a second, and the shipped transports are modules.
+        from megatron_collab.config.extension import resolve
+
+        receiver: type[TransportReceiver] = resolve(spec, "publish.transport", Transport).receiver
+        return receiver
+    module: Any = importlib.import_module(location)
+    receiver = getattr(module, name).receiver
+    return receiver
 
 
 def loaded_parameters(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -16,8 +16,9 @@ from megatron_collab.weight_sync.encoding import (
     Sums,
     alike,
     checksum,
+    largest_round,
     placed,
-    spans,
+    round_spans,
     views,
     write_fp8,
 )
@@ -42,7 +43,7 @@ class Sender:
         """
         self._receivers, self._shards, self._dtype, self._merge = receivers, shards, dtype, merge
         # parts[k][t]: the bytes [start, stop) of server rank t's k-th bucket that the slices span
-        self.parts = [spans((t, piece.offset, piece.size) for t, piece in items) for items in rounds]
+        self.parts = round_spans(rounds)
         self._copied = [[item for item in items if not self._converts(item)] for items in rounds]
         # sorted, so that each shard is dequantized or merged once
         self._converted = [sorted(filter(self._converts, items), key=_shard) for items in rounds]
@@ -51,7 +52,7 @@ class Sender:
     @property
     def largest(self) -> int:
         """Bytes of the largest round."""
-        return max(sum(stop - start for start, stop in parts.values()) for parts in self.parts)
+        return largest_round(self.parts)
 
     def packed(self, number: int, buffer: Tensor) -> dict[int, Tensor]:
         """Consecutive views of a buffer for the parts of a round."""

@@ -3,8 +3,9 @@
     ranks:    [write bucket 0] [write bucket 1] [write 2, once 0 is read] ...
     servers:  pause, begin     [read bucket 0]  [read bucket 1]           ...  end, go on: the version is live
 
-Weights go straight from the shards of the trainer's ranks into the parameters of the servers, or through a folder on
-disk. A server that fails anywhere is skipped and stays paused; the others continue. The pool decides its fate.
+The run's transport takes weights straight from the shards of the trainer's ranks into the parameters of the servers, or
+saves a folder for them. A server that fails anywhere is skipped and stays paused; the others continue. The pool decides
+its fate.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.weight_sync.encoding import Sums, read
 from megatron_collab.weight_sync.fp8_blocks import fp8_scales
 from megatron_collab.weight_sync.http_protocol import ServerCall, ServerCalls
-from megatron_collab.weight_sync.node_routing import hops, lacking, places_of, sent, written
+from megatron_collab.weight_sync.node_routing import Item, written
 from megatron_collab.weight_sync.plan import (
     BUCKET_BYTES,
     Slice,
@@ -44,13 +44,17 @@ from megatron_collab.weight_sync.plan import (
     plan_sync,
     server_layout,
     trainer_layout,
-    uses_memory,
 )
 from megatron_collab.weight_sync.receiver import Row
 from megatron_collab.weight_sync.sender import Sender
 from megatron_collab.weight_sync.store_protocol import Peer, SyncStore, connect
-from megatron_collab.weight_sync.transports.p2p import NetworkTransport
-from megatron_collab.weight_sync.transports.shared_memory import Relay, SharedMemoryTransport
+from megatron_collab.weight_sync.transports.base import FolderTransport, Transport, TransportSetup
+from megatron_collab.weight_sync.transports.registry import (
+    places_of,
+    transport_class,
+    transport_options,
+    transport_spec,
+)
 
 TRIES = 3  # attempts to publish a version before the run ends: all servers may fail at once
 
@@ -82,12 +86,20 @@ class WeightSync:
         self._clearing: Future[None] | None = None
         self._number = 0
         self._known: dict[int, int] = {}  # server index -> its generation when it last received weights
-        self._carrier: SharedMemoryTransport | NetworkTransport | None = None
-        if config.publish.transport != "disk":
-            self._carrier = self._transport(bucket_bytes)
+        self._transport = self._make_transport(bucket_bytes)
 
-    def _transport(self, bucket_bytes: int) -> SharedMemoryTransport | NetworkTransport:
-        """Transport through shared memory or the network, by publish.transport; collective."""
+    def _make_transport(self, bucket_bytes: int) -> Transport:
+        """The run's transport; collective."""
+        kind, options = transport_class(self._config), transport_options(self._config)
+        if issubclass(kind, FolderTransport):
+            return kind(options, Path(self._config.run.dir) / "publish", self._save_hf)
+        return kind(self._setup(options, bucket_bytes))
+
+    def _save_hf(self, folder: Path) -> None:
+        save_hf(self._chunks, folder, hub.folder(self._config.model.path))
+
+    def _setup(self, options: Any, bucket_bytes: int) -> TransportSetup:
+        """Plan and connections of a transport that fills the servers' parameters; collective."""
         config, dtype, rank = self._config, DTYPES[self._config.model.dtype], dist.get_rank()
         on_gpus = device.select(config.launch.device).type == device.GPU
         self._server, self._places = server_layout(config), places_of(config, on_gpus)
@@ -97,27 +109,35 @@ class WeightSync:
         # Two connections: one waits for buckets while rank 0's calls use the other.
         limit = hang_detector.collective_timeout(config.launch.timeout).total_seconds()
         self._store, self._calls_store = (connect(self._address, self._prefix, limit) for _ in range(2))
-        shards, places = dict(named_shards(self._chunks)), self._places
-        place, home = places.of_rank(rank), next(iter(shards.values())).device
+        shards = dict(named_shards(self._chunks))
+        place, home = self._places.of_rank(rank), next(iter(shards.values())).device
         merge = self._server.lora is None
         if not merge:
             shards |= named_factors(self._chunks)
-        writer = Sender(written(self._plan, places, rank), lambda target, piece: [place], shards, dtype, merge)
-        if not uses_memory(config):
-            return NetworkTransport(writer, self._address, self._prefix, home, self._idle_timeout)
-        crosses = sent(self._plan, places, rank)
-        sender = Sender(crosses, lambda target, piece: lacking(places, target, piece.holders), shards, dtype, merge)
-        relay = Relay(sender, hops(self._plan, places), home, config.launch.timeout)
-        devices = _devices(config, places.first_server(place))
-        timeout = self._idle_timeout
-        return SharedMemoryTransport(self._plan, places, writer, relay, devices, timeout, self._prefix, limit)
+
+        def make_sender(rounds: Sequence[Sequence[Item]], receivers: Callable[[int, Slice], Iterable[int]]) -> Sender:
+            return Sender(rounds, receivers, shards, dtype, merge)
+
+        return TransportSetup(
+            options=options,
+            plan=self._plan,
+            places=self._places,
+            writer=make_sender(written(self._plan, self._places, rank), lambda target, piece: [place]),
+            make_sender=make_sender,
+            device=home,
+            server_devices=_devices(config, self._places.first_server(place)),
+            address=self._address,
+            prefix=self._prefix,
+            limit=limit,
+            idle_timeout=self._idle_timeout,
+            timeout=config.launch.timeout,
+        )
 
     def __enter__(self) -> WeightSync:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._carrier is not None:
-            self._carrier.close()
+        self._transport.close()
         self._callers.shutdown(wait=False)  # a hung call ends with its server
         self._clearer.shutdown(wait=False)
 
@@ -156,14 +176,13 @@ class WeightSync:
         peers = shared(lambda: [Peer(s.index, s.tp, self._known.get(s.index) != s.generation) for s in present])
         if not peers:
             raise PublishError("no server is available to receive weights")
-        if self._carrier is None:
-            self._by_disk(version, calls)
+        if isinstance(self._transport, FolderTransport):
+            self._by_folder(version, calls, self._transport)
         else:
-            self._in_place(version, calls, peers, self._carrier)
+            self._in_place(version, calls, peers)
         failures = shared(lambda: {call.server.index: reason for call, reason in calls.failures.items()})
-        if self._carrier is not None:
-            for index in failures:
-                self._carrier.drop(index)
+        for index in failures:
+            self._transport.drop(index)
         for server in present:
             self._known[server.index] = server.generation
             if server.index in failures:
@@ -173,16 +192,12 @@ class WeightSync:
             raise PublishError("; ".join(failures.values()))
         self.version = version
 
-    def _by_disk(self, version: int, calls: ServerCalls) -> None:
-        folder = Path(self._config.run.dir) / "publish"  # replaces the folder of a killed run
-        save_hf(self._chunks, folder, hub.folder(self._config.model.path))
+    def _by_folder(self, version: int, calls: ServerCalls, transport: FolderTransport) -> None:
+        folder = transport.save()
         calls.run(lambda call: call.read_folder(folder, version, self._mode))
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder)
+        transport.clear(self._number)
 
-    def _in_place(
-        self, version: int, calls: ServerCalls, peers: Sequence[Peer], carrier: SharedMemoryTransport | NetworkTransport
-    ) -> None:
+    def _in_place(self, version: int, calls: ServerCalls, peers: Sequence[Peer]) -> None:
         """Transfer into the servers' parameters; `calls` are made by rank 0 and record the failures."""
         store, calls_store = (SyncStore(connection, self._number) for connection in (self._store, self._calls_store))
         new_peers = [peer for peer in peers if peer.new]
@@ -190,7 +205,7 @@ class WeightSync:
         interval = self._config.publish.verify
         with_base = self._server.lora is not None and first == 0  # the base model may be sent only once in a run
         verify = interval > 0 and (self._number % interval == 0 or with_base)
-        addresses = carrier.addresses(store, new_peers)
+        addresses = self._transport.addresses(store, new_peers)
         sums: Sums | None = {} if verify else None
         checksums: dict[ServerCall, list[int]] = {}  # by server, the checksums that its ranks report
 
@@ -199,7 +214,7 @@ class WeightSync:
             take = {"publish": self._number, "first": first, "verify": verify}
             orders: list[dict[str, Any]] = [{"take": take} for _ in range(tp)]
             for rank, address in enumerate(addresses.get(index, ())):
-                orders[rank]["attach"] = self._attach(index, rank) | address
+                orders[rank]["attach"] = self._attach(index, rank) | {"arguments": address}
             try:
                 call.pause(self._mode)
                 call.begin()
@@ -218,7 +233,7 @@ class WeightSync:
             call.resume()
 
         calls.start(transfer)
-        carrier.carry(store, peers, sums, first)
+        self._transport.carry(store, peers, sums, first)
         calls.settle()
         dist.barrier()  # every rank has recorded the servers it abandoned, and no longer waits on the store
         for call in calls.without_failure():
@@ -230,16 +245,16 @@ class WeightSync:
         if self._clearing is not None:
             self._clearing.result()  # long done
         # Keys of the previous publish: a server that was skipped in this one may still read its keys.
-        self._clearing = self._clearer.submit(self._clear, self._number - 1, carrier)
+        self._clearing = self._clearer.submit(self._clear, self._number - 1)
 
-    def _clear(self, number: int, carrier: SharedMemoryTransport | NetworkTransport) -> None:
+    def _clear(self, number: int) -> None:
         """Remove the keys of a publish (thousands for a large model) while the servers sample."""
         if dist.get_rank() == 0:
             SyncStore(self._calls_store, number).clear()
-        carrier.clear(number)
+        self._transport.clear(number)
 
     def _attach(self, server: int, rank: int) -> dict[str, Any]:
-        """Arguments of a server rank's Receiver."""
+        """Arguments of a server rank's Receiver, except those of its transport."""
         place = self._places.of_server(server, rank)
         dtype = self._config.model.dtype
 
@@ -257,6 +272,7 @@ class WeightSync:
             "parameters": parameters,
             "constants": constants,
             "rounds": [[row(piece) for piece in buckets[rank].slices] for buckets in self._plan],
+            "transport": transport_spec(self._config),
         }
 
     def _compare(self, calls: ServerCalls, checksums: dict[ServerCall, list[int]], sums: Sums) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -30,6 +31,10 @@ SETTINGS = [
     "data.eval=${data.dir}/greetings.txt",
     "data.format=collab_extras:Lines",
     "user.options.word=yes",
+    "rollout.player=collab_extras:Counting",
+    "rollout.player_options.name=greetings",
+    "publish.transport=./files.py:FileTransport",
+    "publish.verify=1",
     "rollout.tools=[collab_extras:Dice]",
     "rollout.tool_options.dice.sides=4",
     "reward.mode=collab_extras:Best",
@@ -76,10 +81,18 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
+def transport() -> str:
+    """The transport of a how-to, which SGLang's processes load too."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/howto/transport.md").read_text(), re.DOTALL)
+    return code
+
+
 def test_a_run_with_every_extension_from_outside(python: Path, tmp_path: Path) -> None:
     (tmp_path / "my_metric.py").write_text(LENGTH)
-    run = tmp_path / "run"
+    (tmp_path / "files.py").write_text(transport())
+    run, weights = tmp_path / "run", tmp_path / "weights"
     command = [python, "-m", "megatron_collab.train", *SETTINGS, f"run.dir={run}", f"data.dir={tmp_path}/world"]
+    command.append(f"publish.transport_options.folder={weights}")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with (tmp_path / "console.log").open("w") as log:
         code = subprocess.run(command, cwd=tmp_path, env=environment, stdout=log, stderr=log, timeout=400).returncode
@@ -88,6 +101,8 @@ def test_a_run_with_every_extension_from_outside(python: Path, tmp_path: Path) -
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics] == [0, 1]
     assert all(line["clip_fraction"] == 1.0 for line in metrics), "the loss is the package's"
+    assert all(line["count/greetings"] >= 2 for line in metrics), "the player is the package's"
+    assert weights.is_dir() and not list(weights.iterdir()), "the transport is the file's, and leaves nothing"
     transcripts = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
     assert len(transcripts) == 2 * 2 * 2 * 2
     rollouts: dict[tuple, list[dict]] = {}
@@ -113,6 +128,7 @@ def test_a_name_that_the_package_lacks_ends_the_command_in_one_line(python: Path
     command = [python, "-m", "megatron_collab.train", *settings, f"run.dir={tmp_path}/run", f"data.dir={tmp_path}/w"]
     command += ["model.path=/nowhere", "algo.loss=collab_extras:Reinforcee"]
     (tmp_path / "my_metric.py").write_text(LENGTH)
+    (tmp_path / "files.py").write_text(transport())
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1] == (

@@ -15,7 +15,7 @@ from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.llm.recording import Call, Usage
 from megatron_collab.planning import llm_cost
 from megatron_collab.planning.llm_cost import Calls, Cost, RoleCalls
-from megatron_collab.rollout.conversation import Player
+from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.synthesis.synthesis import next_task
 from megatron_collab.types import Conversation, Message, Task, Turn
 from tests.rollout.fakes import CharacterRenderer, FakePolicy, FakeUsers, config
@@ -46,7 +46,7 @@ class Counting:
         policy, rewards = Policy(lambda prompt, seed: f"say {seed}"), FakeRewards(score)
         users = FakeUsers(user)
         users.opens = lambda sample: self.messages_read["user"].append(0) or "hi"  # type: ignore[func-returns-value]
-        self.player = Player(policy, CharacterRenderer(), users, rewards, options)  # type: ignore[arg-type]
+        self.player = FuturesPlayer(policy, CharacterRenderer(), users, rewards, options)  # type: ignore[arg-type]
 
     def calls(self) -> Calls:
         return Calls(*(RoleCalls(len(counts), sum(counts)) for counts in self.messages_read.values()))

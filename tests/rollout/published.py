@@ -14,7 +14,7 @@ from typing import Any
 from megatron_collab.config import Config, compose, read_prompt
 from megatron_collab.llm.answer import Field
 from megatron_collab.reward import metrics
-from megatron_collab.rollout.conversation import Player
+from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.rollout.users import UserReply
 from megatron_collab.types import Conversation, Group, Message, Score, Task
 from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy
@@ -174,5 +174,5 @@ def play(name: str) -> tuple[list[Group], list[str]]:
 
     users: Any = Scripted(config)
     rewards: Any = Scores(config)
-    player = Player(FakePolicy(reply), CharacterRenderer(), users, rewards, config)
+    player = FuturesPlayer(FakePolicy(reply), CharacterRenderer(), users, rewards, config)
     return [asyncio.run(player.play(task_of(task, config), f"s-{task}")) for task in BEFORE], prompts

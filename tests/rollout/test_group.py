@@ -9,7 +9,7 @@ import pytest
 
 from megatron_collab.data.evaluation import EvaluationSet, settings_of
 from megatron_collab.inference.client import EngineError
-from megatron_collab.rollout.conversation import Player
+from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.types import Conversation, Ending, Failed, Group, Message, Missing, Score, Task
 from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUsers, config, encode
 
@@ -32,7 +32,7 @@ class FakeRewards:
 
 def make_player(
     policy: FakePolicy, rewards: FakeRewards, rollouts: int = 4, mode: str = "mr", **rollout: Any
-) -> Player:
+) -> FuturesPlayer:
     options = config(**rollout)
     options.reward.weights = {"right": 1.0}
     options.reward.mode = mode
@@ -41,7 +41,7 @@ def make_player(
     def user(goal: str, messages: Sequence[Message]) -> str:
         return f"bye {STOP}" if messages[-1].content == "end" else "go on"
 
-    return Player(policy, CharacterRenderer(), FakeUsers(user), rewards, options)  # type: ignore[arg-type]
+    return FuturesPlayer(policy, CharacterRenderer(), FakeUsers(user), rewards, options)  # type: ignore[arg-type]
 
 
 def play(policy: FakePolicy, rewards: FakeRewards, **options: Any) -> Group:
@@ -103,7 +103,9 @@ def test_an_evaluation_sees_what_a_user_would_see() -> None:
     of_training = make_player(FakePolicy(lambda prompt, seed: ""), rewards, mode="single_turn").config
     settings = settings_of(of_training, EvaluationSet("tasks.jsonl", samples=2))
     player = make_player(FakePolicy(lambda prompt, seed: ""), rewards)
-    group = asyncio.run(Player(player.policy, player.renderer, player.users, player.rewards, settings).play(TASK, "s"))
+    group = asyncio.run(
+        FuturesPlayer(player.policy, player.renderer, player.users, player.rewards, settings).play(TASK, "s")
+    )
     for rollout in group.rollouts:
         assert rollout.reward.value == 3.0  # the malformed first turn was answered and played on
         assert len(rollout.futures) == 1

@@ -31,7 +31,7 @@ from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.llm.served import ServedModel
 from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout import scheduler
-from megatron_collab.rollout.conversation import Player
+from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.rollout.journal import Journal, WeightDigests
 from megatron_collab.rollout.scheduler import Flight, GroupRequest, Slot, answers, available_results, worker_error
 from megatron_collab.rollout.users import Users
@@ -87,7 +87,7 @@ class FakeEngineWorker:
     def __init__(self, config: Config, reward_worker: str) -> None:
         policy = FakePolicy(answer, wait=0.01)
         rewards = RewardClient([ray.get_actor(reward_worker)], config.reward)
-        self.player = Player(policy, CharacterRenderer(), Users(config, LlmClient()), rewards, config)
+        self.player = FuturesPlayer(policy, CharacterRenderer(), Users(config, LlmClient()), rewards, config)
 
     async def play(self, task: Task, stream: str, eval_set: EvaluationSet | None = None) -> Group:
         return await self.player.play(task, stream)

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 
-from megatron_collab.rollout.conversation import Player
+from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.synthesis.synthesis import best_rollout, next_task, reply_of
 from megatron_collab.types import Ending, Group, Message, Missing, Task
 from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUsers, config
@@ -32,7 +32,7 @@ def group(says: str = "ok", share: float = 0.0, task: Task = TASK) -> Group:
         return STOP if "end" in messages[-1].content else f"and {messages[-1].content}"
 
     rewards = FakeRewards(lambda conversation: float(conversation.replies[0][-1]))
-    player = Player(FakePolicy(policy), CharacterRenderer(), FakeUsers(user), rewards, options)  # type: ignore[arg-type]
+    player = FuturesPlayer(FakePolicy(policy), CharacterRenderer(), FakeUsers(user), rewards, options)  # type: ignore[arg-type]
     return asyncio.run(player.play(task, "s"))
 
 
@@ -79,9 +79,9 @@ def test_candidates_are_dealt_to_assistants_that_play_their_own_futures() -> Non
     options.build.assistants = {"ours": "policy", "m": "openai/m", "n": "served/n"}
     users, rewards = FakeUsers(lambda goal, messages: "go on"), FakeRewards(lambda conversation: 1.0)
 
-    def player(name: str) -> Player:
+    def player(name: str) -> FuturesPlayer:
         policy = FakePolicy(lambda prompt, seed: f"of {name}")
-        return Player(policy, CharacterRenderer(), users, rewards, options)  # type: ignore[arg-type]
+        return FuturesPlayer(policy, CharacterRenderer(), users, rewards, options)  # type: ignore[arg-type]
 
     first = player("ours")
     first.candidate_players = {"ours": first, "m": player("m"), "n": player("n")}

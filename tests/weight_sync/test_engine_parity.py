@@ -393,7 +393,7 @@ def note_makers() -> list[list[int]]:
     def note(memory: SharedMemoryTransport, store: SyncStore, peers: Any) -> Any:
         by_server = addresses(memory, store, peers)
         for ranks in by_server.values():
-            paths = {path for address in ranks for path, _ in address["memory"]["handles"]}
+            paths = {path for address in ranks for path, _ in address["handles"]}
             makers.append(sorted({processes.index(int(path.split("/")[2])) for path in paths}))
         SharedMemoryTransport.addresses = addresses
         return by_server

@@ -190,7 +190,7 @@ def hang(ranks: int, nodes: int, transport: str, moment: str, quantized: bool, s
     makers = note_makers()
     with WeightSync(config, [], fakes.SHAPE, fleet, fakes.BUCKET // (1 + quantized)) as sender:
         assert len(sender._plan) > 4
-        places, parts = sync.places_of(config, on_gpus=False), sender._carrier._writer.parts
+        places, parts = sync.places_of(config, on_gpus=False), sender._transport._writer.parts
         into = set() if transport == "network" else {places.keeper(node, t) for part in parts for t in part}
         assert makers() == into - {dist.get_rank()}  # it opens what it writes to, which is on its node
         assert into <= set(places.members(node))
@@ -199,7 +199,7 @@ def hang(ranks: int, nodes: int, transport: str, moment: str, quantized: bool, s
         result: dict[str, Any] = {"version": sender.version, "abandoned": abandoned}
         result["run"] = sorted({key.split("/")[0] for key in SyncStore(sender._store, 1)._store.list_keys()})
         if transport == "memory":
-            result["node"] = sorted(PlaceStore(sender._carrier._store, 1)._store.list_keys())
+            result["node"] = sorted(PlaceStore(sender._transport._store, 1)._store.list_keys())
         dist.barrier()  # the store is the first rank's
         if fleet:
             result["reasons"] = {str(index): reason for index, reason in fleet.reasons.items()}

@@ -15,9 +15,10 @@ from megatron_collab.models.hf_to_sglang import ServerLayout
 from megatron_collab.models.parallel_layout import TrainerLayout, first_gpu, server_nodes
 from megatron_collab.runtime import device
 from megatron_collab.weight_sync import plan
-from megatron_collab.weight_sync.node_routing import Places, hops, places_of, sent, written
+from megatron_collab.weight_sync.node_routing import Places, hops, sent, written
 from megatron_collab.weight_sync.plan import Slice, SyncPlan
 from megatron_collab.weight_sync.sync import _devices
+from megatron_collab.weight_sync.transports.registry import places_of
 from tests.weight_sync.random_layouts import draw, seeds
 from tests.weight_sync.test_plan import ITEM, Shards, run, trainer_shards
 

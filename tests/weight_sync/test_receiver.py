@@ -27,6 +27,9 @@ from megatron_collab.weight_sync.receiver import Receiver, loaded_parameters
 from megatron_collab.weight_sync.sender import Sender
 from megatron_collab.weight_sync.store_protocol import SyncStore, connect
 from megatron_collab.weight_sync.sync import PublishError, WeightSync
+from megatron_collab.weight_sync.transports.p2p import NetworkTransport
+from megatron_collab.weight_sync.transports.registry import transport_class
+from megatron_collab.weight_sync.transports.shared_memory import SharedMemoryTransport
 from tests.helpers import free_port
 
 NORM = "model.norm.weight"
@@ -212,7 +215,7 @@ def test_all_weights_arrive_every_time(
     store = connect(("127.0.0.1", int(os.environ["MASTER_PORT"])), "", 10.0)
     keys = []
     with WeightSync(config, [], shape, fleet, BUCKET) as sender:
-        carrier: Any = sender._carrier
+        carrier: Any = sender._transport
         stores = [store, carrier._store] if transport == "memory" else [store]
         for version in range(4):
             for server in fleet.servers:
@@ -363,15 +366,15 @@ def test_a_server_that_aborts_does_not_block_others(
 
 def test_memory_is_shared_on_one_node_and_by_colocated_servers() -> None:
     config = configure("auto")
-    assert sync.uses_memory(config)
+    assert transport_class(config) is SharedMemoryTransport
     config.launch.nodes = 2
-    assert sync.uses_memory(config)
+    assert transport_class(config) is SharedMemoryTransport
     config.rollout.server.colocated = False
-    assert not sync.uses_memory(config)
+    assert transport_class(config) is NetworkTransport
     config.launch.nodes = 1
-    assert sync.uses_memory(config)
+    assert transport_class(config) is SharedMemoryTransport
     config.publish.transport = "network"
-    assert not sync.uses_memory(config)
+    assert transport_class(config) is NetworkTransport
 
 
 def test_a_flipped_bit_is_found(shards: dict[str, torch.nn.Parameter], monkeypatch: pytest.MonkeyPatch) -> None:

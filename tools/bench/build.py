@@ -1,6 +1,6 @@
 """Time to build conversations turn by turn, over its lower bound: the longest conversation.
 
-The real Synthesis, Flight, journal and Player over two Ray actors; engine, user and judge are simulated. 16 tasks, up
+The real Synthesis, Flight, journal and player over two Ray actors; engine, user and judge are simulated. 16 tasks, up
 to five turns of 4 candidates with 3 futures of two user turns; users end a third of the conversations at each message.
 A call takes MEDIAN seconds times two lognormal factors, one per call and a heavy-tailed one per task. The factors are
 as in the bench futures and the medians a tenth, so that our own overhead shows; concurrent calls are not limited.
@@ -33,7 +33,7 @@ import torch.distributed as dist
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import task_row, write_jsonl
 from megatron_collab.environments import tiny_model
-from megatron_collab.rollout.conversation import Player
+from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.rollout.users import UserReply
 from megatron_collab.rollout.workers import Workers
 from megatron_collab.runtime.ray_cluster import ray_session, start_actor
@@ -118,11 +118,11 @@ def text_of(messages: Sequence[Message]) -> str:
 
 
 class Worker:
-    """Plays groups on the real Player. It is also the run's limiter, which counts nothing."""
+    """Plays groups on the real FuturesPlayer. It is also the run's limiter, which counts nothing."""
 
     def __init__(self, config: Config) -> None:
         engine: Any = Engine()
-        self.player = Player(engine, engine, Users(), Judge(), config)  # type: ignore[arg-type]
+        self.player = FuturesPlayer(engine, engine, Users(), Judge(), config)  # type: ignore[arg-type]
 
     async def play(self, task: Task, stream: str, eval_set: None) -> Group:
         return await self.player.play(task, stream)

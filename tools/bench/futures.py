@@ -1,7 +1,7 @@
 """Time of a step's conversations over its lower bound, and how much longer the published order takes.
 
 `python tools/bench/futures.py [--seeds 0 1 2 3 4] [--smoke]`: 16 tasks x 8 trained turns x 3 futures of 2 user turns on
-the real Player. Engine, user and judge are simulated, at most CONCURRENCY of each kind at once. A call
+the real FuturesPlayer. Engine, user and judge are simulated, at most CONCURRENCY of each kind at once. A call
 takes MEDIAN seconds times a factor per call, and times a factor per task if it calls engine or user (some problems need
 long answers). Both are lognormal, and the tail is heavy: one task in a hundred takes ten times the median. Time is
 virtual: the event loop jumps to the next timer, so no clock is read and a seed gives the same values everywhere.
@@ -25,7 +25,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from megatron_collab.config import Config, SamplingConfig
-from megatron_collab.rollout.conversation import Player, RolloutPlace
+from megatron_collab.rollout.conversation import FuturesPlayer, RolloutPlace
 from megatron_collab.rollout.users import UserReply
 from megatron_collab.types import Conversation, Finish, Message, Score, Task, Turn
 
@@ -164,7 +164,7 @@ def make_tasks(count: int) -> list[Task]:
 
 
 async def ours(simulation: Simulation) -> list[Conversation]:
-    player = Player(Engine(simulation), Renderer(), Users(simulation), Judge(simulation), options())  # type: ignore[arg-type]
+    player = FuturesPlayer(Engine(simulation), Renderer(), Users(simulation), Judge(simulation), options())  # type: ignore[arg-type]
     groups = await asyncio.gather(*(player.play(task, task.id) for task in simulation.tasks))
     return [f.conversation for group in groups for rollout in group.rollouts for f in rollout.futures]
 
@@ -172,7 +172,7 @@ async def ours(simulation: Simulation) -> list[Conversation]:
 async def serial(simulation: Simulation) -> list[Conversation]:
     """The published order: futures of a turn one after the other, judging when all are played."""
     config = options()
-    player = Player(Engine(simulation), Renderer(), Users(simulation), Judge(simulation), config)  # type: ignore[arg-type]
+    player = FuturesPlayer(Engine(simulation), Renderer(), Users(simulation), Judge(simulation), config)  # type: ignore[arg-type]
 
     async def turn(task: Task, rollout: int) -> list[Conversation]:
         start = await player.trained_turn(task, RolloutPlace(task.id, rollout))

@@ -35,7 +35,7 @@ from megatron_collab.environments import tiny_model
 from megatron_collab.inference.router import Router
 from megatron_collab.inference.server import SGLangServer
 from megatron_collab.reward.workers import RewardClient
-from megatron_collab.rollout.conversation import Player, RolloutPlace
+from megatron_collab.rollout.conversation import FuturesPlayer, RolloutPlace
 from megatron_collab.rollout.users import User, UserReply, Users
 from megatron_collab.types import Conversation, Message, Task
 
@@ -101,7 +101,7 @@ async def measure(
     """Play `counts` (prompts, turns) at once; `name` makes their texts differ from those the servers have seen."""
     router = Router(endpoints, config.rollout, unpublished=True)
     rewards = RewardClient([], config.reward)  # nothing is scored
-    player = Player(router, ChatRenderer(config.model.path), RandomUsers(config, alike), rewards, config)
+    player = FuturesPlayer(router, ChatRenderer(config.model.path), RandomUsers(config, alike), rewards, config)
     prompts, turns = map(range, counts)
     places = [RolloutPlace(f"{name}-{prompt}", turn) for prompt in prompts for turn in turns]
     try:
@@ -119,7 +119,7 @@ async def measure(
     }
 
 
-async def play(player: Player, task: Task, place: RolloutPlace) -> list[Conversation]:
+async def play(player: FuturesPlayer, task: Task, place: RolloutPlace) -> list[Conversation]:
     """A trained turn and its futures."""
     start = await player.trained_turn(task, place)
     places = [RolloutPlace(place.stream, place.rollout, future) for future in range(FUTURES)]

@@ -266,7 +266,7 @@ def run_rank(folder: Path, layout: str, out: Path, smoke: bool) -> None:
             difference = compare(actor, config, line)
             slices = (piece for items in written(publisher._plan, publisher._places, rank) for _, piece in items)
             sent = sum(piece.size for piece in slices)
-            carrier: Any = publisher._carrier  # of shared memory
+            carrier: Any = publisher._transport  # of shared memory
             scratch = sum(len(segment.data) for segments in carrier._segments.values() for segment in segments)
             totals = torch.tensor([sent, scratch], dtype=torch.float64)
             dist.all_reduce(totals)

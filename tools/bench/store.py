@@ -22,9 +22,10 @@ patches.apply("megatron")
 
 from megatron_collab.planning.memory import read_run  # noqa: E402
 from megatron_collab.trainer.megatron.config import DTYPES  # noqa: E402
-from megatron_collab.weight_sync.node_routing import hops, places_of, written  # noqa: E402
+from megatron_collab.weight_sync.node_routing import hops, written  # noqa: E402
 from megatron_collab.weight_sync.plan import plan_sync, server_layout, trainer_layout  # noqa: E402
 from megatron_collab.weight_sync.store_protocol import PlaceStore, connect  # noqa: E402
+from megatron_collab.weight_sync.transports.registry import places_of  # noqa: E402
 
 SYNCS, SYNCS_OF_A_PLACE = 7, 41
 SMOKE = ["launch.nodes=2", "rollout.server.replicas=2", "parallel.pp=2", "train.prompts_per_step=8"]

@@ -19,11 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_collab.weight_sync.encoding import Sums, largest_round, round_spans
+from megatron_collab.weight_sync.node_routing import Places, written
 from megatron_collab.weight_sync.store_protocol import Address, Peer, SyncStore, connect
+from megatron_collab.weight_sync.transports.base import (
+    Allocated,
+    ReceiverSetup,
+    Transport,
+    TransportReceiver,
+    TransportSetup,
+)
 
 if TYPE_CHECKING:  # servers do not have the trainer's libraries
-    from megatron_collab.weight_sync.encoding import Sums
-    from megatron_collab.weight_sync.sender import Sender
+    from megatron_collab.weight_sync.plan import SyncPlan
 
 logger = logging.getLogger(__name__)
 
@@ -66,25 +74,65 @@ def _remaining(deadline: float) -> float:
     return max(0.1, deadline - time.monotonic())
 
 
-class NetworkTransport:
-    """The trainer's side, on every rank."""
+class NetworkReceiver(TransportReceiver):
+    """A server rank's side. Trainer rank r sends bytes parts[k][r] = [start, stop) of bucket k. One bucket ahead."""
 
-    def __init__(self, writer: Sender, address: Address, prefix: str, device: torch.device, timeout: float) -> None:
-        """A server that does not join or take a bucket for `timeout` seconds is abandoned.
+    def __init__(self, setup: ReceiverSetup, *, name: str, ranks: int, tp: int) -> None:
+        """Join the trainer's `ranks` as one of `tp`, in the process group `name`.
 
-        `timeout` is shorter than the servers' own: a hung server must not fail the others.
+        Raises RuntimeError after setup.timeout seconds without progress, or if another rank of the server fails.
         """
-        self._writer, self._address, self._prefix = writer, address, prefix
-        self._device, self._timeout = device, timeout
+        self._device, self._timeout, self._parts = setup.device, setup.timeout, setup.parts
+        setup.store.set_ready(setup.server, setup.rank, True)
+        if not setup.store.all_ready(setup.server, tp, setup.timeout):
+            raise RuntimeError("another rank of the server did not join")
+        self._group = _join(setup.address, name, ranks + setup.rank, ranks + tp, setup.device, setup.timeout)
+        largest = max((stop for sources in self._parts for _, stop in sources.values()), default=0)
+        count = min(2, len(self._parts))
+        self._buckets = [torch.zeros(largest, dtype=torch.uint8, device=self._device) for _ in range(count)]
+
+    def buckets(self, store: SyncStore, first: int) -> Iterator[Tensor]:
+        """Yield buckets `first` and later of a publish (uint8), each once complete and valid until the next one."""
+        coming = self._receive(first)
+        for number in range(first, len(self._parts)):
+            deadline = time.monotonic() + self._timeout
+            for work in coming:
+                finish(work, deadline, self._device)
+            coming = self._receive(number + 1)
+            yield self._buckets[number % 2]
+
+    def _receive(self, number: int) -> list[dist.Work]:
+        if number == len(self._parts):
+            return []
+        bucket, parts = self._buckets[number % 2], self._parts[number]
+        return [self._group.recv([bucket[slice(*part)]], source, number) for source, part in parts.items()]
+
+
+class NetworkTransport(Transport):
+    """The trainer's side, on every rank.
+
+    A server that does not join or take a bucket for setup.idle_timeout seconds, which is shorter than the servers' own
+    timeout, is abandoned: a hung server must not fail the others.
+    """
+
+    receiver = NetworkReceiver
+    needs_separate_gpus = True
+
+    def __init__(self, setup: TransportSetup) -> None:
+        self._writer, self._address, self._prefix = setup.writer, setup.address, setup.prefix
+        self._device, self._timeout = setup.device, setup.idle_timeout
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        count = min(2, len(writer.parts))
-        self._buffers = [torch.zeros(writer.largest, dtype=torch.uint8, device=device) for _ in range(count)]
+        count, size = min(2, len(self._writer.parts)), self._writer.largest
+        self._buffers = [torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
         self._groups: dict[int, dist.ProcessGroup] = {}
 
+    @classmethod
+    def bytes_held(cls, plan: SyncPlan, places: Places, rank: int) -> Allocated:
+        return Allocated(buffers=(largest_round(round_spans(written(plan, places, rank))),) * min(2, len(plan)))
+
     def addresses(self, store: SyncStore, peers: Sequence[Peer]) -> dict[int, list[dict[str, Any]]]:
-        """Arguments of a Receiver for each server of `peers` and each of its ranks."""
         groups = {p.server: {"name": self._name(store, p), "ranks": self._ranks, "tp": p.tp} for p in peers}
-        return {server: [{"network": group}] * group["tp"] for server, group in groups.items()}
+        return {server: [group] * group["tp"] for server, group in groups.items()}
 
     def carry(self, store: SyncStore, peers: Sequence[Peer], sums: Sums | None, first: int) -> None:
         """Send buckets `first` and later to `peers`, skipping servers that fail; for `sums` see Sender.write."""
@@ -107,9 +155,6 @@ class NetworkTransport:
                 with self._losing(store, peer):
                     sending[peer.server] = [group.send([data], self._ranks + t, number) for t, data in parts.items()]
             store.set_sent(number, self._ranks)
-
-    def clear(self, number: int) -> None:
-        """Nothing to remove: all keys of a publish are in the run's store."""
 
     def drop(self, server: int) -> None:
         """Forget the process group of a server that failed."""
@@ -155,41 +200,3 @@ class NetworkTransport:
             logger.warning("server %d is abandoned: %s", peer.server, error)
             store.abandon(peer.server, range(peer.tp))
             self.drop(peer.server)
-
-
-class NetworkReceiver:
-    """A server rank's side. Trainer rank r sends bytes parts[k][r] = [start, stop) of bucket k. One bucket ahead."""
-
-    def __init__(
-        self,
-        address: Address,
-        name: str,
-        ranks: int,
-        tp: int,
-        rank: int,
-        parts: Sequence[Mapping[int, tuple[int, int]]],
-        device: torch.device,
-        timeout: float,
-    ) -> None:
-        """Join the trainer's `ranks` as rank `rank` of `tp`. Raises RuntimeError after `timeout` s without progress."""
-        self._device, self._timeout = device, timeout
-        self._group = _join(address, name, ranks + rank, ranks + tp, device, timeout)
-        self._parts = parts
-        largest = max((stop for sources in parts for _, stop in sources.values()), default=0)
-        self._buckets = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(min(2, len(parts)))]
-
-    def buckets(self, store: SyncStore, first: int) -> Iterator[Tensor]:
-        """Yield buckets `first` and later of a publish (uint8), each once complete and valid until the next one."""
-        coming = self._receive(first)
-        for number in range(first, len(self._parts)):
-            deadline = time.monotonic() + self._timeout
-            for work in coming:
-                finish(work, deadline, self._device)
-            coming = self._receive(number + 1)
-            yield self._buckets[number % 2]
-
-    def _receive(self, number: int) -> list[dist.Work]:
-        if number == len(self._parts):
-            return []
-        bucket, parts = self._buckets[number % 2], self._parts[number]
-        return [self._group.recv([bucket[slice(*part)]], source, number) for source, part in parts.items()]

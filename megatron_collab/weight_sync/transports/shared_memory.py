@@ -14,7 +14,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import chain
@@ -27,12 +27,19 @@ import torch.multiprocessing  # registers CUDA tensors with ForkingPickler
 from torch import Tensor
 
 from megatron_collab.runtime.device import synchronize
+from megatron_collab.weight_sync.encoding import Sums, largest_round, round_spans
+from megatron_collab.weight_sync.node_routing import Hop, Places, hops, lacking, sent
 from megatron_collab.weight_sync.store_protocol import Address, Peer, PlaceStore, SyncStore, connect, host
+from megatron_collab.weight_sync.transports.base import (
+    Allocated,
+    ReceiverSetup,
+    Transport,
+    TransportReceiver,
+    TransportSetup,
+)
 from megatron_collab.weight_sync.transports.p2p import finish
 
 if TYPE_CHECKING:  # servers do not have the trainer's libraries
-    from megatron_collab.weight_sync.encoding import Sums
-    from megatron_collab.weight_sync.node_routing import Hop, Places
     from megatron_collab.weight_sync.plan import SyncPlan
     from megatron_collab.weight_sync.sender import Sender
 
@@ -92,46 +99,67 @@ def segment_sizes(plan: SyncPlan, places: Places, rank: int) -> dict[int, list[i
     return {t: [max(buckets[t].size for buckets in plan)] * min(2, len(plan)) for t in targets if places.keeps(rank, t)}
 
 
-class SharedMemoryTransport:
-    """The trainer's side, on every rank."""
+class SharedMemoryReceiver(TransportReceiver):
+    """A server rank's side."""
 
-    def __init__(
-        self,
-        plan: SyncPlan,
-        places: Places,
-        writer: Sender,
-        relay: Relay,
-        devices: Sequence[torch.device],
-        timeout: float,
-        prefix: str,
-        limit: float,
-    ) -> None:
-        """Collective. `devices[t]`: device of rank t of this place's first server, on its node.
+    def __init__(self, setup: ReceiverSetup, *, address: Sequence[Any], handles: Sequence[Handle]) -> None:
+        """`address`: of the place's store; `handles`: of its segments."""
+        name, port = address
+        self._store = connect((name, port), setup.prefix, setup.timeout)
+        self._segments = [opened(handle) for handle in handles]
+        self._sources, self._server, self._rank = setup.parts, setup.server, setup.rank
 
-        A server that has not read a bucket `timeout` seconds after it was written is abandoned. `prefix` and `limit`
-        are for connections to the place's store (see store_protocol.connect), which its first rank hosts.
-        """
-        self._places, self._writer, self._relay, self._timeout = places, writer, relay, timeout
+    def buckets(self, store: SyncStore, first: int) -> Iterator[Tensor]:
+        """Yield buckets `first` and later of a publish (uint8), each once complete and valid until the next one."""
+        keys = PlaceStore(self._store, store.number)
+        for number, sources in enumerate(self._sources[first:], first):
+            keys.wait_written(number, sources)
+            yield self._segments[number % 2]
+            keys.set_loaded(number, self._server, self._rank)
+
+
+class SharedMemoryTransport(Transport):
+    """The trainer's side, on every rank.
+
+    A server that has not read a bucket setup.idle_timeout seconds after it was written is abandoned. The place's store
+    is hosted by its first rank.
+    """
+
+    receiver = SharedMemoryReceiver
+    needs_same_node = True
+    opens_gpu_memory = True
+
+    def __init__(self, setup: TransportSetup) -> None:
+        plan, places, prefix, devices = setup.plan, setup.places, setup.prefix, setup.server_devices
+        self._places, self._writer, self._timeout = places, setup.writer, setup.idle_timeout
         self._rank = dist.get_rank()
         self._place = places.of_rank(self._rank)
-        self._host = Host(prefix, limit) if self._rank == places.members(self._place)[0] else None
+        crossing = sent(plan, places, self._rank)
+        sender = setup.make_sender(crossing, lambda target, piece: lacking(places, target, piece.holders))
+        self._relay = Relay(sender, hops(plan, places), setup.device, setup.timeout)
+        self._host = Host(prefix, setup.limit) if self._rank == places.members(self._place)[0] else None
         self._address: Address = _gathered({self._place: self._host.address} if self._host else {})[self._place]
-        self._store = connect(self._address, prefix, limit)
+        self._store = connect(self._address, prefix, setup.limit)
         sizes_by_target = segment_sizes(plan, places, self._rank)
         self._segments = {t: [Segment(size, devices[t]) for size in sizes] for t, sizes in sizes_by_target.items()}
         peers = [rank for rank in places.members(self._place) if rank != self._rank]
         # By rank, the targets whose segments another rank keeps; slices from other places go into kept segments.
-        writes = _gathered({self._rank: {t for parts in writer.parts for t in parts} - self._segments.keys()})
+        writes = _gathered({self._rank: {t for parts in self._writer.parts for t in parts} - self._segments.keys()})
         offers = _gathered({(t, rank): self._handles(t) for t in self._segments for rank in peers if t in writes[rank]})
         self._buffers = {t: [opened(handle) for handle in offers[t, self._rank]] for t in writes[self._rank]}
         self._buffers |= {t: [segment.data for segment in segments] for t, segments in self._segments.items()}
 
+    @classmethod
+    def bytes_held(cls, plan: SyncPlan, places: Places, rank: int) -> Allocated:
+        """Two segments for each server rank whose keeper this is, and a round's slices for other places."""
+        segments = tuple(chain(*segment_sizes(plan, places, rank).values()))
+        return Allocated(segments, (largest_round(round_spans(sent(plan, places, rank))),))
+
     def addresses(self, store: SyncStore, peers: Sequence[Peer]) -> dict[int, list[dict[str, Any]]]:
-        """Arguments of a Receiver for each server of `peers` and each of its ranks; collective."""
         if not peers:
             return {}
         offers = _gathered({(p.server, t): self._offer(t) for t in self._segments for p in self._near(peers, t)})
-        return {peer.server: [{"memory": offers[peer.server, t]} for t in range(peer.tp)] for peer in peers}
+        return {peer.server: [offers[peer.server, t] for t in range(peer.tp)] for peer in peers}
 
     def carry(self, store: SyncStore, peers: Sequence[Peer], sums: Sums | None, first: int) -> None:
         """Write buckets `first` and later, each once all `peers` have read the segment's previous bucket.
@@ -157,9 +185,6 @@ class SharedMemoryTransport:
         """Remove the keys of a publish from the place's store; only its host does so."""
         if self._host:
             self._host.clear(number)
-
-    def drop(self, server: int) -> None:
-        """Nothing to do: this transport keeps no state of a server."""
 
     def close(self) -> None:
         if self._host:
@@ -289,26 +314,6 @@ class Relay:
             raise RuntimeError(
                 f"publishing: trainer rank {self._rank} waits for ranks {sorted(peers)} in round {number}: {error}"
             ) from error
-
-
-class SharedMemoryReceiver:
-    """A server rank's side. `sources[k]`: the trainer ranks that write its k-th bucket."""
-
-    def __init__(
-        self, store: dist.Store, handles: Sequence[Handle], sources: Sequence[Iterable[int]], server: int, rank: int
-    ) -> None:
-        """`store`: a connection to the place's store; `handles`: of its segments."""
-        self._store = store
-        self._segments = [opened(handle) for handle in handles]
-        self._sources, self._server, self._rank = sources, server, rank
-
-    def buckets(self, store: SyncStore, first: int) -> Iterator[Tensor]:
-        """Yield buckets `first` and later of a publish (uint8), each once complete and valid until the next one."""
-        keys = PlaceStore(self._store, store.number)
-        for number, sources in enumerate(self._sources[first:], first):
-            keys.wait_written(number, sources)
-            yield self._segments[number % 2]
-            keys.set_loaded(number, self._server, self._rank)
 
 
 def _gathered(local: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -13,9 +13,10 @@ from megatron_collab.data.datasets import TaskReader
 from megatron_collab.environments import World
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.multiturn import RewardFunction
+from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.rollout.tools import Tool, ToolResult
 from megatron_collab.rollout.users import User, UserReply
-from megatron_collab.types import Conversation, Future, Message, Missing, Reward, Score, Task
+from megatron_collab.types import Conversation, Future, Group, Message, Missing, Reward, Score, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,6 +59,18 @@ class Dice(Tool):
 
     async def call(self, task: Task, **arguments: Any) -> ToolResult:
         return ToolResult(f"{self.options.sides} of {self.options.sides}", reward=0.5)
+
+
+class Counting(FuturesPlayer):
+    """Plays like the shipped player, and counts groups."""
+
+    @dataclass(frozen=True)
+    class Options:
+        name: str = option("groups", "name of the counter")
+
+    async def play(self, task: Task, stream: str) -> Group:
+        self.counters[self.options.name] += 1
+        return await super().play(task, stream)
 
 
 class Greetings(World):

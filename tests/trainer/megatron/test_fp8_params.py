@@ -25,9 +25,10 @@ from megatron_collab.trainer.megatron import config as megatron_config
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
-from megatron_collab.weight_sync.node_routing import places_of, written
+from megatron_collab.weight_sync.node_routing import written
 from megatron_collab.weight_sync.plan import plan_sync, server_layout, trainer_layout
 from megatron_collab.weight_sync.sender import Sender
+from megatron_collab.weight_sync.transports.registry import places_of
 from tests.helpers import make_model
 from tests.ranks import learn, make_config, make_samples, run_ranks
 from tests.trainer.test_precision import WIDE, fp8

@@ -60,7 +60,10 @@ def test_a_group_that_fails_does_not_end_the_process(
 
 def test_what_a_lost_server_was_sent_is_aborted(nccl: None, one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
     writer: Any = SimpleNamespace(parts=[{0: (0, 4)}], largest=4)
-    transport = p2p.NetworkTransport(writer, ("localhost", 1), "prefix", torch.device("cpu"), 1.0)
+    setup: Any = SimpleNamespace(
+        writer=writer, address=("localhost", 1), prefix="prefix", device=torch.device("cpu"), idle_timeout=1.0
+    )
+    transport = p2p.NetworkTransport(setup)
     transport._device = GPU
     abandoned = []
     store: Any = SimpleNamespace(

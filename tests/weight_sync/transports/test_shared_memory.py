@@ -16,6 +16,7 @@ import torch
 from megatron_collab.weight_sync.node_routing import Places
 from megatron_collab.weight_sync.plan import Bucket
 from megatron_collab.weight_sync.store_protocol import Peer, PlaceStore, SyncStore, connect, host
+from megatron_collab.weight_sync.transports.base import TransportSetup
 from megatron_collab.weight_sync.transports.shared_memory import Segment, SharedMemoryTransport, opened
 
 WRITE = "import sys; file = open(sys.argv[1], 'r+b'); file.seek(7); file.write(bytes([5]))"
@@ -66,9 +67,23 @@ def test_an_abandoned_server_is_released_until_the_last_rank_has_written(one_ran
     """The rank that hosts the place's store is done; another rank of that place is not."""
     writer: Any = SimpleNamespace(parts=[{}], write=lambda *_: None)
     relay: Any = SimpleNamespace(receives=lambda _: set(), crossing=lambda *_: nullcontext())
-    devices = [torch.device("cpu")]
-    transport = SharedMemoryTransport([[Bucket((), 1)]], Places(1, 1, 1, 1), writer, relay, devices, 60.0, "", 60.0)
-    transport._places = Places(1, 2, 1, 1)
+    cpu = torch.device("cpu")
+    setup = TransportSetup(
+        options=None,
+        plan=[[Bucket((), 1)]],
+        places=Places(1, 1, 1, 1),
+        writer=writer,
+        make_sender=lambda *_: SimpleNamespace(largest=0),  # type: ignore[arg-type,return-value]
+        device=cpu,
+        server_devices=[cpu],
+        address=("localhost", 1),
+        prefix="",
+        limit=60.0,
+        idle_timeout=60.0,
+        timeout=60.0,
+    )
+    transport = SharedMemoryTransport(setup)
+    transport._relay, transport._places = relay, Places(1, 2, 1, 1)
     run = SyncStore(host("", 60.0)[1], 1)
     place = PlaceStore(connect(transport._address, "", 60.0), 1)
     with ThreadPoolExecutor(1) as threads:
