@@ -16,7 +16,7 @@ from hypothesis import settings
 from megatron_collab.config import Config
 from megatron_collab.inference import ROW_BY_ROW
 from megatron_collab.inference.server import SGLangServer
-from megatron_collab.runtime import files, gpu_environment, process
+from megatron_collab.runtime import console, files, gpu_environment, process
 from tests import gpus, processes
 from tests.fork_server import end_fork_servers
 from tests.helpers import free_port, make_model
@@ -27,6 +27,7 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault(*ROW_BY_ROW)  # as servers on a CPU have it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 gpu_environment.enter()
+console.begin()
 sys.meta_path.insert(0, PatchOnImport("transformers", "megatron", "litellm"))
 settings.register_profile("busy", deadline=None)  # no time limit per example: the machine may be busy
 settings.load_profile("busy")

@@ -7,11 +7,11 @@ manages files and folders. All ranks must see the same file system.
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 import random
 import re
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -38,6 +38,8 @@ from megatron_collab.checkpoint.torch_dist import CheckpointWriter, SaveItems, W
 from megatron_collab.runtime import hang_detector
 from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import shared
+
+logger = logging.getLogger(__name__)
 
 COMMON = "common.pt"
 _RANK_FILE = re.compile(r"(?:__|random_)(\d+)(?:_\d+\.distcp|\.pkl)")  # the number is the rank that wrote the file
@@ -115,7 +117,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             if not any(damage):
                 self.on_disk = _load(checkpoint, saved, networks)
                 return self.on_disk
-            _say(f"{checkpoint}: is damaged ({'; '.join(chain(*damage))}); using the previous one")
+            _warn(f"{checkpoint}: is damaged ({'; '.join(chain(*damage))}); using the previous one")
         if checkpoints:
             raise RunStopped(f"{self.folder}: contains no intact checkpoint; restore one, or remove the folder")
         return None
@@ -169,7 +171,7 @@ def _load(
     checkpoint: Path, saved: Mapping[str, Any], networks: Mapping[str, Checkpointable]
 ) -> tuple[int, dict[str, Any]]:
     if saved.get("weights_only"):
-        _say(f"{checkpoint}: contains weights only; training starts with a new optimizer, at step {saved['step']}")
+        _warn(f"{checkpoint}: contains weights only; training starts with a new optimizer, at step {saved['step']}")
         policy = networks[MAIN]
         if unwrap(policy.chunks[0]).lora is not None:
             raise RunStopped(
@@ -186,7 +188,7 @@ def _load(
         for name, (_, restore_state) in _generators().items():
             restore_state(states[name])
     elif not saved.get("weights_only"):
-        _say(
+        _warn(
             f"{checkpoint}: was written by {saved['ranks']} ranks; "
             "its random states are not restored but derived from run.seed"
         )
@@ -208,6 +210,6 @@ def _generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
     }
 
 
-def _say(message: str) -> None:
+def _warn(message: str) -> None:
     if dist.get_rank() == 0:
-        print(message, file=sys.stderr, flush=True)
+        logger.warning(message)

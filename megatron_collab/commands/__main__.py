@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -9,9 +10,10 @@ from importlib import import_module
 
 from megatron_collab import __version__
 from megatron_collab.commands import EXIT_BAD_INPUT
-from megatron_collab.runtime import gpu_environment, network
+from megatron_collab.runtime import console, gpu_environment, network
 from megatron_collab.runtime.files import COMPILE_CACHE
-from megatron_collab.runtime.redact import redact_output
+
+logger = logging.getLogger("megatron_collab")  # __name__ is __main__ if this module is the program
 
 COMMANDS = {
     "train": "train a policy: experiment=NAME [option=value …]",
@@ -46,11 +48,12 @@ _OF_LOGS = ("presidio_analyzer", "sklearn", "datasketch", "spacy")  # heavy, and
 
 
 def main() -> int:
-    redact_output()
-    name, *arguments = sys.argv[1:] or ["--help"]
+    name, *arguments = console.take_flags(sys.argv[1:]) or ["--help"]
+    console.begin()
     if name in ("-h", "--help"):
         commands = "\n".join(f"  {command:16}{text}" for command, text in COMMANDS.items())
-        print(f"usage: megatron-collab [--version] COMMAND …\n{commands}\nmegatron-collab COMMAND --help: its options")
+        print(f"usage: megatron-collab [--version] [--quiet] [--verbose] COMMAND …\n{commands}")
+        print("megatron-collab COMMAND --help: its options")
         return 0
     if name == "--version":
         print(f"megatron-collab {__version__}")
@@ -77,7 +80,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
         fault = f"{error.name} is not installed; install the extra {extra}, e.g. megatron-collab[{extra.split()[0]}]"
     except (ConfigError, OSError) as error:
         fault = str(error)
-    print(f"megatron-collab: {fault}", file=sys.stderr)
+    logger.error(fault)
     return EXIT_BAD_INPUT
 
 

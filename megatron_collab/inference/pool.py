@@ -6,6 +6,7 @@ of model.path, so it gets no requests until the next weight sync includes it aga
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from operator import attrgetter, methodcaller
 from megatron_collab.config import ServerConfig
 from megatron_collab.inference.server import MEMORY, ServerError, SGLangServer
 from megatron_collab.runtime.process import wait_for
+
+logger = logging.getLogger(__name__)
 
 STARTS = 3  # consecutive failed starts before the run ends
 
@@ -52,10 +55,10 @@ class ServerPool:
             sizes.append(server.cache_tokens())
             if sizes[-1] < 0.99 * expected:  # sizes are rounded to pages
                 shortfall = f"has a KV cache of {sizes[-1]} tokens instead of {self._setting}={expected}"
-                print(f"engine: {self._name(server)} {shortfall}: its GPU is out of memory", flush=True)
+                logger.warning(f"engine: {self._name(server)} {shortfall}: its GPU is out of memory")
         if sizes:
             size = f"have a KV cache of at least {min(sizes)} tokens each"
-            print(f"engine: SGLang servers{self._suffix} {size}", flush=True)
+            logger.info(f"engine: SGLang servers{self._suffix} {size}")
         self._present = list(self.servers)
         self._announced = [server.index for server in self.servers]
         self._release()
@@ -73,7 +76,7 @@ class ServerPool:
                 del self._deadlines[server.index]
                 self._present.append(server)
                 self._counts["back"] += 1
-                print(f"engine: {self._name(server)} is back (start {server.generation + 1})", flush=True)
+                logger.info(f"engine: {self._name(server)} is back (start {server.generation + 1})")
             elif time.monotonic() > self._deadlines[server.index]:
                 timeout = self.options.start_timeout
                 self._start_again(server, f"it was not healthy after rollout.server.start_timeout={timeout:g} s")
@@ -196,7 +199,7 @@ class ServerPool:
             self._fatal = f"{name} still fails after {STARTS} restarts: {reason}; {server.log_end()}"
             server.stop()
             return
-        print(f"engine: {name} is taken out of use and restarted: {reason}", flush=True)
+        logger.warning(f"engine: {name} is taken out of use and restarted: {reason}")
         server.restart()
         self._deadlines[server.index] = time.monotonic() + self.options.start_timeout
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.llm_endpoints import NamedEndpoint
 from megatron_collab.rollout.users.named import user_settings
 from megatron_collab.runtime.process import global_rank
+
+logger = logging.getLogger(__name__)
 
 
 def check_settings(config: Config) -> None:
@@ -48,7 +50,7 @@ def check_recordings(config: Config) -> None:
     setting = f"llm.replay={llm.replay}"
     try:
         for torn in Recording(Path(llm.replay)).torn if llm.replay else ():
-            print(f"megatron-collab: llm.replay: {torn}", file=sys.stderr)
+            logger.warning(f"llm.replay: {torn}")
         setting = f"llm.record={llm.record}"
         if llm.record and any(Path(llm.record).glob(f"*{SUFFIX}")):
             other_runs = Recording(Path(llm.record)).runs - {run_name(config)}

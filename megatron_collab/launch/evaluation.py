@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -34,6 +35,8 @@ from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.tools import toolbox
 from megatron_collab.runtime import device, gpu_environment, hub, network
 from megatron_collab.runtime.process import RunStopped
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "hf"  # in run.dir: the evaluated checkpoint as a Hugging Face folder
 _FILE_BYTES = 5 * 10**9
@@ -276,6 +279,6 @@ def _convert(config: Config, checkpoint: Path, source: Path) -> Path:
             patches.apply("megatron")
             from megatron_collab.checkpoint import convert
 
-            print(f"{folder}: converting {checkpoint}", flush=True)
+            logger.info(f"{folder}: converting {checkpoint}")
             convert.to_hf(checkpoint, folder, source, None, _FILE_BYTES)
     return folder

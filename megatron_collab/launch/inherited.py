@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ from megatron_collab.config import (
 )
 from megatron_collab.config.load import leaves
 from megatron_collab.runtime.process import LAUNCHER, global_rank
+
+logger = logging.getLogger(__name__)
 
 _INHERITED = (
     *("model.chat_template_args", "model.dtype", "user", "users", "servers"),
@@ -62,7 +65,7 @@ def settings(arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
     """
     file, values = _run_settings(arguments)
     if values and LAUNCHER not in os.environ and global_rank() == 0:
-        print(f"settings from {file}, unless overridden: {', '.join(values)}", flush=True)
+        logger.info(f"settings from {file}, unless overridden: {', '.join(values)}")
     try:
         yield values
     except ConfigError as error:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
+import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
     from megatron_collab.data.datasets import SurveyedSources
     from megatron_collab.data.survey import Survey
 
+
+logger = logging.getLogger(__name__)
 # Settings of algo that only algo.objective=policy reads.
 _OF_POLICY_LOSS = (
     *("advantage", "loss", "average", "clip_low", "clip_high", "clip_dual", "kl", "kl_in", "entropy_coef"),
@@ -90,7 +94,7 @@ def prepare(config: Config) -> None:
     compare_tools(Path(config.run.dir), tools)
     fork(config)
     if global_rank() == 0:
-        print("\n".join([line for dataset in data for line in dataset.lines()] + remarks(config)))
+        logger.info("\n".join([line for dataset in data for line in dataset.lines()] + remarks(config)))
 
 
 def remarks(config: Config) -> list[str]:
@@ -163,7 +167,7 @@ def read_data(config: Config, schemas: Sequence[Mapping[str, Any]], trains: bool
             unpriced = endpoints.check_prices(config, language_models)
             endpoints.check_support(config, language_models)
             for line in unpriced if global_rank() == 0 else ():
-                print(f"megatron-collab: {line}", file=sys.stderr)
+                logger.warning(line)
     return data
 
 
@@ -178,7 +182,7 @@ def compare_tools(run_dir: Path, toolsets: Iterable[Toolset]) -> None:
             names = digests.keys() | first_digests.keys()
             if changed_names := sorted(name for name in names if digests.get(name) != first_digests.get(name)):
                 changed = "its tools have changed since the run began, which changes samples"
-                print(f"megatron-collab: {setting}: {changed}: {', '.join(changed_names)}", file=sys.stderr)
+                logger.warning(f"{setting}: {changed}: {', '.join(changed_names)}")
 
 
 def users_of_tasks(config: Config, surveyed: Iterable[tuple[Config, str, Survey]]) -> dict[str, str]:
@@ -240,6 +244,7 @@ def replace_by_torchrun(config: Config, module: str, arguments: list[str]) -> No
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), LAUNCHER: str(os.getpid())}
     command = [sys.executable, "-m", "megatron_collab.launch.torchrun", "--max-restarts=0"]
     command += [f"--nproc-per-node={config.launch.nproc_per_node}", "-m", module, *arguments]
+    logger.debug(shlex.join(command))
     os.execve(sys.executable, command, environment)
 
 

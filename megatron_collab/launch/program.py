@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -11,8 +11,9 @@ from functools import partial
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.launch import prepare
 from megatron_collab.launch.help import composed_settings, help_text
-from megatron_collab.runtime import keys, network, process, signals
-from megatron_collab.runtime.redact import redact_output
+from megatron_collab.runtime import console, keys, network, process, signals
+
+logger = logging.getLogger(__name__)
 
 Prepared = tuple[Config, Callable[[], None]]  # the settings, and the function that every rank runs
 Prepare = Callable[[list[str], ExitStack], Prepared | str]
@@ -24,7 +25,8 @@ def run(module: str, description: str | None, arguments: list[str], prepared: Pr
     `prepared` checks the arguments (ConfigError) and returns the work, or a message if there is none. Contexts that it
     enters (run.dir's lock) stay open until the program ends, also as torchrun.
     """
-    redact_output()
+    arguments = console.take_flags(arguments)
+    console.begin(f"rank {process.global_rank()}" if process.global_rank() else "")
     os.environ |= network.without_proxy()
     if process.under_torchrun():
         keys.put_away()  # launch.torchrun has done so, another torchrun has not
@@ -44,10 +46,10 @@ def _run(module: str, description: str | None, arguments: list[str], prepared: C
             outcome = prepared()
     except ConfigError as error:
         if process.first_on_node():  # once per node: something may be missing on this node only
-            print(f"megatron-collab: {error}", file=sys.stderr)
+            logger.error(str(error))
         return process.EXIT_BAD_INPUT
     if isinstance(outcome, str):
-        print(outcome)
+        logger.info(outcome)
         return 0
     config, work = outcome
     if not process.under_torchrun():

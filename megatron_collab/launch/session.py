@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,6 +23,8 @@ from megatron_collab.runtime.process import Preempted, RunStopped, imports_done
 from megatron_collab.runtime.redact import redact
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
+
+logger = logging.getLogger(__name__)
 
 
 class Session(ExitStack):
@@ -112,4 +114,4 @@ class Session(ExitStack):
             assert signals.notice is not None
             seconds = f"{time.monotonic() - signals.notice.received:.1f} s after the notice"
             reason += f"; saved {saved} and all groups finished since, {seconds}"
-        print(f"megatron-collab: {redact(reason)}", file=sys.stderr, flush=True)
+        logger.error(redact(reason))

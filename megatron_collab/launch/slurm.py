@@ -14,9 +14,10 @@ import time
 from collections.abc import Sequence
 
 from megatron_collab.config import Config, compose
-from megatron_collab.runtime import network
+from megatron_collab.runtime import console, network
 from megatron_collab.runtime.process import EXIT_BAD_INPUT, EXIT_STOPPED, RunStopped
-from megatron_collab.runtime.redact import redact_output
+
+logger = logging.getLogger("megatron_collab")  # __name__ is __main__ if this module is the program
 
 _LOOK = 0.5  # seconds
 
@@ -68,7 +69,7 @@ def wait(address: str, seconds: float, names: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    redact_output()
+    console.begin()
     command, *operands = arguments
     try:
         if command == "settings":
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             wait(operands[0], float(operands[1]), operands[2:])
     except (ValueError, RunStopped) as error:
-        print(f"megatron-collab: {error}", file=sys.stderr)
+        logger.error(str(error))
         return EXIT_STOPPED if isinstance(error, RunStopped) else EXIT_BAD_INPUT
     return 0
 

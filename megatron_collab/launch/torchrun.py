@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from megatron_collab.runtime import gpu_environment, keys, process, signals
+from megatron_collab.runtime import console, gpu_environment, keys, process, signals
 from megatron_collab.runtime.files import ScratchFolder, remove_abandoned
-from megatron_collab.runtime.redact import redact_output
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+
+logger = logging.getLogger("megatron_collab")  # __name__ is __main__ if this module is the program
 # Exit codes for which rank 0 has already printed the reason.
 _EXPLAINED = (
     *(process.EXIT_BAD_INPUT, process.EXIT_STOPPED, process.EXIT_HUNG),
@@ -40,7 +41,7 @@ def main(arguments: list[str]) -> int:
     signals.begin()
     process.imports_begin()  # the one below takes seconds
     keys.put_away()
-    redact_output()
+    console.begin()
     os.environ |= {signals.LAUNCHER: str(os.getpid())}
     gpu_environment.enter()  # the dynamic loader of a rank reads some of it before Python starts
     from torch.distributed import run
@@ -56,7 +57,7 @@ def main(arguments: list[str]) -> int:
         try:
             store = _store(options)
         except ValueError as error:
-            print(f"megatron-collab: {error}", file=sys.stderr)
+            logger.error(str(error))
             return process.EXIT_BAD_INPUT
         try:
             run.run(options)
@@ -65,7 +66,7 @@ def main(arguments: list[str]) -> int:
                 return signals.EXIT_INTERRUPTED
             _, failure = error.get_first_failure()
             if failure.exitcode not in _EXPLAINED:
-                print(error, file=sys.stderr)
+                logger.error(str(error))
             return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode  # as shells count signals
         finally:
             del store  # had to live until torchrun took it over

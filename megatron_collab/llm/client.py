@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 import re
 import time
@@ -32,6 +33,8 @@ from megatron_collab.llm.served import RunServers, ServedModel, causes, unconnec
 from megatron_collab.llm.tape import Tape
 from megatron_collab.patches.litellm import BodyTooLong, be_quiet, limit_bodies
 from megatron_collab.runtime.redact import redact
+
+logger = logging.getLogger(__name__)
 
 Messages = list[dict[str, str]]
 _Read = TypeVar("_Read")
@@ -185,6 +188,7 @@ class LlmClient:
             longest = min(_LONGEST_PAUSE, 2 * longest)
             if tries == endpoint.attempts or pause >= allowance.seconds_left:
                 break
+            logger.debug(f"{endpoint.model}: {type(failure).__name__}; asked again in {pause:.1f} s")
             with allowance.spending():
                 await asyncio.sleep(pause)
         # Redacted before it is cut, which could halve a key.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from filelock import FileLock, Timeout
-from tqdm import tqdm
 
 from megatron_collab import __version__
 from megatron_collab.config import SETTINGS, Config, changes, recorded
@@ -25,6 +24,8 @@ from megatron_collab.runtime import files, keys, process
 from megatron_collab.runtime.process import BEST, FINISHED, RunStopped, global_rank
 from megatron_collab.runtime.redact import redacted
 from megatron_collab.types import Ending, Failed, Finish, Group, Missing, visible
+
+logger = logging.getLogger(__name__)
 
 VERSIONS = ("torch", "megatron-core", "sglang", "ray", "litellm", "transformers", "datasets", "hydra-core")
 
@@ -99,7 +100,7 @@ class RunFolder:
             writer.conversations(step, evaluations.prefix(set_name), redacted(rows[:CONVERSATIONS]))
         if scored := _with_errors(record):
             self._report_failures(f"evaluation {name}", groups)
-        tqdm.write(f"evaluation {name} ({record['tasks']} tasks): {scored or _missing_reason(groups)}")
+        logger.info(f"evaluation {name} ({record['tasks']} tasks): {scored or _missing_reason(groups)}")
         self._mark_best(step)
 
     def scalars(self) -> dict[str, float]:
@@ -135,7 +136,7 @@ class RunFolder:
             self._best = best
             row = {"metric": metric, "value": best[1], "step": best[0], "checkpoint": f"checkpoints/step_{best[0]}"}
             replace(self.folder / BEST, row)
-            tqdm.write(f"best by {metric}: {best[1]:.4g} at step {best[0]}, whose checkpoint is kept")
+            logger.info(f"best by {metric}: {best[1]:.4g} at step {best[0]}, whose checkpoint is kept")
 
     def _report_failures(self, label: str, groups: Sequence[Group]) -> None:
         """Print the most frequent failure of conversations or scores, unless that reason was printed before."""
@@ -146,7 +147,8 @@ class RunFolder:
                 self._reported_reasons.add(reason)
                 first = next(task for why, task in failures if why == reason)
                 more = f"; {len(counts) - 1} other reasons are in the transcripts" if len(counts) > 1 else ""
-                tqdm.write(f"{label}: failed and counted as missing: {reason} ({count} times, e.g. task {first}){more}")
+                counted = f"failed and counted as missing: {reason} ({count} times, e.g. task {first})"
+                logger.warning(f"{label}: {counted}{more}")
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         for writer in self._writers:
@@ -226,7 +228,7 @@ def keep(file: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
         elif is_kept(row):
             kept_lines.append(text)
     if unreadable:
-        print(f"megatron-collab: {file}: skipped {records.unreadable_lines(unreadable)}", file=sys.stderr)
+        logger.warning(f"{file}: skipped {records.unreadable_lines(unreadable)}")
     files.replace(file, "".join(text + "\n" for text in kept_lines))
 
 

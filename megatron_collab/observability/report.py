@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean, stdev
@@ -20,6 +20,8 @@ from megatron_collab.observability.evaluations import AFTER, BEFORE
 from megatron_collab.observability.records import lines, number, of_step, unreadable_lines
 from megatron_collab.observability.writers import CONVERSATIONS, Rows
 from megatron_collab.runtime import files
+
+logger = logging.getLogger(__name__)
 
 Series = dict[str, list[tuple[int, float]]]
 
@@ -205,4 +207,4 @@ def _rows(file: Path, fit: Callable[[Mapping[str, Any]], bool]) -> Rows:
 
 
 def _warn(file: Path, fault: str) -> None:
-    print(f"megatron-collab: {file}: {fault}", file=sys.stderr)
+    logger.warning(f"{file}: {fault}")

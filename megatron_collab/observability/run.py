@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +17,10 @@ from megatron_collab.config import Config
 from megatron_collab.observability import evaluations
 from megatron_collab.observability.evaluations import AFTER, BEFORE
 from megatron_collab.observability.folder import RunFolder, append, keep, rows_of, scores
+from megatron_collab.runtime import console
 from megatron_collab.types import Group
+
+logger = logging.getLogger(__name__)
 
 LOG_EVERY = 10.0  # seconds between two lines of progress in a log file
 
@@ -55,7 +60,7 @@ class Run(RunFolder):
             self._last_line = time.monotonic()
             rate = (time.monotonic() - self._began) / (step + 1 - self._start)  # average of this start
             remaining = timedelta(seconds=round(rate * (self.config.train.steps - step - 1)))
-            tqdm.write(f"{line(step, self.config.train.steps, metrics)} | {remaining} left")
+            logger.info(f"{line(step, self.config.train.steps, metrics)} | {remaining} left")
 
     def transcripts(self, step: int, groups: Sequence[Group]) -> None:
         """Write every future of a step with its scores; print a line if some failed."""
@@ -101,17 +106,17 @@ def _format_scores(values: Mapping[str, float]) -> str:
 
 
 class Log:
-    """Progress in a log file: at most one line every LOG_EVERY seconds."""
+    """Progress in a log file: at most one line every `every` seconds."""
 
-    def __init__(self, title: str, total: int, unit: str, done: int) -> None:
-        self._n = done
+    def __init__(self, title: str, total: int, unit: str, done: int, every: float = LOG_EVERY) -> None:
+        self._n, self._every = done, every
         self._shown = partial(tqdm.format_meter, total=total, ncols=0, prefix=title, unit=unit, initial=done)
         self._began = self._printed = time.monotonic()
 
     def update(self, n: int) -> None:
         self._n += n
         now = time.monotonic()
-        if now - self._printed >= LOG_EVERY:
+        if now - self._printed >= self._every:
             self._printed = now
             print(self._shown(self._n, elapsed=now - self._began), file=sys.stderr, flush=True)
 
@@ -121,8 +126,9 @@ class Log:
 
 def progress(title: str, total: int, unit: str = "task", done: int = 0, keep: bool = False) -> tqdm | Log:
     """Progress on stderr from `done` to `total`; `keep`: the bar stays when it is full."""
-    if not sys.stderr.isatty():
-        return Log(title, total, unit, done)
+    hidden = console.quiet()
+    if hidden or not sys.stderr.isatty():
+        return Log(title, total, unit, done, math.inf if hidden else LOG_EVERY)
     return tqdm(total=total, desc=title, unit=unit, initial=done, leave=keep, dynamic_ncols=True, mininterval=0.2)
 
 

@@ -10,6 +10,7 @@ interrupted, the same command continues it. page.md in --out has our table besid
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,13 +18,15 @@ from pathlib import Path
 from megatron_collab.commands import EXIT_BAD_INPUT, ArgumentParser, positive
 from megatron_collab.config import ConfigError, require
 from megatron_collab.reproduce import plan, run, study
-from megatron_collab.runtime.redact import redact_output
+from megatron_collab.runtime import console
+
+logger = logging.getLogger("megatron_collab")  # __name__ is __main__ if this module is the program
 
 H100 = (989.0, 3.35)
 
 
 def main(arguments: Sequence[str]) -> int:
-    redact_output()
+    console.begin()
     options = _parse(arguments)
     try:
         require(options.seeds >= 1, f"--seeds={options.seeds}: must be 1 or more")
@@ -48,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         return run.run(definition, study_options, stages, options.budget, options.gpu)
     except ConfigError as error:
-        print(f"megatron-collab: {error}", file=sys.stderr)
+        logger.error(str(error))
         return EXIT_BAD_INPUT
 
 

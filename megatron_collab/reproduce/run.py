@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import signal
 import subprocess
@@ -23,6 +24,8 @@ from megatron_collab.reproduce.results import estimates
 from megatron_collab.reproduce.study import Study
 from megatron_collab.runtime import files
 from megatron_collab.runtime.process import EXIT_STOPPED, die_with_parent
+
+logger = logging.getLogger(__name__)
 
 STAGES, PAGE, RESULTS = "stages.json", "page.md", "results.json"
 
@@ -61,7 +64,7 @@ def _run(
             _print_forecast(options, stages, budget, gpu)
         label = f"{number}/{len(stages)} {stage.title}"
         if stage.done:
-            print(f"{label}: done", flush=True)
+            logger.info(f"{label}: done")
             continue
         limits = []
         if budget is not None and not stage.prepares:
@@ -69,7 +72,7 @@ def _run(
             if remaining <= 0:
                 return _out_of_budget(study, options, stages, label, budget)
             limits = [f"llm.budget_usd={remaining + (_spent(stage) or 0.0)}"]  # includes its earlier starts
-        print(f"{label}: {shell_command(stage)}", flush=True)
+        logger.info(f"{label}: {shell_command(stage)}")
         started = time.monotonic()
         code = _program([*stage.command(), *limits])
         _record(options.out, stage, (time.monotonic() - started) / 60)
@@ -77,10 +80,10 @@ def _run(
         if code:
             if budget is not None and sum(_spent(other) or 0.0 for other in stages) >= budget:
                 return _out_of_budget(study, options, stages, label, budget)
-            print(f"{label}: ended with exit code {code}; rerun the command to continue from here", file=sys.stderr)
+            logger.error(f"{label}: ended with exit code {code}; rerun the command to continue from here")
             return code
     _write(study, options, stages)
-    print(f"{options.out / PAGE}: our results next to the published ones")
+    logger.info(f"{options.out / PAGE}: our results next to the published ones")
     return 0
 
 
@@ -99,18 +102,18 @@ def _print_forecast(options: StudyOptions, stages: Sequence[Stage], budget: floa
     programs = forecast.program_forecasts(stages, pilots, shape, Gpu(*(1e12 * speed for speed in gpu)))
     for program in (*programs, forecast.total(programs)):
         hours = "" if program.hours is None else f", {program.hours:.1f} h"
-        print(f"forecast of {program.title}: {program.cost}{hours}", flush=True)
+        logger.info(f"forecast of {program.title}: {program.cost}{hours}")
     spent = sum(_spent(stage) or 0.0 for stage in stages)
     more = forecast.total(programs).cost.usd
     if budget is not None and spent + more > budget:
         hint = "the study ends when it is used up; rerun with a larger one to continue"
-        print(f"--budget={budget:g}: {spent:.4g} USD spent, about {more:.4g} still needed; {hint}", flush=True)
+        logger.info(f"--budget={budget:g}: {spent:.4g} USD spent, about {more:.4g} still needed; {hint}")
 
 
 def _out_of_budget(study: Study, options: StudyOptions, stages: Sequence[Stage], label: str, budget: float) -> int:
     spent = sum(_spent(stage) or 0.0 for stage in stages)
     reason = f"--budget={budget:g} is used up: {spent:.4g} USD; rerun with a larger one to continue from here"
-    print(f"megatron-collab: {label}: {reason}", file=sys.stderr)
+    logger.error(f"{label}: {reason}")
     _write(study, options, stages)
     return EXIT_STOPPED
 

@@ -22,9 +22,8 @@ from megatron_collab.llm.caller import ask_as, caller
 from megatron_collab.llm.served import ServedModel
 from megatron_collab.llm.tape import open_tape
 from megatron_collab.reward import metrics
-from megatron_collab.runtime import gpu_environment, keys, network, stacks
+from megatron_collab.runtime import console, gpu_environment, keys, network, stacks
 from megatron_collab.runtime.process import RunStopped
-from megatron_collab.runtime.redact import redact_output
 from megatron_collab.types import Conversation, Ending, Missing, Score, Task
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ class RewardWorker:
         os.environ |= network.without_proxy(url for model in served.values() for url, _ in model.addresses)
         if name:
             gpu_environment.enter()
-            redact_output()
+            console.begin(name)
             stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
         reward = config.reward
         kinds = {name: metrics.split(name, reward.metrics.get(name, {})) for name in reward.weights}

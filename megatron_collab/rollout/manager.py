@@ -5,7 +5,7 @@ Rank 0 calls the workers and broadcasts the batch; the other ranks wait for it i
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -33,6 +33,8 @@ from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import from_leader
 from megatron_collab.types import Batch, Group, Sample, Task
 from megatron_collab.weight_sync.sync import WeightSync
+
+logger = logging.getLogger(__name__)
 
 _COUNTING_SECONDS = 2.0  # for RewardWorkers to return their counters; late ones are skipped
 
@@ -85,7 +87,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
             try:
                 part()
             except Exception as failure:
-                print(f"megatron-collab: failed to stop sampling: {' '.join(str(failure).split())}", file=sys.stderr)
+                logger.error(f"failed to stop sampling: {' '.join(str(failure).split())}")
 
     def collect(self, step: int) -> Batch:
         """The batch of `step`, the same on every rank; the servers must have version `step`; collective.

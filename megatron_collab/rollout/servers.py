@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,8 @@ from megatron_collab.runtime.process import beat, global_rank
 from megatron_collab.runtime.rank0 import from_leader, wait_until
 from megatron_collab.runtime.ray_cluster import ray_session
 from megatron_collab.trainer.megatron.parallel import run_store
+
+logger = logging.getLogger(__name__)
 
 
 class Servers(ExitStack):
@@ -55,7 +58,7 @@ class Servers(ExitStack):
         config, options, began = self.config, self.config.rollout.server, time.monotonic()
         logs = [Path(config.run.dir) / f"sglang-{index}.log" for index in range(options.replicas)]
         sglang = f"SGLang (log: {', '.join(map(str, logs))}) and " if logs else ""  # no logs: assistant.model is used
-        print(f"engine: starting {sglang}the Ray workers", flush=True)
+        logger.info(f"engine: starting {sglang}the Ray workers")
         local_count = servers_per_node(config) if options.nnodes == 1 else 0  # the others are started through Ray
         servers = [stack.enter_context(SGLangServer(config, logs[index], index)) for index in range(local_count)]
         device = first_device(config)
@@ -79,7 +82,7 @@ class Servers(ExitStack):
         for pool in self._pools():
             pool.begin()
         urls = f" ({', '.join(server.url for server in servers)})" if servers else ""
-        print(f"engine: ready after {time.monotonic() - began:.0f} s{urls}", flush=True)
+        logger.info(f"engine: ready after {time.monotonic() - began:.0f} s{urls}")
 
     def _use(self, servers: Sequence[int]) -> None:
         """Make the workers use these servers."""

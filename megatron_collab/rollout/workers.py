@@ -20,10 +20,9 @@ from megatron_collab.data.evaluation import EvaluationSet, settings_of
 from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout.player import Player, check_group, player_class
 from megatron_collab.rollout.tools.toolbox import make_tools, schemas
-from megatron_collab.runtime import gpu_environment, keys, network, stacks
+from megatron_collab.runtime import console, gpu_environment, keys, network, stacks
 from megatron_collab.runtime.process import imports_done
 from megatron_collab.runtime.ray_cluster import start_actor
-from megatron_collab.runtime.redact import redact_output
 from megatron_collab.types import Group, Task
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class ConversationWorker:
         gpu_environment.enter()
         model_urls = [address for model in served.values() for address in model.addresses]
         os.environ |= network.without_proxy(url for url, _ in [*servers, *model_urls])
-        redact_output()
+        console.begin(name)
         stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
         gc.disable()  # imports create no cycles, and collecting takes a quarter of the import time
         patches.apply("litellm")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import sys
 from contextlib import ExitStack
 from functools import partial
@@ -35,6 +36,8 @@ from megatron_collab.synthesis.built import FOLDER
 if TYPE_CHECKING:
     from megatron_collab.synthesis.synthesis import Synthesis
 
+
+logger = logging.getLogger("megatron_collab")  # __name__ is __main__ if this module is the program
 MODULE = "megatron_collab.synthesis.build_dataset"
 UPLOADED = "uploaded.json"  # in run.dir: the digests of the uploaded files
 
@@ -96,10 +99,10 @@ def _upload(config: Config) -> None:
         with keys.in_environment():
             commit = hub.upload(run_dir / FOLDER, repo, private=not config.build.public)
     except hub.UploadFailed as error:
-        print(f"megatron-collab: {redact(str(error))}", file=sys.stderr)
+        logger.error(redact(str(error)))
         raise
     files.replace(run_dir / UPLOADED, json.dumps(_state(config)))
-    print(f"{run_dir / FOLDER}: uploaded to {repo} at {commit}")
+    logger.info(f"{run_dir / FOLDER}: uploaded to {repo} at {commit}")
 
 
 def main(arguments: list[str]) -> int:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-
-from tqdm import tqdm
 
 from megatron_collab import patches
 from megatron_collab.config import Config
@@ -14,6 +13,8 @@ from megatron_collab.planning import llm_cost
 from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.users.named import user_of
 from megatron_collab.types import Task
+
+logger = logging.getLogger(__name__)
 
 SAY_EVERY = 60.0  # seconds
 
@@ -42,7 +43,7 @@ class Meter:
         self._ended[number] = ended
         if any(self._ended) and time.monotonic() - self._reported >= SAY_EVERY:
             self._reported = time.monotonic()
-            tqdm.write(self.line())
+            logger.info(self.line())
 
     def line(self) -> str:
         """What is spent, and the expected remaining cost once a conversation has ended."""
@@ -66,14 +67,14 @@ class Meter:
         line = f"{self._title}: {llm_cost.building_calls(config, len(self._turns))}"
         budget = config.llm.budget_usd
         if not any(models.values()):
-            tqdm.write(line)
+            logger.info(line)
             return
         bound = llm_cost.cost_bound(llm_cost.building_calls(config, len(self._turns)), models, config, size)
-        tqdm.write(f"{line}; at most {bound} if every message has its maximum length")
+        logger.info(f"{line}; at most {bound} if every message has its maximum length")
         unspent = None if budget is None else budget - self._before["usd"]
         if unspent is not None and unspent < bound.usd:
             hint = "the program ends when it is used up; rerun with a larger one to continue"
-            tqdm.write(f"llm.budget_usd={budget:g}: the remaining {unspent:.4g} USD may not be enough; {hint}")
+            logger.info(f"llm.budget_usd={budget:g}: the remaining {unspent:.4g} USD may not be enough; {hint}")
 
 
 def _models(config: Config, tasks: Sequence[Task]) -> llm_cost.Models:

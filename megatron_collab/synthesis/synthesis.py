@@ -5,10 +5,9 @@ Of several candidates for a turn the one with the best reward continues, with th
 
 from __future__ import annotations
 
+import logging
 import random
 from pathlib import Path
-
-from tqdm import tqdm
 
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.rollout.evaluation import Evaluator
@@ -18,6 +17,8 @@ from megatron_collab.rollout.task_requirements import applicable_metrics
 from megatron_collab.synthesis.built import FOLDER, write
 from megatron_collab.synthesis.meter import Meter
 from megatron_collab.types import Conversation, Ending, Group, Message, Missing, Rollout, Task
+
+logger = logging.getLogger(__name__)
 
 
 class Synthesis(Evaluator):
@@ -51,7 +52,7 @@ class Synthesis(Evaluator):
 
     def _record(self, eval_set: EvaluationSet, name: str, step: int) -> None:
         self._flight = None
-        tqdm.write(self._meter.line())
+        logger.info(self._meter.line())
         write(Path(self.config.run.dir) / FOLDER, eval_set.name or "train", self._groups, self.config)
         groups = [group for conversation in self._groups for group in conversation]
         metrics = evaluation_summary(groups, applicable_metrics(self.config))

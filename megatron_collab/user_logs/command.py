@@ -17,8 +17,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from megatron_collab.user_logs.logs import LoggedConversation
     from megatron_collab.user_logs.personal import PersonalData
 
+
+logger = logging.getLogger(__name__)
 _PROMPT = "user_of_log"
 _MODEL = "reward.judge.model"
 
@@ -68,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return _compare(options) if options.realism else _make(options)
     except RunStopped as stopped:
-        print(f"megatron-collab: {stopped}", file=sys.stderr)
+        logger.error(str(stopped))
         return EXIT_STOPPED
 
 

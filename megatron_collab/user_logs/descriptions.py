@@ -8,6 +8,7 @@ is then replaced in all output.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 from collections import Counter
@@ -34,6 +35,8 @@ from megatron_collab.runtime import network
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import Message, Task
 from megatron_collab.user_logs.logs import LoggedConversation
+
+logger = logging.getLogger(__name__)
 
 DETAIL = "DETAIL"  # placeholder kind
 FIELDS = (
@@ -149,7 +152,7 @@ async def describe_all(
         except NoDescription as error:
             reason = f"that the model does not describe ({error})"
             if not dropped[reason]:
-                print(f"not described: {error.__cause__ or error}", flush=True)
+                logger.info(f"not described: {error.__cause__ or error}")
             dropped[reason] += 1
         except LlmError as error:
             unanswered.append(str(error))
@@ -164,7 +167,7 @@ async def describe_all(
         except ExceptionGroup as errors:  # the first error cancels the other tasks
             raise errors.exceptions[0] from None
         finally:
-            print(f"used in this start: {client.totals['tokens']:.0f} tokens, {_price(client.totals)}", flush=True)
+            logger.info(f"used in this start: {client.totals['tokens']:.0f} tokens, {_price(client.totals)}")
     if unanswered:
         hint = "rerun the command to retry only these"
         raise RunStopped(f"{len(unanswered)} conversations were not described; the first: {unanswered[0]}; {hint}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +13,7 @@ from megatron_collab import __version__
 from megatron_collab.commands import __main__ as program
 from megatron_collab.runtime.files import COMPILE_CACHE
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
-FACES = {"convert_ckpt": "convert", "doctor": "doctor", "plan_publish": "plan_sync", "quickstart": "quickstart"}
-FACES |= {"recording": "recording", "report": "report", "score": "score", "users_from_logs": "users_from_logs"}
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "convert_ckpt.py"
 
 
 def run(*arguments: str, setup: str = "") -> subprocess.CompletedProcess[str]:
@@ -81,19 +78,7 @@ def test_a_report_needs_a_run(
     assert capsys.readouterr().err == f"megatron-collab: {message}\n"
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_a_checkout_has_the_commands_in_tools(
-    face: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", [face, "--help"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(TOOLS / f"{face}.py"), run_name="__main__")
-    assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: megatron-collab {FACES[face].replace('_', '-')} ")
-
-
 @pytest.mark.processes
-def test_a_tool_runs_in_any_folder(tmp_path: Path) -> None:
-    command = [sys.executable, TOOLS / "plan_publish.py", "experiment=booking"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.startswith("megatron-collab: model.path="), done.stderr
+def test_the_checkpoint_converter_of_a_checkout_runs_in_any_folder(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, TOOL, "--help"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("usage: megatron-collab convert "), done.stderr

@@ -129,7 +129,7 @@ def test_a_failure_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
             run.transcripts(step, [group(1.0), *failing[:1], *failing[:1], *failing[1:]])
             assert "KeyError" in (tmp_path / "transcripts.jsonl").read_text().splitlines()[-2]
     message = "step 1: failed and counted as missing: metric right: KeyError: 'facts' (2 times, e.g. task t-1); "
-    assert capsys.readouterr().out == f"{message}2 other reasons are in the transcripts\n"
+    assert capsys.readouterr().err == f"megatron-collab: {message}2 other reasons are in the transcripts\n"
 
 
 def test_the_result_compares_the_evaluations(tmp_path: Path) -> None:

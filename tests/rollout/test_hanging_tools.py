@@ -43,7 +43,7 @@ def test_hung_calls_delay_no_other_call_and_fail_beyond_a_limit(
     monkeypatch.setattr(tools, "HUNG", 3)
     (tmp_path / "blocked.py").write_text(BLOCKED)
     spec = f"{tmp_path}/blocked.py:block"
-    box = Toolbox(RolloutConfig(tools=[spec], tool_timeout=0.2), FakePolicy(lambda prompt, seed: ""))
+    box = Toolbox(RolloutConfig(tools=[spec], tool_timeout=0.6), FakePolicy(lambda prompt, seed: ""))
 
     async def calls() -> list[str]:
         answers = []

@@ -378,8 +378,11 @@ def test_a_server_that_cannot_be_restarted_ends_the_run(
     ):
         run.phase(1)
     assert run.servers[0].generation == 3
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "engine: SGLang server 0 is taken out of use and restarted: it ended with code -9"
+    printed = capsys.readouterr().err.splitlines()
+    assert (
+        printed[0]
+        == "megatron-collab: engine: SGLang server 0 is taken out of use and restarted: it ended with code -9"
+    )
     assert len(printed) == 3
 
 

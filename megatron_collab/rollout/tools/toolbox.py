@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -25,6 +26,8 @@ from megatron_collab.types import Message, Task, ToolCall
 if TYPE_CHECKING:
     from megatron_collab.inference.assistant import Assistant
 
+
+logger = logging.getLogger(__name__)
 TOOLS = {"calculator": "megatron_collab.rollout.tools.calculator:Calculator"}
 
 
@@ -106,7 +109,7 @@ class ConversationTools(AbstractAsyncContextManager["ConversationTools"]):
                     await run(tools.close)
             except Exception as error:  # a custom tool may raise anything; the conversation keeps its score
                 self.box.counters["tool_failures"] += 1
-                print(f"tools: closing {type(tools).__name__} failed: {type(error).__name__}: {error}", flush=True)
+                logger.warning(f"tools: closing {type(tools).__name__} failed: {type(error).__name__}: {error}")
 
     async def answer(self, text: str) -> tuple[list[Message], float]:
         """The tools' messages for the calls in `text`, if any, and the sum of the calls' rewards.

@@ -1,0 +1,73 @@
+"""The console: every line of a program passes the logger `megatron_collab`, with levels and one format.
+
+Lines of level INFO and DEBUG go to stdout as they are. Warnings and errors go to stderr and begin with
+"megatron-collab: ". A line of a worker, or of a rank other than the first, begins with the name of its process in
+brackets. LEVEL in the environment decides what is shown, in all processes of a run: debug, info (the default), warning
+or error; `--verbose` and `--quiet` set it to debug and warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from megatron_collab.runtime.process import EXIT_BAD_INPUT
+from megatron_collab.runtime.redact import redact_output
+
+LEVEL = "MEGATRON_COLLAB_LOG"
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+FLAGS = {"--verbose": "debug", "--quiet": "warning"}
+
+_package = logging.getLogger("megatron_collab")
+
+
+class _Console(logging.Handler):
+    """Writes to the streams that sys has at that moment: their output is redacted, and tests capture it."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self.process = process
+
+    def emit(self, record: logging.LogRecord) -> None:
+        alarming = record.levelno >= logging.WARNING
+        stream = sys.stderr if alarming else sys.stdout
+        part = f"[{self.process}] " if self.process else ""
+        line = f"{'megatron-collab: ' if alarming else ''}{part}{record.getMessage()}"
+        try:
+            if tqdm := sys.modules.get("tqdm"):  # a progress bar may be on the screen
+                tqdm.tqdm.write(line, file=stream)
+            else:
+                print(line, file=stream)
+            stream.flush()
+        except Exception:
+            self.handleError(record)
+
+
+def begin(process: str = "") -> None:
+    """From now on, show the package's lines, and redact what this process prints.
+
+    `process`: its name in brackets; "" for the first process of a program. Exits if LEVEL is set to something else.
+    """
+    redact_output()
+    name = os.environ.get(LEVEL, "info").lower()
+    if name not in LEVELS:
+        print(f"megatron-collab: {LEVEL}={name}: no such level; choose one of {', '.join(LEVELS)}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
+    _package.handlers[:] = [_Console(process)]
+    _package.setLevel(LEVELS[name])
+    _package.propagate = False
+
+
+def quiet() -> bool:
+    """Whether only warnings and errors are shown, and so no progress."""
+    return _package.getEffectiveLevel() > logging.INFO
+
+
+def take_flags(arguments: Sequence[str]) -> list[str]:
+    """`arguments` without FLAGS, whose last one sets LEVEL for this process and those that it starts."""
+    for argument in arguments:
+        if argument in FLAGS:
+            os.environ[LEVEL] = FLAGS[argument]
+    return [argument for argument in arguments if argument not in FLAGS]
