@@ -182,7 +182,11 @@ class StartedError(Exception):
         # Tasks
         ("d.jsonl", GOOD + jsonl(task(metadata="oops")), " row 3: metadata is a str; give an object {name: value}"),
         ("d.jsonl", jsonl(task(metadata=["oops"])), " row 1: metadata is a list; give an object"),
-        ("d.jsonl", jsonl(task(metadata="[" * 3000)), " row 1: nests lists and objects more than 100 deep"),
+        (
+            "d.jsonl",
+            jsonl(task(metadata="[" * 3000 + "]" * 3000)),
+            " row 1: nests lists and objects more than 100 deep",
+        ),
         ("d.jsonl", jsonl(task(prompt=[user("a"), user("b")])), " row 1: the prompt has two messages of the user in a"),
         (
             "d.jsonl",
