@@ -12,14 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megatron_collab.config import Config, SamplingConfig, read_prompt
-from megatron_collab.data.assistants import CandidateAssistant, candidate_assistants
+from megatron_collab.config import SamplingConfig
+from megatron_collab.data.assistants import CandidateAssistant
 from megatron_collab.inference.assistant import Assistant, Renderer
 from megatron_collab.inference.client import EngineError
 from megatron_collab.llm.caller import ask_as
-from megatron_collab.reward.multiturn import malformed_last, reward_function
+from megatron_collab.reward.multiturn import malformed_last
 from megatron_collab.reward.workers import RewardClient
 from megatron_collab.rollout import thinking
+from megatron_collab.rollout.spec import PlaySpec
 from megatron_collab.rollout.tools import ToolFailure
 from megatron_collab.rollout.tools.toolbox import ConversationTools, Toolbox
 from megatron_collab.rollout.users import FINISH_SECONDS, User, UserError, UserReply, Users, reporting_errors
@@ -44,24 +45,20 @@ class RolloutPlace:
 
 
 class Player:
-    """Plays groups: trained turns, their futures, and the reward of each turn, under the budgets of config.rollout.
+    """Plays groups: trained turns, their futures, and the reward of each turn, under the budgets of `spec`.
 
     If a user, a tool or the engine fails, the conversation gets an error and Missing scores and stays in the group.
     """
 
     def __init__(
-        self, policy: Assistant, renderer: Renderer, users: Users, rewards: RewardClient, config: Config
+        self, policy: Assistant, renderer: Renderer, users: Users, rewards: RewardClient, spec: PlaySpec
     ) -> None:
         self.policy, self.renderer, self.users, self.rewards = policy, renderer, users, rewards
-        self.config, self.rollout = config, config.rollout
-        self.tools = Toolbox(config.rollout, policy)
-        self.reward = reward_function(config.reward)
+        self.spec, self.rollout, self.reward = spec, spec.rollout, spec.reward
+        self.tools = Toolbox(spec.rollout, policy)
         self.counters: Counter[str] = Counter()  # reward_failed: failures of reward.mode
-        self.strict = config.reward.malformed is not None
-        build = config.build
-        prompt = read_prompt("build.prompt", build.prompt, "collaborator", ()) if build.proactive else None
-        self.proactive = prompt.render().strip() if prompt else ""
-        self.candidate_players: Mapping[str, Player] = {}  # by assistant name, if build.assistants is set
+        self.strict = spec.reward.malformed is not None
+        self.candidate_players: Mapping[str, Player] = {}  # by assistant name
 
     async def play(self, task: Task, stream: str) -> Group:
         """Play train.rollouts_per_prompt rollouts of `task` concurrently, following reward.mode and rollout.futures.
@@ -70,17 +67,16 @@ class Player:
         """
         ask_as(f"{stream}/opening")
         task, failure = await self._open(task, stream)
-        places = [RolloutPlace(stream, i) for i in range(self.config.train.rollouts_per_prompt)]
+        places = [RolloutPlace(stream, i) for i in range(self.spec.rollouts)]
         if failure:
             failed = Conversation(task.messages, ()).end(*failure)
             rollouts = [self._rollout(failed, [Future(failed, await self.rewards.score(task, failed))]) for _ in places]
         else:
-            candidates = candidate_assistants(self.config)
-            rollouts = await asyncio.gather(*map(partial(self._candidate, task), places, candidates))
-        return Group(task, malformed_last(rollouts) if self.config.reward.malformed_worst else tuple(rollouts))
+            rollouts = await asyncio.gather(*map(partial(self._candidate, task), places, self.spec.candidates))
+        return Group(task, malformed_last(rollouts) if self.reward.malformed_worst else tuple(rollouts))
 
     async def _candidate(self, task: Task, place: RolloutPlace, candidate: CandidateAssistant) -> Rollout:
-        task = task.with_system_prompt(self.proactive) if candidate.proactive else task
+        task = task.with_system_prompt(self.spec.proactive_prompt) if candidate.proactive else task
         return await self.candidate_players.get(candidate.assistant, self)._play(task, place)
 
     async def _open(self, task: Task, stream: str) -> tuple[Task, tuple[Ending, str] | None]:
@@ -92,7 +88,9 @@ class Player:
                 with reporting_errors(task, self.users):
                     message = await self.users.make(task, f"{stream}/opening").open()
                     if not isinstance(message, str) or not message.strip():
-                        raise UserError(f"user {user_of(task, self.config)}: opens the conversation with {message!r}")
+                        raise UserError(
+                            f"user {user_of(task, self.users.config)}: opens the conversation with {message!r}"
+                        )
         except UserError as error:
             return task, (Ending.ERROR, str(error))
         except TimeoutError:
@@ -109,7 +107,7 @@ class Player:
             start = await self.trained_turn(task, place, tools)
             if self.strict:
                 start = self.refuse_malformed(start)
-            if not start.ending and self.config.reward.mode == "single_turn":
+            if not start.ending and self.reward.mode == "single_turn":
                 start = start.end(Ending.TURN_LIMIT)
             elif not start.ending and self.rollout.futures == 0:
                 start = await self.play_on(start, task, place, self.rollout.turn, self.strict, tools)
@@ -132,11 +130,11 @@ class Player:
         return Future(start, await self.rewards.score(task, start))
 
     def _rollout(self, start: Conversation, futures: Sequence[Future]) -> Rollout:
-        penalty = self.config.reward.malformed
+        penalty = self.reward.malformed
         rollout = Rollout(start, tuple(futures), Reward(penalty or 0.0))
         if penalty is not None and rollout.malformed:
             return rollout
-        reward = self.reward(futures)
+        reward = self.reward.formula(futures)
         if isinstance(reward.value, Failed):
             self.counters["reward_failed"] += 1
         return replace(rollout, reward=reward)
@@ -264,7 +262,7 @@ class Player:
             self.policy.generate,
             messages=conversation.messages,
             sampling=sampling,
-            seed=seed_of(self.config.run.seed, place, len(conversation.turns)),
+            seed=seed_of(self.spec.seed, place, len(conversation.turns)),
             affinity=place.stream,
         )
         try:

@@ -15,9 +15,9 @@ import ray
 from megatron_collab import patches
 from megatron_collab.config import Config, SamplingConfig
 from megatron_collab.config.schema import AssistantConfig
-from megatron_collab.data import assistants
 from megatron_collab.data.evaluation import EvaluationSet, settings_of
 from megatron_collab.reward.workers import RewardClient, RewardWorker
+from megatron_collab.rollout.spec import PlaySpec
 from megatron_collab.rollout.tools.toolbox import make_tools, schemas
 from megatron_collab.runtime import gpu_environment, keys, network, stacks
 from megatron_collab.runtime.process import imports_done
@@ -40,12 +40,14 @@ class ConversationWorker:
     def __init__(
         self,
         config: Config,
+        play: PlaySpec,
         servers: list[tuple[str, str]],
         reward_workers: list[str],
         name: str,
         served: Mapping[str, ServedModel],
     ) -> None:
-        """`servers`: address and key of each SGLang server of the policy; `reward_workers`: Ray actors that score.
+        """`play`: how groups are played; `servers`: address and key of each SGLang server of the policy;
+        `reward_workers`: Ray actors that score.
 
         `served`: the other models that the run serves, by name.
         """
@@ -67,7 +69,7 @@ class ConversationWorker:
         from megatron_collab.llm.tape import open_tape
 
         api_keys = {f"{url}/v1": key for url, key in servers}
-        self.config, self.endpoints = config, list(api_keys)
+        self.config, self.play_spec, self.endpoints = config, play, list(api_keys)
         self.tape = open_tape(config)
         self.client = LlmClient(
             ray.get_actor(limiter.NAME), keys=api_keys, served=served, prices=config.llm.prices, tape=self.tape
@@ -117,16 +119,17 @@ class ConversationWorker:
         from megatron_collab.rollout.users import Users
 
         if eval_set not in self.players:
+            play = self.play_spec if eval_set is None else self.play_spec.for_set(eval_set)
             config = self.config if eval_set is None else settings_of(self.config, eval_set)
             users = Users(config, self.client, self.engine)
-            self.players[eval_set] = player = Player(self.policy, self.renderer, users, self.rewards, config)
+            self.players[eval_set] = player = Player(self.policy, self.renderer, users, self.rewards, play)
             player.candidate_players = {
-                name: self._candidate_player(endpoint, config, users) if endpoint else player
-                for name, endpoint in assistants.assistant_configs(config).items()
+                name: self._candidate_player(endpoint, play, users) if endpoint else player
+                for name, endpoint in play.assistants.items()
             }
         return self.players[eval_set]
 
-    def _candidate_player(self, endpoint: AssistantConfig, config: Config, users: Users) -> Player:
+    def _candidate_player(self, endpoint: AssistantConfig, play: PlaySpec, users: Users) -> Player:
         """A player that samples from a model of build.assistants, with its budget and temperature."""
         from megatron_collab.data.chat_template import system_prompt
         from megatron_collab.inference.assistant import LlmAssistant
@@ -135,10 +138,10 @@ class ConversationWorker:
 
         sampling = SamplingConfig(token_budget(endpoint))
         sampling.temperature = sampling.temperature if endpoint.temperature is None else endpoint.temperature
-        room = 2 * sampling.max_new_tokens * config.rollout.max_assistant_turns  # as in launch/evaluation.py
-        rollout = replace(config.rollout, turn=sampling, future=sampling, context_length=room)
-        assistant = LlmAssistant(endpoint, self.client, system_prompt(config))
-        return Player(assistant, assistant, users, self.rewards, replace(config, rollout=rollout))
+        room = 2 * sampling.max_new_tokens * play.rollout.max_assistant_turns  # as in launch/evaluation.py
+        rollout = replace(play.rollout, turn=sampling, future=sampling, context_length=room)
+        assistant = LlmAssistant(endpoint, self.client, system_prompt(self.config))
+        return Player(assistant, assistant, users, self.rewards, replace(play, rollout=rollout))
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,9 @@ class Workers:
             ray.kill(worker)
 
 
-def start_workers(config: Config, servers: list[tuple[str, str]], served: Mapping[str, ServedModel]) -> Workers:
+def start_workers(
+    config: Config, play: PlaySpec, servers: list[tuple[str, str]], served: Mapping[str, ServedModel]
+) -> Workers:
     """Start the run's workers, spread over the nodes, and its limiter, without waiting for them.
 
     `servers`: address and key of each SGLang server of the policy; `served`: the other models that the run serves, by
@@ -165,9 +170,9 @@ def start_workers(config: Config, servers: list[tuple[str, str]], served: Mappin
 
     limiter_actor = limiter.start_limiter(config.llm, Path(config.run.dir) / "spend.json")
     names = [f"reward-{i}" for i in range(config.reward.workers)]
-    rewards = [start_actor(RewardWorker, config, name, served, name=name) for name in names]
+    rewards = [start_actor(RewardWorker, config, play.reward.metrics, name, served, name=name) for name in names]
     players = [
-        start_actor(ConversationWorker, config, servers, names, f"conversation-{i}", served)
+        start_actor(ConversationWorker, config, play, servers, names, f"conversation-{i}", served)
         for i in range(config.rollout.workers)
     ]
     return Workers(players, rewards, limiter_actor)

@@ -29,11 +29,13 @@ from megatron_collab.inference.client import EngineError
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.llm.served import ServedModel
+from megatron_collab.reward.metrics import scored_metrics
 from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout import scheduler
 from megatron_collab.rollout.conversation import Player
 from megatron_collab.rollout.journal import Journal, WeightDigests
 from megatron_collab.rollout.scheduler import Flight, GroupRequest, Slot, answers, available_results, worker_error
+from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.users import Users
 from megatron_collab.rollout.workers import start_workers
 from megatron_collab.runtime.process import Hung
@@ -87,7 +89,7 @@ class FakeEngineWorker:
     def __init__(self, config: Config, reward_worker: str) -> None:
         policy = FakePolicy(answer, wait=0.01)
         rewards = RewardClient([ray.get_actor(reward_worker)], config.reward)
-        self.player = Player(policy, CharacterRenderer(), Users(config, LlmClient()), rewards, config)
+        self.player = Player(policy, CharacterRenderer(), Users(config, LlmClient()), rewards, play_spec(config))
 
     async def play(self, task: Task, stream: str, eval_set: EvaluationSet | None = None) -> Group:
         return await self.player.play(task, stream)
@@ -125,7 +127,7 @@ def session(options: Config, proxy: RecordingProxy) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def rewards(session: None, options: Config) -> Any:
-    return start_actor(RewardWorker, options, name="scores")
+    return start_actor(RewardWorker, options, scored_metrics(options.reward), name="scores")
 
 
 @pytest.fixture(scope="module")
