@@ -26,6 +26,7 @@ if __name__ == "__main__":
 from megatron_collab import patches
 from megatron_collab.config import Config
 from megatron_collab.launch import evaluation, inherited, prepare, program
+from megatron_collab.launch.resolve import RunSpec
 
 if TYPE_CHECKING:
     from megatron_collab.rollout.evaluation import Evaluator
@@ -33,11 +34,14 @@ if TYPE_CHECKING:
 # Modules that need Megatron, Ray or SGLang are imported in the function, since only ranks need them.
 
 
-def evaluate(config: Config, serving: Config, step: int, evaluator_class: type[Evaluator] | None = None) -> None:
+def evaluate(
+    config: Config, serving: Config, spec: RunSpec, step: int, evaluator_class: type[Evaluator] | None = None
+) -> None:
     """Evaluate the sets of data.eval that are not recorded yet; runs on every rank, and rank 0 does the work.
 
-    `serving`: `config` with the model in the form that servers load; `step`: the training step of its weights.
-    `evaluator_class`: what plays the sets, if not Evaluator itself; building of conversations hands in its own.
+    `serving`: `config` with the model in the form that servers load, `spec`: its settled settings; `step`: the training
+    step of its weights. `evaluator_class`: what plays the sets, if not Evaluator itself; building of conversations
+    hands in its own.
     """
     patches.apply("megatron")
     from megatron_collab.launch.session import Session
@@ -46,12 +50,13 @@ def evaluate(config: Config, serving: Config, step: int, evaluator_class: type[E
     from megatron_collab.rollout.servers import Servers
     from megatron_collab.trainer.megatron.parallel import init_parallel
 
+    assert spec.play
     with Session(serving) as session:
-        servers = session.enter(Servers(serving))
+        servers = session.enter(Servers(serving, spec.play))
         session.enter(init_parallel(serving))
         run = session.enter(RunFolder(config, start=step, steps=step))
         serve = partial(servers.serve_loaded, version=step)
-        evaluator = (evaluator_class or Evaluator)(serving, run, restore=serve)
+        evaluator = (evaluator_class or Evaluator)(serving, spec.play, run, restore=serve)
         if run.leader:
             session.enter(evaluator.standalone(servers, step))
         serve()
@@ -74,8 +79,8 @@ def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
             model = config.assistant.model or config.model.path
             hint = "see report.html there, or choose another run.dir"
             return f"{config.run.dir}: all evaluations of {model} are done; {hint}"
-        serving, step = evaluation.prepared(config)
-    return config, partial(evaluate, config, serving, step)
+        serving, spec, step = evaluation.prepared(config)
+    return config, partial(evaluate, config, serving, spec, step)
 
 
 def main(arguments: list[str]) -> int:

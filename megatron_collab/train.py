@@ -23,11 +23,12 @@ from megatron_collab.config import Config
 from megatron_collab.launch import prepare, program
 from megatron_collab.launch.validate import load
 from megatron_collab.observability.run import Stopwatch
+from megatron_collab.rollout.player import PlaySpec
 
 # Modules that need Megatron, Ray or SGLang are imported in the functions, since only ranks need them.
 
 
-def train_rl(config: Config) -> None:
+def train_rl(config: Config, play: PlaySpec) -> None:
     """Sample from the policy, score, update: from the last checkpoint in run.dir, or model.path, to train.steps."""
     patches.apply("megatron")
     from megatron_collab.launch.session import Session
@@ -38,12 +39,14 @@ def train_rl(config: Config) -> None:
     from megatron_collab.weight_sync.sync import WeightSync
 
     with Session(config) as session:
-        servers = session.enter(Servers(config))  # colocated servers have released the GPUs when it returns
+        servers = session.enter(Servers(config, play))  # colocated servers have released the GPUs when it returns
         session.enter(init_parallel(config))
         trainer = PolicyTrainer(config)  # policy, reference, critic
         step = session.resume(trainer)
         weights = session.enter(WeightSync(config, trainer.chunks, trainer.shape, servers.pool))
-        rollouts = session.enter(RolloutManager(config, servers, weights, session.run, session.state("collector")))
+        rollouts = session.enter(
+            RolloutManager(config, play, servers, weights, session.run, session.state("collector"))
+        )
         clock = Stopwatch()
 
         while step < config.train.steps:
@@ -120,10 +123,10 @@ def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
     """
     config = load(arguments)
     stack.enter_context(prepare.run_lock(config))
-    prepare.prepare(config)
+    spec = prepare.prepare(config)
     if done := prepare.finished_steps(config):
         return f"{config.run.dir}: all {done} steps are done; raise train.steps to train on, or choose another run.dir"
-    return config, partial(train_rl if config.train.stage == "rl" else train_supervised, config)
+    return config, partial(train_rl, config, spec.play) if spec.play else partial(train_supervised, config)
 
 
 def main(arguments: list[str]) -> int:

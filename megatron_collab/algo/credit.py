@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -11,18 +11,18 @@ import numpy as np
 
 from megatron_collab.algo.advantages import GROUPED, decoupled
 from megatron_collab.config import Config, RewardConfig
-from megatron_collab.reward.multiturn import reward_function
-from megatron_collab.types import Credit, Group, Missing, Reward, Rollout, Sample, Turn
+from megatron_collab.types import Credit, Future, Group, Missing, Reward, Rollout, Sample, Turn
 
+RewardFormula = Callable[[Sequence[Future]], Reward]  # the reward of a turn from its scored futures
 _WHOLE, _MALFORMED = "<reward>", "<malformed>"  # names of reward parts that belong to no metric
 
 
-def samples_of(group: Group, config: Config, number: int) -> list[Sample]:
+def samples_of(group: Group, config: Config, number: int, formula: RewardFormula) -> list[Sample]:
     """The trained sequences of a group with their credits; rollouts without a reward are dropped.
 
     `number` is the group's index in the batch; it tells two groups of the same task apart. If the estimator compares
     rollouts with each other, a group with fewer than two rewards gives no samples. For dpo the samples are a pair, the
-    better one first.
+    better one first. `formula`: that of reward.mode.
     """
     rollouts = [rollout for rollout in group.rollouts if not isinstance(rollout.reward.value, Missing)]
     if config.objective != "policy":
@@ -35,7 +35,7 @@ def samples_of(group: Group, config: Config, number: int) -> list[Sample]:
     if config.reward.mode != "single_turn" and config.rollout.futures == 0:
         samples = [conversation_sample(rollout, config.reward, name) for rollout in rollouts]
     else:
-        samples = _with_futures(rollouts, config, name)
+        samples = _with_futures(rollouts, config, name, formula)
     overlong = config.objective == "policy" and config.algo.overlong
     return [penalize_overlong(sample, config) for sample in samples] if overlong else samples
 
@@ -166,7 +166,7 @@ def _parts(reward: Reward) -> dict[str, float]:
     return dict(reward.parts) or {_WHOLE: float(reward.value)}
 
 
-def _with_futures(rollouts: Sequence[Rollout], config: Config, name: str) -> list[Sample]:
+def _with_futures(rollouts: Sequence[Rollout], config: Config, name: str, formula: RewardFormula) -> list[Sample]:
     """The trained turn of each rollout, followed, with rollout.train_turns=all, by the later turns of the futures.
 
     The later turns of a future get its reward. Their peers are the future's siblings: the futures of the same trained
@@ -180,8 +180,7 @@ def _with_futures(rollouts: Sequence[Rollout], config: Config, name: str) -> lis
         turns = rollout.start.turns
         credits = [Credit(_spans(turns), rollout.reward.value, name, name)]
         if config.rollout.train_turns == "all" and not rollout.start.ending:
-            reward = reward_function(config.reward)
-            scored = [(future.conversation, reward([future]).value) for future in rollout.futures]
+            scored = [(future.conversation, formula([future]).value) for future in rollout.futures]
             known = [(conversation, value) for conversation, value in scored if not isinstance(value, Missing)]
             for conversation, value in known:
                 trained = conversation.turns[len(turns) :] if len(known) >= _min_rewards(config) else ()

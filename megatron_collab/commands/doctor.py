@@ -202,7 +202,7 @@ def print_endpoints(overrides: Sequence[str]) -> int:
     from megatron_collab.rollout import llm_endpoints
 
     config = make_absolute(compose(overrides))
-    validate.check_settings(config)
+    spec = validate.check_settings(config)
     try:
         surveys = _surveys(config)
         names = prepare.users_of_tasks(config, surveys)
@@ -211,7 +211,9 @@ def print_endpoints(overrides: Sequence[str]) -> int:
         prepare.check_users(config, names)
     except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    targets = [*llm_endpoints.user_endpoints(config, names), *llm_endpoints.judge_endpoints(config)]
+    targets = llm_endpoints.user_endpoints(config, names)
+    if spec.play:
+        targets += llm_endpoints.judge_endpoints(spec.play.reward.metrics, config.reward.judge)
     if not targets:
         print("This run calls no language model.")
         return 0

@@ -27,7 +27,6 @@ from megatron_collab.commands import ArgumentParser
 from megatron_collab.config import (
     Config,
     ConfigError,
-    RewardConfig,
     compose,
     groups,
     nearest,
@@ -37,6 +36,8 @@ from megatron_collab.config import (
 from megatron_collab.runtime.process import EXIT_STOPPED, RunStopped
 
 if TYPE_CHECKING:
+    from megatron_collab.reward.metrics import ScoredMetric
+    from megatron_collab.reward.spec import RewardSpec
     from megatron_collab.reward.workers import Scores
     from megatron_collab.types import Group, Reward
 
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     title, played = recorded.played_groups(config, options.run, options.step, options.evaluation)
     shared = merge_metrics(rewards)
     try:
-        scores = _scores(replace(config, reward=shared.reward), played, config.reward)
+        scores = _scores(config, shared.metrics, played)
     except RunStopped as stopped:
         print(f"megatron-collab: {stopped}", file=sys.stderr)
         return EXIT_STOPPED
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _settings(options: argparse.Namespace) -> tuple[Config, dict[str, RewardConfig]]:
+def _settings(options: argparse.Namespace) -> tuple[Config, dict[str, RewardSpec]]:
     """The run's settings changed by the given options, and the rewards by name. Raises ConfigError."""
     values = recorded_values(options.run)
     config = compose(options.option, values)
@@ -97,57 +98,52 @@ def _settings(options: argparse.Namespace) -> tuple[Config, dict[str, RewardConf
             f"--reward={name}: no such reward{nearest(name, reward_names)}; there are {', '.join(reward_names)}",
         )
         variant = config if name == RUN_REWARD else compose([f"reward={name}", *options.option], base_values)
-        rewards[name] = variant.reward
         try:
-            _check(replace(config, reward=variant.reward))
+            rewards[name] = _checked(replace(config, reward=variant.reward))
         except ConfigError as error:
             raise ConfigError(f"--reward={name}: {error}") from error
     return config, rewards
 
 
-def _check(config: Config) -> None:
-    """Raises ConfigError if a reward cannot be computed, or needs a model that only the run serves."""
+def _checked(config: Config) -> RewardSpec:
+    """The reward. Raises ConfigError if it cannot be computed, or needs a model that only the run serves."""
     from megatron_collab.launch import endpoints, validate
     from megatron_collab.llm.endpoint import served_by_run
-    from megatron_collab.reward import metrics
+    from megatron_collab.reward.spec import reward_spec
     from megatron_collab.rollout import llm_endpoints
 
-    validate.check_reward(config)
-    judges = llm_endpoints.judge_endpoints(config)
+    reward = reward_spec(config.reward)
+    validate.check_reward(config, reward)
+    judges = llm_endpoints.judge_endpoints(reward.metrics, config.reward.judge)
     endpoints.check_prices(config, judges)
     for judge in judges:
         message = f"{judge.setting}={judge.endpoint.model}: only the run serves it; give another LiteLLM model"
         require(not served_by_run(judge.endpoint.model), message)
-    for name in metrics.scorers(config.reward):
-        require(False, f"reward.metrics.{name}.model: only the run serves it; give the address of a server as url")
+    for name, metric in reward.metrics.items():
+        message = f"reward.metrics.{name}.model: only the run serves it; give the address of a server as url"
+        require(metric.scorer is None, message)
+    return reward
 
 
-def _scores(config: Config, played: Sequence[Group], recorded_reward: RewardConfig) -> dict[int, Scores]:
-    """Scores with config.reward by the id() of the future. `recorded_reward`: the reward that the run has recorded."""
+def _scores(config: Config, metrics: Mapping[str, ScoredMetric], played: Sequence[Group]) -> dict[int, Scores]:
+    """Scores with `metrics` by the id() of the future. The run has recorded scores of config.reward."""
     from megatron_collab.llm import limiter
     from megatron_collab.observability.run import progress
     from megatron_collab.reward.comparison import rescore
+    from megatron_collab.reward.metrics import scored_metrics
     from megatron_collab.reward.workers import RewardWorker
     from megatron_collab.runtime.ray_cluster import ray_session
 
     with ExitStack() as stack:
-        asks_judge = _uses_judge(config.reward)
-        if asks_judge:  # the limiter admits the judge's calls
+        if any(metric.judged for metric in metrics.values()):  # the limiter admits the judge's calls
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             stack.enter_context(ray_session(config))
             bound = limiter.start_limiter(config.llm, folder / "spend.json")
             stack.callback(lambda: bound)  # the limiter ends with its handle
-        worker = RewardWorker(config)
+        worker = RewardWorker(config, metrics)
         bar = progress("scoring", sum(len(rollout.futures) for group in played for rollout in group.rollouts), "future")
         stack.callback(bar.close)
-        return asyncio.run(rescore(worker, played, recorded_reward, bar.update))
-
-
-def _uses_judge(reward: RewardConfig) -> bool:
-    from megatron_collab.reward import metrics
-
-    kinds = (metrics.split(name, reward.metrics.get(name, {})) for name in reward.weights)
-    return any(kind.judged(options) for kind, options in kinds)
+        return asyncio.run(rescore(worker, played, scored_metrics(config.reward), bar.update))
 
 
 def _print(rewards_by_name: Mapping[str, Sequence[Sequence[Reward]]]) -> None:

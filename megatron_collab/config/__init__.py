@@ -1,6 +1,6 @@
 """Settings of a run: the schema (schema.py), composition (load.py) and changes on resume (history.py)."""
 
-from megatron_collab.config.extension import Extension, lookup, make, make_absolute, resolve
+from megatron_collab.config.extension import Extension, Resolved, lookup, make, make_absolute, resolve
 from megatron_collab.config.hint import nearest
 from megatron_collab.config.history import (
     SETTINGS,

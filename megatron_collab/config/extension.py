@@ -8,7 +8,8 @@ import importlib.util
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -34,6 +35,23 @@ class Extension:
 
     def __init__(self, options: Any) -> None:
         self.options = options
+
+
+class Resolved:
+    """Base of frozen dataclasses whose cached properties are checked values, e.g. classes loaded by their paths.
+
+    All are computed when an instance is made, which raises ConfigError for settings that cannot work. They are not
+    pickled: a process that unpickles an instance computes them itself, once, when it uses them. So classes of files,
+    which cannot be unpickled by name, reach every process.
+    """
+
+    def __post_init__(self) -> None:
+        for name, value in vars(type(self)).items():
+            if isinstance(value, cached_property):
+                getattr(self, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {spec.name: getattr(self, spec.name) for spec in fields(self)}  # type: ignore[arg-type]  # a dataclass
 
 
 def resolve(spec: str, setting: str, base: type, *, functions: bool = False) -> Any:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_collab.config import Config, build, require
@@ -46,9 +45,7 @@ def with_all_settings(assistants: Mapping[str, AssistantConfig | None]) -> dict[
     return {name: asdict(entry) if entry else {"model": POLICY} for name, entry in assistants.items()}
 
 
-def candidate_assistants(config: Config) -> list[CandidateAssistant]:
-    """The assistant of each candidate, by number. The first share of build.proactive is proactive."""
-    names = list(assistant_configs(config)) or [config.assistant.model or Path(config.model.path).name]
-    count = config.train.rollouts_per_prompt
-    proactive_count = round(config.build.proactive * count)
+def candidate_assistants(names: Sequence[str], count: int, proactive: float) -> list[CandidateAssistant]:
+    """The assistant of each of `count` candidates: `names` in turn. The first share `proactive` is proactive."""
+    proactive_count = round(proactive * count)
     return [CandidateAssistant(names[number % len(names)], number < proactive_count) for number in range(count)]

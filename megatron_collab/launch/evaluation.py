@@ -28,6 +28,7 @@ from megatron_collab.data import assistants, sources
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
 from megatron_collab.inference import served
 from megatron_collab.launch import endpoints, models, prepare, servers, validate
+from megatron_collab.launch.resolve import RunSpec, resolve
 from megatron_collab.llm.endpoint import token_budget
 from megatron_collab.models import parallel_layout
 from megatron_collab.observability import evaluations, records
@@ -177,10 +178,11 @@ def pin(config: Config, module: str = "megatron_collab.evaluate") -> None:
         config.model.path = f"{run}@{step.removeprefix('step_')}"
 
 
-def prepared(config: Config) -> tuple[Config, int]:
-    """The settings with the model as a folder that servers can load, and the step of its weights (0: not from a run).
+def prepared(config: Config) -> tuple[Config, RunSpec, int]:
+    """The settings with the model as a folder that servers can load, settled too, and the step of its weights.
 
-    Runs all checks that need no started process, and converts a checkpoint. Raises ConfigError.
+    The step is 0 if they are not from a run. Runs all checks that need no started process, and converts a checkpoint.
+    Raises ConfigError.
     """
     try:
         network.address(config)
@@ -193,8 +195,9 @@ def prepared(config: Config) -> tuple[Config, int]:
         if config.assistant.model:
             models.check_served(serving)
             servers.check_arguments(serving)
-            prepare.read_data(config, (), trains=False)
-            return serving, 0
+            spec = resolve(serving)
+            prepare.read_data(config, spec, (), trains=False)
+            return serving, spec, 0
         folder, checkpoint = _model(config)
         serving = replace(serving, model=replace(config.model, path=str(folder)))
         shape = validate.check_model(serving)
@@ -205,15 +208,17 @@ def prepared(config: Config) -> tuple[Config, int]:
         schemas = toolbox.schemas(tools)
         if schemas:
             models.check_rendering(serving, schemas)
-        prepare.read_data(serving, schemas, trains=False)
+        spec = resolve(serving)
+        prepare.read_data(serving, spec, schemas, trains=False)
         prepare.compare_tools(Path(config.run.dir), tools)
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     if checkpoint is None:
-        return serving, 0
+        return serving, spec, 0
     converted = _convert(config, checkpoint, folder)
     saved = storage.read_state(checkpoint) or {}
-    return replace(serving, model=replace(config.model, path=str(converted))), int(saved.get("step", 0))
+    serving = replace(serving, model=replace(config.model, path=str(converted)))
+    return serving, resolve(serving), int(saved.get("step", 0))
 
 
 def is_done(config: Config) -> bool:

@@ -25,6 +25,7 @@ from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
 from megatron_collab.inference.served import score_fault
 from megatron_collab.launch import endpoints, models
 from megatron_collab.launch.fork import fork
+from megatron_collab.launch.resolve import RunSpec, resolve
 from megatron_collab.launch.servers import check_arguments, idle_gpus
 from megatron_collab.launch.validate import check_model
 from megatron_collab.observability import evaluations, records
@@ -64,10 +65,10 @@ def run_lock(config: Config) -> AbstractContextManager[object]:
     return RunLock(Path(config.run.dir)) if first else nullcontext()
 
 
-def prepare(config: Config) -> None:
+def prepare(config: Config) -> RunSpec:
     """Make the world, pin Hub names in `config`, then run all checks that need files: model, data, ports.
 
-    Raises ConfigError before anything is started.
+    Returns the settled settings. Raises ConfigError before anything is started.
     """
     check_nodes(config, "megatron_collab.train")
     message = "is only for `megatron-collab evaluate`; remove it"
@@ -76,8 +77,9 @@ def prepare(config: Config) -> None:
     try:
         environments.prepare(config)
         _pin(config)
+        spec = resolve(config)
         if LAUNCHER in os.environ:  # a rank: the process that became its torchrun has done the rest
-            return
+            return spec
         shape = check_model(config)
         check_same_run(config)
         models.check_models(config, shape)
@@ -86,7 +88,7 @@ def prepare(config: Config) -> None:
         schemas = toolbox.schemas(tools)
         if schemas:
             models.check_rendering(config, schemas)
-        data = read_data(config, schemas)
+        data = read_data(config, spec, schemas)
         if not under_torchrun():
             network.bindable("rollout.server.port", config.rollout.server.port, network.address(config))
     except (ValueError, OSError, RunStopped) as error:
@@ -95,6 +97,7 @@ def prepare(config: Config) -> None:
     fork(config)
     if global_rank() == 0:
         logger.info("\n".join([line for dataset in data for line in dataset.lines()] + remarks(config)))
+    return spec
 
 
 def remarks(config: Config) -> list[str]:
@@ -142,7 +145,9 @@ def check_nodes(config: Config, module: str) -> None:
     )
 
 
-def read_data(config: Config, schemas: Sequence[Mapping[str, Any]], trains: bool = True) -> list[SurveyedSources[Any]]:
+def read_data(
+    config: Config, spec: RunSpec, schemas: Sequence[Mapping[str, Any]], trains: bool = True
+) -> list[SurveyedSources[Any]]:
     """Read and check every row of data.train (if `trains`) and data.eval, its user, and the language models in use.
 
     `schemas`: the tools that the policy's prompt lists.
@@ -153,7 +158,7 @@ def read_data(config: Config, schemas: Sequence[Mapping[str, Any]], trains: bool
     data: list[SurveyedSources[Any]] = [datasets.TrainingData(config, schemas, task_requirements)] if trains else []
     if sets := evaluation_sets(config):
         data.append(datasets.SurveyedSources(config, "data.eval", sets, schemas, task_requirements))
-    if config.train.stage == "rl":
+    if spec.play:
         endpoints.check_recordings(config)
         surveyed = [source for dataset in data for source in _surveys(dataset)]
         examples = users_of_tasks(config, surveyed)
@@ -161,7 +166,8 @@ def read_data(config: Config, schemas: Sequence[Mapping[str, Any]], trains: bool
         for dataset in data:
             check_needs(config, dataset, trained=dataset.setting == "data.train")
         if first_on_node():  # LiteLLM is slow to import
-            language_models = [*llm_endpoints.user_endpoints(config, examples), *llm_endpoints.judge_endpoints(config)]
+            language_models = llm_endpoints.user_endpoints(config, examples)
+            language_models += llm_endpoints.judge_endpoints(spec.play.reward.metrics, config.reward.judge)
             language_models += llm_endpoints.assistant_endpoints(config)
             endpoints.check_served(config, language_models)
             unpriced = endpoints.check_prices(config, language_models)

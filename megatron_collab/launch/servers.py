@@ -204,7 +204,7 @@ def _check_served_models(config: Config) -> None:
         message = f"{group}.replicas x {group}.tp: needs {count} devices, and the trainer has <launch.nproc_per_node>"
         fits = not model.colocated or count <= config.launch.nproc_per_node
         require(fits, f"{message}; lower one of them, or set {group}.colocated=false", config)
-    scorers = {} if config.llm.offline else metrics.scorers(config.reward)
+    scorers = {} if config.llm.offline else metrics.scorers(metrics.scored_metrics(config.reward))
     for metric, name in scorers.items():
         if name in models and models[name][0] == f"reward.metrics.{metric}":  # the metric's own server
             continue

@@ -30,13 +30,13 @@ from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
 from megatron_collab.data.formats import STAGES
 from megatron_collab.launch import endpoints
 from megatron_collab.launch.machine import check_processes
+from megatron_collab.launch.resolve import RunSpec, resolve
 from megatron_collab.launch.servers import check_servers, check_servers_of_model, check_servers_on_machine
 from megatron_collab.models import hf_config, lora, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
-from megatron_collab.reward import metrics
-from megatron_collab.reward.multiturn import reward_function
+from megatron_collab.reward.spec import RewardSpec
 from megatron_collab.rollout import llm_endpoints
-from megatron_collab.rollout.player import check_player
+from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.rollout.tools import toolbox
 from megatron_collab.rollout.users import DEFAULT, split_user
 from megatron_collab.rollout.users.llm import users_prompt
@@ -88,8 +88,8 @@ def validate(config: Config) -> None:
     require(not uses_wandb(config.run) or find_spec("wandb") is not None, message, config)
 
 
-def check_settings(config: Config) -> None:
-    """The checks of `validate` that do not depend on the machine."""
+def check_settings(config: Config) -> RunSpec:
+    """The settled settings, after the checks of `validate` that do not depend on the machine."""
     check = partial(require, config=config)
     refuse_keys(asdict(config))
     check_declared(config)
@@ -112,6 +112,7 @@ def check_settings(config: Config) -> None:
     message = f"<rollout.routing_replay>: {train.stage} samples no tokens to replay; set it to false"
     check(train.stage == "rl" or not rollout.routing_replay, message)
     check_layout(config)
+    spec = resolve(config)
     for eval_set in evaluation_sets(config) if train.stage != "rl" else ():
         plain = EvaluationSet(eval_set.source, eval_set.name, eval_set.subset, eval_set.split, eval_set.tasks)
         option = next((name for name, value in vars(eval_set).items() if value != getattr(plain, name)), None)
@@ -127,13 +128,14 @@ def check_settings(config: Config) -> None:
     check(train.stage != "dpo" or dpo.refresh == 0, message)
     message = "<algo.dpo.refresh>: with <model.lora.rank> the reference is the model without adapters; set it to 0"
     check(config.objective != "dpo" or dpo.refresh == 0 or config.model.lora.rank is None, message)
-    if train.stage == "rl":
-        check_reward(config)
+    if spec.play:
+        check_reward(config, spec.play.reward)
         _check_rollouts(config)
         (_check_algo if config.objective == "policy" else _check_choice)(config)
         check_servers(config)
         endpoints.check_settings(config)
-        _check_llm_endpoints(config)
+        _check_llm_endpoints(config, spec.play)
+    return spec
 
 
 def refuse_keys(settings: Mapping[str, Any]) -> None:
@@ -175,34 +177,32 @@ def _check_best(config: Config) -> None:
     require(aligned, f"{message} <train.checkpoint_every>", config)
 
 
-def check_reward(config: Config) -> None:
-    """Checks the metrics, their settings and the reward formula. Raises ConfigError."""
+def check_reward(config: Config, spec: RewardSpec) -> None:
+    """Checks the metrics and the reward formula. Raises ConfigError."""
     check = partial(require, config=config)
     reward, weights = config.reward, config.reward.weights
     require(any(weights.values()), "reward.weights: no metric has a weight; give one, e.g. reward.weights.accuracy=1")
     for setting, names in (("reward.metrics", reward.metrics), ("reward.clamp", reward.clamp)):
         for name in names:
             require(name in weights, f"{setting}.{name}: not in reward.weights; add reward.weights.{name}=WEIGHT")
-    for name in weights:
-        metric, settings = metrics.split(name, reward.metrics.get(name, {}))
-        replayed = config.llm.offline and metric.served(settings) is not None  # then its servers are not started
-        reason = None if replayed else metric.unavailable(settings)
+    for name, metric in spec.metrics.items():
+        replayed = config.llm.offline and metric.served is not None  # then its servers are not started
+        reason = None if replayed else metric.kind.unavailable(metric.options)
         require(reason is None, f"reward.weights.{name}: {reason}")
-        judged = reward.judge.model or getattr(settings, "model", None) or not metric.judged(settings)
-        check(bool(judged), f"reward.weights.{name}: needs a judge; set reward.judge.model to a LiteLLM model")
+        judge = reward.judge.model or metric.judge_model or not metric.judged
+        check(bool(judge), f"reward.weights.{name}: needs a judge; set reward.judge.model to a LiteLLM model")
     message = "<reward.malformed_worst>: needs a reward for malformed turns; set reward.malformed, or set it to false"
     check(not reward.malformed_worst or reward.malformed is not None, message)
     clamps = reward.mode in ("mr", "single_turn")
     check(not reward.clamp or clamps, "reward.clamp: <reward.mode> does not clamp; remove one of them")
-    reward_function(reward)
 
 
-def _check_llm_endpoints(config: Config) -> None:
+def _check_llm_endpoints(config: Config, play: PlaySpec) -> None:
     """Checks the models of users, judges and assistant before the tasks are read; tasks may name further users."""
     users = [*config.users, *(["llm"] if config.user.model else [])]
     language_models = [
         *llm_endpoints.user_endpoints(config, users),
-        *llm_endpoints.judge_endpoints(config),
+        *llm_endpoints.judge_endpoints(play.reward.metrics, config.reward.judge),
         *llm_endpoints.assistant_endpoints(config),
     ]
     endpoints.check_served(config, language_models)
@@ -221,7 +221,6 @@ def _check_rollouts(config: Config) -> None:
     credited_once = rollout.futures > 0 or not config.reward.weights.get("turn_rewards")
     check(credited_once, f"reward.weights.turn_rewards: {message}")
     toolbox.make_tools(rollout)
-    check_player(config)
     for eval_set in evaluation_sets(config):
         message = f"{eval_set.setting}: max_new_tokens={eval_set.max_new_tokens} leaves no room for a prompt in"
         fits = (eval_set.max_new_tokens or 0) < rollout.context_length

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_collab.config import Config, EndpointConfig, UserConfig
-from megatron_collab.data.evaluation import EvaluationSet, settings_of
+from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.llm.endpoint import served_by_run, token_budget
 from megatron_collab.llm.price import Prices, tokens_at_most
 from megatron_collab.llm.recording import Call
-from megatron_collab.reward import metrics
+from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.types import Task
 
 ROLES = ("assistant", "user", "judge")
@@ -61,18 +61,17 @@ class Calls:
 _OPENING = Calls(user=RoleCalls(1))
 
 
-def group_calls(config: Config, messages: int = 1) -> Calls:
-    """Calls of a group of train.rollouts_per_prompt rollouts; its task has `messages` of user and assistant."""
-    rollout = config.rollout
+def group_calls(play: PlaySpec, messages: int = 1) -> Calls:
+    """Calls of a group; its task has `messages` of user and assistant."""
+    rollout = play.rollout
     later = min(rollout.max_user_turns, rollout.max_assistant_turns - 1)
     if rollout.max_messages:
         later = min(later, max(0, (rollout.max_messages - messages - 1) // 2))
-    trained = config.train.rollouts_per_prompt
+    trained = play.rollouts
     played = trained * max(1, rollout.futures)
-    if config.reward.mode == "single_turn":
+    if play.reward.mode == "single_turn":
         later, played = 0, trained
-    kinds = [metrics.split(name, config.reward.metrics.get(name, {})) for name in config.reward.weights]
-    judged = sum(kind.judged(options) for kind, options in kinds)
+    judged = sum(metric.judged for metric in play.reward.metrics.values())
     messages_before_answer = messages + 1  # messages that the user's first answer reads
     return Calls(
         RoleCalls(trained, trained * messages)
@@ -82,27 +81,25 @@ def group_calls(config: Config, messages: int = 1) -> Calls:
     )
 
 
-def turn_calls(config: Config) -> list[Calls]:
+def turn_calls(play: PlaySpec) -> list[Calls]:
     """Calls of each turn's group in a built conversation; rollout.max_messages must be set."""
-    return [group_calls(config, 1 + 2 * turn) for turn in range((config.rollout.max_messages or 0) // 2)]
+    return [group_calls(play, 1 + 2 * turn) for turn in range((play.rollout.max_messages or 0) // 2)]
 
 
-def building_calls(config: Config, tasks: int) -> Calls:
+def building_calls(play: PlaySpec, tasks: int) -> Calls:
     """Calls to build a conversation for each of `tasks` tasks, each opened by its user."""
-    return sum(turn_calls(config), _OPENING) * tasks
+    return sum(turn_calls(play), _OPENING) * tasks
 
 
-def evaluation_calls(config: Config, eval_set: EvaluationSet, tasks: int) -> Calls:
+def evaluation_calls(play: PlaySpec, eval_set: EvaluationSet, tasks: int) -> Calls:
     """Calls to evaluate `tasks` tasks of a set of data.eval, each opened by its user."""
-    return (group_calls(settings_of(config, eval_set)) + _OPENING) * tasks
+    return (group_calls(play.for_set(eval_set)) + _OPENING) * tasks
 
 
-def training_calls(config: Config, steps: int) -> Calls:
+def training_calls(config: Config, play: PlaySpec | None, steps: int) -> Calls:
     """Calls of `steps` steps, with all groups that algo.dynamic_sampling may replace; without evaluations."""
-    if config.train.stage != "rl":
-        return Calls()
     groups = steps * config.train.prompts_per_step * (1 + config.algo.dynamic_sampling)
-    return (group_calls(config) + _OPENING) * groups
+    return (group_calls(play) + _OPENING) * groups if play else Calls()
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from megatron_collab.config import Config
 from megatron_collab.data.evaluation import evaluation_sets
+from megatron_collab.launch.resolve import resolve
 from megatron_collab.llm.endpoint import served_by_run
 from megatron_collab.llm.recording import SUFFIX, Recording
 from megatron_collab.models.hf_config import ModelShape
@@ -102,11 +103,14 @@ def _program_forecast(stage: Stage, config: Config, steps: int, pilot: Pilot, sh
 
 
 def _calls(config: Config, stage: Stage, steps: int) -> Calls:
+    play = resolve(config).play
     if stage.module == TRAIN:
-        return llm_cost.training_calls(config, steps)
+        return llm_cost.training_calls(config, play, steps)
+    assert play
     if stage.module == BUILD:
-        return llm_cost.building_calls(_building(config), config.train.eval_tasks)
-    calls = (llm_cost.evaluation_calls(config, eval_set, eval_set.tasks or 0) for eval_set in evaluation_sets(config))
+        building = replace(play, rollouts=config.build.candidates)
+        return llm_cost.building_calls(building, config.train.eval_tasks)
+    calls = (llm_cost.evaluation_calls(play, eval_set, eval_set.tasks or 0) for eval_set in evaluation_sets(config))
     return sum(calls, Calls())
 
 
@@ -144,7 +148,3 @@ def _steps(stage: Stage, built: int | None) -> int:
 def _built(config: Config) -> int:
     """Upper bound of the turns of built conversations; each turn is a training row."""
     return config.train.eval_tasks * ((config.rollout.max_messages or 0) // 2)
-
-
-def _building(config: Config) -> Config:
-    return replace(config, train=replace(config.train, rollouts_per_prompt=config.build.candidates))

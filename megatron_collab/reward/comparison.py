@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
 
-from megatron_collab.config import RewardConfig
-from megatron_collab.reward import metrics
-from megatron_collab.reward.multiturn import malformed_last, reward_function
+from megatron_collab.reward.metrics import ScoredMetric
+from megatron_collab.reward.multiturn import malformed_last
+from megatron_collab.reward.spec import RewardSpec
 from megatron_collab.reward.workers import Job, RewardWorker, Scores
 from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Missing, Reward, Rollout, Score, Turn
 
@@ -20,12 +19,12 @@ _NO_TOKENS = Missing("transcripts have no token ids, and the run did not count t
 
 @dataclass(frozen=True)
 class MergedMetrics:
-    """The metrics of several rewards, without duplicates, as the weights of `reward`.
+    """The metrics of several rewards, without duplicates, by name.
 
     `names`: per reward, its own metric names and the merged names they map to.
     """
 
-    reward: RewardConfig
+    metrics: Mapping[str, ScoredMetric]
     names: Mapping[str, Mapping[str, str]]
 
     def scores_of(self, title: str, scores: Scores) -> Scores:
@@ -33,44 +32,40 @@ class MergedMetrics:
         return {name: scores[shared] for name, shared in self.names[title].items() if shared in scores}
 
 
-def merge_metrics(rewards: Mapping[str, RewardConfig]) -> MergedMetrics:
-    """The metrics of all rewards; metrics with the same settings are merged. Raises ConfigError."""
-    known: list[tuple[Any, str]] = []
-    settings: dict[str, dict[str, Any]] = {}
+def merge_metrics(rewards: Mapping[str, RewardSpec]) -> MergedMetrics:
+    """The metrics of all rewards; metrics with the same settings are merged."""
+    merged: dict[str, ScoredMetric] = {}
     names: dict[str, dict[str, str]] = {title: {} for title in rewards}
     for title, reward in rewards.items():
-        for name in reward.weights:
-            options = reward.metrics.get(name, {})
-            metric = metrics.split(name, options)
-            shared = next((merged for parsed, merged in known if parsed == metric), None)
+        for name, metric in reward.metrics.items():
+            shared = next((known for known, other in merged.items() if other.same_as(metric)), None)
             if shared is None:
-                shared = f"{title}/{name}" if name in settings else name
-                settings[shared] = {"metric": name, **options}
-                known.append((metric, shared))
+                shared = f"{title}/{name}" if name in merged else name
+                merged[shared] = replace(metric, name=shared, settings={"metric": name, **metric.settings})
             names[title][name] = shared
-    first = next(iter(rewards.values()))
-    return MergedMetrics(replace(first, weights=dict.fromkeys(settings, 0.0), metrics=settings), names)
+    return MergedMetrics(merged, names)
 
 
 async def rescore(
-    worker: RewardWorker, groups: Sequence[Group], recorded: RewardConfig, done: Callable[[int], None]
+    worker: RewardWorker, groups: Sequence[Group], recorded: Mapping[str, ScoredMetric], done: Callable[[int], None]
 ) -> dict[int, Scores]:
     """Scores of the worker's metrics by the id() of the future; `done` is called with each number of newly scored ones.
 
-    Metrics that read token ids keep the scores that the run recorded with its reward `recorded`. Raises RunStopped.
+    Metrics that read token ids keep the scores that the run recorded with its metrics `recorded`. Raises RunStopped.
     """
-    kinds = {name: (type(metric), metric.options) for name, metric in worker.metrics.items()}
-    counted = [name for name, (kind, options) in kinds.items() if kind.reads_tokens(options)]
-    rescored = tuple(name for name in kinds if name not in counted)
-    known = {name: metrics.split(name, recorded.metrics.get(name, {})) for name in recorded.weights}
-    source = {name: next((other for other, kind in known.items() if kind == kinds[name]), "") for name in counted}
+    counted = {name: metric for name, metric in worker.scored.items() if metric.reads_tokens}
+    rescored = tuple(name for name in worker.scored if name not in counted)
+    source = {
+        name: next((known for known, other in recorded.items() if other.same_as(metric)), "")
+        for name, metric in counted.items()
+    }
     scores_by_future: dict[int, Scores] = {}
     jobs: list[tuple[Future, Job]] = []
     for group in groups:
         for future in (future for rollout in group.rollouts for future in rollout.futures):
             conversation = future.conversation
             if conversation.ending in _CUT_OFF:  # half a conversation says nothing about the policy
-                scores_by_future[id(future)] = dict.fromkeys(kinds, Missing(conversation.error))
+                scores_by_future[id(future)] = dict.fromkeys(worker.scored, Missing(conversation.error))
                 continue
             scores_by_future[id(future)] = {name: future.scores.get(source[name], _NO_TOKENS) for name in counted}
             if conversation.ending is not Ending.MALFORMED:
@@ -83,14 +78,14 @@ async def rescore(
 
 
 def group_rewards(
-    group: Group, scores: Mapping[int, Scores], reward: RewardConfig, *, all_turns: bool = False
+    group: Group, scores: Mapping[int, Scores], reward: RewardSpec, *, all_turns: bool = False
 ) -> list[Reward]:
     """The reward of each rollout of a recorded group; `scores` maps the id() of a future to its scores.
 
     A malformed turn gets reward.malformed; it has no reward if that is null and the run did not play the turn on.
     `all_turns`: a malformed turn anywhere counts, not only the trained one.
     """
-    rollouts, formula = list[Rollout](), reward_function(reward)
+    rollouts, formula = list[Rollout](), reward.formula
     for rollout in group.rollouts:
         if reward.malformed is not None and (rollout.malformed or _faulty(rollout, all_turns)):
             ended = rollout.start.end(Ending.MALFORMED)

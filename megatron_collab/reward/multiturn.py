@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from megatron_collab.config import Extension, RewardConfig, make
+from megatron_collab.config import Extension, make
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import Failed, Future, Missing, Reward, Rollout, Score
 
@@ -43,20 +44,24 @@ class RewardFunction(Extension):
         raise NotImplementedError
 
 
-def reward_function(config: RewardConfig) -> Callable[[Sequence[Future]], Reward]:
+def reward_function(
+    mode: str, options: Mapping[str, Any], weights: Mapping[str, float], clamp: Mapping[str, float]
+) -> Callable[[Sequence[Future]], Reward]:
     """The function of reward.mode, from the scored futures of a trained turn to its reward. Raises ConfigError.
 
-    If a custom function fails, the value of the reward is Failed, with the reason.
+    `options`: reward.mode_options. If a custom function fails, the value of the reward is Failed, with the reason.
     """
-    if config.mode not in FORMULAS:
-        custom = make(config.mode, "reward.mode", RewardFunction, config.mode_options, "reward.mode_options.")
-        return lambda futures: _custom_reward(custom, futures, config)
-    return lambda futures: turn_reward([future.scores for future in futures], config.weights, config.mode, config.clamp)
+    if mode not in FORMULAS:
+        custom = make(mode, "reward.mode", RewardFunction, options, "reward.mode_options.")
+        return lambda futures: _custom_reward(mode, custom, futures, weights)
+    return lambda futures: turn_reward([future.scores for future in futures], weights, mode, clamp)
 
 
-def _custom_reward(function: RewardFunction, futures: Sequence[Future], config: RewardConfig) -> Reward:
+def _custom_reward(
+    mode: str, function: RewardFunction, futures: Sequence[Future], weights: Mapping[str, float]
+) -> Reward:
     try:
-        reward = function(futures, config.weights)
+        reward = function(futures, weights)
         if not isinstance(reward, Reward):
             raise TypeError(f"returned {type(reward).__name__}; return a Reward")
         if not isinstance(reward.value, Missing) and not math.isfinite(reward.value):
@@ -66,7 +71,7 @@ def _custom_reward(function: RewardFunction, futures: Sequence[Future], config: 
         raise
     except Exception as error:  # a custom function may raise anything
         reason = " ".join(str(error).split())
-        return Reward(Failed(f"reward.mode={config.mode}: {type(error).__name__}: {reason}"), missing=1)
+        return Reward(Failed(f"reward.mode={mode}: {type(error).__name__}: {reason}"), missing=1)
 
 
 def turn_reward(

@@ -21,7 +21,7 @@ from megatron_collab.config import Config, RewardConfig
 from megatron_collab.llm.caller import ask_as, caller
 from megatron_collab.llm.served import ServedModel
 from megatron_collab.llm.tape import open_tape
-from megatron_collab.reward import metrics
+from megatron_collab.reward.metrics import Judge, ScoredMetric, scorers
 from megatron_collab.runtime import console, gpu_environment, keys, network, stacks
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import Conversation, Ending, Missing, Score, Task
@@ -50,12 +50,18 @@ _Jobs = dict[asyncio.Future[Scores], Job]
 
 
 class RewardWorker:
-    """Applies the metrics of `reward.weights`; runs as a Ray actor."""
+    """Applies metrics to conversations; runs as a Ray actor."""
 
-    def __init__(self, config: Config, name: str | None = None, served: Mapping[str, ServedModel] = {}) -> None:
-        """`name`: name of the file for this process's stacks; None if the worker shares a process.
+    def __init__(
+        self,
+        config: Config,
+        scored: Mapping[str, ScoredMetric],
+        name: str | None = None,
+        served: Mapping[str, ServedModel] = {},
+    ) -> None:
+        """`scored`: the metrics by name. `served`: the models that the run serves, by name.
 
-        `served`: the models that the run serves, by name.
+        `name`: name of the file for this process's stacks; None if the worker shares a process.
         """
         keys.take()
         os.environ |= network.without_proxy(url for model in served.values() for url, _ in model.addresses)
@@ -64,9 +70,9 @@ class RewardWorker:
             console.begin(name)
             stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
         reward = config.reward
-        kinds = {name: metrics.split(name, reward.metrics.get(name, {})) for name in reward.weights}
+        self.scored = scored
         # These have the judge's deadline, which does not count the time spent waiting for the rate limiter.
-        self._judged = {name for name, (kind, options) in kinds.items() if kind.judged(options)}
+        self._judged = {name for name, metric in scored.items() if metric.judged}
         judge: Any = None
         self._tape = open_tape(config)
         self._cache: Cache | None = None
@@ -81,15 +87,13 @@ class RewardWorker:
             self._cache = Cache(folder)
             bound = ray.get_actor(limiter.NAME)
             client = LlmClient(bound, self._cache, served=served, prices=config.llm.prices, tape=self._tape)
-            judge = metrics.Judge(client, reward.judge)
+            judge = Judge(client, reward.judge)
         self.timeout = reward.timeout
-        self.metrics = {name: kind(options, judge) for name, (kind, options) in kinds.items()}
-        for name, instance in self.metrics.items():
-            instance.name, instance.tape = name, self._tape
-        for metric, model in metrics.scorers(reward).items() if served else ():
-            self.metrics[metric].servers = served[model].addresses
+        self.metrics = {name: metric.make(judge, self._tape) for name, metric in scored.items()}
+        for name, model in scorers(scored).items() if served else ():
+            self.metrics[name].servers = served[model].addresses
         # One semaphore per metric, so that a slow metric does not delay the others.
-        self._places = {name: asyncio.Semaphore(reward.concurrency) for name in kinds}
+        self._places = {name: asyncio.Semaphore(reward.concurrency) for name in scored}
 
     async def take_counters(self) -> dict[str, float]:
         """Counts of the metrics and of replayed calls since the previous call of this method."""

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron_collab.config import Config, SamplingConfig, read_prompt
-from megatron_collab.data.assistants import CandidateAssistant, candidate_assistants
+from megatron_collab.config import SamplingConfig
+from megatron_collab.data.assistants import CandidateAssistant
 from megatron_collab.inference.client import EngineError
 from megatron_collab.llm.caller import ask_as
 from megatron_collab.reward.multiturn import malformed_last
 from megatron_collab.rollout import thinking
-from megatron_collab.rollout.player import Player
+from megatron_collab.rollout.player import Player, PlaySpec
 from megatron_collab.rollout.tools import ToolFailure
 from megatron_collab.rollout.tools.toolbox import ConversationTools
 from megatron_collab.rollout.users import FINISH_SECONDS, User, UserError, UserReply, Users, reporting_errors
@@ -48,7 +48,7 @@ class RolloutPlace:
 
 
 class FuturesPlayer(Player):
-    """Plays groups: trained turns, their futures, and the reward of each turn, under the budgets of config.rollout.
+    """Plays groups: trained turns, their futures, and the reward of each turn, under the budgets of `spec`.
 
     If a user, a tool or the engine fails, the conversation gets an error and Missing scores and stays in the group. To
     train other turns, override `trained_turns`.
@@ -57,13 +57,10 @@ class FuturesPlayer(Player):
     candidate_players: Mapping[str, FuturesPlayer]
 
     def __init__(
-        self, policy: Assistant, renderer: Renderer, users: Users, rewards: RewardClient, config: Config
+        self, policy: Assistant, renderer: Renderer, users: Users, rewards: RewardClient, spec: PlaySpec
     ) -> None:
-        super().__init__(policy, renderer, users, rewards, config)
-        self.strict = config.reward.malformed is not None  # a malformed trained turn ends the conversation
-        build = config.build
-        prompt = read_prompt("build.prompt", build.prompt, "collaborator", ()) if build.proactive else None
-        self.proactive = prompt.render().strip() if prompt else ""
+        super().__init__(policy, renderer, users, rewards, spec)
+        self.strict = spec.reward.malformed is not None  # a malformed trained turn ends the conversation
 
     async def play(self, task: Task, stream: str) -> Group:
         """Play train.rollouts_per_prompt rollouts of `task` concurrently, following reward.mode and rollout.futures.
@@ -72,17 +69,16 @@ class FuturesPlayer(Player):
         """
         ask_as(f"{stream}/opening")
         task, failure = await self._open(task, stream)
-        places = [RolloutPlace(stream, i) for i in range(self.config.train.rollouts_per_prompt)]
+        places = [RolloutPlace(stream, i) for i in range(self.spec.rollouts)]
         if failure:
             failed = Conversation(task.messages, ()).end(*failure)
             rollouts = [self._rollout(failed, [Future(failed, await self.rewards.score(task, failed))]) for _ in places]
         else:
-            candidates = candidate_assistants(self.config)
-            rollouts = await asyncio.gather(*map(partial(self._candidate, task), places, candidates))
-        return Group(task, malformed_last(rollouts) if self.config.reward.malformed_worst else tuple(rollouts))
+            rollouts = await asyncio.gather(*map(partial(self._candidate, task), places, self.spec.candidates))
+        return Group(task, malformed_last(rollouts) if self.reward.malformed_worst else tuple(rollouts))
 
     async def _candidate(self, task: Task, place: RolloutPlace, candidate: CandidateAssistant) -> Rollout:
-        task = task.with_system_prompt(self.proactive) if candidate.proactive else task
+        task = task.with_system_prompt(self.spec.proactive_prompt) if candidate.proactive else task
         return await self.candidate_players.get(candidate.assistant, self)._play(task, place)
 
     async def _open(self, task: Task, stream: str) -> tuple[Task, tuple[Ending, str] | None]:
@@ -94,7 +90,9 @@ class FuturesPlayer(Player):
                 with reporting_errors(task, self.users):
                     message = await self.users.make(task, f"{stream}/opening").open()
                     if not isinstance(message, str) or not message.strip():
-                        raise UserError(f"user {user_of(task, self.config)}: opens the conversation with {message!r}")
+                        raise UserError(
+                            f"user {user_of(task, self.users.config)}: opens the conversation with {message!r}"
+                        )
         except UserError as error:
             return task, (Ending.ERROR, str(error))
         except TimeoutError:
@@ -120,7 +118,7 @@ class FuturesPlayer(Player):
         start = await self.trained_turn(task, place, tools)
         if self.strict:
             start = self.refuse_malformed(start)
-        if not start.ending and self.config.reward.mode == "single_turn":
+        if not start.ending and self.reward.mode == "single_turn":
             return start.end(Ending.TURN_LIMIT)
         if not start.ending and self.rollout.futures == 0:
             return await self.play_on(start, task, place, self.rollout.turn, self.strict, tools)
@@ -140,11 +138,11 @@ class FuturesPlayer(Player):
         return Future(start, await self.rewards.score(task, start))
 
     def _rollout(self, start: Conversation, futures: Sequence[Future]) -> Rollout:
-        penalty = self.config.reward.malformed
+        penalty = self.reward.malformed
         rollout = Rollout(start, tuple(futures), Reward(penalty or 0.0))
         if penalty is not None and rollout.malformed:
             return rollout
-        reward = self.reward(futures)
+        reward = self.reward.formula(futures)
         if isinstance(reward.value, Failed):
             self.counters["reward_failed"] += 1
         return replace(rollout, reward=reward)
@@ -286,7 +284,7 @@ class FuturesPlayer(Player):
             self.policy.generate,
             messages=conversation.messages,
             sampling=sampling,
-            seed=seed_of(self.config.run.seed, place, len(conversation.turns)),
+            seed=seed_of(self.spec.seed, place, len(conversation.turns)),
             affinity=place.stream,
         )
         try:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import SurveyedSources
-from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets, settings_of
+from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
 from megatron_collab.observability.folder import RunFolder
 from megatron_collab.rollout.journal import Journal, WeightDigests
+from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.rollout.scheduler import Flight, GroupRequest, Slot, wait
 from megatron_collab.rollout.servers import Servers
 from megatron_collab.rollout.summary import evaluation_summary
@@ -29,9 +30,9 @@ class Evaluator:
     journal, so an interrupted evaluation resumes.
     """
 
-    def __init__(self, config: Config, run: RunFolder, restore: Callable[[], None]) -> None:
+    def __init__(self, config: Config, play: PlaySpec, run: RunFolder, restore: Callable[[], None]) -> None:
         """`restore`: if no server is available, waits until servers have the weights again; collective."""
-        self.config, self.run, self._restore = config, run, restore
+        self.config, self.play, self.run, self._restore = config, play, run, restore
         self.sets = evaluation_sets(config)
         self._tasks: dict[EvaluationSet, list[Task]] = {}
         self._flight: Flight | None = None
@@ -83,8 +84,8 @@ class Evaluator:
             self._flight.collect(0.0)
 
     def _begin(self, eval_set: EvaluationSet, name: str, step: int) -> None:
-        tasks, settings = self._prepared(eval_set), settings_of(self.config, eval_set)
-        self._flight = Flight(settings, self._workers, self._journal, self._lost_all, self._background)
+        tasks, play = self._prepared(eval_set), self.play.for_set(eval_set)
+        self._flight = Flight(self.config, play, self._workers, self._journal, self._lost_all, self._background)
         stream = f"eval-{name.replace('/', '-')}"
         for index, task in enumerate(tasks):
             self._flight.begin(GroupRequest(Slot(step, 0, index), f"{stream}-{index}", task, eval_set))
@@ -105,5 +106,5 @@ class Evaluator:
         assert self._flight is not None
         groups = list(self._flight.take().values())
         self._flight = None
-        metrics = evaluation_summary(groups, applicable_metrics(self.config))
+        metrics = evaluation_summary(groups, applicable_metrics(self.play.reward.metrics))
         self.run.evaluation(name, eval_set.name, step, metrics, groups)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from megatron_collab.config import Config, EndpointConfig, require
 from megatron_collab.data import assistants
 from megatron_collab.data.evaluation import evaluation_sets
 from megatron_collab.llm.endpoint import POLICY
-from megatron_collab.reward import metrics
+from megatron_collab.reward.metrics import ScoredMetric
 from megatron_collab.rollout import users
 
 
@@ -22,18 +22,16 @@ class NamedEndpoint:
     endpoint: EndpointConfig
 
 
-def judge_endpoints(config: Config) -> list[NamedEndpoint]:
-    """The judge and models of single metrics, if metrics in reward.weights use them. Raises ConfigError."""
-    reward, endpoints = config.reward, dict[str, NamedEndpoint]()
-    for name in reward.weights:
-        kind, options = metrics.split(name, reward.metrics.get(name, {}))
-        model = getattr(options, "model", None)
-        if kind.judged(options) and (model or reward.judge.model):
-            setting = f"reward.metrics.{name}.model" if model else "reward.judge.model"
+def judge_endpoints(metrics: Mapping[str, ScoredMetric], judge: EndpointConfig) -> list[NamedEndpoint]:
+    """The judge and models of single metrics, if metrics use them. Raises ConfigError."""
+    endpoints = dict[str, NamedEndpoint]()
+    for name, metric in metrics.items():
+        model = metric.judge_model or judge.model
+        if metric.judged and model:
+            setting = f"reward.metrics.{name}.model" if metric.judge_model else "reward.judge.model"
             message = f"{setting}={POLICY}: the policy cannot be a judge; choose another model"
-            endpoint = replace(reward.judge, model=model or reward.judge.model)
-            require(endpoint.model != POLICY, message)
-            endpoints[setting] = NamedEndpoint(setting, "reward.judge", endpoint)
+            require(model != POLICY, message)
+            endpoints[setting] = NamedEndpoint(setting, "reward.judge", replace(judge, model=model))
     return list(endpoints.values())
 
 

@@ -21,8 +21,10 @@ from megatron_collab.algo.credit import drop_stale, has_gradient, samples_of
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import TrainingData
 from megatron_collab.observability.run import Run
+from megatron_collab.reward.spec import RewardSpec
 from megatron_collab.rollout.evaluation import Evaluator
 from megatron_collab.rollout.journal import Journal, WeightDigests
+from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.rollout.scheduler import Flight, GroupRequest, Slot, answers, available_results, wait, window
 from megatron_collab.rollout.servers import Servers
 from megatron_collab.rollout.summary import mean, refuse_missing, summary
@@ -48,14 +50,20 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
     """
 
     def __init__(
-        self, config: Config, servers: Servers, weights: WeightSync, run: Run, state: Mapping[str, Any]
+        self,
+        config: Config,
+        play: PlaySpec,
+        servers: Servers,
+        weights: WeightSync,
+        run: Run,
+        state: Mapping[str, Any],
     ) -> None:
-        """`state`: the result of `state()` in an earlier start of the run, or {}."""
-        self.config = config
+        """`play`: how groups are played. `state`: the result of `state()` in an earlier start of the run, or {}."""
+        self.config, self.play = config, play
         self.servers = servers
         self.weights = weights
         self.run = run
-        self._evaluator = Evaluator(config, run, self._restore)
+        self._evaluator = Evaluator(config, play, run, self._restore)
         self.leader = dist.get_rank() == 0
         self._state = dict(state)
         self._timeout = config.launch.timeout / 2  # seconds; the other ranks wait in a collective meanwhile
@@ -67,7 +75,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
                 tools = schemas(make_tools(config.rollout))
             self.tasks = TrainingData[Task](config, tools, task_requirements)
             self._journal = Journal(Path(config.run.dir) / "journal", self._digests)
-            self._flight = Flight(config, self._workers.conversations, self._journal, servers.lost_all)
+            self._flight = Flight(config, play, self._workers.conversations, self._journal, servers.lost_all)
             self._evaluator.lead(servers, self._journal, background=self._flight)
             self._pending = [Slot(*slot) for slot in state.get("in_flight", ())]
             self._next = Slot(*state["next"]) if "next" in state else None
@@ -142,7 +150,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         """Begin the groups that may be in flight at `step`, first those from an earlier start of the run."""
         if not self._flight:  # an outage while nothing was in flight has no effect
             self._pool.recover()
-        self._step_groups = _StepGroups(self.config, step)
+        self._step_groups = _StepGroups(self.config, self.play.reward, step)
         self._next = self._next or Slot(step, 0, 0)
         prompts = self.config.train.prompts_per_step
         room = window(step, self.config.train.steps, prompts, self.config.rollout.max_staleness)
@@ -218,8 +226,8 @@ class _StepGroups:
     are not trained stay in the transcripts and in the means.
     """
 
-    def __init__(self, config: Config, step: int) -> None:
-        self.config, self.step = config, step
+    def __init__(self, config: Config, reward: RewardSpec, step: int) -> None:
+        self.config, self.reward, self.step = config, reward, step
         self.max_staleness, self.dynamic = config.rollout.max_staleness, config.algo.dynamic_sampling
         self.refill, self.refills = 0, self.dynamic + self.max_staleness * config.train.prompts_per_step
         self.played: list[Group] = []
@@ -231,7 +239,7 @@ class _StepGroups:
         """Add the groups of a round: the step's regular groups, or a refill."""
         self.lacking = 0
         for slot, group in groups.items():
-            samples = samples_of(group, self.config, len(self.played))
+            samples = samples_of(group, self.config, len(self.played), self.reward.formula)
             fresh_samples = drop_stale(samples, self.step - self.max_staleness, self.config)
             self.played.append(group)
             self._pairless += not samples and self.config.objective == "dpo"
@@ -251,7 +259,10 @@ class _StepGroups:
             reason = "different rewards" if self.dynamic or self.config.objective == "dpo" else "rewards"
             age = f" of version {self.step - self.max_staleness} or newer" if self.max_staleness else ""
             raise RunStopped(f"step {self.step}: no group has enough {reason}{age}; nothing can be trained")
-        metrics, trained_groups = summary(self.played, applicable_metrics(self.config)), float(len(self._trained))
+        metrics, trained_groups = (
+            summary(self.played, applicable_metrics(self.reward.metrics)),
+            float(len(self._trained)),
+        )
         if self.dynamic:
             metrics |= {"dynamic/kept": trained_groups, "dynamic/dropped": self._idle, "dynamic/refills": self.refill}
         if self.config.objective == "dpo":

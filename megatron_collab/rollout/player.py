@@ -1,4 +1,7 @@
-"""Interface of players: how a group is played, from a task to rollouts with futures, scores and rewards."""
+"""Interface of players: how a group is played, from a task to rollouts with futures, scores and rewards.
+
+A PlaySpec has the settings of a player, and its class; a Player is given it.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,15 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_collab.config import Config, Extension, build, require
-from megatron_collab.config.extension import resolve
-from megatron_collab.config.schema import PLAYERS
-from megatron_collab.reward.multiturn import reward_function
+from megatron_collab.config import Extension, Resolved, RolloutConfig, SamplingConfig, build, lookup, require
+from megatron_collab.config.schema import PLAYERS, AssistantConfig
+from megatron_collab.data.assistants import CandidateAssistant, candidate_assistants
+from megatron_collab.data.evaluation import EvaluationSet
+from megatron_collab.reward.spec import RewardSpec
 from megatron_collab.rollout.tools.toolbox import Toolbox
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import Group, Missing, Task
@@ -29,15 +34,15 @@ class Player(Extension, ABC):
     """Base of the players that rollout.player may name as package.module:Class.
 
     Every conversation worker has a player for training and another for each set of data.eval, whose settings are in
-    its `config`. A player plays many groups at once, so it keeps nothing of a group in its attributes:
+    its `spec`. A player plays many groups at once, so it keeps nothing of a group in its attributes:
 
     policy      samples a turn: `await policy.generate(prompt_ids, …)` returns a Turn (inference/assistant.py)
     renderer    token ids of prompts: `first` of the task's messages, `next` of further ones
     users       `users.make(task, name)` creates the user of a conversation; each needs another name
     rewards     `await rewards.score(task, conversation)` returns the score of every metric that applies to the task
-    reward      the function of reward.mode: `reward(futures)` returns a Reward
+    reward      that of the run: `reward.formula(futures)`, the function of reward.mode, returns a Reward
     tools       `async with tools.open(task)` gives the tools of a conversation, whose `fork` continues them in a future
-    config      the settings; `rollout` is config.rollout
+    spec        the settings, as a PlaySpec; `rollout` (limits and sampling) and `reward` are parts of it
     options     rollout.player_options as an instance of the class's Options
     counters    counts by name, recorded as count/NAME
     """
@@ -47,19 +52,18 @@ class Player(Extension, ABC):
     phases: ClassVar[int] = 2
 
     def __init__(
-        self, policy: Assistant, renderer: Renderer, users: Users, rewards: RewardClient, config: Config
+        self, policy: Assistant, renderer: Renderer, users: Users, rewards: RewardClient, spec: PlaySpec
     ) -> None:
-        super().__init__(build(self.Options, config.rollout.player_options, f"{SETTING}_options."))
+        super().__init__(spec.player_options)
         self.policy, self.renderer, self.users, self.rewards = policy, renderer, users, rewards
-        self.config, self.rollout = config, config.rollout
-        self.tools = Toolbox(config.rollout, policy)
-        self.reward = reward_function(config.reward)
+        self.spec, self.rollout, self.reward = spec, spec.rollout, spec.reward
+        self.tools = Toolbox(spec.rollout, policy)
         self.counters: Counter[str] = Counter()
-        self.candidate_players: Mapping[str, Player] = {}  # by assistant name, if build.assistants is set
+        self.candidate_players: Mapping[str, Player] = {}  # by assistant name
 
     @abstractmethod
     async def play(self, task: Task, stream: str) -> Group:
-        """Play train.rollouts_per_prompt rollouts of `task`, whose rewards are compared with each other.
+        """Play `spec.rollouts` rollouts of `task`, whose rewards are compared with each other.
 
         `stream` names step and task. Every random draw must follow from it (`seed_of` in conversation.py), so that an
         interrupted run plays the same again.
@@ -80,29 +84,71 @@ class Player(Extension, ABC):
         """
 
 
-def player_class(config: Config) -> type[Player]:
-    """The class of the run's player. Raises ConfigError if the setting names no usable class."""
-    return _class(PLAYERS.get(config.rollout.player, config.rollout.player))
+@dataclass(frozen=True)
+class PlaySpec(Resolved):
+    """How the groups of training are played and rewarded; `for_set` gives how those of a set of data.eval are.
+
+    `rollouts`: of a task. `player`: its name or class path, with `player_settings`. `rollout`: limits and sampling of
+    conversations. `assistants`: by name, the models that play the rollouts in turn, None for model.path or
+    assistant.model. `proactive_prompt`: system message of the first `proactive_share` of the rollouts.
+    """
+
+    seed: int
+    rollouts: int
+    player: str
+    player_settings: Mapping[str, Any]
+    rollout: RolloutConfig
+    reward: RewardSpec
+    assistants: Mapping[str, AssistantConfig | None]
+    proactive_share: float
+    proactive_prompt: str
+
+    @cached_property
+    def player_class(self) -> type[Player]:
+        kind: type[Player] = lookup(self.player, SETTING, PLAYERS, Player)
+        missing = ", ".join(sorted(kind.__abstractmethods__))
+        message = f"{SETTING}={self.player}: the class has no {missing}; define it, or set {SETTING}=futures"
+        require(not missing, message)
+        return kind
+
+    @cached_property
+    def player_options(self) -> Any:
+        return build(self.player_class.Options, self.player_settings, f"{SETTING}_options.")
+
+    @property
+    def candidates(self) -> list[CandidateAssistant]:
+        """The assistant of each rollout, by number."""
+        return candidate_assistants(list(self.assistants), self.rollouts, self.proactive_share)
+
+    def for_set(self, eval_set: EvaluationSet) -> PlaySpec:
+        """How the conversations of a set are played: each is one rollout with one future.
+
+        Conversations that end early in training, by a malformed turn or reward.mode=single_turn, are played on as a
+        user would see them.
+        """
+        rollout = replace(
+            self.rollout,
+            futures=1,
+            routing_replay=False,
+            turn=_sampling(self.rollout.turn, eval_set),
+            future=_sampling(self.rollout.future, eval_set),
+            max_user_turns=eval_set.max_user_turns or self.rollout.max_user_turns,
+            max_assistant_turns=eval_set.max_assistant_turns or self.rollout.max_assistant_turns,
+            max_messages=eval_set.max_messages or self.rollout.max_messages,
+        )
+        return replace(self, rollouts=eval_set.samples, rollout=rollout, reward=self.reward.played_on())
 
 
-@cache
-def _class(spec: str) -> type[Player]:
-    player: type[Player] = resolve(spec, SETTING, Player)
-    missing = ", ".join(sorted(player.__abstractmethods__))
-    require(not missing, f"{SETTING}={spec}: the class has no {missing}; define it, or set {SETTING}=futures")
-    return player
+def _sampling(sampling: SamplingConfig, eval_set: EvaluationSet) -> SamplingConfig:
+    temperature = sampling.temperature if eval_set.temperature is None else eval_set.temperature
+    return replace(sampling, temperature=temperature, max_new_tokens=eval_set.max_new_tokens or sampling.max_new_tokens)
 
 
-def check_player(config: Config) -> None:
-    """Raises ConfigError if rollout.player is no player, or has no such settings."""
-    build(player_class(config).Options, config.rollout.player_options, f"{SETTING}_options.")
-
-
-def check_group(group: Any, config: Config) -> Group:
-    """The group that the run's player returned. Raises RunStopped if it cannot be trained on."""
+def check_group(group: Any, player: str) -> Group:
+    """The group that rollout.player=`player` returned. Raises RunStopped if it cannot be trained on."""
     fault = _group_fault(group)
     if fault is not None:
-        raise RunStopped(f"{SETTING}={config.rollout.player}: {fault}")
+        raise RunStopped(f"{SETTING}={player}: {fault}")
     checked: Group = group
     return checked
 

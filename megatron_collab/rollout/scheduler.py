@@ -21,9 +21,8 @@ from megatron_collab.config import Config
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.llm.endpoint import token_budget
 from megatron_collab.observability.run import progress
-from megatron_collab.reward import metrics
 from megatron_collab.rollout.journal import Journal, failed, scored
-from megatron_collab.rollout.player import player_class
+from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.rollout.users import FINISH_SECONDS
 from megatron_collab.rollout.users.named import user_settings
 from megatron_collab.runtime import stacks
@@ -114,18 +113,20 @@ class Flight:
     def __init__(
         self,
         config: Config,
+        play: PlaySpec,
         workers: Sequence[Any],
         journal: Journal,
         servers_lost: Callable[[], bool],
         background: Flight | None = None,
         follow_up: Callable[[GroupRequest, Group], GroupRequest | None] = lambda request, group: None,
     ) -> None:
-        """`servers_lost`: whether some model has had no server since the last recovery.
+        """`play`: how the groups are played.
 
+        `servers_lost`: whether some model has had no server since the last recovery.
         `background`: groups that stay in flight, with the same workers and journal, while this one is waited for.
         `follow_up`: the request to begin when a group finishes; if it returns None, the finished group is taken.
         """
-        self._config, self._background, self._follow_up = config, background, follow_up
+        self._config, self._play, self._background, self._follow_up = config, play, background, follow_up
         self._workers = cycle(enumerate(workers))
         self._servers_lost = servers_lost
         self._journal = journal
@@ -227,7 +228,7 @@ class Flight:
     def _seconds(self) -> float:
         """Upper bound, in seconds, until one more group finishes; background groups share the workers."""
         background = 0.0 if self._background is None else self._background._seconds()
-        return group_seconds(self._config, len(self._playing())) + background
+        return group_seconds(self._config, self._play, len(self._playing())) + background
 
     def _playing(self) -> list[GroupRequest]:
         return [request for request in self._requests.values() if request.group is None]
@@ -260,7 +261,7 @@ def wait(flight: Flight | None, restore: Callable[[], None]) -> None:
             restore()
 
 
-def group_seconds(config: Config, groups: int) -> float:
+def group_seconds(config: Config, play: PlaySpec, groups: int) -> float:
     """Upper bound, in seconds, after which `groups` in flight without a finished one count as hung.
 
     Each of the player's phases (a trained turn and its futures are two) takes up to rollout.deadline, their users
@@ -269,16 +270,15 @@ def group_seconds(config: Config, groups: int) -> float:
     limits of llm. The bound assumes the worst case: all conversations end at the same time, and every call uses all its
     attempts.
     """
-    rollout, reward, judge, llm = config.rollout, config.reward, config.reward.judge, config.llm
-    conversations = groups * config.train.rollouts_per_prompt * max(1, rollout.futures)
-    kinds = [metrics.split(name, reward.metrics.get(name, {})) for name in reward.weights]
-    judged = conversations * sum(kind.judged(options) for kind, options in kinds)
+    rollout, reward, judge, llm = play.rollout, config.reward, config.reward.judge, config.llm
+    conversations = groups * play.rollouts * max(1, rollout.futures)
+    judged = conversations * sum(metric.judged for metric in play.reward.metrics.values())
     places = reward.workers * reward.concurrency
     scoring = ceil(conversations / places) * reward.timeout
     if judged:
         scoring = max(scoring, ceil(judged / min(places, llm.max_concurrent)) * judge.deadline)
     users = user_settings(config).values()
-    phases = player_class(config).phases
+    phases = play.player_class.phases
     messages = conversations * (phases - 1 + rollout.max_user_turns) * max(user.attempts for user in users)
     calls = judged * judge.attempts + messages
     tokens = judged * judge.attempts * token_budget(judge) + messages * max(map(token_budget, users))

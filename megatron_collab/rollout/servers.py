@@ -17,6 +17,7 @@ from megatron_collab.inference.served import ModelServers, devices, first_device
 from megatron_collab.inference.server import Process, ServerProcess, SGLangServer
 from megatron_collab.models.parallel_layout import server_nodes, servers_per_node
 from megatron_collab.reward import metrics
+from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.rollout.scheduler import answers
 from megatron_collab.rollout.workers import Workers, start_workers
 from megatron_collab.runtime import network
@@ -36,9 +37,9 @@ class Servers(ExitStack):
     returns, colocated servers have released their memory to the trainer.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, play: PlaySpec) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.play = config, play
         self.pool: ServerPool | None = None
         self.workers: Workers | None = None
         self.served: list[ModelServers] = []
@@ -77,7 +78,7 @@ class Servers(ExitStack):
                 start: Callable[..., Process] = places[0] if len(places) == 1 else partial(SpreadProcess, places, store)
                 servers.append(stack.enter_context(SGLangServer(config, logs[index], index, start)))
         keys = [(server.url, server.api_key) for server in servers]
-        self.workers = start_workers(config, keys, {other.name: other.model for other in self.served})
+        self.workers = start_workers(config, self.play, keys, {other.name: other.model for other in self.served})
         self.pool = ServerPool(servers, options, self._use)
         for pool in self._pools():
             pool.begin()

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_collab.config import SUFFIX, Config, ConfigError
 from megatron_collab.data.survey import TaskRequirements
-from megatron_collab.reward import metrics
+from megatron_collab.reward.metrics import ScoredMetric, scored_metrics
 from megatron_collab.rollout.tools.toolbox import make_tools
 from megatron_collab.rollout.users import User, resolve_user
 from megatron_collab.rollout.users.named import user_of
@@ -22,10 +22,11 @@ WEIGHTS = "reward.weights."
 
 def task_requirements(config: Config) -> TaskRequirements:
     """The requirements by setting: what a metric or user may lack in a task, and checks that it can be read."""
-    users, metric_lacks = _UserRequirements(config), metrics.lacks(config.reward)
-    lacks = {**{f"{WEIGHTS}{name}": lacks for name, lacks in metric_lacks.items()}, USER: users.lacks}
+    users, metrics = _UserRequirements(config), scored_metrics(config.reward)
+    lacks = {f"{WEIGHTS}{name}": metric.lacks for name, metric in metrics.items() if metric.selective}
+    lacks[USER] = users.lacks
     checks: list[tuple[str, Callable[[Task], None]]] = [(USER, users.check)]
-    checks += [(f"{WEIGHTS}{name}", check) for name, check in metrics.task_checks(config.reward).items()]
+    checks += [(f"{WEIGHTS}{name}", metric.check_task) for name, metric in metrics.items()]
     checks += [(f"tool {type(tools).__name__}", tools.check_task) for tools in make_tools(config.rollout)]
 
     def check(task: Task) -> None:
@@ -43,10 +44,9 @@ def task_requirements(config: Config) -> TaskRequirements:
     return TaskRequirements(lacks, check, [inputs, _prompt_changes(inputs)])
 
 
-def applicable_metrics(config: Config) -> Callable[[Task], set[str]]:
-    """A function that gives the metrics of reward.weights that apply to a task, judged before any conversation."""
-    names, metric_lacks = set(config.reward.weights), metrics.lacks(config.reward)
-    return lambda task: names - {name for name, lacks in metric_lacks.items() if lacks(task)}
+def applicable_metrics(metrics: Mapping[str, ScoredMetric]) -> Callable[[Task], set[str]]:
+    """A function that gives the metrics that apply to a task, judged before any conversation."""
+    return lambda task: {name for name, metric in metrics.items() if not metric.lacks(task)}
 
 
 class _UserRequirements:

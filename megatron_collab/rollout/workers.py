@@ -15,10 +15,9 @@ import ray
 from megatron_collab import patches
 from megatron_collab.config import Config, SamplingConfig
 from megatron_collab.config.schema import PLAYERS, AssistantConfig
-from megatron_collab.data import assistants
 from megatron_collab.data.evaluation import EvaluationSet, settings_of
 from megatron_collab.reward.workers import RewardClient, RewardWorker
-from megatron_collab.rollout.player import Player, check_group, player_class
+from megatron_collab.rollout.player import Player, PlaySpec, check_group
 from megatron_collab.rollout.tools.toolbox import make_tools, schemas
 from megatron_collab.runtime import console, gpu_environment, keys, network, stacks
 from megatron_collab.runtime.process import imports_done
@@ -39,12 +38,14 @@ class ConversationWorker:
     def __init__(
         self,
         config: Config,
+        play: PlaySpec,
         servers: list[tuple[str, str]],
         reward_workers: list[str],
         name: str,
         served: Mapping[str, ServedModel],
     ) -> None:
-        """`servers`: address and key of each SGLang server of the policy; `reward_workers`: Ray actors that score.
+        """`play`: how groups are played; `servers`: address and key of each SGLang server of the policy;
+        `reward_workers`: Ray actors that score.
 
         `served`: the other models that the run serves, by name.
         """
@@ -66,7 +67,7 @@ class ConversationWorker:
         from megatron_collab.llm.tape import open_tape
 
         api_keys = {f"{url}/v1": key for url, key in servers}
-        self.config, self.endpoints = config, list(api_keys)
+        self.config, self.play_spec, self.endpoints = config, play, list(api_keys)
         self.tape = open_tape(config)
         self.client = LlmClient(
             ray.get_actor(limiter.NAME), keys=api_keys, served=served, prices=config.llm.prices, tape=self.tape
@@ -90,7 +91,7 @@ class ConversationWorker:
     async def play(self, task: Task, stream: str, eval_set: EvaluationSet | None = None) -> Group:
         """Play a group of `task`, for training or under the settings of `eval_set`."""
         group = await self._player(eval_set).play(task, stream)
-        return group if self.config.rollout.player in PLAYERS else check_group(group, self.config)
+        return group if self.play_spec.player in PLAYERS else check_group(group, self.play_spec.player)
 
     async def use_servers(self, servers: Sequence[int]) -> None:
         """From now on use only these servers, by index."""
@@ -116,17 +117,18 @@ class ConversationWorker:
         from megatron_collab.rollout.users import Users
 
         if eval_set not in self.players:
+            play = self.play_spec if eval_set is None else self.play_spec.for_set(eval_set)
             config = self.config if eval_set is None else settings_of(self.config, eval_set)
             users = Users(config, self.client, self.engine)
-            kind = player_class(config)
-            self.players[eval_set] = player = kind(self.policy, self.renderer, users, self.rewards, config)
+            player = play.player_class(self.policy, self.renderer, users, self.rewards, play)
+            self.players[eval_set] = player
             player.candidate_players = {
-                name: self._candidate_player(endpoint, config, users) if endpoint else player
-                for name, endpoint in assistants.assistant_configs(config).items()
+                name: self._candidate_player(endpoint, play, users) if endpoint else player
+                for name, endpoint in play.assistants.items()
             }
         return self.players[eval_set]
 
-    def _candidate_player(self, endpoint: AssistantConfig, config: Config, users: Users) -> Player:
+    def _candidate_player(self, endpoint: AssistantConfig, play: PlaySpec, users: Users) -> Player:
         """A player that samples from a model of build.assistants, with its budget and temperature."""
         from megatron_collab.data.chat_template import system_prompt
         from megatron_collab.inference.assistant import LlmAssistant
@@ -134,10 +136,10 @@ class ConversationWorker:
 
         sampling = SamplingConfig(token_budget(endpoint))
         sampling.temperature = sampling.temperature if endpoint.temperature is None else endpoint.temperature
-        room = 2 * sampling.max_new_tokens * config.rollout.max_assistant_turns  # as in launch/evaluation.py
-        rollout = replace(config.rollout, turn=sampling, future=sampling, context_length=room)
-        assistant = LlmAssistant(endpoint, self.client, system_prompt(config))
-        return player_class(config)(assistant, assistant, users, self.rewards, replace(config, rollout=rollout))
+        room = 2 * sampling.max_new_tokens * play.rollout.max_assistant_turns  # as in launch/evaluation.py
+        rollout = replace(play.rollout, turn=sampling, future=sampling, context_length=room)
+        assistant = LlmAssistant(endpoint, self.client, system_prompt(self.config))
+        return play.player_class(assistant, assistant, users, self.rewards, replace(play, rollout=rollout))
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,9 @@ class Workers:
             ray.kill(worker)
 
 
-def start_workers(config: Config, servers: list[tuple[str, str]], served: Mapping[str, ServedModel]) -> Workers:
+def start_workers(
+    config: Config, play: PlaySpec, servers: list[tuple[str, str]], served: Mapping[str, ServedModel]
+) -> Workers:
     """Start the run's workers, spread over the nodes, and its limiter, without waiting for them.
 
     `servers`: address and key of each SGLang server of the policy; `served`: the other models that the run serves, by
@@ -164,9 +168,9 @@ def start_workers(config: Config, servers: list[tuple[str, str]], served: Mappin
 
     limiter_actor = limiter.start_limiter(config.llm, Path(config.run.dir) / "spend.json")
     names = [f"reward-{i}" for i in range(config.reward.workers)]
-    rewards = [start_actor(RewardWorker, config, name, served, name=name) for name in names]
+    rewards = [start_actor(RewardWorker, config, play.reward.metrics, name, served, name=name) for name in names]
     players = [
-        start_actor(ConversationWorker, config, servers, names, f"conversation-{i}", served)
+        start_actor(ConversationWorker, config, play, servers, names, f"conversation-{i}", served)
         for i in range(config.rollout.workers)
     ]
     return Workers(players, rewards, limiter_actor)

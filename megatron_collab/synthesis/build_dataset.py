@@ -29,6 +29,7 @@ from megatron_collab import patches
 from megatron_collab.config import Config
 from megatron_collab.evaluate import evaluate
 from megatron_collab.launch import evaluation, inherited, prepare, program
+from megatron_collab.launch.resolve import RunSpec
 from megatron_collab.runtime import files, hub, keys
 from megatron_collab.runtime.redact import redact
 from megatron_collab.synthesis.built import FOLDER
@@ -57,12 +58,12 @@ def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
             return (
                 f"{config.run.dir}: all conversations are built; see built/README.md there, or choose another run.dir"
             )
-        serving, step = evaluation.prepared(config)
-    return config, partial(_build, config, serving, step)
+        serving, spec, step = evaluation.prepared(config)
+    return config, partial(_build, config, serving, spec, step)
 
 
-def _build(config: Config, serving: Config, step: int) -> None:
-    evaluate(config, serving, step, _synthesis())
+def _build(config: Config, serving: Config, spec: RunSpec, step: int) -> None:
+    evaluate(config, serving, spec, step, _synthesis())
     _upload(config)
 
 

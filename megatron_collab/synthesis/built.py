@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from megatron_collab.config import Config
-from megatron_collab.data.assistants import CandidateAssistant, assistant_configs, candidate_assistants
+from megatron_collab.data.assistants import CandidateAssistant
 from megatron_collab.data.datasets import to_parquet, write_jsonl
+from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.runtime import files
 from megatron_collab.types import Group, Missing, Rollout
 
@@ -87,11 +88,12 @@ def _shares(
         yield f"{name}{', proactive' * proactive}: {share:.0%} of the candidates{mean}"
 
 
-def write(folder: Path, name: str, conversations: Sequence[Sequence[Group]], config: Config) -> None:
+def write(folder: Path, name: str, conversations: Sequence[Sequence[Group]], play: PlaySpec, config: Config) -> None:
     """Writes NAME.jsonl (NAME.parquet if build.parquet) and README.md, the card that lists all files of `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    assistants, policy = candidate_assistants(config), Path(config.model.path).name
-    models = {name: entry.model if entry else policy for name, entry in assistant_configs(config).items()}
+    assistants, policy = play.candidates, Path(config.model.path).name
+    entries = play.assistants.items() if config.build.assistants else ()
+    models = {name: entry.model if entry else policy for name, entry in entries}
     rows = [row for conversation in conversations for row in rows_of(conversation, assistants)]
     groups = [group for conversation in conversations for group in conversation]
     scores = [[row["score"] for row in rows_of([group], assistants)] for group in groups]
@@ -110,12 +112,12 @@ def write(folder: Path, name: str, conversations: Sequence[Sequence[Group]], con
         conversations=len(conversations),
         turns=len(groups),
         rows=len(rows),
-        candidates=config.train.rollouts_per_prompt,
-        futures=config.rollout.futures,
+        candidates=play.rollouts,
+        futures=play.rollout.futures,
         assistants="; ".join(_shares(assistants, rows, models)),
         user=config.user.name or config.user.model or "as each task names it",
-        mode=config.reward.mode,
-        weights=", ".join(f"{name} ({weight:g})" for name, weight in config.reward.weights.items()),
+        mode=play.reward.mode,
+        weights=", ".join(f"{name} ({weight:g})" for name, weight in play.reward.weights.items()),
         lengths=", ".join(f"{count} of {turns}" for turns, count in enumerate(lengths) if count),
         mean=float(np.mean([row["score"] for row in rows])) if rows else float("nan"),
         best=float(np.mean(tops)) if tops else float("nan"),

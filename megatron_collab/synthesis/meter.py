@@ -11,6 +11,7 @@ from megatron_collab.config import Config
 from megatron_collab.llm.endpoint import served_by_run
 from megatron_collab.planning import llm_cost
 from megatron_collab.rollout import llm_endpoints
+from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.rollout.users.named import user_of
 from megatron_collab.types import Task
 
@@ -23,18 +24,23 @@ class Meter:
     """The cost meter of conversations about `tasks`, which are built concurrently."""
 
     def __init__(
-        self, config: Config, tasks: Sequence[Task], title: str, spend: Callable[[], Mapping[str, float]]
+        self,
+        config: Config,
+        play: PlaySpec,
+        tasks: Sequence[Task],
+        title: str,
+        spend: Callable[[], Mapping[str, float]],
     ) -> None:
         """`spend`: the totals of the run's limiter, including earlier starts and other sets."""
         self._title, self._spend = f"{len(tasks)} {title}", spend
         self._turns, self._ended = [0] * len(tasks), [False] * len(tasks)
         self._before, self._reported = spend(), time.monotonic()
-        turns, size = llm_cost.turn_calls(config), llm_cost.task_tokens(tasks)
-        models = _models(config, tasks)
+        turns, size = llm_cost.turn_calls(play), llm_cost.task_tokens(tasks)
+        models = _models(config, play, tasks)
         in_usd = [llm_cost.cost_bound(turn, models, config, size).usd for turn in turns]
         self._weights = in_usd if all(in_usd) else [1.0] * len(turns)  # relative to each other
         self._played = 0.0  # weight of the turns played in this start
-        self._print_bound(config, models, size)
+        self._print_bound(config, llm_cost.building_calls(play, len(tasks)), models, size)
 
     def turn(self, number: int, ended: bool, played: bool) -> None:
         """Record a built turn of conversation `number`; `played` is False if an earlier start played it."""
@@ -63,13 +69,13 @@ class Meter:
         remaining_usd = spent * llm_cost.remaining_weight(ended, playing, self._weights) / played
         return f"{line}, about {remaining_usd:.2g} USD to go"
 
-    def _print_bound(self, config: Config, models: llm_cost.Models, size: float) -> None:
-        line = f"{self._title}: {llm_cost.building_calls(config, len(self._turns))}"
+    def _print_bound(self, config: Config, calls: llm_cost.Calls, models: llm_cost.Models, size: float) -> None:
+        line = f"{self._title}: {calls}"
         budget = config.llm.budget_usd
         if not any(models.values()):
             logger.info(line)
             return
-        bound = llm_cost.cost_bound(llm_cost.building_calls(config, len(self._turns)), models, config, size)
+        bound = llm_cost.cost_bound(calls, models, config, size)
         logger.info(f"{line}; at most {bound} if every message has its maximum length")
         unspent = None if budget is None else budget - self._before["usd"]
         if unspent is not None and unspent < bound.usd:
@@ -77,7 +83,7 @@ class Meter:
             logger.info(f"llm.budget_usd={budget:g}: the remaining {unspent:.4g} USD may not be enough; {hint}")
 
 
-def _models(config: Config, tasks: Sequence[Task]) -> llm_cost.Models:
+def _models(config: Config, play: PlaySpec, tasks: Sequence[Task]) -> llm_cost.Models:
     """The paid models, by role."""
     if config.llm.offline:
         return {}
@@ -85,7 +91,7 @@ def _models(config: Config, tasks: Sequence[Task]) -> llm_cost.Models:
     by_role = {
         "assistant": llm_endpoints.assistant_endpoints(config),
         "user": llm_endpoints.user_endpoints(config, sorted(names)),
-        "judge": llm_endpoints.judge_endpoints(config),
+        "judge": llm_endpoints.judge_endpoints(play.reward.metrics, config.reward.judge),
     }
     paid = {
         role: [model.endpoint for model in models if not served_by_run(model.endpoint.model)]

@@ -28,12 +28,12 @@ class Synthesis(Evaluator):
     """
 
     def _begin(self, eval_set: EvaluationSet, name: str, step: int) -> None:
-        flight = Flight(self.config, self._workers, self._journal, self._lost_all, follow_up=self._follow_up)
+        flight = Flight(self.config, self.play, self._workers, self._journal, self._lost_all, follow_up=self._follow_up)
         tasks = self._prepared(eval_set)
         self._flight = flight
         self._groups: list[list[Group]] = [[] for _ in tasks]
         title = f"conversations{f' of {eval_set.name}' if eval_set.name else ''}"
-        self._meter = Meter(self.config, tasks, title, self._spend)
+        self._meter = Meter(self.config, self.play, tasks, title, self._spend)
         for index, task in enumerate(tasks):
             flight.begin(GroupRequest(Slot(0, 0, index), f"build-{eval_set.name}-{index}.0", task))
         flight.wait_for(len(tasks), title)
@@ -41,8 +41,8 @@ class Synthesis(Evaluator):
     def _follow_up(self, request: GroupRequest, group: Group) -> GroupRequest | None:
         """The request for the next turn of a conversation; None if the conversation has ended."""
         self._groups[request.slot.number].append(group)
-        draw = random.Random(f"{self.config.run.seed}/{request.stream}")
-        task = next_task(group, self.config.rollout.max_messages or 0, draw)
+        draw = random.Random(f"{self.play.seed}/{request.stream}")
+        task = next_task(group, self.play.rollout.max_messages or 0, draw)
         self._meter.turn(request.slot.number, ended=task is None, played=request.reference is not None)
         if task is None:
             return None
@@ -53,9 +53,9 @@ class Synthesis(Evaluator):
     def _record(self, eval_set: EvaluationSet, name: str, step: int) -> None:
         self._flight = None
         logger.info(self._meter.line())
-        write(Path(self.config.run.dir) / FOLDER, eval_set.name or "train", self._groups, self.config)
+        write(Path(self.config.run.dir) / FOLDER, eval_set.name or "train", self._groups, self.play, self.config)
         groups = [group for conversation in self._groups for group in conversation]
-        metrics = evaluation_summary(groups, applicable_metrics(self.config))
+        metrics = evaluation_summary(groups, applicable_metrics(self.play.reward.metrics))
         self.run.evaluation(name, eval_set.name, step, metrics, groups)
 
     def _spend(self) -> dict[str, float]:

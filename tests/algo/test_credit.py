@@ -13,6 +13,7 @@ from megatron_collab.algo.advantages import token_weights, with_advantages
 from megatron_collab.algo.credit import conversation_sample, drop_stale, has_gradient, penalize_overlong, samples_of
 from megatron_collab.algo.credit import sample as laid_out
 from megatron_collab.config import Config, RewardConfig
+from megatron_collab.reward.multiturn import reward_function
 from megatron_collab.types import (
     Conversation,
     Credit,
@@ -33,6 +34,11 @@ from megatron_collab.types import (
 
 TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "scripted/booking")
 BETWEEN = (7, 8)  # what a user says, as tokens
+
+
+def credited(group: Group, options: Config, number: int) -> list[Sample]:
+    formula = reward_function(options.reward.mode, options.reward.mode_options, options.reward.weights, {})
+    return samples_of(group, options, number, formula)
 
 
 def config(**settings: object) -> Config:
@@ -84,7 +90,7 @@ def learned(samples: Sequence[Sample]) -> list[list[float]]:
 
 
 def test_a_sample_is_the_prompt_and_the_turn_with_a_loss_on_the_turn_alone() -> None:
-    samples = samples_of(Group(TASK, (rollout(1.0), rollout(0.0, length=3))), config(), 5)
+    samples = credited(Group(TASK, (rollout(1.0), rollout(0.0, length=3))), config(), 5)
     assert samples[0].token_ids.tolist() == [1, 2, 3, 10, 11]
     assert samples[0].loss_mask.tolist() == [0, 0, 0, 1, 1]
     assert samples[0].log_probs.tolist() == [0, 0, 0, -0.25, -0.25]
@@ -94,24 +100,24 @@ def test_a_sample_is_the_prompt_and_the_turn_with_a_loss_on_the_turn_alone() -> 
 
 def test_the_same_task_twice_is_two_groups() -> None:
     group = Group(TASK, (rollout(1.0), rollout(0.0)))
-    first, second = (samples_of(group, config(train_turns="all"), number) for number in (0, 1))
+    first, second = (credited(group, config(train_turns="all"), number) for number in (0, 1))
     assert {c.peers for s in first for c in s.credits}.isdisjoint(c.peers for s in second for c in s.credits)
 
 
 def test_a_rollout_without_a_reward_leaves_its_group() -> None:
     outage = rollout(Missing("judge is down"))
-    with_outage = samples_of(Group(TASK, (rollout(1.0), outage, rollout(0.0))), config(), 0)
-    assert learned(with_outage) == learned(samples_of(Group(TASK, (rollout(1.0), rollout(0.0))), config(), 0))
+    with_outage = credited(Group(TASK, (rollout(1.0), outage, rollout(0.0))), config(), 0)
+    assert learned(with_outage) == learned(credited(Group(TASK, (rollout(1.0), rollout(0.0))), config(), 0))
 
 
 @pytest.mark.parametrize(("advantage", "samples"), [("grpo", 0), ("rloo", 0), ("reinforce++", 1), ("gae", 1)])
 def test_a_single_reward_teaches_only_if_rollouts_are_not_compared(advantage: str, samples: int) -> None:
     group = Group(TASK, (rollout(1.0), rollout(Missing("judge is down"))))
-    assert len(samples_of(group, config(advantage=advantage), 0)) == samples
+    assert len(credited(group, config(advantage=advantage), 0)) == samples
 
 
 def test_messages_between_trained_turns_are_not_trained() -> None:
-    samples = samples_of(Group(TASK, (played(1.0, [0, 0]), played(0.0, [0, 0]))), config(futures=0), 0)
+    samples = credited(Group(TASK, (played(1.0, [0, 0]), played(0.0, [0, 0]))), config(futures=0), 0)
     for sample, log_probs in zip(samples, ([0, 0, 0, -0.25, -0.25, 0, 0, -1.25, -1.25],) * 2, strict=True):
         assert sample.token_ids.tolist() == [1, 2, 3, 10, 11, *BETWEEN, 10, 11]
         assert sample.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 0, 1, 1]
@@ -138,19 +144,19 @@ def test_credits_worked_out_by_hand(
 
 
 def test_equal_credit_compares_conversations() -> None:
-    samples = samples_of(Group(TASK, (played(1.0, [0, 0]), played(0.0, [0, 0, 0]))), config(futures=0), 0)
+    samples = credited(Group(TASK, (played(1.0, [0, 0]), played(0.0, [0, 0, 0]))), config(futures=0), 0)
     assert learned(samples) == [pytest.approx([1.0] * 4, abs=1e-3), pytest.approx([-1.0] * 6, abs=1e-3)]
 
 
 def test_last_credit_trains_the_last_turn_alone() -> None:
     options = config(futures=0, turn_credit="last")
-    good, _ = samples_of(Group(TASK, (played(1.0, [0, 0]), played(0.0, [0, 0]))), options, 0)
+    good, _ = credited(Group(TASK, (played(1.0, [0, 0]), played(0.0, [0, 0]))), options, 0)
     assert good.loss_mask.tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 1]
 
 
 def test_reward_to_go_compares_all_turns_of_the_group() -> None:
     options = config(futures=0, turn_credit="reward_to_go")
-    good, bad = learned(samples_of(Group(TASK, (played(1.0, [1.0, 0]), played(0.0, [0, 0]))), options, 0))
+    good, bad = learned(credited(Group(TASK, (played(1.0, [1.0, 0]), played(0.0, [0, 0]))), options, 0))
     # Credits 2, 1 and 0, 0: mean 0.75, standard deviation sqrt(0.6875).
     expected = (np.array([2, 1, 0, 0]) - 0.75) / np.sqrt(0.6875)
     assert good + bad == pytest.approx(np.repeat(expected, 2).tolist(), abs=1e-4)
@@ -158,8 +164,8 @@ def test_reward_to_go_compares_all_turns_of_the_group() -> None:
 
 def test_later_turns_are_compared_with_their_siblings_on_the_scale_of_the_group() -> None:
     group = Group(TASK, (branched(1.0, 0.0), branched(1.0, 1.0)))
-    assert len(samples_of(group, config(), 0)) == 2  # the trained turns alone
-    samples = samples_of(group, config(train_turns="all"), 0)
+    assert len(credited(group, config(), 0)) == 2  # the trained turns alone
+    samples = credited(group, config(train_turns="all"), 0)
     first, second, *later = learned(samples)
     assert (first, second) == (pytest.approx([-1, -1], abs=1e-4), pytest.approx([1, 1], abs=1e-4))
     # Values 1, 0 | 1, 1: standard deviation sqrt(3/16); the means of the siblings are 0.5 and 1.
@@ -173,31 +179,31 @@ def test_a_future_that_ends_at_once_is_a_peer_and_not_trained() -> None:
     ended = Future(conversation(1).end(Ending.USER_DONE), {"right": 1.0})
     parted = branched(0.0)
     group = Group(TASK, (replace(parted, futures=(*parted.futures, ended), reward=Reward(0.5)), branched(0.0, 1.0)))
-    samples = samples_of(group, config(train_turns="all"), 0)
+    samples = credited(group, config(train_turns="all"), 0)
     # Values 0, 1 | 0, 1: means 0.5, standard deviation 0.5.
     assert [row[0] for row in learned(samples)] == pytest.approx([0, 0, -1, -1, 1], abs=1e-4)
 
 
 def test_a_later_turn_without_a_score_is_not_trained() -> None:
     group = Group(TASK, (branched(1.0, Missing("down"), 0.0), branched(1.0, Missing("down"))))
-    _, _, *later = learned(samples_of(group, config(train_turns="all"), 0))
+    _, _, *later = learned(credited(group, config(train_turns="all"), 0))
     # Those with a score and a sibling that has one; the score of the one without is part of the scale: 1, 0, 1.
     assert [row[0] for row in later] == pytest.approx(np.array([0.5, -0.5]) / np.sqrt(2 / 9), abs=1e-4)
 
 
 def test_a_critic_needs_no_sibling() -> None:
     group = Group(TASK, (branched(1.0, Missing("down")), branched(1.0)))
-    assert len(samples_of(group, config(train_turns="all", advantage="gae"), 0)) == 2 + 2
+    assert len(credited(group, config(train_turns="all", advantage="gae"), 0)) == 2 + 2
 
 
 def test_a_trained_turn_that_ended_the_conversation_has_no_later_turns() -> None:
     group = Group(TASK, (rollout(0.0), branched(1.0, 0.0)))
-    assert len(samples_of(group, config(train_turns="all"), 0)) == 2 + 2
+    assert len(credited(group, config(train_turns="all"), 0)) == 2 + 2
 
 
 def test_a_group_teaches_if_a_credit_differs_from_its_peers() -> None:
     def taught(*rollouts: Rollout, **settings: object) -> bool:
-        return has_gradient(samples_of(Group(TASK, rollouts), config(**settings), 0))
+        return has_gradient(credited(Group(TASK, rollouts), config(**settings), 0))
 
     assert taught(rollout(1.0), rollout(1.0), rollout(0.0))
     assert not taught(rollout(1.0), rollout(1.0))
@@ -216,7 +222,7 @@ def test_a_group_teaches_if_a_credit_differs_from_its_peers() -> None:
 def test_turns_of_one_young_rollout_are_not_compared_with_each_other() -> None:
     options = config(futures=0, turn_credit="reward_to_go")
     group = Group(TASK, (played(1.0, [1.0, 0]), played(0.0, [0, 0]), played(0.5, [0, 0])))
-    young, old, second = samples_of(group, options, 0)
+    young, old, second = credited(group, options, 0)
     old = replace(old, version=1)
     assert drop_stale([young, old], 4, options) == []
     assert [id(sample) for sample in drop_stale([young, old, second], 4, options)] == [id(young), id(second)]
@@ -227,7 +233,7 @@ def test_a_dropped_sample_is_not_a_peer() -> None:
     ended = Future(conversation(1).end(Ending.USER_DONE), {"right": 1.0})
     parted = branched(0.0)
     group = Group(TASK, (replace(parted, futures=(*parted.futures, ended), reward=Reward(0.5)), branched(0.0, 1.0)))
-    first, second, *later = samples_of(group, options, 0)
+    first, second, *later = credited(group, options, 0)
     assert len(drop_stale([first, second, *later], 4, options)) == 5
     # The first trained turn has no young peer, and with it goes the future that ended there: the only sibling.
     kept = drop_stale([first, replace(second, version=1), *later], 4, options)
@@ -240,7 +246,7 @@ def test_an_overlong_reply_is_worth_less(length: int, cost: float) -> None:
     options = config(overlong=0.2)
     options.rollout.turn.max_new_tokens = 10
     group = Group(TASK, (rollout(0.75, length), rollout(0.25, length=1)))
-    long, short = samples_of(group, options, 0)
+    long, short = credited(group, options, 0)
     assert [credit.value for credit in (*long.credits, *short.credits)] == pytest.approx([0.75 - cost, 0.25])
     assert group.rollouts[0].reward.value == 0.75
 
@@ -260,7 +266,7 @@ def test_an_overlong_credit_costs_what_its_longest_turn_does() -> None:
 def test_later_turns_have_the_limit_of_futures_and_are_marked() -> None:
     options = config(overlong=0.5, train_turns="all", futures=2)
     options.rollout.turn.max_new_tokens, options.rollout.future.max_new_tokens = 100, 2
-    samples = samples_of(Group(TASK, (branched(1.0, 0.0), branched(1.0, 0.0))), options, 0)
+    samples = credited(Group(TASK, (branched(1.0, 0.0), branched(1.0, 0.0))), options, 0)
     assert [sample.later for sample in samples] == [False, False, True, True, True, True]
     values = [credit.value for sample in samples for credit in sample.credits if credit.spans]
     assert values == pytest.approx([0.5, 0.5, 0.0, -1.0, 0.0, -1.0])
@@ -282,7 +288,7 @@ def test_gdpo_normalizes_each_metric_before_the_sum() -> None:
     options = config(advantage="gdpo", weights={"right": 1.0, "tokens": -0.5})
     costs = (-0.2, -0.2, -0.2, -0.6)
     group = parted(*({"right": right, "tokens": cost} for right, cost in zip((1.0, 0.0, 1.0, 0.0), costs, strict=True)))
-    values = [credit.value for sample in samples_of(group, options, 0) for credit in sample.credits]
+    values = [credit.value for sample in credited(group, options, 0) for credit in sample.credits]
     short, long = 0.5 / math.sqrt(3), 1.5 / math.sqrt(3)
     assert values == pytest.approx([1 + short, -1 + short, 1 + short, -1 - long], abs=1e-4)
     assert [member.reward.value for member in group.rollouts] == pytest.approx([0.8, -0.2, 0.8, -0.6]), "as recorded"
@@ -291,18 +297,18 @@ def test_gdpo_normalizes_each_metric_before_the_sum() -> None:
 def test_gdpo_gives_a_malformed_turn_the_worst_of_every_metric() -> None:
     options = config(advantage="gdpo", weights={"right": 1.0, "tokens": -1.0})
     group = parted({"right": 1.0, "tokens": -3.0}, None, {"right": 0.0, "tokens": -1.0}, {"right": 0.0, "tokens": -2.0})
-    values = [credit.value for sample in samples_of(group, options, 0) for credit in sample.credits]
+    values = [credit.value for sample in credited(group, options, 0) for credit in sample.credits]
     assert values[1] == min(values) < min(value for value in values if value != values[1])
     equal = parted({"right": 1.0}, None, {"right": 1.0})
     options.reward.weights = {"right": 1.0}
-    first, malformed, last = (credit.value for sample in samples_of(equal, options, 0) for credit in sample.credits)
+    first, malformed, last = (credit.value for sample in credited(equal, options, 0) for credit in sample.credits)
     assert first == last > malformed, "it is told from the others by reward.malformed alone"
-    assert not has_gradient(samples_of(parted(None, None), options, 0)), "nothing tells malformed turns apart"
+    assert not has_gradient(credited(parted(None, None), options, 0)), "nothing tells malformed turns apart"
 
 
 def test_gdpo_takes_a_reward_without_parts_whole() -> None:
     options = config(advantage="gdpo")
-    samples = samples_of(Group(TASK, (rollout(3.0), rollout(1.0))), options, 0)
+    samples = credited(Group(TASK, (rollout(3.0), rollout(1.0))), options, 0)
     assert [credit.value for sample in samples for credit in sample.credits] == pytest.approx([1.0, -1.0], abs=1e-5)
 
 
@@ -321,7 +327,7 @@ def test_turns_in_separate_sequences_have_the_advantages_of_a_single_one(advanta
     rollouts = played(1.0, [0.5, 0, 1.0]), played(0.0, [0.25, 0])
     results = []
     for variant in (rollouts, tuple(map(stripped, rollouts))):
-        samples = tuple(samples_of(Group(TASK, variant), options, 0))
+        samples = tuple(credited(Group(TASK, variant), options, 0))
         trained = [np.flatnonzero(sample.loss_mask) for sample in samples]
         rows = [np.zeros_like(sample.loss_mask) for sample in samples]
         for row, at in zip(rows, trained, strict=True):
@@ -360,7 +366,7 @@ def test_a_sample_is_as_old_as_the_oldest_weights_that_sampled_any_of_it() -> No
 
 def test_a_single_turn_has_the_reward_of_its_conversation_alone() -> None:
     options = config(mode="single_turn", futures=0)
-    good, bad = samples_of(Group(TASK, (played(1.0, [0.5]), played(0.0, [0.25]))), options, 0)
+    good, bad = credited(Group(TASK, (played(1.0, [0.5]), played(0.0, [0.25]))), options, 0)
     assert [credit.value for credit in (*good.credits, *bad.credits)] == [1.0, 0.0]
 
 
@@ -368,7 +374,7 @@ def test_overlong_counts_thought_and_reply() -> None:
     options = config(overlong=0.5)
     options.rollout.turn.max_new_tokens, options.rollout.turn.thinking_budget = 4, 4
     for length, cost in ((4, 0.0), (6, 0.5), (8, 1.0)):
-        sample, _ = samples_of(Group(TASK, (rollout(1.0, length), rollout(0.0))), options, 0)
+        sample, _ = credited(Group(TASK, (rollout(1.0, length), rollout(0.0))), options, 0)
         assert sample.credits[0].value == 1.0 - cost
 
 
@@ -377,7 +383,7 @@ def chosen_of(objective: str, *values: Score, gap: float = 0.0, **settings: obje
     options = config(**settings)
     options.algo.objective, options.algo.dpo.gap = objective, gap
     rollouts = tuple(rollout(value, length) for length, value in enumerate(values, 1))
-    return [sample.credits[0].value for sample in samples_of(Group(TASK, rollouts), options, 0)]
+    return [sample.credits[0].value for sample in credited(Group(TASK, rollouts), options, 0)]
 
 
 def test_a_pair_is_the_best_against_the_worst_of_a_group() -> None:
@@ -387,7 +393,7 @@ def test_a_pair_is_the_best_against_the_worst_of_a_group() -> None:
     same = Group(TASK, (rollout(0.5), rollout(0.75)))
     options = config()
     options.algo.objective = "dpo"
-    assert samples_of(same, options, 0) == [], "word for word"
+    assert credited(same, options, 0) == [], "word for word"
 
 
 def test_the_best_of_a_group_is_learned_from_alone() -> None:
@@ -402,10 +408,10 @@ def test_nothing_is_learned_from_a_malformed_best() -> None:
     for objective, expected in (("sft", 0), ("dpo", 0)):
         options = config()
         options.algo.objective = objective
-        assert len(samples_of(Group(TASK, (bad, bad)), options, 0)) == expected
+        assert len(credited(Group(TASK, (bad, bad)), options, 0)) == expected
     options = config()
     options.algo.objective = "dpo"
-    pair = samples_of(Group(TASK, (bad, rollout(0.5, 3))), options, 0)
+    pair = credited(Group(TASK, (bad, rollout(0.5, 3))), options, 0)
     assert [sample.credits[0].value for sample in pair] == [0.5, -1.0]
 
 
@@ -413,7 +419,7 @@ def test_whole_conversations_are_compared_with_their_turn_rewards() -> None:
     options = config(futures=0)
     options.algo.objective = "dpo"
     group = Group(TASK, (played(0.5, [0.0, 0.0]), played(0.25, [0.5, 0.5, 0.0])))
-    best, worst = samples_of(group, options, 0)
+    best, worst = credited(group, options, 0)
     assert [best.credits[0].value, worst.credits[0].value] == [1.25, 0.5]
     assert best.loss_mask.sum() == 6 and worst.loss_mask.sum() == 4
 
@@ -421,6 +427,6 @@ def test_whole_conversations_are_compared_with_their_turn_rewards() -> None:
 def test_a_pair_is_dropped_if_one_sample_is_stale() -> None:
     options = config()
     options.algo.objective = "dpo"
-    pair = samples_of(Group(TASK, (rollout(0.5, 1), rollout(0.25, 2))), options, 0)
+    pair = credited(Group(TASK, (rollout(0.5, 1), rollout(0.25, 2))), options, 0)
     assert drop_stale(pair, 4, options) == pair
     assert drop_stale([pair[0], replace(pair[1], version=3)], 4, options) == []

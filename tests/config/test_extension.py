@@ -16,7 +16,6 @@ from megatron_collab.config import (
     Config,
     ConfigError,
     DataConfig,
-    RewardConfig,
     RolloutConfig,
     make_absolute,
     resolve,
@@ -91,7 +90,7 @@ def test_a_metric() -> None:
         ({"most": 0}, "reward.metrics.mine.most=0: must be at least 1"),
     ]:
         with pytest.raises(ConfigError) as error:
-            metrics.split("mine", {"metric": "collab_extras:Polite", **options})
+            metrics.ScoredMetric("mine", {"metric": "collab_extras:Polite", **options})
         assert str(error.value).startswith(reason)
 
 
@@ -166,13 +165,13 @@ def test_a_reward_function() -> None:
         for length, value in [(2, 1.0), (4, 3.0), (3, Missing("no score"))]
     ]
     weights = {"polite": 1.0}
-    assert reward_function(RewardConfig("collab_extras:Best", weights=weights))(futures).value == 3.0
+    assert reward_function("collab_extras:Best", {}, weights, {})(futures).value == 3.0
     options = {"bonus": 0.5}
-    assert reward_function(RewardConfig("collab_extras:Best", options, weights))(futures).value == 5.0
-    assert reward_function(RewardConfig("collab_extras:reward_of_one"))(futures).value == 1.0
-    assert reward_function(RewardConfig("mr", weights=weights))(futures).value == 2.0
+    assert reward_function("collab_extras:Best", options, weights, {})(futures).value == 5.0
+    assert reward_function("collab_extras:reward_of_one", {}, {}, {})(futures).value == 1.0
+    assert reward_function("mr", {}, weights, {})(futures).value == 2.0
     with pytest.raises(ConfigError, match=r"reward.mode_options.bonus=-1.0: must be at least 0"):
-        reward_function(RewardConfig("collab_extras:Best", mode_options={"bonus": -1}))
+        reward_function("collab_extras:Best", {"bonus": -1}, {}, {})
 
 
 def test_a_loss() -> None:

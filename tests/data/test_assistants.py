@@ -22,16 +22,12 @@ def config_with(assistants: Any, **settings: Any) -> Config:
 
 
 def test_candidates_are_dealt_in_turn_and_the_first_share_is_proactive() -> None:
-    config = config_with(
-        {"ours": "policy", "other": "served/other"}, train__rollouts_per_prompt=5, build__proactive=0.4
-    )
-    assert candidate_assistants(config) == [
+    assert candidate_assistants(["ours", "other"], 5, 0.4) == [
         CandidateAssistant("ours", True),
         CandidateAssistant("other", True),
         *(CandidateAssistant("ours", False), CandidateAssistant("other", False), CandidateAssistant("ours", False)),
     ]
-    alone = config_with({}, train__rollouts_per_prompt=2)
-    assert candidate_assistants(alone) == [CandidateAssistant("small", False)] * 2
+    assert candidate_assistants(["small"], 2, 0.0) == [CandidateAssistant("small", False)] * 2
 
 
 def test_an_entry_inherits_the_settings_of_assistant_and_keeps_them() -> None:

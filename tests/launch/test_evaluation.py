@@ -66,7 +66,7 @@ def test_servers_have_all_devices(tmp_path: Path, tasks: Path, monkeypatch: pyte
     options = ["rollout.server.replicas=2", "rollout.server.tp=2", "rollout.context_length=512"]
     budgets = [f"rollout.{part}.max_new_tokens=64" for part in ("turn", "future")]
     config = evaluation.load(overrides(tmp_path, tasks, f"model.path={model}", "launch.device=cpu", *options, *budgets))
-    serving, step = evaluation.prepared(config)
+    serving, _, step = evaluation.prepared(config)
     assert (step, serving.model.path) == (0, str(model))
     serving.launch.device = "cuda"
     monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(available=True, detail=""))
@@ -98,7 +98,7 @@ def test_an_assistant_behind_litellm_needs_no_model_and_no_server(tmp_path: Path
     sets = f"data.eval=[{{source: {tasks}, max_new_tokens: 900, max_assistant_turns: 4}}]"
     arguments = overrides(tmp_path, tasks, sets, "assistant.model=openai/m", "assistant.max_tokens=300")
     config = evaluation.load([*arguments, "rollout.context_length=256"])
-    serving, _ = evaluation.prepared(config)
+    serving, *_ = evaluation.prepared(config)
     assert serving.rollout.server.replicas == 0
     assert (serving.rollout.turn.max_new_tokens, serving.rollout.future.temperature) == (300, 1.0)
     assert serving.rollout.context_length > 4 * 900, "the model has a limit of its own"
@@ -357,7 +357,7 @@ def test_conversations_are_built_by_several_assistants(tmp_path: Path, tasks: Pa
     """Without the policy there is neither a model nor a server of it."""
     two = "build.assistants={a: {model: openai/gpt-4o-mini, temperature: 0.2}, b: openai/gpt-4o-mini}"
     config = evaluation.load(overrides(tmp_path, tasks, two, *BUILDS), builds=True)
-    serving, _ = evaluation.prepared(config)
+    serving, *_ = evaluation.prepared(config)
     assert serving.rollout.server.replicas == 0 and config.assistant.temperature == 0.2
     assert [(entry.setting, entry.endpoint.temperature) for entry in llm_endpoints.assistant_endpoints(config)] == [
         ("build.assistants.a.model", 0.2),

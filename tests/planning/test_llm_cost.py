@@ -16,6 +16,7 @@ from megatron_collab.llm.recording import Call, Usage
 from megatron_collab.planning import llm_cost
 from megatron_collab.planning.llm_cost import Calls, Cost, RoleCalls
 from megatron_collab.rollout.conversation import FuturesPlayer
+from megatron_collab.rollout.spec import play_spec
 from megatron_collab.synthesis.synthesis import next_task
 from megatron_collab.types import Conversation, Message, Task, Turn
 from tests.rollout.fakes import CharacterRenderer, FakePolicy, FakeUsers, config
@@ -46,7 +47,7 @@ class Counting:
         policy, rewards = Policy(lambda prompt, seed: f"say {seed}"), FakeRewards(score)
         users = FakeUsers(user)
         users.opens = lambda sample: self.messages_read["user"].append(0) or "hi"  # type: ignore[func-returns-value]
-        self.player = FuturesPlayer(policy, CharacterRenderer(), users, rewards, options)  # type: ignore[arg-type]
+        self.player = FuturesPlayer(policy, CharacterRenderer(), users, rewards, play_spec(options))  # type: ignore[arg-type]
 
     def calls(self) -> Calls:
         return Calls(*(RoleCalls(len(counts), sum(counts)) for counts in self.messages_read.values()))
@@ -69,7 +70,7 @@ def test_the_longest_possible_group_makes_as_many_calls_as_the_bound(
     settings = options(mode, **{"futures": futures, "max_user_turns": 3, "max_assistant_turns": 4, **limits})
     played = Counting(settings)
     asyncio.run(played.player.play(TASK, "s"))
-    assert played.calls() == llm_cost.group_calls(settings) + Calls(user=RoleCalls(1))
+    assert played.calls() == llm_cost.group_calls(play_spec(settings)) + Calls(user=RoleCalls(1))
 
 
 def test_the_longest_possible_built_conversation_makes_as_many_calls_as_the_bound() -> None:
@@ -83,21 +84,23 @@ def test_the_longest_possible_built_conversation_makes_as_many_calls_as_the_boun
         task = continuation
     assert turn == 2
     # Messages of the task are replies of the policy too. Each turn has three candidates with two futures.
-    assert played.calls() == llm_cost.building_calls(settings, 1)
-    assert llm_cost.building_calls(settings, 5) == llm_cost.building_calls(settings, 1) * 5
+    assert played.calls() == llm_cost.building_calls(play_spec(settings), 1)
+    assert llm_cost.building_calls(play_spec(settings), 5) == llm_cost.building_calls(play_spec(settings), 1) * 5
     bound = "at most 27 replies, 19 user messages, 18 judgments"
-    assert str(llm_cost.building_calls(settings, 1)) == bound.replace("27", str(played.calls().assistant.calls))
+    assert str(llm_cost.building_calls(play_spec(settings), 1)) == bound.replace(
+        "27", str(played.calls().assistant.calls)
+    )
 
 
 def test_training_and_evaluation_calls_are_those_of_their_groups() -> None:
     settings = options()
     settings.train.prompts_per_step, settings.algo.dynamic_sampling = 4, 1
-    opened = llm_cost.group_calls(settings) + Calls(user=RoleCalls(1))
-    assert llm_cost.training_calls(settings, 10) == opened * 80
-    settings.train.stage = "dpo"
-    assert llm_cost.training_calls(settings, 10) == Calls()
+    play = play_spec(settings)
+    opened = llm_cost.group_calls(play_spec(settings)) + Calls(user=RoleCalls(1))
+    assert llm_cost.training_calls(settings, play, 10) == opened * 80
+    assert llm_cost.training_calls(settings, None, 10) == Calls()
     eval_set = EvaluationSet("tasks", samples=2, max_assistant_turns=1)
-    assert llm_cost.evaluation_calls(settings, eval_set, 6) == Calls(RoleCalls(12, 12), RoleCalls(6), RoleCalls(12, 24))
+    assert llm_cost.evaluation_calls(play, eval_set, 6) == Calls(RoleCalls(12, 12), RoleCalls(6), RoleCalls(12, 24))
 
 
 def test_the_cost_bound_is_the_price_of_the_longest_messages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 from megatron_collab import patches
 
 patches.apply("megatron")
+from megatron_collab.launch.resolve import resolve  # noqa: E402
 from megatron_collab.models import hf_config  # noqa: E402 (Megatron is imported with planning)
 from megatron_collab.planning import llm_cost  # noqa: E402
 from megatron_collab.planning.duration import Gpu  # noqa: E402
@@ -27,7 +28,9 @@ def pilot_of(planned: list) -> Pilot:
     """Of 4 conversations, in which a user said 16 messages at a cent, and the judge scored each twice for two cents."""
     config = next(stage.config for stage in planned if stage.name == "pilot")
     (evaluation_set, *_) = forecast.evaluation_sets(config)
-    might = llm_cost.evaluation_calls(config, evaluation_set, 4)
+    play = resolve(config).play
+    assert play
+    might = llm_cost.evaluation_calls(play, evaluation_set, 4)
     means = {"user": Means(16, 900, 60, 1.5, 0.01, 0.001), "judge": Means(8, 2000, 80, 3.0, 0.02, 0.0)}
     return Pilot(means, might, 4.0, 300.0)
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_collab.llm.answer import Field
-from megatron_collab.reward import metrics
-from megatron_collab.reward.metrics import Metric
+from megatron_collab.reward.metrics import Metric, ScoredMetric
 from megatron_collab.types import Conversation, Finish, Message, Missing, Score, Task, Turn
 
 
@@ -51,8 +50,7 @@ def play(task: Task, *texts: str) -> Conversation:
 
 def metric(name: str, judge: Any = None, /, **settings: Any) -> Metric:
     """The metric of that name, or settings['metric']."""
-    kind, options = metrics.split(name, settings)
-    return kind(options, judge)
+    return ScoredMetric(name, settings).make(judge)
 
 
 def score(name: str, task: Task, conversation: Conversation, judge: Any = None, /, **settings: Any) -> Score | None:

@@ -10,10 +10,8 @@ from typing import Any
 import ray
 
 from megatron_collab.config import Config, RewardConfig
-from megatron_collab.config.extension import NoOptions
 from megatron_collab.llm.limiter import BudgetSpent
-from megatron_collab.reward import metrics
-from megatron_collab.reward.metrics import Metric
+from megatron_collab.reward.metrics import Metric, scored_metrics
 from megatron_collab.reward.workers import RewardClient, RewardWorker, Scores
 from megatron_collab.types import Conversation, Ending, Finish, Message, Score, Task, Turn
 
@@ -90,21 +88,13 @@ class Judged(Metric):
         return float(self.judge.client._queue is not None)
 
 
-METRICS = (Length, Process, Slow, Buggy, Broke, Judged)
-
-
-def split(name: str, settings: dict[str, Any]) -> tuple[type[Metric], Any]:
-    return {kind.__name__.lower(): kind for kind in METRICS}[name], NoOptions()
+METRICS = {kind.__name__.lower(): kind for kind in (Length, Process, Slow, Buggy, Broke, Judged)}
 
 
 class TestingWorker(RewardWorker):
-    """A RewardWorker with the metrics of this file; pytest does not collect the class."""
+    """A RewardWorker that gives its process; pytest does not collect the class."""
 
     __test__ = False
-
-    def __init__(self, config: Config) -> None:
-        metrics.split = split
-        super().__init__(config)
 
     async def pid(self) -> int:
         return os.getpid()
@@ -114,7 +104,6 @@ class Asker:
     """Requests scores from a Ray actor, as a ConversationWorker does."""
 
     def __init__(self, workers: list[str], config: RewardConfig) -> None:
-        metrics.split = split
         self.client = RewardClient([ray.get_actor(name) for name in workers], config)
 
     async def score(self, text: str) -> Scores:
@@ -122,4 +111,10 @@ class Asker:
 
 
 def settings(*names: str, **options: Any) -> RewardConfig:
-    return RewardConfig(weights=dict.fromkeys(names, 1.0), **options)
+    """Each name is that of a metric of this file, in lower case, or of a registered one."""
+    paths = {name: {"metric": f"{__name__}:{METRICS[name].__name__}"} for name in names if name in METRICS}
+    return RewardConfig(weights=dict.fromkeys(names, 1.0), metrics=paths, **options)
+
+
+def worker_of(reward: RewardConfig, **more: Any) -> RewardWorker:
+    return RewardWorker(Config(reward=reward), scored_metrics(reward), **more)

@@ -9,6 +9,8 @@ import pytest
 
 from megatron_collab.config import Config, RewardConfig
 from megatron_collab.reward.comparison import agreement, group_rewards, merge_metrics, rescore
+from megatron_collab.reward.metrics import scored_metrics
+from megatron_collab.reward.spec import reward_spec
 from megatron_collab.reward.workers import RewardWorker
 from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Missing, Reward, Rollout, Score, Turn
 from tests.reward.fakes import about
@@ -30,20 +32,21 @@ def rollout(
 
 def values(reward: RewardConfig, *rollouts: Rollout, run_reward: RewardConfig | None = None) -> list[Score]:
     """The rewards of a group, scored again; `run_reward`: the reward settings of the run."""
-    group, shared = Group(TASK, rollouts), merge_metrics({"one": reward})
-    worker = RewardWorker(Config(reward=shared.reward))
+    group, formula = Group(TASK, rollouts), reward_spec(reward)
+    shared = merge_metrics({"one": formula})
+    worker = RewardWorker(Config(reward=reward), shared.metrics)
     done: list[int] = []
-    scores = asyncio.run(rescore(worker, [group], run_reward or reward, done.append))
+    scores = asyncio.run(rescore(worker, [group], scored_metrics(run_reward or reward), done.append))
     scores_by_future = {future: shared.scores_of("one", metric_scores) for future, metric_scores in scores.items()}
-    return [outcome.value for outcome in group_rewards(group, scores_by_future, reward)]
+    return [outcome.value for outcome in group_rewards(group, scores_by_future, formula)]
 
 
 def test_metrics_with_the_same_settings_are_one() -> None:
     words = RewardConfig(weights={"asks": 1.0, "token_amount": -0.1}, metrics=COUNTS)
     renamed = RewardConfig(weights={"short": -1.0}, metrics={"short": {"metric": "token_amount", "count": "words"}})
-    tokens = RewardConfig(weights={"token_amount": -0.1})
-    shared = merge_metrics({"words": words, "renamed": renamed, "tokens": tokens})
-    assert list(shared.reward.weights) == ["asks", "token_amount", "tokens/token_amount"]
+    rewards = {"words": words, "renamed": renamed, "tokens": RewardConfig(weights={"token_amount": -0.1})}
+    shared = merge_metrics({name: reward_spec(reward) for name, reward in rewards.items()})
+    assert list(shared.metrics) == ["asks", "token_amount", "tokens/token_amount"]
     assert shared.names["renamed"] == {"short": "token_amount"}
     scores: dict[str, Score] = {"asks": 1.0, "token_amount": 4.0, "tokens/token_amount": 9.0}
     assert shared.scores_of("tokens", scores) == {"token_amount": 9.0}

@@ -15,6 +15,7 @@ from ray.exceptions import RayActorError
 
 from megatron_collab.config import Config, RewardConfig
 from megatron_collab.llm.limiter import BudgetSpent
+from megatron_collab.reward.metrics import scored_metrics
 from megatron_collab.reward.workers import Job, RewardClient, Scores
 from megatron_collab.runtime.ray_cluster import start_actor
 from megatron_collab.types import Ending, Missing, Score
@@ -25,11 +26,11 @@ ALL = settings("length", "process", "slow", concurrency=4)
 
 @pytest.fixture(scope="module")
 def started(session: None) -> list[Any]:
-    return [start_actor(TestingWorker, Config(reward=ALL)) for _ in range(2)]
+    return [start_actor(TestingWorker, Config(reward=ALL), scored_metrics(ALL)) for _ in range(2)]
 
 
 @pytest.fixture
-def workers(started: list[Any], stand_ins: None) -> list[Any]:
+def workers(started: list[Any]) -> list[Any]:
     """Two running workers; Ray restarts each at most three times."""
     ray.get([worker.ready.remote() for worker in started], timeout=60)
     return started
@@ -73,14 +74,14 @@ class LocalWorker:
             yield reply
 
 
-def test_conversations_that_end_together_share_requests_and_keep_their_scores(stand_ins: None) -> None:
+def test_conversations_that_end_together_share_requests_and_keep_their_scores() -> None:
     workers, texts = [LocalWorker(), LocalWorker()], ["x" * n for n in range(1, 41)]
     client = RewardClient(workers, settings("slow", "length"))
     assert ask_all(client, *texts) == [dict.fromkeys(("length", "slow"), n) for n in range(1, 41)]
     assert [[len(request) for request in worker.requests] for worker in workers] == [[20], [20]]
 
 
-def test_no_more_is_sent_than_the_workers_make_within_four_rounds(stand_ins: None) -> None:
+def test_no_more_is_sent_than_the_workers_make_within_four_rounds() -> None:
     worker = LocalWorker(silent=True)
     client = RewardClient([worker], settings("length", concurrency=2))
 
@@ -102,7 +103,7 @@ def test_half_a_conversation_has_no_scores_and_costs_no_call() -> None:
     assert worker.requests == []
 
 
-def test_the_worker_with_the_least_to_do_gets_the_next_request(stand_ins: None) -> None:
+def test_the_worker_with_the_least_to_do_gets_the_next_request() -> None:
     busy, idle = LocalWorker(silent=True), LocalWorker()
     client = RewardClient([busy, idle], settings("slow"))
 
@@ -177,7 +178,7 @@ def test_a_slow_judge_does_not_block_other_scores(workers: list[Any]) -> None:
 @pytest.mark.parametrize("for_good", [False, True])
 def test_the_work_of_a_worker_that_dies_is_done_elsewhere(workers: list[Any], for_good: bool) -> None:
     """One of two workers is killed while it holds half of the work: every score arrives, from the living one."""
-    dies = start_actor(TestingWorker, Config(reward=ALL)) if for_good else workers[0]
+    dies = start_actor(TestingWorker, Config(reward=ALL), scored_metrics(ALL)) if for_good else workers[0]
     doomed, other = ray.get([worker.pid.remote() for worker in (dies, workers[1])], timeout=60)
     client = RewardClient([dies, workers[1]], settings("process", concurrency=4))
 
@@ -227,10 +228,10 @@ def test_a_paused_worker_gets_requests_again_once_it_resumes(workers: list[Any])
 
 
 @pytest.mark.processes
-def test_a_spent_budget_reaches_the_trainer(session: None, stand_ins: None) -> None:
+def test_a_spent_budget_reaches_the_trainer(session: None) -> None:
     """From the RewardWorker through the ConversationWorker; it does not count as a failure of one task."""
     config = settings("length", "broke")
-    scorer = start_actor(TestingWorker, Config(reward=config), name="scores-broke")
+    scorer = start_actor(TestingWorker, Config(reward=config), scored_metrics(config), name="scores-broke")
     asker = start_actor(Asker, ["scores-broke"], config)
     with pytest.raises(BudgetSpent, match=r"llm\.budget_usd=1 is used up"):
         ray.get(asker.score.remote("one"), timeout=60)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from megatron_collab.config import RewardConfig
 from megatron_collab.reward import metrics
+from megatron_collab.reward.spec import reward_spec
 from megatron_collab.types import Conversation, Message
 from tests.reward.fakes import about, play, score
 
@@ -37,9 +43,9 @@ def test_a_name_that_no_metric_has_is_refused_with_the_nearest() -> None:
     with pytest.raises(
         ValueError, match=r"^reward.weights=accurac: no such name; known are .*; the nearest is accurac"
     ):
-        metrics.split("accurac", {})
+        metrics.ScoredMetric("accurac")
     with pytest.raises(ValueError, match=r"^reward.metrics.mine.metric=accurac: no such name"):
-        metrics.split("mine", {"metric": "accurac"})
+        metrics.ScoredMetric("mine", {"metric": "accurac"})
 
 
 @pytest.mark.parametrize(
@@ -56,15 +62,33 @@ def test_a_name_that_no_metric_has_is_refused_with_the_nearest() -> None:
 )
 def test_a_setting_that_cannot_work_is_refused_by_name(name: str, settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError) as refused:
-        metrics.split(name, settings)
+        metrics.ScoredMetric(name, settings)
     assert re.match(rf"reward\.metrics\.{name}[.:]", str(refused.value)) and message in str(refused.value)
 
 
 def test_metrics_that_need_a_judge_say_so() -> None:
     def judged(name: str, **settings: object) -> bool:
-        kind, options = metrics.split(name, settings)
-        return kind.judged(options)
+        return metrics.ScoredMetric(name, settings).judged
 
     assert judged("interactivity") and judged("generative", prompt="{conversation}") and judged("bleu")
     assert not judged("bleu", extract=False) and not judged("accuracy") and not judged("token_amount")
     assert judged("accuracy", judge=True)
+
+
+@pytest.mark.processes
+def test_a_metric_of_a_file_reaches_another_process(tmp_path: Path) -> None:
+    """By its path: a class of a file cannot be unpickled by its name."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from dataclasses import dataclass\n"
+        "from megatron_collab.reward.metrics import Metric\n"
+        "class Mine(Metric):\n"
+        "    @dataclass(frozen=True)\n"
+        "    class Options:\n"
+        "        words: int = 20\n"
+    )
+    config = RewardConfig(weights={"mine": 0.5}, metrics={"mine": {"metric": f"{file}:Mine", "words": 3}})
+    read = "import pickle, sys; spec = pickle.load(sys.stdin.buffer); print(spec.metrics['mine'].options.words)"
+    spec = pickle.dumps(reward_spec(config))
+    done = subprocess.run([sys.executable, "-c", read], input=spec, capture_output=True, check=True)
+    assert done.stdout == b"3\n"

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import RewardConfig
 from megatron_collab.reward.multiturn import malformed_last, reward_function, turn_reward
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import Conversation, Ending, Failed, Future, Missing, Reward, Rollout, Score
@@ -146,7 +145,7 @@ def test_a_function_from_outside_that_fails_gives_a_reward_that_has_failed(tmp_p
     file.write_text(OUTSIDE)
 
     def reward(name: str) -> Reward:
-        return reward_function(RewardConfig(f"{file}:{name}", weights={"right": 0.5}))([])
+        return reward_function(f"{file}:{name}", {}, {"right": 0.5}, {})([])
 
     for name, reason in (
         ("raises", "ValueError: no such thing"),

@@ -305,10 +305,10 @@ def test_concurrent_programs_are_limited(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.processes
 @pytest.mark.parametrize("setting", ["concurrent", "cpu_seconds", "memory"])
 def test_settings_that_cannot_work_are_refused(setting: str) -> None:
-    assert metrics.split("pass_rate", {setting: 1})[0] is PassRate
+    assert metrics.ScoredMetric("pass_rate", {setting: 1}).kind is PassRate
     for value in (0, 0.5, "many"):
         with pytest.raises(ValueError, match=rf"reward\.metrics\.pass_rate\.{setting}="):
-            metrics.split("pass_rate", {setting: value})
+            metrics.ScoredMetric("pass_rate", {setting: value})
 
 
 @pytest.mark.processes

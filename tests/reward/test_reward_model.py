@@ -167,7 +167,7 @@ def test_conversations_are_spread_over_the_servers_and_go_on_where_one_is_gone()
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(why)):
-        metrics.split("reward_model", settings)
+        metrics.ScoredMetric("reward_model", settings)
 
 
 @pytest.mark.parametrize(

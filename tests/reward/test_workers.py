@@ -13,11 +13,11 @@ from megatron_collab.config import Config, LlmConfig, RewardConfig
 from megatron_collab.config.schema import RunConfig
 from megatron_collab.llm import limiter
 from megatron_collab.llm.served import ServedModel
-from megatron_collab.reward.metrics import Metric
+from megatron_collab.reward.metrics import Metric, scored_metrics
 from megatron_collab.reward.workers import Job, RewardWorker, Scores
 from megatron_collab.runtime.ray_cluster import start_actor
 from megatron_collab.types import Conversation, Missing, Score, Task
-from tests.reward.stand_ins import TASK, WEIGHTS, Process, TestingWorker, ended, settings
+from tests.reward.stand_ins import TASK, WEIGHTS, Process, TestingWorker, ended, settings, worker_of
 
 
 def score(worker: RewardWorker, *texts: str) -> list[Scores]:
@@ -34,13 +34,13 @@ def score(worker: RewardWorker, *texts: str) -> list[Scores]:
 
 def test_every_conversation_gets_the_scores_of_every_metric_that_applies() -> None:
     right = "megatron_collab.environments.booking_metrics:BookingRight"
-    worker = RewardWorker(Config(reward=RewardConfig(weights={**WEIGHTS, right: 1.0})))
+    worker = worker_of(RewardConfig(weights={**WEIGHTS, right: 1.0}))
     assert score(worker, "why?", "so") == [{"asks": 1.0, "token_amount": 4.0}, {"asks": 0.0, "token_amount": 2.0}]
 
 
 def test_a_metric_has_the_settings_of_its_name_and_no_judge_where_it_needs_none() -> None:
     config = RewardConfig(weights={"words": 1.0}, metrics={"words": {"metric": "token_amount", "count": "words"}})
-    metric = RewardWorker(Config(reward=config)).metrics["words"]
+    metric = worker_of(config).metrics["words"]
     assert (metric.options.count, metric.judge) == ("words", None)
 
 
@@ -49,22 +49,22 @@ def test_what_the_run_serves_is_asked_without_a_proxy(monkeypatch: pytest.Monkey
     for name in names:
         monkeypatch.setenv(name, "example.org")
     served = {"m": ServedModel("/m", (("http://10.1.0.7:20000", "k"),))}
-    RewardWorker(Config(reward=settings("token_amount")), served=served)
+    worker_of(settings("token_amount"), served=served)
     assert {os.environ[name] for name in names} == {"example.org,localhost,127.0.0.1,::1,10.1.0.7"}
 
 
-def test_a_metric_that_takes_too_long_is_missing_and_the_others_are_not(stand_ins: None) -> None:
-    worker = RewardWorker(Config(reward=settings("length", "slow", timeout=0.05)))
+def test_a_metric_that_takes_too_long_is_missing_and_the_others_are_not() -> None:
+    worker = worker_of(settings("length", "slow", timeout=0.05))
     late = Missing("no score within reward.timeout=0.05 s")
     assert score(worker, "never", "now") == [{"length": 5.0, "slow": late}, {"length": 3.0, "slow": 1.0}]
 
 
-def test_waiting_for_others_does_not_count_as_taking_long(stand_ins: None) -> None:
-    worker = RewardWorker(Config(reward=settings("process", concurrency=1, timeout=1.0)))
+def test_waiting_for_others_does_not_count_as_taking_long() -> None:
+    worker = worker_of(settings("process", concurrency=1, timeout=1.0))
     assert score(worker, *"abcdef") == [{"process": os.getpid()}] * 6
 
 
-def test_a_worker_makes_as_many_scores_at_once_as_it_may(stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_makes_as_many_scores_at_once_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     now, most = 0, 0
 
     async def counting(self: Metric, task: Task, conversation: Conversation) -> Score | None:
@@ -76,13 +76,13 @@ def test_a_worker_makes_as_many_scores_at_once_as_it_may(stand_ins: None, monkey
         return 1.0
 
     monkeypatch.setattr(Process, "score", counting)
-    score(RewardWorker(Config(reward=settings("process", concurrency=3))), *"abcdefgh")
+    score(worker_of(settings("process", concurrency=3)), *"abcdefgh")
     assert most == 3
 
 
-def test_a_slow_metric_takes_no_place_from_another(stand_ins: None) -> None:
+def test_a_slow_metric_takes_no_place_from_another() -> None:
     """With one slot per metric, a judge that hangs in one conversation does not block the other metrics."""
-    worker = RewardWorker(Config(reward=settings("slow", "process", concurrency=1)))
+    worker = worker_of(settings("slow", "process", concurrency=1))
 
     async def first() -> dict[int, Scores]:
         jobs = [Job(("slow",), TASK, ended("never")), Job(("process",), TASK, ended("now"))]
@@ -101,8 +101,8 @@ def test_a_slow_metric_takes_no_place_from_another(stand_ins: None) -> None:
         ("text", "metric buggy: ValueError: could not convert string to float: 'high'"),
     ],
 )
-def test_whatever_a_metric_raises_is_a_missing_score_and_the_others_stand(stand_ins: None, text: str, why: str) -> None:
-    worker = RewardWorker(Config(reward=settings("length", "buggy")))
+def test_whatever_a_metric_raises_is_a_missing_score_and_the_others_stand(text: str, why: str) -> None:
+    worker = worker_of(settings("length", "buggy"))
     bad, good = score(worker, text, "good")
     missing = bad.pop("buggy")
     assert isinstance(missing, Missing) and missing.why.startswith(why)
@@ -114,7 +114,7 @@ def test_whatever_a_metric_raises_is_a_missing_score_and_the_others_stand(stand_
 def test_a_judge_keeps_to_the_limiter_and_remembers(session: None, tmp_path: Path) -> None:
     keeps_alive = limiter.start_limiter(LlmConfig(), tmp_path / "spend.json")
     config = Config(reward=settings("judged"), run=RunConfig(dir=str(tmp_path)))
-    worker = start_actor(TestingWorker, config)
+    worker = start_actor(TestingWorker, config, scored_metrics(config.reward))
 
     async def scores() -> list[Any]:
         stream = worker.score.remote([Job(("judged",), TASK, ended("one"))])

@@ -13,8 +13,9 @@ from typing import Any
 
 from megatron_collab.config import Config, compose, read_prompt
 from megatron_collab.llm.answer import Field
-from megatron_collab.reward import metrics
+from megatron_collab.reward.metrics import scored_metrics
 from megatron_collab.rollout.conversation import FuturesPlayer
+from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.users import UserReply
 from megatron_collab.types import Conversation, Group, Message, Score, Task
 from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy
@@ -114,9 +115,8 @@ class Scores:
     """Scores by the metrics of a configuration, in this process."""
 
     def __init__(self, config: Config) -> None:
-        kinds = {name: metrics.split(name, config.reward.metrics.get(name, {})) for name in config.reward.weights}
         judge: Any = Judge()
-        self.metrics = {name: kind(options, judge) for name, (kind, options) in kinds.items()}
+        self.metrics = {name: metric.make(judge) for name, metric in scored_metrics(config.reward).items()}
 
     async def score(self, task: Task, conversation: Conversation) -> dict[str, Score]:
         scores = {name: await metric.score(task, conversation) for name, metric in self.metrics.items()}
@@ -174,5 +174,5 @@ def play(name: str) -> tuple[list[Group], list[str]]:
 
     users: Any = Scripted(config)
     rewards: Any = Scores(config)
-    player = FuturesPlayer(FakePolicy(reply), CharacterRenderer(), users, rewards, config)
+    player = FuturesPlayer(FakePolicy(reply), CharacterRenderer(), users, rewards, play_spec(config))
     return [asyncio.run(player.play(task_of(task, config), f"s-{task}")) for task in BEFORE], prompts

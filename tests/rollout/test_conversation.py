@@ -15,6 +15,7 @@ from megatron_collab.inference.client import EngineError
 from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.rollout import conversation as conversation_module
 from megatron_collab.rollout.conversation import FuturesPlayer, RolloutPlace, seed_of
+from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.users import UserError, UserReply
 from megatron_collab.types import Conversation, Ending, Finish, Group, Message, Missing, Reward, Rollout, Task, Turn
 from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUser, FakeUsers, config, decode, encode
@@ -48,7 +49,7 @@ def play(
 ) -> list[Conversation]:
     """The futures of one trained turn."""
     options = config(**rollout)
-    player = FuturesPlayer(policy, CharacterRenderer(), users or FakeUsers(user), NO_REWARDS, options)
+    player = FuturesPlayer(policy, CharacterRenderer(), users or FakeUsers(user), NO_REWARDS, play_spec(options))
 
     async def future(start: Conversation, number: int) -> Conversation:
         if start.ending:
@@ -379,7 +380,7 @@ def test_any_exception_of_a_user_is_an_error_of_its_task_only(goal: str, why: st
     users = Deep(fails)
     options = config(max_user_turns=1)
     options.reward.weights = {"asks": 1.0}
-    player = FuturesPlayer(says("ok"), CharacterRenderer(), users, SCORES, options)
+    player = FuturesPlayer(says("ok"), CharacterRenderer(), users, SCORES, play_spec(options))
     bad, good = (Task(name, TASK.messages, name, "", "testing") for name in (goal, "good"))
 
     async def groups() -> list[Group]:
@@ -409,7 +410,7 @@ def test_a_task_that_the_chat_template_refuses_has_an_error() -> None:
 
     options = config()
     options.reward.weights = {"asks": 1.0}
-    player = FuturesPlayer(says("ok"), Refusing(), FakeUsers(user), SCORES, options)
+    player = FuturesPlayer(says("ok"), Refusing(), FakeUsers(user), SCORES, play_spec(options))
     group = asyncio.run(player.play(TASK, "step-0-0"))
     (why,) = {rollout.reward.value.why for rollout in group.rollouts}  # type: ignore[union-attr]
     assert why == "asks: the chat template rejects the task's messages: TemplateError: no such role"
@@ -474,8 +475,8 @@ def test_the_trained_turn_thinks_and_turns_of_futures_do_not() -> None:
     options = config(max_user_turns=1)
     options.rollout.turn.enable_thinking, options.rollout.future.enable_thinking = True, False
     policy = FakePolicy(lambda prompt, seed: "hm</think>ok" if prompt.endswith("<think>") else "ok")
-    player = FuturesPlayer(policy, CharacterRenderer(), FakeUsers(user), SCORES, options)
     options.reward.weights = {"asks": 1.0}
+    player = FuturesPlayer(policy, CharacterRenderer(), FakeUsers(user), SCORES, play_spec(options))
     group = asyncio.run(player.play(TASK, "step-0-0"))
     for future in (future for rollout in group.rollouts for future in rollout.futures):
         first, second = future.conversation.turns
@@ -500,7 +501,7 @@ def test_a_tool_call_inside_a_thought_is_not_made() -> None:
     ],
 )
 def test_a_malformed_turn_is_refused_with_the_reason(text: str, why: str) -> None:
-    player = FuturesPlayer(says(text), CharacterRenderer(), FakeUsers(user), NO_REWARDS, config(turn=40))
+    player = FuturesPlayer(says(text), CharacterRenderer(), FakeUsers(user), NO_REWARDS, play_spec(config(turn=40)))
     refused = player.refuse_malformed(asyncio.run(player.trained_turn(TASK, PLACE)))
     assert (refused.ending, refused.error) == (Ending.MALFORMED, why)
 

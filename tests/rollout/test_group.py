@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_collab.data.evaluation import EvaluationSet, settings_of
+from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.inference.client import EngineError
 from megatron_collab.rollout.conversation import FuturesPlayer
+from megatron_collab.rollout.spec import play_spec
 from megatron_collab.types import Conversation, Ending, Failed, Group, Message, Missing, Score, Task
 from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUsers, config, encode
 
@@ -34,14 +36,14 @@ def make_player(
     policy: FakePolicy, rewards: FakeRewards, rollouts: int = 4, mode: str = "mr", **rollout: Any
 ) -> FuturesPlayer:
     options = config(**rollout)
-    options.reward.weights = {"right": 1.0}
+    options.reward.weights, options.reward.metrics = {"right": 1.0}, {"right": {"metric": "accuracy"}}
     options.reward.mode = mode
     options.train.rollouts_per_prompt = rollouts
 
     def user(goal: str, messages: Sequence[Message]) -> str:
         return f"bye {STOP}" if messages[-1].content == "end" else "go on"
 
-    return FuturesPlayer(policy, CharacterRenderer(), FakeUsers(user), rewards, options)  # type: ignore[arg-type]
+    return FuturesPlayer(policy, CharacterRenderer(), FakeUsers(user), rewards, play_spec(options))  # type: ignore[arg-type]
 
 
 def play(policy: FakePolicy, rewards: FakeRewards, **options: Any) -> Group:
@@ -85,7 +87,7 @@ def test_truncation_does_not_win_against_a_long_reply() -> None:
     long = FakeRewards(lambda conversation: -3.0)
     for worst, expected in ((False, -1.0), (True, -3.0)):
         player = make_player(policy, long, rollouts=8)
-        player.config.reward.malformed_worst = worst
+        player.reward = replace(player.reward, malformed_worst=worst)
         rollouts = asyncio.run(player.play(TASK, "s")).rollouts
         assert {rollout.reward.value for rollout in rollouts if not rollout.malformed} == {-3.0}
         assert {rollout.reward.value for rollout in rollouts if rollout.malformed} == {expected}
@@ -100,12 +102,11 @@ def test_without_a_penalty_malformed_turns_are_played_on() -> None:
 
 def test_an_evaluation_sees_what_a_user_would_see() -> None:
     rewards = FakeRewards(lambda conversation: float(len(conversation.turns)))
-    of_training = make_player(FakePolicy(lambda prompt, seed: ""), rewards, mode="single_turn").config
-    settings = settings_of(of_training, EvaluationSet("tasks.jsonl", samples=2))
+    of_training = make_player(FakePolicy(lambda prompt, seed: ""), rewards, mode="single_turn").spec
+    spec = of_training.for_set(EvaluationSet("tasks.jsonl", samples=2))
     player = make_player(FakePolicy(lambda prompt, seed: ""), rewards)
-    group = asyncio.run(
-        FuturesPlayer(player.policy, player.renderer, player.users, player.rewards, settings).play(TASK, "s")
-    )
+    player = FuturesPlayer(player.policy, player.renderer, player.users, player.rewards, spec)
+    group = asyncio.run(player.play(TASK, "s"))
     for rollout in group.rollouts:
         assert rollout.reward.value == 3.0  # the malformed first turn was answered and played on
         assert len(rollout.futures) == 1

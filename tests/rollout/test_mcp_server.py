@@ -17,6 +17,7 @@ import pytest
 from megatron_collab.config import ConfigError, RolloutConfig
 from megatron_collab.launch.prepare import compare_tools
 from megatron_collab.rollout.conversation import FuturesPlayer
+from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.tools import ToolFailure
 from megatron_collab.rollout.tools.toolbox import Toolbox, make_tools, schemas
 from megatron_collab.runtime.process import wait_for
@@ -153,8 +154,9 @@ def test_each_conversation_has_its_own_process_which_ends_with_it(notebook: Path
 def test_futures_repeat_the_calls_of_the_trained_turn(notebook: Path) -> None:
     options = config(mcp_servers={"notebook": by_stdio(notebook)}, max_user_turns=1, futures=2)
     options.train.rollouts_per_prompt, options.reward.weights = 1, {"m": 1.0}
+    options.reward.metrics = {"m": {"metric": "asks"}}
     policy, users = FakePolicy(lambda prompt, seed: notes(prompt)), FakeUsers(lambda goal, messages: "go on")
-    player = FuturesPlayer(policy, CharacterRenderer(), users, Scores(), options)  # type: ignore[arg-type]
+    player = FuturesPlayer(policy, CharacterRenderer(), users, Scores(), play_spec(options))  # type: ignore[arg-type]
     before = children()
     (rollout,) = asyncio.run(player.play(TASK, "s")).rollouts
     for future in rollout.futures:

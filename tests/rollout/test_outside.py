@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +19,9 @@ from megatron_collab.config import Config
 from megatron_collab.config.history import changes, recorded
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.rollout.conversation import FuturesPlayer
-from megatron_collab.rollout.player import Player, player_class
+from megatron_collab.rollout.player import Player
 from megatron_collab.rollout.scheduler import group_seconds
+from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.workers import ConversationWorker
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import Conversation, Ending, Group, Message, Missing, Score, Task
@@ -42,7 +44,7 @@ def two_turns(tmp_path: Path) -> str:
 
 def configure(player: str, **rollout: Any) -> Config:
     options = config(**{"player": player, "futures": FUTURES, "max_user_turns": 1} | rollout)
-    options.reward.weights = {"right": 1.0}
+    options.reward.weights, options.reward.metrics = {"right": 1.0}, {"right": {"metric": "accuracy"}}
     options.train.rollouts_per_prompt = 4
     return options
 
@@ -63,13 +65,15 @@ def go_on(goal: str, messages: Sequence[Message]) -> str:
 def make_player(options: Config, policy: Any = reply, user: Any = go_on) -> Player:
     rewards: Any = FakeRewards(digit)
     users: Any = FakeUsers(user)
-    return player_class(options)(FakePolicy(policy), CharacterRenderer(), users, rewards, options)  # type: ignore[arg-type]
+    spec = play_spec(options)
+    return spec.player_class(FakePolicy(policy), CharacterRenderer(), users, rewards, spec)  # type: ignore[arg-type]
 
 
 def test_both_turns_are_trained_with_the_mean_over_the_futures(two_turns: str) -> None:
     options = configure(two_turns)
-    group = asyncio.run(make_player(options).play(TASK, "s"))
-    samples = samples_of(group, options, 0)
+    player = make_player(options)
+    group = asyncio.run(player.play(TASK, "s"))
+    samples = samples_of(group, options, 0, player.reward.formula)
     assert len(group.rollouts) == len(samples) == 4
     for rollout, sample in zip(group.rollouts, samples, strict=True):
         first, second = rollout.start.turns
@@ -114,8 +118,7 @@ def test_a_run_waits_for_as_many_phases_as_it_has(two_turns: str) -> None:
     seconds = []
     for player in ("futures", two_turns):
         options = configure(player, deadline=1000.0)
-        options.reward.weights = {"token_amount": 1.0}
-        seconds.append(group_seconds(options, 1))
+        seconds.append(group_seconds(options, play_spec(options), 1))
     assert seconds[1] - seconds[0] == pytest.approx(2 * 1000.0, rel=0.1)
 
 
@@ -179,7 +182,8 @@ def test_what_is_no_player_is_refused_before_a_run(unusable: str) -> None:
 def worker(options: Config) -> Any:
     """A conversation worker with the fakes."""
     actor: Any = object.__new__(ConversationWorker)
-    actor.config, actor.players, actor.client, actor.engine = options, {}, None, ()
+    actor.config, actor.play_spec = options, play_spec(options)
+    actor.players, actor.client, actor.engine = {}, None, ()
     actor.policy, actor.renderer, actor.rewards = FakePolicy(reply), CharacterRenderer(), FakeRewards(digit)
     return actor
 
@@ -208,8 +212,16 @@ def test_a_worker_plays_with_the_runs_player(unusable: str, two_turns: str) -> N
     assert isinstance(group.rollouts[0].reward.value, Missing)
     playing = worker(configure(two_turns))
     player = playing._player(EvaluationSet("tasks.jsonl", samples=2))
-    assert type(player).__name__ == "TwoTurns" and player.rollout.futures == 1 and player.config is not playing.config
+    assert type(player).__name__ == "TwoTurns" and player.rollout.futures == 1
+    assert (player.spec.rollouts, playing.play_spec.rollouts) == (2, 4)
     assert type(worker(configure("futures"))._player(None)) is FuturesPlayer
+
+
+def test_a_player_of_a_file_reaches_other_processes_by_its_path(two_turns: str) -> None:
+    spec = play_spec(configure(two_turns))
+    received = pickle.loads(pickle.dumps(spec))
+    assert "player_class" not in vars(received), "the class itself is not pickled"
+    assert received.player_class is spec.player_class and received.player == two_turns
 
 
 def test_runs_of_earlier_versions_resume(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_a_rubric_without_the_conversation_is_refused(tmp_path: Path, name: str)
     file = tmp_path / "blind.j2"
     file.write_text("{{ answer }}")
     with pytest.raises(ConfigError, match=rf"reward.metrics.{name}: prompt={file}: lacks {{{{ conversation }}}}"):
-        metrics.split(name, {"prompt": str(file)})
+        metrics.ScoredMetric(name, {"prompt": str(file)})
 
 
 def test_the_prompts_of_the_published_setting_are_named_without_a_folder() -> None:

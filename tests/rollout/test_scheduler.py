@@ -21,6 +21,7 @@ from megatron_collab.config import Config
 from megatron_collab.rollout import scheduler
 from megatron_collab.rollout.journal import Journal, WeightDigests
 from megatron_collab.rollout.scheduler import Flight, Slot, group_seconds, window
+from megatron_collab.rollout.spec import play_spec
 from megatron_collab.runtime.process import Hung, RunStopped
 from megatron_collab.types import Ending, Group, Message, Missing, Task
 from tests.helpers import configured
@@ -375,28 +376,32 @@ def settings(**more: object) -> Config:
     return configured(config, {name.replace("__", "."): value for name, value in more.items()})
 
 
+def bound(config: Config, groups: int) -> float:
+    return group_seconds(config, play_spec(config), groups)
+
+
 def test_the_bound_is_twice_the_time_of_a_turn_its_futures_and_their_scores() -> None:
     """Plus 10 s for users to finish after their deadline."""
-    assert group_seconds(settings(), 1) == 2 * (100 + 110 + 10 + 20)
-    assert group_seconds(settings(), 2) == 2 * (100 + 110 + 20 + 20), "half of the 24 scores wait for a place"
-    assert group_seconds(settings(reward__workers=2), 2) == 2 * (100 + 110 + 10 + 20)
-    assert group_seconds(settings(rollout__futures=0), 6) == 2 * (100 + 110 + 20 + 20), "24 whole conversations"
+    assert bound(settings(), 1) == 2 * (100 + 110 + 10 + 20)
+    assert bound(settings(), 2) == 2 * (100 + 110 + 20 + 20), "half of the 24 scores wait for a place"
+    assert bound(settings(reward__workers=2), 2) == 2 * (100 + 110 + 10 + 20)
+    assert bound(settings(rollout__futures=0), 6) == 2 * (100 + 110 + 20 + 20), "24 whole conversations"
 
 
 def test_tools_have_time_to_close_after_the_trained_turn_and_after_its_futures() -> None:
     tools = settings(rollout__tools=["calculator"], rollout__mcp_servers={"m": {}}, rollout__tool_timeout=300.0)
-    assert group_seconds(tools, 1) == 2 * (100 + 110 + 2 * 2 * 300 + 10 + 20)
+    assert bound(tools, 1) == 2 * (100 + 110 + 2 * 2 * 300 + 10 + 20)
 
 
 def test_judges_have_their_deadline_and_wait_for_the_limiter() -> None:
     judged = settings(reward__weights={"accuracy": 1.0}, reward__metrics={"accuracy": {"judge": True}})
     judged.reward.judge.deadline = 50.0
-    assert group_seconds(judged, 1) == 2 * (100 + 110 + 50 + 20)
+    assert bound(judged, 1) == 2 * (100 + 110 + 50 + 20)
     judged.llm.max_concurrent = 4
-    assert group_seconds(judged, 1) == 2 * (100 + 110 + 3 * 50 + 20)
+    assert bound(judged, 1) == 2 * (100 + 110 + 3 * 50 + 20)
     judged.llm.requests_per_minute = 60
     judged.reward.judge.attempts, judged.user.attempts, judged.rollout.max_user_turns = 6, 3, 2
-    assert group_seconds(judged, 1) == 2 * (100 + 110 + 150 + 20 + 12 * (6 + 3 * 3)), "a call a second"
+    assert bound(judged, 1) == 2 * (100 + 110 + 150 + 20 + 12 * (6 + 3 * 3)), "a call a second"
 
 
 def test_the_bound_counts_tokens_per_minute() -> None:
@@ -409,7 +414,7 @@ def test_the_bound_counts_tokens_per_minute() -> None:
     slow.rollout.context_length, slow.llm.tokens_per_minute = 1000, 6000
     judgments, messages = 24 * 2, 12 * 2 * 5
     tokens = judgments * 100 + messages * 80 + (judgments + messages) * 1000
-    assert group_seconds(slow, 1) == pytest.approx(2 * (100 + 110 + 2 * 50 + 20 + 60 * tokens / 6000))
+    assert bound(slow, 1) == pytest.approx(2 * (100 + 110 + 2 * 50 + 20 + 60 * tokens / 6000))
 
 
 def test_results_of_actors_come_in_order_and_a_late_call_is_named(fake_ray: FakeRay) -> None:
@@ -469,7 +474,14 @@ class Simulated:
     def flight(self, **more: Any) -> Flight:
         config = settings(run__dir=str(self.folder))
         worker = SimpleNamespace(play=Method(self.play))
-        return Flight(config, [worker], Journal(self.folder / "journal", self.digests), lambda: self.gone, **more)
+        return Flight(
+            config,
+            play_spec(config),
+            [worker],
+            Journal(self.folder / "journal", self.digests),
+            lambda: self.gone,
+            **more,
+        )
 
     def play(self, task: Task, stream: str, eval_set: object) -> Reference:
         number = int(task.id)

@@ -14,6 +14,7 @@ from megatron_collab.inference.pool import ServerPool
 from megatron_collab.inference.served import ModelServers
 from megatron_collab.inference.server import ServerError
 from megatron_collab.rollout.servers import Servers
+from megatron_collab.rollout.spec import play_spec
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.weight_sync.sync import PublishError, WeightSync
 from tests.ranks import run_ranks
@@ -62,7 +63,7 @@ class Stage:
         config.rollout.server.start_timeout = 20.0
         self.servers = [Recorded(config, folder, index, self.events) for index in range(replicas)]
         self.model_servers: list[Recorded] = []  # of models beside the policy
-        self.of_run = Servers(config)
+        self.of_run = Servers(config, play_spec(config))
         self.pool = self.of_run.pool = ServerPool(self.servers, config.rollout.server, self.tell)
         self.weights = Recording(config, self.pool, self.events)
 

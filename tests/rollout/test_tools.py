@@ -14,6 +14,7 @@ import pytest
 from megatron_collab.config import ConfigError, RolloutConfig
 from megatron_collab.inference.client import UnreadableCall
 from megatron_collab.rollout.conversation import FuturesPlayer
+from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.tools import ToolFailure
 from megatron_collab.rollout.tools.toolbox import Toolbox, check_call, find_tool, make_tools, schemas
 from megatron_collab.types import Ending, Group, Message, Task, ToolCall
@@ -296,9 +297,10 @@ def play(reply: Callable[[str], str], tool: str, **rollout: Any) -> tuple[Group,
     """A group of one rollout with two futures, whose policy says `reply(prompt)`; its player and its tool's log."""
     options = config(tools=[tool], max_user_turns=1, **{"futures": 2, **rollout})
     options.train.rollouts_per_prompt, options.reward.weights = 1, {"m": 1.0}
+    options.reward.metrics = {"m": {"metric": "asks"}}
     users = FakeUsers(lambda goal, messages: "go on")
     policy = FakePolicy(lambda prompt, seed: reply(prompt))
-    player = FuturesPlayer(policy, CharacterRenderer(), users, Scores(), options)  # type: ignore[arg-type]
+    player = FuturesPlayer(policy, CharacterRenderer(), users, Scores(), play_spec(options))  # type: ignore[arg-type]
     log = vars(sys.modules[find_tool(tool).__module__])["LOG"]
     log.clear()
     return asyncio.run(player.play(TASK, "s")), player, log

@@ -29,11 +29,13 @@ from megatron_collab.inference.client import EngineError
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.llm.served import ServedModel
+from megatron_collab.reward.metrics import scored_metrics
 from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout import scheduler
 from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.rollout.journal import Journal, WeightDigests
 from megatron_collab.rollout.scheduler import Flight, GroupRequest, Slot, answers, available_results, worker_error
+from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.users import Users
 from megatron_collab.rollout.workers import start_workers
 from megatron_collab.runtime.process import Hung
@@ -87,7 +89,7 @@ class FakeEngineWorker:
     def __init__(self, config: Config, reward_worker: str) -> None:
         policy = FakePolicy(answer, wait=0.01)
         rewards = RewardClient([ray.get_actor(reward_worker)], config.reward)
-        self.player = FuturesPlayer(policy, CharacterRenderer(), Users(config, LlmClient()), rewards, config)
+        self.player = FuturesPlayer(policy, CharacterRenderer(), Users(config, LlmClient()), rewards, play_spec(config))
 
     async def play(self, task: Task, stream: str, eval_set: EvaluationSet | None = None) -> Group:
         return await self.player.play(task, stream)
@@ -125,7 +127,7 @@ def session(options: Config, proxy: RecordingProxy) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def rewards(session: None, options: Config) -> Any:
-    return start_actor(RewardWorker, options, name="scores")
+    return start_actor(RewardWorker, options, scored_metrics(options.reward), name="scores")
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +281,7 @@ def test_a_conversation_worker_samples_from_its_servers(
     settings.rollout = replace(options.rollout, system_prompt=str(tmp_path / "system.j2"))
     settings.user = replace(options.user, model="served/helper")
     served = {"helper": ServedModel("/models/helper", ((f"http://{OTHER_NODE}:{helper.port}", KEY),))}
-    workers = start_workers(settings, [(nobody, KEY), (server, KEY)], served)
+    workers = start_workers(settings, play_spec(settings), [(nobody, KEY), (server, KEY)], served)
     (worker,) = workers.conversations
     ray.get(worker.use_servers.remote([1]), timeout=60)
     group = ray.get(worker.play.remote(task, "train-0-0"), timeout=60)
@@ -305,7 +307,7 @@ def test_a_conversation_worker_samples_from_its_servers(
     assert proxy.requests == [], "requests to the run's servers, on any node, go through no proxy"
     assert KEY not in json.dumps(ray.get_runtime_context().runtime_env)
     assert_secret(KEY, os.environ["RAY_AUTH_TOKEN"])
-    monkeypatch.setattr(scheduler, "group_seconds", lambda config, groups: 2.0 * groups)
+    monkeypatch.setattr(scheduler, "group_seconds", lambda config, play, groups: 2.0 * groups)
     gives_up_on_a_worker_that_hangs(worker, task, settings)
 
 
@@ -330,7 +332,7 @@ def gives_up_on_a_worker_that_hangs(worker: Any, task: Task, config: Config) -> 
         digests = WeightDigests(keep=1)
         digests.begin(0)
         journal = Journal(Path(config.run.dir) / "journal", digests)
-        flight = Flight(config, [worker], journal, lambda: False)
+        flight = Flight(config, play_spec(config), [worker], journal, lambda: False)
         for number in range(2):
             slot = Slot(7, 0, number)
             flight.begin(GroupRequest(slot, slot.stream, task))

@@ -136,7 +136,7 @@ def test_workers_take_the_keys_and_rays_own_processes_have_none(tmp_path: Path) 
         config.run.dir = sys.argv[1]
         with ray_cluster.ray_session(config):
             bound = limiter.start_limiter(config.llm, Path(sys.argv[1]) / "spend.json")
-            worker = ray_cluster.start_actor(Worker, config, "reward-0")
+            worker = ray_cluster.start_actor(Worker, config, {}, "reward-0")
             ray.get(bound.spend.remote())
             print(ray.get(worker.has.remote()))
             for process in psutil.Process().children(recursive=True):

@@ -10,6 +10,7 @@ from megatron_collab.data.assistants import CandidateAssistant
 from megatron_collab.data.examples import load_conversations, load_pairs, load_tasks
 from megatron_collab.data.preparation import Preparation
 from megatron_collab.data.sources import Source
+from megatron_collab.rollout.spec import play_spec
 from megatron_collab.synthesis.built import rows_of, write
 from megatron_collab.types import (
     Conversation,
@@ -60,7 +61,8 @@ def test_rows_have_the_published_columns() -> None:
 def test_built_data_is_read_in_every_stage(tmp_path: Path) -> None:
     config = Config()
     config.model.path, config.reward.weights, config.train.rollouts_per_prompt = "models/small", {"right": 1.0}, 2
-    write(tmp_path, "train", [built()], config)
+    config.reward.metrics = {"right": {"metric": "accuracy"}}
+    write(tmp_path, "train", [built()], play_spec(config), config)
     source = Source(source=str(tmp_path))
     tasks = load_tasks(source)
     assert tasks.format == "collabllm" and tasks[0].goal == "a table" and tasks[0].metadata == {"level": 3}

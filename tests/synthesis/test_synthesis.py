@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 
 from megatron_collab.rollout.conversation import FuturesPlayer
+from megatron_collab.rollout.spec import play_spec
 from megatron_collab.synthesis.synthesis import best_rollout, next_task, reply_of
 from megatron_collab.types import Ending, Group, Message, Missing, Task
 from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUsers, config
@@ -19,6 +20,7 @@ def group(says: str = "ok", share: float = 0.0, task: Task = TASK) -> Group:
     """Four candidates, the first of them malformed; the reward is the number at the end of the reply."""
     options = config(futures=2, max_user_turns=1, max_assistant_turns=2)
     options.reward.weights, options.train.rollouts_per_prompt = {"right": 1.0}, 4
+    options.reward.metrics = {"right": {"metric": "accuracy"}}
     options.build.proactive = share
     numbers = iter(range(4))
 
@@ -32,7 +34,7 @@ def group(says: str = "ok", share: float = 0.0, task: Task = TASK) -> Group:
         return STOP if "end" in messages[-1].content else f"and {messages[-1].content}"
 
     rewards = FakeRewards(lambda conversation: float(conversation.replies[0][-1]))
-    player = FuturesPlayer(FakePolicy(policy), CharacterRenderer(), FakeUsers(user), rewards, options)  # type: ignore[arg-type]
+    player = FuturesPlayer(FakePolicy(policy), CharacterRenderer(), FakeUsers(user), rewards, play_spec(options))  # type: ignore[arg-type]
     return asyncio.run(player.play(task, "s"))
 
 
@@ -75,13 +77,14 @@ def test_proactive_candidates_have_a_prompt_that_is_not_in_the_conversation() ->
 def test_candidates_are_dealt_to_assistants_that_play_their_own_futures() -> None:
     options = config(futures=2, max_user_turns=1, max_assistant_turns=2)
     options.reward.weights, options.train.rollouts_per_prompt = {"right": 1.0}, 5
+    options.reward.metrics = {"right": {"metric": "accuracy"}}
     options.build.proactive = 0.4
     options.build.assistants = {"ours": "policy", "m": "openai/m", "n": "served/n"}
     users, rewards = FakeUsers(lambda goal, messages: "go on"), FakeRewards(lambda conversation: 1.0)
 
     def player(name: str) -> FuturesPlayer:
         policy = FakePolicy(lambda prompt, seed: f"of {name}")
-        return FuturesPlayer(policy, CharacterRenderer(), users, rewards, options)  # type: ignore[arg-type]
+        return FuturesPlayer(policy, CharacterRenderer(), users, rewards, play_spec(options))  # type: ignore[arg-type]
 
     first = player("ours")
     first.candidate_players = {"ours": first, "m": player("m"), "n": player("n")}

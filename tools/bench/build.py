@@ -34,6 +34,7 @@ from megatron_collab.config import Config
 from megatron_collab.data.datasets import task_row, write_jsonl
 from megatron_collab.environments import tiny_model
 from megatron_collab.rollout.conversation import FuturesPlayer
+from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.users import UserReply
 from megatron_collab.rollout.workers import Workers
 from megatron_collab.runtime.ray_cluster import ray_session, start_actor
@@ -122,7 +123,7 @@ class Worker:
 
     def __init__(self, config: Config) -> None:
         engine: Any = Engine()
-        self.player = FuturesPlayer(engine, engine, Users(), Judge(), config)  # type: ignore[arg-type]
+        self.player = FuturesPlayer(engine, engine, Users(), Judge(), play_spec(config))  # type: ignore[arg-type]
 
     async def play(self, task: Task, stream: str, eval_set: None) -> Group:
         return await self.player.play(task, stream)
@@ -160,7 +161,7 @@ def build(config: Config) -> tuple[float, list[list[Group]]]:
     pool = SimpleNamespace(recover=lambda: None)
     servers: Any = SimpleNamespace(workers=Workers(workers, [], workers[0]), pool=pool, lost_all=lambda: False)
     run: Any = SimpleNamespace(evaluation_due=lambda eval_set, step: "model", evaluation=lambda *_: None)
-    synthesis = Timed(config, run, restore=lambda: None)
+    synthesis = Timed(config, play_spec(config), run, restore=lambda: None)
     with synthesis.standalone(servers, 0):
         (eval_set,) = synthesis.sets
         synthesis._prepared(eval_set)  # reads the tasks, which takes longer than everything else here

@@ -26,6 +26,7 @@ from typing import Any
 
 from megatron_collab.config import Config, SamplingConfig
 from megatron_collab.rollout.conversation import FuturesPlayer, RolloutPlace
+from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.users import UserReply
 from megatron_collab.types import Conversation, Finish, Message, Score, Task, Turn
 
@@ -155,7 +156,7 @@ def options() -> Config:
     config.rollout.futures, config.rollout.max_user_turns = FUTURES, USER_TURNS
     config.rollout.deadline = 1e6
     config.train.rollouts_per_prompt = ROLLOUTS
-    config.reward.weights = {"judged": 1.0}
+    config.reward.weights, config.reward.metrics = {"judged": 1.0}, {"judged": {"metric": "interactivity"}}
     return config
 
 
@@ -164,7 +165,7 @@ def make_tasks(count: int) -> list[Task]:
 
 
 async def ours(simulation: Simulation) -> list[Conversation]:
-    player = FuturesPlayer(Engine(simulation), Renderer(), Users(simulation), Judge(simulation), options())  # type: ignore[arg-type]
+    player = FuturesPlayer(Engine(simulation), Renderer(), Users(simulation), Judge(simulation), play_spec(options()))  # type: ignore[arg-type]
     groups = await asyncio.gather(*(player.play(task, task.id) for task in simulation.tasks))
     return [f.conversation for group in groups for rollout in group.rollouts for f in rollout.futures]
 
@@ -172,7 +173,7 @@ async def ours(simulation: Simulation) -> list[Conversation]:
 async def serial(simulation: Simulation) -> list[Conversation]:
     """The published order: futures of a turn one after the other, judging when all are played."""
     config = options()
-    player = FuturesPlayer(Engine(simulation), Renderer(), Users(simulation), Judge(simulation), config)  # type: ignore[arg-type]
+    player = FuturesPlayer(Engine(simulation), Renderer(), Users(simulation), Judge(simulation), play_spec(config))  # type: ignore[arg-type]
 
     async def turn(task: Task, rollout: int) -> list[Conversation]:
         start = await player.trained_turn(task, RolloutPlace(task.id, rollout))

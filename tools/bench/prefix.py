@@ -36,6 +36,7 @@ from megatron_collab.inference.router import Router
 from megatron_collab.inference.server import SGLangServer
 from megatron_collab.reward.workers import RewardClient
 from megatron_collab.rollout.conversation import FuturesPlayer, RolloutPlace
+from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.users import User, UserReply, Users
 from megatron_collab.types import Conversation, Message, Task
 
@@ -101,7 +102,8 @@ async def measure(
     """Play `counts` (prompts, turns) at once; `name` makes their texts differ from those the servers have seen."""
     router = Router(endpoints, config.rollout, unpublished=True)
     rewards = RewardClient([], config.reward)  # nothing is scored
-    player = FuturesPlayer(router, ChatRenderer(config.model.path), RandomUsers(config, alike), rewards, config)
+    users = RandomUsers(config, alike)
+    player = FuturesPlayer(router, ChatRenderer(config.model.path), users, rewards, play_spec(config))
     prompts, turns = map(range, counts)
     places = [RolloutPlace(f"{name}-{prompt}", turn) for prompt in prompts for turn in turns]
     try:

@@ -12,15 +12,12 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
 
 import ray
 
 from megatron_collab.config import Config, RewardConfig
-from megatron_collab.config.extension import NoOptions
-from megatron_collab.reward import metrics
-from megatron_collab.reward.metrics import Metric
+from megatron_collab.reward.metrics import Metric, ScoredMetric
 from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.runtime.ray_cluster import ray_session, start_actor
 from megatron_collab.types import Conversation, Ending, Finish, Message, Score, Task, Turn
@@ -39,18 +36,6 @@ class Waits(Metric):
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         await asyncio.sleep(self.seconds)
         return float(conversation.token_ids[0])
-
-
-def only_waits(name: str, settings: Mapping[str, Any]) -> tuple[type[Metric], Any]:
-    return Waits, NoOptions()
-
-
-class Worker(RewardWorker):
-    """A RewardWorker whose metrics are Waits."""
-
-    def __init__(self, config: Config) -> None:
-        metrics.split = only_waits
-        super().__init__(config)
 
 
 def future(number: int) -> Conversation:
@@ -72,10 +57,10 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a few futures: shows that it runs, no figures")
     count = SMOKE_FUTURES if parser.parse_args().smoke else FUTURES
     config = Config(reward=RewardConfig(weights={"waits": 1.0}, workers=WORKERS, concurrency=CONCURRENCY))
-    metrics.split = only_waits
+    metrics = {"waits": ScoredMetric("waits", {"metric": f"{Path(__file__).resolve()}:Waits"})}
     futures = [future(number) for number in range(count)]
     with ray_session(config):
-        workers = [start_actor(Worker, config) for _ in range(WORKERS)]
+        workers = [start_actor(RewardWorker, config, metrics) for _ in range(WORKERS)]
         ray.get([worker.ready.remote() for worker in workers])
         began = time.monotonic()
         asyncio.run(score_all(RewardClient(workers, config.reward), futures))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megatron_collab.config import (
@@ -18,6 +18,7 @@ from megatron_collab.config import (
     Extension,
     Prompt,
     PromptError,
+    Resolved,
     RewardConfig,
     ServedConfig,
     build,
@@ -115,60 +116,102 @@ def find_metric(name: str, setting: str = "metric") -> type[Metric]:
     return lookup(name, setting, METRICS, Metric)
 
 
-def split(name: str, settings: Mapping[str, Any]) -> tuple[type[Metric], Any]:
-    """Class and options of the metric `name` of reward.weights. Raises ConfigError naming the setting that is refused.
+@dataclass(frozen=True)
+class ScoredMetric(Resolved):
+    """A metric of reward.weights, with the bound of its part in reward.clamp and its `settings` in reward.metrics.
 
-    `settings` are those of reward.metrics.`name`. If they have `metric`, it names the metric instead of `name`, so that
-    the same metric can be used twice with different settings.
+    If the settings have `metric`, it names the class instead of `name`, so that the same metric can be used twice with
+    different settings.
     """
-    settings = dict(settings)
-    renamed = settings.pop("metric", None)
-    kind = find_metric(renamed or name, f"reward.metrics.{name}.metric" if renamed else "reward.weights")
-    return kind, build(kind.Options, settings, f"reward.metrics.{name}.")
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    weight: float = 0.0
+    clamp: float | None = None
+
+    @cached_property
+    def kind(self) -> type[Metric]:
+        renamed = self.settings.get("metric")
+        return find_metric(renamed or self.name, f"reward.metrics.{self.name}.metric" if renamed else "reward.weights")
+
+    @cached_property
+    def options(self) -> Any:
+        settings = {name: value for name, value in self.settings.items() if name != "metric"}
+        return build(self.kind.Options, settings, f"reward.metrics.{self.name}.")
+
+    @property
+    def judged(self) -> bool:
+        return self.kind.judged(self.options)
+
+    @property
+    def judge_model(self) -> str | None:
+        """The model that judges instead of reward.judge.model."""
+        return getattr(self.options, "model", None) if self.judged else None
+
+    @property
+    def reads_tokens(self) -> bool:
+        return self.kind.reads_tokens(self.options)
+
+    @property
+    def served(self) -> ServedConfig | None:
+        return self.kind.served(self.options)
+
+    @property
+    def scorer(self) -> str | None:
+        """The name of the served model that scores for it: an entry of `servers`, or the metric's if it has its own."""
+        model = self.served.model if self.served else None
+        return model and (model.removeprefix(SERVED) if model.startswith(SERVED) else self.name)
+
+    @property
+    def selective(self) -> bool:
+        """Whether there may be tasks to which it does not apply."""
+        functions = [kind.lacks.__func__ for kind in (self.kind, Metric)]  # type: ignore[attr-defined]  # class methods
+        return functions[0] is not functions[1]
+
+    def lacks(self, task: Task) -> str | None:
+        return self.kind.lacks(self.options, task)
+
+    def check_task(self, task: Task) -> None:
+        self.kind.check_task(self.options, task)
+
+    def same_as(self, other: ScoredMetric) -> bool:
+        """Whether both give the same scores."""
+        return (self.kind, self.options) == (other.kind, other.options)
+
+    def make(self, judge: Any, tape: Tape | None = None) -> Metric:
+        metric = self.kind(self.options, judge)
+        metric.name, metric.tape = self.name, tape
+        return metric
+
+
+def scored_metrics(reward: RewardConfig) -> dict[str, ScoredMetric]:
+    """The metrics of reward.weights by name. Raises ConfigError naming the setting that is refused."""
+    return {
+        name: ScoredMetric(name, dict(reward.metrics.get(name, {})), weight, reward.clamp.get(name))
+        for name, weight in reward.weights.items()
+    }
 
 
 def served_models(config: Config) -> dict[str, tuple[str, ServedConfig]]:
     """The models, other than the policy, that the run serves: by name, the group of its settings and the model.
 
     These are the entries of `servers` and the models of metrics, by metric name. Empty if llm.offline: recorded calls
-    answer everything. Raises ConfigError as `split` does.
+    answer everything. Raises ConfigError as `scored_metrics` does.
     """
     models = {name: (f"servers.{name}", model) for name, model in served_by_run.server_entries(config).items()}
     if config.llm.offline:
         return {}
-    for name, (kind, options) in _kinds(config.reward).items():
-        if (model := kind.served(options)) and not model.model.startswith(SERVED):
+    for name, metric in scored_metrics(config.reward).items():
+        if (model := metric.served) and not model.model.startswith(SERVED):
             message = f"servers.{name}: the servers of metric {name} have this name; choose another name"
             require(name not in models, message)
             models[name] = f"reward.metrics.{name}", model
     return models
 
 
-def scorers(reward: RewardConfig) -> dict[str, str]:
-    """Per metric of reward.weights, the name of the served model that scores for it. Raises as `split` does."""
-    models = {name: kind.served(options) for name, (kind, options) in _kinds(reward).items()}
-    return {
-        name: model.model.removeprefix(SERVED) if model.model.startswith(SERVED) else name
-        for name, model in models.items()
-        if model
-    }
-
-
-def _kinds(reward: RewardConfig) -> dict[str, tuple[type[Metric], Any]]:
-    return {name: split(name, reward.metrics.get(name, {})) for name in reward.weights}
-
-
-def lacks(reward: RewardConfig) -> dict[str, Callable[[Task], str | None]]:
-    """`Metric.lacks` by metric of reward.weights, for metrics that override it. Raises ConfigError."""
-    kinds = _kinds(reward)
-    base = Metric.lacks.__func__  # type: ignore[attr-defined]  # function of a class method
-    limited = {n: kind for n, kind in kinds.items() if kind[0].lacks.__func__ is not base}  # type: ignore[attr-defined]
-    return {name: partial(kind.lacks, options) for name, (kind, options) in limited.items()}
-
-
-def task_checks(reward: RewardConfig) -> dict[str, Callable[[Task], None]]:
-    """`Metric.check_task` by metric of reward.weights. Raises ConfigError."""
-    return {name: partial(kind.check_task, options) for name, (kind, options) in _kinds(reward).items()}
+def scorers(metrics: Mapping[str, ScoredMetric]) -> dict[str, str]:
+    """By metric, the name of the served model that scores for it."""
+    return {name: scorer for name, metric in metrics.items() if (scorer := metric.scorer)}
 
 
 class Judge:

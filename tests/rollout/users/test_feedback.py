@@ -9,6 +9,7 @@ import pytest
 from megatron_collab.config import Config
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.rollout.conversation import FuturesPlayer, RolloutPlace
+from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.users import UserError, Users, check_user
 from megatron_collab.types import Conversation, Ending, Task
 from tests.rollout.fakes import CharacterRenderer, FakePolicy, config
@@ -25,7 +26,7 @@ def play(replies: list[str], answer: str = "42", turns: int = 5, **options: Any)
     settings.user.options = options
     users = Users(settings, LlmClient())
     policy = FakePolicy(lambda prompt, seed: replies[min(prompt.count("<assistant>"), len(replies)) - 1])
-    player = FuturesPlayer(policy, CharacterRenderer(), users, None, settings)  # type: ignore[arg-type]
+    player = FuturesPlayer(policy, CharacterRenderer(), users, None, play_spec(settings))  # type: ignore[arg-type]
 
     async def conversation() -> Conversation:
         question, place = task("feedback", answer=answer), RolloutPlace("s", 0)

@@ -14,6 +14,7 @@ from megatron_collab.launch import endpoints
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.scheduler import group_seconds
+from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.users import Users, check_user
 from megatron_collab.rollout.users.named import as_user, user_of, user_settings
 from megatron_collab.types import Conversation, Ending, Message, Task
@@ -132,7 +133,7 @@ def test_limits_prices_and_settings_know_every_user(monkeypatch: pytest.MonkeyPa
     config = configured({"slow": {"attempts": 30, "max_tokens": 5000, "model": "openai/o3", "class": "llm"}}, model="m")
     config.llm.requests_per_minute = 1
     plain = Config(user=config.user, llm=config.llm)
-    assert group_seconds(config, 1) > 5 * group_seconds(plain, 1)
+    assert group_seconds(config, play_spec(config), 1) > 5 * group_seconds(plain, play_spec(plain), 1)
     user_endpoints = llm_endpoints.user_endpoints(config, ["llm", "slow", "llm/openai/gpt-4o", "replay"])
     settings = [(entry.setting, entry.group, entry.endpoint.model) for entry in user_endpoints]
     assert settings == [
