@@ -38,7 +38,6 @@ LAZY = {
     "observability.folder": "what draws the report takes a second to import, and the run is over by then",
     "patches.sglang": "stands in for sgl_kernel only where that is missing",
     "rehearsal.command": "answers --help and wrong arguments before torch is imported",
-    "reproduce.run": "planning is imported with Megatron, which takes seconds, and only for a forecast",
     "reward.workers": "LiteLLM takes seconds to import, and most metrics need none",
     "weight_sync.receiver": "servers import Hydra only for a transport in a file of the user",
     "rollout.workers": "the actors import what they need; the process that starts them does not",

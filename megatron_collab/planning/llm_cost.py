@@ -17,7 +17,7 @@ from megatron_collab.config import Config, EndpointConfig, UserConfig
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.llm.endpoint import served_by_run, token_budget
 from megatron_collab.llm.price import Prices, tokens_at_most
-from megatron_collab.llm.recording import Call
+from megatron_collab.llm.recording import Call, Usage
 from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.types import Task
 
@@ -81,14 +81,10 @@ def group_calls(play: PlaySpec, messages: int = 1) -> Calls:
     )
 
 
-def turn_calls(play: PlaySpec) -> list[Calls]:
-    """Calls of each turn's group in a built conversation; rollout.max_messages must be set."""
-    return [group_calls(play, 1 + 2 * turn) for turn in range((play.rollout.max_messages or 0) // 2)]
-
-
 def building_calls(play: PlaySpec, tasks: int) -> Calls:
-    """Calls to build a conversation for each of `tasks` tasks, each opened by its user."""
-    return sum(turn_calls(play), _OPENING) * tasks
+    """Calls to build a conversation for each of `tasks` tasks, each opened by its user; needs rollout.max_messages."""
+    turns = (group_calls(play, 1 + 2 * turn) for turn in range((play.rollout.max_messages or 0) // 2))
+    return sum(turns, _OPENING) * tasks
 
 
 def evaluation_calls(play: PlaySpec, eval_set: EvaluationSet, tasks: int) -> Calls:
@@ -104,16 +100,14 @@ def training_calls(config: Config, play: PlaySpec | None, steps: int) -> Calls:
 
 @dataclass(frozen=True)
 class Cost:
-    """USD of the models with a known price, the models without one, and the standard error of `usd`."""
+    """USD of the models with a known price, and the models without one."""
 
     usd: float = 0.0
     unpriced: tuple[str, ...] = ()
-    error: float = 0.0
 
     def __str__(self) -> str:
-        margin = f" ± {self.error:.2g}" if self.error else ""
         unknown = f", plus calls of {', '.join(self.unpriced)}, whose price is unknown" if self.unpriced else ""
-        return f"{self.usd:.4g}{margin} USD{unknown}"
+        return f"{self.usd:.4g} USD{unknown}"
 
 
 Models = Mapping[str, Sequence[EndpointConfig]]  # paid models by role; empty if nothing is paid for
@@ -152,17 +146,11 @@ def task_tokens(tasks: Sequence[Task]) -> float:
 
 @dataclass(frozen=True)
 class Means:
-    """Means per call of a role in a pilot of `calls` calls: tokens, seconds, USD (None if some price is unknown).
-
-    `error`: the standard error of the USD over the groups of the pilot, since calls within a group are not independent.
-    """
+    """Means per call of a role in a pilot of `calls` calls: prompt tokens, and USD (None if some price is unknown)."""
 
     calls: int
     prompt_tokens: float
-    answer_tokens: float
-    seconds: float
     usd: float | None
-    error: float
 
 
 def role_of(call: Call) -> str | None:
@@ -179,61 +167,32 @@ def role_of(call: Call) -> str | None:
 
 def role_means(recorded: Iterable[Call]) -> dict[str, Means]:
     """Means of a recorded pilot (llm.record) by role; cached answers are included at no cost."""
-    by_role: dict[str, dict[str, list[Call]]] = defaultdict(lambda: defaultdict(list))
+    by_role: dict[str, list[Usage]] = defaultdict(list)
     for call in recorded:
         if role := role_of(call):
-            by_role[role][call.name.partition("/")[0]].append(call)
-    return {role: _means(list(by_role[role].values())) for role in ROLES if role in by_role}
+            by_role[role].append(call.taken)
+    return {role: _means(by_role[role]) for role in ROLES if role in by_role}
 
 
-def _means(groups: Sequence[Sequence[Call]]) -> Means:
-    usages = [call.taken for group in groups for call in group]
-    known = all(usage.usd is not None for usage in usages)
-    usd = sum(usage.usd or 0.0 for usage in usages) / len(usages) if known else None
-    error = 0.0
-    if usd is not None and len(groups) > 1:  # of a ratio of two sums over the groups (Cochran 1977, section 2.11)
-        residuals = [sum(call.taken.usd or 0.0 for call in group) - usd * len(group) for group in groups]
-        error = float(np.std(residuals, ddof=1)) * math.sqrt(len(groups)) / len(usages)
-    sums = ("prompt_tokens", "answer_tokens", "seconds")
-    prompt, answer, seconds = (sum(getattr(usage, name) for usage in usages) / len(usages) for name in sums)
-    return Means(len(usages), prompt, answer, seconds, usd, error)
+def _means(usages: Sequence[Usage]) -> Means:
+    count, prompt_tokens = len(usages), sum(usage.prompt_tokens for usage in usages)
+    prices = [usage.usd for usage in usages if usage.usd is not None]
+    return Means(count, prompt_tokens / count, sum(prices) / count if len(prices) == count else None)
 
 
 def forecast(calls: Calls, pilot: Mapping[str, Means], pilot_calls: Calls) -> Cost:
     """Forecast the cost of a plan of at most `calls`, from a pilot's means and its upper bound `pilot_calls`.
 
-    Assumes that conversations end as early as in the pilot: the same share of the possible calls is made. `error` is
-    one standard error.
+    Assumes that conversations end as early as in the pilot: the same share of the possible calls is made.
     """
-    usd, variance, unpriced = 0.0, 0.0, list[str]()
+    usd, unpriced = 0.0, list[str]()
     for role in ROLES:
         planned, possible = getattr(calls, role).calls, getattr(pilot_calls, role).calls
         means = pilot.get(role)
         if means is None or not (planned and possible):
             continue
-        expected = planned * means.calls / possible
         if means.usd is None:
             unpriced.append(f"the {role}")
             continue
-        usd += expected * means.usd
-        variance += (expected * means.error) ** 2
-    return Cost(usd, tuple(unpriced), math.sqrt(variance))
-
-
-def remaining_weight(ended: Sequence[int], playing: Sequence[int], weights: Sequence[float]) -> float:
-    """Expected weight of the turns still to be played, counting half of each turn that is being played.
-
-    `ended` (not empty): the number of turns of each ended conversation; `playing`: the finished turns of each other
-    one; `weights`: the relative cost of a turn by its number. The probability that a conversation continues after a
-    turn is estimated from the conversations so far (Kaplan and Meier 1958); for turns that none has reached, it is the
-    average over the other turns.
-    """
-    max_turns = len(weights)
-    stops = np.bincount(ended, minlength=max_turns + 1)[1:]  # number of conversations that ended after each turn
-    # Number of conversations that got past each turn.
-    survivors = np.array([sum(turns > turn for turns in (*ended, *playing)) for turn in range(max_turns)])
-    goes_on = np.where(survivors > 0, 1 - stops / np.maximum(survivors, 1), 1 - stops.sum() / max(1, survivors.sum()))
-    remaining = [0.0] * (max_turns + 1)  # of a conversation from this turn on
-    for turn in reversed(range(max_turns)):
-        remaining[turn] = weights[turn] + goes_on[turn] * remaining[turn + 1]
-    return float(sum(remaining[turns] - weights[turns] / 2 for turns in playing))
+        usd += planned * means.calls / possible * means.usd
+    return Cost(usd, tuple(unpriced))

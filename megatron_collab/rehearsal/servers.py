@@ -30,15 +30,6 @@ from megatron_collab.models.hf_to_sglang import ServerLayout
 from megatron_collab.runtime import keys
 from megatron_collab.weight_sync.receiver import Row, check_parameters, planned_copies
 
-# Class by model_type, if config.json does not name it.
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
-
 
 @dataclass(frozen=True)
 class Place:
@@ -156,12 +147,14 @@ def as_rank(folder: Path, layout: ServerLayout, dtype: str, rank: int) -> Iterat
 def main(file: str) -> None:
     """Simulate every place of an order; faults are printed as results, not raised."""
     patches.apply("sglang")
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     order: Order = pickle.loads(Path(file).read_bytes())
     torch.set_default_dtype(getattr(torch, order.dtype))
     results = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        architecture = _ARCHITECTURES[order.hf["model_type"]]
+        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[order.hf["model_type"]]  # if config.json does not name it
         (folder / "config.json").write_text(json.dumps({"architectures": [architecture], **order.hf}))
         for place in order.places:
             try:

@@ -22,8 +22,6 @@ from megatron_collab.runtime import console
 
 logger = logging.getLogger("megatron_collab")  # __name__ is __main__ if this module is the program
 
-H100 = (989.0, 3.35)
-
 
 def main(arguments: Sequence[str]) -> int:
     console.begin()
@@ -49,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.commands:
             print("\n".join(run.shell_command(stage) for stage in stages))
             return 0
-        return run.run(definition, study_options, stages, options.budget, options.gpu)
+        return run.run(definition, study_options, stages, options.budget)
     except ConfigError as error:
         logger.error(str(error))
         return EXIT_BAD_INPUT
@@ -68,8 +66,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--pilot", type=int, default=4, help="conversations per task for the cost forecast; 0: no forecast [4]"
     )
-    speed = "bfloat16 speed and memory bandwidth of a GPU, to forecast hours [989 3.35, an H100]"
-    parser.add_argument("--gpu", nargs=2, type=positive, default=H100, metavar=("TFLOP/S", "TB/S"), help=speed)
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="record all calls to language models in FOLDER")
     parser.add_argument(
         "--replay", type=Path, metavar="FOLDER", help="answer calls from this recording: no key, no network, no cost"

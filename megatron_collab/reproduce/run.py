@@ -16,8 +16,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from megatron_collab import patches
 from megatron_collab.config import ConfigError, require
+from megatron_collab.reproduce import forecast
 from megatron_collab.reproduce.page import page
 from megatron_collab.reproduce.plan import PILOT, Stage, StudyOptions
 from megatron_collab.reproduce.results import estimates
@@ -38,12 +38,10 @@ def shell_command(stage: Stage) -> str:
     return shlex.join(["python", *arguments])
 
 
-def run(
-    study: Study, options: StudyOptions, stages: Sequence[Stage], budget: float | None, gpu: Sequence[float]
-) -> int:
+def run(study: Study, options: StudyOptions, stages: Sequence[Stage], budget: float | None) -> int:
     """Returns the exit code of the first program that fails, or 3 if `budget` (USD, all programs together) is spent.
 
-    When the pilots are done, a forecast is printed for GPUs of `gpu` = (TFLOP/s, TB/s).
+    When the pilots are done, a forecast is printed.
 
     Raises ConfigError if the folder holds another study, or one that is running.
     """
@@ -51,17 +49,15 @@ def run(
     try:
         with FileLock(options.out / ".lock", timeout=0):
             _check_same(options.out, stages)
-            return _run(study, options, stages, budget, gpu)
+            return _run(study, options, stages, budget)
     except Timeout:
         raise ConfigError(f"--out={options.out}: this study is running; choose another folder") from None
 
 
-def _run(
-    study: Study, options: StudyOptions, stages: Sequence[Stage], budget: float | None, gpu: Sequence[float]
-) -> int:
+def _run(study: Study, options: StudyOptions, stages: Sequence[Stage], budget: float | None) -> int:
     for number, stage in enumerate(stages, 1):
         if not stage.first and stages[number - 2].first:
-            _print_forecast(options, stages, budget, gpu)
+            _print_forecast(options, stages, budget)
         label = f"{number}/{len(stages)} {stage.title}"
         if stage.done:
             logger.info(f"{label}: done")
@@ -87,27 +83,19 @@ def _run(
     return 0
 
 
-def _print_forecast(options: StudyOptions, stages: Sequence[Stage], budget: float | None, gpu: Sequence[float]) -> None:
+def _print_forecast(options: StudyOptions, stages: Sequence[Stage], budget: float | None) -> None:
     done = [stage for stage in stages if stage.name == PILOT]
     if not done or options.replay:
         return
-    patches.apply("megatron")  # planning imports Megatron-Core, which takes seconds
-    from megatron_collab.models import hf_config
-    from megatron_collab.planning.duration import Gpu
-    from megatron_collab.planning.memory import model_config_file
-    from megatron_collab.reproduce import forecast
-
-    shape = hf_config.read(model_config_file(done[0].config.model.path))
     pilots = {stage.task: forecast.read(stage) for stage in done}
-    programs = forecast.program_forecasts(stages, pilots, shape, Gpu(*(1e12 * speed for speed in gpu)))
-    for program in (*programs, forecast.total(programs)):
-        hours = "" if program.hours is None else f", {program.hours:.1f} h"
-        logger.info(f"forecast of {program.title}: {program.cost}{hours}")
+    costs = forecast.program_costs(stages, pilots)
+    total = forecast.total(costs.values())
+    for title, cost in {**costs, "all": total}.items():
+        logger.info(f"forecast of {title}: {cost}")
     spent = sum(_spent(stage) or 0.0 for stage in stages)
-    more = forecast.total(programs).cost.usd
-    if budget is not None and spent + more > budget:
+    if budget is not None and spent + total.usd > budget:
         hint = "the study ends when it is used up; rerun with a larger one to continue"
-        logger.info(f"--budget={budget:g}: {spent:.4g} USD spent, about {more:.4g} still needed; {hint}")
+        logger.info(f"--budget={budget:g}: {spent:.4g} USD spent, about {total.usd:.4g} still needed; {hint}")
 
 
 def _out_of_budget(study: Study, options: StudyOptions, stages: Sequence[Stage], label: str, budget: float) -> int:

@@ -33,49 +33,33 @@ class Meter:
     ) -> None:
         """`spend`: the totals of the run's limiter, including earlier starts and other sets."""
         self._title, self._spend = f"{len(tasks)} {title}", spend
-        self._turns, self._ended = [0] * len(tasks), [False] * len(tasks)
-        self._before, self._reported = spend(), time.monotonic()
-        turns, size = llm_cost.turn_calls(play), llm_cost.task_tokens(tasks)
-        models = _models(config, play, tasks)
-        in_usd = [llm_cost.cost_bound(turn, models, config, size).usd for turn in turns]
-        self._weights = in_usd if all(in_usd) else [1.0] * len(turns)  # relative to each other
-        self._played = 0.0  # weight of the turns played in this start
-        self._print_bound(config, llm_cost.building_calls(play, len(tasks)), models, size)
+        self._ended, self._before, self._reported = 0, spend(), time.monotonic()
+        self._print_bound(config, play, tasks)
 
-    def turn(self, number: int, ended: bool, played: bool) -> None:
-        """Record a built turn of conversation `number`; `played` is False if an earlier start played it."""
-        self._played += self._weights[self._turns[number]] * played
-        self._turns[number] += 1
-        self._ended[number] = ended
-        if any(self._ended) and time.monotonic() - self._reported >= SAY_EVERY:
+    def turn(self, ended: bool) -> None:
+        """Record a built turn, and whether its conversation has ended."""
+        self._ended += ended
+        if self._ended and time.monotonic() - self._reported >= SAY_EVERY:
             self._reported = time.monotonic()
             logger.info(self.line())
 
     def line(self) -> str:
-        """What is spent, and the expected remaining cost once a conversation has ended."""
+        """The conversations that have ended, and what is spent in this start."""
         totals = self._spend()
         spent, calls, unpriced = (totals[name] - self._before[name] for name in ("usd", "calls", "unpriced"))
-        line = f"{self._title}: {sum(self._ended)} done"
-        if not calls:
-            return line
-        line += f"; {calls:.0f} calls, {spent:.4g} USD"
-        if unpriced:
-            return f"{line}, plus {unpriced:.0f} calls of unknown price"
-        playing = [turns for turns, has_ended in zip(self._turns, self._ended, strict=True) if not has_ended]
-        if not (spent and playing and any(self._ended)):
-            return line
-        ended = [turns for turns, has_ended in zip(self._turns, self._ended, strict=True) if has_ended]
-        played = self._played + sum(self._weights[turns] for turns in playing) / 2
-        remaining_usd = spent * llm_cost.remaining_weight(ended, playing, self._weights) / played
-        return f"{line}, about {remaining_usd:.2g} USD to go"
+        line = f"{self._title}: {self._ended} done"
+        if calls:
+            line += f"; {calls:.0f} calls, {spent:.4g} USD"
+        return f"{line}, plus {unpriced:.0f} calls of unknown price" if unpriced else line
 
-    def _print_bound(self, config: Config, calls: llm_cost.Calls, models: llm_cost.Models, size: float) -> None:
+    def _print_bound(self, config: Config, play: PlaySpec, tasks: Sequence[Task]) -> None:
+        models, calls = _models(config, play, tasks), llm_cost.building_calls(play, len(tasks))
         line = f"{self._title}: {calls}"
         budget = config.llm.budget_usd
         if not any(models.values()):
             logger.info(line)
             return
-        bound = llm_cost.cost_bound(calls, models, config, size)
+        bound = llm_cost.cost_bound(calls, models, config, llm_cost.task_tokens(tasks))
         logger.info(f"{line}; at most {bound} if every message has its maximum length")
         unspent = None if budget is None else budget - self._before["usd"]
         if unspent is not None and unspent < bound.usd:

@@ -43,7 +43,7 @@ class Synthesis(Evaluator):
         self._groups[request.slot.number].append(group)
         draw = random.Random(f"{self.play.seed}/{request.stream}")
         task = next_task(group, self.play.rollout.max_messages or 0, draw)
-        self._meter.turn(request.slot.number, ended=task is None, played=request.reference is not None)
+        self._meter.turn(ended=task is None)
         if task is None:
             return None
         turn = request.slot.step + 1

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_collab import patches
 from megatron_collab.config import Config, ConfigError, EndpointConfig
 from megatron_collab.launch.endpoints import check_prices
 from megatron_collab.rollout.llm_endpoints import NamedEndpoint
 
 MODELS = ("openai/nobody-knows", "openai/gpt-4o-mini", "policy", "served/judge", "openai/given")
-
-
-@pytest.fixture(autouse=True)
-def imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patches, "apply", lambda *_: None)  # other tests have imported LiteLLM
 
 
 def named_endpoints() -> list[NamedEndpoint]:

@@ -21,8 +21,6 @@ from megatron_collab.reproduce.plan import Stage, StudyOptions
 from megatron_collab.reproduce.results import Estimate, estimates
 from megatron_collab.reproduce.study import Arm, Column, Study, StudyTask, read
 
-GPU = (989.0, 3.35)
-
 
 def small() -> Study:
     columns = (Column("right", "ACC", 100), Column("interactivity", "ITR", 400, -300))
@@ -77,7 +75,7 @@ def start(
     study = small()
     options = replace(StudyOptions(out, ["sums"], ["base", "sft"], study.model, seeds=2, pilot=0), **more)
     stages = plan.stages(study, options)
-    return run.run(study, options, stages, budget, GPU), stages
+    return run.run(study, options, stages, budget), stages
 
 
 def test_a_study_goes_on_where_a_program_failed(
