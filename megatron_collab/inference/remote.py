@@ -43,7 +43,8 @@ class Machines:
         find = ray.remote(network.address)
         unknown = {node: _on(node) for node in alive if node not in self._addresses}
         pending = {
-            node: find.options(num_cpus=0, max_retries=0, **on).remote(self._config) for node, on in unknown.items()
+            node: find.options(num_cpus=0, max_retries=0, **on).remote(self._config.launch.interface)
+            for node, on in unknown.items()
         }
         answers = list(pending.values())
         wait_for(lambda: not answers or not ray.wait(answers, num_returns=len(answers), timeout=0)[1], ASK_SECONDS)

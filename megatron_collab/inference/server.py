@@ -100,7 +100,7 @@ class ServerProcess:
         self._config, self._log, self._index, self._api_key = config, log, index, api_key
         self._serves = serves
         first = config.rollout.server.port
-        host, parts = network.address(config), servers_per_node(config)
+        host, parts = network.address(config.launch.interface), servers_per_node(config)
         port = port or (first + index if first else 0)
         try:
             self._port = bindable("rollout.server.port", port, host, index % parts, parts)
@@ -365,8 +365,10 @@ def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
     inherited = gpu_environment.environment(
         {name: value for name, value in variables if not _TORCHRUN_VARIABLES.match(name)}
     )
-    settings = network.variables(config) | {
-        "SGLANG_HOST_IP": network.address(config),  # ranks of a server over several nodes listen here for each other
+    settings = network.variables(config.launch.interface) | {
+        "SGLANG_HOST_IP": network.address(
+            config.launch.interface
+        ),  # ranks of a server over several nodes listen here for each other
         KEY_VARIABLE: api_key,
         PARENT_VARIABLE: str(os.getpid()),
         "HF_HUB_OFFLINE": "1",  # the model is a folder

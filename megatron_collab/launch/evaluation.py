@@ -185,7 +185,7 @@ def prepared(config: Config) -> tuple[Config, RunSpec, int]:
     Raises ConfigError.
     """
     try:
-        network.address(config)
+        network.address(config.launch.interface)
         # The rank on each node uses no device, so the servers have them all.
         serving = replace(config, launch=replace(config.launch, nproc_per_node=0))
         if config.assistant.model:

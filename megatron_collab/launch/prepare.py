@@ -90,7 +90,8 @@ def prepare(config: Config) -> RunSpec:
             models.check_rendering(config, schemas)
         data = read_data(config, spec, schemas)
         if not under_torchrun():
-            network.bindable("rollout.server.port", config.rollout.server.port, network.address(config))
+            host = network.address(config.launch.interface)
+            network.bindable("rollout.server.port", config.rollout.server.port, host)
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     compare_tools(Path(config.run.dir), tools)

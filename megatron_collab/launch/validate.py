@@ -67,7 +67,7 @@ def validate(config: Config) -> None:
     try:
         device.select(config.launch.device)
         device.refuse_unusable_driver(config.launch.device)
-        network.address(config)
+        network.address(config.launch.interface)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     check_layout_on_machine(config)

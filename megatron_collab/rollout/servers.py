@@ -52,7 +52,7 @@ class Servers(ExitStack):
                 self._start(stack)
                 self.callback(stack.pop_all().close)
         elif self.config.launch.nodes > 1:
-            network.meet(self.config, run_store()[0])
+            self._meet()
         return self
 
     def _start(self, stack: ExitStack) -> None:
@@ -68,7 +68,7 @@ class Servers(ExitStack):
             device += devices(model)
         stack.enter_context(ray_session(config))
         if config.launch.nodes > 1:
-            addresses, machines = network.meet(config, run_store()[0]), Machines(config)
+            addresses, machines = self._meet(), Machines(config)
             store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             for index in range(local_count, options.replicas):
                 places: list[Callable[..., ServerProcess | RemoteProcess]] = [
@@ -84,6 +84,11 @@ class Servers(ExitStack):
             pool.begin()
         urls = f" ({', '.join(server.url for server in servers)})" if servers else ""
         logger.info(f"engine: ready after {time.monotonic() - began:.0f} s{urls}")
+
+    def _meet(self) -> list[str]:
+        """The addresses of all nodes, on rank 0; called by all ranks."""
+        launch, timeout = self.config.launch, self.config.rollout.server.start_timeout
+        return network.meet(launch.nodes, launch.interface, timeout, run_store()[0])
 
     def _use(self, servers: Sequence[int]) -> None:
         """Make the workers use these servers."""
