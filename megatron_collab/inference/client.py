@@ -9,12 +9,12 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import numpy as np
 
-from megatron_collab.config import RolloutConfig, SamplingConfig
+from megatron_collab.config import RolloutConfig
 from megatron_collab.types import Finish, ToolCall, Turn
 
 ATTEMPTS = 5
@@ -35,6 +35,19 @@ class ServerGone(TransientError):
 
 class UnreadableCall(EngineError):
     """SGLang's parser failed on the policy's tool calls."""
+
+
+class Sampling(Protocol):
+    """What tokens are sampled from: `top_p` of the probability mass, of the `top_k` most likely ones (-1: all)."""
+
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def top_p(self) -> float: ...
+
+    @property
+    def top_k(self) -> int: ...
 
 
 class SGLangClient:
@@ -58,7 +71,7 @@ class SGLangClient:
         prompt_ids: tuple[int, ...],
         *,
         max_new_tokens: int,
-        sampling: SamplingConfig,
+        sampling: Sampling,
         seed: int,
         stop: int | None = None,
         routing_from: int | None = None,

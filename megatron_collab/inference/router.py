@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-from megatron_collab.config import RolloutConfig, SamplingConfig
-from megatron_collab.inference.client import ServerGone, SGLangClient
+from megatron_collab.config import RolloutConfig
+from megatron_collab.inference.client import Sampling, ServerGone, SGLangClient
 from megatron_collab.inference.server import UNPUBLISHED
 from megatron_collab.llm.served import choose
 from megatron_collab.types import Message, ToolCall, Turn
@@ -52,7 +52,7 @@ class Router:
         prompt_ids: tuple[int, ...],
         *,
         max_new_tokens: int,
-        sampling: SamplingConfig,
+        sampling: Sampling,
         seed: int,
         affinity: str,
         stop: int | None = None,

@@ -60,11 +60,11 @@ class ConversationWorker:
         # Imported here: the process that starts the workers needs neither LiteLLM nor the tokenizer.
         from megatron_collab.data import chat_template
         from megatron_collab.inference import adapters
-        from megatron_collab.inference.assistant import LlmAssistant
         from megatron_collab.inference.router import Router
         from megatron_collab.llm import limiter
         from megatron_collab.llm.client import LlmClient
         from megatron_collab.llm.tape import open_tape
+        from megatron_collab.rollout.llm_assistant import LlmAssistant
 
         api_keys = {f"{url}/v1": key for url, key in servers}
         self.config, self.play_spec, self.endpoints = config, play, list(api_keys)
@@ -131,8 +131,8 @@ class ConversationWorker:
     def _candidate_player(self, endpoint: AssistantConfig, play: PlaySpec, users: Users) -> Player:
         """A player that samples from a model of build.assistants, with its budget and temperature."""
         from megatron_collab.data.chat_template import system_prompt
-        from megatron_collab.inference.assistant import LlmAssistant
         from megatron_collab.llm.endpoint import token_budget
+        from megatron_collab.rollout.llm_assistant import LlmAssistant
 
         sampling = SamplingConfig(token_budget(endpoint))
         sampling.temperature = sampling.temperature if endpoint.temperature is None else endpoint.temperature
