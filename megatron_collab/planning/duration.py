@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from megatron_collab.config import Config
+from megatron_collab.inference.spec import ServerSpec
+from megatron_collab.launch import server_specs
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.planning.memory import kv_cache, server_weights
 from megatron_collab.trainer.megatron.config import DTYPES
@@ -29,7 +31,7 @@ def training_seconds(config: Config, shape: ModelShape, gpu: Gpu, tokens: float)
     """
     passes = 6 + 2 * (config.parallel.recompute == "full") + 2 * config.refers
     gpus = config.launch.nodes * config.launch.nproc_per_node
-    return passes * _parameters(config, shape) * tokens / (gpus * gpu.flops * TRAINING)
+    return passes * _parameters(server_specs.training(config).policy, shape) * tokens / (gpus * gpu.flops * TRAINING)
 
 
 def sampling_seconds(
@@ -40,15 +42,16 @@ def sampling_seconds(
     A token takes as long as its server's GPUs need to read weights and cache. Conversations that do not fit the caches
     at once run afterwards. `wait`: seconds until the user answers a reply, or the judge scores the conversation.
     """
-    server = config.rollout.server
-    heads = kv_cache(config, shape) / max(1, server.max_total_tokens or 1)  # bytes of a token on a GPU
+    server = server_specs.training(config).policy
+    replicas = server.placement.replicas
+    heads = kv_cache(server, shape) / max(1, server.max_total_tokens or 1)  # bytes of a token on a GPU
     context = 2 * turns * reply
     capacity = min(server.max_running_requests, (server.max_total_tokens or 0) // max(1.0, context) or 1)
-    at_once = max(1.0, min(ceil(conversations / server.replicas), capacity))
-    token = (server_weights(config, shape) + at_once * heads * context / 2) / (gpu.memory * SAMPLING)
-    waves = ceil(conversations / (server.replicas * at_once))
+    at_once = max(1.0, min(ceil(conversations / replicas), capacity))
+    token = (server_weights(server, shape) + at_once * heads * context / 2) / (gpu.memory * SAMPLING)
+    waves = ceil(conversations / (replicas * at_once))
     return waves * turns * (reply * token + wait)
 
 
-def _parameters(config: Config, shape: ModelShape) -> float:
-    return server_weights(config, shape) * config.rollout.server.tp / DTYPES[config.model.dtype].itemsize
+def _parameters(server: ServerSpec, shape: ModelShape) -> float:
+    return server_weights(server, shape) * server.placement.tp / DTYPES[server.dtype].itemsize
