@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 
 from megatron_collab.config import Config
-from megatron_collab.inference.spec import ServerSpec
 from megatron_collab.launch import server_specs
+from megatron_collab.models import hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.models.hf_to_sglang import ServerLayout
 from megatron_collab.planning.memory import kv_cache, server_weights
-from megatron_collab.trainer.megatron.config import DTYPES
 
 # Typical utilization for large models: of a GPU's FLOP/s in training, of its memory bandwidth in sampling.
 TRAINING, SAMPLING = 0.4, 0.6
@@ -31,7 +31,7 @@ def training_seconds(config: Config, shape: ModelShape, gpu: Gpu, tokens: float)
     """
     passes = 6 + 2 * (config.parallel.recompute == "full") + 2 * config.refers
     gpus = config.launch.nodes * config.launch.nproc_per_node
-    return passes * _parameters(server_specs.training(config).policy, shape) * tokens / (gpus * gpu.flops * TRAINING)
+    return passes * _parameters(shape) * tokens / (gpus * gpu.flops * TRAINING)
 
 
 def sampling_seconds(
@@ -53,5 +53,5 @@ def sampling_seconds(
     return waves * turns * (reply * token + wait)
 
 
-def _parameters(server: ServerSpec, shape: ModelShape) -> float:
-    return server_weights(server, shape) * server.placement.tp / DTYPES[server.dtype].itemsize
+def _parameters(shape: ModelShape) -> int:
+    return sum(prod(parameter.shape) for parameter in hf_to_sglang.table(shape, ServerLayout(), 0))
