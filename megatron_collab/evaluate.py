@@ -50,9 +50,9 @@ def evaluate(
     from megatron_collab.rollout.servers import Servers
     from megatron_collab.trainer.megatron.parallel import init_parallel
 
-    assert spec.play
+    assert spec.play and spec.serving
     with Session(serving) as session:
-        servers = session.enter(Servers(serving, spec.play))
+        servers = session.enter(Servers(serving, spec.play, spec.serving))
         session.enter(init_parallel(serving))
         run = session.enter(RunFolder(config, start=step, steps=step))
         serve = partial(servers.serve_loaded, version=step)

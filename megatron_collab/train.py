@@ -20,6 +20,7 @@ if __name__ == "__main__":
 from megatron_collab import patches
 from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.config import Config
+from megatron_collab.inference.spec import ServingSpec
 from megatron_collab.launch import prepare, program
 from megatron_collab.launch.validate import load
 from megatron_collab.observability.run import Stopwatch
@@ -28,7 +29,7 @@ from megatron_collab.rollout.player import PlaySpec
 # Modules that need Megatron, Ray or SGLang are imported in the functions, since only ranks need them.
 
 
-def train_rl(config: Config, play: PlaySpec) -> None:
+def train_rl(config: Config, play: PlaySpec, serving: ServingSpec) -> None:
     """Sample from the policy, score, update: from the last checkpoint in run.dir, or model.path, to train.steps."""
     patches.apply("megatron")
     from megatron_collab.launch.session import Session
@@ -39,11 +40,11 @@ def train_rl(config: Config, play: PlaySpec) -> None:
     from megatron_collab.weight_sync.sync import WeightSync
 
     with Session(config) as session:
-        servers = session.enter(Servers(config, play))  # colocated servers have released the GPUs when it returns
+        servers = session.enter(Servers(config, play, serving))  # colocated ones have released the GPUs afterwards
         session.enter(init_parallel(config))
         trainer = PolicyTrainer(config)  # policy, reference, critic
         step = session.resume(trainer)
-        weights = session.enter(WeightSync(config, trainer.chunks, trainer.shape, servers.pool))
+        weights = session.enter(WeightSync(config, serving.policy, trainer.chunks, trainer.shape, servers.pool))
         rollouts = session.enter(
             RolloutManager(config, play, servers, weights, session.run, session.state("collector"))
         )
@@ -126,7 +127,9 @@ def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
     spec = prepare.prepare(config)
     if done := prepare.finished_steps(config):
         return f"{config.run.dir}: all {done} steps are done; raise train.steps to train on, or choose another run.dir"
-    return config, partial(train_rl, config, spec.play) if spec.play else partial(train_supervised, config)
+    if spec.play and spec.serving:
+        return config, partial(train_rl, config, spec.play, spec.serving)
+    return config, partial(train_supervised, config)
 
 
 def main(arguments: list[str]) -> int:

@@ -19,7 +19,7 @@ from megatron_collab.inference.server import SGLangServer
 from megatron_collab.runtime import console, files, gpu_environment, process
 from tests import gpus, processes
 from tests.fork_server import end_fork_servers
-from tests.helpers import free_port, make_model
+from tests.helpers import free_port, make_model, policy_servers
 from tests.patched import PatchOnImport
 
 # Ray reads the token once per process, and tests that set the environment remove variables that are new to it.
@@ -146,7 +146,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
         running: dict[str, Served] = {}
         for name, tied in (("untied", False), ("tied", True)):
             config = serving_config(make_model(folder / name, tied=tied))
-            server = stack.enter_context(SGLangServer(config, folder / f"{name}.log"))
+            server = stack.enter_context(SGLangServer(policy_servers(config), folder / f"{name}.log"))
             running[name] = Served(server, folder / name)
         for served in running.values():
             served.server.wait_healthy(400.0)

@@ -15,6 +15,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from megatron_collab.config import Config, ConfigError
+from megatron_collab.inference.spec import ServerSpec
+from megatron_collab.launch import server_specs
 from megatron_collab.launch.validate import load
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import hf_shapes
@@ -33,6 +35,11 @@ CORPUS = [
     "the quick brown fox jumps over the lazy dog 0123456789 + - * / = ( ) user assistant system hello world\n",
     "a table for four people on friday evening at seven, please; how many people, which day, what time?\n",
 ]
+
+
+def policy_servers(config: Config) -> ServerSpec:
+    """The servers of the policy in a training run."""
+    return server_specs.training(config).policy
 
 
 def configured(config: Config, settings: Mapping[str, object]) -> Config:

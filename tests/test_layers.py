@@ -45,6 +45,9 @@ LAZY = {
     "user_logs.command": "answers --help and wrong arguments before LiteLLM and Presidio are imported",
 }
 
+# Rooms that take frozen values, made from the settings in launch/resolve.py.
+TAKE_VALUES = ("inference",)
+
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
     """The modules by their names within the package."""
@@ -100,6 +103,21 @@ def test_imports_of_the_package_are_at_the_top() -> None:
     hidden = [f"{name}: {', '.join(sorted(lazy))}" for name, lazy in lazy_imports.items() if lazy and name not in LAZY]
     assert not hidden, "\n".join(hidden)
     assert all(lazy_imports[name] for name in LAZY), "an exception that is no longer needed"
+
+
+def test_rooms_that_take_values_import_no_settings() -> None:
+    """Neither a class of settings nor a module that has them; errors and checks may be imported."""
+    settings = re.compile(rf"{PACKAGE}\.config(\.schema|(\.\w+)*\.\w*Config)?")
+    imported = [
+        f"{name}: {path}"
+        for name, tree in modules()
+        if name.partition(".")[0] in TAKE_VALUES
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if settings.fullmatch(path := ".".join(filter(None, (getattr(node, "module", ""), alias.name))))
+    ]
+    assert not imported, "\n".join(imported)
 
 
 def test_public_class_names_are_unique() -> None:

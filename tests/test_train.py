@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_collab import train
 from megatron_collab.config import Config
 from megatron_collab.launch import prepare
+from megatron_collab.launch.resolve import RunSpec
 from megatron_collab.launch.session import Session
 from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.runtime import signals
@@ -62,7 +63,7 @@ def test_a_stopped_run_prints_its_reason_in_one_line(
     monkeypatch.setattr(train, "train_supervised", stopped)
     monkeypatch.setattr(train.process, "die_with_parent", lambda parent: None)
     monkeypatch.setattr(signals, "keep_notices", lambda rank, grace: None)
-    monkeypatch.setattr(prepare, "prepare", lambda config: None)
+    monkeypatch.setattr(prepare, "prepare", lambda config: RunSpec())
     monkeypatch.setattr(train.process, "under_torchrun", lambda: True)
     code = train.main(["experiment=booking_sft", f"run.dir={tmp_path}/run", f"data.dir={tmp_path}/world"])
     assert code == train.process.EXIT_STOPPED == 3

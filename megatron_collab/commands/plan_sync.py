@@ -12,7 +12,7 @@ Exit code 2 for settings that cannot work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_collab import patches
@@ -36,26 +36,27 @@ def main(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)
     patches.apply("megatron")
+    from megatron_collab.launch import server_specs
     from megatron_collab.planning.memory import read_run
     from megatron_collab.planning.weight_sync_cost import Bandwidth, Sharding, sync_cost
     from megatron_collab.trainer.megatron.config import DTYPES
-    from megatron_collab.weight_sync.plan import first_round, plan_sync, server_layout, trainer_layout
+    from megatron_collab.weight_sync.plan import first_round, plan_sync, trainer_layout
 
     config, shape = read_run(options.settings)
     require(config.train.stage == "rl", "<train.stage>: has no servers to sync weights to; set train.stage=rl", config)
-    trainer, parallel, server = trainer_layout(config), config.parallel, config.rollout.server
-    layout = server_layout(config)
+    trainer, parallel, policy = trainer_layout(config), config.parallel, server_specs.training(config).policy
+    layout, placement = policy.layout, policy.placement
     plan = plan_sync(shape, trainer, layout, DTYPES[config.model.dtype].itemsize)
     speeds = {link: GB * speed for link, speed in zip(Bandwidth, options.bandwidth, strict=True)}
-    cost = sync_cost(config, shape, plan, speeds)
+    cost = sync_cost(config, placement, shape, plan, speeds)
 
     buckets = [bucket for row in plan for bucket in row]
     largest = max(bucket.size for bucket in buckets) / MIB
-    location = "on the trainer's devices" if server.colocated else "on further devices"
+    location = "on the trainer's devices" if placement.colocated else "on further devices"
     print(
         f"{Path(config.model.path).name}: trainer of {trainer.ranks} ranks, tp={parallel.tp} pp={parallel.pp} "
         f"vpp={parallel.vpp} cp={parallel.cp} ep={parallel.ep}\n"
-        f"-> {server.replicas} servers of tp={server.tp} ep={server.ep} {'FP8' if server.fp8 else config.model.dtype} "
+        f"-> {placement.replicas} servers of tp={layout.tp} ep={layout.ep} {'FP8' if layout.fp8 else policy.dtype} "
         f"{location}\n\n"
         f"{len(plan)} rounds, a bucket of at most {largest:.1f} MiB for each "
         f"rank of a server, {sum(len(bucket.slices) for bucket in buckets):,} slices\n\n"
@@ -63,11 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     for link in Bandwidth:
         print(f"{link.value:24}" + "".join(f"{cost.paths.get((cut, link), 0) / GB:12.2f}" for cut in Sharding))
-    print(f"\n{'GB sent by a rank':24}{'mean':>12}{'most':>12}")
-    size = trainer.ranks // parallel.pp
-    for stage in range(parallel.pp):
-        sent = [cost.sent.get(rank, 0) for rank in range(stage * size, (stage + 1) * size)]
-        print(f"{f'pipeline stage {stage}':24}{sum(sent) / size / GB:12.2f}{max(sent) / GB:12.2f}")
+    _print_stages(cost.sent, trainer.ranks // parallel.pp, parallel.pp)
     fullest = max(cost.sent, key=cost.sent.__getitem__)
     target = max(cost.received, key=cost.received.__getitem__)
     print(
@@ -77,6 +74,14 @@ def main(arguments: Sequence[str]) -> int:
         f"floor of {cost.floor:.2f} s."
     )
     if later := first_round(plan, layout, new=False):
-        cost = sync_cost(config, shape, plan[later:], speeds)
+        cost = sync_cost(config, placement, shape, plan[later:], speeds)
         print(f"Later syncs send only adapters: {sum(cost.paths.values()) / GB:.3f} GB take {cost.seconds:.3f} s.")
     return 0
+
+
+def _print_stages(sent: Mapping[int, int], size: int, stages: int) -> None:
+    """What the ranks of each pipeline stage send, `size` ranks a stage; `sent`: bytes by rank."""
+    print(f"\n{'GB sent by a rank':24}{'mean':>12}{'most':>12}")
+    for stage in range(stages):
+        of_stage = [sent.get(rank, 0) for rank in range(stage * size, (stage + 1) * size)]
+        print(f"{f'pipeline stage {stage}':24}{sum(of_stage) / size / GB:12.2f}{max(of_stage) / GB:12.2f}")

@@ -1,7 +1,7 @@
 """Adapters that a policy server holds besides the base (model.lora.serve=adapters): files and arguments at its start.
 
 SGLang allocates A and B at its start for the adapters that it loads then, and a request names the adapters to sample
-with. The run's adapters have one name. They are loaded empty, so that A and B are zero, and every weight sync writes
+with. They are loaded empty, so that A and B are zero, and every weight sync writes
 them in place (weight_sync/receiver.py).
 """
 
@@ -13,27 +13,22 @@ from typing import Any
 
 from safetensors.numpy import save_file
 
-from megatron_collab.config import Config
+from megatron_collab.inference.spec import ServedAdapters
 from megatron_collab.models import hf_config, lora
 from megatron_collab.runtime import hub
 
-NAME = "policy"
+NAME = "policy"  # of the adapters in requests
 SLOTS = 2  # of A and B in each linear layer: one for the base, which stays zero, and one for the run's adapters
 
 
-def served_name(config: Config) -> str | None:
-    """Name of the adapters in requests; None if servers hold merged weights."""
-    return NAME if config.model.lora.served else None
-
-
-def write(folder: Path, config: Config) -> None:
-    """Write adapters with the run's rank, alpha and targets for SGLang's start: PEFT's files without tensors."""
-    shape = hf_config.read(hub.folder(config.model.path) / "config.json")
+def write(folder: Path, model: str, adapters: ServedAdapters) -> None:
+    """Write the run's adapters of `model` (folder or Hub name) for SGLang's start: PEFT's files without tensors."""
+    shape = hf_config.read(hub.folder(model) / "config.json")
     settings = {
         "peft_type": "LORA",
-        "r": config.model.lora.rank,
-        "lora_alpha": config.model.lora.alpha,
-        "target_modules": lora.projections(shape, config.model.lora),
+        "r": adapters.rank,
+        "lora_alpha": adapters.alpha,
+        "target_modules": lora.projections(shape, adapters),
     }
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps(settings))

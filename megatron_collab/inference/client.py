@@ -9,12 +9,12 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import numpy as np
 
-from megatron_collab.config import RolloutConfig, SamplingConfig
+from megatron_collab.inference.spec import ClientSpec
 from megatron_collab.types import Finish, ToolCall, Turn
 
 ATTEMPTS = 5
@@ -37,18 +37,27 @@ class UnreadableCall(EngineError):
     """SGLang's parser failed on the policy's tool calls."""
 
 
+class Sampling(Protocol):
+    """What tokens are sampled from: `top_p` of the probability mass, of the `top_k` most likely ones (-1: all)."""
+
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def top_p(self) -> float: ...
+
+    @property
+    def top_k(self) -> int: ...
+
+
 class SGLangClient:
     """Samples turns from one server; allows any number of concurrent requests of one event loop.
 
     `counters` has prompt tokens: `prefill_tokens` were computed, `cached_tokens` were in the server's cache.
     """
 
-    def __init__(self, url: str, api_key: str, config: RolloutConfig, adapter: str | None = None) -> None:
-        """`adapter`: the server's name of the adapters to sample with (adapters.served_name); None without adapters."""
-        self.url, self.adapter = url, adapter
-        self.timeout, self.tool_parser = config.turn_timeout, config.tool_parser
-        # Markers of tool calls may be special tokens, as Mistral's [TOOL_CALLS]; parsers look for them in the text.
-        self.calls = bool(config.tools or config.mcp_servers)
+    def __init__(self, url: str, api_key: str, spec: ClientSpec) -> None:
+        self.url, self.spec = url, spec
         self.counters: Counter[str] = Counter()
         self._headers = {"Authorization": f"Bearer {api_key}"}
         self._reading: dict[tuple[int, ...], asyncio.Event] = {}  # by prompt: set once it is prefilled
@@ -58,7 +67,7 @@ class SGLangClient:
         prompt_ids: tuple[int, ...],
         *,
         max_new_tokens: int,
-        sampling: SamplingConfig,
+        sampling: Sampling,
         seed: int,
         stop: int | None = None,
         routing_from: int | None = None,
@@ -82,12 +91,12 @@ class SGLangClient:
                 "top_k": sampling.top_k,
                 "sampling_seed": seed,
                 "stop_token_ids": [] if stop is None else [stop],
-                "skip_special_tokens": not self.calls,
+                "skip_special_tokens": not self.spec.calls_tools,
                 "stream_interval": max_new_tokens,  # one event for the first token, one for the whole turn
             },
         }
-        if self.adapter is not None:
-            body["lora_path"] = self.adapter
+        if self.spec.adapter is not None:
+            body["lora_path"] = self.spec.adapter
         if routing_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routing_from}
         first = prompt_ids not in self._reading
@@ -120,7 +129,7 @@ class SGLangClient:
 
     async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
         """The calls in `text`, by rollout.tool_parser. Raises UnreadableCall, and EngineError like `generate`."""
-        body = {"text": text, "tools": list(schemas), "tool_call_parser": self.tool_parser}
+        body = {"text": text, "tools": list(schemas), "tool_call_parser": self.spec.tool_parser}
         answer = await self._post("/parse_function_call", body, aiohttp.ClientResponse.json, UnreadableCall)
         try:
             calls = [(call["name"], json.loads(call["parameters"])) for call in answer["calls"]]
@@ -140,12 +149,12 @@ class SGLangClient:
         read: Callable[[aiohttp.ClientResponse], Awaitable[Answer]],
         crash: type[EngineError] = TransientError,
     ) -> Answer:
-        timeout_error = EngineError(f"no answer within rollout.turn_timeout={self.timeout:g} s")
+        timeout_error = EngineError(f"no answer within rollout.turn_timeout={self.spec.timeout:g} s")
         return await post(self._session, self.url + path, body, read, timeout_error, crash)
 
     @cached_property
     def _session(self) -> aiohttp.ClientSession:
-        timeout = aiohttp.ClientTimeout(total=self.timeout)
+        timeout = aiohttp.ClientTimeout(total=self.spec.timeout)
         return aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter, methodcaller
 
-from megatron_collab.config import ServerConfig
 from megatron_collab.inference.server import MEMORY, ServerError, SGLangServer
+from megatron_collab.inference.spec import ServerSpec
 from megatron_collab.runtime.process import wait_for
 
 logger = logging.getLogger(__name__)
@@ -26,19 +26,11 @@ class ServerPool:
     """Lives on rank 0. Use a single thread to start and stop servers: a server ends with the thread that started it."""
 
     def __init__(
-        self,
-        servers: Sequence[SGLangServer],
-        options: ServerConfig,
-        tell: Callable[[Sequence[int]], None],
-        model: str = "",
+        self, servers: Sequence[SGLangServer], spec: ServerSpec, tell: Callable[[Sequence[int]], None]
     ) -> None:
-        """`servers` are starting. `tell` is called with the numbers of the servers that get requests from now on.
-
-        `model`: name of the served model; empty for the policy.
-        """
-        self.servers, self.options, self._tell = servers, options, tell
-        self._suffix, self._prefix = (f" of {model}", f"{model}_") if model else ("", "")
-        self._setting = f"servers.{model}.max_total_tokens" if model else "rollout.server.max_total_tokens"
+        """`servers` are starting. `tell` is called with the numbers of the servers that get requests from now on."""
+        self.servers, self.spec, self._tell = servers, spec, tell
+        self._suffix, self._prefix = (f" of {spec.name}", f"{spec.name}_") if spec.name else ("", "")
         self._announced: list[int] = []
         self._had_none = False  # no server was present at some time since `recover`
         self._fatal = ""  # why a server cannot be kept alive; raised in `ready`, where all ranks wait
@@ -49,12 +41,13 @@ class ServerPool:
 
     def begin(self) -> None:
         """Wait for all servers. Raises ServerError if one fails: a failing first start has a lasting cause."""
-        sizes, expected = [], self.options.max_total_tokens or 0
+        sizes, expected = [], self.spec.max_total_tokens or 0
         for server in self.servers:
-            server.wait_healthy(self.options.start_timeout)
+            server.wait_healthy(self.spec.host.start_timeout)
             sizes.append(server.cache_tokens())
             if sizes[-1] < 0.99 * expected:  # sizes are rounded to pages
-                shortfall = f"has a KV cache of {sizes[-1]} tokens instead of {self._setting}={expected}"
+                setting = f"{self.spec.setting}.max_total_tokens={expected}"
+                shortfall = f"has a KV cache of {sizes[-1]} tokens instead of {setting}"
                 logger.warning(f"engine: {self._name(server)} {shortfall}: its GPU is out of memory")
         if sizes:
             size = f"have a KV cache of at least {min(sizes)} tokens each"
@@ -78,7 +71,7 @@ class ServerPool:
                 self._counts["back"] += 1
                 logger.info(f"engine: {self._name(server)} is back (start {server.generation + 1})")
             elif time.monotonic() > self._deadlines[server.index]:
-                timeout = self.options.start_timeout
+                timeout = self.spec.host.start_timeout
                 self._start_again(server, f"it was not healthy after rollout.server.start_timeout={timeout:g} s")
         return sorted(self._present, key=attrgetter("index"))
 
@@ -162,11 +155,11 @@ class ServerPool:
                 self._release()
             return not self._deadlines
 
-        return not self.options.colocated or wait_for(none_restarting, seconds)
+        return not self.spec.placement.colocated or wait_for(none_restarting, seconds)
 
     def give_up(self) -> None:
         """The run ends: colocated servers release their memory so that the trainer can save, or else are stopped."""
-        if not self.options.colocated:
+        if not self.spec.placement.colocated:
             return
         self._call_all(methodcaller("release"), lambda server, reason: None)
         for server in self.servers:
@@ -178,7 +171,7 @@ class ServerPool:
         return {f"servers/{self._prefix}{name}": float(self._counts.pop(name, 0)) for name in ("lost", "back")}
 
     def _release(self) -> None:
-        if self.options.colocated:
+        if self.spec.placement.colocated:
             self._call_all(methodcaller("release"), self.lost)
 
     def _call_all(self, call: Callable[[SGLangServer], object], failed: Callable[[SGLangServer, str], None]) -> None:
@@ -201,7 +194,7 @@ class ServerPool:
             return
         logger.warning(f"engine: {name} is taken out of use and restarted: {reason}")
         server.restart()
-        self._deadlines[server.index] = time.monotonic() + self.options.start_timeout
+        self._deadlines[server.index] = time.monotonic() + self.spec.host.start_timeout
 
     def _name(self, server: SGLangServer) -> str:
         return f"SGLang server {server.index}{self._suffix}"

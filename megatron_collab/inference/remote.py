@@ -16,9 +16,9 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megatron_collab.config import Config
 from megatron_collab.inference import MEETING
 from megatron_collab.inference.server import Part, ServerError, ServerProcess
+from megatron_collab.inference.spec import ServerSpec
 from megatron_collab.runtime import device, network
 from megatron_collab.runtime.process import POLL_SECONDS, wait_for
 
@@ -27,13 +27,13 @@ STOP_SECONDS = 10  # timeout for an actor to end its server, which also ends wit
 
 
 class Machines:
-    """The addresses of the cluster's Ray nodes on launch.interface, looked up once per node.
+    """The addresses of the cluster's Ray nodes on a network interface, looked up once per node.
 
     Several Ray nodes may be on one machine and share its servers.
     """
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, interface: str | None) -> None:
+        self._interface = interface
         self._addresses: dict[str, str] = {}  # by Ray node
         self._uses = Counter([ray.get_runtime_context().get_node_id()])  # this node runs rank 0's servers
 
@@ -43,7 +43,7 @@ class Machines:
         find = ray.remote(network.address)
         unknown = {node: _on(node) for node in alive if node not in self._addresses}
         pending = {
-            node: find.options(num_cpus=0, max_retries=0, **on).remote(self._config) for node, on in unknown.items()
+            node: find.options(num_cpus=0, max_retries=0, **on).remote(self._interface) for node, on in unknown.items()
         }
         answers = list(pending.values())
         wait_for(lambda: not answers or not ray.wait(answers, num_returns=len(answers), timeout=0)[1], ASK_SECONDS)
@@ -66,17 +66,17 @@ class RemoteProcess:
         self,
         machines: Machines,
         address: str,
-        config: Config,
+        spec: ServerSpec,
         log: Path,
         index: int,
         api_key: str,
         *,
         part: Part | None = None,
     ) -> None:
-        self._machines, self._address, self._timeout = machines, address, config.rollout.server.start_timeout
+        self._machines, self._address, self._timeout = machines, address, spec.host.start_timeout
         # Otherwise a machine without a driver would use its CPU while the others use GPUs.
-        launch = replace(config.launch, device=device.select(config.launch.device).type)
-        self._arguments = replace(config, launch=launch), log.resolve(), index, api_key
+        host = replace(spec.host, device=device.select(spec.host.device).type)
+        self._arguments = replace(spec, host=host), log.resolve(), index, api_key
         self._no_node = f"no node of the Ray cluster has the server's address {address}"
         self._url = ""
         self.start(part)
@@ -129,7 +129,7 @@ class SpreadProcess:
         self,
         places: Sequence[Callable[..., ServerProcess | RemoteProcess]],
         address: str,
-        config: Config,
+        spec: ServerSpec,
         log: Path,
         index: int,
         api_key: str,
@@ -138,7 +138,7 @@ class SpreadProcess:
         self._meetings = f"{MEETING}://{address}/server-{index}"
         self._logs = [log, *(log.with_stem(f"{log.stem}-node{node}") for node in range(1, len(places)))]
         self._parts = [
-            place(config, log, index, api_key, part=part)
+            place(spec, log, index, api_key, part=part)
             for place, log, part in zip(places, self._logs, self._next(len(places)), strict=True)
         ]
 
@@ -169,8 +169,8 @@ class SpreadProcess:
 class Keeper:
     """Ray actor that owns a server process; the server ends with the actor's only thread."""
 
-    async def start(self, config: Config, log: Path, index: int, api_key: str, port: int, part: Part | None) -> str:
-        self._process = ServerProcess(config, log, index, api_key, port, part=part)
+    async def start(self, spec: ServerSpec, log: Path, index: int, api_key: str, port: int, part: Part | None) -> str:
+        self._process = ServerProcess(spec, log, index, api_key, port, part=part)
         return self._process.url
 
     async def ended(self, started: str) -> str:

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-from megatron_collab.config import RolloutConfig, SamplingConfig
-from megatron_collab.inference.client import ServerGone, SGLangClient
+from megatron_collab.inference.client import Sampling, ServerGone, SGLangClient
 from megatron_collab.inference.server import UNPUBLISHED
+from megatron_collab.inference.spec import ClientSpec
 from megatron_collab.llm.served import choose
 from megatron_collab.types import Message, ToolCall, Turn
 
@@ -23,19 +23,10 @@ class Router:
     `in_flight` counts the requests of each server; `gone` has the servers that are not in use or became unreachable.
     """
 
-    def __init__(
-        self,
-        servers: Sequence[tuple[str, str]],
-        config: RolloutConfig,
-        unpublished: bool = False,
-        adapter: str | None = None,
-    ) -> None:
-        """`servers`: address and key of each. `unpublished`: accept servers without the run's weights.
-
-        `adapter`: see SGLangClient.
-        """
+    def __init__(self, servers: Sequence[tuple[str, str]], spec: ClientSpec, unpublished: bool = False) -> None:
+        """`servers`: address and key of each. `unpublished`: accept servers without the run's weights."""
         self.unpublished = unpublished
-        self.clients = [SGLangClient(url, key, config, adapter) for url, key in servers]
+        self.clients = [SGLangClient(url, key, spec) for url, key in servers]
         self.in_flight = [0] * len(self.clients)
         self.gone: set[int] = set()
         self._all = self._allowed = frozenset(range(len(self.clients)))
@@ -52,7 +43,7 @@ class Router:
         prompt_ids: tuple[int, ...],
         *,
         max_new_tokens: int,
-        sampling: SamplingConfig,
+        sampling: Sampling,
         seed: int,
         affinity: str,
         stop: int | None = None,

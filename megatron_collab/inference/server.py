@@ -12,13 +12,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from enum import Enum
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
-from megatron_collab.config import Config
 from megatron_collab.inference import (
     CHECK_VARIABLE,
     KEY_VARIABLE,
@@ -29,8 +27,8 @@ from megatron_collab.inference import (
     adapters,
 )
 from megatron_collab.inference.server_args import plain, words
+from megatron_collab.inference.spec import ServerSpec, Serves
 from megatron_collab.models import hf_config
-from megatron_collab.models.parallel_layout import first_gpu, servers_per_node
 from megatron_collab.runtime import device, gpu_environment, hub, keys, network, stacks, toolkit
 from megatron_collab.runtime.files import CACHE, ScratchFolder
 from megatron_collab.runtime.network import bindable
@@ -63,14 +61,6 @@ class ServerError(RunStopped):
     """A server did not start, has ended, or failed a request; the message names the server and the reason."""
 
 
-class Serves(Enum):
-    """What a server returns; only POLICY servers receive weights from the trainer."""
-
-    POLICY = 0
-    TEXT = 1
-    SCORES = 2
-
-
 class Part(NamedTuple):
     """One node's part of a server over several nodes: `node` is its number, `store` the rendezvous URL of all ranks."""
 
@@ -87,20 +77,18 @@ class ServerProcess:
 
     def __init__(
         self,
-        config: Config,
+        spec: ServerSpec,
         log: Path,
         index: int,
         api_key: str,
         port: int = 0,
         *,
-        serves: Serves = Serves.POLICY,
         part: Part | None = None,
     ) -> None:
         """Start it; its output goes to `log`. `port`: of an earlier start. Raises ServerError if it is in use."""
-        self._config, self._log, self._index, self._api_key = config, log, index, api_key
-        self._serves = serves
-        first = config.rollout.server.port
-        host, parts = network.address(config), servers_per_node(config)
+        self._spec, self._log, self._index, self._api_key = spec, log, index, api_key
+        first = spec.host.port
+        host, parts = network.address(spec.host.interface), spec.placement.per_node
         port = port or (first + index if first else 0)
         try:
             self._port = bindable("rollout.server.port", port, host, index % parts, parts)
@@ -122,17 +110,17 @@ class ServerProcess:
         store = part.store if part else (self._scratch.path / "store").as_uri()
         stack_files = (self._log.parent / stacks.FOLDER / self._log.stem).resolve()
         adapter = None
-        if self._config.model.lora.served:
+        if self._spec.adapters:
             adapter = self._scratch.path / "adapter"
-            adapters.write(adapter, self._config)
-        environment = _environment(self._config, self._api_key, self._index) | {
+            adapters.write(adapter, self._spec.model, self._spec.adapters)
+        environment = _environment(self._spec, self._api_key, self._index) | {
             "TMPDIR": str(self._scratch.path),
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": store,
             STACKS_VARIABLE: str(stack_files),
         }
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
-                _COMMAND + arguments(self._config, self.url, self._index, self._serves, part, adapter),
+                _COMMAND + arguments(self._spec, self.url, self._index, part, adapter),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -178,19 +166,19 @@ class SGLangServer:
 
     def __init__(
         self,
-        config: Config,
+        spec: ServerSpec,
         log: Path,
         index: int = 0,
-        start: Callable[[Config, Path, int, str], Process] = ServerProcess,
+        start: Callable[[ServerSpec, Path, int, str], Process] = ServerProcess,
     ) -> None:
-        """Start serving model.path; `start` starts the processes. Raises ServerError if a local port is in use."""
-        self.config, self.log, self.index = config, log, index
-        self.tp = config.rollout.server.tp
+        """Start serving; `start` starts the processes. Raises ServerError if a local port is in use."""
+        self.spec, self.log, self.index = spec, log, index
+        self.tp = spec.placement.tp
         self.api_key = secrets.token_hex(32)
         self.generation = 0
         self.released: set[str] = set()
         self._ready = False
-        self.process = start(config, log, index, self.api_key)
+        self.process = start(spec, log, index, self.api_key)
 
     @property
     def url(self) -> str:
@@ -266,11 +254,11 @@ class SGLangServer:
         return int(json.loads(self.ask("/get_server_info"))["max_total_num_tokens"])
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> str:
-        """POST `body`, or GET without one; returns the answer. ServerError after `timeout` s (launch.timeout / 4)."""
+        """POST `body`, or GET without one; returns the answer. ServerError after `timeout` s (request_timeout)."""
         beat()  # cannot hide a hang: every caller has a deadline
         method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
-        connection = HTTPConnection(urlsplit(self.url).netloc, timeout=timeout or self.config.launch.timeout / 4)
+        connection = HTTPConnection(urlsplit(self.url).netloc, timeout=timeout or self.spec.host.request_timeout)
         try:
             connection.request(method, path, data, headers)
             answer = connection.getresponse()
@@ -285,73 +273,64 @@ class SGLangServer:
 
 
 def arguments(
-    config: Config,
-    url: str,
-    index: int,
-    serves: Serves = Serves.POLICY,
-    part: Part | None = None,
-    adapter: Path | None = None,
+    spec: ServerSpec, url: str, index: int, part: Part | None = None, adapter: Path | None = None
 ) -> list[str]:
-    """SGLang's command-line arguments for server number `index` of the run, or for a part of it, at `url`.
+    """SGLang's command-line arguments for server number `index` of `spec`, or for a part of it, at `url`.
 
     `adapter`: folder of the adapters that it holds besides the base.
     """
-    server, address = config.rollout.server, urlsplit(url)
+    placement, address = spec.placement, urlsplit(url)
     options: dict[str, Any] = {
-        "model-path": hub.folder(config.model.path),
+        "model-path": hub.folder(spec.model),
         "host": address.hostname,
         "port": address.port,
-        "tp-size": server.tp,
-        "ep-size": server.ep,
-        "dtype": config.model.dtype,
-        "max-running-requests": server.max_running_requests,
-        "random-seed": config.run.seed,
+        "tp-size": placement.tp,
+        "ep-size": spec.ep,
+        "dtype": spec.dtype,
+        "max-running-requests": spec.max_running_requests,
+        "random-seed": spec.seed,
         "weight-version": UNPUBLISHED,
         "log-level": "warning",
         "custom-weight-loader": WEIGHT_LOADER,
     }
-    on_cpu = device.select(config.launch.device).type == "cpu"
-    cache_tokens = server.max_total_tokens or (CPU_CACHE_TOKENS if on_cpu else None)
+    on_cpu = device.select(spec.host.device).type == "cpu"
+    cache_tokens = spec.max_total_tokens or (CPU_CACHE_TOKENS if on_cpu else None)
     if cache_tokens is not None:
         options["max-total-tokens"] = cache_tokens
-    options |= {"sleep-on-idle": True, "skip-server-warmup": True, SCORES_FLAG: serves is Serves.SCORES}
-    options["enable-return-routed-experts"] = serves is Serves.POLICY and config.rollout.routing_replay
+    options |= {"sleep-on-idle": True, "skip-server-warmup": True, SCORES_FLAG: spec.serves is Serves.SCORES}
+    options["enable-return-routed-experts"] = spec.returns_experts
     if on_cpu:
         options |= {"device": "cpu", "attention-backend": "torch_native", "sampling-backend": "pytorch"}
         flags = ("disable-overlap-schedule", "disable-cuda-graph", "enable-deterministic-inference")
         options |= dict.fromkeys(flags, True)
     else:
-        options["base-gpu-id"] = first_gpu(config, index)
-        options["enable-memory-saver"] = server.colocated
+        policy = spec.serves is Serves.POLICY
+        options["base-gpu-id"] = placement.first_device(index)
+        options["enable-memory-saver"] = placement.colocated
         # Weights that no sync sends must be restored with the memory.
-        options["enable-weights-cpu-backup"] = server.colocated and (serves is not Serves.POLICY or bool(adapter))
-        if (
-            serves is Serves.POLICY
-            and not server.fp8
-            and hf_config.read(hub.folder(config.model.path) / "config.json").experts
-        ):
+        options["enable-weights-cpu-backup"] = placement.colocated and (not policy or bool(adapter))
+        if policy and not spec.fp8 and hf_config.read(hub.folder(spec.model) / "config.json").experts:
             # By default SGLang uses a kernel on Blackwell that needs gate and up in the other order.
             options["moe-runner-backend"] = "triton"
-    if server.fp8:  # model.path is not in FP8: weights come from the trainer
+    if spec.fp8:  # the model is not in FP8: weights come from the trainer
         override = json.dumps({"quantization_config": FP8_BLOCKS})
         options |= {"load-format": "dummy", "json-model-override-args": override}
     if adapter:
         options |= adapters.arguments(adapter, on_cpu)
     if part:
-        options |= {"nnodes": server.nnodes, "node-rank": part.node}
-    return words(options | plain(server.args))
+        options |= {"nnodes": placement.nnodes, "node-rank": part.node}
+    return words(options | plain(spec.args))
 
 
-def refusal(config: Config, serves: Serves = Serves.POLICY) -> str | None:
-    """Why SGLang refuses rollout.server.args, to append to the setting's name; checked in a subprocess."""
-    server_args = config.rollout.server.args
+def refusal(spec: ServerSpec) -> str | None:
+    """Why SGLang refuses the settings' `args`, to append to their name; checked in a subprocess."""
     with ScratchFolder() as scratch:
-        environment = _environment(config, "", 0) | {
+        environment = _environment(spec, "", 0) | {
             "TMPDIR": str(scratch),
             STACKS_VARIABLE: str(scratch / "stacks"),
-            CHECK_VARIABLE: json.dumps(server_args),
+            CHECK_VARIABLE: json.dumps(spec.args),
         }
-        command = _COMMAND + arguments(config, f"http://{network.HOST}:{network.FIRST_PORT}", 0, serves)
+        command = _COMMAND + arguments(spec, f"http://{network.HOST}:{network.FIRST_PORT}", 0)
         process = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if process.returncode == 0:
         return json.loads(process.stdout.splitlines()[-1])
@@ -359,14 +338,15 @@ def refusal(config: Config, serves: Serves = Serves.POLICY) -> str | None:
     return f": SGLang failed to check them: {lines[0]}"
 
 
-def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
-    place = index % servers_per_node(config)
+def _environment(spec: ServerSpec, api_key: str, index: int) -> dict[str, str]:
+    place = index % spec.placement.per_node
     variables = keys.without(os.environ).items()
     inherited = gpu_environment.environment(
         {name: value for name, value in variables if not _TORCHRUN_VARIABLES.match(name)}
     )
-    settings = network.variables(config) | {
-        "SGLANG_HOST_IP": network.address(config),  # ranks of a server over several nodes listen here for each other
+    settings = network.variables(spec.host.interface) | {
+        # Ranks of a server over several nodes listen here for each other.
+        "SGLANG_HOST_IP": network.address(spec.host.interface),
         KEY_VARIABLE: api_key,
         PARENT_VARIABLE: str(os.getpid()),
         "HF_HUB_OFFLINE": "1",  # the model is a folder
@@ -374,12 +354,12 @@ def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
         "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",  # the policy is told that the tool does not exist
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if device.select(config.launch.device).type == "cpu":
+    if device.select(spec.host.device).type == "cpu":
         # Compiling takes seconds and is no faster at this size.
         settings |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
         settings |= dict([ROW_BY_ROW])
         settings["SGLANG_NCCL_SO_PATH"] = os.devnull  # with a torch for CUDA, ranks of a server would use its NCCL
-        cores, tp = sorted(os.sched_getaffinity(0)), config.rollout.server.tp
+        cores, tp = sorted(os.sched_getaffinity(0)), spec.placement.tp
         if tp > 1:
             bind = [str(cores[(place * tp + rank) % len(cores)]) for rank in range(tp)]
             settings["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bind)

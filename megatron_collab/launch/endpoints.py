@@ -9,7 +9,8 @@ from pathlib import Path
 
 from megatron_collab import patches
 from megatron_collab.config import Config, ConfigError, LlmConfig, nearest, require
-from megatron_collab.inference import served
+from megatron_collab.inference.served import gives_text
+from megatron_collab.launch import server_specs
 from megatron_collab.llm import endpoint as endpoints
 from megatron_collab.llm.price import Prices
 from megatron_collab.llm.recording import SUFFIX, Recording
@@ -69,10 +70,8 @@ def check_served(config: Config, language_models: Sequence[NamedEndpoint]) -> No
         available = f"there are {', '.join(config.servers)}{nearest(name, config.servers)}"
         out = available if config.servers else f"set servers.{name}.model to the model that the run is to serve"
         require(name in config.servers, f"{label}: servers has no {name}; {out}")
-        path = served.server_entries(config)[name].model
-        require(
-            served.gives_text(path), f"{label}: servers.{name}.model={path} outputs scores, not text; choose another"
-        )
+        path = server_specs.server_entries(config)[name].model
+        require(gives_text(path), f"{label}: servers.{name}.model={path} outputs scores, not text; choose another")
 
 
 def check_prices(config: Config, language_models: Sequence[NamedEndpoint]) -> list[str]:

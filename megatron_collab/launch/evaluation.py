@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,13 @@ from megatron_collab.config.schema import (
 )
 from megatron_collab.data import assistants, sources
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
-from megatron_collab.inference import served
 from megatron_collab.launch import endpoints, models, prepare, servers, validate
 from megatron_collab.launch.resolve import RunSpec, resolve
 from megatron_collab.llm.endpoint import token_budget
-from megatron_collab.models import parallel_layout
 from megatron_collab.observability import evaluations, records
 from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.tools import toolbox
-from megatron_collab.runtime import device, gpu_environment, hub, network
+from megatron_collab.runtime import gpu_environment, hub, network
 from megatron_collab.runtime.process import RunStopped
 
 logger = logging.getLogger(__name__)
@@ -69,7 +67,7 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}, builds: boo
         _resolve_assistants(config)
     assistant, rollout = config.assistant, config.rollout
     rollouts = config.build.candidates if builds else TrainConfig.rollouts_per_prompt
-    server = replace(rollout.server, colocated=False, fp8=False)  # the servers' weights never change
+    server = replace(rollout.server, fp8=False)  # only a trainer quantizes weights
     if assistant.model:
         endpoints.check_settings(config)
         budget = token_budget(assistant)
@@ -98,7 +96,6 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}, builds: boo
         train=replace(TrainConfig(eval_tasks=config.train.eval_tasks), rollouts_per_prompt=rollouts),
         rollout=replace(rollout, server=server, train_turns="first", max_staleness=0, routing_replay=False),
         publish=PublishConfig(),
-        servers={name: {**asdict(model), "colocated": False} for name, model in served.server_entries(config).items()},
     )
     require(config.data.eval is not None, "data.eval: not set; give the tasks to evaluate")
     if builds:
@@ -108,7 +105,7 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}, builds: boo
         out = "remove rollout.tools and rollout.mcp_servers, or evaluate model.path"
         message = f"{language_model.setting}={language_model.endpoint.model}: cannot call tools yet; {out}"
         require(not (config.rollout.tools or config.rollout.mcp_servers), message)
-    validate.check_settings(config)
+    validate.check_settings(config, evaluates=True)
     gpu_environment.enter(config)
     validate.check_files_of_users(config)
     for eval_set in evaluation_sets(config) if assistant.model and assistant.temperature is None else ():
@@ -185,30 +182,26 @@ def prepared(config: Config) -> tuple[Config, RunSpec, int]:
     Raises ConfigError.
     """
     try:
-        network.address(config)
-        # The rank on each node uses no device, so the servers have them all.
-        serving = replace(config, launch=replace(config.launch, nproc_per_node=0))
+        network.address(config.launch.interface)
+        spec = resolve(config, evaluates=True)
+        assert spec.serving
+        servers.check_servers_on_machine(config, spec.serving)
         if config.assistant.model:
-            serving.rollout = replace(config.rollout, server=replace(config.rollout.server, replicas=0))
-        check_devices(serving)
-        servers.check_servers_on_machine(serving)
-        if config.assistant.model:
-            models.check_served(serving)
-            servers.check_arguments(serving)
-            spec = resolve(serving)
+            models.check_served(config)
+            servers.check_arguments(spec.serving)
             prepare.read_data(config, spec, (), trains=False)
-            return serving, spec, 0
+            return config, spec, 0
         folder, checkpoint = _model(config)
-        serving = replace(serving, model=replace(config.model, path=str(folder)))
-        shape = validate.check_model(serving)
-        servers.check_servers_of_model(serving, shape)
+        serving = replace(config, model=replace(config.model, path=str(folder)))
+        spec = resolve(serving, evaluates=True)
+        assert spec.serving
+        shape = validate.check_model(serving, spec)
         models.check_models(serving, shape, weights=checkpoint is None)
-        servers.check_arguments(serving)
+        servers.check_arguments(spec.serving)
         tools = toolbox.make_tools(config.rollout)
         schemas = toolbox.schemas(tools)
         if schemas:
             models.check_rendering(serving, schemas)
-        spec = resolve(serving)
         prepare.read_data(serving, spec, schemas, trains=False)
         prepare.compare_tools(Path(config.run.dir), tools)
     except (ValueError, OSError, RunStopped) as error:
@@ -218,7 +211,7 @@ def prepared(config: Config) -> tuple[Config, RunSpec, int]:
     converted = _convert(config, checkpoint, folder)
     saved = storage.read_state(checkpoint) or {}
     serving = replace(serving, model=replace(config.model, path=str(converted)))
-    return serving, resolve(serving), int(saved.get("step", 0))
+    return serving, resolve(serving, evaluates=True), int(saved.get("step", 0))
 
 
 def is_done(config: Config) -> bool:
@@ -236,18 +229,6 @@ def is_done(config: Config) -> bool:
         require(known.get(eval_set.name, eval_set) == eval_set, f"{message}; {out}")
     names = {evaluations.name_of(eval_set.name, evaluations.MODEL) for eval_set in evaluation_sets(config)}
     return names <= recorded.keys() and records.finished(folder)
-
-
-def check_devices(config: Config) -> None:
-    """Raises ConfigError if the servers need more GPUs than their node has."""
-    devices_needed = parallel_layout.servers_per_node(config) * parallel_layout.server_ranks_per_node(config)
-    if device.select(config.launch.device).type == device.GPU:
-        message = f"needs more than the {device.count()} GPUs of this node; lower one of them"
-        require(
-            devices_needed <= device.count(),
-            f"<rollout.server.replicas> x <rollout.server.tp> / <launch.nodes>: {message}",
-            config,
-        )
 
 
 def _model(config: Config) -> tuple[Path, Path | None]:

@@ -7,7 +7,7 @@ from operator import attrgetter
 import psutil
 
 from megatron_collab.config import Config, require
-from megatron_collab.models import parallel_layout
+from megatron_collab.launch import server_specs
 from megatron_collab.runtime import device
 
 # Lower bound in MiB per process: USS in a booking run on a CPU (Linux, Python 3.11).
@@ -22,7 +22,7 @@ def check_processes(config: Config) -> None:
         needed["rollout.workers"] = -(-config.rollout.workers // nodes) * CONVERSATION_WORKER
         needed["reward.workers"] = -(-config.reward.workers // nodes) * REWARD_WORKER
         if device.select(config.launch.device).type == "cpu":
-            needed["rollout.server.replicas"] = parallel_layout.servers_per_node(config) * CPU_SERVER
+            needed["rollout.server.replicas"] = server_specs.training(config).policy.placement.per_node * CPU_SERVER
     total, available = sum(needed.values()), psutil.virtual_memory().total >> 20
     setting = max(needed, key=needed.__getitem__)
     require(

@@ -10,9 +10,9 @@ from typing import Any
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.data import chat_template
 from megatron_collab.inference.served import gives_text
+from megatron_collab.launch import server_specs
 from megatron_collab.models import hf_config, hf_weights
 from megatron_collab.models.hf_config import ModelShape
-from megatron_collab.reward import metrics
 from megatron_collab.runtime import hub
 from megatron_collab.runtime.process import LAUNCHER, first_on_node
 from megatron_collab.runtime.trial import TrialError, run_trial
@@ -47,7 +47,7 @@ def check_rendering(config: Config, tools: Sequence[Mapping[str, Any]]) -> None:
 
 def check_served(config: Config) -> None:
     """As `check_models`, for the served models beside the policy; only what SGLang requires of them."""
-    for group, model in metrics.served_models(config).values() if _is_checking_process() else ():
+    for group, model in server_specs.served_models(config).values() if _is_checking_process() else ():
         setting, folder = f"{group}.model", hub.folder(model.model)
         try:
             shape = hf_config.read(folder / "config.json") if gives_text(model.model) else None

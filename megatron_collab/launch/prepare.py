@@ -23,13 +23,12 @@ from megatron_collab.config.schema import BuildConfig
 from megatron_collab.data import sources
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
 from megatron_collab.inference.served import score_fault
-from megatron_collab.launch import endpoints, models
+from megatron_collab.launch import endpoints, models, server_specs
 from megatron_collab.launch.fork import fork
 from megatron_collab.launch.resolve import RunSpec, resolve
 from megatron_collab.launch.servers import check_arguments, idle_gpus
 from megatron_collab.launch.validate import check_model
 from megatron_collab.observability import evaluations, records
-from megatron_collab.reward import metrics
 from megatron_collab.rollout import llm_endpoints, users
 from megatron_collab.rollout.task_requirements import USER, WEIGHTS, task_requirements
 from megatron_collab.rollout.tools import Toolset, toolbox
@@ -80,17 +79,20 @@ def prepare(config: Config) -> RunSpec:
         spec = resolve(config)
         if LAUNCHER in os.environ:  # a rank: the process that became its torchrun has done the rest
             return spec
-        shape = check_model(config)
+        shape = check_model(config, spec)
         check_same_run(config)
         models.check_models(config, shape)
-        check_arguments(config)
+        if spec.serving:
+            check_arguments(spec.serving)
         tools = toolbox.make_tools(config.rollout) if config.train.stage == "rl" else []
         schemas = toolbox.schemas(tools)
         if schemas:
             models.check_rendering(config, schemas)
         data = read_data(config, spec, schemas)
         if not under_torchrun():
-            network.bindable("rollout.server.port", config.rollout.server.port, network.address(config))
+            network.bindable(
+                "rollout.server.port", config.rollout.server.port, network.address(config.launch.interface)
+            )
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     compare_tools(Path(config.run.dir), tools)
@@ -266,7 +268,7 @@ def _pin(config: Config) -> None:
 
 def fetch_served_models(config: Config) -> None:
     """As `_pin`, for the served models beside the policy. Raises ConfigError if a reward model gives no score."""
-    for name, (group, model) in metrics.served_models(config).items():
+    for name, (group, model) in server_specs.served_models(config).items():
         path = hub.fetch_model(model.model, f"{group}.model", Path(config.run.dir))
         settings = config.servers[name] if name in config.servers else config.reward.metrics.get(name, {})
         settings.update({key: path for key, value in settings.items() if value == model.model})

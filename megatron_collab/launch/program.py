@@ -54,7 +54,7 @@ def _run(module: str, description: str | None, arguments: list[str], prepared: C
     config, work = outcome
     if not process.under_torchrun():
         prepare.replace_by_torchrun(config, module, arguments)
-    os.environ |= network.variables(config)
+    os.environ |= network.variables(config.launch.interface)
     process.die_with_parent(int(os.environ.get(process.LAUNCHER, "0")))  # 0: torchrun was started by hand
     signals.keep_notices(process.global_rank(), config.launch.grace)
     try:

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
         if command == "settings":
             print(*settings(compose(operands)), sep="\n")
         elif command == "address":
-            print(network.address(compose(operands)))
+            print(network.address(compose(operands).launch.interface))
         else:
             wait(operands[0], float(operands[1]), operands[2:])
     except (ValueError, RunStopped) as error:

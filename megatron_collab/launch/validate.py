@@ -62,20 +62,21 @@ def load(overrides: Sequence[str]) -> Config:
 
 def validate(config: Config) -> None:
     """Cross-checks that need no process and no model in memory. Sets a rank's environment in this process."""
-    check_settings(config)
+    spec = check_settings(config)
     gpu_environment.enter(config)  # libraries imported below may initialize CUDA
     try:
         device.select(config.launch.device)
         device.refuse_unusable_driver(config.launch.device)
-        network.address(config)
+        network.address(config.launch.interface)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     check_layout_on_machine(config)
     check_processes(config)
-    check_servers_on_machine(config)
+    if spec.serving:
+        check_servers_on_machine(config, spec.serving)
     makes_world = config.data.world is not None
     if not (makes_world or hub.parse(config.model.path)) or Path(config.model.path).exists():
-        check_model(config)
+        check_model(config, spec)
     if not makes_world:
         sources.check_exists(config.data.train, "data.train", sources.TrainingSource)
         if config.data.eval:
@@ -88,8 +89,8 @@ def validate(config: Config) -> None:
     require(not uses_wandb(config.run) or find_spec("wandb") is not None, message, config)
 
 
-def check_settings(config: Config) -> RunSpec:
-    """The settled settings, after the checks of `validate` that do not depend on the machine."""
+def check_settings(config: Config, evaluates: bool = False) -> RunSpec:
+    """The settled settings (see resolve.py), after the checks of `validate` that do not depend on the machine."""
     check = partial(require, config=config)
     refuse_keys(asdict(config))
     check_declared(config)
@@ -112,7 +113,7 @@ def check_settings(config: Config) -> RunSpec:
     message = f"<rollout.routing_replay>: {train.stage} samples no tokens to replay; set it to false"
     check(train.stage == "rl" or not rollout.routing_replay, message)
     check_layout(config)
-    spec = resolve(config)
+    spec = resolve(config, evaluates)
     for eval_set in evaluation_sets(config) if train.stage != "rl" else ():
         plain = EvaluationSet(eval_set.source, eval_set.name, eval_set.subset, eval_set.split, eval_set.tasks)
         option = next((name for name, value in vars(eval_set).items() if value != getattr(plain, name)), None)
@@ -128,11 +129,11 @@ def check_settings(config: Config) -> RunSpec:
     check(train.stage != "dpo" or dpo.refresh == 0, message)
     message = "<algo.dpo.refresh>: with <model.lora.rank> the reference is the model without adapters; set it to 0"
     check(config.objective != "dpo" or dpo.refresh == 0 or config.model.lora.rank is None, message)
-    if spec.play:
+    if spec.play and spec.serving:
         check_reward(config, spec.play.reward)
         _check_rollouts(config)
         (_check_algo if config.objective == "policy" else _check_choice)(config)
-        check_servers(config)
+        check_servers(config, spec.serving)
         endpoints.check_settings(config)
         _check_llm_endpoints(config, spec.play)
     return spec
@@ -282,8 +283,8 @@ def _check_choice(config: Config) -> None:
     check(algo.objective == "dpo" or algo.dynamic_sampling == 0, message)
 
 
-def check_model(config: Config, described: Path | None = None) -> ModelShape:
-    """Checks the model against the layout; returns its shape, from its config.json or from the file `described`."""
+def check_model(config: Config, spec: RunSpec, described: Path | None = None) -> ModelShape:
+    """Checks the model against the layouts; returns its shape, from its config.json or from the file `described`."""
     path = config.model.path
     file = described or hub.folder(path) / "config.json"
     hint = "; experiment=booking_sft trains the model booking starts from" if config.data.world == "booking" else ""
@@ -294,8 +295,8 @@ def check_model(config: Config, described: Path | None = None) -> ModelShape:
     except ValueError as error:
         raise ConfigError(f"model.path={path}: {error}; give another model") from error
     check_layout_of_model(config, shape)
-    if config.train.stage == "rl":
-        check_servers_of_model(config, shape)
+    if spec.serving:
+        check_servers_of_model(config, spec.serving.policy, shape)
     return shape
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_collab.config import LoraConfig
 from megatron_collab.models import lora
 from megatron_collab.models.hf_config import Experts, ModelShape
 from megatron_collab.models.hf_to_megatron import Piece, Shape, divide, stacked
+from megatron_collab.models.lora import LoraSettings
 
 # Families whose SGLang models pass the quantization config to attention, which then has scales for an FP8 KV cache.
 # The cache is never in FP8 here, but some attention backends apply these scales anyway: they must be 1.
@@ -33,7 +33,7 @@ class ServerLayout:
     tp: int = 1
     ep: int = 1
     fp8: bool = False
-    lora: LoraConfig | None = None
+    lora: LoraSettings | None = None
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,28 @@ The other factor is whole on every rank. Experts, norms, embedding and head have
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from megatron_collab.config import LoraConfig
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import Shape, TensorCut, WeightEntry, divide, pieces, table
 
 _CUTS = {None: TensorCut.WHOLE, 0: TensorCut.ROWS, 1: TensorCut.COLUMNS}
+
+
+class LoraSettings(Protocol):
+    """Rank, alpha and targets of adapters, such as model.lora; without a rank there are none."""
+
+    @property
+    def rank(self) -> int | None: ...
+
+    @property
+    def alpha(self) -> float: ...
+
+    @property
+    def targets(self) -> Sequence[str]: ...
 
 
 @dataclass(frozen=True)
@@ -48,13 +61,13 @@ class Adapter(NamedTuple):
 Blocks = list[tuple[int | None, int]]
 
 
-def scale(lora: LoraConfig) -> float:
+def scale(lora: LoraSettings) -> float:
     """The factor of B A: alpha / rank."""
     assert lora.rank is not None
     return lora.alpha / lora.rank
 
 
-def adapters(entry: WeightEntry, lora: LoraConfig) -> tuple[Adapter, ...]:
+def adapters(entry: WeightEntry, lora: LoraSettings) -> tuple[Adapter, ...]:
     """Adapters of the matrices of a Megatron parameter that are targets, in order."""
     if entry.expert or entry.cut not in (TensorCut.ROWS, TensorCut.COLUMNS) or lora.rank is None:
         return ()
@@ -70,31 +83,31 @@ def adapters(entry: WeightEntry, lora: LoraConfig) -> tuple[Adapter, ...]:
     return tuple(matched)
 
 
-def lora_entries(shape: ModelShape, lora: LoraConfig) -> Iterator[tuple[WeightEntry, tuple[Adapter, ...]]]:
+def lora_entries(shape: ModelShape, lora: LoraSettings) -> Iterator[tuple[WeightEntry, tuple[Adapter, ...]]]:
     """Yield every Megatron parameter that has adapters with its adapters, in forward order."""
     for entry in table(shape):
         if entry_adapters := adapters(entry, lora):
             yield entry, entry_adapters
 
 
-def factors(shape: ModelShape, lora: LoraConfig) -> list[Factor]:
+def factors(shape: ModelShape, lora: LoraSettings) -> list[Factor]:
     """Every A and B of a model."""
     return [factor for _, group in lora_entries(shape, lora) for adapter in group for factor in (adapter.a, adapter.b)]
 
 
-def factor_table(shape: ModelShape, lora: LoraConfig) -> tuple[WeightEntry, ...]:
+def factor_table(shape: ModelShape, lora: LoraSettings) -> tuple[WeightEntry, ...]:
     """Entries for every A and B, like those of `table`; both names are the key."""
     return tuple(
         WeightEntry(factor.key, (factor.key,), (factor.shape,), _CUTS[factor.axis]) for factor in factors(shape, lora)
     )
 
 
-def projections(shape: ModelShape, lora: LoraConfig) -> list[str]:
+def projections(shape: ModelShape, lora: LoraSettings) -> list[str]:
     """The targets for which the model has adapters."""
     return sorted({adapter.projection for _, entry_adapters in lora_entries(shape, lora) for adapter in entry_adapters})
 
 
-def blocks(entry: WeightEntry, shape: ModelShape, lora: LoraConfig, tp: int) -> Blocks:
+def blocks(entry: WeightEntry, shape: ModelShape, lora: LoraSettings, tp: int) -> Blocks:
     """Row blocks of a parameter on one of `tp` ranks; the rows of every local B come in the same order."""
     keys = [adapter.b.key for adapter in adapters(entry, lora)]
     row_blocks: Blocks = []
@@ -105,7 +118,7 @@ def blocks(entry: WeightEntry, shape: ModelShape, lora: LoraConfig, tp: int) -> 
     return row_blocks
 
 
-def without_adapters(shape: ModelShape, lora: LoraConfig) -> int | None:
+def without_adapters(shape: ModelShape, lora: LoraSettings) -> int | None:
     """The first layer without any target; None if every layer has one."""
     adapted_layers = {entry.megatron.split(".")[2] for entry, _ in lora_entries(shape, lora)}
     return next((layer for layer in range(shape.layers) if str(layer) not in adapted_layers), None)

@@ -26,40 +26,6 @@ def ranks(config: Config) -> int:
     return config.launch.nodes * config.launch.nproc_per_node
 
 
-def servers_per_node(config: Config) -> int:
-    """SGLang servers of which a node runs all or some ranks."""
-    return config.rollout.server.replicas * config.rollout.server.nnodes // config.launch.nodes
-
-
-def server_nodes(config: Config, server: int) -> range:
-    """The nodes of server `server`, in the order of its ranks; servers_per_node servers share them."""
-    count = config.rollout.server.nnodes
-    first = server // servers_per_node(config) * count
-    return range(first, first + count)
-
-
-def server_ranks_per_node(config: Config) -> int:
-    """Ranks of a server on each of its nodes."""
-    return config.rollout.server.tp // config.rollout.server.nnodes
-
-
-def first_gpu(config: Config, server: int) -> int:
-    """The device of server `server`'s first rank on each of its nodes; its other local ranks use the next devices.
-
-    Colocated servers are distributed evenly over the trainer's devices.
-    """
-    per_node, launch, options = servers_per_node(config), config.launch, config.rollout.server
-    if options.colocated:
-        return server % per_node * (launch.nproc_per_node // per_node)
-    return launch.nproc_per_node + server % per_node * server_ranks_per_node(config)
-
-
-def serving(config: Config) -> set[int]:
-    """The devices of a node on which a server's rank runs."""
-    local_servers, width = range(servers_per_node(config)), range(server_ranks_per_node(config))
-    return {first_gpu(config, server) + local_rank for server in local_servers for local_rank in width}
-
-
 def alignment(config: Config) -> tuple[int, int]:
     """(tokens, tokens): required multiple of the length of every packed sequence, and of a micro-batch.
 

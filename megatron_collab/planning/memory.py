@@ -8,25 +8,25 @@ counts the same from tensors, plus these temporaries and TransformerEngine's wor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 from megatron_collab.config import CONF, Config, ConfigError, compose
-from megatron_collab.inference import served
 from megatron_collab.inference.adapters import SLOTS
-from megatron_collab.launch import validate
+from megatron_collab.inference.spec import Placement, ServerSpec
+from megatron_collab.launch import server_specs, validate
 from megatron_collab.models import hf_config, hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import Linear, ModelShape, Yarn
 from megatron_collab.models.lora import adapters
-from megatron_collab.models.parallel_layout import ranks, serving, stages
+from megatron_collab.models.parallel_layout import ranks, stages
 from megatron_collab.planning.activations import activations, head, micro_batch_tokens
 from megatron_collab.runtime import hub
 from megatron_collab.trainer.host_memory import PIECE, piece_count
 from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.weight_sync.fp8_blocks import fp8_nbytes
-from megatron_collab.weight_sync.plan import SyncPlan, plan_sync, server_layout, trainer_layout
+from megatron_collab.weight_sync.plan import SyncPlan, plan_sync, trainer_layout
 from megatron_collab.weight_sync.transports.base import FolderTransport
 from megatron_collab.weight_sync.transports.registry import places_of, transport_class
 
@@ -65,8 +65,8 @@ def read_run(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
     Needs no devices, data or weights. Raises ConfigError for settings that cannot work.
     """
     config = compose(overrides)
-    validate.check_settings(config)
-    return config, validate.check_model(config, model_config_file(config.model.path))
+    spec = validate.check_settings(config)
+    return config, validate.check_model(config, spec, model_config_file(config.model.path))
 
 
 def model_config_file(path: str, setting: str = "model.path") -> Path:
@@ -83,17 +83,17 @@ def model_config_file(path: str, setting: str = "model.path") -> Path:
     )
 
 
-def _colocated_models(config: Config) -> Iterator[tuple[str, Config, ModelShape]]:
-    """Models of `servers` on the trainer's devices: (name, settings as for a policy, shape). Raises ConfigError."""
-    for name, model in served.server_entries(config).items():
-        if not model.colocated:
+def _colocated_models(others: Iterable[ServerSpec]) -> Iterator[tuple[ServerSpec, ModelShape]]:
+    """The models besides the policy that are on the trainer's devices, with their shapes. Raises ConfigError."""
+    for spec in others:
+        if not spec.placement.colocated:
             continue
         try:
-            shape = hf_config.read(model_config_file(model.model, f"servers.{name}.model"))
+            shape = hf_config.read(model_config_file(spec.model, f"{spec.setting}.model"))
         except ValueError as error:
-            setting = f"servers.{name}.model={model.model}"
-            raise ConfigError(f"{setting}: cannot be counted: {error}; plan without servers.{name}") from error
-        yield name, served.config_of(config, model, 0), shape
+            setting = f"{spec.setting}.model={spec.model}"
+            raise ConfigError(f"{setting}: cannot be counted: {error}; plan without {spec.setting}") from error
+        yield spec, shape
 
 
 def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
@@ -102,13 +102,14 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
     Policy and critic are updated one after the other, so activations are counted once.
     """
     parallel = config.parallel
-    gpus, sampling = ranks(config), config.train.stage == "rl"
-    models = list(_colocated_models(config)) if sampling else []
+    gpus = ranks(config)
+    serving = server_specs.training(config) if config.train.stage == "rl" else None
+    models = list(_colocated_models(serving.others.values())) if serving else []
     tokens = micro_batch_tokens(config)
     publishes: SyncPlan = ()
-    if sampling and not issubclass(transport_class(config), FolderTransport):
+    if serving and not issubclass(transport_class(config.publish, serving.policy.placement), FolderTransport):
         item = DTYPES[config.model.dtype].itemsize
-        publishes = plan_sync(shape, trainer_layout(config), server_layout(config), item)
+        publishes = plan_sync(shape, trainer_layout(config), serving.policy.layout, item)
     stages_parts = []
     for rank in range(parallel.pp):
         parts = network_parts(config, shape, rank)
@@ -120,26 +121,30 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
         if rank == parallel.pp - 1:
             parts.append(MemoryPart("head", head(config, shape, tokens), 0.0))
         # Pipeline stages use a node's devices in order: all ranks of the first, then of the second.
-        launch, server = config.launch, config.rollout.server
+        width = config.launch.nproc_per_node
         members = range(rank * gpus // parallel.pp, (rank + 1) * gpus // parallel.pp)
-        devices = {global_rank % launch.nproc_per_node for global_rank in members}
-        if sampling and server.colocated and devices & serving(config):
-            adapters_size = server_adapters(config, shape)
-            parts += [
-                MemoryPart("server: weights", 0.0, server_weights(config, shape) + rotary_table(shape)),
-                *([MemoryPart("server: adapters", adapters_size, adapters_size)] if adapters_size else []),
-                MemoryPart("server: KV cache", 0.0, kv_cache(config, shape)),
-            ]
-        for name, settings, model_shape in models if members[0] < launch.nproc_per_node else ():  # on the first node
-            if devices & serving(settings):
-                weights = server_weights(settings, model_shape) + rotary_table(model_shape)
-                parts.append(MemoryPart(f"{name}: weights", 0.0, weights))
-                parts.append(MemoryPart(f"{name}: KV cache", 0.0, kv_cache(settings, model_shape)))
-        if publishes:
-            buckets = max(sync_buckets(config, publishes, global_rank) for global_rank in members)
+        devices = {global_rank % width for global_rank in members}
+        if serving and serving.policy.placement.colocated and devices & serving.policy.placement.occupied:
+            parts += _server_parts(serving.policy, shape)
+        for spec, model_shape in models if members[0] < width else ():  # on the first node
+            if devices & spec.placement.occupied:
+                parts += _server_parts(spec, model_shape)
+        if serving and publishes:
+            placement = serving.policy.placement
+            buckets = max(sync_buckets(config, placement, publishes, global_rank) for global_rank in members)
             parts.append(MemoryPart("weight sync buckets", buckets, buckets))
         stages_parts.append(parts)
     return stages_parts
+
+
+def _server_parts(spec: ServerSpec, shape: ModelShape) -> list[MemoryPart]:
+    """What the rank of a colocated server takes while it samples; adapters stay allocated."""
+    name, adapters_size = spec.name or "server", server_adapters(spec, shape)
+    return [
+        MemoryPart(f"{name}: weights", 0.0, server_weights(spec, shape) + rotary_table(shape)),
+        *([MemoryPart(f"{name}: adapters", adapters_size, adapters_size)] if adapters_size else []),
+        MemoryPart(f"{name}: KV cache", 0.0, kv_cache(spec, shape)),
+    ]
 
 
 def network_parts(config: Config, shape: ModelShape, rank: int, critic: bool = False) -> list[MemoryPart]:
@@ -210,14 +215,14 @@ def _counts(config: Config, shape: ModelShape, rank: int, critic: bool) -> tuple
     return elements["dense"], elements["expert"] / ep, elements["fp8"] + elements["fp8 expert"] / ep, frozen
 
 
-def server_weights(config: Config, shape: ModelShape) -> float:
+def server_weights(spec: ServerSpec, shape: ModelShape) -> float:
     """Bytes of the parameters on the first rank of a server; in FP8 one per element plus float32 block scales."""
-    item = DTYPES[config.model.dtype].itemsize
+    item = DTYPES[spec.dtype].itemsize
     return sum(
         fp8_nbytes(parameter.shape)
         if parameter.quantized
         else (item if parameter.constant is None else 4) * prod(parameter.shape)
-        for parameter in hf_to_sglang.table(shape, server_layout(config), 0)
+        for parameter in hf_to_sglang.table(shape, spec.layout, 0)
     )
 
 
@@ -233,24 +238,23 @@ def rotary_table(shape: ModelShape) -> float:
     return 4 * positions * shape.head_dim
 
 
-def server_adapters(config: Config, shape: ModelShape) -> float:
+def server_adapters(spec: ServerSpec, shape: ModelShape) -> float:
     """Bytes of the adapters, in all slots; SGLang does not release them when it releases the weights."""
-    parameters = hf_to_sglang.adapters(shape, server_layout(config), 0)
-    return SLOTS * DTYPES[config.model.dtype].itemsize * sum(prod(parameter.shape) for parameter in parameters)
+    parameters = hf_to_sglang.adapters(shape, spec.layout, 0)
+    return SLOTS * DTYPES[spec.dtype].itemsize * sum(prod(parameter.shape) for parameter in parameters)
 
 
-def kv_cache(config: Config, shape: ModelShape) -> float:
+def kv_cache(spec: ServerSpec, shape: ModelShape) -> float:
     """Bytes of SGLang's KV cache on a GPU, with at least one head; an upper bound if SGLang chooses its tokens."""
-    server = config.rollout.server
-    tokens = server.max_total_tokens or server.max_running_requests * config.rollout.context_length
-    heads = max(1, shape.kv_heads // server.tp)
-    return 2 * shape.layers * heads * shape.head_dim * DTYPES[config.model.dtype].itemsize * tokens
+    heads = max(1, shape.kv_heads // spec.placement.tp)
+    return 2 * shape.layers * heads * shape.head_dim * DTYPES[spec.dtype].itemsize * spec.cache_tokens
 
 
-def sync_buckets(config: Config, plan: SyncPlan, rank: int) -> float:
+def sync_buckets(config: Config, placement: Placement, plan: SyncPlan, rank: int) -> float:
     """Bytes of the transport's buffers on the device of trainer rank `rank`, which stay allocated.
 
     If servers have devices of their own, their segments are on those.
     """
-    allocated = transport_class(config).bytes_held(plan, places_of(config, on_gpus=True), rank)
-    return sum(allocated.buffers) + (sum(allocated.segments) if config.rollout.server.colocated else 0)
+    places = places_of(config, placement, on_gpus=True)
+    allocated = transport_class(config.publish, placement).bytes_held(plan, places, rank)
+    return sum(allocated.buffers) + (sum(allocated.segments) if placement.colocated else 0)

@@ -9,9 +9,10 @@ from enum import Enum
 from math import prod
 
 from megatron_collab.config import Config
+from megatron_collab.inference.spec import Placement
 from megatron_collab.models import hf_to_megatron, lora
 from megatron_collab.models.hf_config import ModelShape
-from megatron_collab.models.parallel_layout import first_gpu, ranks, server_nodes, server_ranks_per_node
+from megatron_collab.models.parallel_layout import ranks
 from megatron_collab.weight_sync.plan import Slice, SyncPlan
 from megatron_collab.weight_sync.transports.registry import places_of, transport_class
 
@@ -51,14 +52,17 @@ class SyncCost:
     floor: float
 
 
-def sync_cost(config: Config, shape: ModelShape, plan: SyncPlan, bandwidths: Mapping[Bandwidth, float]) -> SyncCost:
-    """`bandwidths`: bytes per second of one device in one direction, for devices as described in commands/plan_sync.py.
+def sync_cost(
+    config: Config, placement: Placement, shape: ModelShape, plan: SyncPlan, bandwidths: Mapping[Bandwidth, float]
+) -> SyncCost:
+    """`placement`: of the policy's servers; `bandwidths`: bytes per second of one device in one direction, for devices
+    as described in commands/plan_sync.py.
 
     With shared memory, slices for several servers of a place are sent once to the first, and the others copy them.
     """
-    copies = transport_class(config).needs_same_node
-    servers, tp = range(config.rollout.server.replicas), config.rollout.server.tp
-    same, places = _same_shards(config, plan, shape), places_of(config, on_gpus=True)
+    copies = transport_class(config.publish, placement).needs_same_node
+    servers, tp = range(placement.replicas), placement.tp
+    same, places = _same_shards(config, plan, shape), places_of(config, placement, on_gpus=True)
     paths: Counter[tuple[Sharding, Bandwidth]] = Counter()
     sent: Counter[int] = Counter()
     received: Counter[tuple[int, int]] = Counter()
@@ -68,9 +72,9 @@ def sync_cost(config: Config, shape: ModelShape, plan: SyncPlan, bandwidths: Map
         for target, bucket in enumerate(row):
             cuts = [Sharding.SAME if _block(target, piece) in same else Sharding.OTHER for piece in bucket.slices]
             for server in servers:
-                device, place = _device(config, server, target), places.of_server(server, target)
+                device, place = _device(config, placement, server, target), places.of_server(server, target)
                 first = places.first_server(place)
-                donor = _device(config, first, target) if copies and server != first else None
+                donor = _device(config, placement, first, target) if copies and server != first else None
                 sizes: Counter[tuple[int, Sharding]] = Counter()
                 for piece, cut in zip(bucket.slices, cuts, strict=True):
                     sizes[places.origin(place, target, piece) if donor is None else donor, cut] += piece.size
@@ -89,14 +93,13 @@ def sync_cost(config: Config, shape: ModelShape, plan: SyncPlan, bandwidths: Map
     return SyncCost(paths, sent, received, seconds, floor)
 
 
-def _device(config: Config, server: int, rank: int) -> int:
+def _device(config: Config, placement: Placement, server: int, rank: int) -> int:
     """Device number: the trainer ranks' devices come first, then those of separate servers."""
-    options = config.rollout.server
-    if not options.colocated:
-        return ranks(config) + server * options.tp + rank
-    part, local_rank = divmod(rank, server_ranks_per_node(config))
-    node = server_nodes(config, server)[part]
-    return node * config.launch.nproc_per_node + first_gpu(config, server) + local_rank
+    if not placement.colocated:
+        return ranks(config) + server * placement.tp + rank
+    part, local_rank = divmod(rank, placement.ranks_per_node)
+    node = placement.nodes_of(server)[part]
+    return node * config.launch.nproc_per_node + placement.first_device(server) + local_rank
 
 
 def _link(config: Config, source: int, device: int) -> Bandwidth:

@@ -6,8 +6,9 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from megatron_collab.config import Config
+from megatron_collab.inference.spec import Placement
 from megatron_collab.models.hf_config import ModelShape
-from megatron_collab.models.parallel_layout import ranks, serving
+from megatron_collab.models.parallel_layout import ranks
 from megatron_collab.weight_sync.node_routing import Places
 
 
@@ -32,28 +33,32 @@ class RankClass:
         return replace(self, saves=False, saves_experts=False)
 
 
-def class_of(config: Config, shape: ModelShape, places: Places | None, rank: int) -> RankClass:
-    """The class of a rank; `places`: of the weight sync, None in supervised training."""
+def class_of(
+    config: Config, shape: ModelShape, placement: Placement | None, places: Places | None, rank: int
+) -> RankClass:
+    """The class of a rank; `placement` of the policy's servers, `places` of the weight sync: None if supervised."""
     parallel = config.parallel
     size = ranks(config) // parallel.pp
     stage, stage_rank = divmod(rank, size)
     tp_rank, replica = stage_rank % parallel.tp, stage_rank // parallel.tp
     rows = -(-shape.vocab // parallel.tp)
     ends = stage in (0, parallel.pp - 1)
-    colocated = places is not None and config.rollout.server.colocated
+    serving = placement.occupied if placement and placement.colocated else set[int]()
     return RankClass(
         stage=stage,
         vocabulary=min(rows, max(0, shape.vocab - tp_rank * rows)) if ends else 0,
         saves=replica == 0,
         saves_experts=shape.experts is not None and stage_rank < parallel.ep,
-        serves=colocated and rank % config.launch.nproc_per_node in serving(config),
-        segments=sum(places.keeps(rank, t) for t in range(config.rollout.server.tp)) if places else 0,
+        serves=rank % config.launch.nproc_per_node in serving,
+        segments=sum(places.keeps(rank, t) for t in range(placement.tp)) if placement and places else 0,
     )
 
 
-def classes(config: Config, shape: ModelShape, places: Places | None) -> dict[RankClass, list[int]]:
-    """Every class of ranks of the run with its ranks, in order."""
+def classes(
+    config: Config, shape: ModelShape, placement: Placement | None, places: Places | None
+) -> dict[RankClass, list[int]]:
+    """Every class of ranks of the run with its ranks, in order; see class_of."""
     ranks_by_class: dict[RankClass, list[int]] = defaultdict(list)
     for rank in range(ranks(config)):
-        ranks_by_class[class_of(config, shape, places, rank)].append(rank)
+        ranks_by_class[class_of(config, shape, placement, places, rank)].append(rank)
     return dict(ranks_by_class)

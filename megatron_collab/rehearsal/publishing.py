@@ -12,12 +12,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_collab.checkpoint.hf import named_factors, named_shards
 from megatron_collab.config import Config
+from megatron_collab.inference.spec import ServerSpec
+from megatron_collab.launch import server_specs
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.rehearsal.ledger import HOST, Ledger
 from megatron_collab.rehearsal.servers import Order, Place
 from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.weight_sync.node_routing import Places, lacking, sent, written
-from megatron_collab.weight_sync.plan import SyncPlan, plan_sync, server_layout, trainer_layout
+from megatron_collab.weight_sync.plan import SyncPlan, plan_sync, trainer_layout
 from megatron_collab.weight_sync.sender import Sender
 from megatron_collab.weight_sync.sync import parameters_of, row_of
 from megatron_collab.weight_sync.transports.base import FolderTransport
@@ -28,18 +30,19 @@ BUCKETS = "weight sync buckets"
 
 @dataclass(frozen=True)
 class Publishing:
-    """Weight sync of a run with a model of `shape` to its servers."""
+    """Weight sync of a run with a model of `shape` to the servers of the `policy`."""
 
     config: Config
+    policy: ServerSpec
     shape: ModelShape
     plan: SyncPlan
     places: Places
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape) -> Publishing:
-        item = DTYPES[config.model.dtype].itemsize
-        plan = plan_sync(shape, trainer_layout(config), server_layout(config), item)
-        return cls(config, shape, plan, places_of(config, on_gpus=True))
+        policy = server_specs.training(config).policy
+        plan = plan_sync(shape, trainer_layout(config), policy.layout, DTYPES[policy.dtype].itemsize)
+        return cls(config, policy, shape, plan, places_of(config, policy.placement, on_gpus=True))
 
     @torch.no_grad()
     def write(self, rank: int, chunks: Sequence[torch.nn.Module], ledger: Ledger) -> list[Tensor]:
@@ -48,7 +51,7 @@ class Publishing:
         Writes use meta tensors: with tensors that the ledger counts they take five times as long.
         """
         plan, places, dtype = self.plan, self.places, DTYPES[self.config.model.dtype]
-        transport = transport_class(self.config)
+        transport = transport_class(self.config.publish, self.policy.placement)
         if issubclass(transport, FolderTransport):
             return []
         place = places.of_rank(rank)
@@ -61,7 +64,7 @@ class Publishing:
             else:
                 _write_packed(sender)
         allocated = transport.bytes_held(plan, places, rank)
-        with ledger.booking(BUCKETS if self.config.rollout.server.colocated else HOST):
+        with ledger.booking(BUCKETS if self.policy.placement.colocated else HOST):
             segments = [_bytes(size) for size in allocated.segments]
         with ledger.booking(BUCKETS):
             return [*segments, *(_bytes(size) for size in allocated.buffers)]
@@ -82,7 +85,7 @@ class Publishing:
 
     def order(self, hf: dict[str, Any]) -> Order:
         """The distinct ranks of a server with the slices sent to each; `hf`: the model's config.json."""
-        layout, dtype = server_layout(self.config), self.config.model.dtype
+        layout, dtype = self.policy.layout, self.policy.dtype
         places: dict[Any, Place] = {}
         for rank in range(layout.tp):
             parameters, _ = parameters_of(self.shape, layout, rank, dtype)
@@ -91,10 +94,7 @@ class Publishing:
             ]
             key = tuple(parameters.items()), max(len(rows) for _, rows in buckets)
             places.setdefault(key, Place(rank, parameters, buckets))
-        tokens = self.config.rollout.server.max_total_tokens
-        if tokens is None:
-            tokens = self.config.rollout.server.max_running_requests * self.config.rollout.context_length
-        return Order(hf, layout, dtype, tokens, list(places.values()))
+        return Order(hf, layout, dtype, self.policy.cache_tokens, list(places.values()))
 
 
 def _bytes(size: int) -> Tensor:

@@ -43,12 +43,13 @@ def rehearse(config: Config, shape: ModelShape, hf: Mapping[str, Any], all_ranks
         message = "only TransformerEngine's layers support it; rehearse without launch.device=cpu"
         require(config.parallel.cp == 1, f"<parallel.cp>: {message}", config)
         require(not config.model.fp8, f"<model.fp8>: {message}", config)
-    served, publish = list[MemoryPart](), None
+    served, publish, placement, places = list[MemoryPart](), None, None, None
     if config.train.stage == "rl":
         publish = publishing.Publishing.of(config, shape)
+        placement, places = publish.policy.placement, publish.places
         served = _servers(publish, dict(hf))
     contents, counted = checkpoint.Contents(), dict[RankClass, StepMemory]()
-    for kind, members in classes(config, shape, publish.places if publish else None).items():
+    for kind, members in classes(config, shape, placement, places).items():
         for rank in members if all_ranks else members[:1]:
             try:
                 memory = _rehearse_rank(config, shape, kind, rank, publish, contents, {} if all_ranks else counted)

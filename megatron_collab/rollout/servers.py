@@ -8,15 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 
 from megatron_collab.config import Config
 from megatron_collab.inference.pool import ServerPool
 from megatron_collab.inference.remote import Machines, RemoteProcess, SpreadProcess
-from megatron_collab.inference.served import ModelServers, devices, first_device
+from megatron_collab.inference.served import ModelServers
 from megatron_collab.inference.server import Process, ServerProcess, SGLangServer
-from megatron_collab.models.parallel_layout import server_nodes, servers_per_node
-from megatron_collab.reward import metrics
+from megatron_collab.inference.spec import ServingSpec
 from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.rollout.scheduler import answers
 from megatron_collab.rollout.workers import Workers, start_workers
@@ -37,9 +35,9 @@ class Servers(ExitStack):
     returns, colocated servers have released their memory to the trainer.
     """
 
-    def __init__(self, config: Config, play: PlaySpec) -> None:
+    def __init__(self, config: Config, play: PlaySpec, serving: ServingSpec) -> None:
         super().__init__()
-        self.config, self.play = config, play
+        self.config, self.play, self.serving = config, play, serving
         self.pool: ServerPool | None = None
         self.workers: Workers | None = None
         self.served: list[ModelServers] = []
@@ -51,39 +49,42 @@ class Servers(ExitStack):
             with ExitStack() as stack:
                 self._start(stack)
                 self.callback(stack.pop_all().close)
-        elif self.config.launch.nodes > 1:
-            network.meet(self.config, run_store()[0])
+        elif self.serving.policy.placement.nodes > 1:
+            self._meet()
         return self
 
     def _start(self, stack: ExitStack) -> None:
-        config, options, began = self.config, self.config.rollout.server, time.monotonic()
-        logs = [Path(config.run.dir) / f"sglang-{index}.log" for index in range(options.replicas)]
+        policy, placement, began = self.serving.policy, self.serving.policy.placement, time.monotonic()
+        logs = [policy.log(index) for index in range(placement.replicas)]
         sglang = f"SGLang (log: {', '.join(map(str, logs))}) and " if logs else ""  # no logs: assistant.model is used
         logger.info(f"engine: starting {sglang}the Ray workers")
-        local_count = servers_per_node(config) if options.nnodes == 1 else 0  # the others are started through Ray
-        servers = [stack.enter_context(SGLangServer(config, logs[index], index)) for index in range(local_count)]
-        device = first_device(config)
-        for name, (_, model) in metrics.served_models(config).items():
-            self.served.append(stack.enter_context(ModelServers(config, name, model, device)))
-            device += devices(model)
-        stack.enter_context(ray_session(config))
-        if config.launch.nodes > 1:
-            addresses, machines = network.meet(config, run_store()[0]), Machines(config)
+        local_count = placement.per_node if placement.nnodes == 1 else 0  # the others are started through Ray
+        servers = [stack.enter_context(SGLangServer(policy, logs[index], index)) for index in range(local_count)]
+        self.served += [stack.enter_context(ModelServers(spec)) for spec in self.serving.others.values()]
+        stack.enter_context(ray_session(self.config))
+        if placement.nodes > 1:
+            addresses, machines = self._meet(), Machines(policy.host.interface)
             store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            for index in range(local_count, options.replicas):
+            for index in range(local_count, placement.replicas):
                 places: list[Callable[..., ServerProcess | RemoteProcess]] = [
                     partial(RemoteProcess, machines, addresses[node]) if node else ServerProcess
-                    for node in server_nodes(config, index)
+                    for node in placement.nodes_of(index)
                 ]
                 start: Callable[..., Process] = places[0] if len(places) == 1 else partial(SpreadProcess, places, store)
-                servers.append(stack.enter_context(SGLangServer(config, logs[index], index, start)))
+                servers.append(stack.enter_context(SGLangServer(policy, logs[index], index, start)))
         keys = [(server.url, server.api_key) for server in servers]
-        self.workers = start_workers(config, self.play, keys, {other.name: other.model for other in self.served})
-        self.pool = ServerPool(servers, options, self._use)
+        models = {other.spec.name: other.model for other in self.served}
+        self.workers = start_workers(self.config, self.play, self.serving.client, keys, models)
+        self.pool = ServerPool(servers, policy, self._use)
         for pool in self._pools():
             pool.begin()
         urls = f" ({', '.join(server.url for server in servers)})" if servers else ""
         logger.info(f"engine: ready after {time.monotonic() - began:.0f} s{urls}")
+
+    def _meet(self) -> list[str]:
+        """The addresses of all nodes, on rank 0; called by all ranks."""
+        policy = self.serving.policy
+        return network.meet(policy.placement.nodes, policy.host.interface, policy.host.start_timeout, run_store()[0])
 
     def _use(self, servers: Sequence[int]) -> None:
         """Make the workers use these servers."""
@@ -106,7 +107,7 @@ class Servers(ExitStack):
     def serve_loaded(self, version: int) -> None:
         """Sample from the weights that servers loaded from model.path, as `version`, once one is ready; collective."""
         self.wait_for_served()
-        if self.config.rollout.server.replicas:
+        if self.serving.policy.placement.replicas:
             wait_until(lambda: self.pool is None or self.pool.ready(self.config.launch.timeout / 4))
             from_leader(lambda: self.pool.serve_loaded(version) if self.pool else None)
 

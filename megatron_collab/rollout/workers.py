@@ -26,6 +26,7 @@ from megatron_collab.types import Group, Task
 
 if TYPE_CHECKING:
     from megatron_collab.inference.assistant import Assistant, Renderer
+    from megatron_collab.inference.spec import ClientSpec
     from megatron_collab.llm.served import ServedModel
     from megatron_collab.rollout.users import Users
 
@@ -39,15 +40,16 @@ class ConversationWorker:
         self,
         config: Config,
         play: PlaySpec,
+        client: ClientSpec,
         servers: list[tuple[str, str]],
         reward_workers: list[str],
         name: str,
         served: Mapping[str, ServedModel],
     ) -> None:
-        """`play`: how groups are played; `servers`: address and key of each SGLang server of the policy;
-        `reward_workers`: Ray actors that score.
+        """`play`: how groups are played; `client`: how turns are requested from `servers`, address and key of each
+        SGLang server of the policy.
 
-        `served`: the other models that the run serves, by name.
+        `reward_workers`: Ray actors that score; `served`: the other models that the run serves, by name.
         """
         keys.take()
         gpu_environment.enter()
@@ -59,12 +61,11 @@ class ConversationWorker:
         patches.apply("litellm")
         # Imported here: the process that starts the workers needs neither LiteLLM nor the tokenizer.
         from megatron_collab.data import chat_template
-        from megatron_collab.inference import adapters
-        from megatron_collab.inference.assistant import LlmAssistant
         from megatron_collab.inference.router import Router
         from megatron_collab.llm import limiter
         from megatron_collab.llm.client import LlmClient
         from megatron_collab.llm.tape import open_tape
+        from megatron_collab.rollout.llm_assistant import LlmAssistant
 
         api_keys = {f"{url}/v1": key for url, key in servers}
         self.config, self.play_spec, self.endpoints = config, play, list(api_keys)
@@ -78,7 +79,7 @@ class ConversationWorker:
             system = chat_template.system_prompt(config)
             self.policy = self.renderer = LlmAssistant(config.assistant, self.client, system)
         else:
-            self.policy = Router(servers, config.rollout, adapter=adapters.served_name(config))
+            self.policy = Router(servers, client)
             self.renderer = chat_template.policy_renderer(config, schemas(make_tools(config.rollout)))
         self.rewards = RewardClient([ray.get_actor(name) for name in reward_workers], config.reward)
         self.engine = tuple(self.endpoints)
@@ -131,8 +132,8 @@ class ConversationWorker:
     def _candidate_player(self, endpoint: AssistantConfig, play: PlaySpec, users: Users) -> Player:
         """A player that samples from a model of build.assistants, with its budget and temperature."""
         from megatron_collab.data.chat_template import system_prompt
-        from megatron_collab.inference.assistant import LlmAssistant
         from megatron_collab.llm.endpoint import token_budget
+        from megatron_collab.rollout.llm_assistant import LlmAssistant
 
         sampling = SamplingConfig(token_budget(endpoint))
         sampling.temperature = sampling.temperature if endpoint.temperature is None else endpoint.temperature
@@ -157,12 +158,16 @@ class Workers:
 
 
 def start_workers(
-    config: Config, play: PlaySpec, servers: list[tuple[str, str]], served: Mapping[str, ServedModel]
+    config: Config,
+    play: PlaySpec,
+    client: ClientSpec,
+    servers: list[tuple[str, str]],
+    served: Mapping[str, ServedModel],
 ) -> Workers:
     """Start the run's workers, spread over the nodes, and its limiter, without waiting for them.
 
-    `servers`: address and key of each SGLang server of the policy; `served`: the other models that the run serves, by
-    name.
+    `play`: how groups are played; `client`: how turns are requested from `servers`, address and key of each SGLang
+    server of the policy; `served`: the other models that the run serves, by name.
     """
     from megatron_collab.llm import limiter
 
@@ -170,7 +175,7 @@ def start_workers(
     names = [f"reward-{i}" for i in range(config.reward.workers)]
     rewards = [start_actor(RewardWorker, config, play.reward.metrics, name, served, name=name) for name in names]
     players = [
-        start_actor(ConversationWorker, config, play, servers, names, f"conversation-{i}", served)
+        start_actor(ConversationWorker, config, play, client, servers, names, f"conversation-{i}", served)
         for i in range(config.rollout.workers)
     ]
     return Workers(players, rewards, limiter_actor)

@@ -17,8 +17,6 @@ from megatron_collab.runtime.process import RunStopped, wait_for
 if TYPE_CHECKING:  # slow imports that commands and the launcher do not need
     import torch.distributed as dist
 
-    from megatron_collab.config import Config
-
 LOOPBACK = "lo"
 HOST = "127.0.0.1"
 _LOOPBACK_HOSTS = ("localhost", HOST, "::1")
@@ -27,40 +25,40 @@ _TRIES = 100
 _KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
-def address(config: Config) -> str:
-    """The first IPv4 address of launch.interface (default: loopback) on this node. Raises ValueError if it has none."""
+def address(interface: str | None) -> str:
+    """The first IPv4 address of launch.interface (None: loopback) on this node. Raises ValueError if it has none."""
     addresses = {
         name: ipv4[0].address
         for name, entries in psutil.net_if_addrs().items()
         if (ipv4 := [entry for entry in entries if entry.family == socket.AF_INET])
     }
-    name = config.launch.interface or LOOPBACK
+    name = interface or LOOPBACK
     if name not in addresses:
-        known = ", ".join(f"{interface} ({address})" for interface, address in addresses.items())
+        known = ", ".join(f"{other} ({address})" for other, address in addresses.items())
         raise ValueError(
             f"launch.interface={name}: no interface with an IPv4 address on {socket.gethostname()}; it has {known}"
         )
     return addresses[name]
 
 
-def meet(config: Config, store: dist.Store) -> list[str]:
+def meet(nodes: int, interface: str | None, timeout: float, store: dist.Store) -> list[str]:
     """On rank 0, the address of every node in order; an empty list on other ranks. Every rank calls it.
 
-    Raises RunStopped if a node announces no address within rollout.server.start_timeout seconds, and Preempted.
+    `timeout`: seconds, rollout.server.start_timeout. Raises RunStopped if a node announces no address in time, and
+    Preempted.
     """
-    nodes = [f"fabric/{node}" for node in range(config.launch.nodes)]
+    keys = [f"fabric/{node}" for node in range(nodes)]
     if os.environ["LOCAL_RANK"] == "0":
-        store.set(nodes[int(os.environ["GROUP_RANK"])], address(config))
+        store.set(keys[int(os.environ["GROUP_RANK"])], address(interface))
     if os.environ["RANK"] != "0":
         return []
-    timeout = config.rollout.server.start_timeout
-    if not wait_for(lambda: store.check(nodes), timeout):
-        silent = ", ".join(str(number) for number, node in enumerate(nodes) if not store.check([node]))
+    if not wait_for(lambda: store.check(keys), timeout):
+        silent = ", ".join(str(number) for number, key in enumerate(keys) if not store.check([key]))
         raise RunStopped(
-            f"launch.nodes={config.launch.nodes}: the ranks of node {silent} have not started after "
+            f"launch.nodes={nodes}: the ranks of node {silent} have not started after "
             f"rollout.server.start_timeout={timeout:g} s"
         )
-    return [store.get(node).decode() for node in nodes]
+    return [store.get(key).decode() for key in keys]
 
 
 def bindable(setting: str, port: int, host: str = HOST, part: int = 0, parts: int = 1) -> int:
@@ -97,14 +95,15 @@ def single_rank(setting: str) -> dict[str, str]:
     return rank | {"MASTER_PORT": str(bindable(setting, 0))}
 
 
-def variables(config: Config) -> dict[str, str]:
+def variables(interface: str | None) -> dict[str, str]:
     """Environment variables of a process of the run on this node: it reaches the node without a proxy.
 
-    They also bind gloo and NCCL to launch.interface; both read them when a process creates its first group.
+    They also bind gloo and NCCL to launch.interface (None: loopback), which both read when a process creates its first
+    group.
     """
-    name = config.launch.interface or LOOPBACK
+    name = interface or LOOPBACK
     bound = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # NCCL takes a prefix without =
-    return bound | without_proxy([f"http://{address(config)}"])
+    return bound | without_proxy([f"http://{address(interface)}"])
 
 
 def without_proxy(urls: Iterable[str] = ()) -> dict[str, str]:

@@ -21,7 +21,8 @@ from typing import Any
 
 from megatron_collab.config import Config, EndpointConfig, Prompt
 from megatron_collab.data.transcript import render
-from megatron_collab.inference.served import ModelServers, server_entries
+from megatron_collab.inference.served import ModelServers
+from megatron_collab.launch import server_specs
 from megatron_collab.llm.answer import AnswerTooLong, Field, LlmError, how_to_answer
 from megatron_collab.llm.cache import Cache
 from megatron_collab.llm.caller import ask_as
@@ -183,7 +184,7 @@ def _client(config: Config, cache: Path) -> Iterator[LlmClient]:
         if model.startswith(SERVED) and not config.llm.offline:
             name = model.removeprefix(SERVED)
             logs = replace(config, run=replace(config.run, dir=str(cache)))
-            servers = stack.enter_context(ModelServers(logs, name, server_entries(config)[name], 0))
+            servers = stack.enter_context(ModelServers(server_specs.served_alone(logs, name)))
             servers.pool.begin()
             while not servers.ready(config.launch.timeout):
                 pass

@@ -75,12 +75,6 @@ def trainer_layout(config: Config) -> TrainerLayout:
     return TrainerLayout(parallel.tp, parallel.pp, parallel.vpp, parallel.cp, parallel.ep, ranks(config))
 
 
-def server_layout(config: Config) -> ServerLayout:
-    """The layout of each server of a run."""
-    server = config.rollout.server
-    return ServerLayout(server.tp, server.ep, server.fp8, config.model.lora if config.model.lora.served else None)
-
-
 def plan_sync(
     shape: ModelShape, trainer: TrainerLayout, server: ServerLayout, item_bytes: int, bucket_bytes: int = BUCKET_BYTES
 ) -> SyncPlan:

@@ -25,10 +25,10 @@ from megatron_collab.checkpoint.hf import named_factors, named_shards, save_hf
 from megatron_collab.config import Config
 from megatron_collab.inference.pool import ServerPool
 from megatron_collab.inference.server import ServerError
+from megatron_collab.inference.spec import ServerSpec
 from megatron_collab.models import hf_to_sglang
 from megatron_collab.models.hf_to_megatron import ModelShape
 from megatron_collab.models.hf_to_sglang import ServerLayout
-from megatron_collab.models.parallel_layout import first_gpu, server_ranks_per_node
 from megatron_collab.runtime import device, hang_detector, hub
 from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import from_leader, shared, wait_until
@@ -42,7 +42,6 @@ from megatron_collab.weight_sync.plan import (
     Slice,
     first_round,
     plan_sync,
-    server_layout,
     trainer_layout,
 )
 from megatron_collab.weight_sync.receiver import Row
@@ -69,19 +68,21 @@ class WeightSync:
     def __init__(
         self,
         config: Config,
+        spec: ServerSpec,
         chunks: Sequence[torch.nn.Module],
         shape: ModelShape,
         pool: ServerPool | None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Collective. `chunks` are this rank's parts of the policy; ranks other than 0 pass no pool."""
+        """Collective. `spec`: of the policy's servers; `chunks`: this rank's parts of the policy; `pool`: on rank 0."""
         self.version: int | None = None
-        self._config, self._chunks, self._shape, self._pool = config, chunks, shape, pool
+        self._config, self._spec, self._server = config, spec, spec.layout
+        self._chunks, self._shape, self._pool = chunks, shape, pool
         self._mode = "retract" if config.rollout.max_staleness else "abort"
         # A server without all weights by then has failed, before the ranks' collectives time out. Up to half of that
         # may be idle time, or a wait for servers, while the other ranks wait in a collective.
         self._timeout, self._idle_timeout = config.launch.timeout / 2, config.launch.timeout / 4
-        self._callers = ThreadPoolExecutor(config.rollout.server.replicas)
+        self._callers = ThreadPoolExecutor(spec.placement.replicas)
         self._clearer = ThreadPoolExecutor(1)
         self._clearing: Future[None] | None = None
         self._number = 0
@@ -90,7 +91,8 @@ class WeightSync:
 
     def _make_transport(self, bucket_bytes: int) -> Transport:
         """The run's transport; collective."""
-        kind, options = transport_class(self._config), transport_options(self._config)
+        publish, placement = self._config.publish, self._spec.placement
+        kind, options = transport_class(publish, placement), transport_options(publish, placement)
         if issubclass(kind, FolderTransport):
             return kind(options, Path(self._config.run.dir) / "publish", self._save_hf)
         return kind(self._setup(options, bucket_bytes))
@@ -102,7 +104,7 @@ class WeightSync:
         """Plan and connections of a transport that fills the servers' parameters; collective."""
         config, dtype, rank = self._config, DTYPES[self._config.model.dtype], dist.get_rank()
         on_gpus = device.select(config.launch.device).type == device.GPU
-        self._server, self._places = server_layout(config), places_of(config, on_gpus)
+        self._places = places_of(config, self._spec.placement, on_gpus)
         self._plan = plan_sync(self._shape, trainer_layout(config), self._server, dtype.itemsize, bucket_bytes)
         self._prefix = f"publish/{shared(lambda: secrets.token_hex(8))}"
         self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -125,7 +127,7 @@ class WeightSync:
             writer=make_sender(written(self._plan, self._places, rank), lambda target, piece: [place]),
             make_sender=make_sender,
             device=home,
-            server_devices=_devices(config, self._places.first_server(place)),
+            server_devices=_devices(self._spec, self._places.first_server(place)),
             address=self._address,
             prefix=self._prefix,
             limit=limit,
@@ -272,7 +274,7 @@ class WeightSync:
             "parameters": parameters,
             "constants": constants,
             "rounds": [[row(piece) for piece in buckets[rank].slices] for buckets in self._plan],
-            "transport": transport_spec(self._config),
+            "transport": transport_spec(self._config.publish, self._spec.placement),
         }
 
     def _compare(self, calls: ServerCalls, checksums: dict[ServerCall, list[int]], sums: Sums) -> None:
@@ -311,10 +313,10 @@ def parameters_of(
     return parameters, constants
 
 
-def _devices(config: Config, server: int) -> list[torch.device]:
+def _devices(spec: ServerSpec, server: int) -> list[torch.device]:
     """The device of each rank of this server, on its node."""
-    tp, per_node = config.rollout.server.tp, server_ranks_per_node(config)
-    if device.select(config.launch.device).type == "cpu":
-        return [torch.device("cpu")] * tp
-    first = first_gpu(config, server)
-    return [torch.device(device.GPU, first + rank % per_node) for rank in range(tp)]
+    placement = spec.placement
+    if device.select(spec.host.device).type == "cpu":
+        return [torch.device("cpu")] * placement.tp
+    first = placement.first_device(server)
+    return [torch.device(device.GPU, first + rank % placement.ranks_per_node) for rank in range(placement.tp)]

@@ -18,14 +18,15 @@ from safetensors.torch import load_file
 
 from megatron_collab.checkpoint.checkpointer import Checkpoints
 from megatron_collab.commands.__main__ import run
-from megatron_collab.config import RolloutConfig, SamplingConfig
+from megatron_collab.config import SamplingConfig
 from megatron_collab.inference.client import SGLangClient
 from megatron_collab.inference.server import SGLangServer
+from megatron_collab.inference.spec import ClientSpec
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from tests.conftest import serving_config
-from tests.helpers import make_model
+from tests.helpers import make_model, policy_servers
 from tests.ranks import HF, make_config, run_ranks
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
@@ -341,13 +342,13 @@ def test_sglang_samples_what_the_source_samples(folder: Path, tmp_path: Path) ->
     assert tool(folder / "qwen3" / "pp2", tmp_path / "out", "--model", source) == 0
 
     async def sample(server: SGLangServer) -> list[int]:
-        client = SGLangClient(server.url, server.api_key, RolloutConfig(turn_timeout=60.0))
+        client = SGLangClient(server.url, server.api_key, ClientSpec(60.0, "qwen25"))
         try:
             turn = await client.generate(tuple(PROMPT[0]), max_new_tokens=12, sampling=SamplingConfig(top_k=1), seed=0)
         finally:
             await client.close()
         return [*PROMPT[0], *turn.token_ids]
 
-    with SGLangServer(serving_config(tmp_path / "out"), tmp_path / "server.log") as server:
+    with SGLangServer(policy_servers(serving_config(tmp_path / "out")), tmp_path / "server.log") as server:
         server.wait_healthy(400.0)
         assert asyncio.run(sample(server)) == greedy(source)

@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ import pytest
 from megatron_collab.config import Config
 from megatron_collab.inference import SCORES_FLAG
 from megatron_collab.inference import server as server_module
-from megatron_collab.inference.server import Part, Serves
+from megatron_collab.inference.server import Part
+from megatron_collab.inference.spec import Placement, Serves
 from megatron_collab.runtime import device, gpu_environment, toolkit
+from tests.helpers import policy_servers
 from tests.ranks import EXPERTS, HF
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,20 +167,18 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_cuda_sglang_takes_every_argument_that_we_pass(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HF | EXPERTS))
     commands = []
-    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"tp": 4}, {}),
-        ({"fp8": True, "max_total_tokens": 2**18}, {}),
-        ({"colocated": False, "ep": 2}, {}),
-        ({"tp": 8, "nnodes": 2}, {"part": Part(1, "tcp://10.0.0.1:30001")}),
-        ({}, {"serves": Serves.TEXT}),
-        ({}, {"serves": Serves.SCORES}),
+    cases: list[dict[str, Any]] = [
+        {"placement": Placement(tp=4, shared=1)},
+        {"fp8": True, "max_total_tokens": 2**18},
+        {"placement": Placement(first=1), "ep": 2},
+        {"placement": Placement(tp=8, nnodes=2, shared=1)},
+        {"serves": Serves.TEXT},
+        {"serves": Serves.SCORES},
     ]
-    for settings, keywords in cases:
-        config = Config()
-        config.model.path = str(tmp_path)
-        for name, value in settings.items():
-            setattr(config.rollout.server, name, value)
-        commands.append(server_module.arguments(config, "http://10.0.0.1:30000", 0, **keywords))
+    for changes in cases:
+        spec = replace(policy_servers(Config()), model=str(tmp_path), **changes)
+        part = Part(1, "tcp://10.0.0.1:30001") if spec.placement.nnodes > 1 else None
+        commands.append(server_module.arguments(spec, "http://10.0.0.1:30000", 0, part))
     passed = {word for command in commands for word in command}
     assert {"--moe-runner-backend", "--load-format", "--nnodes", f"--{SCORES_FLAG}"} <= passed
     assert output_of(HOPPER + ARGUMENTS, json.dumps(commands)) == [[]] * len(commands)
@@ -188,7 +189,7 @@ def test_servers_compile_their_kernels_with_what_the_set_has(monkeypatch: pytest
     """Without a toolkit of the machine; the driver's library is the stand-in."""
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
-    environment = server_module._environment(Config(), "", 0)
+    environment = server_module._environment(policy_servers(Config()), "", 0)
     assert Path(environment["CUDA_HOME"]).is_relative_to(sys.prefix)
     environment |= dict.fromkeys(("SGLANG_JIT_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"), str(tmp_path))
     assert output_of(HOPPER + KERNELS, environment=environment | {"FLASHINFER_CUDA_ARCH_LIST": "9.0a"}) == "loaded"
@@ -212,7 +213,7 @@ if __name__ == "__main__":
 def test_the_schedulers_of_colocated_servers_start(tmp_path: Path) -> None:
     (file := tmp_path / "spawn.py").write_text(SPAWN)
     run = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
-    assert output_of(run, str(file), environment=server_module._environment(Config(), "", 0)) == 0
+    assert output_of(run, str(file), environment=server_module._environment(policy_servers(Config()), "", 0)) == 0
 
 
 RUN = ["-m", "megatron_collab.train", "experiment=booking_sft", "launch.device=cuda"]

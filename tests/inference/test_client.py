@@ -14,9 +14,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from megatron_collab.config import RolloutConfig, SamplingConfig
+from megatron_collab.config import SamplingConfig
 from megatron_collab.inference import client
 from megatron_collab.inference.client import EngineError, ServerGone, SGLangClient, UnreadableCall
+from megatron_collab.inference.spec import ClientSpec
 from megatron_collab.types import Finish, ToolCall, Turn
 
 ANSWER = {
@@ -65,7 +66,7 @@ def served(handler: Handler, use: Callable[[SGLangClient], Awaitable[Any]], time
         application.router.add_post("/{path}", handler)
         async with TestServer(application) as server:
             address = str(server.make_url("")).rstrip("/")
-            client = SGLangClient(address, "secret", RolloutConfig(turn_timeout=timeout, tool_parser="qwen25"))
+            client = SGLangClient(address, "secret", ClientSpec(timeout, "qwen25"))
             try:
                 return await use(client)
             finally:
@@ -104,7 +105,7 @@ def test_a_turn_is_sampled_with_the_adapters_that_are_named() -> None:
         return await stream_turn(request)
 
     async def use(client: SGLangClient) -> Turn:
-        client.adapter = "mine"
+        client.spec = replace(client.spec, adapter="mine")
         return await turn_of(client)
 
     assert served(handler, use) == TURN and seen == ["mine"]
@@ -233,7 +234,7 @@ def test_silence_is_an_engine_error_that_names_the_setting() -> None:
 
 def test_no_server_is_an_engine_error() -> None:
     async def run() -> None:
-        client = SGLangClient("http://127.0.0.1:9", "secret", RolloutConfig(turn_timeout=1.0))
+        client = SGLangClient("http://127.0.0.1:9", "secret", ClientSpec(1.0, "qwen25"))
         try:
             await turn_of(client)
         finally:

@@ -6,13 +6,15 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from megatron_collab.config import SamplingConfig, ServerConfig
+from megatron_collab.config import SamplingConfig
 from megatron_collab.inference.client import EngineError, SGLangClient
 from megatron_collab.inference.pool import ServerPool
 from megatron_collab.inference.server import UNPUBLISHED, SGLangServer
+from megatron_collab.inference.spec import Placement
 from tests.conftest import Served
 from tests.inference.test_server import PROMPTS, sample, with_client
 
@@ -24,8 +26,8 @@ REQUESTS = [(prompt, seed) for seed, prompt in enumerate(PROMPTS[:4])]
 def fleet_of(
     server: SGLangServer, announced: list[Sequence[int]], colocated: bool, tokens: int | None = None
 ) -> ServerPool:
-    server_options = ServerConfig(colocated=colocated, start_timeout=400.0, max_total_tokens=tokens)
-    return ServerPool([server], server_options, announced.append)
+    spec = replace(server.spec, placement=Placement(shared=1 if colocated else 0), max_total_tokens=tokens)
+    return ServerPool([server], spec, announced.append)
 
 
 def test_a_released_server_samples_what_it_sampled_before(
@@ -37,7 +39,7 @@ def test_a_released_server_samples_what_it_sampled_before(
     fleet = fleet_of(server, [], colocated=True, tokens=2 * has)
     fleet.begin()
     message = f"has a KV cache of {has} tokens instead of rollout.server.max_total_tokens={2 * has}"
-    printed = capsys.readouterr().out
+    printed = "".join(capsys.readouterr())  # the warning is on stderr
     assert message in printed and f"SGLang servers have a KV cache of at least {has} tokens each" in printed
     assert server.released == {"kv_cache", "weights"}
     with pytest.raises(EngineError, match="no answer within"):
@@ -62,7 +64,7 @@ def publish(server: SGLangServer) -> None:
 
 
 async def impatient(client: SGLangClient) -> None:
-    client.timeout = 1.0
+    client.spec = replace(client.spec, timeout=1.0)
     await client.generate(PROMPTS[0], max_new_tokens=1, sampling=SamplingConfig(), seed=0)
 
 

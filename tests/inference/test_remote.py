@@ -19,24 +19,25 @@ from torch.distributed import TCPStore
 from megatron_collab.config import Config
 from megatron_collab.inference.remote import Machines, RemoteProcess, SpreadProcess
 from megatron_collab.inference.server import ServerError, ServerProcess, SGLangServer
+from megatron_collab.inference.spec import Placement, ServerSpec
 from megatron_collab.runtime.network import HOST
 from megatron_collab.runtime.ray_cluster import ray_session
 from tests.conftest import serving_config
-from tests.helpers import make_model
+from tests.helpers import make_model, policy_servers
 from tests.inference.test_server import PROMPTS, sample
 
 pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    return serving_config(make_model(tmp_path_factory.mktemp("remote") / "model"))
+def spec(tmp_path_factory: pytest.TempPathFactory) -> ServerSpec:
+    return policy_servers(serving_config(make_model(tmp_path_factory.mktemp("remote") / "model")))
 
 
 @pytest.fixture(scope="module")
-def machines(config: Config) -> Iterator[Machines]:
-    with ray_session(config):
-        yield Machines(config)
+def machines() -> Iterator[Machines]:
+    with ray_session(Config()):
+        yield Machines(None)
 
 
 def server_at(url: str) -> list[psutil.Process]:
@@ -57,11 +58,11 @@ def wait_until(holds: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def test_a_server_elsewhere_starts_and_ends_as_one_here(config: Config, machines: Machines, tmp_path: Path) -> None:
-    launch = replace(config.launch, device="auto")
-    process = RemoteProcess(machines, HOST, replace(config, launch=launch), tmp_path / "log", 0, "key")
+def test_a_server_elsewhere_starts_and_ends_as_one_here(spec: ServerSpec, machines: Machines, tmp_path: Path) -> None:
+    automatic = replace(spec, host=replace(spec.host, device="auto"))
+    process = RemoteProcess(machines, HOST, automatic, tmp_path / "log", 0, "key")
     try:
-        assert process._arguments[0].launch.device == "cpu", "as here, whatever is there"
+        assert process._arguments[0].host.device == "cpu", "as here, whatever is there"
         url = process.url
         assert url.startswith(f"http://{HOST}:") and process.ended() is None
         (server,) = server_at(url)
@@ -91,11 +92,10 @@ def test_a_server_elsewhere_starts_and_ends_as_one_here(config: Config, machines
     wait_until(lambda: not server_at(url))
 
 
-def test_a_busy_port_of_another_machine_is_reported(config: Config, machines: Machines, tmp_path: Path) -> None:
+def test_a_busy_port_of_another_machine_is_reported(spec: ServerSpec, machines: Machines, tmp_path: Path) -> None:
     port = int(ray.get_runtime_context().gcs_address.rpartition(":")[2])
-    config.rollout.server.port = port
-    process = RemoteProcess(machines, HOST, config, tmp_path / "log", 0, "key")
-    config.rollout.server.port = 0
+    spec = replace(spec, host=replace(spec.host, port=port))
+    process = RemoteProcess(machines, HOST, spec, tmp_path / "log", 0, "key")
     with pytest.raises(ServerError, match=rf"rollout\.server\.port={port}: address already in use"):
         _ = process.url
     wait_until(process.ended)
@@ -103,8 +103,8 @@ def test_a_busy_port_of_another_machine_is_reported(config: Config, machines: Ma
     process.stop()
 
 
-def test_a_machine_that_is_not_in_the_cluster(config: Config, machines: Machines, tmp_path: Path) -> None:
-    process = RemoteProcess(machines, "192.0.2.1", config, tmp_path / "log", 0, "key")
+def test_a_machine_that_is_not_in_the_cluster(spec: ServerSpec, machines: Machines, tmp_path: Path) -> None:
+    process = RemoteProcess(machines, "192.0.2.1", spec, tmp_path / "log", 0, "key")
     assert process.ended() == "no node of the Ray cluster has the server's address 192.0.2.1"
     with pytest.raises(ServerError, match="no node of the Ray cluster has the server's address 192"):
         _ = process.url
@@ -112,12 +112,11 @@ def test_a_machine_that_is_not_in_the_cluster(config: Config, machines: Machines
 
 
 @pytest.mark.slow
-def test_a_server_over_two_nodes_samples_and_starts_anew_with_both_parts(config: Config, tmp_path: Path) -> None:
+def test_a_server_over_two_nodes_samples_and_starts_anew_with_both_parts(spec: ServerSpec, tmp_path: Path) -> None:
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    server_options = replace(config.rollout.server, tp=2, nnodes=2)
-    config = replace(config, rollout=replace(config.rollout, server=server_options))
+    spec = replace(spec, placement=Placement(tp=2, nnodes=2))
     start = partial(SpreadProcess, [ServerProcess, ServerProcess], f"{HOST}:{store.port}")
-    with SGLangServer(config, tmp_path / "sglang-0.log", 0, start) as server:
+    with SGLangServer(spec, tmp_path / "sglang-0.log", 0, start) as server:
         server.wait_healthy(400.0)
         turns = sample(server, [(prompt, seed) for seed, prompt in enumerate(PROMPTS[:4])], at_once=True)
         first, second = server.process._parts  # type: ignore[attr-defined]

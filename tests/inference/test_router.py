@@ -14,10 +14,11 @@ from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_collab.config import RolloutConfig, SamplingConfig
+from megatron_collab.config import SamplingConfig
 from megatron_collab.inference import client
 from megatron_collab.inference.client import EngineError, ServerGone
 from megatron_collab.inference.router import Router
+from megatron_collab.inference.spec import ClientSpec
 from megatron_collab.llm.served import LOAD_FACTOR, choose
 from megatron_collab.types import Turn
 from tests.inference.test_client import ANSWER, stream, stream_turn
@@ -103,7 +104,7 @@ def with_servers(count: int, play: Callable[[Servers, Router], Awaitable[None]])
                 application.router.add_post("/generate", servers.handler(server))
                 running = await stack.enter_async_context(TestServer(application))
                 addresses.append((str(running.make_url("")).rstrip("/"), "secret"))
-            router = Router(addresses, RolloutConfig(turn_timeout=5.0))
+            router = Router(addresses, ClientSpec(5.0, "qwen25"))
             stack.push_async_callback(router.close)
             await play(servers, router)
 
@@ -241,7 +242,7 @@ def test_a_refusal_is_no_reason_to_ask_another_server() -> None:
         application = web.Application()
         application.router.add_post("/generate", refuse)
         async with TestServer(application) as server:
-            router = Router([(str(server.make_url("")).rstrip("/"), "secret")] * 2, RolloutConfig())
+            router = Router([(str(server.make_url("")).rstrip("/"), "secret")] * 2, ClientSpec(300.0, "qwen25"))
             try:
                 with pytest.raises(EngineError, match="too long"):
                     await ask(router, ["a"])

@@ -15,9 +15,10 @@ from megatron_collab.algo.credit import sample
 from megatron_collab.config import Config, SamplingConfig
 from megatron_collab.inference.client import SGLangClient
 from megatron_collab.inference.server import SGLangServer
+from megatron_collab.inference.spec import ClientSpec
 from megatron_collab.types import Batch, Turn
 from tests.conftest import serving_config
-from tests.helpers import make_model
+from tests.helpers import make_model, policy_servers
 from tests.inference.test_server import flush
 
 pytestmark = pytest.mark.processes
@@ -58,7 +59,7 @@ def running(folder: Path, device_type: str) -> Iterator[dict[str, SGLangServer]]
         started = {}
         for name in MODELS:
             config, log = config_of(folder, name, device_type), folder / f"{name}-{device_type}.log"
-            started[name] = stack.enter_context(SGLangServer(config, log))
+            started[name] = stack.enter_context(SGLangServer(policy_servers(config), log))
         for server in started.values():
             server.wait_healthy(START[device_type])
         yield started
@@ -70,7 +71,7 @@ def sampled(
     """A turn after each prompt, with its experts from the position `routing_from(number of the prompt)`."""
 
     async def use() -> list[Turn]:
-        client = SGLangClient(server.url, server.api_key, server.config.rollout)
+        client = SGLangClient(server.url, server.api_key, ClientSpec(300.0, "qwen25"))
         sampling = {"max_new_tokens": tokens, "sampling": SamplingConfig()}
         try:
             requests = (

@@ -9,21 +9,23 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_collab.config import Config, LoraConfig, ServedConfig
+from megatron_collab.config import LoraConfig
 from megatron_collab.inference import served
-from megatron_collab.inference.served import ModelServers, config_of, devices, first_device, score_fault
+from megatron_collab.inference.served import ModelServers, score_fault
 from megatron_collab.inference.server import ServerError
-from megatron_collab.models.parallel_layout import first_gpu
+from megatron_collab.inference.spec import Placement, ServerSpec, Serves, ServingSpec
+from megatron_collab.launch import server_specs
 from megatron_collab.runtime.process import wait_for
 from megatron_collab.types import Conversation, Message
 from tests.conftest import serving_config
-from tests.helpers import make_reward_model
+from tests.helpers import make_reward_model, policy_servers
 from tests.hub import serving
 from tests.reward.fakes import about, metric, play
 
@@ -40,9 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def servers(folder: Path) -> Iterator[ModelServers]:
-    config = serving_config(folder)
-    config.model.path, config.run.dir = "/the/policy", str(folder / "run")
-    with ModelServers(config, "reward_model", ServedConfig(str(folder), replicas=2), 0) as servers:
+    config = serving_config(Path("/the/policy"))
+    config.run.dir, config.servers = str(folder / "run"), {"reward_model": {"model": str(folder), "replicas": 2}}
+    with ModelServers(server_specs.served_alone(config, "reward_model")) as servers:
         servers.pool.begin()
         yield servers
 
@@ -115,7 +117,7 @@ def test_started_servers_end_if_another_does_not_start(monkeypatch: pytest.Monke
     begun: list[Any] = []
 
     class Busy:
-        def __init__(self, config: Config, log: Path, index: int, start: Any) -> None:
+        def __init__(self, spec: ServerSpec, log: Path, index: int) -> None:
             if index == 2:
                 raise ServerError("port 30002 is in use")
             self.over = False
@@ -128,7 +130,8 @@ def test_started_servers_end_if_another_does_not_start(monkeypatch: pytest.Monke
             self.over = True
 
     monkeypatch.setattr(served, "SGLangServer", Busy)
-    model_servers = ModelServers(serving_config(tmp_path), "good", ServedConfig(str(tmp_path), replicas=3), 0)
+    spec = policy_servers(serving_config(tmp_path))
+    model_servers = ModelServers(replace(spec, name="good", serves=Serves.SCORES, placement=Placement(replicas=3)))
     assert begun == [], "they are started once it is entered"
     with pytest.raises(ServerError, match="30002"), model_servers:
         raise AssertionError("entered")
@@ -160,8 +163,7 @@ def test_a_model_without_one_output_is_refused(tmp_path: Path, described: dict |
 FETCH = """
 import sys
 from megatron_collab.config import ConfigError, compose
-from megatron_collab.launch import evaluation, prepare
-from megatron_collab.reward import metrics
+from megatron_collab.launch import evaluation, prepare, server_specs
 from megatron_collab.runtime import hub
 try:
     if sys.argv[1] == "train":
@@ -170,7 +172,7 @@ try:
     else:
         config = evaluation.load(sys.argv[2:])
         evaluation.pin(config)
-    ((_, model),) = metrics.served_models(config).values()
+    ((_, model),) = server_specs.served_models(config).values()
     print(model.model, *sorted(file.name for file in hub.folder(model.model).iterdir()))
 except ConfigError as error:
     print(error)
@@ -216,15 +218,23 @@ def test_a_reward_model_by_name_is_pinned_and_fetched_before_the_start(tmp_path:
 def test_devices_come_after_those_of_the_policy() -> None:
     config = serving_config(Path("model"))
     config.launch.nproc_per_node, config.rollout.server.replicas, config.rollout.server.tp = 2, 2, 2
-    assert first_device(config) == 2
+    judge = {"model": "judge", "tp": 2}
+    config.servers = {"first": judge, "near": judge | {"colocated": True}, "second": judge}
+
+    def devices(serving: ServingSpec) -> list[int]:
+        return [spec.placement.first_device(0) for spec in serving.models]
+
+    assert devices(server_specs.training(config)) == [0, 2, 0, 4]
     config.rollout.server.colocated = False
-    assert first_device(config) == 6
-    separate, shared = (ServedConfig("judge", replicas=1, tp=2, colocated=colocated) for colocated in (False, True))
-    assert (devices(separate), devices(shared)) == (2, 0)
-    assert [first_gpu(config_of(config, model, 6), 0) for model in (separate, shared)] == [6, 0]
+    assert devices(server_specs.training(config)) == [2, 6, 0, 8]
+    assert devices(server_specs.evaluation(config)) == [0, 4, 6, 8], "there is no trainer"
+    assert not any(spec.placement.colocated for spec in server_specs.evaluation(config).models)
+    config.assistant.model = "openai/m"
+    assert [spec.placement.first for spec in server_specs.evaluation(config).models] == [0, 0, 2, 4], "nor a policy"
 
 
 def test_only_the_policy_has_adapters() -> None:
     config = serving_config(Path("model"))
-    config.model.lora = LoraConfig(rank=8, serve="adapters")
-    assert not config_of(config, ServedConfig("judge"), 0).model.lora.served
+    config.model.lora, config.servers = LoraConfig(rank=8, serve="adapters"), {"judge": {"model": "judge"}}
+    serving = server_specs.training(config)
+    assert serving.policy.adapters and serving.client.adapter and not serving.others["judge"].adapters

@@ -25,17 +25,18 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron_collab.config import Config, RolloutConfig, SamplingConfig
+from megatron_collab.config import Config, SamplingConfig
 from megatron_collab.data.chat_template import load_tokenizer
 from megatron_collab.inference import server as server_module
 from megatron_collab.inference.assistant import Renderer
 from megatron_collab.inference.client import EngineError, SGLangClient
 from megatron_collab.inference.server import ServerError, SGLangServer
+from megatron_collab.inference.spec import ClientSpec
 from megatron_collab.rollout import thinking
 from megatron_collab.runtime import device, files, stacks, toolkit
 from megatron_collab.types import Finish, ToolCall, Turn
 from tests.conftest import Served, serving_config
-from tests.helpers import make_model
+from tests.helpers import make_model, policy_servers
 from tests.ranks import EXPERTS, HF
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -48,7 +49,7 @@ SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {"type":
 
 def with_client(server: SGLangServer, use: Callable[[SGLangClient], Awaitable[Any]]) -> Any:
     async def run() -> Any:
-        client = SGLangClient(server.url, server.api_key, RolloutConfig(turn_timeout=60.0))
+        client = SGLangClient(server.url, server.api_key, ClientSpec(60.0, "qwen25"))
         try:
             return await use(client)
         finally:
@@ -235,12 +236,12 @@ def test_a_thought_and_its_reply_are_sampled_as_one_turn_would_be(server: SGLang
 @pytest.mark.processes
 def test_markers_of_calls_are_in_the_text_if_there_are_tools(servers: dict[str, Served]) -> None:
     """Mistral's is a special token."""
-    config = RolloutConfig(turn_timeout=60.0, tools=["calculator"], tool_parser="mistral")
+    spec = ClientSpec(60.0, "mistral", calls_tools=True)
     served = servers["untied"]
     special = load_tokenizer(str(served.folder), "model.path").added_tokens_decoder
 
     async def run() -> tuple[list[Turn], list[ToolCall]]:
-        client = SGLangClient(served.server.url, served.server.api_key, config)
+        client = SGLangClient(served.server.url, served.server.api_key, spec)
         try:
             pending = (client.generate(p, max_new_tokens=60, sampling=SamplingConfig(), seed=0) for p in PROMPTS)
             called = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'
@@ -301,7 +302,7 @@ def test_a_server_listens_on_its_own_address_only(servers: dict[str, Served]) ->
 @pytest.mark.processes
 def test_a_wrong_key_is_an_engine_error(server: SGLangServer) -> None:
     async def run() -> None:
-        client = SGLangClient(server.url, "wrong", RolloutConfig(turn_timeout=10.0))
+        client = SGLangClient(server.url, "wrong", ClientSpec(10.0, "qwen25"))
         try:
             await client.generate((5, 6), max_new_tokens=1, sampling=SamplingConfig(), seed=0)
         finally:
@@ -336,7 +337,7 @@ def arguments(
     config.model.path, config.launch.nproc_per_node, config.launch.nodes = str(model), 4, nodes
     for name, value in server.items():
         setattr(config.rollout.server, name, value)
-    words = server_module.arguments(config, "http://10.0.0.1:30000", index, adapter=adapter)
+    words = server_module.arguments(policy_servers(config), "http://10.0.0.1:30000", index, adapter=adapter)
     return {
         word[2:]: None if following.startswith("--") else following
         for word, following in pairwise([*words, "--"])
@@ -405,7 +406,7 @@ def test_servers_on_a_cpu_have_products_whose_rows_do_not_depend_on_others(monke
     monkeypatch.delenv("MKL_CBWR", raising=False)
     config = Config()
     config.launch.device = "cpu"
-    assert server_module._environment(config, "key", 0)["MKL_CBWR"] == "AUTO,STRICT"
+    assert server_module._environment(policy_servers(config), "key", 0)["MKL_CBWR"] == "AUTO,STRICT"
 
 
 def test_the_environment_on_gpus(on_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,7 +419,7 @@ def test_the_environment_on_gpus(on_gpus: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(toolkit, "libraries", lambda: ["/wheels/cu13/lib"])
     monkeypatch.setenv("CUDA_PATH", "/opt/cuda-12.4")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/lib")
-    environment = server_module._environment(Config(), "key", 0)
+    environment = server_module._environment(policy_servers(Config()), "key", 0)
     assert environment["CUDA_HOME"] == "/opt/cuda" and environment["LD_LIBRARY_PATH"] == "/wheels/cu13/lib:/opt/lib"
     assert "CUDA_PATH" not in environment
     # SGLang would refuse to start with these.
@@ -429,7 +430,7 @@ def test_the_environment_on_gpus(on_gpus: Path, monkeypatch: pytest.MonkeyPatch)
     for name in ("SGLANG_CACHE_DIR", "SGLANG_JIT_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"):
         assert socket.gethostname() in Path(environment[name]).parts
     monkeypatch.setenv("SGLANG_CACHE_DIR", "/scratch")
-    assert server_module._environment(Config(), "key", 0)["SGLANG_CACHE_DIR"] == "/scratch"
+    assert server_module._environment(policy_servers(Config()), "key", 0)["SGLANG_CACHE_DIR"] == "/scratch"
 
 
 @pytest.mark.processes
@@ -440,12 +441,12 @@ def test_a_busy_port_is_one_line_that_names_the_setting(tmp_path: Path) -> None:
         config = serving_config(tmp_path)
         config.rollout.server.port = busy.getsockname()[1]
         with pytest.raises(ServerError, match=r"^rollout\.server\.port=\d+: address already in use; choose another.*$"):
-            SGLangServer(config, tmp_path / "log")
+            SGLangServer(policy_servers(config), tmp_path / "log")
 
 
 @pytest.mark.processes
 def test_a_server_that_dies_shows_its_last_words(tmp_path: Path) -> None:
-    with SGLangServer(serving_config(tmp_path / "no-model"), tmp_path / "log") as server:
+    with SGLangServer(policy_servers(serving_config(tmp_path / "no-model")), tmp_path / "log") as server:
         with pytest.raises(
             ServerError, match=r"SGLang server 0: it ended with code 1; the end of .*log:(.|\n)*no-model"
         ):
@@ -455,7 +456,7 @@ def test_a_server_that_dies_shows_its_last_words(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_temporary_files_of_sglang_are_removed_with_the_server(tmp_path: Path) -> None:
-    with SGLangServer(serving_config(tmp_path / "no-model"), tmp_path / "log") as server:
+    with SGLangServer(policy_servers(serving_config(tmp_path / "no-model")), tmp_path / "log") as server:
         process = psutil.Process(server.process.pid)
         assert wait_until(process.environ, 30), "the kernel shows none until the program has been loaded"
         folder = Path(process.environ()["TMPDIR"])
@@ -490,9 +491,11 @@ def test_a_killed_trainer_takes_its_server_along(tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     code = (
         "import time\nfrom pathlib import Path\nfrom tests.conftest import serving_config\n"
+        "from tests.helpers import policy_servers\n"
         "from megatron_collab.inference.server import SGLangServer\n"
         f"folder = Path({str(tmp_path)!r})\n"
-        "print(SGLangServer(serving_config(folder / 'model'), folder / 'log').process.pid, flush=True)\n"
+        "spec = policy_servers(serving_config(folder / 'model'))\n"
+        "print(SGLangServer(spec, folder / 'log').process.pid, flush=True)\n"
         "time.sleep(600)"
     )
     trainer = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)

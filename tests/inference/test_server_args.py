@@ -13,9 +13,10 @@ import pytest
 from megatron_collab.config import ConfigError
 from megatron_collab.inference import server_args
 from megatron_collab.inference.server import arguments, refusal
+from megatron_collab.launch import server_specs
 from megatron_collab.launch.servers import check_arguments
 from tests.conftest import serving_config
-from tests.helpers import make_model, refused
+from tests.helpers import make_model, policy_servers, refused
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_arguments_come_last_and_replace_those_of_the_run(tmp_path: Path) -> Non
     config = serving_config(tmp_path)
     options: dict[str, Any] = {"log_level": "info", "sleep-on-idle": False, "enable-metrics": True, "page_size": None}
     config.rollout.server.args = options | {"gc-threshold": [7, 8], "extra-metric-labels": {"a": "b"}}
-    words = arguments(config, "http://127.0.0.1:30000", 0)
+    words = arguments(policy_servers(config), "http://127.0.0.1:30000", 0)
     assert words[-6:] == ["--enable-metrics", "--gc-threshold", "7", "8", "--extra-metric-labels", '{"a": "b"}']
     assert "--sleep-on-idle" not in words and "--page-size" not in words
     assert words[words.index("--log-level") + 1] == "info" and words.count("--log-level") == 1
@@ -107,8 +108,8 @@ def test_sglangs_own_parser_knows_the_names() -> None:
 def test_a_server_that_would_not_start_is_refused_before(tmp_path: Path) -> None:
     config = serving_config(make_model(tmp_path, layers=1))
     config.rollout.server.args = {"chunked_prefill_size": 64, "page-size": 8, "sleep-on-idle": False}
-    assert refusal(config) is None
+    assert refusal(policy_servers(config)) is None
     config.rollout.server.args |= {"chunked-prefill-size": 63}
     message = r"^rollout.server.args: SGLang rejects them: AssertionError: chunked_prefill_size must be divisible"
     with pytest.raises(ConfigError, match=message):
-        check_arguments(config)
+        check_arguments(server_specs.training(config))

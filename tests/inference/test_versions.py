@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_collab.config import RolloutConfig, SamplingConfig
+from megatron_collab.config import SamplingConfig
 from megatron_collab.inference.client import SGLangClient
+from megatron_collab.inference.spec import ClientSpec
 from megatron_collab.types import Turn
 from tests.conftest import Served
 from tests.helpers import make_model
@@ -41,7 +42,7 @@ async def load(served: Served, folder: Path, version: int) -> None:
 
 async def interrupted(served: Served, other: Path) -> tuple[list[Turn], Turn, Turn]:
     """Turns interrupted by the weights of `other`, a turn from before, and one requested during the update."""
-    client = SGLangClient(served.server.url, served.server.api_key, RolloutConfig(turn_timeout=120.0))
+    client = SGLangClient(served.server.url, served.server.api_key, ClientSpec(120.0, "qwen25"))
 
     def ask(seed: int, tokens: int) -> asyncio.Task[Turn]:
         turn = client.generate(PROMPTS[seed], max_new_tokens=tokens, sampling=SamplingConfig(), seed=seed)

@@ -14,7 +14,7 @@ from megatron_collab import evaluate
 from megatron_collab.config import Config, ConfigError, compose
 from megatron_collab.config.schema import AlgoConfig, ParallelConfig
 from megatron_collab.inference import server
-from megatron_collab.launch import evaluation, inherited, servers
+from megatron_collab.launch import evaluation, inherited, server_specs, servers
 from megatron_collab.rollout import llm_endpoints
 from megatron_collab.runtime import device
 from tests.helpers import make_model
@@ -57,7 +57,8 @@ def test_settings_of_training_are_left_out() -> None:
     """An experiment of eight ranks: the servers are what it says, and no rank takes a device from them."""
     config = evaluation.load(["experiment=train_8b", "data.eval=e.jsonl", "algo=dapo"])
     assert (config.parallel, config.algo) == (ParallelConfig(), AlgoConfig())
-    assert config.rollout.server.replicas == 8 and not config.rollout.server.colocated
+    placement = server_specs.evaluation(config).policy.placement
+    assert placement.replicas == 8 and not placement.colocated
     assert config.reward.weights["accuracy"] == 1.0 and config.user.model == "openai/gpt-4o-mini"
 
 
@@ -71,13 +72,14 @@ def test_servers_have_all_devices(tmp_path: Path, tasks: Path, monkeypatch: pyte
     serving.launch.device = "cuda"
     monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(available=True, detail=""))
     monkeypatch.setattr(device, "count", lambda: 4)
-    servers.check_servers_on_machine(serving)
-    server_arguments = [server.arguments(serving, "http://127.0.0.1:1", index) for index in range(2)]
+    spec = server_specs.evaluation(serving)
+    servers.check_servers_on_machine(serving, spec)
+    server_arguments = [server.arguments(spec.policy, "http://127.0.0.1:1", index) for index in range(2)]
     assert [row[row.index("--base-gpu-id") + 1] for row in server_arguments] == ["0", "2"]
     assert "--enable-memory-saver" not in server_arguments[0]
     monkeypatch.setattr(device, "count", lambda: 3)
     with pytest.raises(ConfigError, match="needs more than the 3 GPUs of this node; lower one"):
-        evaluation.check_devices(serving)
+        servers.check_servers_on_machine(serving, spec)
 
 
 def test_a_judge_of_the_runs_own_needs_gpus_whoever_is_evaluated(
@@ -98,8 +100,8 @@ def test_an_assistant_behind_litellm_needs_no_model_and_no_server(tmp_path: Path
     sets = f"data.eval=[{{source: {tasks}, max_new_tokens: 900, max_assistant_turns: 4}}]"
     arguments = overrides(tmp_path, tasks, sets, "assistant.model=openai/m", "assistant.max_tokens=300")
     config = evaluation.load([*arguments, "rollout.context_length=256"])
-    serving, *_ = evaluation.prepared(config)
-    assert serving.rollout.server.replicas == 0
+    serving, spec, _ = evaluation.prepared(config)
+    assert spec.serving and spec.serving.policy.placement.replicas == 0
     assert (serving.rollout.turn.max_new_tokens, serving.rollout.future.temperature) == (300, 1.0)
     assert serving.rollout.context_length > 4 * 900, "the model has a limit of its own"
     no_temperature = evaluation.load([*arguments, "assistant.temperature=null", "assistant.model=openai/gpt-5"])
@@ -357,8 +359,8 @@ def test_conversations_are_built_by_several_assistants(tmp_path: Path, tasks: Pa
     """Without the policy there is neither a model nor a server of it."""
     two = "build.assistants={a: {model: openai/gpt-4o-mini, temperature: 0.2}, b: openai/gpt-4o-mini}"
     config = evaluation.load(overrides(tmp_path, tasks, two, *BUILDS), builds=True)
-    serving, *_ = evaluation.prepared(config)
-    assert serving.rollout.server.replicas == 0 and config.assistant.temperature == 0.2
+    _, spec, _ = evaluation.prepared(config)
+    assert spec.serving and spec.serving.policy.placement.replicas == 0 and config.assistant.temperature == 0.2
     assert [(entry.setting, entry.endpoint.temperature) for entry in llm_endpoints.assistant_endpoints(config)] == [
         ("build.assistants.a.model", 0.2),
         ("build.assistants.b.model", 1.0),
@@ -368,7 +370,8 @@ def test_conversations_are_built_by_several_assistants(tmp_path: Path, tasks: Pa
     budgets = [f"rollout.{part}.max_new_tokens=64" for part in ("turn", "future")]
     config = evaluation.load(overrides(tmp_path, tasks, *both, *budgets, *BUILDS), builds=True)
     assert config.assistant.model is None and config.rollout.turn.max_new_tokens == 64
-    assert evaluation.prepared(config)[0].rollout.server.replicas == 1
+    _, spec, _ = evaluation.prepared(config)
+    assert spec.serving and spec.serving.policy.placement.replicas == 1
 
 
 @pytest.mark.parametrize(

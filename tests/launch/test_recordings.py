@@ -8,9 +8,8 @@ import pytest
 
 from megatron_collab.commands.__main__ import run
 from megatron_collab.config import ConfigError, compose
-from megatron_collab.launch import endpoints, validate
+from megatron_collab.launch import endpoints, server_specs, validate
 from megatron_collab.llm.recording import Call, CallKey, Shard, Usage
-from megatron_collab.reward import metrics
 from megatron_collab.reward.metrics import scored_metrics
 from megatron_collab.rollout import llm_endpoints
 
@@ -82,7 +81,7 @@ def test_where_recorded_calls_answer_no_model_key_or_variable_is_needed(
     settings = [*REPLAYED, f"llm.replay={calls}", "llm.budget_usd=1"]
     config = compose(settings)
     validate.check_settings(config)
-    assert metrics.served_models(config) == {}
+    assert server_specs.served_models(config) == {}
     judges = llm_endpoints.judge_endpoints(scored_metrics(config.reward), config.reward.judge)
     assert endpoints.check_prices(config, judges) == []
     endpoints.check_support(config, judges)

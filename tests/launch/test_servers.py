@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from megatron_collab.config import Config, ConfigError
-from megatron_collab.launch import prepare, servers, validate
+from megatron_collab.launch import prepare, server_specs, servers, validate
+from megatron_collab.launch.resolve import resolve
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.runtime import device
 from tests import helpers
@@ -67,6 +68,18 @@ def configure(nproc: int = 1, **server: Any) -> Config:
     return config
 
 
+def check(config: Config) -> None:
+    servers.check_servers(config, server_specs.training(config))
+
+
+def check_on_machine(config: Config) -> None:
+    servers.check_servers_on_machine(config, server_specs.training(config))
+
+
+def check_of_model(config: Config, shape: ModelShape) -> None:
+    servers.check_servers_of_model(config, server_specs.training(config).policy, shape)
+
+
 def refused(check: Any, config: Config, *shape: ModelShape) -> str:
     with pytest.raises(ConfigError) as error:
         check(config, *shape)
@@ -75,16 +88,16 @@ def refused(check: Any, config: Config, *shape: ModelShape) -> str:
 
 
 def test_colocated_servers_fit_the_gpus_of_the_node(machine: Machine) -> None:
-    servers.check_servers_on_machine(configure(nproc=8, replicas=4, tp=2))
-    message = refused(servers.check_servers_on_machine, configure(nproc=8, replicas=5, tp=2))
+    check_on_machine(configure(nproc=8, replicas=4, tp=2))
+    message = refused(check_on_machine, configure(nproc=8, replicas=5, tp=2))
     assert message.startswith("rollout.server.replicas=5 x rollout.server.tp=2: needs more than the 8 GPUs")
 
 
 def test_colocated_servers_stand_with_as_many_ranks_each(machine: Machine) -> None:
     for fits in ({"nproc": 8, "replicas": 2, "tp": 2}, {"nproc": 1, "replicas": 1, "tp": 2}):
-        servers.check_servers_on_machine(configure(**fits))
+        check_on_machine(configure(**fits))
     for uneven in ({"nproc": 8, "replicas": 3, "tp": 2}, {"nproc": 4, "replicas": 4, "tp": 2}):
-        message = refused(servers.check_servers_on_machine, configure(**uneven))
+        message = refused(check_on_machine, configure(**uneven))
         assert message.startswith(f"rollout.server.replicas={uneven['replicas']}: each colocated server needs an equal")
 
 
@@ -125,8 +138,8 @@ def test_gpus_that_sample_and_those_that_never_do_are_not_reported(machine: Mach
 
 
 def test_servers_of_their_own_need_gpus_beside_the_trainer(machine: Machine) -> None:
-    servers.check_servers_on_machine(configure(nproc=4, replicas=2, tp=2, colocated=False))
-    message = refused(servers.check_servers_on_machine, configure(nproc=5, replicas=2, tp=2, colocated=False))
+    check_on_machine(configure(nproc=4, replicas=2, tp=2, colocated=False))
+    message = refused(check_on_machine, configure(nproc=5, replicas=2, tp=2, colocated=False))
     assert "besides launch.nproc_per_node=5, more than the 8 of this node" in message
 
 
@@ -134,51 +147,49 @@ def test_reward_models_that_the_run_serves_need_gpus_of_their_own(machine: Machi
     config = configure(nproc=6, replicas=3, tp=2)
     config.reward.weights = {"reward_model": 1.0}
     config.reward.metrics = {"reward_model": {"model": "some/folder", "replicas": 2}}
-    servers.check_servers_on_machine(config)
+    check_on_machine(config)
     config.reward.metrics["reward_model"]["tp"] = 2
-    message = refused(servers.check_servers_on_machine, config)
+    message = refused(check_on_machine, config)
     assert message.startswith("reward.metrics.reward_model.replicas x tp: ") and "need 10 GPUs of a node" in message
 
 
 def test_gpus_are_counted_on_a_node(machine: Machine) -> None:
     config = configure(nproc=4, replicas=6, tp=2, colocated=False)
-    assert "more than the 8 of this node" in refused(servers.check_servers_on_machine, config)
+    assert "more than the 8 of this node" in refused(check_on_machine, config)
     config.launch.nodes = 3
-    servers.check_servers_on_machine(config)
-    servers.check_servers(config)
+    check_on_machine(config)
+    check(config)
     config.launch.nodes = 4
-    message = refused(servers.check_servers, config)
+    message = refused(check, config)
     assert message.startswith("rollout.server.replicas=6: is not a multiple of launch.nodes=4")
 
 
 def test_a_server_over_several_nodes_has_as_many_ranks_on_each(machine: Machine) -> None:
     config = configure(nproc=8, replicas=2, tp=16, nnodes=2)
     config.launch.nodes = 4
-    servers.check_servers(config)
-    servers.check_servers_on_machine(config)
+    check(config)
+    check_on_machine(config)
     config.rollout.server.replicas = 3
-    message = refused(servers.check_servers, config)
+    message = refused(check, config)
     assert message.startswith(
         "rollout.server.replicas=3 x rollout.server.nnodes=2: is not a multiple of launch.nodes=4; "
     )
     config.rollout.server.replicas, config.rollout.server.tp = 2, 32
-    message = refused(servers.check_servers, config)
+    message = refused(check, config)
     assert "rollout.server.tp=32 / launch.nodes=4: needs 16 devices per node" in message
     config.rollout.server.nnodes = 3
-    assert refused(servers.check_servers, config).startswith(
-        "rollout.server.nnodes=3: does not divide rollout.server.tp"
-    )
+    assert refused(check, config).startswith("rollout.server.nnodes=3: does not divide rollout.server.tp")
     config.rollout.server.nnodes = 8
-    assert refused(servers.check_servers, config).startswith("rollout.server.nnodes=8: does not divide launch.nodes=4")
+    assert refused(check, config).startswith("rollout.server.nnodes=8: does not divide launch.nodes=4")
 
 
 def test_colocated_servers_on_gpus_need_the_memory_saver(machine: Machine) -> None:
     machine.saver = False
-    message = refused(servers.check_servers_on_machine, configure())
+    message = refused(check_on_machine, configure())
     assert "needs torch-memory-saver (not installed)" in message and "set rollout.server.colocated=false" in message
-    servers.check_servers_on_machine(configure(colocated=False))
+    check_on_machine(configure(colocated=False))
     machine.gpus = 0
-    servers.check_servers_on_machine(configure())
+    check_on_machine(configure())
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
@@ -187,56 +198,56 @@ def test_colocated_servers_open_memory_of_plain_segments(
 ) -> None:
     config = configure(max_total_tokens=1000)
     monkeypatch.setenv(name, "max_split_size_mb:512")
-    validate.check_servers_on_machine(config)
+    check_on_machine(config)
     monkeypatch.setenv(name, "max_split_size_mb:512,expandable_segments:True")
     with pytest.raises(ConfigError, match=rf"^{name}=max_split_size_mb:512,expandable_segments:True: .*; unset it$"):
-        validate.check_servers_on_machine(config)
+        check_on_machine(config)
     config.publish.transport = "disk"
-    validate.check_servers_on_machine(config)
+    check_on_machine(config)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_colocated_servers_on_gpus_get_no_weights_over_the_network(machine: Machine, nodes: int) -> None:
     config = configure()
-    config.publish.transport, config.launch.nodes = "network", nodes
-    message = refused(servers.check_servers_on_machine, config)
+    config.publish.transport, config.launch.nodes, config.rollout.server.replicas = "network", nodes, nodes
+    message = refused(check_on_machine, config)
     assert message.startswith("publish.transport=network: ") and "set publish.transport=auto" in message
     config.rollout.server.colocated = False
-    servers.check_servers_on_machine(config)
+    check_on_machine(config)
     for transport in ("auto", "memory", "disk"):
         config.rollout.server.colocated, config.publish.transport = True, transport
-        servers.check_servers_on_machine(config)
+        check_on_machine(config)
     config.publish.transport, machine.gpus = "network", 0
-    servers.check_servers_on_machine(config)
+    check_on_machine(config)
 
 
 def test_memory_on_several_nodes_is_for_colocated_servers() -> None:
     config = configure(colocated=False, replicas=2)
     config.publish.transport = "memory"
-    servers.check_servers(config)
+    check(config)
     config.launch.nodes = 2
-    assert refused(servers.check_servers, config).startswith("publish.transport=memory: with launch.nodes=2 ")
+    assert refused(check, config).startswith("publish.transport=memory: with launch.nodes=2 ")
     config.rollout.server.colocated = True
-    servers.check_servers(config)
+    check(config)
 
 
 def test_colocated_servers_on_several_nodes_fit_the_devices_of_the_trainer() -> None:
     config = configure(nproc=4, replicas=4, tp=2)
     config.launch.nodes = 2
-    servers.check_servers(config)
+    check(config)
     config.rollout.server.tp = 4
-    message = refused(servers.check_servers, config)
+    message = refused(check, config)
     assert message.startswith(
         "rollout.server.replicas=4 x rollout.server.tp=4 / launch.nodes=2: needs 8 devices per node"
     )
     config.rollout.server.colocated = False
-    servers.check_servers(config)
+    check(config)
 
 
 def test_colocated_servers_on_gpus_do_not_size_their_own_cache(machine: Machine) -> None:
-    message = refused(servers.check_servers_on_machine, configure(max_total_tokens=None))
+    message = refused(check_on_machine, configure(max_total_tokens=None))
     assert message.startswith("rollout.server.max_total_tokens: not set")
-    servers.check_servers_on_machine(configure(max_total_tokens=None, colocated=False))
+    check_on_machine(configure(max_total_tokens=None, colocated=False))
 
 
 @pytest.mark.parametrize(
@@ -246,29 +257,31 @@ def test_colocated_servers_on_gpus_do_not_size_their_own_cache(machine: Machine)
 def test_fp8_needs_a_device_that_multiplies_it(
     machine: Machine, gpus: int, capability: tuple[int, int] | None, message: str
 ) -> None:
-    servers.check_servers_on_machine(configure(fp8=True))
+    check_on_machine(configure(fp8=True))
     machine.gpus, machine.capability = gpus, capability
-    line = refused(servers.check_servers_on_machine, configure(fp8=True))
+    line = refused(check_on_machine, configure(fp8=True))
     assert (
         line.startswith("rollout.server.fp8=true: needs GPUs of compute capability 8.9 to below 10.0")
         and message in line
     )
 
 
-def test_gpus_matter_only_where_servers_run(machine: Machine) -> None:
-    config = configure(replicas=9, fp8=True)
-    config.train.stage = "sft"
-    machine.capability = (8, 0)
-    servers.check_servers_on_machine(config)
+def test_gpus_matter_only_where_servers_run(tmp_path: Path) -> None:
+    on_cpu = ["launch.device=cpu", f"run.dir={tmp_path}", "model.dtype=bfloat16", "rollout.server.fp8=true"]
+    validate.load(["experiment=booking_sft", *on_cpu, "rollout.server.nnodes=9"])
+    with pytest.raises(
+        ConfigError, match=r"rollout\.server\.fp8=true: needs GPUs of compute capability .*, found none"
+    ):
+        validate.load(["experiment=booking", *on_cpu])
 
 
 def test_fp8_needs_bfloat16_and_a_transport_that_quantizes() -> None:
     config = configure(fp8=True)
-    servers.check_servers(config)
+    check(config)
     config.publish.transport = "disk"
-    assert refused(servers.check_servers, config).startswith("publish.transport=disk: ")
+    assert refused(check, config).startswith("publish.transport=disk: ")
     config.publish.transport, config.model.dtype = "auto", "float32"
-    assert "needs model.dtype=bfloat16, not float32" in refused(servers.check_servers, config)
+    assert "needs model.dtype=bfloat16, not float32" in refused(check, config)
 
 
 def test_what_servers_with_adapters_cannot_go_with() -> None:
@@ -277,19 +290,19 @@ def test_what_servers_with_adapters_cannot_go_with() -> None:
         config.model.lora.rank, config.model.lora.serve = 8, "adapters"
         return config
 
-    servers.check_servers(with_adapters(tp=2))
-    assert "an FP8 base, rollout.server.fp8=true; change one" in refused(servers.check_servers, with_adapters(fp8=True))
+    check(with_adapters(tp=2))
+    assert "an FP8 base, rollout.server.fp8=true; change one" in refused(check, with_adapters(fp8=True))
     on_two = with_adapters(tp=2, nnodes=2)
     on_two.launch.nodes = 2
     message = (
         "model.lora.serve=adapters: with rollout.server.nnodes=2 nodes disagree on an adapter's id; set it to merged"
     )
-    assert refused(servers.check_servers, on_two) == message
+    assert refused(check, on_two) == message
     by_disk = with_adapters()
     by_disk.publish.transport = "disk"
-    assert refused(servers.check_servers, by_disk).startswith("publish.transport=disk: writes whole models")
+    assert refused(check, by_disk).startswith("publish.transport=disk: writes whole models")
     by_disk.model.lora.serve = "merged"
-    servers.check_servers(by_disk)
+    check(by_disk)
 
 
 @pytest.mark.parametrize(
@@ -307,20 +320,20 @@ def test_what_servers_with_adapters_cannot_go_with() -> None:
     ],
 )
 def test_a_model_that_cannot_be_cut_like_that(model: dict[str, Any], settings: dict[str, Any], message: str) -> None:
-    assert message in refused(servers.check_servers_of_model, configure(**settings), ModelShape.from_hf(model))
+    assert message in refused(check_of_model, configure(**settings), ModelShape.from_hf(model))
 
 
 def test_experts_are_replayed_of_models_that_have_some() -> None:
     config = configure()
     config.rollout.routing_replay = True
     message = "rollout.routing_replay=true: the model has no experts; set it to false"
-    assert refused(servers.check_servers_of_model, config, ModelShape.from_hf(DENSE)) == message
-    servers.check_servers_of_model(config, ModelShape.from_hf(EXPERTS))
+    assert refused(check_of_model, config, ModelShape.from_hf(DENSE)) == message
+    check_of_model(config, ModelShape.from_hf(EXPERTS))
 
 
 def test_models_that_can_be_cut() -> None:
-    servers.check_servers_of_model(configure(tp=2, fp8=True), ModelShape.from_hf(WIDE))
-    servers.check_servers_of_model(configure(tp=2, ep=2, fp8=True), ModelShape.from_hf(EXPERTS | {"head_dim": 128}))
+    check_of_model(configure(tp=2, fp8=True), ModelShape.from_hf(WIDE))
+    check_of_model(configure(tp=2, ep=2, fp8=True), ModelShape.from_hf(EXPERTS | {"head_dim": 128}))
 
 
 def test_a_supervised_run_has_no_server_to_fit(tmp_path: Path) -> None:
@@ -328,9 +341,10 @@ def test_a_supervised_run_has_no_server_to_fit(tmp_path: Path) -> None:
     config = configure()
     config.model.path = str(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS | {"mlp_only_layers": [0], "hidden_size": 64}))
-    assert "layer 0 has no experts" in refused(validate.check_model, config)
+    with pytest.raises(ConfigError, match="layer 0 has no experts"):
+        validate.check_model(config, resolve(config))
     config.train.stage = "sft"
-    assert validate.check_model(config).experts is not None
+    assert validate.check_model(config, resolve(config)).experts is not None
 
 
 JUDGED = ("reward.weights.accuracy=1", "reward.metrics.accuracy.judge=true")
@@ -387,16 +401,16 @@ def test_a_model_that_gives_scores_answers_nothing_and_one_that_gives_text_score
 def test_models_beside_the_policy_have_gpus_of_their_own_or_the_trainers(machine: Machine) -> None:
     config = configure(nproc=4, replicas=2, tp=2)
     config.servers = {"judge": {"model": "x", "tp": 4}}
-    servers.check_servers_on_machine(config)
+    check_on_machine(config)
     config.servers["user"] = {"model": "y"}
-    message = refused(servers.check_servers_on_machine, config)
+    message = refused(check_on_machine, config)
     assert (
         message.startswith("servers.judge.replicas x tp, servers.user.replicas x tp: ")
         and "they need 9 GPUs" in message
     )
     config.servers["user"]["colocated"] = True
-    assert "servers.user.max_total_tokens: not set" in refused(servers.check_servers_on_machine, config)
+    assert "servers.user.max_total_tokens: not set" in refused(check_on_machine, config)
     config.servers["user"]["max_total_tokens"] = 4096
-    servers.check_servers_on_machine(config)
+    check_on_machine(config)
     config.rollout.max_staleness, config.rollout.server.colocated = 1, False
-    assert refused(servers.check_servers, config).startswith("servers.user.colocated=true: rollout.max_staleness=1 ")
+    assert refused(check, config).startswith("servers.user.colocated=true: rollout.max_staleness=1 ")

@@ -21,6 +21,7 @@ from megatron_collab.trainer.host_memory import PIECE
 from megatron_collab.trainer.losses import apply_head
 from megatron_collab.trainer.megatron import parallel
 from tests import gpus
+from tests.helpers import policy_servers
 from tests.planning.allocated import allocated_bytes
 from tests.ranks import make_config, run_ranks
 
@@ -210,17 +211,18 @@ def test_micro_batches_in_flight() -> None:
 def test_the_server_takes_what_sglang_takes() -> None:
     """A token of Llama 70B on 8 GPUs: keys and values of 80 layers, one head of 128, 2 bytes."""
     config, shape = compose(["experiment=train_70b", "rollout.server.fp8=false"]), shape_of("Llama-3.3-70B-Instruct")
-    assert memory.kv_cache(config, shape) == 786432 * 40960
-    config.rollout.server.max_total_tokens = None
-    assert memory.kv_cache(config, shape) == 256 * 8192 * 40960
-    config.rollout.server.tp = 16  # a head that cannot be cut is kept on two GPUs
-    assert memory.kv_cache(config, shape) == 256 * 8192 * 40960
-    assert memory.server_weights(config, shape) == pytest.approx(2 * (70.55e9 + 80 * 2 * 1024 * 8192) / 16, rel=1e-3)
-    config.rollout.server.tp, config.rollout.server.fp8 = 8, True  # all but the two embeddings: 2.1e9
-    assert memory.server_weights(config, shape) == pytest.approx((68.45e9 + 2 * 2.1e9) / 8, rel=0.001)
+    spec = policy_servers(config)
+    assert memory.kv_cache(spec, shape) == 786432 * 40960
+    spec = replace(spec, max_total_tokens=None)
+    assert memory.kv_cache(spec, shape) == 256 * 8192 * 40960
+    on_16 = replace(spec, placement=replace(spec.placement, tp=16))  # a head that cannot be cut is kept on two GPUs
+    assert memory.kv_cache(on_16, shape) == 256 * 8192 * 40960
+    assert memory.server_weights(on_16, shape) == pytest.approx(2 * (70.55e9 + 80 * 2 * 1024 * 8192) / 16, rel=1e-3)
+    spec = replace(spec, fp8=True)  # all but the two embeddings: 2.1e9
+    assert memory.server_weights(spec, shape) == pytest.approx((68.45e9 + 2 * 2.1e9) / 8, rel=0.001)
     scales = 80 * 2 * 4  # of keys and values in each layer, float32; Qwen3 has none
-    without = memory.server_weights(config, replace(shape, family="qwen3"))
-    assert memory.server_weights(config, shape) == without + scales
+    without = memory.server_weights(spec, replace(shape, family="qwen3"))
+    assert memory.server_weights(spec, shape) == without + scales
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from megatron_collab.config import CONF, compose
 from megatron_collab.models import hf_config
 from megatron_collab.planning.weight_sync_cost import Bandwidth, Sharding, SyncCost, sync_cost
 from megatron_collab.weight_sync import plan
+from tests.helpers import policy_servers
 
 SPEEDS = {Bandwidth.MEMORY: 1000e9, Bandwidth.NODE: 100e9, Bandwidth.NETWORK: 10e9}
 BYTES = 2 * 8.03026e9  # of Llama 3.1 8B in bfloat16
@@ -19,8 +20,9 @@ def planned(nodes: int, ranks: int, *overrides: str) -> SyncCost:
     layout += ["rollout.server.fp8=false"]
     config = compose(["experiment=train_70b", *layout, *overrides])
     shape = hf_config.read(CONF / "shapes" / "Llama-3.1-8B-Instruct.json")
-    sync_plan = plan.plan_sync(shape, plan.trainer_layout(config), plan.server_layout(config), 2)
-    return sync_cost(config, shape, sync_plan, SPEEDS)
+    spec = policy_servers(config)
+    sync_plan = plan.plan_sync(shape, plan.trainer_layout(config), spec.layout, 2)
+    return sync_cost(config, spec.placement, shape, sync_plan, SPEEDS)
 
 
 def test_equal_cuts_on_the_same_devices_send_nothing() -> None:

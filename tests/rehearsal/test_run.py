@@ -29,6 +29,7 @@ from megatron_collab.rehearsal.compare import lines, ratios, table
 from megatron_collab.rehearsal.publishing import Publishing
 from megatron_collab.rehearsal.run import RankMemory, rehearse
 from megatron_collab.trainer import logprobs
+from tests.helpers import policy_servers
 
 LLAMA = {
     "model_type": "llama",
@@ -188,9 +189,10 @@ def test_a_server_that_differs_from_the_plan(options: list[str]) -> None:
     size, rows = whole.buckets[0]
     beyond = replace(whole, buckets=[(size // 2, rows)])
     memories = servers.rehearse(replace(order, places=[whole, less, beyond]))
-    weights = server_weights(config, shape) + rotary_table(shape)
+    spec = policy_servers(config)
+    weights = server_weights(spec, shape) + rotary_table(shape)
     assert memories[0].fault == "" and memories[0].weights == pytest.approx(weights, rel=0.001)
-    assert memories[0].adapters == server_adapters(config, shape) > 0
+    assert memories[0].adapters == server_adapters(spec, shape) > 0
     assert name in memories[1].fault and "no such parameter" in memories[1].fault
     assert memories[2].fault  # a bucket that is too small for its slices
 

@@ -22,7 +22,7 @@ from megatron_collab.reward.metrics import reward_model
 from megatron_collab.reward.metrics.reward_model import KEY_VARIABLE
 from megatron_collab.types import Conversation, Message, Missing, Score
 from tests.conftest import serving_config
-from tests.helpers import make_reward_model
+from tests.helpers import make_reward_model, policy_servers
 from tests.reward.fakes import about, metric, play, score
 
 TASK = about("5", "a table for four people")
@@ -214,7 +214,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[SGLangServer]:
-    with SGLangServer(serving_config(folder), folder / "sglang.log") as server:
+    with SGLangServer(policy_servers(serving_config(folder)), folder / "sglang.log") as server:
         server.wait_healthy(400.0)
         yield server
 

@@ -9,20 +9,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_collab.config import Config
 from megatron_collab.inference.server import SGLangServer
+from megatron_collab.inference.spec import ServerSpec
 from megatron_collab.runtime.network import bindable
 
 
 class Recorded(SGLangServer):
     """Appends requests to `events`, which may be shared, as "server 0: /path argument"."""
 
-    def __init__(self, config: Config, folder: Path, index: int, events: list[str]) -> None:
+    def __init__(self, spec: ServerSpec, folder: Path, index: int, events: list[str]) -> None:
         self.events = events
         self.starts = True  # whether a restart succeeds
-        super().__init__(config, folder / f"{index}.log", index, self._begin)
+        super().__init__(spec, folder / f"{index}.log", index, self._begin)
 
-    def _begin(self, config: Config, log: Path, index: int, api_key: str) -> Any:
+    def _begin(self, spec: ServerSpec, log: Path, index: int, api_key: str) -> Any:
         self.code: int | None = None
         process = SimpleNamespace(
             url=f"http://127.0.0.1:{bindable('rollout.server.port', 0)}",

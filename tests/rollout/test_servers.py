@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from megatron_collab.config import Config, ServedConfig
+from megatron_collab.config import Config
 from megatron_collab.inference.pool import ServerPool
 from megatron_collab.inference.served import ModelServers
 from megatron_collab.inference.server import ServerError
+from megatron_collab.inference.spec import Placement, ServerSpec, Serves
+from megatron_collab.launch import server_specs
 from megatron_collab.rollout.servers import Servers
 from megatron_collab.rollout.spec import play_spec
 from megatron_collab.runtime.process import RunStopped
@@ -31,9 +34,9 @@ RELEASE = [
 class Recording(WeightSync):
     """Publishes versions to the servers that are present; `failures` has the servers that fail, by attempt."""
 
-    def __init__(self, config: Config, pool: ServerPool, events: list[str]) -> None:
+    def __init__(self, config: Config, spec: ServerSpec, pool: ServerPool, events: list[str]) -> None:
         config.publish.transport = "disk"  # which needs no weights before the first publish
-        super().__init__(config, [], None, pool)  # type: ignore[arg-type]
+        super().__init__(config, spec, [], None, pool)  # type: ignore[arg-type]
         self.pool, self.events = pool, events
         self.failures: list[set[int]] = []
 
@@ -61,11 +64,12 @@ class Stage:
         config.launch.device = "cpu"
         config.rollout.server.colocated, config.rollout.max_staleness = colocated, staleness
         config.rollout.server.start_timeout = 20.0
-        self.servers = [Recorded(config, folder, index, self.events) for index in range(replicas)]
+        serving = server_specs.training(config)
+        self.servers = [Recorded(serving.policy, folder, index, self.events) for index in range(replicas)]
         self.model_servers: list[Recorded] = []  # of models beside the policy
-        self.of_run = Servers(config, play_spec(config))
-        self.pool = self.of_run.pool = ServerPool(self.servers, config.rollout.server, self.tell)
-        self.weights = Recording(config, self.pool, self.events)
+        self.of_run = Servers(config, play_spec(config), serving)
+        self.pool = self.of_run.pool = ServerPool(self.servers, serving.policy, self.tell)
+        self.weights = Recording(config, serving.policy, self.pool, self.events)
 
     def tell(self, servers: Sequence[int]) -> None:
         self.events.append(f"workers: ask {list(servers)}")
@@ -103,8 +107,10 @@ def stage(tmp_path: Path, alone: None) -> Iterator[Callable[..., Stage]]:
 
 def beside(run: Stage, tmp_path: Path, colocated: bool) -> Recorded:
     """Add the only server of a model named judge to `run`; it records."""
-    model = ModelServers(run.of_run.config, "judge", ServedConfig("judge", colocated=colocated), 1)
-    server = Recorded(model.config, tmp_path / "judge", 7, run.events)
+    policy = run.of_run.serving.policy
+    placement = Placement(shared=1) if colocated else Placement(first=1)
+    model = ModelServers(replace(policy, name="judge", serves=Serves.TEXT, placement=placement))
+    server = Recorded(model.spec, tmp_path / "judge", 7, run.events)
     model.servers.append(server)
     run.model_servers.append(server)
     run.of_run.served = [model]

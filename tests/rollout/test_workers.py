@@ -26,6 +26,7 @@ from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.environments import booking, tiny_model
 from megatron_collab.inference.client import EngineError
+from megatron_collab.launch import server_specs
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.llm.served import ServedModel
@@ -281,7 +282,8 @@ def test_a_conversation_worker_samples_from_its_servers(
     settings.rollout = replace(options.rollout, system_prompt=str(tmp_path / "system.j2"))
     settings.user = replace(options.user, model="served/helper")
     served = {"helper": ServedModel("/models/helper", ((f"http://{OTHER_NODE}:{helper.port}", KEY),))}
-    workers = start_workers(settings, play_spec(settings), [(nobody, KEY), (server, KEY)], served)
+    client = server_specs.training(settings).client
+    workers = start_workers(settings, play_spec(settings), client, [(nobody, KEY), (server, KEY)], served)
     (worker,) = workers.conversations
     ray.get(worker.use_servers.remote([1]), timeout=60)
     group = ray.get(worker.play.remote(task, "train-0-0"), timeout=60)

@@ -14,6 +14,7 @@ import pytest
 from megatron_collab.config import Config
 from megatron_collab.inference import server
 from megatron_collab.runtime import keys
+from tests.helpers import policy_servers
 
 KEY, OTHER = "correct-horse-battery", "staple-0123456789"
 
@@ -70,17 +71,18 @@ def test_later_keys_are_added_to_the_stored_ones() -> None:
 def test_a_server_gets_its_own_key_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", OTHER)
     monkeypatch.setenv("NCCL_IB_PKEY", "0x7fff7fff")  # what a name that ends like a key's may say
-    own_environment = server._environment(Config(), "its own", 0)
+    own_environment = server._environment(policy_servers(Config()), "its own", 0)
     assert own_environment[server.KEY_VARIABLE] == "its own" and own_environment["NCCL_IB_PKEY"] == "0x7fff7fff"
     assert {name for name, value in own_environment.items() if keys.is_key(name, value)} == set()
     keys.put_away()
-    assert keys.FILE not in server._environment(Config(), "its own", 0)
+    assert keys.FILE not in server._environment(policy_servers(Config()), "its own", 0)
 
 
 RANK = """
 import json, os, sys
 from pathlib import Path
 from megatron_collab.runtime import keys
+from tests.helpers import policy_servers
 from megatron_collab.runtime.redact import redact_output
 
 redact_output()

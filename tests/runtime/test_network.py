@@ -57,12 +57,12 @@ def on(interface: str | None, **launch: object) -> Config:
 
 
 def test_the_address_is_that_of_the_interface(machine: None) -> None:
-    assert network.address(on("ib0")) == "10.1.0.7"
-    assert network.address(on(None)) == HOST
-    variables = network.variables(on("ib0"))
+    assert network.address("ib0") == "10.1.0.7"
+    assert network.address(None) == HOST
+    variables = network.variables("ib0")
     assert variables["no_proxy"] == variables["NO_PROXY"] == "localhost,127.0.0.1,::1,10.1.0.7"
     assert variables.items() >= {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=ib0"}.items()
-    assert network.variables(on(None)).items() >= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}.items()
+    assert network.variables(None).items() >= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}.items()
 
 
 @pytest.mark.parametrize("interface", ["ib7", "eth1"])
@@ -77,14 +77,12 @@ def test_several_nodes_need_an_interface() -> None:
 
 
 def test_rank_0_hears_from_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = on("lo", nodes=2)
-    config.rollout.server.start_timeout = 0.5
     store = dist.TCPStore(HOST, 0, is_master=True, timeout=timedelta(seconds=60))
 
     def as_rank(rank: int) -> list[str]:
         for name, value in {"RANK": rank, "LOCAL_RANK": rank % 2, "GROUP_RANK": rank // 2}.items():
             monkeypatch.setenv(name, str(value))
-        return network.meet(config, store)
+        return network.meet(2, "lo", 0.5, store)
 
     with pytest.raises(
         RunStopped, match=r"the ranks of node 1 have not started after rollout\.server\.start_timeout=0\.5 s"

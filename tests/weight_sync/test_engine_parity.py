@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron_collab.config import Config
-from megatron_collab.inference import adapters
 from megatron_collab.inference.client import SGLangClient
 from megatron_collab.inference.server import SGLangServer
+from megatron_collab.launch import server_specs
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch, Credit, Sample, Turn
@@ -26,7 +26,7 @@ from megatron_collab.weight_sync.store_protocol import PlaceStore, SyncStore
 from megatron_collab.weight_sync.sync import PublishError, WeightSync
 from megatron_collab.weight_sync.transports.shared_memory import SharedMemoryTransport
 from tests.conftest import Served, serving_config
-from tests.helpers import make_model
+from tests.helpers import make_model, policy_servers
 from tests.ranks import learn, run_ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -84,7 +84,9 @@ def running(
     with ExitStack() as stack:
         started = {}
         for index, (kind, config) in enumerate(configs.items(), start=1):
-            started[kind] = stack.enter_context(SGLangServer(config, folder / f"{kind}.log", index=index))
+            started[kind] = stack.enter_context(
+                SGLangServer(policy_servers(config), folder / f"{kind}.log", index=index)
+            )
         for server in started.values():
             server.wait_healthy(400.0)
         known = {kind: [served.server] for kind, served in servers.items()}
@@ -250,7 +252,7 @@ def sample_turns(server: dict[str, Any], seed: int, config: Config, count: int =
     prompts = np.random.default_rng(0).integers(3, 500, (TURNS, PROMPT)).tolist()[:count]
 
     async def sample() -> tuple[list[Turn], int]:
-        client = SGLangClient(server["url"], server["api_key"], config.rollout, adapters.served_name(config))
+        client = SGLangClient(server["url"], server["api_key"], server_specs.training(config).client)
         try:
             requests = [
                 client.generate(tuple(prompt), max_new_tokens=REPLY, sampling=config.rollout.turn, seed=seed * 1000 + i)
@@ -308,7 +310,8 @@ class Case:
         """A new publisher with its fleet; `changes` apply to the last server."""
         servers = [*self.servers[:-1], self.servers[-1] | changes]
         fleet = Fleet(servers) if dist.get_rank() == 0 else None
-        return WeightSync(self.config, self.actor.chunks, self.actor.shape, fleet, self.bucket_bytes), fleet
+        spec = policy_servers(self.config)
+        return WeightSync(self.config, spec, self.actor.chunks, self.actor.shape, fleet, self.bucket_bytes), fleet
 
     def measure(self, servers: int | None = None) -> dict[str, Any]:
         """Sample; return the largest log-prob difference of servers and trainer, the versions and the cached tokens.

@@ -21,7 +21,7 @@ from megatron_collab.planning import memory
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.weight_sync.sync import WeightSync
 from tests import gpus
-from tests.helpers import configured, make_model, nats_apart
+from tests.helpers import configured, make_model, nats_apart, policy_servers
 from tests.ranks import run_ranks
 from tests.weight_sync.test_engine_parity import Case, Line
 
@@ -109,7 +109,8 @@ def publish(root: Path, device_type: str, precision: str, families: list[str]) -
         servers = {
             family: stack.enter_context(
                 SGLangServer(
-                    settings(root, "server", device_type, family, precision), root / f"{precision}-{family}.log"
+                    policy_servers(settings(root, "server", device_type, family, precision)),
+                    root / f"{precision}-{family}.log",
                 )
             )
             for family in families
@@ -148,9 +149,10 @@ def publish_to_each(root: Path, lines: dict[str, Any], device_type: str, precisi
         config = settings(root, "trainer", device_type, family, precision)
         with parallel.init_parallel(config):
             case = Case(config, [line], 1 << 20)
-            server = Lender(**line, index=0, released=set(), config=config)
+            spec = policy_servers(config)
+            server = Lender(**line, index=0, released=set(), spec=spec)
             rounds = []
-            with WeightSync(config, case.actor.chunks, case.actor.shape, Alone(server), 1 << 20) as publisher:  # type: ignore[arg-type]
+            with WeightSync(config, spec, case.actor.chunks, case.actor.shape, Alone(server), 1 << 20) as publisher:  # type: ignore[arg-type]
                 for version in range(ROUNDS):
                     before = free(device_type)
                     server.release()
@@ -193,7 +195,7 @@ def test_released_memory_is_free_on_the_gpu(
     """It releases at least its whole KV cache before each of two publishes."""
     for family in FAMILIES:
         shape = hf_config.read(folder_of(root, "server", family) / "config.json")
-        least = memory.kv_cache(settings(root, "server", "cuda", family, "bfloat16"), shape)
+        least = memory.kv_cache(policy_servers(settings(root, "server", "cuda", family, "bfloat16")), shape)
         for measured in measurements("cuda", "bfloat16")[family]:
             record_property(f"{family}: MiB given back", measured["gave"] >> 20)
             assert measured["gave"] >= 0.9 * least

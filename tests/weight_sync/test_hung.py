@@ -22,6 +22,7 @@ from megatron_collab.weight_sync.sync import PublishError, WeightSync
 from megatron_collab.weight_sync.transports import shared_memory
 from megatron_collab.weight_sync.transports.p2p import NetworkTransport
 from tests.forked import Ended
+from tests.helpers import policy_servers
 from tests.ranks import run_side_by_side
 from tests.weight_sync import test_receiver as fakes
 
@@ -188,9 +189,10 @@ def hang(ranks: int, nodes: int, transport: str, moment: str, quantized: bool, s
     if fleet:
         fleet.servers[1].url = f"http://127.0.0.1:{silent.getsockname()[1]}"
     makers = note_makers()
-    with WeightSync(config, [], fakes.SHAPE, fleet, fakes.BUCKET // (1 + quantized)) as sender:
+    spec = policy_servers(config)
+    with WeightSync(config, spec, [], fakes.SHAPE, fleet, fakes.BUCKET // (1 + quantized)) as sender:
         assert len(sender._plan) > 4
-        places, parts = sync.places_of(config, on_gpus=False), sender._transport._writer.parts
+        places, parts = sync.places_of(config, spec.placement, on_gpus=False), sender._transport._writer.parts
         into = set() if transport == "network" else {places.keeper(node, t) for part in parts for t in part}
         assert makers() == into - {dist.get_rank()}  # it opens what it writes to, which is on its node
         assert into <= set(places.members(node))
@@ -203,7 +205,7 @@ def hang(ranks: int, nodes: int, transport: str, moment: str, quantized: bool, s
         dist.barrier()  # the store is the first rank's
         if fleet:
             result["reasons"] = {str(index): reason for index, reason in fleet.reasons.items()}
-            fakes.assert_holds(fleet.servers[0], sync.server_layout(config), shards)
+            fakes.assert_holds(fleet.servers[0], policy_servers(config).layout, shards)
     return result
 
 
@@ -232,7 +234,7 @@ def be_slow() -> dict[str, Any]:
         dist.barrier()
 
     NetworkTransport.carry, WeightSync._in_place = carry_late, deliver_and_look
-    with WeightSync(config, [], fakes.SHAPE, fleet, fakes.BUCKET) as sender:
+    with WeightSync(config, policy_servers(config), [], fakes.SHAPE, fleet, fakes.BUCKET) as sender:
         sync.ServerCall = RefusingCall
         for version in (1, 2):
             try:
@@ -245,7 +247,7 @@ def be_slow() -> dict[str, Any]:
         sync.ServerCall = fakes.ThreadCall
         sender.publish(3)
         if fleet:
-            fakes.assert_holds(fleet.servers[0], sync.server_layout(config), shards)
+            fakes.assert_holds(fleet.servers[0], policy_servers(config).layout, shards)
         return {"version": sender.version, "through": through}
 
 

@@ -20,7 +20,7 @@ from megatron_collab.weight_sync.store_protocol import PlaceStore
 from megatron_collab.weight_sync.sync import WeightSync
 from tests.conftest import Served
 from tests.forked import fork
-from tests.helpers import make_model
+from tests.helpers import make_model, policy_servers
 from tests.ranks import run_ranks
 from tests.weight_sync.test_engine_parity import Line, configure
 
@@ -91,6 +91,7 @@ class Fleet:
 def publish(folder: Path, server: dict[str, Any], version: int, factor: float) -> None:
     """Run on each rank: publish the model of `folder`, all weights times `factor`, as `version`."""
     config = configure(folder, {"tp": 2})
+    spec = policy_servers(config)
     with parallel.init_parallel(config):
         policy = policies.load(config)
         with torch.no_grad():
@@ -98,7 +99,7 @@ def publish(folder: Path, server: dict[str, Any], version: int, factor: float) -
                 for parameter in chunk.parameters():
                     parameter.mul_(factor)
         fleet = Fleet(server) if os.environ["RANK"] == "0" else None
-        with WeightSync(config, policy, unwrap(policy[0]).shape, fleet, BUCKET_BYTES) as publisher:
+        with WeightSync(config, spec, policy, unwrap(policy[0]).shape, fleet, BUCKET_BYTES) as publisher:
             assert len(publisher._plan) == BUCKETS
             publisher.publish(version)
 

@@ -12,13 +12,14 @@ import pytest
 from megatron_collab.config import CONF, compose
 from megatron_collab.models import hf_config
 from megatron_collab.models.hf_to_sglang import ServerLayout
-from megatron_collab.models.parallel_layout import TrainerLayout, first_gpu, server_nodes
+from megatron_collab.models.parallel_layout import TrainerLayout
 from megatron_collab.runtime import device
 from megatron_collab.weight_sync import plan
 from megatron_collab.weight_sync.node_routing import Places, hops, sent, written
 from megatron_collab.weight_sync.plan import Slice, SyncPlan
 from megatron_collab.weight_sync.sync import _devices
 from megatron_collab.weight_sync.transports.registry import places_of
+from tests.helpers import policy_servers
 from tests.weight_sync.random_layouts import draw, seeds
 from tests.weight_sync.test_plan import ITEM, Shards, run, trainer_shards
 
@@ -137,8 +138,8 @@ def test_of_a_70b_model_every_link_carries_the_same() -> None:
     options += ["rollout.server.tp=8", "rollout.server.replicas=16", "rollout.server.fp8=false"]
     config = compose(["experiment=train_70b", *options])
     shape = hf_config.read(CONF / "shapes" / "Llama-3.3-70B-Instruct.json")
-    sync_plan = plan.plan_sync(shape, plan.trainer_layout(config), plan.server_layout(config), 2)
-    places = places_of(config, on_gpus=True)
+    sync_plan = plan.plan_sync(shape, plan.trainer_layout(config), policy_servers(config).layout, 2)
+    places = places_of(config, policy_servers(config).placement, on_gpus=True)
     assert places == Places(16, 8, 1, 8, colocated=True)
     for buckets, row in zip(sync_plan, hops(sync_plan, places), strict=True):
         out, into = Counter[int](), Counter[int]()
@@ -172,21 +173,24 @@ def test_on_gpus_a_colocated_server_reads_memory_of_its_own_device(
     """torch-memory-saver maps what a server copies into for the server's device alone."""
     monkeypatch.setattr(device, "select", lambda setting: device.Device("cuda", "nccl"))
     config = compose(options)
-    places, here = places_of(config, on_gpus=True), config.launch.nproc_per_node
+    spec, here = policy_servers(config), config.launch.nproc_per_node
+    placement, places = spec.placement, places_of(config, spec.placement, on_gpus=True)
     users: Counter[tuple[int, int]] = Counter()
-    for server in range(config.rollout.server.replicas):
-        segments = [segment.index for segment in _devices(config, server)]
-        width = config.rollout.server.tp // config.rollout.server.nnodes
-        assert segments == [first_gpu(config, server) + t % width for t in range(config.rollout.server.tp)]
+    for server in range(placement.replicas):
+        segments = [segment.index for segment in _devices(spec, server)]
+        width = placement.tp // placement.nnodes
+        assert segments == [placement.first_device(server) + t % width for t in range(placement.tp)]
         for t, segment in enumerate(segments):
             place = places.of_server(server, t)
             assert places.has(place, t) and places.first_server(place) == server
             assert segment == places.keeper(place, t) % here
-            assert {rank // here for rank in places.members(place)} == {server_nodes(config, server)[t // width]}
-            users[server_nodes(config, server)[t // width], segment] += 1
+            node = placement.nodes_of(server)[t // width]
+            assert {rank // here for rank in places.members(place)} == {node}
+            users[node, segment] += 1
     assert users == Counter(dict.fromkeys(users, 1)), "no two servers share a device"
 
 
 def test_over_the_network_all_servers_are_alike() -> None:
     config = compose(["experiment=train_70b", "publish.transport=network"])
-    assert places_of(config, on_gpus=True).count == 1 and not places_of(config, on_gpus=True).colocated
+    places = places_of(config, policy_servers(config).placement, on_gpus=True)
+    assert places.count == 1 and not places.colocated

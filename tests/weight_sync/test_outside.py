@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from megatron_collab.config import Config, ConfigError
+from megatron_collab.launch import server_specs
 from megatron_collab.launch.servers import check_servers
 from megatron_collab.planning.memory import sync_buckets
 from megatron_collab.weight_sync import sync
-from megatron_collab.weight_sync.plan import plan_sync, server_layout, trainer_layout
+from megatron_collab.weight_sync.plan import plan_sync, trainer_layout
 from megatron_collab.weight_sync.sync import WeightSync
 from megatron_collab.weight_sync.transports.registry import places_of
-from tests.helpers import refused
+from tests.helpers import policy_servers, refused
 from tests.weight_sync import test_receiver as fakes
 from tests.weight_sync.test_receiver import one_rank  # noqa: F401  # a fixture
 
@@ -47,8 +48,8 @@ def test_its_servers_have_all_weights(
     folder = tmp_path / "weights"
     config, shards = configure(transport, folder, quantized), fakes.make_shards()
     monkeypatch.setattr(sync, "named_shards", lambda chunks: shards.items())
-    fleet, layout = fakes.make_fleet(config), server_layout(config)
-    with WeightSync(config, [], fakes.SHAPE, fleet, fakes.BUCKET) as sender:  # type: ignore[arg-type]
+    fleet, layout = fakes.make_fleet(config), policy_servers(config).layout
+    with WeightSync(config, policy_servers(config), [], fakes.SHAPE, fleet, fakes.BUCKET) as sender:  # type: ignore[arg-type]
         for version in range(3):
             with torch.no_grad():
                 for shard in shards.values():
@@ -81,7 +82,7 @@ def test_a_flipped_bit_is_found(transport: str, tmp_path: Path, monkeypatch: pyt
         return take(receiver, parameters, rows, bucket)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fakes.Receiver, "_plan", flip)
-    with WeightSync(config, [], fakes.SHAPE, fleet, fakes.BUCKET) as sender:  # type: ignore[arg-type]
+    with WeightSync(config, policy_servers(config), [], fakes.SHAPE, fleet, fakes.BUCKET) as sender:  # type: ignore[arg-type]
         sender.publish(1)
     assert list(fleet.reasons) == [1] and "its weights differ" in fleet.reasons[1]
 
@@ -90,11 +91,12 @@ def test_plans_ask_its_class(transport: str, tmp_path: Path) -> None:
     """Every rank reaches every server, and no buffer stays on a GPU."""
     config = configure(transport, tmp_path)
     config.launch.nodes = config.rollout.server.replicas = 2
-    assert places_of(config, on_gpus=True).count == 1
-    plan = plan_sync(fakes.SHAPE, trainer_layout(config), server_layout(config), 2, fakes.BUCKET)
-    assert sync_buckets(config, plan, 0) == 0
+    spec = policy_servers(config)
+    assert places_of(config, spec.placement, on_gpus=True).count == 1
+    plan = plan_sync(fakes.SHAPE, trainer_layout(config), spec.layout, 2, fakes.BUCKET)
+    assert sync_buckets(config, spec.placement, plan, 0) == 0
     config.publish.transport, config.publish.transport_options = "network", {}
-    assert sync_buckets(config, plan, 0) > 0
+    assert sync_buckets(config, spec.placement, plan, 0) > 0
 
 
 NO_TRANSPORTS = """
@@ -131,6 +133,6 @@ def test_its_attributes_are_checked(tmp_path: Path, transport: str) -> None:
     config = fakes.configure(f"{tmp_path}/near.py:FileTransport", servers=2)
     config.launch.nodes, config.rollout.server.colocated = 2, False
     with pytest.raises(ConfigError, match=r"with launch\.nodes=2 needs rollout\.server\.colocated=true"):
-        check_servers(config)
+        check_servers(config, server_specs.training(config))
     config.publish.transport = transport
-    check_servers(config)
+    check_servers(config, server_specs.training(config))

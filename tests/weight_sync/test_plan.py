@@ -21,6 +21,7 @@ from megatron_collab.weight_sync import plan
 from megatron_collab.weight_sync.encoding import placed
 from megatron_collab.weight_sync.fp8_blocks import FP8_BLOCK, fp8_nbytes, fp8_scales
 from megatron_collab.weight_sync.plan import Slice, SyncPlan
+from tests.helpers import policy_servers
 from tests.weight_sync.random_layouts import draw, seeds
 
 ITEM = 4
@@ -249,4 +250,4 @@ def test_cuts_through_fp8_blocks_are_reported(
 def test_the_layouts_of_a_run() -> None:
     config = compose(["experiment=train_70b"])
     assert plan.trainer_layout(config) == TrainerLayout(tp=8, pp=4, vpp=1, cp=1, ep=1, ranks=128)
-    assert plan.server_layout(config) == ServerLayout(tp=8, ep=1, fp8=True)
+    assert policy_servers(config).layout == ServerLayout(tp=8, ep=1, fp8=True)

@@ -27,10 +27,11 @@ from megatron_collab.weight_sync.receiver import Receiver, loaded_parameters
 from megatron_collab.weight_sync.sender import Sender
 from megatron_collab.weight_sync.store_protocol import SyncStore, connect
 from megatron_collab.weight_sync.sync import PublishError, WeightSync
+from megatron_collab.weight_sync.transports.base import Transport
 from megatron_collab.weight_sync.transports.p2p import NetworkTransport
 from megatron_collab.weight_sync.transports.registry import transport_class
 from megatron_collab.weight_sync.transports.shared_memory import SharedMemoryTransport
-from tests.helpers import free_port
+from tests.helpers import free_port, policy_servers
 
 NORM = "model.norm.weight"
 SHAPE = ModelShape(
@@ -166,7 +167,7 @@ def configure(transport: str, quantized: bool = False, servers: int = 2) -> Conf
 
 
 def make_fleet(config: Config, shape: ModelShape = SHAPE) -> Fleet:
-    layout = sync.server_layout(config)
+    layout = policy_servers(config).layout
     return Fleet([Served(index, layout, shape) for index in range(config.rollout.server.replicas)])
 
 
@@ -211,10 +212,10 @@ def test_all_weights_arrive_every_time(
 ) -> None:
     config, shards = configure(transport, quantized), make_shards(shape)
     monkeypatch.setattr(sync, "named_shards", lambda chunks: shards.items())
-    fleet, layout = make_fleet(config, shape), sync.server_layout(config)
+    fleet, layout = make_fleet(config, shape), policy_servers(config).layout
     store = connect(("127.0.0.1", int(os.environ["MASTER_PORT"])), "", 10.0)
     keys = []
-    with WeightSync(config, [], shape, fleet, BUCKET) as sender:
+    with WeightSync(config, policy_servers(config), [], shape, fleet, BUCKET) as sender:
         carrier: Any = sender._transport
         stores = [store, carrier._store] if transport == "memory" else [store]
         for version in range(4):
@@ -263,8 +264,8 @@ def test_a_base_is_sent_to_new_servers_and_adapters_every_time(
     """A server that is started again is a new one."""
     config, (shards, factors) = configure(transport), beside
     config.model.lora = ADAPTERS
-    fleet, layout = make_fleet(config, LLAMA), sync.server_layout(config)
-    with WeightSync(config, [], LLAMA, fleet, BUCKET) as sender:
+    fleet, layout = make_fleet(config, LLAMA), policy_servers(config).layout
+    with WeightSync(config, policy_servers(config), [], LLAMA, fleet, BUCKET) as sender:
         base = {name: shard.detach().clone() for name, shard in shards.items()}
         for version in range(4):
             if version == 2:
@@ -298,7 +299,7 @@ def test_the_folder_is_saved_before_servers_pause(tmp_path: Path, monkeypatch: p
             server.calls.append("saved")
 
     monkeypatch.setattr(sync, "save_hf", save)
-    with WeightSync(config, [], SHAPE, fleet) as sender:
+    with WeightSync(config, policy_servers(config), [], SHAPE, fleet) as sender:
         sender.publish(1)
     calls = ["saved", "/pause_generation", "/update_weights_from_disk", *ON]
     assert [server.calls for server in fleet.servers] == [calls, calls] and not list(tmp_path.iterdir())
@@ -313,7 +314,7 @@ def test_a_server_without_memory_for_its_cache_does_not_go_on(
     config = configure("memory")
     fleet = make_fleet(config)
     monkeypatch.setattr(fleet.servers[1], "resume", resume)
-    with WeightSync(config, [], SHAPE, fleet, BUCKET) as sender:
+    with WeightSync(config, policy_servers(config), [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)
     assert fleet.reasons == {1: "no memory"} and fleet.servers[1].calls[-1] == "/end_weight_update"
     assert fleet.servers[0].calls[-2:] == ON
@@ -334,10 +335,10 @@ def test_a_server_of_other_parameters_is_left_out_by_name(
     config = configure(transport)
     fleet = make_fleet(config)
     Served.hold(fleet.servers[1].models[1], name, value)
-    with WeightSync(config, [], SHAPE, fleet, BUCKET) as sender:
+    with WeightSync(config, policy_servers(config), [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)
         assert message in fleet.reasons[1] and sender.version == 1
-        assert_holds(fleet.servers[0], sync.server_layout(config), shards)
+        assert_holds(fleet.servers[0], policy_servers(config).layout, shards)
         assert fleet.servers[1].calls[-1] == "receive 1"  # it stays paused
         sender.publish(2)
         assert fleet.servers[0].calls.count("/continue_generation") == 2
@@ -358,23 +359,27 @@ def test_a_server_that_aborts_does_not_block_others(
         return plan(self, *arguments)
 
     monkeypatch.setattr(Receiver, "_plan", break_off)
-    with WeightSync(config, [], SHAPE, fleet, BUCKET) as sender:
+    with WeightSync(config, policy_servers(config), [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)
         assert "killed" in fleet.reasons[1] and sender.version == 1
-        assert_holds(fleet.servers[0], sync.server_layout(config), shards)
+        assert_holds(fleet.servers[0], policy_servers(config).layout, shards)
+
+
+def transport_of(config: Config) -> type[Transport]:
+    return transport_class(config.publish, policy_servers(config).placement)
 
 
 def test_memory_is_shared_on_one_node_and_by_colocated_servers() -> None:
     config = configure("auto")
-    assert transport_class(config) is SharedMemoryTransport
+    assert transport_of(config) is SharedMemoryTransport
     config.launch.nodes = 2
-    assert transport_class(config) is SharedMemoryTransport
+    assert transport_of(config) is SharedMemoryTransport
     config.rollout.server.colocated = False
-    assert transport_class(config) is NetworkTransport
+    assert transport_of(config) is NetworkTransport
     config.launch.nodes = 1
-    assert transport_class(config) is SharedMemoryTransport
+    assert transport_of(config) is SharedMemoryTransport
     config.publish.transport = "network"
-    assert transport_class(config) is NetworkTransport
+    assert transport_of(config) is NetworkTransport
 
 
 def test_a_flipped_bit_is_found(shards: dict[str, torch.nn.Parameter], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +395,7 @@ def test_a_flipped_bit_is_found(shards: dict[str, torch.nn.Parameter], monkeypat
     config.publish.verify = 2
     fleet = make_fleet(config)
     monkeypatch.setattr(Sender, "write", write_and_flip)
-    with WeightSync(config, [], SHAPE, fleet, BUCKET) as sender:
+    with WeightSync(config, policy_servers(config), [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)  # not verified
         with pytest.raises(PublishError, match="rank 1: its weights differ"):
             sender.publish(2)
@@ -415,7 +420,7 @@ def test_a_base_is_verified_whenever_it_is_sent(monkeypatch: pytest.MonkeyPatch)
     fleet = make_fleet(config, LLAMA)
     monkeypatch.setattr(Sender, "write", write_and_flip)
     with (
-        WeightSync(config, [], LLAMA, fleet, BUCKET) as sender,
+        WeightSync(config, policy_servers(config), [], LLAMA, fleet, BUCKET) as sender,
         pytest.raises(PublishError, match="rank 1: its weights differ"),
     ):
         sender.publish(1)
@@ -424,7 +429,7 @@ def test_a_base_is_verified_whenever_it_is_sent(monkeypatch: pytest.MonkeyPatch)
 def test_a_publisher_that_goes_silent_is_given_up(shards: dict[str, torch.nn.Parameter]) -> None:
     config = configure("memory", servers=1)
     fleet = make_fleet(config)
-    with WeightSync(config, [], SHAPE, fleet, BUCKET) as sender:
+    with WeightSync(config, policy_servers(config), [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)
         receiver = fleet.servers[0].receivers[0]
         receiver._transport, receiver._timeout = None, 0.2  # connects again, to wait less

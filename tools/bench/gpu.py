@@ -163,6 +163,7 @@ def rate_of_copies(size: Size, device_type: str) -> float:
 def publish(folder: Path, size: Size) -> dict[str, float]:
     """Bytes a second of a publish and of a copy."""
     from megatron_collab.inference.server import SGLangServer
+    from megatron_collab.launch import server_specs
     from megatron_collab.trainer.megatron import parallel
     from megatron_collab.trainer.trainer import PolicyTrainer
     from megatron_collab.weight_sync.sync import WeightSync
@@ -174,13 +175,14 @@ def publish(folder: Path, size: Size) -> dict[str, float]:
     def lost(server: Any, reason: str) -> None:
         raise SystemExit(f"the server is lost: {reason}")
 
-    with SGLangServer(config, folder / "server.log") as server, parallel.init_parallel(config):
+    policy = server_specs.training(config).policy
+    with SGLangServer(policy, folder / "server.log") as server, parallel.init_parallel(config):
         server.wait_healthy(1800)
         trainer = PolicyTrainer(config)
         pool: Any = SimpleNamespace(present=lambda: [server], lost=lost)
         copied = rate_of_copies(size, device_type)
         device.free_cache()
-        with WeightSync(config, trainer.chunks, trainer.shape, pool) as sync:
+        with WeightSync(config, policy, trainer.chunks, trainer.shape, pool) as sync:
             versions = iter(range(WARM + TIMED))
             seconds = median_seconds(lambda: sync.publish(next(versions)), device_type)
     weight_bytes = 2 * sum(prod(sides) for sides in hf_shapes(trainer.shape).values())

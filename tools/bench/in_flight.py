@@ -47,6 +47,7 @@ from aiohttp import web
 from megatron_collab.config import Config
 from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.environments import booking, tiny_model
+from megatron_collab.launch import server_specs
 from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.workers import start_workers
 from megatron_collab.runtime.process import die_with_parent
@@ -255,7 +256,8 @@ def main() -> None:
         config = configure(Path(folder))
         engine = Engine(replies(ChatRenderer(folder)), options.turn_seconds)
         with serving(engine) as (url, process), ray_session(config):
-            workers = start_workers(config, play_spec(config), [(url, "no key is asked for")], {})
+            client = server_specs.training(config).client
+            workers = start_workers(config, play_spec(config), client, [(url, "no key is asked for")], {})
             load = play(workers.conversations[0], (engine, process), options.conversations, 60 * options.minutes)
     print(json.dumps({"name": "in_flight", "values": values(load)}))
 

@@ -53,14 +53,14 @@ from megatron_collab.checkpoint import convert, storage  # noqa: E402
 from megatron_collab.checkpoint.adapters import PEFT_WEIGHTS, write_peft  # noqa: E402
 from megatron_collab.checkpoint.checkpointer import Checkpoints  # noqa: E402
 from megatron_collab.config import Config  # noqa: E402
-from megatron_collab.inference import adapters  # noqa: E402
 from megatron_collab.inference.client import SGLangClient  # noqa: E402
 from megatron_collab.inference.server import ServerProcess, SGLangServer  # noqa: E402
+from megatron_collab.launch import server_specs  # noqa: E402
 from megatron_collab.runtime.network import single_rank  # noqa: E402
 from megatron_collab.trainer.megatron import parallel  # noqa: E402
 from megatron_collab.trainer.trainer import PolicyTrainer  # noqa: E402
 from megatron_collab.types import Batch, Sample, Turn  # noqa: E402
-from megatron_collab.weight_sync.plan import first_round, plan_sync, server_layout, trainer_layout  # noqa: E402
+from megatron_collab.weight_sync.plan import first_round, plan_sync, trainer_layout  # noqa: E402
 from megatron_collab.weight_sync.sync import WeightSync  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -169,11 +169,12 @@ def publish_and_measure(trainer: PolicyTrainer, config: Config, server: SGLangSe
     )
     line.ask = lambda *arguments, **options: SGLangServer.ask(line, *arguments, **options)
     fleet: Any = SimpleNamespace(present=lambda: [line], lost=lambda server, reason: sys.exit(reason))
-    with WeightSync(config, trainer.chunks, trainer.shape, fleet) as publisher:
+    policy = server_specs.training(config).policy
+    with WeightSync(config, policy, trainer.chunks, trainer.shape, fleet) as publisher:
         publisher.publish(0)
         seconds = min(timed(lambda: publisher.publish(1)) for _ in range(REPEATS))
-    plan = plan_sync(trainer.shape, trainer_layout(config), server_layout(config), 4)
-    rounds = plan[first_round(plan, server_layout(config), new=False) :]
+    plan = plan_sync(trainer.shape, trainer_layout(config), policy.layout, 4)
+    rounds = plan[first_round(plan, policy.layout, new=False) :]
     samples = []
     for turn in asyncio.run(sample(config, server)):
         length = len(turn.prompt_ids) + len(turn.token_ids)
@@ -209,7 +210,7 @@ def cpu_seconds(server: SGLangServer, call: Callable[[], object]) -> float:
 
 async def sample(config: Config, server: SGLangServer, tokens: int = REPLY) -> list[Turn]:
     prompts = np.random.default_rng(1).integers(10, VOCAB, (PROMPTS, PROMPT)).tolist()
-    client = SGLangClient(server.url, server.api_key, config.rollout, adapters.served_name(config))
+    client = SGLangClient(server.url, server.api_key, server_specs.training(config).client)
     requests = [
         client.generate(tuple(prompt), max_new_tokens=tokens, sampling=config.rollout.turn, seed=number)
         for number, prompt in enumerate(prompts)
@@ -225,8 +226,8 @@ def measure(folder: Path, smoke: bool) -> dict[str, float]:
     config, adapter_config = configure(model, RANK), configure(model, RANK, "adapters")
     with ExitStack() as stack:
         servers = [
-            stack.enter_context(SGLangServer(server_config, folder / f"{server_config.model.lora.serve}.log"))
-            for server_config in (config, adapter_config)
+            stack.enter_context(SGLangServer(server_specs.training(served).policy, folder / f"server-{number}.log"))
+            for number, served in enumerate((config, adapter_config))
         ]
         stack.enter_context(parallel.init_parallel(config))
         full = full_sizes(model, folder / "full", Batch(samples))

@@ -34,6 +34,7 @@ from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.environments import tiny_model
 from megatron_collab.inference.router import Router
 from megatron_collab.inference.server import SGLangServer
+from megatron_collab.launch import server_specs
 from megatron_collab.reward.workers import RewardClient
 from megatron_collab.rollout.conversation import FuturesPlayer, RolloutPlace
 from megatron_collab.rollout.spec import play_spec
@@ -73,10 +74,10 @@ def main() -> None:
         tiny_model.save(
             Path(config.model.path), tiny_model.word_tokenizer(WORDS), seed=0, context=config.rollout.context_length
         )
-        logs = [Path(folder) / f"sglang-{index}.log" for index in range(SERVERS)]
-        servers = [stack.enter_context(SGLangServer(config, log, index)) for index, log in enumerate(logs)]
+        policy = server_specs.training(config).policy
+        servers = [stack.enter_context(SGLangServer(policy, policy.log(index), index)) for index in range(SERVERS)]
         for server in servers:
-            server.wait_healthy(config.rollout.server.start_timeout)
+            server.wait_healthy(policy.host.start_timeout)
         endpoints = [(server.url, server.api_key) for server in servers]
         began = time.monotonic()
         values = asyncio.run(measure(config, endpoints, counts, "distinct", alike=False))
@@ -89,6 +90,7 @@ def main() -> None:
 def configure(model: Path) -> Config:
     config = Config()
     config.launch.device, config.model.path, config.model.dtype = "cpu", str(model), "float32"
+    config.run.dir = str(model.parent)
     config.rollout.futures, config.rollout.max_user_turns, config.rollout.max_assistant_turns = FUTURES, USER_TURNS, 3
     config.rollout.turn.max_new_tokens = config.rollout.future.max_new_tokens = 48
     config.rollout.context_length = 1024
@@ -100,7 +102,7 @@ async def measure(
     config: Config, endpoints: list[tuple[str, str]], counts: tuple[int, int], name: str, alike: bool
 ) -> dict[str, float]:
     """Play `counts` (prompts, turns) at once; `name` makes their texts differ from those the servers have seen."""
-    router = Router(endpoints, config.rollout, unpublished=True)
+    router = Router(endpoints, server_specs.training(config).client, unpublished=True)
     rewards = RewardClient([], config.reward)  # nothing is scored
     users = RandomUsers(config, alike)
     player = FuturesPlayer(router, ChatRenderer(config.model.path), users, rewards, play_spec(config))

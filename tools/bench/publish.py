@@ -50,6 +50,7 @@ from megatron_collab.checkpoint.hf import named_shards  # noqa: E402
 from megatron_collab.config import Config  # noqa: E402
 from megatron_collab.inference.client import SGLangClient  # noqa: E402
 from megatron_collab.inference.server import SGLangServer  # noqa: E402
+from megatron_collab.launch import server_specs  # noqa: E402
 from megatron_collab.models import hf_to_megatron  # noqa: E402
 from megatron_collab.models.hf_to_megatron import ModelShape, WeightEntry  # noqa: E402
 from megatron_collab.runtime.network import bindable  # noqa: E402
@@ -244,7 +245,8 @@ def run_rank(folder: Path, layout: str, out: Path, smoke: bool) -> None:
         rank = dist.get_rank()
         profile = Profile()
         peer = Gathering(policy, shape, config, line)
-        with WeightSync(config, policy, shape, fleet if rank == 0 else None, BUCKET_BYTES) as publisher:
+        spec, pool = server_specs.training(config).policy, fleet if rank == 0 else None
+        with WeightSync(config, spec, policy, shape, pool, BUCKET_BYTES) as publisher:
             size = 4 * sum(int(np.prod(hf)) for hf in hf_to_megatron.hf_shapes(shape).values())
             source, target = (torch.ones(size // 4) for _ in range(2)) if rank == 0 else (torch.ones(1),) * 2
             times: dict[str, list[float]] = defaultdict(list)
@@ -305,7 +307,7 @@ def compare(actor: PolicyTrainer, config: Config, line: dict[str, Any]) -> float
 
 async def sample(config: Config, line: dict[str, Any]) -> list[Turn]:
     prompts = np.random.default_rng(0).integers(10, VOCAB, (PROMPTS, PROMPT)).tolist()
-    client = SGLangClient(line["url"], line["api_key"], config.rollout)
+    client = SGLangClient(line["url"], line["api_key"], server_specs.training(config).client)
     requests = [
         client.generate(tuple(prompt), max_new_tokens=REPLY, sampling=config.rollout.turn, seed=number)
         for number, prompt in enumerate(prompts)
@@ -352,7 +354,7 @@ def main() -> None:
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         make_model(folder, 2 if arguments.smoke else LAYERS)
-        with SGLangServer(configure(folder), folder / "server.log") as server:
+        with SGLangServer(server_specs.training(configure(folder)).policy, folder / "server.log") as server:
             server.wait_healthy(400)
             results = {
                 layout: run_layout(folder, layout, server, index, arguments.smoke)

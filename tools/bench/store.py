@@ -20,10 +20,11 @@ from megatron_collab import patches
 
 patches.apply("megatron")
 
+from megatron_collab.launch import server_specs  # noqa: E402
 from megatron_collab.planning.memory import read_run  # noqa: E402
 from megatron_collab.trainer.megatron.config import DTYPES  # noqa: E402
 from megatron_collab.weight_sync.node_routing import hops, written  # noqa: E402
-from megatron_collab.weight_sync.plan import plan_sync, server_layout, trainer_layout  # noqa: E402
+from megatron_collab.weight_sync.plan import plan_sync, trainer_layout  # noqa: E402
 from megatron_collab.weight_sync.store_protocol import PlaceStore, connect  # noqa: E402
 from megatron_collab.weight_sync.transports.registry import places_of  # noqa: E402
 
@@ -44,11 +45,12 @@ class Traffic:
 
     def __init__(self, options: Sequence[str]) -> None:
         config, shape = read_run(["experiment=train_70b", *options])
-        layout, server = trainer_layout(config), config.rollout.server
-        plan = plan_sync(shape, layout, server_layout(config), DTYPES[config.model.dtype].itemsize)
-        self.places, self.rounds = places_of(config, on_gpus=True), range(len(plan))
+        policy = server_specs.training(config).policy
+        layout = trainer_layout(config)
+        plan = plan_sync(shape, layout, policy.layout, DTYPES[policy.dtype].itemsize)
+        self.places, self.rounds = places_of(config, policy.placement, on_gpus=True), range(len(plan))
         crossing = hops(plan, self.places)
-        ranks = ((server, target) for server in range(server.replicas) for target in range(len(plan[0])))
+        ranks = ((server, target) for server in range(policy.placement.replicas) for target in range(len(plan[0])))
         self.readers = {reader: self.places.of_server(*reader) for reader in ranks}
         # By round: the writers of a server rank's bucket, and the server ranks whose buckets a trainer rank writes.
         self.sources = {

@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megatron_collab.config import (
-    Config,
     EndpointConfig,
     Extension,
     Prompt,
@@ -27,7 +26,6 @@ from megatron_collab.config import (
     require,
 )
 from megatron_collab.data.transcript import render
-from megatron_collab.inference import served as served_by_run
 from megatron_collab.llm.answer import Field, LlmError, how_to_answer
 from megatron_collab.llm.endpoint import SERVED
 from megatron_collab.types import Conversation, Missing, Score, Task
@@ -192,21 +190,12 @@ def scored_metrics(reward: RewardConfig) -> dict[str, ScoredMetric]:
     }
 
 
-def served_models(config: Config) -> dict[str, tuple[str, ServedConfig]]:
-    """The models, other than the policy, that the run serves: by name, the group of its settings and the model.
+def served_models(reward: RewardConfig) -> dict[str, ServedConfig]:
+    """By metric of reward.weights, the model that it has the run serve, or an entry of `servers` as served/NAME.
 
-    These are the entries of `servers` and the models of metrics, by metric name. Empty if llm.offline: recorded calls
-    answer everything. Raises ConfigError as `scored_metrics` does.
+    Raises ConfigError as `scored_metrics` does.
     """
-    models = {name: (f"servers.{name}", model) for name, model in served_by_run.server_entries(config).items()}
-    if config.llm.offline:
-        return {}
-    for name, metric in scored_metrics(config.reward).items():
-        if (model := metric.served) and not model.model.startswith(SERVED):
-            message = f"servers.{name}: the servers of metric {name} have this name; choose another name"
-            require(name not in models, message)
-            models[name] = f"reward.metrics.{name}", model
-    return models
+    return {name: model for name, metric in scored_metrics(reward).items() if (model := metric.served)}
 
 
 def scorers(metrics: Mapping[str, ScoredMetric]) -> dict[str, str]:

@@ -124,7 +124,8 @@ class LlmUser(User):
             return random.Random(f"{api_base.removesuffix('/v1')} {self.task.id}").random()
 
         engine = sorted(self.users.engine, key=rank)
-        arguments, adapter = self.users.config.model.chat_template_args, adapters.served_name(self.users.config)
+        settings = self.users.config.model
+        arguments, adapter = settings.chat_template_args, adapters.NAME if settings.lora.served else None
         engine_arguments: dict[str, Any] = {"chat_template_kwargs": arguments} if arguments else {}
         engine_arguments |= {"lora_path": adapter} if adapter else {}
         config = replace(config, extra={**engine_arguments, **config.extra})

@@ -7,31 +7,31 @@ from typing import Any
 
 from megatron_collab.config import Config, build, require
 from megatron_collab.config.extension import resolve
-from megatron_collab.config.schema import TRANSPORTS
-from megatron_collab.models.parallel_layout import ranks, server_ranks_per_node, servers_per_node
+from megatron_collab.config.schema import TRANSPORTS, PublishConfig
+from megatron_collab.inference.spec import Placement
+from megatron_collab.models.parallel_layout import ranks
 from megatron_collab.weight_sync.node_routing import Places
 from megatron_collab.weight_sync.transports.base import FolderTransport, Transport
 
 SETTING = "publish.transport"
 
 
-def transport_spec(config: Config) -> str:
-    """The transport as module:Class or FILE.py:Class, by which servers find it too."""
-    name = config.publish.transport
+def transport_spec(publish: PublishConfig, placement: Placement) -> str:
+    """The transport to servers at `placement` as module:Class or FILE.py:Class, by which servers find it too."""
+    name = publish.transport
     if name == "auto":
-        near = config.launch.nodes == 1 or config.rollout.server.colocated
-        name = "memory" if near else "network"
+        name = "memory" if placement.nodes == 1 or placement.colocated else "network"
     return TRANSPORTS.get(name, name)
 
 
-def transport_class(config: Config) -> type[Transport]:
+def transport_class(publish: PublishConfig, placement: Placement) -> type[Transport]:
     """The class of the run's transport; imports torch. Raises ConfigError if the setting names no usable class."""
-    return _class(transport_spec(config))
+    return _class(transport_spec(publish, placement))
 
 
-def transport_options(config: Config) -> Any:
+def transport_options(publish: PublishConfig, placement: Placement) -> Any:
     """publish.transport_options as an instance of the class's Options. Raises ConfigError."""
-    return build(transport_class(config).Options, config.publish.transport_options, f"{SETTING}_options.")
+    return build(transport_class(publish, placement).Options, publish.transport_options, f"{SETTING}_options.")
 
 
 @cache
@@ -44,12 +44,11 @@ def _class(spec: str) -> type[Transport]:
     return transport
 
 
-def places_of(config: Config, on_gpus: bool) -> Places:
-    """The places of a run; a single one if every trainer rank reaches every server."""
-    launch, server = config.launch, config.rollout.server
-    if not transport_class(config).needs_same_node:
-        return Places(1, ranks(config), server.replicas, server.tp)
-    count, width = servers_per_node(config), server_ranks_per_node(config)
-    if on_gpus and server.colocated:
-        return Places(launch.nodes * count, launch.nproc_per_node // count, 1, width, True, server.nnodes, count)
-    return Places(launch.nodes, launch.nproc_per_node, count, width, server.colocated, server.nnodes)
+def places_of(config: Config, servers: Placement, on_gpus: bool) -> Places:
+    """The places of a run with `servers`; a single one if every trainer rank reaches every server."""
+    launch, count, width = config.launch, servers.per_node, servers.ranks_per_node
+    if not transport_class(config.publish, servers).needs_same_node:
+        return Places(1, ranks(config), servers.replicas, servers.tp)
+    if on_gpus and servers.colocated:
+        return Places(launch.nodes * count, launch.nproc_per_node // count, 1, width, True, servers.nnodes, count)
+    return Places(launch.nodes, launch.nproc_per_node, count, width, servers.colocated, servers.nnodes)

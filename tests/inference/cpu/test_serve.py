@@ -13,6 +13,7 @@ import pytest
 from megatron_collab.inference.server import SGLangServer
 from megatron_collab.runtime import stacks
 from tests.conftest import Served, serving_config
+from tests.helpers import policy_servers
 from tests.inference.test_server import PROMPTS, sample, wait_until
 from tests.inference.test_versions import TOLERANCE, log_probs
 
@@ -32,7 +33,7 @@ def test_spawned_processes_serve_and_end_as_forked_ones(
     (tmp_path / "sitecustomize.py").write_text(SPAWN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     folder = servers["untied"].folder
-    with SGLangServer(serving_config(folder), tmp_path / "log") as server:
+    with SGLangServer(policy_servers(serving_config(folder)), tmp_path / "log") as server:
         server.wait_healthy(400.0)
         for turn in sample(server, [(prompt, 0) for prompt in PROMPTS[:2]], at_once=True):
             assert np.abs(log_probs(folder, turn) - turn.log_probs).max() < TOLERANCE

@@ -26,10 +26,10 @@ from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
 from megatron_collab.weight_sync.node_routing import written
-from megatron_collab.weight_sync.plan import plan_sync, server_layout, trainer_layout
+from megatron_collab.weight_sync.plan import plan_sync, trainer_layout
 from megatron_collab.weight_sync.sender import Sender
 from megatron_collab.weight_sync.transports.registry import places_of
-from tests.helpers import make_model
+from tests.helpers import make_model, policy_servers
 from tests.ranks import learn, make_config, make_samples, run_ranks
 from tests.trainer.test_precision import WIDE, fp8
 
@@ -158,8 +158,9 @@ def numbers(quantized: Any) -> list[torch.Tensor]:
 def sent(trainer: PolicyTrainer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Buffers of every round for the servers, from the parameters and from the values they encode."""
     config, shards = trainer.config, dict(hf.named_shards(trainer.chunks))
-    plan = plan_sync(trainer.shape, trainer_layout(config), server_layout(config), 2)
-    rounds = written(plan, places_of(config, on_gpus=True), dist.get_rank())
+    spec = policy_servers(config)
+    plan = plan_sync(trainer.shape, trainer_layout(config), spec.layout, 2)
+    rounds = written(plan, places_of(config, spec.placement, on_gpus=True), dist.get_rank())
     both = []
     for parameters in (shards, {name: hf.values(shard) for name, shard in shards.items()}):
         sender = Sender(rounds, lambda target, piece: [0], parameters, torch.bfloat16)

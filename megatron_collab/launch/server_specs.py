@@ -1,0 +1,163 @@
+"""Settles what a program serves: servers of the policy and of other models, and how turns are requested.
+
+A check of a single value is here, a check that involves the trainer or this machine in servers.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from megatron_collab.config import Config, ServedConfig, build, require
+from megatron_collab.inference import adapters
+from megatron_collab.inference.served import gives_text
+from megatron_collab.inference.spec import (
+    ClientSpec,
+    Placement,
+    ServedAdapters,
+    ServerHost,
+    ServerSpec,
+    Serves,
+    ServingSpec,
+)
+from megatron_collab.llm.endpoint import SERVED
+from megatron_collab.reward import metrics
+
+
+def training(config: Config) -> ServingSpec:
+    """What a training run serves. Raises ConfigError."""
+    trainer = config.launch.nproc_per_node
+    policy = _policy(config, trainer)
+    return ServingSpec(policy, _client(config), _others(config, trainer, policy.placement.end))
+
+
+def evaluation(config: Config) -> ServingSpec:
+    """What an evaluation serves: as there is no trainer, the servers have all devices. Raises ConfigError.
+
+    The policy has no servers if assistant.model takes its place.
+    """
+    policy = _policy(config, trainer=0)
+    if config.assistant.model:
+        policy = replace(policy, placement=replace(policy.placement, replicas=0))
+    return ServingSpec(policy, _client(config), _others(config, 0, policy.placement.end))
+
+
+def server_entries(config: Config) -> dict[str, ServedConfig]:
+    """The entries of `servers`. Raises ConfigError naming the setting that is refused."""
+    models = {}
+    for name, settings in config.servers.items():
+        group = f"servers.{name}"
+        require(re.fullmatch(r"[\w-]+", name) is not None, f"{group}: name it with letters, digits, - and _")
+        require(isinstance(settings, dict), f"{group}={settings}: give settings such as {{model: PATH}}")
+        models[name] = build(ServedConfig, settings, f"{group}.")
+        message = f"{group}.model: not set; give a Hugging Face folder, or OWNER/NAME[@REVISION] of the Hub"
+        require(bool(models[name].model), message)
+    return models
+
+
+def served_models(config: Config) -> dict[str, tuple[str, ServedConfig]]:
+    """The models, other than the policy, that the run serves: by name, the group of its settings and the model.
+
+    These are the entries of `servers` and the models of metrics, by metric name. Empty if llm.offline: recorded calls
+    answer everything. Raises ConfigError.
+    """
+    models = {name: (f"servers.{name}", model) for name, model in server_entries(config).items()}
+    if config.llm.offline:
+        return {}
+    for name, model in metrics.served_models(config.reward).items():
+        if not model.model.startswith(SERVED):
+            message = f"servers.{name}: the servers of metric {name} have this name; choose another name"
+            require(name not in models, message)
+            models[name] = f"reward.metrics.{name}", model
+    return models
+
+
+def served_alone(config: Config, name: str) -> ServerSpec:
+    """The servers of the entry `name` of `servers`, in a program that serves nothing else. Raises ConfigError."""
+    model = server_entries(config)[name]
+    return _other(config, name, f"servers.{name}", model, Placement(model.replicas, model.tp))
+
+
+def _policy(config: Config, trainer: int) -> ServerSpec:
+    """The policy's servers; `trainer`: number of devices of a node that the trainer uses."""
+    server, lora = config.rollout.server, config.model.lora
+    rank = lora.rank if lora.served else None
+    return ServerSpec(
+        setting="rollout.server",
+        model=config.model.path,
+        dtype=config.model.dtype,
+        placement=_policy_placement(config, trainer),
+        host=replace(_host(config), port=server.port),
+        max_running_requests=server.max_running_requests,
+        context_length=config.rollout.context_length,
+        max_total_tokens=server.max_total_tokens,
+        ep=server.ep,
+        seed=config.run.seed,
+        fp8=server.fp8,
+        adapters=None if rank is None else ServedAdapters(rank, lora.alpha, tuple(lora.targets)),
+        returns_experts=config.rollout.routing_replay,
+        args=server.args,
+    )
+
+
+def _policy_placement(config: Config, trainer: int) -> Placement:
+    check = partial(require, config=config)
+    server, nodes = config.rollout.server, config.launch.nodes
+    check(server.tp % server.ep == 0, "<rollout.server.ep>: does not divide <rollout.server.tp>; choose a divisor")
+    last = server.port + server.replicas - 1
+    message = f"<rollout.server.port>: the last of <rollout.server.replicas> servers would have port {last}; lower it"
+    check(server.port == 0 or last <= 65535, message)
+    check(
+        server.tp % server.nnodes == 0, "<rollout.server.nnodes>: does not divide <rollout.server.tp>; choose a divisor"
+    )
+    check(nodes % server.nnodes == 0, "<rollout.server.nnodes>: does not divide <launch.nodes>; choose a divisor")
+    message = "<rollout.server.replicas>: is not a multiple of <launch.nodes>, and all nodes get as many; choose one"
+    check(server.nnodes > 1 or server.replicas % nodes == 0, message)
+    message = (
+        "<rollout.server.replicas> x <rollout.server.nnodes>: is not a multiple of <launch.nodes>; change one of them"
+    )
+    check(server.replicas * server.nnodes % nodes == 0, message)
+    shared = trainer if server.colocated else 0
+    return Placement(server.replicas, server.tp, server.nnodes, nodes, shared, first=trainer)
+
+
+def _others(config: Config, trainer: int, first: int) -> dict[str, ServerSpec]:
+    """The servers of the models besides the policy, all on the first node; `first`: their first device."""
+    specs: dict[str, ServerSpec] = {}
+    for name, (setting, model) in served_models(config).items():
+        placement = Placement(model.replicas, model.tp, shared=trainer if model.colocated else 0, first=first)
+        specs[name] = _other(config, name, setting, model, placement)
+        first = first if placement.colocated else placement.end
+    return specs
+
+
+def _other(config: Config, name: str, setting: str, model: ServedConfig, placement: Placement) -> ServerSpec:
+    message = f"{setting}.ep={model.ep}: does not divide {setting}.tp={model.tp}; choose a divisor"
+    require(model.tp % model.ep == 0, message)
+    return ServerSpec(
+        setting=setting,
+        model=model.model,
+        dtype=config.model.dtype,
+        placement=placement,
+        host=_host(config),
+        max_running_requests=model.max_running_requests,
+        context_length=config.rollout.context_length,
+        max_total_tokens=model.max_total_tokens,
+        ep=model.ep,
+        seed=config.run.seed,
+        serves=Serves.TEXT if gives_text(model.model) else Serves.SCORES,
+        name=name,
+        args=model.args,
+    )
+
+
+def _host(config: Config) -> ServerHost:
+    launch, start_timeout = config.launch, config.rollout.server.start_timeout
+    return ServerHost(launch.device, launch.interface, Path(config.run.dir), start_timeout, launch.timeout / 4)
+
+
+def _client(config: Config) -> ClientSpec:
+    rollout, adapter = config.rollout, adapters.NAME if config.model.lora.served else None
+    return ClientSpec(rollout.turn_timeout, rollout.tool_parser, bool(rollout.tools or rollout.mcp_servers), adapter)
