@@ -70,7 +70,7 @@ def plan_on_a_login_node(folder: Path, *broken: str) -> subprocess.CompletedProc
     for library in broken:
         (folder / f"{library}.py").write_text("raise OSError('libcuda.so.1: cannot open')")
     environment = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, ROOT / "tools" / "doctor.py", "--plan", "experiment=train_70b"]
+    command = [sys.executable, "-m", "megatron_collab.commands", "doctor", "--plan", "experiment=train_70b"]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
