@@ -82,7 +82,6 @@ RANK = """
 import json, os, sys
 from pathlib import Path
 from megatron_collab.runtime import keys
-from tests.helpers import policy_servers
 from megatron_collab.runtime.redact import redact_output
 
 redact_output()
