@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from megatron_collab.config import Config
-from megatron_collab.data.chat_template import ChatRenderer, policy_renderer
+from megatron_collab.config import Config, ConfigError, RolloutConfig, SamplingConfig
+from megatron_collab.data.chat_template import ChatRenderer, policy_renderer, render_once
 from megatron_collab.data.datasets import SupervisedData, write_jsonl
 from megatron_collab.environments import booking, tiny_model
 from megatron_collab.types import Finish, Message, Turn
@@ -115,6 +115,10 @@ def test_the_booking_world_as_words(tmp_path: Path) -> None:
     [
         ("{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}", "drops or changes"),
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "does not end an assistant message"),
+        (
+            "{% for m in messages if m.role == 'assistant' %}{{ raise_exception('no replies') }}{% endfor %}",
+            r"fails \(no replies\)",
+        ),
     ],
 )
 def test_a_template_that_cannot_append_is_refused(tmp_path: Path, template: str, fault: str) -> None:
@@ -161,6 +165,64 @@ def test_a_template_may_open_the_thought(tmp_path: Path) -> None:
         assert chat.opens_thought(chat.first([Message("user", "x <think>")])) == opens
 
 
+def test_a_prompt_of_a_few_tokens_may_open_the_thought(tmp_path: Path) -> None:
+    chat = renderer(tmp_path, QWEN)
+    assert chat.opens_thought(chat.tokens("<think>\n")) and not chat.opens_thought(chat.tokens("think\n"))
+
+
+def thinker(folder: Path, template: str, *special: str) -> ChatRenderer:
+    """A renderer of one token per word, `special` included; every other word is the unknown token."""
+    tokenizer = tiny_model.word_tokenizer(["x"])
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return ChatRenderer(str(folder))
+
+
+def test_the_end_of_a_thought_is_known_only_as_a_token_of_its_own(tmp_path: Path) -> None:
+    single = thinker(tmp_path / "single", tiny_model.CHAT_TEMPLATE, "</think>")
+    assert single.thought_end == single.tokenizer.convert_tokens_to_ids("</think>")
+    assert thinker(tmp_path / "unknown", tiny_model.CHAT_TEMPLATE).thought_end is None
+    assert renderer(tmp_path / "bytes", QWEN).thought_end is None, "several tokens"
+
+
+def test_a_thinking_budget_needs_a_token_that_ends_thoughts(tmp_path: Path) -> None:
+    budget = RolloutConfig(future=SamplingConfig(thinking_budget=8))
+    thinker(tmp_path / "single", tiny_model.CHAT_TEMPLATE, "</think>").check_thinking(budget)
+    without_token = thinker(tmp_path / "unknown", tiny_model.CHAT_TEMPLATE)
+    without_token.check_thinking(RolloutConfig())
+    with pytest.raises(
+        ConfigError, match=r"rollout\.future\.thinking_budget=8: the tokenizer of .* has no token </think>"
+    ):
+        without_token.check_thinking(budget)
+
+
+def test_enable_thinking_is_refused_for_a_template_without_it(tmp_path: Path) -> None:
+    silent = RolloutConfig(turn=SamplingConfig(enable_thinking=False))
+    renderer(tmp_path / "thinking", THINKING).check_thinking(silent)
+    with pytest.raises(ConfigError, match=r"rollout\.turn\.enable_thinking: the chat template of .* does not use it"):
+        renderer(tmp_path / "plain", QWEN).check_thinking(silent)
+
+
+STRICT = (
+    "{% for m in messages %}"
+    "{% if m.role != ('assistant' if loop.index0 % 2 else 'user') %}{{ raise_exception('roles alternate') }}{% endif %}"
+    "{% if m.content is not string %}{{ raise_exception('no content') }}{% endif %}"
+    "{{ m.content }}<|im_end|>{% endfor %}"
+)
+
+
+def test_a_template_that_demands_alternating_roles_and_contents_renders(tmp_path: Path) -> None:
+    tokenizer = byte_level_tokenizer(300)
+    tokenizer.chat_template = STRICT
+    tokenizer.save_pretrained(tmp_path)
+    render_once(str(tmp_path), "user.model")
+    tokenizer.chat_template = "{{ raise_exception('too old') }}"
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"user.model={tmp_path}: its chat template fails \(too old\); fix it"):
+        render_once(str(tmp_path), "user.model")
+
+
 # The form of Qwen3's: earlier turns lose their thoughts, and an empty one may open the next.
 THINKING = (
     "{%- for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -195,6 +257,7 @@ def test_arguments_of_the_template_change_the_prompt_and_turns_are_still_appende
             "enable_thinking; remove it",
         ),
         ({"messages": []}, "model.chat_template_args.messages: is set by the run itself; remove it"),
+        ({"tools": []}, "model.chat_template_args.tools: is set by the run itself; remove it"),
     ],
 )
 def test_arguments_that_change_nothing_are_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -12,6 +13,7 @@ import pytest
 import ray
 from hypothesis import given
 from hypothesis import strategies as st
+from ray.exceptions import RayActorError
 
 from megatron_collab.config import Config, LlmConfig
 from megatron_collab.llm import limiter as limiters
@@ -236,6 +238,57 @@ def test_a_call_that_was_cancelled_after_it_was_let_through_holds_no_place(monke
         return slow.limiter._running
 
     assert asyncio.run(cancel_after_the_talk()) == {}
+
+
+def test_a_call_that_was_cancelled_in_the_line_never_begins() -> None:
+    async def cancel_in_the_line() -> dict[str, float]:
+        slow = Slow(LlmConfig(max_concurrent=1))
+        slow.answer.set()
+        line = CallQueue(slow)
+        first = await line.begin(Reservation(1, 60.0))
+        waiting = asyncio.create_task(line.begin(Reservation(1, 60.0)))
+        while not line._waiting:
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        line.end(FinishedCall(first, 10))
+        await settled(line)
+        return slow.limiter.spend()
+
+    assert asyncio.run(cancel_in_the_line()) == {"calls": 1, "tokens": 10, "usd": 0.0, "unpriced": 0}
+
+
+def test_a_call_whose_limiter_died_fails_with_that() -> None:
+    async def lost(*_: Any) -> list[int]:
+        raise RayActorError
+
+    async def wait_in_line() -> None:
+        await CallQueue(SimpleNamespace(talk=SimpleNamespace(remote=lost))).begin(Reservation(1, 60.0))
+
+    with pytest.raises(LimiterDied, match="the limiter for language model calls died"):
+        asyncio.run(asyncio.wait_for(wait_in_line(), 10))
+
+
+def test_the_limiter_stays_on_its_node_and_is_restarted_however_often_it_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls are then made again; it takes no CPU from others, and its ledger has the same path from any folder."""
+    options: dict[str, Any] = {}
+    arguments: list[Any] = []
+
+    def start(**settings: Any) -> Any:
+        options.update(settings)
+        return lambda cls: SimpleNamespace(options=named)
+
+    def named(**settings: Any) -> Any:
+        options.update(settings)
+        return SimpleNamespace(remote=lambda *values: arguments.extend(values))
+
+    context = SimpleNamespace(get_node_id=lambda: "ab" * 28)
+    monkeypatch.setattr(limiters, "ray", SimpleNamespace(remote=start, get_runtime_context=lambda: context))
+    limiters.start_limiter(LlmConfig(), LEDGER)
+    place = options["scheduling_strategy"]
+    assert (place.node_id, place.soft, options["num_cpus"]) == ("ab" * 28, False, 0)
+    assert options["max_restarts"] == options["max_task_retries"] == -1, "without an end"
+    assert arguments == [LlmConfig(), LEDGER.absolute()]
 
 
 @pytest.mark.processes

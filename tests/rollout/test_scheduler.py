@@ -633,3 +633,16 @@ def test_a_group_of_the_journal_is_not_played(simulated: Simulated) -> None:
     restarted = simulated.flight()
     simulated.begin(restarted, 0, 1)
     assert restarted.from_journal == 1 and simulated.calls == {0: 1, 1: 1}
+
+
+def test_a_follow_up_is_played_in_place_of_the_finished_group(simulated: Simulated) -> None:
+    """Only a group without a follow-up counts as collected."""
+    following = scheduler.GroupRequest(Slot(0, 0, 7), "train-0-7", Task("7", (Message("user", "hi"),), "g", "", "u"))
+    flight = simulated.flight(follow_up=lambda request, group: following if request.slot.number == 0 else None)
+    simulated.begin(flight, 0)
+    flight.wait_for(1, "training")
+    simulated.finished = {0}
+    assert flight.poll() == "playing" and flight.slots == [Slot(0, 0, 7)] and not flight.take()
+    simulated.finished = {0, 7}
+    assert flight.poll() == "finished" and list(flight.take()) == [Slot(0, 0, 7)]
+    assert simulated.calls == {0: 1, 7: 1} and simulated.shown == [1, 0]

@@ -19,6 +19,7 @@ from megatron_collab.trainer.microbatches import (
     context_slice,
     make_micro_batches,
     pack,
+    replayed,
     requested,
 )
 from megatron_collab.trainer.prefix_tree import Tree, cost, plan_trees, positions, prefix_trees
@@ -68,6 +69,7 @@ def test_too_few_micro_batches_are_split_evenly_the_costliest_first() -> None:
     """One bin would hold all: the costliest first, each to the half that costs less so far."""
     assert pack([1, 1, 1], 2, 3, costs=[3.0, 2.5, 2.5]) == [[(1, 2)], [(0,)]]
     assert pack([1] * 4, 3, 4, costs=[5.0, 4.0, 3.0, 3.0]) == [[(1, 2)], [(0,)], [(3,)]], "8 and 7, then 5, 3 and 7"
+    assert pack([1] * 4, 3, 2, costs=[1.0, 1.0, 3.0, 3.0]) == [[(2,)], [(3,)], [(0, 1)]], "of two bins the costlier"
 
 
 def test_few_micro_batches() -> None:
@@ -121,6 +123,17 @@ def test_shared_prefixes_are_packed_once() -> None:
     predictions = requested({"token_ids": tokens, "loss_mask": masks}, tree.samples, packed.rows, np.arange(5))
     assert predictions.positions.tolist() == [1, 3, 3, 4] and predictions.labels.tolist() == [5, 1, 2, 3]
     assert predictions.sequence.tolist() == [0, 1, 2, 2] and predictions.token_index.tolist() == [11, 3, 7, 8]
+
+
+def test_positions_have_the_experts_of_their_samples() -> None:
+    """Those of the first sample if they are shared; padding has none."""
+    routing = [np.array([[1, 2], [3, 4], [5, 6]]), np.array([[1, 2], [7, 8], [9, 9], [0, 0]])]
+    lonely = [np.array([7, 8, 9])]
+    packed = collate(lonely, [Tree((0,), (2,), (0,), (0,))], total=4)
+    assert replayed(routing[:1], (0,), packed).tolist() == [[1, 2], [3, 4], [-1, -1], [-1, -1]]
+    tokens = [*lonely, np.array([7, 8, 5, 6])]
+    packed = collate(tokens, [Tree((0, 1), (2, 3), (0, 2), (0, 0))])
+    assert replayed(routing, (0, 1), packed).tolist() == [[1, 2], [3, 4], [9, 9]]
 
 
 def test_a_first_token_cannot_be_trained() -> None:

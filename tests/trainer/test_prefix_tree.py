@@ -41,6 +41,14 @@ def test_short_prefixes_are_not_shared() -> None:
     assert len(trees_of(of((1, 20), (3, 30)), of((1, 20), (4, 400)))) == 2
 
 
+def test_a_prefix_of_16_positions_and_a_sixteenth_of_the_sample_is_shared() -> None:
+    def trees(shared: int, length: int) -> int:
+        return len(trees_of(of((1, shared), (2, 5)), of((1, shared), (3, length - shared + 1))))
+
+    assert (trees(16, 60), trees(15, 60)) == (1, 2)
+    assert (trees(16, 256), trees(16, 257), trees(30, 480), trees(30, 481)) == (1, 2, 1, 2)
+
+
 def test_a_tree_costs_the_positions_and_the_attention_of_its_branches() -> None:
     (tree,) = trees_of(of((1, 100), (2, 51)), of((1, 100), (3, 31)))
     assert tree.sizes[-1] == 180
@@ -79,6 +87,15 @@ def test_trees_are_cut_for_more_ranks() -> None:
         return [len(tree.samples) for tree in plan_trees(FUTURES, [0] * 12, 10_000, parts)]
 
     assert cut(1) == [12] and cut(2) == [6, 6] and cut(4) == [3, 3, 3, 3] and cut(12) == [1] * 12 == cut(20)
+
+
+def test_a_tree_above_an_even_share_is_cut_although_there_are_enough_trees() -> None:
+    samples = [*FUTURES, *(of((100 + number, 30)) for number in range(4))]
+    for parts, count in ((1, 5), (2, 6), (4, 8)):
+        trees = plan_trees(samples, [0] * 16, 10_000, parts)
+        costs = [float(tree.costs[-1]) for tree in trees]
+        assert max(costs) <= sum(costs) / parts
+        assert len(trees) == count, "four of one sample; the others in one tree, halves or quarters"
 
 
 def test_context_parallel_ranks_share_nothing() -> None:

@@ -138,6 +138,27 @@ def test_every_element_is_written_once(seed: int) -> None:
         assert all(piece.size == ITEM * elements(piece) for _, piece in slices(sync_plan))
 
 
+@pytest.mark.parametrize(
+    ("trainer", "server"),
+    [
+        (TrainerLayout(tp=1), ServerLayout(4)),
+        (TrainerLayout(tp=1, ranks=2), ServerLayout(4)),
+        (TrainerLayout(tp=4, ranks=4), ServerLayout(1)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("bucket_bytes", [4096, 8192])
+def test_no_rank_sends_or_receives_more_than_a_bucket_in_a_round(
+    trainer: TrainerLayout, server: ServerLayout, bucket_bytes: int
+) -> None:
+    """Also if one source feeds all ranks of a server, or if one of these is fed by all sources."""
+    sides = {"hidden": 64, "ffn": 128, "heads": 8, "kv_heads": 8, "head_dim": 8, "vocab": 128}
+    shape = replace(draw(0)[0], layers=2, experts=None, **sides)
+    sync_plan = plan.plan_sync(shape, trainer, server, ITEM, bucket_bytes)
+    check_buckets(sync_plan, bucket_bytes)
+    assert len(sync_plan) > 10
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_adapters_travel_after_the_model_and_later_alone(seed: int) -> None:
     shape, trainer, server = draw(seed)
@@ -187,6 +208,13 @@ def test_equal_cuts_take_the_direct_path(seed: int) -> None:
         assert piece.shard_index == piece.target_index
 
 
+def test_a_shard_that_both_sides_cut_alike_is_one_slice() -> None:
+    """Fused ones too, of query, key and value heads or of gate and up: their parts are adjacent on both sides."""
+    shape = replace(draw(0)[0], layers=2, experts=None, heads=4, kv_heads=2, ffn=8, vocab=128)
+    arrived = slices(plan.plan_sync(shape, TrainerLayout(tp=2, ranks=2), ServerLayout(2), ITEM))
+    assert set(Counter((rank, piece.target) for rank, piece in arrived).values()) == {1}
+
+
 @pytest.mark.parametrize(
     ("trainer", "server"),
     [
@@ -234,6 +262,12 @@ def test_what_cannot_be_planned_is_refused() -> None:
             TrainerLayout(tp=1),
             ServerLayout(1, fp8=True),
             "qkv_proj.weight is split at row",
+        ),
+        (
+            {"heads": 3, "kv_heads": 1, "head_dim": 64},
+            TrainerLayout(tp=1),
+            ServerLayout(1, fp8=True),
+            "q_proj.weight has 192 rows on a server's rank",
         ),
         ({"head_dim": 64}, TrainerLayout(tp=1), ServerLayout(1), None),
         ({}, TrainerLayout(tp=2, ranks=2), ServerLayout(2, fp8=True), None),
