@@ -25,7 +25,7 @@ def reached() -> None:
         deadline = time.monotonic() + DWELLS
         while not os.path.exists(os.environ["MARK"] + "-sent") and time.monotonic() < deadline:
             time.sleep(0.01)
-        time.sleep(1)  # in which the signal arrives, also where another process passes it on
+        time.sleep(3)  # in which the signal arrives, also if another process passes it on and the machine is busy
 
 
 def wrapped(function: Any, call: int) -> Any:
