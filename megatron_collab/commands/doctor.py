@@ -36,6 +36,7 @@ from megatron_collab.types import Message, Task
 
 if TYPE_CHECKING:
     from megatron_collab.data.sources import Source
+    from megatron_collab.data.spec import DataSpec
 
 _SHOWN, _WIDTH = 5, 200  # rows, and characters of each of their texts
 
@@ -204,16 +205,14 @@ def print_endpoints(overrides: Sequence[str]) -> int:
     config = make_absolute(compose(overrides))
     spec = validate.check_settings(config)
     try:
-        surveys = _surveys(config)
+        surveys = _surveys(config, spec.data)
         names = prepare.users_of_tasks(config, surveys)
         if not surveys and config.user.model:  # there are no tasks yet
             names[config.user.name or "llm"] = "user"
         prepare.check_users(config, names)
     except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    targets = llm_endpoints.user_endpoints(config, names)
-    if spec.play:
-        targets += llm_endpoints.judge_endpoints(spec.play.reward.metrics, config.reward.judge)
+    targets = [*llm_endpoints.user_endpoints(config, names), *spec.judges]
     if not targets:
         print("This run calls no language model.")
         return 0
@@ -243,16 +242,14 @@ def print_endpoints(overrides: Sequence[str]) -> int:
     return 1 if faults else 0
 
 
-def _surveys(config: Config) -> list[tuple[Config, str, Any]]:
+def _surveys(config: Config, data: DataSpec) -> list[tuple[Config, str, Any]]:
     """(settings, label, survey) of the tasks of data.train and data.eval; none if the first run makes their world."""
-    from megatron_collab.data.evaluation import evaluation_sets, settings_of
+    from megatron_collab.data.evaluation import settings_of
     from megatron_collab.data.examples import load_tasks
-    from megatron_collab.data.sources import TrainingSource, sources
     from megatron_collab.data.survey import survey
 
-    training = sources(config.data.train, "data.train", TrainingSource)
-    inputs: list[tuple[Config, str, Source]] = [(config, "data.train", source) for source in training]
-    inputs += [(settings_of(config, eval_set), eval_set.setting, eval_set) for eval_set in evaluation_sets(config)]
+    inputs: list[tuple[Config, str, Source]] = [(config, "data.train", source) for source in data.train]
+    inputs += [(settings_of(config, eval_set), eval_set.setting, eval_set) for eval_set in data.eval_sets]
     if config.data.world is not None and not all(Path(source.source).exists() for _, _, source in inputs):
         return []
     surveys = list[tuple[Config, str, Any]]()

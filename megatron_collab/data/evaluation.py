@@ -41,7 +41,7 @@ class EvaluationSet(Source):
 
 
 def evaluation_sets(config: Config) -> tuple[EvaluationSet, ...]:
-    """The sets of data.eval that have tasks to play. Raises ConfigError naming the invalid entry."""
+    """The sets of data.eval, with their numbers of tasks. Raises ConfigError naming the invalid entry."""
     entries = config.data.eval
     if entries is None:
         return ()
@@ -54,8 +54,7 @@ def evaluation_sets(config: Config) -> tuple[EvaluationSet, ...]:
         allowed = bool(_NAME.fullmatch(name)) or (not isinstance(entries, list) and not name)
         require(allowed, f"{setting}.name={name}: use letters, digits and - . _ only")
         require(names.count(name) == 1, f"data.eval: two sets are named {name}; rename one")
-    limited = (replace(eval_set, tasks=eval_set.tasks or config.train.eval_tasks) for eval_set in sets)
-    return tuple(eval_set for eval_set in limited if eval_set.tasks)
+    return tuple(replace(eval_set, tasks=eval_set.tasks or config.train.eval_tasks) for eval_set in sets)
 
 
 def settings_of(config: Config, eval_set: EvaluationSet) -> Config:

@@ -14,13 +14,12 @@ from megatron_collab.llm import endpoint as endpoints
 from megatron_collab.llm.price import Prices
 from megatron_collab.llm.recording import SUFFIX, Recording
 from megatron_collab.llm.tape import run_name
-from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.llm_endpoints import NamedEndpoint
 from megatron_collab.rollout.users.named import user_settings
 from megatron_collab.runtime.process import global_rank
 
 
-def check_settings(config: Config) -> None:
+def check_settings(config: Config, assistants: Sequence[NamedEndpoint] = ()) -> None:
     """Raises ConfigError for invalid headers, extra arguments, prices and recordings."""
     llm = config.llm
     for name in ("replay_missing", "replay_latency"):
@@ -32,7 +31,7 @@ def check_settings(config: Config) -> None:
     for group, endpoint in {
         **user_settings(config),
         "reward.judge": config.reward.judge,
-        **{assistant.group: assistant.endpoint for assistant in llm_endpoints.assistant_endpoints(config)},
+        **{assistant.group: assistant.endpoint for assistant in assistants},
         "assistant": config.assistant,
     }.items():
         endpoints.check_settings(endpoint, group, in_use=not llm.offline)

@@ -19,7 +19,7 @@ from megatron_collab.config.extension import NoOptions
 from megatron_collab.config.load import leaves
 from megatron_collab.config.schema import BuildConfig
 from megatron_collab.data import sources
-from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
+from megatron_collab.data.evaluation import EvaluationSet, settings_of
 from megatron_collab.inference.served import score_fault
 from megatron_collab.launch import endpoints, models
 from megatron_collab.launch.fork import fork
@@ -151,20 +151,21 @@ def read_data(
     """
     from megatron_collab.data import datasets
 
-    data: list[SurveyedSources[Any]] = [datasets.TrainingData(config, schemas, task_requirements)] if trains else []
-    if sets := evaluation_sets(config):
-        data.append(datasets.SurveyedSources(config, "data.eval", sets, schemas, task_requirements))
+    requirements = partial(task_requirements, config)
+    data: list[SurveyedSources[Any]] = (
+        [datasets.TrainingData(config, spec.data.train, schemas, requirements)] if trains else []
+    )
+    if sets := spec.data.eval_sets:
+        data.append(datasets.SurveyedSources(config, "data.eval", sets, schemas, requirements))
     if spec.play:
         endpoints.check_recordings(config)
-        surveyed = [source for dataset in data for source in _surveys(dataset)]
+        surveyed = [source for dataset in data for source in _surveys(config, dataset)]
         examples = users_of_tasks(config, surveyed)
         check_users(config, examples)
         for dataset in data:
             check_needs(config, dataset, trained=dataset.setting == "data.train")
         if first_on_node():  # LiteLLM is slow to import
-            language_models = llm_endpoints.user_endpoints(config, examples)
-            language_models += llm_endpoints.judge_endpoints(spec.play.reward.metrics, config.reward.judge)
-            language_models += llm_endpoints.assistant_endpoints(config)
+            language_models = [*llm_endpoints.user_endpoints(config, examples), *spec.judges, *spec.assistants]
             endpoints.check_served(config, language_models)
             unpriced = endpoints.check_prices(config, language_models)
             endpoints.check_support(config, language_models)
@@ -224,10 +225,11 @@ def check_needs(config: Config, data: SurveyedSources[Any], trained: bool) -> No
         )
 
 
-def _surveys(data: SurveyedSources[Any]) -> Iterable[tuple[Config, str, Survey]]:
+def _surveys(config: Config, data: SurveyedSources[Any]) -> Iterable[tuple[Config, str, Survey]]:
     for source, survey in zip(data.sources, data.surveys, strict=True):
-        setting = source.setting if isinstance(source, EvaluationSet) else data.setting
-        yield data.settings(source), f"{setting}={source.source}", survey
+        is_set = isinstance(source, EvaluationSet)
+        setting = source.setting if is_set else data.setting
+        yield settings_of(config, source) if is_set else config, f"{setting}={source.source}", survey
 
 
 def finished_steps(config: Config) -> int:

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_collab.config import Config
+from megatron_collab.data.spec import DataSpec, data_spec
+from megatron_collab.rollout import llm_endpoints
+from megatron_collab.rollout.llm_endpoints import NamedEndpoint
 from megatron_collab.rollout.spec import PlaySpec, play_spec
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """The settled settings of a run. `play` is None if no conversation is played, in sft and dpo."""
+    """The settled settings of a run. `play` is None if no conversation is played, in sft and dpo.
 
+    `judges`, `assistants`: the language models that play these roles.
+    """
+
+    data: DataSpec
     play: PlaySpec | None
+    judges: Sequence[NamedEndpoint] = ()
+    assistants: Sequence[NamedEndpoint] = ()
 
 
 def resolve(config: Config) -> RunSpec:
     """The settled settings; again after Hub names are pinned. Raises ConfigError naming the setting that is refused."""
-    return RunSpec(play_spec(config) if config.train.stage == "rl" else None)
+    data = data_spec(config)
+    if config.train.stage != "rl":
+        return RunSpec(data, None)
+    play = play_spec(config)
+    judges = llm_endpoints.judge_endpoints(play.reward.metrics, config.reward.judge)
+    return RunSpec(data, play, judges, llm_endpoints.assistant_endpoints(config, data.eval_sets))

@@ -26,7 +26,7 @@ from megatron_collab.config import (
 from megatron_collab.config.extension import make, make_absolute
 from megatron_collab.config.load import leaves
 from megatron_collab.data import sources
-from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
+from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.formats import STAGES
 from megatron_collab.launch import endpoints
 from megatron_collab.launch.machine import check_processes
@@ -36,7 +36,6 @@ from megatron_collab.models import hf_config, lora, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward.spec import RewardSpec
 from megatron_collab.rollout import llm_endpoints
-from megatron_collab.rollout.spec import PlaySpec
 from megatron_collab.rollout.tools import toolbox
 from megatron_collab.rollout.users import DEFAULT, split_user
 from megatron_collab.rollout.users.llm import users_prompt
@@ -62,7 +61,7 @@ def load(overrides: Sequence[str]) -> Config:
 
 def validate(config: Config) -> None:
     """Cross-checks that need no process and no model in memory. Sets a rank's environment in this process."""
-    check_settings(config)
+    spec = check_settings(config)
     gpu_environment.enter(config)  # libraries imported below may initialize CUDA
     try:
         device.select(config.launch.device)
@@ -77,9 +76,8 @@ def validate(config: Config) -> None:
     if not (makes_world or hub.parse(config.model.path)) or Path(config.model.path).exists():
         check_model(config)
     if not makes_world:
-        sources.check_exists(config.data.train, "data.train", sources.TrainingSource)
-        if config.data.eval:
-            sources.check_exists(config.data.eval, "data.eval", EvaluationSet)
+        sources.check_exists(spec.data.train, "data.train")
+        sources.check_exists(spec.data.all_sets, "data.eval")
     if config.train.stage == "rl":
         check_files_of_users(config)
     if config.rollout.system_prompt:
@@ -113,14 +111,9 @@ def check_settings(config: Config) -> RunSpec:
     check(train.stage == "rl" or not rollout.routing_replay, message)
     check_layout(config)
     spec = resolve(config)
-    for eval_set in evaluation_sets(config) if train.stage != "rl" else ():
-        plain = EvaluationSet(eval_set.source, eval_set.name, eval_set.subset, eval_set.split, eval_set.tasks)
-        option = next((name for name, value in vars(eval_set).items() if value != getattr(plain, name)), None)
-        require(
-            option is None,
-            f"{eval_set.setting}: {option} is for played conversations, and {train.stage} plays none; remove it",
-        )
-    _check_best(config)
+    if not spec.play:
+        _check_no_play(config, spec.data.eval_sets)
+    _check_best(config, spec.data.eval_sets)
     dpo = config.algo.dpo
     message = "<algo.dpo.label_smoothing>: algo.dpo.loss=ipo has no labels; set it to 0, or choose sigmoid"
     check(config.objective != "dpo" or dpo.loss != "ipo" or dpo.label_smoothing == 0, message)
@@ -130,11 +123,11 @@ def check_settings(config: Config) -> RunSpec:
     check(config.objective != "dpo" or dpo.refresh == 0 or config.model.lora.rank is None, message)
     if spec.play:
         check_reward(config, spec.play.reward)
-        _check_rollouts(config)
+        _check_rollouts(config, spec.data.eval_sets)
         (_check_algo if config.objective == "policy" else _check_choice)(config)
         check_servers(config)
-        endpoints.check_settings(config)
-        _check_llm_endpoints(config, spec.play)
+        endpoints.check_settings(config, spec.assistants)
+        _check_llm_endpoints(config, spec)
     return spec
 
 
@@ -157,9 +150,18 @@ def check_files_of_users(config: Config) -> None:
             users_prompt(user, f"{group}.prompt")
 
 
-def _check_best(config: Config) -> None:
+def _check_no_play(config: Config, eval_sets: Sequence[EvaluationSet]) -> None:
+    """Raises ConfigError for settings of played conversations."""
+    for eval_set in eval_sets:
+        plain = EvaluationSet(eval_set.source, eval_set.name, eval_set.subset, eval_set.split, eval_set.tasks)
+        option = next((name for name, value in vars(eval_set).items() if value != getattr(plain, name)), None)
+        message = f"{option} is for played conversations, and {config.train.stage} plays none; remove it"
+        require(option is None, f"{eval_set.setting}: {message}")
+
+
+def _check_best(config: Config, eval_sets: Sequence[EvaluationSet]) -> None:
     """Raises ConfigError unless train.keep_best is a metric of an evaluation, and evaluated steps have checkpoints."""
-    train, sets = config.train, [eval_set.name for eval_set in evaluation_sets(config)]
+    train, sets = config.train, [eval_set.name for eval_set in eval_sets]
     if train.keep_best is None:
         return
     scored = {"rl": ["reward", *config.reward.weights], "sft": ["loss"], "dpo": ["loss", "accuracy", "margin"]}[
@@ -197,19 +199,15 @@ def check_reward(config: Config, spec: RewardSpec) -> None:
     check(not reward.clamp or clamps, "reward.clamp: <reward.mode> does not clamp; remove one of them")
 
 
-def _check_llm_endpoints(config: Config, play: PlaySpec) -> None:
+def _check_llm_endpoints(config: Config, spec: RunSpec) -> None:
     """Checks the models of users, judges and assistant before the tasks are read; tasks may name further users."""
     users = [*config.users, *(["llm"] if config.user.model else [])]
-    language_models = [
-        *llm_endpoints.user_endpoints(config, users),
-        *llm_endpoints.judge_endpoints(play.reward.metrics, config.reward.judge),
-        *llm_endpoints.assistant_endpoints(config),
-    ]
+    language_models = [*llm_endpoints.user_endpoints(config, users), *spec.judges, *spec.assistants]
     endpoints.check_served(config, language_models)
     endpoints.check_prices(config, language_models)
 
 
-def _check_rollouts(config: Config) -> None:
+def _check_rollouts(config: Config, eval_sets: Sequence[EvaluationSet]) -> None:
     check = partial(require, config=config)
     rollout = config.rollout
     if rollout.train_turns == "all":
@@ -221,7 +219,7 @@ def _check_rollouts(config: Config) -> None:
     credited_once = rollout.futures > 0 or not config.reward.weights.get("turn_rewards")
     check(credited_once, f"reward.weights.turn_rewards: {message}")
     toolbox.make_tools(rollout)
-    for eval_set in evaluation_sets(config):
+    for eval_set in eval_sets:
         message = f"{eval_set.setting}: max_new_tokens={eval_set.max_new_tokens} leaves no room for a prompt in"
         fits = (eval_set.max_new_tokens or 0) < rollout.context_length
         check(fits, f"{message} <rollout.context_length>; lower it")

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_collab.config import Config
-from megatron_collab.data.evaluation import evaluation_sets
-from megatron_collab.launch.resolve import resolve
+from megatron_collab.launch.resolve import RunSpec, resolve
 from megatron_collab.llm.endpoint import served_by_run
 from megatron_collab.llm.recording import SUFFIX, Recording
 from megatron_collab.models.hf_config import ModelShape
@@ -17,7 +16,7 @@ from megatron_collab.planning import llm_cost
 from megatron_collab.planning.duration import Gpu, sampling_seconds, training_seconds
 from megatron_collab.planning.llm_cost import Calls, Cost, Means
 from megatron_collab.reproduce.plan import BUILD, TRAIN, Stage, seed_names
-from megatron_collab.rollout import llm_endpoints, recorded
+from megatron_collab.rollout import recorded
 from megatron_collab.runtime import device
 
 
@@ -57,7 +56,7 @@ def read(stage: Stage) -> Pilot:
     rows = recorded.rows_of_evaluation(stage.folder, name)
     replies = [sum(message["role"] == "assistant" for message in row["messages"]) for row in rows]
     tokens = float(evaluations.read(stage.folder)[name].get("turn_tokens", 0.0))
-    return Pilot(means, _calls(stage.config, stage, 0), sum(replies) / max(1, len(replies)), tokens)
+    return Pilot(means, _calls(stage, resolve(stage.config), 0), sum(replies) / max(1, len(replies)), tokens)
 
 
 def program_forecasts(
@@ -69,7 +68,7 @@ def program_forecasts(
     for stage in stages:
         if not (stage.prepares or stage.first or stage.done):
             steps = _steps(stage, built.get(stage.task))
-            forecasts.append(_program_forecast(stage, stage.config, steps, pilots[stage.task], shape, gpu))
+            forecasts.append(_program_forecast(stage, resolve(stage.config), steps, pilots[stage.task], shape, gpu))
     return forecasts
 
 
@@ -81,11 +80,11 @@ def total(forecasts: Sequence[Forecast]) -> Forecast:
     return Forecast("all", Cost(sum(forecast.cost.usd for forecast in forecasts), tuple(unpriced), error), summed)
 
 
-def _program_forecast(stage: Stage, config: Config, steps: int, pilot: Pilot, shape: ModelShape, gpu: Gpu) -> Forecast:
-    calls = _calls(config, stage, steps)
+def _program_forecast(stage: Stage, spec: RunSpec, steps: int, pilot: Pilot, shape: ModelShape, gpu: Gpu) -> Forecast:
+    config = stage.config
+    calls = _calls(stage, spec, steps)
     usd = llm_cost.forecast(calls, pilot.means, pilot.calls)
-    assistants = llm_endpoints.assistant_endpoints(config)
-    paid = [assistant.endpoint for assistant in assistants if not served_by_run(assistant.endpoint.model)]
+    paid = [assistant.endpoint for assistant in spec.assistants if not served_by_run(assistant.endpoint.model)]
     if paid and stage.module != TRAIN:  # in the pilot the policy played this role
         prompt_tokens = pilot.means["user"].prompt_tokens if "user" in pilot.means else 0.0
         upper_bound = llm_cost.cost_bound(Calls(assistant=calls.assistant), {"assistant": paid}, config, prompt_tokens)
@@ -94,7 +93,7 @@ def _program_forecast(stage: Stage, config: Config, steps: int, pilot: Pilot, sh
         return Forecast(stage.title, usd, None)
     served = not (paid and stage.module != TRAIN)
     seconds = _training(config, steps, pilot, shape, gpu) if stage.module == TRAIN else 0.0
-    conversations, turns, times = _sampling_load(config, stage, steps, pilot)
+    conversations, turns, times = _sampling_load(stage, spec, steps, pilot)
     if times:
         wait = pilot.seconds("user") + pilot.seconds("judge") / max(1.0, turns)
         reply = pilot.reply if served else 0.0
@@ -102,20 +101,21 @@ def _program_forecast(stage: Stage, config: Config, steps: int, pilot: Pilot, sh
     return Forecast(stage.title, usd, seconds / 3600)
 
 
-def _calls(config: Config, stage: Stage, steps: int) -> Calls:
-    play = resolve(config).play
+def _calls(stage: Stage, spec: RunSpec, steps: int) -> Calls:
+    config, play = stage.config, spec.play
     if stage.module == TRAIN:
         return llm_cost.training_calls(config, play, steps)
     assert play
     if stage.module == BUILD:
         building = replace(play, rollouts=config.build.candidates)
         return llm_cost.building_calls(building, config.train.eval_tasks)
-    calls = (llm_cost.evaluation_calls(play, eval_set, eval_set.tasks or 0) for eval_set in evaluation_sets(config))
+    calls = (llm_cost.evaluation_calls(play, eval_set, eval_set.tasks or 0) for eval_set in spec.data.eval_sets)
     return sum(calls, Calls())
 
 
-def _sampling_load(config: Config, stage: Stage, steps: int, pilot: Pilot) -> tuple[int, float, int]:
+def _sampling_load(stage: Stage, spec: RunSpec, steps: int, pilot: Pilot) -> tuple[int, float, int]:
     """(conversations that start together, sequential replies in each, how often that is repeated)."""
+    config, sets = stage.config, spec.data.eval_sets
     rollout, train = config.rollout, config.train
     later = 1.0 + min(rollout.max_user_turns, rollout.max_assistant_turns - 1)
     if stage.module == TRAIN:
@@ -124,7 +124,6 @@ def _sampling_load(config: Config, stage: Stage, steps: int, pilot: Pilot) -> tu
     if stage.module == BUILD:
         conversations = train.eval_tasks * config.build.candidates * max(1, rollout.futures)
         return conversations, later * (rollout.max_messages or 0) / 2, 1
-    sets = evaluation_sets(config)
     return max(eval_set.tasks or 0 for eval_set in sets), pilot.replies, len(sets)
 
 

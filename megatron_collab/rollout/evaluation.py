@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import SurveyedSources
-from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
+from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.observability.folder import RunFolder
 from megatron_collab.rollout.journal import Journal, WeightDigests
 from megatron_collab.rollout.scheduler import Flight, GroupRequest, Slot, wait
@@ -30,10 +31,17 @@ class Evaluator:
     journal, so an interrupted evaluation resumes.
     """
 
-    def __init__(self, config: Config, play: PlaySpec, run: RunFolder, restore: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        play: PlaySpec,
+        eval_sets: Sequence[EvaluationSet],
+        run: RunFolder,
+        restore: Callable[[], None],
+    ) -> None:
         """`restore`: if no server is available, waits until servers have the weights again; collective."""
         self.config, self.play, self.run, self._restore = config, play, run, restore
-        self.sets = evaluation_sets(config)
+        self.sets = eval_sets
         self._tasks: dict[EvaluationSet, list[Task]] = {}
         self._flight: Flight | None = None
 
@@ -98,7 +106,9 @@ class Evaluator:
         if not self._tasks:
             with keys.in_environment():
                 tools = schemas(make_tools(self.config.rollout))
-            sources = SurveyedSources[Task](self.config, "data.eval", self.sets, tools, task_requirements)
+            sources = SurveyedSources[Task](
+                self.config, "data.eval", self.sets, tools, partial(task_requirements, self.config)
+            )
             self._tasks = {entry: tasks[: entry.tasks] for entry, tasks in zip(self.sets, sources.sets, strict=True)}
         return self._tasks[eval_set]
 

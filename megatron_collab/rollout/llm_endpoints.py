@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_collab.config import Config, EndpointConfig, require
 from megatron_collab.data import assistants
-from megatron_collab.data.evaluation import evaluation_sets
+from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.llm.endpoint import POLICY
 from megatron_collab.reward.metrics import ScoredMetric
 from megatron_collab.rollout import users
@@ -46,7 +46,7 @@ def user_endpoints(config: Config, names: Iterable[str]) -> list[NamedEndpoint]:
     return list(endpoints.values())
 
 
-def assistant_endpoints(config: Config) -> list[NamedEndpoint]:
+def assistant_endpoints(config: Config, eval_sets: Sequence[EvaluationSet]) -> list[NamedEndpoint]:
     """The models that replace the policy as assistant, if any, with the temperatures of data.eval sets."""
     setting, assistant = "assistant.model", config.assistant
     if config.build.assistants:
@@ -59,7 +59,7 @@ def assistant_endpoints(config: Config) -> list[NamedEndpoint]:
     require(assistant.model != POLICY, message)
     by_sets = [
         NamedEndpoint(setting, eval_set.setting, replace(assistant, temperature=eval_set.temperature))
-        for eval_set in evaluation_sets(config)
+        for eval_set in eval_sets
         if eval_set.temperature is not None
     ]
     return [NamedEndpoint(setting, "assistant", assistant), *by_sets]

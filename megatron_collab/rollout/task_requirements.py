@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_collab.config import SUFFIX, Config, ConfigError
+from megatron_collab.data.evaluation import EvaluationSet, settings_of
+from megatron_collab.data.sources import Source
 from megatron_collab.data.survey import TaskRequirements
 from megatron_collab.reward.metrics import ScoredMetric, scored_metrics
 from megatron_collab.rollout.tools.toolbox import make_tools
@@ -20,8 +22,9 @@ USER = "user"  # the name of the users' requirement; those of metrics have the n
 WEIGHTS = "reward.weights."
 
 
-def task_requirements(config: Config) -> TaskRequirements:
-    """The requirements by setting: what a metric or user may lack in a task, and checks that it can be read."""
+def task_requirements(config: Config, source: Source) -> TaskRequirements:
+    """The requirements on a source's tasks: by setting, what a metric or user lacks, and checks that it can be read."""
+    config = settings_of(config, source) if isinstance(source, EvaluationSet) else config
     users, metrics = _UserRequirements(config), scored_metrics(config.reward)
     lacks = {f"{WEIGHTS}{name}": metric.lacks for name, metric in metrics.items() if metric.selective}
     lacks[USER] = users.lacks

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -48,8 +49,8 @@ def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
     with inherited.settings(arguments) as defaults:
         config = evaluation.load(arguments, defaults, builds=True)
         stack.enter_context(prepare.run_lock(config))
-        evaluation.pin(config, MODULE)
-        if evaluation.is_done(config):
+        data = evaluation.pin(config, MODULE)
+        if evaluation.is_done(config, data.eval_sets):
             if not _uploaded(config):
                 return config, partial(_upload, config)
             return (
@@ -60,16 +61,16 @@ def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
 
 
 def _build(config: Config, serving: Config, spec: RunSpec, step: int) -> None:
-    evaluate(config, serving, spec, step, _synthesis())
+    evaluate(config, serving, spec, step, _synthesis(spec))
     _upload(config)
 
 
-def _synthesis() -> type[Synthesis]:
-    """The class that builds; only ranks import it, since it needs Ray."""
+def _synthesis(spec: RunSpec) -> Callable[..., Synthesis]:
+    """The evaluator that builds; only ranks import it, since it needs Ray."""
     patches.apply("megatron")
     from megatron_collab.synthesis.synthesis import Synthesis
 
-    return Synthesis
+    return partial(Synthesis, spec)
 
 
 def _uploaded(config: Config) -> bool:

@@ -9,10 +9,10 @@ from tqdm import tqdm
 
 from megatron_collab import patches
 from megatron_collab.config import Config
+from megatron_collab.launch.resolve import RunSpec
 from megatron_collab.llm.endpoint import served_by_run
 from megatron_collab.planning import llm_cost
 from megatron_collab.rollout import llm_endpoints
-from megatron_collab.rollout.spec import PlaySpec
 from megatron_collab.rollout.users.named import user_of
 from megatron_collab.types import Task
 
@@ -25,21 +25,22 @@ class Meter:
     def __init__(
         self,
         config: Config,
-        play: PlaySpec,
+        spec: RunSpec,
         tasks: Sequence[Task],
         title: str,
         spend: Callable[[], Mapping[str, float]],
     ) -> None:
         """`spend`: the totals of the run's limiter, including earlier starts and other sets."""
+        assert spec.play
         self._title, self._spend = f"{len(tasks)} {title}", spend
         self._turns, self._ended = [0] * len(tasks), [False] * len(tasks)
         self._before, self._reported = spend(), time.monotonic()
-        turns, size = llm_cost.turn_calls(play), llm_cost.task_tokens(tasks)
-        models = _models(config, play, tasks)
+        turns, size = llm_cost.turn_calls(spec.play), llm_cost.task_tokens(tasks)
+        models = _models(config, spec, tasks)
         in_usd = [llm_cost.cost_bound(turn, models, config, size).usd for turn in turns]
         self._weights = in_usd if all(in_usd) else [1.0] * len(turns)  # relative to each other
         self._played = 0.0  # weight of the turns played in this start
-        self._print_bound(config, llm_cost.building_calls(play, len(tasks)), models, size)
+        self._print_bound(config, llm_cost.building_calls(spec.play, len(tasks)), models, size)
 
     def turn(self, number: int, ended: bool, played: bool) -> None:
         """Record a built turn of conversation `number`; `played` is False if an earlier start played it."""
@@ -82,15 +83,15 @@ class Meter:
             tqdm.write(f"llm.budget_usd={budget:g}: the remaining {unspent:.4g} USD may not be enough; {hint}")
 
 
-def _models(config: Config, play: PlaySpec, tasks: Sequence[Task]) -> llm_cost.Models:
+def _models(config: Config, spec: RunSpec, tasks: Sequence[Task]) -> llm_cost.Models:
     """The paid models, by role."""
     if config.llm.offline:
         return {}
     names = {user_of(task, config) for task in tasks}
     by_role = {
-        "assistant": llm_endpoints.assistant_endpoints(config),
+        "assistant": spec.assistants,
         "user": llm_endpoints.user_endpoints(config, sorted(names)),
-        "judge": llm_endpoints.judge_endpoints(play.reward.metrics, config.reward.judge),
+        "judge": spec.judges,
     }
     paid = {
         role: [model.endpoint for model in models if not served_by_run(model.endpoint.model)]

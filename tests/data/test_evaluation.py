@@ -5,30 +5,31 @@ from typing import Any
 import pytest
 
 from megatron_collab.config import Config, ConfigError
-from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets, settings_of
+from megatron_collab.data.evaluation import EvaluationSet, settings_of
+from megatron_collab.data.spec import data_spec
 
 
 def config_with(sets: Any, eval_tasks: int = 8) -> Config:
     config = Config()
-    config.data.eval, config.train.eval_tasks = sets, eval_tasks
+    config.data.train, config.data.eval, config.train.eval_tasks = "t.jsonl", sets, eval_tasks
     return config
 
 
 def test_a_single_source_is_one_set_without_a_name() -> None:
-    assert evaluation_sets(config_with("e.jsonl")) == (EvaluationSet("e.jsonl", tasks=8),)
-    assert evaluation_sets(config_with({"source": "e.jsonl", "name": "math"})) == (
+    assert data_spec(config_with("e.jsonl")).eval_sets == (EvaluationSet("e.jsonl", tasks=8),)
+    assert data_spec(config_with({"source": "e.jsonl", "name": "math"})).eval_sets == (
         EvaluationSet("e.jsonl", "math", tasks=8),
     )
-    assert evaluation_sets(config_with({"source": "e.jsonl", "tasks": 3})) == (EvaluationSet("e.jsonl", tasks=3),)
-    assert evaluation_sets(config_with("e.jsonl", eval_tasks=0)) == evaluation_sets(config_with(None)) == ()
+    assert data_spec(config_with({"source": "e.jsonl", "tasks": 3})).eval_sets == (EvaluationSet("e.jsonl", tasks=3),)
+    assert data_spec(config_with("e.jsonl", eval_tasks=0)).eval_sets == data_spec(config_with(None)).eval_sets == ()
 
 
 def test_entries_have_names_and_limits_of_their_own() -> None:
     entries = ["math.jsonl", {"source": "hard.jsonl", "name": "hard-1", "tasks": 3, "temperature": 0, "samples": 4}]
-    first, second = evaluation_sets(config_with(entries))
+    first, second = data_spec(config_with(entries)).eval_sets
     assert (first.name, first.tasks, first.setting) == ("math", 8, "data.eval[math]")
     assert (second.name, second.tasks, second.temperature, second.samples) == ("hard-1", 3, 0.0, 4)
-    assert [entry.name for entry in evaluation_sets(config_with(entries, eval_tasks=0))] == ["hard-1"]
+    assert [entry.name for entry in data_spec(config_with(entries, eval_tasks=0)).eval_sets] == ["hard-1"]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def test_entries_have_names_and_limits_of_their_own() -> None:
 )
 def test_bad_sets_are_refused_in_one_line(sets: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
-        evaluation_sets(config_with(sets))
+        data_spec(config_with(sets))
     assert "\n" not in str(error.value)
 
 

@@ -27,10 +27,9 @@ GPU = Gpu(989e12, 3.35e12)
 def pilot_of(planned: list) -> Pilot:
     """Of 4 conversations, in which a user said 16 messages at a cent, and the judge scored each twice for two cents."""
     config = next(stage.config for stage in planned if stage.name == "pilot")
-    (evaluation_set, *_) = forecast.evaluation_sets(config)
-    play = resolve(config).play
-    assert play
-    might = llm_cost.evaluation_calls(play, evaluation_set, 4)
+    spec = resolve(config)
+    assert spec.play
+    might = llm_cost.evaluation_calls(spec.play, spec.data.eval_sets[0], 4)
     means = {"user": Means(16, 900, 60, 1.5, 0.01, 0.001), "judge": Means(8, 2000, 80, 3.0, 0.02, 0.0)}
     return Pilot(means, might, 4.0, 300.0)
 
@@ -74,7 +73,7 @@ def test_data_that_are_built_cost_what_their_assistant_may_take(monkeypatch: pyt
         )
     }
     build = next(stage for stage in planned if stage.name == "build")
-    users = forecast._calls(build.config, build, 0).user.calls
+    users = forecast._calls(build, resolve(build.config), 0).user.calls
     # An opening, then 2 candidates with 3 futures at 7 turns: of 2 messages, but 1 and 0 where the 14 are reached.
     assert users == 500 * (1 + 2 * 3 * (5 * 2 + 1))
     assert forecasts["math/build"].cost.usd > 100 and forecasts["math/sft"].hours
