@@ -71,7 +71,7 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}, builds: boo
     rollouts = config.build.candidates if builds else TrainConfig.rollouts_per_prompt
     server = replace(rollout.server, colocated=False, fp8=False)  # the servers' weights never change
     if assistant.model:
-        endpoints.check_settings(config, language_models)
+        endpoints.check_assistants(config, language_models)
         budget = token_budget(assistant)
         sampling = SamplingConfig(budget)
         # Only reply tokens are counted, and the context has room for all: the endpoint enforces its own limit.
@@ -105,9 +105,9 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}, builds: boo
         check_building(config, eval_sets)
     require(bool(eval_sets), "train.eval_tasks=0: nothing is evaluated; set it to 1 or more")
     _check_no_tools(config, language_models)
-    validate.check_settings(config)
+    spec = validate.check_settings(config)
     gpu_environment.enter(config)
-    validate.check_files_of_users(config)
+    validate.check_files_of_users(spec)
     for eval_set in eval_sets if assistant.model and assistant.temperature is None else ():
         message = f"{eval_set.setting}: temperature={eval_set.temperature}"
         out = "but assistant.temperature=null sends none; remove one"

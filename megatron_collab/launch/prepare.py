@@ -19,7 +19,8 @@ from megatron_collab.config.extension import NoOptions
 from megatron_collab.config.load import leaves
 from megatron_collab.config.schema import BuildConfig
 from megatron_collab.data import sources
-from megatron_collab.data.evaluation import EvaluationSet, settings_of
+from megatron_collab.data.evaluation import EvaluationSet
+from megatron_collab.data.survey import TaskRequirements
 from megatron_collab.inference.served import score_fault
 from megatron_collab.launch import endpoints, models
 from megatron_collab.launch.fork import fork
@@ -28,11 +29,10 @@ from megatron_collab.launch.servers import check_arguments, idle_gpus
 from megatron_collab.launch.validate import check_model
 from megatron_collab.observability import evaluations, records
 from megatron_collab.reward import metrics
-from megatron_collab.rollout import llm_endpoints, users
 from megatron_collab.rollout.task_requirements import USER, WEIGHTS, task_requirements
 from megatron_collab.rollout.tools import Toolset, toolbox
 from megatron_collab.rollout.tools.mcp_server import McpTools
-from megatron_collab.rollout.users.named import user_of
+from megatron_collab.rollout.users import UserDirectory
 from megatron_collab.runtime import device, hub, keys, network
 from megatron_collab.runtime.process import (
     LAUNCHER,
@@ -151,7 +151,7 @@ def read_data(
     """
     from megatron_collab.data import datasets
 
-    requirements = partial(task_requirements, config)
+    requirements = partial(task_requirements, spec.play) if spec.play else lambda source: TaskRequirements()
     data: list[SurveyedSources[Any]] = (
         [datasets.TrainingData(config, spec.data.train, schemas, requirements)] if trains else []
     )
@@ -159,13 +159,13 @@ def read_data(
         data.append(datasets.SurveyedSources(config, "data.eval", sets, schemas, requirements))
     if spec.play:
         endpoints.check_recordings(config)
-        surveyed = [source for dataset in data for source in _surveys(config, dataset)]
-        examples = users_of_tasks(config, surveyed)
-        check_users(config, examples)
+        users = spec.play.users
+        examples = users_of_tasks(users, [source for dataset in data for source in _surveys(users, dataset)])
+        check_users(users, examples)
         for dataset in data:
             check_needs(config, dataset, trained=dataset.setting == "data.train")
         if first_on_node():  # LiteLLM is slow to import
-            language_models = [*llm_endpoints.user_endpoints(config, examples), *spec.judges, *spec.assistants]
+            language_models = [*spec.user_endpoints(examples), *spec.judges, *spec.assistants]
             endpoints.check_served(config, language_models)
             unpriced = endpoints.check_prices(config, language_models)
             endpoints.check_support(config, language_models)
@@ -188,15 +188,15 @@ def compare_tools(run_dir: Path, toolsets: Iterable[Toolset]) -> None:
                 print(f"megatron-collab: {setting}: {changed}: {', '.join(changed_names)}", file=sys.stderr)
 
 
-def users_of_tasks(config: Config, surveyed: Iterable[tuple[Config, str, Survey]]) -> dict[str, str]:
+def users_of_tasks(users: UserDirectory, surveyed: Iterable[tuple[UserDirectory, str, Survey]]) -> dict[str, str]:
     """The names of the users in the settings and in the tasks, each with an example.
 
-    `surveyed`: of each source, the settings it is played with, its name in messages, and its survey.
+    `surveyed`: of each source, the users it is played with, its name in messages, and its survey.
     """
-    examples: dict[str, str] = {name: f"users.{name}" for name in config.users}
-    for settings, place, survey in surveyed:
+    examples: dict[str, str] = {name: f"users.{name}" for name in users.config.users}
+    for source_users, place, survey in surveyed:
         for user, task in survey.users.items():
-            name = user_of(Task(task, (), "", "", user), settings)
+            name = source_users.name_of(Task(task, (), "", "", user))
             examples[name] = f"{place}, task {task}"
     return examples
 
@@ -225,11 +225,11 @@ def check_needs(config: Config, data: SurveyedSources[Any], trained: bool) -> No
         )
 
 
-def _surveys(config: Config, data: SurveyedSources[Any]) -> Iterable[tuple[Config, str, Survey]]:
+def _surveys(users: UserDirectory, data: SurveyedSources[Any]) -> Iterable[tuple[UserDirectory, str, Survey]]:
     for source, survey in zip(data.sources, data.surveys, strict=True):
         is_set = isinstance(source, EvaluationSet)
         setting = source.setting if is_set else data.setting
-        yield settings_of(config, source) if is_set else config, f"{setting}={source.source}", survey
+        yield users.for_set(source.user) if is_set else users, f"{setting}={source.source}", survey
 
 
 def finished_steps(config: Config) -> int:
@@ -271,13 +271,13 @@ def fetch_served_models(config: Config) -> None:
         require(fault is None, f"{group}.model={fault}")
 
 
-def check_users(config: Config, examples: Mapping[str, str]) -> None:
+def check_users(users: UserDirectory, examples: Mapping[str, str]) -> None:
     """Raises ConfigError if a user of the tasks or of user.name cannot be used. `examples`: task by user."""
     for name, example in examples.items():
-        reason = users.check_user(name, config)
+        reason = users.fault(name)
         require(reason is None, f"{example}: {reason}")
-    takes = any(users.resolve_user(name, config)[0].Options is not NoOptions for name in examples)
-    require(takes or not config.user.options, "user.options: no user of the tasks has options; remove them")
+    takes = any(users.find(name).kind.Options is not NoOptions for name in examples)
+    require(takes or not users.config.user.options, "user.options: no user of the tasks has options; remove them")
 
 
 def check_same_run(config: Config) -> None:

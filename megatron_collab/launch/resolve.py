@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_collab.config import Config
@@ -23,6 +23,10 @@ class RunSpec:
     play: PlaySpec | None
     judges: Sequence[NamedEndpoint] = ()
     assistants: Sequence[NamedEndpoint] = ()
+
+    def user_endpoints(self, names: Iterable[str]) -> list[NamedEndpoint]:
+        """The language models of the users with these names. Raises ConfigError if there is no such user."""
+        return llm_endpoints.user_endpoints(self.play.users, names) if self.play else []
 
 
 def resolve(config: Config) -> RunSpec:

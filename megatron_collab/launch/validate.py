@@ -35,11 +35,9 @@ from megatron_collab.launch.servers import check_servers, check_servers_of_model
 from megatron_collab.models import hf_config, lora, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward.spec import RewardSpec
-from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.tools import toolbox
 from megatron_collab.rollout.users import DEFAULT, split_user
 from megatron_collab.rollout.users.llm import users_prompt
-from megatron_collab.rollout.users.named import user_settings
 from megatron_collab.runtime import device, gpu_environment, hub, network
 from megatron_collab.runtime.redact import redacted
 
@@ -78,8 +76,7 @@ def validate(config: Config) -> None:
     if not makes_world:
         sources.check_exists(spec.data.train, "data.train")
         sources.check_exists(spec.data.all_sets, "data.eval")
-    if config.train.stage == "rl":
-        check_files_of_users(config)
+    check_files_of_users(spec)
     if config.rollout.system_prompt:
         read_prompt("rollout.system_prompt", config.rollout.system_prompt, "", ())
     message = "<run.wandb_project>: WANDB_API_KEY is set; install wandb, or set run.wandb_project=null"
@@ -126,7 +123,7 @@ def check_settings(config: Config) -> RunSpec:
         _check_rollouts(config, spec.data.eval_sets)
         (_check_algo if config.objective == "policy" else _check_choice)(config)
         check_servers(config)
-        endpoints.check_settings(config, spec.assistants)
+        endpoints.check_settings(config, spec.play.users.settings, spec.assistants)
         _check_llm_endpoints(config, spec)
     return spec
 
@@ -141,9 +138,9 @@ def refuse_keys(settings: Mapping[str, Any]) -> None:
         )
 
 
-def check_files_of_users(config: Config) -> None:
+def check_files_of_users(spec: RunSpec) -> None:
     """Checks the files of personas and prompts of the users. Raises ConfigError."""
-    for group, user in user_settings(config).items():
+    for group, user in spec.play.users.settings.items() if spec.play else ():
         file = user.personas
         require(file is None or Path(file).is_file(), f"{group}.personas={file}: no such file")
         if split_user(user.name or "")[0] == DEFAULT:  # custom user classes may read their prompt differently
@@ -202,7 +199,7 @@ def check_reward(config: Config, spec: RewardSpec) -> None:
 def _check_llm_endpoints(config: Config, spec: RunSpec) -> None:
     """Checks the models of users, judges and assistant before the tasks are read; tasks may name further users."""
     users = [*config.users, *(["llm"] if config.user.model else [])]
-    language_models = [*llm_endpoints.user_endpoints(config, users), *spec.judges, *spec.assistants]
+    language_models = [*spec.user_endpoints(users), *spec.judges, *spec.assistants]
     endpoints.check_served(config, language_models)
     endpoints.check_prices(config, language_models)
 

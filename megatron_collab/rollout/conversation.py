@@ -24,7 +24,6 @@ from megatron_collab.rollout.spec import PlaySpec
 from megatron_collab.rollout.tools import ToolFailure
 from megatron_collab.rollout.tools.toolbox import ConversationTools, Toolbox
 from megatron_collab.rollout.users import FINISH_SECONDS, User, UserError, UserReply, Users, reporting_errors
-from megatron_collab.rollout.users.named import user_of
 from megatron_collab.types import Conversation, Ending, Failed, Finish, Future, Group, Message, Reward, Rollout, Task
 
 
@@ -89,7 +88,7 @@ class Player:
                     message = await self.users.make(task, f"{stream}/opening").open()
                     if not isinstance(message, str) or not message.strip():
                         raise UserError(
-                            f"user {user_of(task, self.users.config)}: opens the conversation with {message!r}"
+                            f"user {self.spec.users.name_of(task)}: opens the conversation with {message!r}"
                         )
         except UserError as error:
             return task, (Ending.ERROR, str(error))

@@ -107,7 +107,7 @@ class Evaluator:
             with keys.in_environment():
                 tools = schemas(make_tools(self.config.rollout))
             sources = SurveyedSources[Task](
-                self.config, "data.eval", self.sets, tools, partial(task_requirements, self.config)
+                self.config, "data.eval", self.sets, tools, partial(task_requirements, self.play)
             )
             self._tasks = {entry: tasks[: entry.tasks] for entry, tasks in zip(self.sets, sources.sets, strict=True)}
         return self._tasks[eval_set]

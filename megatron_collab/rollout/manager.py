@@ -73,7 +73,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
             self._workers, self._pool = servers.workers, servers.pool
             with keys.in_environment():
                 tools = schemas(make_tools(config.rollout))
-            self.tasks = TrainingData[Task](config, data.train, tools, partial(task_requirements, config))
+            self.tasks = TrainingData[Task](config, data.train, tools, partial(task_requirements, play))
             self._journal = Journal(Path(config.run.dir) / "journal", self._digests)
             self._flight = Flight(config, play, self._workers.conversations, self._journal, servers.lost_all)
             self._evaluator.lead(servers, self._journal, background=self._flight)

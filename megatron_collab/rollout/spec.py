@@ -11,6 +11,7 @@ from megatron_collab.config.schema import AssistantConfig
 from megatron_collab.data.assistants import CandidateAssistant, assistant_configs, candidate_assistants
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.reward.spec import RewardSpec, reward_spec
+from megatron_collab.rollout.users import UserDirectory
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class PlaySpec:
     rollouts: int
     rollout: RolloutConfig
     reward: RewardSpec
+    users: UserDirectory
     assistants: Mapping[str, AssistantConfig | None]
     proactive_share: float
     proactive_prompt: str
@@ -51,7 +53,8 @@ class PlaySpec:
             max_assistant_turns=eval_set.max_assistant_turns or self.rollout.max_assistant_turns,
             max_messages=eval_set.max_messages or self.rollout.max_messages,
         )
-        return replace(self, rollouts=eval_set.samples, rollout=rollout, reward=self.reward.played_on())
+        reward, users = self.reward.played_on(), self.users.for_set(eval_set.user)
+        return replace(self, rollouts=eval_set.samples, rollout=rollout, reward=reward, users=users)
 
 
 def _sampling(sampling: SamplingConfig, eval_set: EvaluationSet) -> SamplingConfig:
@@ -68,6 +71,7 @@ def play_spec(config: Config) -> PlaySpec:
         config.train.rollouts_per_prompt,
         config.rollout,
         reward_spec(config.reward),
+        UserDirectory(config),
         assistant_configs(config) or {policy: None},
         build.proactive,
         prompt.render().strip() if prompt else "",

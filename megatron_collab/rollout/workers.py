@@ -15,7 +15,7 @@ import ray
 from megatron_collab import patches
 from megatron_collab.config import Config, SamplingConfig
 from megatron_collab.config.schema import AssistantConfig
-from megatron_collab.data.evaluation import EvaluationSet, settings_of
+from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout.spec import PlaySpec
 from megatron_collab.rollout.tools.toolbox import make_tools, schemas
@@ -120,8 +120,7 @@ class ConversationWorker:
 
         if eval_set not in self.players:
             play = self.play_spec if eval_set is None else self.play_spec.for_set(eval_set)
-            config = self.config if eval_set is None else settings_of(self.config, eval_set)
-            users = Users(config, self.client, self.engine)
+            users = Users(play.users, self.client, self.engine)
             self.players[eval_set] = player = Player(self.policy, self.renderer, users, self.rewards, play)
             player.candidate_players = {
                 name: self._candidate_player(endpoint, play, users) if endpoint else player

@@ -12,8 +12,6 @@ from megatron_collab.config import Config
 from megatron_collab.launch.resolve import RunSpec
 from megatron_collab.llm.endpoint import served_by_run
 from megatron_collab.planning import llm_cost
-from megatron_collab.rollout import llm_endpoints
-from megatron_collab.rollout.users.named import user_of
 from megatron_collab.types import Task
 
 SAY_EVERY = 60.0  # seconds
@@ -87,10 +85,11 @@ def _models(config: Config, spec: RunSpec, tasks: Sequence[Task]) -> llm_cost.Mo
     """The paid models, by role."""
     if config.llm.offline:
         return {}
-    names = {user_of(task, config) for task in tasks}
+    assert spec.play
+    names = {spec.play.users.name_of(task) for task in tasks}
     by_role = {
         "assistant": spec.assistants,
-        "user": llm_endpoints.user_endpoints(config, sorted(names)),
+        "user": spec.user_endpoints(sorted(names)),
         "judge": spec.judges,
     }
     paid = {

@@ -161,7 +161,7 @@ def _check_model(config: Config) -> None:
     from megatron_collab.llm.endpoint import POLICY
 
     patches.apply("litellm")
-    endpoints.check_settings(config)
+    endpoints.check_settings(config, {"user": config.user})
     judges = [endpoints.NamedEndpoint(_MODEL, "reward.judge", config.reward.judge)]
     require(config.reward.judge.model != POLICY, f"{_MODEL}={POLICY}: no policy is served here; choose another model")
     endpoints.check_served(config, judges)

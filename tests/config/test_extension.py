@@ -26,12 +26,11 @@ from megatron_collab.reward import metrics
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.multiturn import RewardFunction, reward_function
 from megatron_collab.rollout.tools.toolbox import Toolbox
-from megatron_collab.rollout.users import check_user
 from megatron_collab.trainer.losses import policy_loss
 from megatron_collab.types import Conversation, Future, Message, Missing, Task
 from tests.reward.fakes import about, play, score
 from tests.rollout.fakes import FakePolicy
-from tests.rollout.users.helpers import dialogue, make_users, task
+from tests.rollout.users.helpers import check_user, dialogue, make_users, task
 
 OUTSIDE = Path(__file__).resolve().parents[1] / "outside"
 
@@ -186,7 +185,7 @@ def test_a_loss() -> None:
 
 def configured(**settings: object) -> Config:
     config = Config()
-    config.reward.weights = {"collab_extras:Polite": 1.0}
+    config.data.train, config.reward.weights = "t.jsonl", {"collab_extras:Polite": 1.0}
     for name, value in settings.items():
         group, _, option = name.partition("__")
         setattr(getattr(config, group), option, value)

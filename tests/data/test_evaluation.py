@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megatron_collab.config import Config, ConfigError
-from megatron_collab.data.evaluation import EvaluationSet, settings_of
+from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.spec import data_spec
 
 
@@ -48,18 +48,3 @@ def test_bad_sets_are_refused_in_one_line(sets: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         data_spec(config_with(sets))
     assert "\n" not in str(error.value)
-
-
-def test_a_set_has_its_budgets_or_those_of_training() -> None:
-    config = config_with("e.jsonl")
-    config.rollout.turn.max_new_tokens, config.rollout.max_user_turns, config.user.name = 100, 5, "reveal"
-    same = settings_of(config, EvaluationSet("e.jsonl"))
-    assert (same.rollout.turn, same.rollout.future) == (config.rollout.turn, config.rollout.future)
-    assert (same.rollout.max_user_turns, same.user.name, same.train.rollouts_per_prompt) == (5, "reveal", 1)
-    assert same.reward.malformed is None and same.rollout.futures == 1
-    changed = settings_of(
-        config, EvaluationSet("e.jsonl", samples=4, temperature=0, user="llm", max_user_turns=1, max_new_tokens=7)
-    )
-    assert (changed.rollout.turn.temperature, changed.rollout.future.max_new_tokens) == (0, 7)
-    assert (changed.rollout.max_user_turns, changed.user.name, changed.train.rollouts_per_prompt) == (1, "llm", 4)
-    assert (config.rollout.turn.max_new_tokens, config.user.name, config.reward.malformed) == (100, "reveal", -1.0)

@@ -13,11 +13,11 @@ from megatron_collab.config import Config, RolloutConfig
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.environments import booking
 from megatron_collab.rollout.tools.toolbox import Toolbox
-from megatron_collab.rollout.users import UserReply, check_user, split_user
+from megatron_collab.rollout.users import UserReply, split_user
 from megatron_collab.rollout.workers import ConversationWorker
 from megatron_collab.types import Conversation, Message, Task
 from tests.llm.endpoint import Endpoint, says
-from tests.rollout.users.helpers import STOP, dialogue, make_users, task
+from tests.rollout.users.helpers import STOP, check_user, dialogue, make_users, task
 
 
 def answer(user: str, goal: str, conversation: Conversation) -> UserReply:
