@@ -34,7 +34,6 @@ from megatron_collab.models import parallel_layout
 from megatron_collab.observability import evaluations, records
 from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.llm_endpoints import NamedEndpoint
-from megatron_collab.rollout.tools import toolbox
 from megatron_collab.runtime import device, gpu_environment, hub, network
 from megatron_collab.runtime.process import RunStopped
 
@@ -210,13 +209,13 @@ def prepared(config: Config) -> tuple[Config, RunSpec, int]:
         servers.check_servers_of_model(serving, shape)
         models.check_models(serving, shape, weights=checkpoint is None)
         servers.check_arguments(serving)
-        tools = toolbox.make_tools(config.rollout)
-        schemas = toolbox.schemas(tools)
+        spec = resolve(serving)
+        assert spec.play
+        schemas = spec.play.tools.schemas()
         if schemas:
             models.check_rendering(serving, schemas)
-        spec = resolve(serving)
         prepare.read_data(serving, spec, schemas, trains=False)
-        prepare.compare_tools(Path(config.run.dir), tools)
+        prepare.compare_tools(Path(config.run.dir), spec.play.tools)
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     if checkpoint is None:

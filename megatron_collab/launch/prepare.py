@@ -30,8 +30,8 @@ from megatron_collab.launch.validate import check_model
 from megatron_collab.observability import evaluations, records
 from megatron_collab.reward import metrics
 from megatron_collab.rollout.task_requirements import USER, WEIGHTS, task_requirements
-from megatron_collab.rollout.tools import Toolset, toolbox
 from megatron_collab.rollout.tools.mcp_server import McpTools
+from megatron_collab.rollout.tools.toolbox import ToolSpec
 from megatron_collab.rollout.users import UserDirectory
 from megatron_collab.runtime import device, hub, keys, network
 from megatron_collab.runtime.process import (
@@ -80,8 +80,7 @@ def prepare(config: Config) -> RunSpec:
         check_same_run(config)
         models.check_models(config, shape)
         check_arguments(config)
-        tools = toolbox.make_tools(config.rollout) if config.train.stage == "rl" else []
-        schemas = toolbox.schemas(tools)
+        schemas = spec.play.tools.schemas() if spec.play else []
         if schemas:
             models.check_rendering(config, schemas)
         data = read_data(config, spec, schemas)
@@ -89,7 +88,8 @@ def prepare(config: Config) -> RunSpec:
             network.bindable("rollout.server.port", config.rollout.server.port, network.address(config))
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    compare_tools(Path(config.run.dir), tools)
+    if spec.play:
+        compare_tools(Path(config.run.dir), spec.play.tools)
     fork(config)
     if global_rank() == 0:
         print("\n".join([line for dataset in data for line in dataset.lines()] + remarks(config)))
@@ -174,9 +174,9 @@ def read_data(
     return data
 
 
-def compare_tools(run_dir: Path, toolsets: Iterable[Toolset]) -> None:
+def compare_tools(run_dir: Path, spec: ToolSpec) -> None:
     """Print a line for each MCP server whose tools differ from those at the run's start, recorded in hub.json."""
-    for tools in toolsets:
+    for tools in spec.toolsets:
         if isinstance(tools, McpTools):
             setting = f"rollout.mcp_servers.{tools.options.name}"
             schemas = {schema["name"]: json.dumps(schema, sort_keys=True) for schema in tools.schemas}

@@ -35,7 +35,6 @@ from megatron_collab.launch.servers import check_servers, check_servers_of_model
 from megatron_collab.models import hf_config, lora, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward.spec import RewardSpec
-from megatron_collab.rollout.tools import toolbox
 from megatron_collab.rollout.users import DEFAULT, split_user
 from megatron_collab.rollout.users.llm import users_prompt
 from megatron_collab.runtime import device, gpu_environment, hub, network
@@ -215,7 +214,6 @@ def _check_rollouts(config: Config, eval_sets: Sequence[EvaluationSet]) -> None:
     message = "with rollout.futures=0 these rewards are credited to their turns already; set it to 0"
     credited_once = rollout.futures > 0 or not config.reward.weights.get("turn_rewards")
     check(credited_once, f"reward.weights.turn_rewards: {message}")
-    toolbox.make_tools(rollout)
     for eval_set in eval_sets:
         message = f"{eval_set.setting}: max_new_tokens={eval_set.max_new_tokens} leaves no room for a prompt in"
         fits = (eval_set.max_new_tokens or 0) < rollout.context_length

@@ -54,7 +54,7 @@ class Player:
     ) -> None:
         self.policy, self.renderer, self.users, self.rewards = policy, renderer, users, rewards
         self.spec, self.rollout, self.reward = spec, spec.rollout, spec.reward
-        self.tools = Toolbox(spec.rollout, policy)
+        self.tools = Toolbox(spec.tools, spec.rollout.tool_timeout, policy)
         self.counters: Counter[str] = Counter()  # reward_failed: failures of reward.mode
         self.strict = spec.reward.malformed is not None
         self.candidate_players: Mapping[str, Player] = {}  # by assistant name

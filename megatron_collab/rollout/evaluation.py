@@ -17,7 +17,6 @@ from megatron_collab.rollout.servers import Servers
 from megatron_collab.rollout.spec import PlaySpec
 from megatron_collab.rollout.summary import evaluation_summary
 from megatron_collab.rollout.task_requirements import applicable_metrics, task_requirements
-from megatron_collab.rollout.tools.toolbox import make_tools, schemas
 from megatron_collab.runtime import keys
 from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import from_leader
@@ -105,7 +104,7 @@ class Evaluator:
             self._pool.recover()
         if not self._tasks:
             with keys.in_environment():
-                tools = schemas(make_tools(self.config.rollout))
+                tools = self.play.tools.schemas()
             sources = SurveyedSources[Task](
                 self.config, "data.eval", self.sets, tools, partial(task_requirements, self.play)
             )

@@ -30,7 +30,6 @@ from megatron_collab.rollout.servers import Servers
 from megatron_collab.rollout.spec import PlaySpec
 from megatron_collab.rollout.summary import mean, refuse_missing, summary
 from megatron_collab.rollout.task_requirements import applicable_metrics, task_requirements
-from megatron_collab.rollout.tools.toolbox import make_tools, schemas
 from megatron_collab.runtime import keys
 from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import from_leader
@@ -72,7 +71,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
             assert servers.workers and servers.pool
             self._workers, self._pool = servers.workers, servers.pool
             with keys.in_environment():
-                tools = schemas(make_tools(config.rollout))
+                tools = play.tools.schemas()
             self.tasks = TrainingData[Task](config, data.train, tools, partial(task_requirements, play))
             self._journal = Journal(Path(config.run.dir) / "journal", self._digests)
             self._flight = Flight(config, play, self._workers.conversations, self._journal, servers.lost_all)

@@ -11,6 +11,7 @@ from megatron_collab.config.schema import AssistantConfig
 from megatron_collab.data.assistants import CandidateAssistant, assistant_configs, candidate_assistants
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.reward.spec import RewardSpec, reward_spec
+from megatron_collab.rollout.tools.toolbox import ToolSpec, tool_spec
 from megatron_collab.rollout.users import UserDirectory
 
 
@@ -28,6 +29,7 @@ class PlaySpec:
     rollout: RolloutConfig
     reward: RewardSpec
     users: UserDirectory
+    tools: ToolSpec
     assistants: Mapping[str, AssistantConfig | None]
     proactive_share: float
     proactive_prompt: str
@@ -72,6 +74,7 @@ def play_spec(config: Config) -> PlaySpec:
         config.rollout,
         reward_spec(config.reward),
         UserDirectory(config),
+        tool_spec(config.rollout),
         assistant_configs(config) or {policy: None},
         build.proactive,
         prompt.render().strip() if prompt else "",

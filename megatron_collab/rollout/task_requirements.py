@@ -14,7 +14,6 @@ from megatron_collab.data.sources import Source
 from megatron_collab.data.survey import TaskRequirements
 from megatron_collab.reward.metrics import ScoredMetric
 from megatron_collab.rollout.spec import PlaySpec
-from megatron_collab.rollout.tools.toolbox import make_tools
 from megatron_collab.rollout.users import ResolvedUser, User, UserDirectory
 from megatron_collab.types import Task
 
@@ -30,7 +29,7 @@ def task_requirements(play: PlaySpec, source: Source) -> TaskRequirements:
     lacks[USER] = users.lacks
     checks: list[tuple[str, Callable[[Task], None]]] = [(USER, users.check)]
     checks += [(f"{WEIGHTS}{name}", metric.check_task) for name, metric in metrics.items()]
-    checks += [(f"tool {type(tools).__name__}", tools.check_task) for tools in make_tools(config.rollout)]
+    checks += [(f"tool {type(tools).__name__}", tools.check_task) for tools in play.tools.toolsets]
 
     def check(task: Task) -> None:
         for name, task_check in checks:

@@ -18,7 +18,6 @@ from megatron_collab.config.schema import AssistantConfig
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout.spec import PlaySpec
-from megatron_collab.rollout.tools.toolbox import make_tools, schemas
 from megatron_collab.runtime import gpu_environment, keys, network, stacks
 from megatron_collab.runtime.process import imports_done
 from megatron_collab.runtime.ray_cluster import start_actor
@@ -81,7 +80,7 @@ class ConversationWorker:
             self.policy = self.renderer = LlmAssistant(config.assistant, self.client, system)
         else:
             self.policy = Router(servers, config.rollout, adapter=adapters.served_name(config))
-            self.renderer = chat_template.policy_renderer(config, schemas(make_tools(config.rollout)))
+            self.renderer = chat_template.policy_renderer(config, play.tools.schemas())
         self.rewards = RewardClient([ray.get_actor(name) for name in reward_workers], config.reward)
         self.engine = tuple(self.endpoints)
         self.players: dict[EvaluationSet | None, Player] = {}
