@@ -27,7 +27,7 @@ if __name__ == "__main__":
 from megatron_collab import patches
 from megatron_collab.config import Config
 from megatron_collab.launch import evaluation, inherited, prepare, program
-from megatron_collab.launch.resolve import RunSpec
+from megatron_collab.launch.spec import RunSpec
 
 if TYPE_CHECKING:
     from megatron_collab.rollout.evaluation import Evaluator

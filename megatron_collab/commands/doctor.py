@@ -37,7 +37,7 @@ from megatron_collab.types import Message, Task
 if TYPE_CHECKING:
     from megatron_collab.data.sources import Source
     from megatron_collab.data.spec import DataSpec
-    from megatron_collab.launch.resolve import RunSpec
+    from megatron_collab.launch.spec import RunSpec
     from megatron_collab.rollout.llm_endpoints import NamedEndpoint
     from megatron_collab.rollout.users import UserDirectory
 
@@ -251,7 +251,7 @@ def _endpoints(config: Config, spec: RunSpec) -> list[NamedEndpoint]:
     if not surveys and config.user.model:  # there are no tasks yet
         names[config.user.name or "llm"] = "user"
     prepare.check_users(users, names)
-    return [*spec.user_endpoints(names), *spec.judges]
+    return [*spec.endpoints_of(names), *spec.judges]
 
 
 def _surveys(config: DataConfig, data: DataSpec, users: UserDirectory) -> list[tuple[UserDirectory, str, Any]]:
@@ -266,9 +266,8 @@ def _surveys(config: DataConfig, data: DataSpec, users: UserDirectory) -> list[t
     surveys: list[tuple[UserDirectory, str, Any]] = []
     for source_users, option, source in inputs:
         tasks = load_tasks(source, option, config)
-        surveys.append(
-            (source_users, f"{option}={source.source}", survey(tasks, 0, lambda messages: 0, lambda task: 0))
-        )
+        report = survey(tasks, 0, lambda messages: 0, lambda task: 0)
+        surveys.append((source_users, f"{option}={source.source}", report))
     return surveys
 
 

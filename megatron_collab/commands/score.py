@@ -64,9 +64,8 @@ def main(arguments: Sequence[str]) -> int:
     from megatron_collab.reward.comparison import group_rewards, merge_metrics
     from megatron_collab.rollout import recorded  # with the libraries of data, which take seconds
 
-    title, played = recorded.played_groups(
-        config.data, data_spec(config), options.run, options.step, options.evaluation
-    )
+    data = data_spec(config)
+    title, played = recorded.played_groups(config.data, data, options.run, options.step, options.evaluation)
     shared = merge_metrics(rewards)
     try:
         scores = _scores(config, shared.metrics, played)

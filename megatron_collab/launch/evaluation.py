@@ -28,7 +28,7 @@ from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.spec import DataSpec, data_spec
 from megatron_collab.inference import served
 from megatron_collab.launch import endpoints, models, prepare, servers, validate
-from megatron_collab.launch.resolve import RunSpec, resolve
+from megatron_collab.launch.spec import RunSpec, run_spec
 from megatron_collab.llm.endpoint import token_budget
 from megatron_collab.models import parallel_layout
 from megatron_collab.observability import evaluations, records
@@ -200,7 +200,7 @@ def prepared(config: Config) -> tuple[Config, RunSpec, int]:
         if config.assistant.model:
             models.check_served(serving)
             servers.check_arguments(serving)
-            spec = resolve(serving)
+            spec = run_spec(serving)
             prepare.read_data(config, spec, (), trains=False)
             return serving, spec, 0
         folder, checkpoint = _model(config)
@@ -209,7 +209,7 @@ def prepared(config: Config) -> tuple[Config, RunSpec, int]:
         servers.check_servers_of_model(serving, shape)
         models.check_models(serving, shape, weights=checkpoint is None)
         servers.check_arguments(serving)
-        spec = resolve(serving)
+        spec = run_spec(serving)
         assert spec.play
         schemas = spec.play.tools.schemas()
         if schemas:
@@ -223,7 +223,7 @@ def prepared(config: Config) -> tuple[Config, RunSpec, int]:
     converted = _convert(config, checkpoint, folder)
     saved = storage.read_state(checkpoint) or {}
     serving = replace(serving, model=replace(config.model, path=str(converted)))
-    return serving, resolve(serving), int(saved.get("step", 0))
+    return serving, run_spec(serving), int(saved.get("step", 0))
 
 
 def is_done(config: Config, eval_sets: Sequence[EvaluationSet]) -> bool:

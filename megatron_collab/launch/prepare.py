@@ -24,8 +24,8 @@ from megatron_collab.data.survey import TaskRequirements
 from megatron_collab.inference.served import score_fault
 from megatron_collab.launch import endpoints, models
 from megatron_collab.launch.fork import fork
-from megatron_collab.launch.resolve import RunSpec, resolve
 from megatron_collab.launch.servers import check_arguments, idle_gpus
+from megatron_collab.launch.spec import RunSpec, run_spec
 from megatron_collab.launch.validate import check_model
 from megatron_collab.observability import evaluations, records
 from megatron_collab.reward import metrics
@@ -73,7 +73,7 @@ def prepare(config: Config) -> RunSpec:
     try:
         environments.prepare(config)
         _pin(config)
-        spec = resolve(config)
+        spec = run_spec(config)
         if LAUNCHER in os.environ:  # a rank: the process that became its torchrun has done the rest
             return spec
         shape = check_model(config)
@@ -152,9 +152,9 @@ def read_data(
     from megatron_collab.data import datasets
 
     requirements = partial(task_requirements, spec.play) if spec.play else lambda source: TaskRequirements()
-    data: list[SurveyedSources[Any]] = (
-        [datasets.TrainingData(config, spec.data.train, schemas, requirements)] if trains else []
-    )
+    data: list[SurveyedSources[Any]] = []
+    if trains:
+        data.append(datasets.TrainingData(config, spec.data.train, schemas, requirements))
     if sets := spec.data.eval_sets:
         data.append(datasets.SurveyedSources(config, "data.eval", sets, schemas, requirements))
     if spec.play:
@@ -165,7 +165,7 @@ def read_data(
         for dataset in data:
             check_needs(config, dataset, trained=dataset.setting == "data.train")
         if first_on_node():  # LiteLLM is slow to import
-            language_models = [*spec.user_endpoints(examples), *spec.judges, *spec.assistants]
+            language_models = [*spec.endpoints_of(examples), *spec.judges, *spec.assistants]
             endpoints.check_served(config, language_models)
             unpriced = endpoints.check_prices(config, language_models)
             endpoints.check_support(config, language_models)

@@ -30,8 +30,8 @@ from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.formats import STAGES
 from megatron_collab.launch import endpoints
 from megatron_collab.launch.machine import check_processes
-from megatron_collab.launch.resolve import RunSpec, resolve
 from megatron_collab.launch.servers import check_servers, check_servers_of_model, check_servers_on_machine
+from megatron_collab.launch.spec import RunSpec, run_spec
 from megatron_collab.models import hf_config, lora, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward.spec import RewardSpec
@@ -106,7 +106,7 @@ def check_settings(config: Config) -> RunSpec:
     message = f"<rollout.routing_replay>: {train.stage} samples no tokens to replay; set it to false"
     check(train.stage == "rl" or not rollout.routing_replay, message)
     check_layout(config)
-    spec = resolve(config)
+    spec = run_spec(config)
     if not spec.play:
         _check_no_play(config, spec.data.eval_sets)
     _check_best(config, spec.data.eval_sets)
@@ -198,7 +198,7 @@ def check_reward(config: Config, spec: RewardSpec) -> None:
 def _check_llm_endpoints(config: Config, spec: RunSpec) -> None:
     """Checks the models of users, judges and assistant before the tasks are read; tasks may name further users."""
     users = [*config.users, *(["llm"] if config.user.model else [])]
-    language_models = [*spec.user_endpoints(users), *spec.judges, *spec.assistants]
+    language_models = [*spec.endpoints_of(users), *spec.judges, *spec.assistants]
     endpoints.check_served(config, language_models)
     endpoints.check_prices(config, language_models)
 

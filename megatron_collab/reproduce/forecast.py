@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_collab.config import Config
-from megatron_collab.launch.resolve import RunSpec, resolve
+from megatron_collab.launch.spec import RunSpec, run_spec
 from megatron_collab.llm.endpoint import served_by_run
 from megatron_collab.llm.recording import SUFFIX, Recording
 from megatron_collab.models.hf_config import ModelShape
@@ -56,7 +56,7 @@ def read(stage: Stage) -> Pilot:
     rows = recorded.rows_of_evaluation(stage.folder, name)
     replies = [sum(message["role"] == "assistant" for message in row["messages"]) for row in rows]
     tokens = float(evaluations.read(stage.folder)[name].get("turn_tokens", 0.0))
-    return Pilot(means, _calls(stage, resolve(stage.config), 0), sum(replies) / max(1, len(replies)), tokens)
+    return Pilot(means, _calls(stage, run_spec(stage.config), 0), sum(replies) / max(1, len(replies)), tokens)
 
 
 def program_forecasts(
@@ -68,7 +68,7 @@ def program_forecasts(
     for stage in stages:
         if not (stage.prepares or stage.first or stage.done):
             steps = _steps(stage, built.get(stage.task))
-            forecasts.append(_program_forecast(stage, resolve(stage.config), steps, pilots[stage.task], shape, gpu))
+            forecasts.append(_program_forecast(stage, run_spec(stage.config), steps, pilots[stage.task], shape, gpu))
     return forecasts
 
 

@@ -29,7 +29,7 @@ from megatron_collab import patches
 from megatron_collab.config import Config
 from megatron_collab.evaluate import evaluate
 from megatron_collab.launch import evaluation, inherited, prepare, program
-from megatron_collab.launch.resolve import RunSpec
+from megatron_collab.launch.spec import RunSpec
 from megatron_collab.runtime import files, hub, keys
 from megatron_collab.runtime.redact import redact
 from megatron_collab.synthesis.built import FOLDER

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from megatron_collab import patches
 from megatron_collab.config import Config
-from megatron_collab.launch.resolve import RunSpec
+from megatron_collab.launch.spec import RunSpec
 from megatron_collab.llm.endpoint import served_by_run
 from megatron_collab.planning import llm_cost
 from megatron_collab.types import Task
@@ -89,7 +89,7 @@ def _models(config: Config, spec: RunSpec, tasks: Sequence[Task]) -> llm_cost.Mo
     names = {spec.play.users.name_of(task) for task in tasks}
     by_role = {
         "assistant": spec.assistants,
-        "user": spec.user_endpoints(sorted(names)),
+        "user": spec.endpoints_of(sorted(names)),
         "judge": spec.judges,
     }
     paid = {

@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_collab.data.evaluation import EvaluationSet
-from megatron_collab.launch.resolve import RunSpec
+from megatron_collab.launch.spec import RunSpec
 from megatron_collab.rollout.evaluation import Evaluator
 from megatron_collab.rollout.scheduler import Flight, GroupRequest, Slot, answers
 from megatron_collab.rollout.summary import evaluation_summary

@@ -12,7 +12,7 @@ from megatron_collab.config import Config, ConfigError, compose
 from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.data.survey import Survey
 from megatron_collab.launch import prepare
-from megatron_collab.launch.resolve import resolve
+from megatron_collab.launch.spec import run_spec
 from megatron_collab.rollout.users import UserDirectory
 from megatron_collab.runtime import process
 from tests.helpers import byte_level_tokenizer
@@ -101,10 +101,10 @@ def test_each_metric_picks_its_tasks_from_the_sources_and_its_share_is_said(tmp_
     config.data.train = [f"{tmp_path}/some.jsonl", f"{tmp_path}/none.jsonl"]
     config.data.eval = f"{tmp_path}/none.jsonl"
     config.reward.weights = {"asks": 1.0}
-    (train, _) = prepare.read_data(config, resolve(config), ())
+    (train, _) = prepare.read_data(config, run_spec(config), ())
     assert not any("reward.weights" in line for line in train.lines())
     config.reward.weights = {"asks": 1.0, "accuracy": 1.0}
-    (train, held_out) = prepare.read_data(config, resolve(config), ())
+    (train, held_out) = prepare.read_data(config, run_spec(config), ())
     mixed, none = train.lines()
     assert mixed.endswith("; reward.weights.accuracy: for 2 of 3 rows (1 lack an answer)")
     assert none.endswith("; reward.weights.accuracy: for 0 of 2 rows (2 lack an answer)")
@@ -113,7 +113,7 @@ def test_each_metric_picks_its_tasks_from_the_sources_and_its_share_is_said(tmp_
     with pytest.raises(
         ConfigError, match=r"data\.train=.*none\.jsonl: none of its tasks has an answer, which its user"
     ):
-        prepare.read_data(config, resolve(config), ())
+        prepare.read_data(config, run_spec(config), ())
 
 
 @pytest.mark.parametrize("override", ["assistant.model=openai/m", "build.proactive=0.5"])

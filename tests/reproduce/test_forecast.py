@@ -10,7 +10,7 @@ import pytest
 from megatron_collab import patches
 
 patches.apply("megatron")
-from megatron_collab.launch.resolve import resolve  # noqa: E402
+from megatron_collab.launch.spec import run_spec  # noqa: E402
 from megatron_collab.models import hf_config  # noqa: E402 (Megatron is imported with planning)
 from megatron_collab.planning import llm_cost  # noqa: E402
 from megatron_collab.planning.duration import Gpu  # noqa: E402
@@ -27,7 +27,7 @@ GPU = Gpu(989e12, 3.35e12)
 def pilot_of(planned: list) -> Pilot:
     """Of 4 conversations, in which a user said 16 messages at a cent, and the judge scored each twice for two cents."""
     config = next(stage.config for stage in planned if stage.name == "pilot")
-    spec = resolve(config)
+    spec = run_spec(config)
     assert spec.play
     might = llm_cost.evaluation_calls(spec.play, spec.data.eval_sets[0], 4)
     means = {"user": Means(16, 900, 60, 1.5, 0.01, 0.001), "judge": Means(8, 2000, 80, 3.0, 0.02, 0.0)}
@@ -73,7 +73,7 @@ def test_data_that_are_built_cost_what_their_assistant_may_take(monkeypatch: pyt
         )
     }
     build = next(stage for stage in planned if stage.name == "build")
-    users = forecast._calls(build, resolve(build.config), 0).user.calls
+    users = forecast._calls(build, run_spec(build.config), 0).user.calls
     # An opening, then 2 candidates with 3 futures at 7 turns: of 2 messages, but 1 and 0 where the 14 are reached.
     assert users == 500 * (1 + 2 * 3 * (5 * 2 + 1))
     assert forecasts["math/build"].cost.usd > 100 and forecasts["math/sft"].hours

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import task_row, write_jsonl
 from megatron_collab.environments import tiny_model
-from megatron_collab.launch.resolve import resolve
+from megatron_collab.launch.spec import run_spec
 from megatron_collab.rollout.conversation import Player
 from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.users import UserReply
@@ -162,7 +162,7 @@ def build(config: Config) -> tuple[float, list[list[Group]]]:
     pool = SimpleNamespace(recover=lambda: None)
     servers: Any = SimpleNamespace(workers=Workers(workers, [], workers[0]), pool=pool, lost_all=lambda: False)
     run: Any = SimpleNamespace(evaluation_due=lambda eval_set, step: "model", evaluation=lambda *_: None)
-    spec = resolve(config)
+    spec = run_spec(config)
     synthesis = Timed(spec, config, spec.play, spec.data.eval_sets, run, restore=lambda: None)
     with synthesis.standalone(servers, 0):
         (eval_set,) = synthesis.sets

@@ -24,12 +24,12 @@ class RunSpec:
     judges: Sequence[NamedEndpoint] = ()
     assistants: Sequence[NamedEndpoint] = ()
 
-    def user_endpoints(self, names: Iterable[str]) -> list[NamedEndpoint]:
+    def endpoints_of(self, names: Iterable[str]) -> list[NamedEndpoint]:
         """The language models of the users with these names. Raises ConfigError if there is no such user."""
         return llm_endpoints.user_endpoints(self.play.users, names) if self.play else []
 
 
-def resolve(config: Config) -> RunSpec:
+def run_spec(config: Config) -> RunSpec:
     """The settled settings; again after Hub names are pinned. Raises ConfigError naming the setting that is refused."""
     data = data_spec(config)
     if config.train.stage != "rl":
