@@ -80,7 +80,7 @@ def prepare(config: Config) -> RunSpec:
         check_same_run(config)
         models.check_models(config, shape)
         check_arguments(config)
-        schemas = spec.play.tools.schemas() if spec.play else []
+        schemas = spec.tools.schemas()
         if schemas:
             models.check_rendering(config, schemas)
         data = read_data(config, spec, schemas)
@@ -88,8 +88,7 @@ def prepare(config: Config) -> RunSpec:
             network.bindable("rollout.server.port", config.rollout.server.port, network.address(config))
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    if spec.play:
-        compare_tools(Path(config.run.dir), spec.play.tools)
+    compare_tools(Path(config.run.dir), spec.tools)
     fork(config)
     if global_rank() == 0:
         print("\n".join([line for dataset in data for line in dataset.lines()] + remarks(config)))

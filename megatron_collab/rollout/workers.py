@@ -25,7 +25,7 @@ from megatron_collab.runtime.redact import redact_output
 from megatron_collab.types import Group, Task
 
 if TYPE_CHECKING:
-    from megatron_collab.inference.assistant import Assistant, Renderer
+    from megatron_collab.inference.assistant import Assistant, LlmAssistant, Renderer
     from megatron_collab.llm.served import ServedModel
     from megatron_collab.rollout.conversation import Player
     from megatron_collab.rollout.users import Users
@@ -45,10 +45,9 @@ class ConversationWorker:
         name: str,
         served: Mapping[str, ServedModel],
     ) -> None:
-        """`play`: how groups are played; `servers`: address and key of each SGLang server of the policy;
-        `reward_workers`: Ray actors that score.
+        """`servers`: address and key of each SGLang server of the policy; `reward_workers`: Ray actors that score.
 
-        `served`: the other models that the run serves, by name.
+        `play`: how groups are played; `served`: the other models that the run serves, by name.
         """
         keys.take()
         gpu_environment.enter()
@@ -61,7 +60,6 @@ class ConversationWorker:
         # Imported here: the process that starts the workers needs neither LiteLLM nor the tokenizer.
         from megatron_collab.data import chat_template
         from megatron_collab.inference import adapters
-        from megatron_collab.inference.assistant import LlmAssistant
         from megatron_collab.inference.router import Router
         from megatron_collab.llm import limiter
         from megatron_collab.llm.client import LlmClient
@@ -76,8 +74,7 @@ class ConversationWorker:
         self.policy: Assistant
         self.renderer: Renderer
         if config.assistant.model:
-            system = chat_template.system_prompt(config)
-            self.policy = self.renderer = LlmAssistant(config.assistant, self.client, system)
+            self.policy = self.renderer = self._assistant(config.assistant)
         else:
             self.policy = Router(servers, config.rollout, adapter=adapters.served_name(config))
             self.renderer = chat_template.policy_renderer(config, play.tools.schemas())
@@ -129,8 +126,6 @@ class ConversationWorker:
 
     def _candidate_player(self, endpoint: AssistantConfig, play: PlaySpec, users: Users) -> Player:
         """A player that samples from a model of build.assistants, with its budget and temperature."""
-        from megatron_collab.data.chat_template import system_prompt
-        from megatron_collab.inference.assistant import LlmAssistant
         from megatron_collab.llm.endpoint import token_budget
         from megatron_collab.rollout.conversation import Player
 
@@ -138,8 +133,14 @@ class ConversationWorker:
         sampling.temperature = sampling.temperature if endpoint.temperature is None else endpoint.temperature
         room = 2 * sampling.max_new_tokens * play.rollout.max_assistant_turns  # as in launch/evaluation.py
         rollout = replace(play.rollout, turn=sampling, future=sampling, context_length=room)
-        assistant = LlmAssistant(endpoint, self.client, system_prompt(self.config))
+        assistant = self._assistant(endpoint)
         return Player(assistant, assistant, users, self.rewards, replace(play, rollout=rollout))
+
+    def _assistant(self, endpoint: AssistantConfig) -> LlmAssistant:
+        from megatron_collab.data.chat_template import system_prompt
+        from megatron_collab.inference.assistant import LlmAssistant
+
+        return LlmAssistant(endpoint, self.client, system_prompt(self.config))
 
 
 @dataclass(frozen=True)

@@ -283,7 +283,7 @@ def test_a_conversation_worker_samples_from_its_servers(
     settings.rollout = replace(options.rollout, system_prompt=str(tmp_path / "system.j2"))
     settings.user = replace(options.user, model="served/helper")
     served = {"helper": ServedModel("/models/helper", ((f"http://{OTHER_NODE}:{helper.port}", KEY),))}
-    workers = start_workers(settings, [(nobody, KEY), (server, KEY)], served)
+    workers = start_workers(settings, play_spec(settings), [(nobody, KEY), (server, KEY)], served)
     (worker,) = workers.conversations
     ray.get(worker.use_servers.remote([1]), timeout=60)
     group = ray.get(worker.play.remote(task, "train-0-0"), timeout=60)
@@ -309,7 +309,7 @@ def test_a_conversation_worker_samples_from_its_servers(
     assert proxy.requests == [], "requests to the run's servers, on any node, go through no proxy"
     assert KEY not in json.dumps(ray.get_runtime_context().runtime_env)
     assert_secret(KEY, os.environ["RAY_AUTH_TOKEN"])
-    monkeypatch.setattr(scheduler, "group_seconds", lambda config, groups: 2.0 * groups)
+    monkeypatch.setattr(scheduler, "group_seconds", lambda config, play, groups: 2.0 * groups)
     gives_up_on_a_worker_that_hangs(worker, task, settings)
 
 
@@ -334,7 +334,7 @@ def gives_up_on_a_worker_that_hangs(worker: Any, task: Task, config: Config) -> 
         digests = WeightDigests(keep=1)
         digests.begin(0)
         journal = Journal(Path(config.run.dir) / "journal", digests)
-        flight = Flight(config, [worker], journal, lambda: False)
+        flight = Flight(config, play_spec(config), [worker], journal, lambda: False)
         for number in range(2):
             slot = Slot(7, 0, number)
             flight.begin(GroupRequest(slot, slot.stream, task))

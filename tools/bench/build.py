@@ -143,7 +143,8 @@ class Timed(Synthesis):
 def settings(folder: Path, seed: int, tasks: int) -> Config:
     config = Config()
     config.run.dir, config.run.seed = str(folder), seed
-    config.data.eval, config.model.path = str(folder / "tasks.jsonl"), str(folder / "model")
+    config.data.train = config.data.eval = str(folder / "tasks.jsonl")
+    config.model.path = str(folder / "model")
     config.train.rollouts_per_prompt, config.rollout.futures = CANDIDATES, FUTURES
     config.rollout.max_user_turns, config.rollout.max_messages = USER_TURNS, MESSAGES
     config.reward.weights = {"asks": 1.0}
