@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ if __name__ == "__main__":
 from megatron_collab import patches
 from megatron_collab.config import Config
 from megatron_collab.launch import evaluation, inherited, prepare, program
-from megatron_collab.launch.resolve import RunSpec
+from megatron_collab.launch.spec import RunSpec
 
 if TYPE_CHECKING:
     from megatron_collab.rollout.evaluation import Evaluator
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    config: Config, serving: Config, spec: RunSpec, step: int, evaluator_class: type[Evaluator] | None = None
+    config: Config, serving: Config, spec: RunSpec, step: int, evaluator_class: Callable[..., Evaluator] | None = None
 ) -> None:
     """Evaluate the sets of data.eval that are not recorded yet; runs on every rank, and rank 0 does the work.
 
@@ -56,7 +57,7 @@ def evaluate(
         session.enter(init_parallel(serving))
         run = session.enter(RunFolder(config, start=step, steps=step))
         serve = partial(servers.serve_loaded, version=step)
-        evaluator = (evaluator_class or Evaluator)(serving, spec.play, run, restore=serve)
+        evaluator = (evaluator_class or Evaluator)(serving, spec.play, spec.data.eval_sets, run, restore=serve)
         if run.leader:
             session.enter(evaluator.standalone(servers, step))
         serve()
@@ -74,8 +75,8 @@ def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
     with inherited.settings(arguments) as defaults:
         config = evaluation.load(arguments, defaults)
         stack.enter_context(prepare.run_lock(config))
-        evaluation.pin(config)
-        if evaluation.is_done(config):
+        data = evaluation.pin(config)
+        if evaluation.is_done(config, data.eval_sets):
             model = config.assistant.model or config.model.path
             hint = "see report.html there, or choose another run.dir"
             return f"{config.run.dir}: all evaluations of {model} are done; {hint}"

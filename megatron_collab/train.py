@@ -20,6 +20,7 @@ if __name__ == "__main__":
 from megatron_collab import patches
 from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.config import Config
+from megatron_collab.data.spec import DataSpec
 from megatron_collab.inference.spec import ServingSpec
 from megatron_collab.launch import prepare, program
 from megatron_collab.launch.validate import load
@@ -29,7 +30,7 @@ from megatron_collab.rollout.player import PlaySpec
 # Modules that need Megatron, Ray or SGLang are imported in the functions, since only ranks need them.
 
 
-def train_rl(config: Config, play: PlaySpec, serving: ServingSpec) -> None:
+def train_rl(config: Config, play: PlaySpec, data: DataSpec, serving: ServingSpec) -> None:
     """Sample from the policy, score, update: from the last checkpoint in run.dir, or model.path, to train.steps."""
     patches.apply("megatron")
     from megatron_collab.launch.session import Session
@@ -46,7 +47,7 @@ def train_rl(config: Config, play: PlaySpec, serving: ServingSpec) -> None:
         step = session.resume(trainer)
         weights = session.enter(WeightSync(config, serving.policy, trainer.chunks, trainer.shape, servers.pool))
         rollouts = session.enter(
-            RolloutManager(config, play, servers, weights, session.run, session.state("collector"))
+            RolloutManager(config, play, data, servers, weights, session.run, session.state("collector"))
         )
         clock = Stopwatch()
 
@@ -84,7 +85,7 @@ def train_rl(config: Config, play: PlaySpec, serving: ServingSpec) -> None:
         session.finish(trainer)
 
 
-def train_supervised(config: Config) -> None:
+def train_supervised(config: Config, data: DataSpec) -> None:
     """Train on conversations (sft) or pairs (dpo), from the last checkpoint or from model.path to train.steps."""
     patches.apply("megatron")
     from megatron_collab.data.datasets import SupervisedData
@@ -94,16 +95,16 @@ def train_supervised(config: Config) -> None:
 
     with Session(config) as session:
         session.enter(init_parallel(config))
-        trainer, data = PolicyTrainer(config), SupervisedData(config)
-        trainer.keep_reference(data)  # dpo: log-probs of the first policy, before it learns
+        trainer, batches = PolicyTrainer(config), SupervisedData(config, data)
+        trainer.keep_reference(batches)  # dpo: log-probs of the first policy, before it learns
         step = session.resume(trainer)
         clock = Stopwatch()
 
         while step < config.train.steps:
             with session.save_if_stopped(step, trainer):
-                if session.validate(step, trainer, data):
+                if session.validate(step, trainer, batches):
                     clock.lap("evaluation")
-                scored = trainer.score(data.batch(step))  # dpo: reference log-probs
+                scored = trainer.score(batches.batch(step))  # dpo: reference log-probs
                 stats = trainer.update(scored)
             clock.lap("update")
             session.record(step, {**stats, **clock.read()})
@@ -113,7 +114,7 @@ def train_supervised(config: Config) -> None:
                 clock.lap("save")
 
         session.checkpoints.finish()
-        session.validate(step, trainer, data)
+        session.validate(step, trainer, batches)
         session.finish(trainer)
 
 
@@ -128,8 +129,8 @@ def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
     if done := prepare.finished_steps(config):
         return f"{config.run.dir}: all {done} steps are done; raise train.steps to train on, or choose another run.dir"
     if spec.play and spec.serving:
-        return config, partial(train_rl, config, spec.play, spec.serving)
-    return config, partial(train_supervised, config)
+        return config, partial(train_rl, config, spec.play, spec.data, spec.serving)
+    return config, partial(train_supervised, config, spec.data)
 
 
 def main(arguments: list[str]) -> int:

@@ -45,8 +45,46 @@ LAZY = {
     "user_logs.command": "answers --help and wrong arguments before LiteLLM and Presidio are imported",
 }
 
-# Rooms that take frozen values, made from the settings in launch/resolve.py.
+# Rooms that take frozen values, made from the settings in launch/spec.py.
 TAKE_VALUES = ("inference",)
+
+# Functions that read settings, and the modules that call each: one makes the frozen value, which all others take.
+# The reasons are those of the further modules.
+READS_SETTINGS = {
+    "run_spec": {
+        "launch.validate": "",
+        "launch.prepare": "names of the Hub are pinned after the checks",
+        "launch.evaluation": "as launch.prepare, and a checkpoint becomes a folder",
+        "reproduce.forecast": "a study has the settings of many programs",
+    },
+    "data_spec": {
+        "launch.spec": "",
+        "launch.evaluation": "budgets depend on the sets, and an earlier start may have had other sets",
+        "commands.score": "reads the data of a run that is recorded",
+        "user_logs.command": "as commands.score",
+    },
+    "sources": {
+        "data.spec": "",
+        "data.evaluation": "the sources of data.eval are sets",
+        "data.sources": "a source on a command line",
+    },
+    "evaluation_sets": {"data.spec": ""},
+    "play_spec": {"launch.spec": ""},
+    "reward_spec": {"rollout.spec": "", "commands.score": "compares rewards with that of the run"},
+    "scored_metrics": {
+        "reward.spec": "",
+        "reward.metrics": "models that metrics have the run serve: the servers' settings are checked by themselves",
+        "launch.servers": "as reward.metrics",
+        "commands.score": "the metrics that a run has recorded",
+    },
+    "reward_function": {"reward.spec": ""},
+    "judge_endpoints": {"launch.spec": "", "commands.score": "as for reward_spec"},
+    "user_endpoints": {"launch.spec": ""},
+    "assistant_endpoints": {"launch.spec": "", "launch.evaluation": "budgets depend on the assistant"},
+    "UserDirectory": {"rollout.spec": ""},
+    "user_settings": {"rollout.users": ""},
+    "tool_spec": {"rollout.spec": ""},
+}
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
@@ -118,6 +156,16 @@ def test_rooms_that_take_values_import_no_settings() -> None:
         if settings.fullmatch(path := ".".join(filter(None, (getattr(node, "module", ""), alias.name))))
     ]
     assert not imported, "\n".join(imported)
+
+
+def test_settings_are_read_once() -> None:
+    callers: dict[str, set[str]] = defaultdict(set)
+    for name, tree in modules():
+        for call in (node.func for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            function = call.attr if isinstance(call, ast.Attribute) else call.id if isinstance(call, ast.Name) else ""
+            if function in READS_SETTINGS:
+                callers[function].add(name)
+    assert callers == {function: set(reasons) for function, reasons in READS_SETTINGS.items()}
 
 
 def test_public_class_names_are_unique() -> None:

@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from megatron_collab import train
 from megatron_collab.config import Config
+from megatron_collab.data.spec import DataSpec
 from megatron_collab.launch import prepare
-from megatron_collab.launch.resolve import RunSpec
 from megatron_collab.launch.session import Session
+from megatron_collab.launch.spec import RunSpec
 from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.runtime import signals
 from megatron_collab.runtime.process import Hung, RunStopped
@@ -56,14 +57,14 @@ def test_a_stopped_run_prints_its_reason_in_one_line(
     store = SimpleNamespace(set=lambda *_: messages.append(capsys.readouterr().err))
     monkeypatch.setattr(parallel, "run_store", lambda: (store, 0, 1))
 
-    def stopped(config: Config) -> None:
+    def stopped(config: Config, data: DataSpec) -> None:
         with parallel.leader_ends_first(1.0, Session(config).explain):
             raise RunStopped("llm.budget_usd=5 is used up")
 
     monkeypatch.setattr(train, "train_supervised", stopped)
     monkeypatch.setattr(train.process, "die_with_parent", lambda parent: None)
     monkeypatch.setattr(signals, "keep_notices", lambda rank, grace: None)
-    monkeypatch.setattr(prepare, "prepare", lambda config: RunSpec())
+    monkeypatch.setattr(prepare, "prepare", lambda config: RunSpec(DataSpec((), ())))
     monkeypatch.setattr(train.process, "under_torchrun", lambda: True)
     code = train.main(["experiment=booking_sft", f"run.dir={tmp_path}/run", f"data.dir={tmp_path}/world"])
     assert code == train.process.EXIT_STOPPED == 3

@@ -30,12 +30,16 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_collab import patches
 from megatron_collab.commands import GPU_GIB, ArgumentParser, positive
-from megatron_collab.config import Config, ConfigError, EndpointConfig, compose, make_absolute
+from megatron_collab.config import Config, ConfigError, DataConfig, EndpointConfig, compose, make_absolute
 from megatron_collab.runtime import device, gpu_environment, gpu_set, toolkit
 from megatron_collab.types import Message, Task
 
 if TYPE_CHECKING:
     from megatron_collab.data.sources import Source
+    from megatron_collab.data.spec import DataSpec
+    from megatron_collab.launch.spec import RunSpec
+    from megatron_collab.rollout.llm_endpoints import NamedEndpoint
+    from megatron_collab.rollout.users import UserDirectory
 
 _SHOWN, _WIDTH = 5, 200  # rows, and characters of each of their texts
 
@@ -198,22 +202,14 @@ def _print_texts(messages: Sequence[Message]) -> None:
 
 def print_endpoints(overrides: Sequence[str]) -> int:
     """Call each language model of the run once; print a row for each when it answers, and a line if it failed."""
-    from megatron_collab.launch import endpoints, prepare, validate
-    from megatron_collab.rollout import llm_endpoints
+    from megatron_collab.launch import endpoints, validate
 
     config = make_absolute(compose(overrides))
     spec = validate.check_settings(config)
     try:
-        surveys = _surveys(config)
-        names = prepare.users_of_tasks(config, surveys)
-        if not surveys and config.user.model:  # there are no tasks yet
-            names[config.user.name or "llm"] = "user"
-        prepare.check_users(config, names)
+        targets = _endpoints(config, spec)
     except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    targets = llm_endpoints.user_endpoints(config, names)
-    if spec.play:
-        targets += llm_endpoints.judge_endpoints(spec.play.reward.metrics, config.reward.judge)
     if not targets:
         print("This run calls no language model.")
         return 0
@@ -243,22 +239,35 @@ def print_endpoints(overrides: Sequence[str]) -> int:
     return 1 if faults else 0
 
 
-def _surveys(config: Config) -> list[tuple[Config, str, Any]]:
-    """(settings, label, survey) of the tasks of data.train and data.eval; none if the first run makes their world."""
-    from megatron_collab.data.evaluation import evaluation_sets, settings_of
+def _endpoints(config: Config, spec: RunSpec) -> list[NamedEndpoint]:
+    """The language models of users and judges. Raises ConfigError and ValueError."""
+    from megatron_collab.launch import prepare
+
+    if spec.play is None:
+        return []
+    users = spec.play.users
+    surveys = _surveys(config.data, spec.data, users)
+    names = prepare.users_of_tasks(users, surveys)
+    if not surveys and config.user.model:  # there are no tasks yet
+        names[config.user.name or "llm"] = "user"
+    prepare.check_users(users, names)
+    return [*spec.endpoints_of(names), *spec.judges]
+
+
+def _surveys(config: DataConfig, data: DataSpec, users: UserDirectory) -> list[tuple[UserDirectory, str, Any]]:
+    """(users, label, survey) of the tasks of data.train and data.eval; none if the first run makes their world."""
     from megatron_collab.data.examples import load_tasks
-    from megatron_collab.data.sources import TrainingSource, sources
     from megatron_collab.data.survey import survey
 
-    training = sources(config.data.train, "data.train", TrainingSource)
-    inputs: list[tuple[Config, str, Source]] = [(config, "data.train", source) for source in training]
-    inputs += [(settings_of(config, eval_set), eval_set.setting, eval_set) for eval_set in evaluation_sets(config)]
-    if config.data.world is not None and not all(Path(source.source).exists() for _, _, source in inputs):
+    inputs: list[tuple[UserDirectory, str, Source]] = [(users, "data.train", source) for source in data.train]
+    inputs += [(users.for_set(eval_set.user), eval_set.setting, eval_set) for eval_set in data.eval_sets]
+    if config.world is not None and not all(Path(source.source).exists() for _, _, source in inputs):
         return []
-    surveys = list[tuple[Config, str, Any]]()
-    for settings, option, source in inputs:
-        tasks = load_tasks(source, option, config.data)
-        surveys.append((settings, f"{option}={source.source}", survey(tasks, 0, lambda messages: 0, lambda task: 0)))
+    surveys: list[tuple[UserDirectory, str, Any]] = []
+    for source_users, option, source in inputs:
+        tasks = load_tasks(source, option, config)
+        report = survey(tasks, 0, lambda messages: 0, lambda task: 0)
+        surveys.append((source_users, f"{option}={source.source}", report))
     return surveys
 
 

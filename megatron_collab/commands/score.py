@@ -60,10 +60,12 @@ def main(arguments: Sequence[str]) -> int:
     config, rewards = _settings(options)
 
     # Ray and the libraries of data take seconds to import, so arguments are checked first.
+    from megatron_collab.data.spec import data_spec
     from megatron_collab.reward.comparison import group_rewards, merge_metrics
     from megatron_collab.rollout import recorded  # with the libraries of data, which take seconds
 
-    title, played = recorded.played_groups(config, options.run, options.step, options.evaluation)
+    data = data_spec(config)
+    title, played = recorded.played_groups(config.data, data, options.run, options.step, options.evaluation)
     shared = merge_metrics(rewards)
     try:
         scores = _scores(config, shared.metrics, played)

@@ -20,14 +20,15 @@ from megatron_collab import __version__
 from megatron_collab.config import Config, nearest, require
 from megatron_collab.data.candidates import pairs_of_candidates
 from megatron_collab.data.chat_template import ChatRenderer, policy_renderer, system_prompt, tokenizer_files
-from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets, settings_of
+from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.examples import Examples, TaskReader, load_conversations, load_pairs, load_tasks
 from megatron_collab.data.formats import FORMATS
 from megatron_collab.data.mixture import Mixture
 from megatron_collab.data.pairs import Pair, conversations
 from megatron_collab.data.prefixes import at_every_depth
 from megatron_collab.data.readers import Messages, Row
-from megatron_collab.data.sources import TrainingSource, sources, unused_settings
+from megatron_collab.data.sources import Source, TrainingSource, unused_settings
+from megatron_collab.data.spec import DataSpec
 from megatron_collab.data.survey import Survey, TaskRequirements, survey
 from megatron_collab.data.tool_messages import ToolConversation
 from megatron_collab.runtime import files, hub
@@ -47,12 +48,12 @@ class SurveyedSources[Read]:
         self,
         config: Config,
         setting: str,
-        sources: Sequence[Any],
+        sources: Sequence[Any],  # of Source
         tools: Sequence[Mapping[str, Any]] = (),
-        requirements: Callable[[Config], TaskRequirements] = lambda config: TaskRequirements(),
+        requirements: Callable[[Source], TaskRequirements] = lambda source: TaskRequirements(),
     ) -> None:
-        """`sources`: the Source objects of `setting`. `tools`: schemas shown to the policy. `requirements`: what
-        metrics, users and tools require of tasks, under the settings of a source.
+        """`tools`: schemas shown to the policy. `requirements`: what metrics, users and tools require of the tasks of a
+        source.
 
         Raises ConfigError, and ValueError naming setting, file and row if the data cannot be read.
         """
@@ -73,7 +74,7 @@ class SurveyedSources[Read]:
             if stage == "dpo" and FORMATS[examples.format].pair is None:
                 examples = pairs_of_candidates(examples)
             # A prompt needs room for a token of the reply.
-            result = self._survey(examples, self._room() - int(stage == "rl"), requirements(self.settings(source)))
+            result = self._survey(examples, self._room() - int(stage == "rl"), requirements(source))
             examples.leave_out(result.left_out)
             message = f"{setting}={source.source}: all rows are left out: {_counts(result)}; give others"
             require(len(examples) > 0, message)
@@ -96,10 +97,6 @@ class SurveyedSources[Read]:
             for user in (user for user in requested if user not in users):
                 lines.append(f"{where}: rows name the user {user}, which users lacks{nearest(user, users)}")
         return lines
-
-    def settings(self, source: Any) -> Config:
-        """The settings under which the conversations about a source's tasks are played."""
-        return settings_of(self._config, source) if isinstance(source, EvaluationSet) else self._config
 
     def _room(self) -> int:
         """Maximum tokens of a conversation: rollout.context_length, or the model's positions if these are fewer."""
@@ -156,12 +153,11 @@ class TrainingData[Read](SurveyedSources[Read]):
     def __init__(
         self,
         config: Config,
+        sources: Sequence[TrainingSource],
         tools: Sequence[Mapping[str, Any]] = (),
-        requirements: Callable[[Config], TaskRequirements] = lambda config: TaskRequirements(),
+        requirements: Callable[[Source], TaskRequirements] = lambda source: TaskRequirements(),
     ) -> None:
-        super().__init__(
-            config, "data.train", sources(config.data.train, "data.train", TrainingSource), tools, requirements
-        )
+        super().__init__(config, "data.train", sources, tools, requirements)
         pairs = list(zip(self.sources, self.sets, strict=True))
         keys = [examples.sort_keys(source.sort_by) if source.sort_by else None for source, examples in pairs]
         per_step = config.train.prompts_per_step
@@ -181,15 +177,14 @@ class SupervisedData:
     sft: one sample per conversation. dpo: two samples per pair, the chosen one first.
     """
 
-    def __init__(self, config: Config) -> None:
-        self.renderer = policy_renderer(config)
-        self.examples = TrainingData[Messages | Pair](config)
-        sets = evaluation_sets(config)
-        evaluation = SurveyedSources[Messages | Pair](config, "data.eval", sets)
-        self._sets = dict(zip(sets, evaluation.sets, strict=True))
+    def __init__(self, config: Config, data: DataSpec) -> None:
+        self.renderer, self.eval_sets = policy_renderer(config), data.eval_sets
+        self.examples = TrainingData[Messages | Pair](config, data.train)
+        evaluation = SurveyedSources[Messages | Pair](config, "data.eval", self.eval_sets)
+        self._sets = dict(zip(self.eval_sets, evaluation.sets, strict=True))
         self.seed, self.size = config.run.seed, config.train.prompts_per_step
         # Equal fingerprints mean equal `all_batches`.
-        counts = [eval_set.tasks for eval_set in sets]
+        counts = [eval_set.tasks for eval_set in self.eval_sets]
         self.fingerprint = [*self.examples.fingerprints, *evaluation.fingerprints, *counts]
 
     def batch(self, step: int) -> Batch:

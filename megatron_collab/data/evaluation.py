@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from megatron_collab.config import Config, SamplingConfig, option, require
+from megatron_collab.config import Config, option, require
 from megatron_collab.data.sources import Source, sources
 
 _NAME = re.compile(r"[\w.-]+")  # part of the names of files and metrics
@@ -41,7 +41,7 @@ class EvaluationSet(Source):
 
 
 def evaluation_sets(config: Config) -> tuple[EvaluationSet, ...]:
-    """The sets of data.eval that have tasks to play. Raises ConfigError naming the invalid entry."""
+    """The sets of data.eval, with their numbers of tasks. Raises ConfigError naming the invalid entry."""
     entries = config.data.eval
     if entries is None:
         return ()
@@ -54,36 +54,4 @@ def evaluation_sets(config: Config) -> tuple[EvaluationSet, ...]:
         allowed = bool(_NAME.fullmatch(name)) or (not isinstance(entries, list) and not name)
         require(allowed, f"{setting}.name={name}: use letters, digits and - . _ only")
         require(names.count(name) == 1, f"data.eval: two sets are named {name}; rename one")
-    limited = (replace(eval_set, tasks=eval_set.tasks or config.train.eval_tasks) for eval_set in sets)
-    return tuple(eval_set for eval_set in limited if eval_set.tasks)
-
-
-def settings_of(config: Config, eval_set: EvaluationSet) -> Config:
-    """The settings under which the conversations of a set are played: each is one rollout with one future.
-
-    Conversations that end early in training, by a malformed turn or reward.mode=single_turn, are played on as a user
-    would see them.
-    """
-    rollout, reward = config.rollout, config.reward
-    rollout = replace(
-        rollout,
-        futures=1,
-        routing_replay=False,
-        turn=_sampling(rollout.turn, eval_set),
-        future=_sampling(rollout.future, eval_set),
-        max_user_turns=eval_set.max_user_turns or rollout.max_user_turns,
-        max_assistant_turns=eval_set.max_assistant_turns or rollout.max_assistant_turns,
-        max_messages=eval_set.max_messages or rollout.max_messages,
-    )
-    return replace(
-        config,
-        rollout=rollout,
-        train=replace(config.train, rollouts_per_prompt=eval_set.samples),
-        reward=replace(reward, malformed=None, mode="mr" if reward.mode == "single_turn" else reward.mode),
-        user=replace(config.user, name=eval_set.user or config.user.name),
-    )
-
-
-def _sampling(sampling: SamplingConfig, eval_set: EvaluationSet) -> SamplingConfig:
-    temperature = sampling.temperature if eval_set.temperature is None else eval_set.temperature
-    return replace(sampling, temperature=temperature, max_new_tokens=eval_set.max_new_tokens or sampling.max_new_tokens)
+    return tuple(replace(eval_set, tasks=eval_set.tasks or config.train.eval_tasks) for eval_set in sets)

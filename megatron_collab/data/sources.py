@@ -110,9 +110,9 @@ def pin_sources(value: Any, setting: str, run_dir: Path) -> Any:
     return hub.pin(str(value), setting, run_dir, "dataset")
 
 
-def check_exists(value: Any, setting: str, kind: type[Source]) -> None:
-    """Raises ConfigError for invalid settings of sources and for files that do not exist."""
-    for source in sources(value, setting, kind):
+def check_exists(sources: Sequence[Source], setting: str) -> None:
+    """Raises ConfigError for files that do not exist."""
+    for source in sources:
         path = source.source
         name = hub.parse(path) is not None and Path(path).suffix not in (*KINDS, *COMPRESSED)
         exists = name or Path(path).exists() or bool(glob.glob(path, recursive=True))

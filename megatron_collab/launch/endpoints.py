@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_collab import patches
-from megatron_collab.config import Config, ConfigError, LlmConfig, nearest, require
+from megatron_collab.config import Config, ConfigError, LlmConfig, UserConfig, nearest, require
 from megatron_collab.inference.served import gives_text
 from megatron_collab.launch import server_specs
 from megatron_collab.llm import endpoint as endpoints
 from megatron_collab.llm.price import Prices
 from megatron_collab.llm.recording import SUFFIX, Recording
 from megatron_collab.llm.tape import run_name
-from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.llm_endpoints import NamedEndpoint
-from megatron_collab.rollout.users.named import user_settings
 from megatron_collab.runtime.process import global_rank
 
 logger = logging.getLogger(__name__)
 
 
-def check_settings(config: Config) -> None:
+def check_settings(config: Config, users: Mapping[str, UserConfig], assistants: Sequence[NamedEndpoint] = ()) -> None:
     """Raises ConfigError for invalid headers, extra arguments, prices and recordings."""
     llm = config.llm
     for name in ("replay_missing", "replay_latency"):
@@ -32,17 +30,20 @@ def check_settings(config: Config) -> None:
     message = f"llm.record={llm.record}: is also llm.replay; choose another folder"
     same = llm.record and llm.replay and Path(llm.record).resolve() == Path(llm.replay).resolve()
     require(not same, message)
-    for group, endpoint in {
-        **user_settings(config),
-        "reward.judge": config.reward.judge,
-        **{assistant.group: assistant.endpoint for assistant in llm_endpoints.assistant_endpoints(config)},
-        "assistant": config.assistant,
-    }.items():
-        endpoints.check_settings(endpoint, group, in_use=not llm.offline)
+    for group, user in users.items():
+        endpoints.check_settings(user, group, in_use=not llm.offline)
+    endpoints.check_settings(config.reward.judge, "reward.judge", in_use=not llm.offline)
+    check_assistants(config, assistants)
     for model, prices in llm.prices.items():
         message = f"llm.prices.{model}={prices}: give USD per million tokens of prompts and of answers, e.g. [2.5, 10]"
         numbers = [usd for usd in prices if isinstance(usd, int | float) and 0 <= usd < math.inf]
         require(len(prices) == len(numbers) == 2, message)
+
+
+def check_assistants(config: Config, assistants: Sequence[NamedEndpoint]) -> None:
+    """Raises ConfigError for invalid headers and extra arguments of the models that replace the policy."""
+    for group, endpoint in [*((model.group, model.endpoint) for model in assistants), ("assistant", config.assistant)]:
+        endpoints.check_settings(endpoint, group, in_use=not config.llm.offline)
 
 
 def check_recordings(config: Config) -> None:

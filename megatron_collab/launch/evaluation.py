@@ -25,13 +25,14 @@ from megatron_collab.config.schema import (
     TrainConfig,
 )
 from megatron_collab.data import assistants, sources
-from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
+from megatron_collab.data.evaluation import EvaluationSet
+from megatron_collab.data.spec import DataSpec, data_spec
 from megatron_collab.launch import endpoints, models, prepare, servers, validate
-from megatron_collab.launch.resolve import RunSpec, resolve
+from megatron_collab.launch.spec import RunSpec, run_spec
 from megatron_collab.llm.endpoint import token_budget
 from megatron_collab.observability import evaluations, records
 from megatron_collab.rollout import llm_endpoints
-from megatron_collab.rollout.tools import toolbox
+from megatron_collab.rollout.llm_endpoints import NamedEndpoint
 from megatron_collab.runtime import gpu_environment, hub, network
 from megatron_collab.runtime.process import RunStopped
 
@@ -65,17 +66,18 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}, builds: boo
     config = make_absolute(compose([*unused, *arguments], defaults))
     if builds:
         _resolve_assistants(config)
-    assistant, rollout = config.assistant, config.rollout
+    assistant, rollout, eval_sets = config.assistant, config.rollout, data_spec(config).eval_sets
+    language_models = llm_endpoints.assistant_endpoints(config, eval_sets)
     rollouts = config.build.candidates if builds else TrainConfig.rollouts_per_prompt
     server = replace(rollout.server, fp8=False)  # only a trainer quantizes weights
     if assistant.model:
-        endpoints.check_settings(config)
+        endpoints.check_assistants(config, language_models)
         budget = token_budget(assistant)
         sampling = SamplingConfig(budget)
         # Only reply tokens are counted, and the context has room for all: the endpoint enforces its own limit.
         budgets = (
             (eval_set.max_new_tokens or budget) * (eval_set.max_assistant_turns or rollout.max_assistant_turns)
-            for eval_set in evaluation_sets(config)
+            for eval_set in eval_sets
         )
         rollout = replace(rollout, turn=sampling, future=sampling, context_length=2 * max(budgets, default=1))
     config = replace(
@@ -99,16 +101,13 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}, builds: boo
     )
     require(config.data.eval is not None, "data.eval: not set; give the tasks to evaluate")
     if builds:
-        check_building(config)
-    require(bool(evaluation_sets(config)), "train.eval_tasks=0: nothing is evaluated; set it to 1 or more")
-    for language_model in llm_endpoints.assistant_endpoints(config)[:1]:
-        out = "remove rollout.tools and rollout.mcp_servers, or evaluate model.path"
-        message = f"{language_model.setting}={language_model.endpoint.model}: cannot call tools yet; {out}"
-        require(not (config.rollout.tools or config.rollout.mcp_servers), message)
-    validate.check_settings(config, evaluates=True)
+        check_building(config, eval_sets)
+    require(bool(eval_sets), "train.eval_tasks=0: nothing is evaluated; set it to 1 or more")
+    _check_no_tools(config, language_models)
+    spec = validate.check_settings(config, evaluates=True)
     gpu_environment.enter(config)
-    validate.check_files_of_users(config)
-    for eval_set in evaluation_sets(config) if assistant.model and assistant.temperature is None else ():
+    validate.check_files_of_users(spec)
+    for eval_set in eval_sets if assistant.model and assistant.temperature is None else ():
         message = f"{eval_set.setting}: temperature={eval_set.temperature}"
         out = "but assistant.temperature=null sends none; remove one"
         require(eval_set.temperature is None, f"{message}, {out}")
@@ -132,7 +131,15 @@ def _resolve_assistants(config: Config) -> None:
         config.assistant = next(endpoint for endpoint in by_name.values() if endpoint)
 
 
-def check_building(config: Config) -> None:
+def _check_no_tools(config: Config, assistants: Sequence[NamedEndpoint]) -> None:
+    """Raises ConfigError if a language model in place of the policy is to call tools."""
+    for assistant in assistants:
+        out = "remove rollout.tools and rollout.mcp_servers, or evaluate model.path"
+        message = f"{assistant.setting}={assistant.endpoint.model}: cannot call tools yet; {out}"
+        require(not (config.rollout.tools or config.rollout.mcp_servers), message)
+
+
+def check_building(config: Config, eval_sets: Sequence[EvaluationSet]) -> None:
     """Raises ConfigError if conversations cannot be built with these settings."""
     rollout = config.rollout
     require(rollout.max_messages is not None, "rollout.max_messages: not set; give the longest conversation, e.g. 14")
@@ -140,7 +147,7 @@ def check_building(config: Config) -> None:
     message = "plays no futures, which supply the user's next message; choose another"
     require(config.reward.mode != "single_turn", f"reward.mode=single_turn: {message}")
     require(bool(config.reward.weights), "reward.weights: not set; give the metrics that rank the candidates")
-    for eval_set in evaluation_sets(config):
+    for eval_set in eval_sets:
         for name in _SET_OPTIONS:
             message = "conversations are built with the settings of rollout and user; set those"
             require(getattr(eval_set, name) == getattr(EvaluationSet, name), f"{eval_set.setting}.{name}: {message}")
@@ -149,9 +156,9 @@ def check_building(config: Config) -> None:
     read_prompt("build.prompt", config.build.prompt, "collaborator", ())
 
 
-def pin(config: Config, module: str = "megatron_collab.evaluate") -> None:
+def pin(config: Config, module: str = "megatron_collab.evaluate") -> DataSpec:
     """Make the world, and pin Hub names and runs in `config` to the commits and checkpoints of the evaluation's first
-    start. Raises ConfigError.
+    start; returns the pinned data. Raises ConfigError.
     """
     run_dir = Path(config.run.dir)
     prepare.check_nodes(config, module)
@@ -161,18 +168,19 @@ def pin(config: Config, module: str = "megatron_collab.evaluate") -> None:
         environments.prepare(config)
     except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    sources.check_exists(config.data.eval, "data.eval", EvaluationSet)
+    sources.check_exists(data_spec(config).all_sets, "data.eval")
     config.data.eval = sources.pin_sources(config.data.eval, "data.eval", run_dir)
     prepare.fetch_served_models(config)
     model_path = Path(config.model.path)
     run = storage.run_of(model_path)
     if config.assistant.model or run is None:
         config.model.path = hub.pin(config.model.path, "model.path", run_dir)
-        return
+        return data_spec(config)
     _, step = storage.split(model_path)
     if step == "best" or not (step or model_path.name.startswith("step_")):
         step = hub.pinned_value(run_dir, f"checkpoint {model_path.resolve()}", lambda: _checkpoint(model_path).name)
         config.model.path = f"{run}@{step.removeprefix('step_')}"
+    return data_spec(config)
 
 
 def prepared(config: Config) -> tuple[Config, RunSpec, int]:
@@ -183,7 +191,7 @@ def prepared(config: Config) -> tuple[Config, RunSpec, int]:
     """
     try:
         network.address(config.launch.interface)
-        spec = resolve(config, evaluates=True)
+        spec = run_spec(config, evaluates=True)
         assert spec.serving
         servers.check_servers_on_machine(config, spec.serving)
         if config.assistant.model:
@@ -193,17 +201,16 @@ def prepared(config: Config) -> tuple[Config, RunSpec, int]:
             return config, spec, 0
         folder, checkpoint = _model(config)
         serving = replace(config, model=replace(config.model, path=str(folder)))
-        spec = resolve(serving, evaluates=True)
-        assert spec.serving
+        spec = run_spec(serving, evaluates=True)
+        assert spec.play and spec.serving
         shape = validate.check_model(serving, spec)
         models.check_models(serving, shape, weights=checkpoint is None)
         servers.check_arguments(spec.serving)
-        tools = toolbox.make_tools(config.rollout)
-        schemas = toolbox.schemas(tools)
+        schemas = spec.play.tools.schemas()
         if schemas:
             models.check_rendering(serving, schemas)
         prepare.read_data(serving, spec, schemas, trains=False)
-        prepare.compare_tools(Path(config.run.dir), tools)
+        prepare.compare_tools(Path(config.run.dir), spec.play.tools)
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     if checkpoint is None:
@@ -211,23 +218,23 @@ def prepared(config: Config) -> tuple[Config, RunSpec, int]:
     converted = _convert(config, checkpoint, folder)
     saved = storage.read_state(checkpoint) or {}
     serving = replace(serving, model=replace(config.model, path=str(converted)))
-    return serving, resolve(serving, evaluates=True), int(saved.get("step", 0))
+    return serving, run_spec(serving, evaluates=True), int(saved.get("step", 0))
 
 
-def is_done(config: Config) -> bool:
-    """Whether every set is evaluated already. Raises ConfigError if run.dir has an evaluation with other settings."""
+def is_done(config: Config, eval_sets: Sequence[EvaluationSet]) -> bool:
+    """Whether the sets are evaluated already. Raises ConfigError if run.dir has an evaluation with other settings."""
     prepare.check_same_run(config)
     folder = Path(config.run.dir)
     recorded = evaluations.read(folder)
     if not recorded:
         return False
     before = replace(config.data, eval=(read_settings(folder) or {"data": {"eval": None}})["data"]["eval"])
-    known = {eval_set.name: eval_set for eval_set in evaluation_sets(replace(config, data=before))}
-    for eval_set in evaluation_sets(config):
+    known = {eval_set.name: eval_set for eval_set in data_spec(replace(config, data=before)).eval_sets}
+    for eval_set in eval_sets:
         message = f"{eval_set.setting}: run.dir={folder} has this set with other settings"
         out = "rename the set, or choose another run.dir"
         require(known.get(eval_set.name, eval_set) == eval_set, f"{message}; {out}")
-    names = {evaluations.name_of(eval_set.name, evaluations.MODEL) for eval_set in evaluation_sets(config)}
+    names = {evaluations.name_of(eval_set.name, evaluations.MODEL) for eval_set in eval_sets}
     return names <= recorded.keys() and records.finished(folder)
 
 

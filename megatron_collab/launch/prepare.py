@@ -21,19 +21,19 @@ from megatron_collab.config.extension import NoOptions
 from megatron_collab.config.load import leaves
 from megatron_collab.config.schema import BuildConfig
 from megatron_collab.data import sources
-from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
+from megatron_collab.data.evaluation import EvaluationSet
+from megatron_collab.data.survey import TaskRequirements
 from megatron_collab.inference.served import score_fault
 from megatron_collab.launch import endpoints, models, server_specs
 from megatron_collab.launch.fork import fork
-from megatron_collab.launch.resolve import RunSpec, resolve
 from megatron_collab.launch.servers import check_arguments, idle_gpus
+from megatron_collab.launch.spec import RunSpec, run_spec
 from megatron_collab.launch.validate import check_model
 from megatron_collab.observability import evaluations, records
-from megatron_collab.rollout import llm_endpoints, users
 from megatron_collab.rollout.task_requirements import USER, WEIGHTS, task_requirements
-from megatron_collab.rollout.tools import Toolset, toolbox
 from megatron_collab.rollout.tools.mcp_server import McpTools
-from megatron_collab.rollout.users.named import user_of
+from megatron_collab.rollout.tools.toolbox import ToolSpec
+from megatron_collab.rollout.users import UserDirectory
 from megatron_collab.runtime import device, hub, keys, network
 from megatron_collab.runtime.process import (
     LAUNCHER,
@@ -76,7 +76,7 @@ def prepare(config: Config) -> RunSpec:
     try:
         environments.prepare(config)
         _pin(config)
-        spec = resolve(config)
+        spec = run_spec(config)
         if LAUNCHER in os.environ:  # a rank: the process that became its torchrun has done the rest
             return spec
         shape = check_model(config, spec)
@@ -84,8 +84,7 @@ def prepare(config: Config) -> RunSpec:
         models.check_models(config, shape)
         if spec.serving:
             check_arguments(spec.serving)
-        tools = toolbox.make_tools(config.rollout) if config.train.stage == "rl" else []
-        schemas = toolbox.schemas(tools)
+        schemas = spec.play.tools.schemas() if spec.play else []
         if schemas:
             models.check_rendering(config, schemas)
         data = read_data(config, spec, schemas)
@@ -95,7 +94,8 @@ def prepare(config: Config) -> RunSpec:
             )
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    compare_tools(Path(config.run.dir), tools)
+    if spec.play:
+        compare_tools(Path(config.run.dir), spec.play.tools)
     fork(config)
     if global_rank() == 0:
         logger.info("\n".join([line for dataset in data for line in dataset.lines()] + remarks(config)))
@@ -157,20 +157,21 @@ def read_data(
     """
     from megatron_collab.data import datasets
 
-    data: list[SurveyedSources[Any]] = [datasets.TrainingData(config, schemas, task_requirements)] if trains else []
-    if sets := evaluation_sets(config):
-        data.append(datasets.SurveyedSources(config, "data.eval", sets, schemas, task_requirements))
+    requirements = partial(task_requirements, spec.play) if spec.play else lambda source: TaskRequirements()
+    data: list[SurveyedSources[Any]] = []
+    if trains:
+        data.append(datasets.TrainingData(config, spec.data.train, schemas, requirements))
+    if sets := spec.data.eval_sets:
+        data.append(datasets.SurveyedSources(config, "data.eval", sets, schemas, requirements))
     if spec.play:
         endpoints.check_recordings(config)
-        surveyed = [source for dataset in data for source in _surveys(dataset)]
-        examples = users_of_tasks(config, surveyed)
-        check_users(config, examples)
+        users = spec.play.users
+        examples = users_of_tasks(users, [source for dataset in data for source in _surveys(users, dataset)])
+        check_users(users, examples)
         for dataset in data:
             check_needs(config, dataset, trained=dataset.setting == "data.train")
         if first_on_node():  # LiteLLM is slow to import
-            language_models = llm_endpoints.user_endpoints(config, examples)
-            language_models += llm_endpoints.judge_endpoints(spec.play.reward.metrics, config.reward.judge)
-            language_models += llm_endpoints.assistant_endpoints(config)
+            language_models = [*spec.endpoints_of(examples), *spec.judges, *spec.assistants]
             endpoints.check_served(config, language_models)
             unpriced = endpoints.check_prices(config, language_models)
             endpoints.check_support(config, language_models)
@@ -179,9 +180,9 @@ def read_data(
     return data
 
 
-def compare_tools(run_dir: Path, toolsets: Iterable[Toolset]) -> None:
+def compare_tools(run_dir: Path, spec: ToolSpec) -> None:
     """Print a line for each MCP server whose tools differ from those at the run's start, recorded in hub.json."""
-    for tools in toolsets:
+    for tools in spec.toolsets:
         if isinstance(tools, McpTools):
             setting = f"rollout.mcp_servers.{tools.options.name}"
             schemas = {schema["name"]: json.dumps(schema, sort_keys=True) for schema in tools.schemas}
@@ -193,15 +194,15 @@ def compare_tools(run_dir: Path, toolsets: Iterable[Toolset]) -> None:
                 logger.warning(f"{setting}: {changed}: {', '.join(changed_names)}")
 
 
-def users_of_tasks(config: Config, surveyed: Iterable[tuple[Config, str, Survey]]) -> dict[str, str]:
+def users_of_tasks(users: UserDirectory, surveyed: Iterable[tuple[UserDirectory, str, Survey]]) -> dict[str, str]:
     """The names of the users in the settings and in the tasks, each with an example.
 
-    `surveyed`: of each source, the settings it is played with, its name in messages, and its survey.
+    `surveyed`: of each source, the users it is played with, its name in messages, and its survey.
     """
-    examples: dict[str, str] = {name: f"users.{name}" for name in config.users}
-    for settings, place, survey in surveyed:
+    examples: dict[str, str] = {name: f"users.{name}" for name in users.config.users}
+    for source_users, place, survey in surveyed:
         for user, task in survey.users.items():
-            name = user_of(Task(task, (), "", "", user), settings)
+            name = source_users.name_of(Task(task, (), "", "", user))
             examples[name] = f"{place}, task {task}"
     return examples
 
@@ -230,10 +231,11 @@ def check_needs(config: Config, data: SurveyedSources[Any], trained: bool) -> No
         )
 
 
-def _surveys(data: SurveyedSources[Any]) -> Iterable[tuple[Config, str, Survey]]:
+def _surveys(users: UserDirectory, data: SurveyedSources[Any]) -> Iterable[tuple[UserDirectory, str, Survey]]:
     for source, survey in zip(data.sources, data.surveys, strict=True):
-        setting = source.setting if isinstance(source, EvaluationSet) else data.setting
-        yield data.settings(source), f"{setting}={source.source}", survey
+        is_set = isinstance(source, EvaluationSet)
+        setting = source.setting if is_set else data.setting
+        yield users.for_set(source.user) if is_set else users, f"{setting}={source.source}", survey
 
 
 def finished_steps(config: Config) -> int:
@@ -276,13 +278,13 @@ def fetch_served_models(config: Config) -> None:
         require(fault is None, f"{group}.model={fault}")
 
 
-def check_users(config: Config, examples: Mapping[str, str]) -> None:
+def check_users(users: UserDirectory, examples: Mapping[str, str]) -> None:
     """Raises ConfigError if a user of the tasks or of user.name cannot be used. `examples`: task by user."""
     for name, example in examples.items():
-        reason = users.check_user(name, config)
+        reason = users.fault(name)
         require(reason is None, f"{example}: {reason}")
-    takes = any(users.resolve_user(name, config)[0].Options is not NoOptions for name in examples)
-    require(takes or not config.user.options, "user.options: no user of the tasks has options; remove them")
+    takes = any(users.find(name).kind.Options is not NoOptions for name in examples)
+    require(takes or not users.config.user.options, "user.options: no user of the tasks has options; remove them")
 
 
 def check_same_run(config: Config) -> None:

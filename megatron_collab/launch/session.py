@@ -16,7 +16,6 @@ from megatron_collab.checkpoint.hf import save_hf
 from megatron_collab.checkpoint.storage import LATEST
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import SupervisedData
-from megatron_collab.data.evaluation import evaluation_sets
 from megatron_collab.observability.run import Run
 from megatron_collab.runtime import hang_detector, hub, rank0, signals
 from megatron_collab.runtime.process import Preempted, RunStopped, imports_done
@@ -85,7 +84,7 @@ class Session(ExitStack):
     def validate(self, step: int, trainer: PolicyTrainer, data: SupervisedData) -> bool:
         """Record the loss on the sets of data.eval that are due at `step`; returns whether any were. Collective."""
         names: list[str] = []
-        for eval_set in evaluation_sets(self.config):
+        for eval_set in data.eval_sets:
             if due := rank0.shared(partial(self.run.evaluation_due, eval_set.name, step)):
                 metrics = trainer.validate(data.validation(eval_set))
                 rank0.shared(partial(self.run.evaluation, due, eval_set.name, step, metrics))

@@ -26,21 +26,17 @@ from megatron_collab.config import (
 from megatron_collab.config.extension import make, make_absolute
 from megatron_collab.config.load import leaves
 from megatron_collab.data import sources
-from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
+from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.formats import STAGES
 from megatron_collab.launch import endpoints
 from megatron_collab.launch.machine import check_processes
-from megatron_collab.launch.resolve import RunSpec, resolve
 from megatron_collab.launch.servers import check_servers, check_servers_of_model, check_servers_on_machine
+from megatron_collab.launch.spec import RunSpec, run_spec
 from megatron_collab.models import hf_config, lora, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward.spec import RewardSpec
-from megatron_collab.rollout import llm_endpoints
-from megatron_collab.rollout.player import PlaySpec
-from megatron_collab.rollout.tools import toolbox
 from megatron_collab.rollout.users import DEFAULT, split_user
 from megatron_collab.rollout.users.llm import users_prompt
-from megatron_collab.rollout.users.named import user_settings
 from megatron_collab.runtime import device, gpu_environment, hub, network
 from megatron_collab.runtime.redact import redacted
 
@@ -78,11 +74,9 @@ def validate(config: Config) -> None:
     if not (makes_world or hub.parse(config.model.path)) or Path(config.model.path).exists():
         check_model(config, spec)
     if not makes_world:
-        sources.check_exists(config.data.train, "data.train", sources.TrainingSource)
-        if config.data.eval:
-            sources.check_exists(config.data.eval, "data.eval", EvaluationSet)
-    if config.train.stage == "rl":
-        check_files_of_users(config)
+        sources.check_exists(spec.data.train, "data.train")
+        sources.check_exists(spec.data.all_sets, "data.eval")
+    check_files_of_users(spec)
     if config.rollout.system_prompt:
         read_prompt("rollout.system_prompt", config.rollout.system_prompt, "", ())
     message = "<run.wandb_project>: WANDB_API_KEY is set; install wandb, or set run.wandb_project=null"
@@ -90,7 +84,7 @@ def validate(config: Config) -> None:
 
 
 def check_settings(config: Config, evaluates: bool = False) -> RunSpec:
-    """The settled settings (see resolve.py), after the checks of `validate` that do not depend on the machine."""
+    """The settled settings (see spec.py), after the checks of `validate` that do not depend on the machine."""
     check = partial(require, config=config)
     refuse_keys(asdict(config))
     check_declared(config)
@@ -113,15 +107,10 @@ def check_settings(config: Config, evaluates: bool = False) -> RunSpec:
     message = f"<rollout.routing_replay>: {train.stage} samples no tokens to replay; set it to false"
     check(train.stage == "rl" or not rollout.routing_replay, message)
     check_layout(config)
-    spec = resolve(config, evaluates)
-    for eval_set in evaluation_sets(config) if train.stage != "rl" else ():
-        plain = EvaluationSet(eval_set.source, eval_set.name, eval_set.subset, eval_set.split, eval_set.tasks)
-        option = next((name for name, value in vars(eval_set).items() if value != getattr(plain, name)), None)
-        require(
-            option is None,
-            f"{eval_set.setting}: {option} is for played conversations, and {train.stage} plays none; remove it",
-        )
-    _check_best(config)
+    spec = run_spec(config, evaluates)
+    if not spec.play:
+        _check_no_play(config, spec.data.eval_sets)
+    _check_best(config, spec.data.eval_sets)
     dpo = config.algo.dpo
     message = "<algo.dpo.label_smoothing>: algo.dpo.loss=ipo has no labels; set it to 0, or choose sigmoid"
     check(config.objective != "dpo" or dpo.loss != "ipo" or dpo.label_smoothing == 0, message)
@@ -131,11 +120,11 @@ def check_settings(config: Config, evaluates: bool = False) -> RunSpec:
     check(config.objective != "dpo" or dpo.refresh == 0 or config.model.lora.rank is None, message)
     if spec.play and spec.serving:
         check_reward(config, spec.play.reward)
-        _check_rollouts(config)
+        _check_rollouts(config, spec.data.eval_sets)
         (_check_algo if config.objective == "policy" else _check_choice)(config)
         check_servers(config, spec.serving)
-        endpoints.check_settings(config)
-        _check_llm_endpoints(config, spec.play)
+        endpoints.check_settings(config, spec.play.users.settings, spec.assistants)
+        _check_llm_endpoints(config, spec)
     return spec
 
 
@@ -149,18 +138,27 @@ def refuse_keys(settings: Mapping[str, Any]) -> None:
         )
 
 
-def check_files_of_users(config: Config) -> None:
+def check_files_of_users(spec: RunSpec) -> None:
     """Checks the files of personas and prompts of the users. Raises ConfigError."""
-    for group, user in user_settings(config).items():
+    for group, user in spec.play.users.settings.items() if spec.play else ():
         file = user.personas
         require(file is None or Path(file).is_file(), f"{group}.personas={file}: no such file")
         if split_user(user.name or "")[0] == DEFAULT:  # custom user classes may read their prompt differently
             users_prompt(user, f"{group}.prompt")
 
 
-def _check_best(config: Config) -> None:
+def _check_no_play(config: Config, eval_sets: Sequence[EvaluationSet]) -> None:
+    """Raises ConfigError for settings of played conversations."""
+    for eval_set in eval_sets:
+        plain = EvaluationSet(eval_set.source, eval_set.name, eval_set.subset, eval_set.split, eval_set.tasks)
+        option = next((name for name, value in vars(eval_set).items() if value != getattr(plain, name)), None)
+        message = f"{option} is for played conversations, and {config.train.stage} plays none; remove it"
+        require(option is None, f"{eval_set.setting}: {message}")
+
+
+def _check_best(config: Config, eval_sets: Sequence[EvaluationSet]) -> None:
     """Raises ConfigError unless train.keep_best is a metric of an evaluation, and evaluated steps have checkpoints."""
-    train, sets = config.train, [eval_set.name for eval_set in evaluation_sets(config)]
+    train, sets = config.train, [eval_set.name for eval_set in eval_sets]
     if train.keep_best is None:
         return
     scored = {"rl": ["reward", *config.reward.weights], "sft": ["loss"], "dpo": ["loss", "accuracy", "margin"]}[
@@ -198,19 +196,15 @@ def check_reward(config: Config, spec: RewardSpec) -> None:
     check(not reward.clamp or clamps, "reward.clamp: <reward.mode> does not clamp; remove one of them")
 
 
-def _check_llm_endpoints(config: Config, play: PlaySpec) -> None:
+def _check_llm_endpoints(config: Config, spec: RunSpec) -> None:
     """Checks the models of users, judges and assistant before the tasks are read; tasks may name further users."""
     users = [*config.users, *(["llm"] if config.user.model else [])]
-    language_models = [
-        *llm_endpoints.user_endpoints(config, users),
-        *llm_endpoints.judge_endpoints(play.reward.metrics, config.reward.judge),
-        *llm_endpoints.assistant_endpoints(config),
-    ]
+    language_models = [*spec.endpoints_of(users), *spec.judges, *spec.assistants]
     endpoints.check_served(config, language_models)
     endpoints.check_prices(config, language_models)
 
 
-def _check_rollouts(config: Config) -> None:
+def _check_rollouts(config: Config, eval_sets: Sequence[EvaluationSet]) -> None:
     check = partial(require, config=config)
     rollout = config.rollout
     if rollout.train_turns == "all":
@@ -221,8 +215,7 @@ def _check_rollouts(config: Config) -> None:
     message = "with rollout.futures=0 these rewards are credited to their turns already; set it to 0"
     credited_once = rollout.futures > 0 or not config.reward.weights.get("turn_rewards")
     check(credited_once, f"reward.weights.turn_rewards: {message}")
-    toolbox.make_tools(rollout)
-    for eval_set in evaluation_sets(config):
+    for eval_set in eval_sets:
         message = f"{eval_set.setting}: max_new_tokens={eval_set.max_new_tokens} leaves no room for a prompt in"
         fits = (eval_set.max_new_tokens or 0) < rollout.context_length
         check(fits, f"{message} <rollout.context_length>; lower it")

@@ -6,14 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_collab.config import Config
-from megatron_collab.data.evaluation import evaluation_sets
-from megatron_collab.launch.resolve import resolve
+from megatron_collab.launch.spec import RunSpec, run_spec
 from megatron_collab.llm.endpoint import served_by_run
 from megatron_collab.llm.recording import SUFFIX, Recording
 from megatron_collab.planning import llm_cost
 from megatron_collab.planning.llm_cost import Calls, Cost, Means
 from megatron_collab.reproduce.plan import BUILD, TRAIN, Stage
-from megatron_collab.rollout import llm_endpoints
 
 
 @dataclass(frozen=True)
@@ -30,14 +28,14 @@ def read(stage: Stage) -> Pilot:
     if calls and any(calls.glob(f"*{SUFFIX}")):
         recording = Recording(calls)
         means = llm_cost.role_means(recording.stored(number).call() for number in range(len(recording)))
-    return Pilot(means, _calls(stage.config, stage, 0))
+    return Pilot(means, _calls(stage, run_spec(stage.config), 0))
 
 
 def program_costs(stages: Sequence[Stage], pilots: Mapping[str, Pilot]) -> dict[str, Cost]:
     """The costs, by title, of the programs still to run that call models or train; `pilots`: by task."""
     built = {stage.task: _built(stage.config) for stage in stages if stage.module == BUILD}
     return {
-        stage.title: _program_cost(stage, stage.config, _steps(stage, built.get(stage.task)), pilots[stage.task])
+        stage.title: _program_cost(stage, _steps(stage, built.get(stage.task)), pilots[stage.task])
         for stage in stages
         if not (stage.prepares or stage.first or stage.done)
     }
@@ -49,11 +47,11 @@ def total(costs: Iterable[Cost]) -> Cost:
     return Cost(sum(cost.usd for cost in costs), tuple(unpriced))
 
 
-def _program_cost(stage: Stage, config: Config, steps: int, pilot: Pilot) -> Cost:
-    calls = _calls(config, stage, steps)
+def _program_cost(stage: Stage, steps: int, pilot: Pilot) -> Cost:
+    config, spec = stage.config, run_spec(stage.config)
+    calls = _calls(stage, spec, steps)
     cost = llm_cost.forecast(calls, pilot.means, pilot.calls)
-    assistants = llm_endpoints.assistant_endpoints(config)
-    paid = [assistant.endpoint for assistant in assistants if not served_by_run(assistant.endpoint.model)]
+    paid = [assistant.endpoint for assistant in spec.assistants if not served_by_run(assistant.endpoint.model)]
     if paid and stage.module != TRAIN:  # in the pilot the policy played this role
         prompt_tokens = pilot.means["user"].prompt_tokens if "user" in pilot.means else 0.0
         upper_bound = llm_cost.cost_bound(Calls(assistant=calls.assistant), {"assistant": paid}, config, prompt_tokens)
@@ -61,15 +59,15 @@ def _program_cost(stage: Stage, config: Config, steps: int, pilot: Pilot) -> Cos
     return cost
 
 
-def _calls(config: Config, stage: Stage, steps: int) -> Calls:
-    play = resolve(config).play
+def _calls(stage: Stage, spec: RunSpec, steps: int) -> Calls:
+    config, play = stage.config, spec.play
     if stage.module == TRAIN:
         return llm_cost.training_calls(config, play, steps)
     assert play
     if stage.module == BUILD:
         building = replace(play, rollouts=config.build.candidates)
         return llm_cost.building_calls(building, config.train.eval_tasks)
-    calls = (llm_cost.evaluation_calls(play, eval_set, eval_set.tasks or 0) for eval_set in evaluation_sets(config))
+    calls = (llm_cost.evaluation_calls(play, eval_set, eval_set.tasks or 0) for eval_set in spec.data.eval_sets)
     return sum(calls, Calls())
 
 

@@ -23,7 +23,6 @@ from megatron_collab.rollout.player import Player, PlaySpec
 from megatron_collab.rollout.tools import ToolFailure
 from megatron_collab.rollout.tools.toolbox import ConversationTools
 from megatron_collab.rollout.users import FINISH_SECONDS, User, UserError, UserReply, Users, reporting_errors
-from megatron_collab.rollout.users.named import user_of
 from megatron_collab.types import Conversation, Ending, Failed, Finish, Future, Group, Message, Reward, Rollout, Task
 
 if TYPE_CHECKING:  # settings are checked without LiteLLM and Ray, which take seconds
@@ -91,7 +90,7 @@ class FuturesPlayer(Player):
                     message = await self.users.make(task, f"{stream}/opening").open()
                     if not isinstance(message, str) or not message.strip():
                         raise UserError(
-                            f"user {user_of(task, self.users.config)}: opens the conversation with {message!r}"
+                            f"user {self.spec.users.name_of(task)}: opens the conversation with {message!r}"
                         )
         except UserError as error:
             return task, (Ending.ERROR, str(error))

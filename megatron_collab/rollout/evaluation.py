@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import SurveyedSources
-from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
+from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.observability.folder import RunFolder
 from megatron_collab.rollout.journal import Journal, WeightDigests
 from megatron_collab.rollout.player import PlaySpec
@@ -16,7 +17,6 @@ from megatron_collab.rollout.scheduler import Flight, GroupRequest, Slot, wait
 from megatron_collab.rollout.servers import Servers
 from megatron_collab.rollout.summary import evaluation_summary
 from megatron_collab.rollout.task_requirements import applicable_metrics, task_requirements
-from megatron_collab.rollout.tools.toolbox import make_tools, schemas
 from megatron_collab.runtime import keys
 from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import from_leader
@@ -30,10 +30,17 @@ class Evaluator:
     journal, so an interrupted evaluation resumes.
     """
 
-    def __init__(self, config: Config, play: PlaySpec, run: RunFolder, restore: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        play: PlaySpec,
+        eval_sets: Sequence[EvaluationSet],
+        run: RunFolder,
+        restore: Callable[[], None],
+    ) -> None:
         """`restore`: if no server is available, waits until servers have the weights again; collective."""
         self.config, self.play, self.run, self._restore = config, play, run, restore
-        self.sets = evaluation_sets(config)
+        self.sets = eval_sets
         self._tasks: dict[EvaluationSet, list[Task]] = {}
         self._flight: Flight | None = None
 
@@ -97,8 +104,10 @@ class Evaluator:
             self._pool.recover()
         if not self._tasks:
             with keys.in_environment():
-                tools = schemas(make_tools(self.config.rollout))
-            sources = SurveyedSources[Task](self.config, "data.eval", self.sets, tools, task_requirements)
+                tools = self.play.tools.schemas()
+            sources = SurveyedSources[Task](
+                self.config, "data.eval", self.sets, tools, partial(task_requirements, self.play)
+            )
             self._tasks = {entry: tasks[: entry.tasks] for entry, tasks in zip(self.sets, sources.sets, strict=True)}
         return self._tasks[eval_set]
 

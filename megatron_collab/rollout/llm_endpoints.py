@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_collab.config import Config, EndpointConfig, require
 from megatron_collab.data import assistants
-from megatron_collab.data.evaluation import evaluation_sets
+from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.llm.endpoint import POLICY
 from megatron_collab.reward.metrics import ScoredMetric
-from megatron_collab.rollout import users
+from megatron_collab.rollout.users import UserDirectory
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,18 @@ def judge_endpoints(metrics: Mapping[str, ScoredMetric], judge: EndpointConfig) 
     return list(endpoints.values())
 
 
-def user_endpoints(config: Config, names: Iterable[str]) -> list[NamedEndpoint]:
+def user_endpoints(users: UserDirectory, names: Iterable[str]) -> list[NamedEndpoint]:
     """The models of the users with these names, as tasks name them. Raises ConfigError if there is no such user."""
     endpoints = dict[str, NamedEndpoint]()
     for name in names:
-        kind, argument, user_config, group = users.resolve_user(name, config)
-        if endpoint := kind.asks(argument, user_config):
-            setting = f"user={name}: the model" if argument and name not in config.users else f"{group}.model"
-            endpoints[setting] = NamedEndpoint(setting, group, endpoint)
+        user = users.find(name)
+        if endpoint := user.asks():
+            setting = f"user={name}: the model" if user.argument and user.group == "user" else f"{user.group}.model"
+            endpoints[setting] = NamedEndpoint(setting, user.group, endpoint)
     return list(endpoints.values())
 
 
-def assistant_endpoints(config: Config) -> list[NamedEndpoint]:
+def assistant_endpoints(config: Config, eval_sets: Sequence[EvaluationSet]) -> list[NamedEndpoint]:
     """The models that replace the policy as assistant, if any, with the temperatures of data.eval sets."""
     setting, assistant = "assistant.model", config.assistant
     if config.build.assistants:
@@ -59,7 +59,7 @@ def assistant_endpoints(config: Config) -> list[NamedEndpoint]:
     require(assistant.model != POLICY, message)
     by_sets = [
         NamedEndpoint(setting, eval_set.setting, replace(assistant, temperature=eval_set.temperature))
-        for eval_set in evaluation_sets(config)
+        for eval_set in eval_sets
         if eval_set.temperature is not None
     ]
     return [NamedEndpoint(setting, "assistant", assistant), *by_sets]

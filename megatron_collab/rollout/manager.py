@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron_collab.algo.credit import drop_stale, has_gradient, samples_of
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import TrainingData
+from megatron_collab.data.spec import DataSpec
 from megatron_collab.observability.run import Run
 from megatron_collab.reward.spec import RewardSpec
 from megatron_collab.rollout.evaluation import Evaluator
@@ -29,7 +30,6 @@ from megatron_collab.rollout.scheduler import Flight, GroupRequest, Slot, answer
 from megatron_collab.rollout.servers import Servers
 from megatron_collab.rollout.summary import mean, refuse_missing, summary
 from megatron_collab.rollout.task_requirements import applicable_metrics, task_requirements
-from megatron_collab.rollout.tools.toolbox import make_tools, schemas
 from megatron_collab.runtime import keys
 from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import from_leader
@@ -53,6 +53,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         self,
         config: Config,
         play: PlaySpec,
+        data: DataSpec,
         servers: Servers,
         weights: WeightSync,
         run: Run,
@@ -63,7 +64,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         self.servers = servers
         self.weights = weights
         self.run = run
-        self._evaluator = Evaluator(config, play, run, self._restore)
+        self._evaluator = Evaluator(config, play, data.eval_sets, run, self._restore)
         self.leader = dist.get_rank() == 0
         self._state = dict(state)
         self._timeout = config.launch.timeout / 2  # seconds; the other ranks wait in a collective meanwhile
@@ -72,8 +73,8 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
             assert servers.workers and servers.pool
             self._workers, self._pool = servers.workers, servers.pool
             with keys.in_environment():
-                tools = schemas(make_tools(config.rollout))
-            self.tasks = TrainingData[Task](config, tools, task_requirements)
+                tools = play.tools.schemas()
+            self.tasks = TrainingData[Task](config, data.train, tools, partial(task_requirements, play))
             self._journal = Journal(Path(config.run.dir) / "journal", self._digests)
             self._flight = Flight(config, play, self._workers.conversations, self._journal, servers.lost_all)
             self._evaluator.lead(servers, self._journal, background=self._flight)

@@ -18,7 +18,8 @@ from megatron_collab.config.schema import PLAYERS, AssistantConfig
 from megatron_collab.data.assistants import CandidateAssistant, candidate_assistants
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.reward.spec import RewardSpec
-from megatron_collab.rollout.tools.toolbox import Toolbox
+from megatron_collab.rollout.tools.toolbox import Toolbox, ToolSpec
+from megatron_collab.rollout.users import UserDirectory
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import Group, Missing, Task
 
@@ -57,7 +58,7 @@ class Player(Extension, ABC):
         super().__init__(spec.player_options)
         self.policy, self.renderer, self.users, self.rewards = policy, renderer, users, rewards
         self.spec, self.rollout, self.reward = spec, spec.rollout, spec.reward
-        self.tools = Toolbox(spec.rollout, policy)
+        self.tools = Toolbox(spec.tools, spec.rollout.tool_timeout, policy)
         self.counters: Counter[str] = Counter()
         self.candidate_players: Mapping[str, Player] = {}  # by assistant name
 
@@ -99,6 +100,8 @@ class PlaySpec(Resolved):
     player_settings: Mapping[str, Any]
     rollout: RolloutConfig
     reward: RewardSpec
+    users: UserDirectory
+    tools: ToolSpec
     assistants: Mapping[str, AssistantConfig | None]
     proactive_share: float
     proactive_prompt: str
@@ -136,7 +139,8 @@ class PlaySpec(Resolved):
             max_assistant_turns=eval_set.max_assistant_turns or self.rollout.max_assistant_turns,
             max_messages=eval_set.max_messages or self.rollout.max_messages,
         )
-        return replace(self, rollouts=eval_set.samples, rollout=rollout, reward=self.reward.played_on())
+        reward, users = self.reward.played_on(), self.users.for_set(eval_set.user)
+        return replace(self, rollouts=eval_set.samples, rollout=rollout, reward=reward, users=users)
 
 
 def _sampling(sampling: SamplingConfig, eval_set: EvaluationSet) -> SamplingConfig:

@@ -9,11 +9,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import Config, ConfigError, require
-from megatron_collab.data.evaluation import evaluation_sets
+from megatron_collab.config import ConfigError, DataConfig, require
 from megatron_collab.data.examples import Examples, load_tasks
 from megatron_collab.data.prefixes import at_every_depth
-from megatron_collab.data.sources import TrainingSource, sources
+from megatron_collab.data.spec import DataSpec
 from megatron_collab.observability import evaluations, records
 from megatron_collab.types import (
     Conversation,
@@ -35,17 +34,19 @@ _TASKLESS = "no task of that id has its first messages; the data have changed si
 Row = Mapping[str, Any]
 
 
-def played_groups(config: Config, folder: Path, step: int | None, evaluation: str | None) -> tuple[str, list[Group]]:
+def played_groups(
+    config: DataConfig, data: DataSpec, folder: Path, step: int | None, evaluation: str | None
+) -> tuple[str, list[Group]]:
     """A title and the groups that the run in `folder` played in a training step (None: the last) or an evaluation.
 
     Raises ConfigError.
     """
     try:
         if evaluation:
-            rows, tasks = rows_of_evaluation(folder, evaluation), evaluated_tasks(config, evaluation)
+            rows, tasks = rows_of_evaluation(folder, evaluation), _evaluated_tasks(config, data, evaluation)
             return f"evaluation {evaluation}", groups_of(rows, tasks)
         found_step, rows = rows_of_step(folder, step)
-        return f"step {found_step} of training", groups_of(rows, training_tasks(config))
+        return f"step {found_step} of training", groups_of(rows, _training_tasks(config, data))
     except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
 
@@ -68,18 +69,17 @@ def rows_of_evaluation(folder: Path, name: str) -> list[Row]:
     return [row for _, row in records.lines(evaluations.file_of(folder, name)) if row is not None]
 
 
-def training_tasks(config: Config) -> list[Examples[Task]]:
+def _training_tasks(config: DataConfig, data: DataSpec) -> list[Examples[Task]]:
     """The tasks that a run trains on, by source."""
-    train_sources = sources(config.data.train, "data.train", TrainingSource)
-    examples = [load_tasks(source, "data.train", config.data) for source in train_sources]
-    return [at_every_depth(source_examples) for source_examples in examples] if config.data.prefixes else examples
+    examples = [load_tasks(source, "data.train", config) for source in data.train]
+    return [at_every_depth(source_examples) for source_examples in examples] if config.prefixes else examples
 
 
-def evaluated_tasks(config: Config, name: str) -> list[Examples[Task]]:
+def _evaluated_tasks(config: DataConfig, data: DataSpec, name: str) -> list[Examples[Task]]:
     """The tasks of the set of an evaluation, by the evaluation's name."""
     moment = evaluations.moment_of(name)
-    named = [eval_set for eval_set in evaluation_sets(config) if evaluations.name_of(eval_set.name, moment) == name]
-    return [load_tasks(eval_set, eval_set.setting, config.data) for eval_set in named]
+    named = [eval_set for eval_set in data.eval_sets if evaluations.name_of(eval_set.name, moment) == name]
+    return [load_tasks(eval_set, eval_set.setting, config) for eval_set in named]
 
 
 def groups_of(rows: Sequence[Row], tasks: Iterable[Examples[Task]]) -> list[Group]:

@@ -24,7 +24,6 @@ from megatron_collab.observability.run import progress
 from megatron_collab.rollout.journal import Journal, failed, scored
 from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.rollout.users import FINISH_SECONDS
-from megatron_collab.rollout.users.named import user_settings
 from megatron_collab.runtime import stacks
 from megatron_collab.runtime.process import Hung, RunStopped
 from megatron_collab.runtime.rank0 import from_leader
@@ -277,7 +276,7 @@ def group_seconds(config: Config, play: PlaySpec, groups: int) -> float:
     scoring = ceil(conversations / places) * reward.timeout
     if judged:
         scoring = max(scoring, ceil(judged / min(places, llm.max_concurrent)) * judge.deadline)
-    users = user_settings(config).values()
+    users = play.users.settings.values()
     phases = play.player_class.phases
     messages = conversations * (phases - 1 + rollout.max_user_turns) * max(user.attempts for user in users)
     calls = judged * judge.attempts + messages

@@ -8,6 +8,8 @@ from megatron_collab.config import Config, read_prompt
 from megatron_collab.data.assistants import assistant_configs
 from megatron_collab.reward.spec import reward_spec
 from megatron_collab.rollout.player import PlaySpec
+from megatron_collab.rollout.tools.toolbox import tool_spec
+from megatron_collab.rollout.users import UserDirectory
 
 
 def play_spec(config: Config) -> PlaySpec:
@@ -21,6 +23,8 @@ def play_spec(config: Config) -> PlaySpec:
         dict(config.rollout.player_options),
         config.rollout,
         reward_spec(config.reward),
+        UserDirectory(config),
+        tool_spec(config.rollout),
         assistant_configs(config) or {policy: None},
         build.proactive,
         prompt.render().strip() if prompt else "",

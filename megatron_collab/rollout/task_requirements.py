@@ -8,26 +8,28 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import SUFFIX, Config, ConfigError
+from megatron_collab.config import SUFFIX, ConfigError
+from megatron_collab.data.evaluation import EvaluationSet
+from megatron_collab.data.sources import Source
 from megatron_collab.data.survey import TaskRequirements
-from megatron_collab.reward.metrics import ScoredMetric, scored_metrics
-from megatron_collab.rollout.tools.toolbox import make_tools
-from megatron_collab.rollout.users import User, resolve_user
-from megatron_collab.rollout.users.named import user_of
+from megatron_collab.reward.metrics import ScoredMetric
+from megatron_collab.rollout.spec import PlaySpec
+from megatron_collab.rollout.users import ResolvedUser, User, UserDirectory
 from megatron_collab.types import Task
 
 USER = "user"  # the name of the users' requirement; those of metrics have the names of their options
 WEIGHTS = "reward.weights."
 
 
-def task_requirements(config: Config) -> TaskRequirements:
-    """The requirements by setting: what a metric or user may lack in a task, and checks that it can be read."""
-    users, metrics = _UserRequirements(config), scored_metrics(config.reward)
+def task_requirements(play: PlaySpec, source: Source) -> TaskRequirements:
+    """The requirements on a source's tasks: by setting, what a metric or user lacks, and checks that it can be read."""
+    play = play.for_set(source) if isinstance(source, EvaluationSet) else play
+    users, metrics, config = _UserRequirements(play.users), play.reward.metrics, play.users.config
     lacks = {f"{WEIGHTS}{name}": metric.lacks for name, metric in metrics.items() if metric.selective}
     lacks[USER] = users.lacks
     checks: list[tuple[str, Callable[[Task], None]]] = [(USER, users.check)]
     checks += [(f"{WEIGHTS}{name}", metric.check_task) for name, metric in metrics.items()]
-    checks += [(f"tool {type(tools).__name__}", tools.check_task) for tools in make_tools(config.rollout)]
+    checks += [(f"tool {type(tools).__name__}", tools.check_task) for tools in play.tools.toolsets]
 
     def check(task: Task) -> None:
         for name, task_check in checks:
@@ -35,7 +37,7 @@ def task_requirements(config: Config) -> TaskRequirements:
                 task_check(task)
             except Exception as error:  # a custom class may raise anything
                 reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-                owner = f"{name} {user_of(task, config) or 'llm'}" if name == USER else name
+                owner = f"{name} {play.users.name_of(task) or 'llm'}" if name == USER else name
                 raise ValueError(f"{owner} cannot read it: {reason}") from error
 
     rollout, reward = config.rollout, config.reward
@@ -50,26 +52,25 @@ def applicable_metrics(metrics: Mapping[str, ScoredMetric]) -> Callable[[Task], 
 
 
 class _UserRequirements:
-    """Requirements of users on tasks; none if the user does not exist, since `users.check_user` rejects it."""
+    """Requirements of users on tasks; none if the user does not exist, since that is refused elsewhere."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._kind = cache(self._resolve)
+    def __init__(self, users: UserDirectory) -> None:
+        self._users, self._find = users, cache(self._known)
 
     def lacks(self, task: Task) -> str | None:
-        return self._kind(user_of(task, self._config))[0].lacks(task)
+        return self._find(self._users.name_of(task)).kind.lacks(task)
 
     def check(self, task: Task) -> None:
-        kind, argument, config = self._kind(user_of(task, self._config))
-        if task.unopened and not kind.opens:
+        user = self._find(self._users.name_of(task))
+        if task.unopened and not user.kind.opens:
             raise ValueError("it has no message, and this user cannot send the first; add one or choose another user")
-        kind.check_task(task, argument, config)
+        user.check_task(task)
 
-    def _resolve(self, name: str) -> tuple[type[User], str, Config]:
+    def _known(self, name: str) -> ResolvedUser:
         try:
-            return resolve_user(name, self._config)[:3]
+            return self._users.find(name)
         except ConfigError:
-            return User, "", self._config
+            return ResolvedUser(name, User, "", self._users.config)
 
 
 def _prompt_changes(settings: Any) -> list[tuple[str, int]]:

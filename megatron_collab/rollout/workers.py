@@ -15,10 +15,9 @@ import ray
 from megatron_collab import patches
 from megatron_collab.config import Config, SamplingConfig
 from megatron_collab.config.schema import PLAYERS, AssistantConfig
-from megatron_collab.data.evaluation import EvaluationSet, settings_of
+from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout.player import Player, PlaySpec, check_group
-from megatron_collab.rollout.tools.toolbox import make_tools, schemas
 from megatron_collab.runtime import console, gpu_environment, keys, network, stacks
 from megatron_collab.runtime.process import imports_done
 from megatron_collab.runtime.ray_cluster import start_actor
@@ -80,7 +79,7 @@ class ConversationWorker:
             self.policy = self.renderer = LlmAssistant(config.assistant, self.client, system)
         else:
             self.policy = Router(servers, client)
-            self.renderer = chat_template.policy_renderer(config, schemas(make_tools(config.rollout)))
+            self.renderer = chat_template.policy_renderer(config, play.tools.schemas())
         self.rewards = RewardClient([ray.get_actor(name) for name in reward_workers], config.reward)
         self.engine = tuple(self.endpoints)
         self.players: dict[EvaluationSet | None, Player] = {}
@@ -119,8 +118,7 @@ class ConversationWorker:
 
         if eval_set not in self.players:
             play = self.play_spec if eval_set is None else self.play_spec.for_set(eval_set)
-            config = self.config if eval_set is None else settings_of(self.config, eval_set)
-            users = Users(config, self.client, self.engine)
+            users = Users(play.users, self.client, self.engine)
             player = play.player_class(self.policy, self.renderer, users, self.rewards, play)
             self.players[eval_set] = player
             player.candidate_players = {

@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from megatron_collab import patches
 from megatron_collab.config import Config
 from megatron_collab.evaluate import evaluate
 from megatron_collab.launch import evaluation, inherited, prepare, program
-from megatron_collab.launch.resolve import RunSpec
+from megatron_collab.launch.spec import RunSpec
 from megatron_collab.runtime import files, hub, keys
 from megatron_collab.runtime.redact import redact
 from megatron_collab.synthesis.built import FOLDER
@@ -51,8 +52,8 @@ def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
     with inherited.settings(arguments) as defaults:
         config = evaluation.load(arguments, defaults, builds=True)
         stack.enter_context(prepare.run_lock(config))
-        evaluation.pin(config, MODULE)
-        if evaluation.is_done(config):
+        data = evaluation.pin(config, MODULE)
+        if evaluation.is_done(config, data.eval_sets):
             if not _uploaded(config):
                 return config, partial(_upload, config)
             return (
@@ -63,16 +64,16 @@ def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
 
 
 def _build(config: Config, serving: Config, spec: RunSpec, step: int) -> None:
-    evaluate(config, serving, spec, step, _synthesis())
+    evaluate(config, serving, spec, step, _synthesis(spec))
     _upload(config)
 
 
-def _synthesis() -> type[Synthesis]:
-    """The class that builds; only ranks import it, since it needs Ray."""
+def _synthesis(spec: RunSpec) -> Callable[..., Synthesis]:
+    """The evaluator that builds; only ranks import it, since it needs Ray."""
     patches.apply("megatron")
     from megatron_collab.synthesis.synthesis import Synthesis
 
-    return Synthesis
+    return partial(Synthesis, spec)
 
 
 def _uploaded(config: Config) -> bool:

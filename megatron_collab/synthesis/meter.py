@@ -8,11 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from megatron_collab import patches
 from megatron_collab.config import Config
+from megatron_collab.launch.spec import RunSpec
 from megatron_collab.llm.endpoint import served_by_run
 from megatron_collab.planning import llm_cost
-from megatron_collab.rollout import llm_endpoints
-from megatron_collab.rollout.player import PlaySpec
-from megatron_collab.rollout.users.named import user_of
 from megatron_collab.types import Task
 
 logger = logging.getLogger(__name__)
@@ -26,7 +24,7 @@ class Meter:
     def __init__(
         self,
         config: Config,
-        play: PlaySpec,
+        spec: RunSpec,
         tasks: Sequence[Task],
         title: str,
         spend: Callable[[], Mapping[str, float]],
@@ -34,7 +32,7 @@ class Meter:
         """`spend`: the totals of the run's limiter, including earlier starts and other sets."""
         self._title, self._spend = f"{len(tasks)} {title}", spend
         self._ended, self._before, self._reported = 0, spend(), time.monotonic()
-        self._print_bound(config, play, tasks)
+        self._print_bound(config, spec, tasks)
 
     def turn(self, ended: bool) -> None:
         """Record a built turn, and whether its conversation has ended."""
@@ -52,8 +50,9 @@ class Meter:
             line += f"; {calls:.0f} calls, {spent:.4g} USD"
         return f"{line}, plus {unpriced:.0f} calls of unknown price" if unpriced else line
 
-    def _print_bound(self, config: Config, play: PlaySpec, tasks: Sequence[Task]) -> None:
-        models, calls = _models(config, play, tasks), llm_cost.building_calls(play, len(tasks))
+    def _print_bound(self, config: Config, spec: RunSpec, tasks: Sequence[Task]) -> None:
+        assert spec.play
+        models, calls = _models(config, spec, tasks), llm_cost.building_calls(spec.play, len(tasks))
         line = f"{self._title}: {calls}"
         budget = config.llm.budget_usd
         if not any(models.values()):
@@ -67,15 +66,16 @@ class Meter:
             logger.info(f"llm.budget_usd={budget:g}: the remaining {unspent:.4g} USD may not be enough; {hint}")
 
 
-def _models(config: Config, play: PlaySpec, tasks: Sequence[Task]) -> llm_cost.Models:
+def _models(config: Config, spec: RunSpec, tasks: Sequence[Task]) -> llm_cost.Models:
     """The paid models, by role."""
     if config.llm.offline:
         return {}
-    names = {user_of(task, config) for task in tasks}
+    assert spec.play
+    names = {spec.play.users.name_of(task) for task in tasks}
     by_role = {
-        "assistant": llm_endpoints.assistant_endpoints(config),
-        "user": llm_endpoints.user_endpoints(config, sorted(names)),
-        "judge": llm_endpoints.judge_endpoints(play.reward.metrics, config.reward.judge),
+        "assistant": spec.assistants,
+        "user": spec.endpoints_of(sorted(names)),
+        "judge": spec.judges,
     }
     paid = {
         role: [model.endpoint for model in models if not served_by_run(model.endpoint.model)]

@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import random
 from pathlib import Path
+from typing import Any
 
 from megatron_collab.data.evaluation import EvaluationSet
+from megatron_collab.launch.spec import RunSpec
 from megatron_collab.rollout.evaluation import Evaluator
 from megatron_collab.rollout.scheduler import Flight, GroupRequest, Slot, answers
 from megatron_collab.rollout.summary import evaluation_summary
@@ -27,13 +29,18 @@ class Synthesis(Evaluator):
     The metrics of an evaluation are recorded too, over all candidates.
     """
 
+    def __init__(self, spec: RunSpec, *evaluator: Any, **more: Any) -> None:
+        """`spec`: the settled settings, with the language models that are called; the others are those of Evaluator."""
+        super().__init__(*evaluator, **more)
+        self.spec = spec
+
     def _begin(self, eval_set: EvaluationSet, name: str, step: int) -> None:
         flight = Flight(self.config, self.play, self._workers, self._journal, self._lost_all, follow_up=self._follow_up)
         tasks = self._prepared(eval_set)
         self._flight = flight
         self._groups: list[list[Group]] = [[] for _ in tasks]
         title = f"conversations{f' of {eval_set.name}' if eval_set.name else ''}"
-        self._meter = Meter(self.config, self.play, tasks, title, self._spend)
+        self._meter = Meter(self.config, self.spec, tasks, title, self._spend)
         for index, task in enumerate(tasks):
             flight.begin(GroupRequest(Slot(0, 0, index), f"build-{eval_set.name}-{index}.0", task))
         flight.wait_for(len(tasks), title)

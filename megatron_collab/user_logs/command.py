@@ -163,7 +163,7 @@ def _check_model(config: Config) -> None:
     from megatron_collab.llm.endpoint import POLICY
 
     patches.apply("litellm")
-    endpoints.check_settings(config)
+    endpoints.check_settings(config, {"user": config.user})
     judges = [endpoints.NamedEndpoint(_MODEL, "reward.judge", config.reward.judge)]
     require(config.reward.judge.model != POLICY, f"{_MODEL}={POLICY}: no policy is served here; choose another model")
     endpoints.check_served(config, judges)
@@ -179,11 +179,14 @@ def _compare(options: argparse.Namespace) -> int:
     """Print how well simulated users can be told from those of the log."""
     config = compose(options.option, recorded_values(options.realism))
     require(config.train.stage == "rl", f"{options.realism}: its train.stage is {config.train.stage}, without users")
+    from megatron_collab.data.spec import data_spec
     from megatron_collab.rollout import recorded
     from megatron_collab.user_logs import realism
     from megatron_collab.user_logs.personal import PersonalData
 
-    title, groups = recorded.played_groups(config, options.realism, options.step, options.evaluation)
+    title, groups = recorded.played_groups(
+        config.data, data_spec(config), options.realism, options.step, options.evaluation
+    )
     data = PersonalData(options.spacy)
     logged, *_ = _read(options, data)
     simulated = realism.run_messages(groups, config.user.stop, data)

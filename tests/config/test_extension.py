@@ -25,13 +25,11 @@ from megatron_collab.launch.validate import check_settings
 from megatron_collab.reward import metrics
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.multiturn import RewardFunction, reward_function
-from megatron_collab.rollout.tools.toolbox import Toolbox
-from megatron_collab.rollout.users import check_user
 from megatron_collab.trainer.losses import policy_loss
 from megatron_collab.types import Conversation, Future, Message, Missing, Task
 from tests.reward.fakes import about, play, score
-from tests.rollout.fakes import FakePolicy
-from tests.rollout.users.helpers import dialogue, make_users, task
+from tests.rollout.fakes import FakePolicy, toolbox_of
+from tests.rollout.users.helpers import check_user, dialogue, make_users, task
 
 OUTSIDE = Path(__file__).resolve().parents[1] / "outside"
 
@@ -118,7 +116,7 @@ def test_a_script_of_a_user(tmp_path: Path) -> None:
 def test_a_tool() -> None:
     async def throw(**options: object) -> tuple[Sequence[Message], float]:
         config = RolloutConfig(tools=["collab_extras:Dice", "calculator"], tool_options=options)
-        box = Toolbox(config, FakePolicy(lambda prompt, seed: ""))
+        box = toolbox_of(config, FakePolicy(lambda prompt, seed: ""))
         async with box.open(Task("t", (), "g", "", "")) as session:
             return await session.answer("call dice {}")
 
@@ -129,7 +127,7 @@ def test_a_tool() -> None:
     with pytest.raises(ConfigError, match=r"^rollout.tool_options.dise: not in rollout.tools; the nearest is dice"):
         asyncio.run(throw(dise={"sides": 6}))
     with pytest.raises(ConfigError, match="two tools have the same name"):
-        Toolbox(RolloutConfig(tools=["collab_extras:Dice"] * 2), FakePolicy(lambda prompt, seed: ""))
+        toolbox_of(RolloutConfig(tools=["collab_extras:Dice"] * 2), FakePolicy(lambda prompt, seed: ""))
 
 
 def test_a_world(tmp_path: Path) -> None:
@@ -186,7 +184,7 @@ def test_a_loss() -> None:
 
 def configured(**settings: object) -> Config:
     config = Config()
-    config.reward.weights = {"collab_extras:Polite": 1.0}
+    config.data.train, config.reward.weights = "t.jsonl", {"collab_extras:Polite": 1.0}
     for name, value in settings.items():
         group, _, option = name.partition("__")
         setattr(getattr(config, group), option, value)

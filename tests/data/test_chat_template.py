@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from megatron_collab.config import Config, ConfigError, RolloutConfig, SamplingConfig
 from megatron_collab.data.chat_template import ChatRenderer, policy_renderer, render_once
 from megatron_collab.data.datasets import SupervisedData, write_jsonl
+from megatron_collab.data.spec import data_spec
 from megatron_collab.environments import booking, tiny_model
 from megatron_collab.types import Finish, Message, Turn
 from tests.helpers import byte_level_tokenizer
@@ -284,7 +285,7 @@ def test_supervised_training_sees_the_prompt_of_rollouts(tmp_path: Path) -> None
     config.rollout.system_prompt, config.train.prompts_per_step = str(tmp_path / "system.j2"), 1
     config.run.dir, config.train.stage = str(tmp_path / "run"), "sft"
     plain = renderer(tmp_path, THINKING)
-    (sample,) = SupervisedData(config).batch(0).samples
+    (sample,) = SupervisedData(config, data_spec(config)).batch(0).samples
     prompt = policy_renderer(config).first(MESSAGES[:1])
     assert (*prompt, *plain.reply(MESSAGES[1].content)) == tuple(sample.token_ids)
     shown = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nplease book"

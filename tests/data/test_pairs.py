@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.data.datasets import SupervisedData, TrainingData, pair_row, write_jsonl
-from megatron_collab.data.evaluation import evaluation_sets
+from megatron_collab.data.datasets import SupervisedData, pair_row, write_jsonl
 from megatron_collab.data.pairs import pair
 from megatron_collab.data.readers import Unfit
+from megatron_collab.data.spec import data_spec
 from megatron_collab.types import Sample
 from tests.data.test_chat_template import renderer
-from tests.data.test_survey import assistant, configured, user
+from tests.data.test_survey import assistant, configured, training_data, user
 from tests.data.test_tool_messages import QWEN, SCHEMA, calling
 
 GREETED = [user("hi"), assistant("hello"), user("how are you")]
@@ -38,7 +38,7 @@ def test_replies_after_the_shared_prompt_count_and_users_never_do(tmp_path: Path
     ]
     config = configured(tmp_path, rows, "dpo", 256)
     config.train.prompts_per_step = 3
-    data = SupervisedData(config)
+    data = SupervisedData(config, data_spec(config))
     order = [texts(data, data.batch(0).samples[at : at + 2]) for at in (0, 2, 4)]
     assert sorted(order) == [["fine|", "bad|rain|"], ["fine|rain|", "fine|rain|"], ["hello|", "no|"]]
     assert sum(len(batch.samples) for batch in data.all_batches(2)) == 6
@@ -53,7 +53,7 @@ def test_a_pair_may_call_tools(tmp_path: Path) -> None:
     assert pair(pair_row(read)) == read
     config = configured(tmp_path, [row], "dpo", 512)
     config.train.prompts_per_step = 1
-    data = SupervisedData(config)
+    data = SupervisedData(config, data_spec(config))
     chosen, rejected = data.batch(0).samples
     assert "compute" in chat.tokenizer.decode(rejected.token_ids), "the prompt has the schema"
     first, second = texts(data, (chosen, rejected))
@@ -73,7 +73,7 @@ def test_the_best_candidate_is_paired_with_the_worst(tmp_path: Path) -> None:
         candidate(5, 1),
         candidate(5, 1),
     ]
-    data = TrainingData[Any](configured(tmp_path, rows, "dpo", 256))
+    data = training_data(configured(tmp_path, rows, "dpo", 256))
     (read,) = data.sets[0]
     assert (read.chosen[0].content, read.rejected[0].content, read.scores) == ("1 0.9", "1 0.1", (0.9, 0.1))
     (line,) = data.lines()
@@ -84,7 +84,7 @@ def test_the_best_candidate_is_paired_with_the_worst(tmp_path: Path) -> None:
 def test_useless_pairs_are_left_out_and_counted(tmp_path: Path) -> None:
     rows = [{"prompt": "hi", "chosen": "a", "rejected": text} for text in ("b", "a", "x" * 900, "")]
     config = configured(tmp_path, rows, "dpo", 128)
-    (line,) = TrainingData[Any](config).lines()
+    (line,) = training_data(config).lines()
     counts = ["whose chosen and rejected are the same", "of more than 128 tokens", "that have an empty message"]
     assert ": 1 rows" in line and all(f"1 {count}" in line for count in counts)
 
@@ -107,27 +107,27 @@ def test_a_bad_row_is_named_in_one_line(tmp_path: Path, row: dict[str, Any], mes
     good = {"prompt": [user("hi")], "chosen": [assistant("a")], "rejected": [assistant("b")]}
     config = configured(tmp_path, [good, row], "dpo")
     with pytest.raises(ValueError, match=f"row 2: {message}") as error:
-        TrainingData[Any](config)
+        training_data(config)
     assert "\n" not in str(error.value)
 
 
 def test_other_rows_are_refused_with_the_stage_that_reads_them(tmp_path: Path) -> None:
     config = configured(tmp_path, [{"messages": [user("hi"), assistant("yes")]}], "dpo")
     with pytest.raises(ValueError, match="give rows that are read as pairs, or choose that stage"):
-        TrainingData[Any](config)
+        training_data(config)
 
 
 def test_a_set_for_evaluation_is_known_beforehand_too(tmp_path: Path) -> None:
     config = configured(tmp_path, [{"prompt": "hi", "chosen": "a", "rejected": "b"}] * 2, "dpo")
     write_jsonl(tmp_path / "eval.jsonl", [{"prompt": "ho", "chosen": "c", "rejected": "d"}])
     config.data.eval = str(tmp_path / "eval.jsonl")
-    data = SupervisedData(config)
-    (eval_set,) = evaluation_sets(config)
+    data = SupervisedData(config, data_spec(config))
+    (eval_set,) = data_spec(config).eval_sets
     (batch,) = data.validation(eval_set)
     assert texts(data, batch.samples) == ["c|", "d|"]
     assert [len(batch.samples) for batch in data.all_batches(4)] == [4, 2]
     config.train.eval_tasks += 1
-    assert SupervisedData(config).fingerprint != data.fingerprint
+    assert SupervisedData(config, data_spec(config)).fingerprint != data.fingerprint
 
 
 def test_equal_messages_with_other_scores_are_no_pair() -> None:

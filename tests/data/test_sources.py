@@ -143,8 +143,9 @@ def test_a_list_of_sources(tmp_path: Path) -> None:
         ([file, "none.jsonl"], "data.train=none.jsonl: no such file"),
     ):
         with pytest.raises(ConfigError, match=message):
-            check_exists(value, "data.train", TrainingSource)
-    check_exists([file, "owner/name@v1", str(tmp_path / "*.jsonl"), str(tmp_path)], "data.train", TrainingSource)
+            check_exists(sources(value, "data.train", TrainingSource), "data.train")
+    places = [file, "owner/name@v1", str(tmp_path / "*.jsonl"), str(tmp_path)]
+    check_exists(sources(places, "data.train", TrainingSource), "data.train")
     with pytest.raises(ConfigError, match=r"data.eval\[0\].weight: no such setting"):
         sources([{"source": file, "weight": 2}], "data.eval", Source)
     assert pin_sources([file, {"source": file}], "data.train", tmp_path) == [file, {"source": file}]

@@ -10,7 +10,7 @@ import pytest
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.data import datasets
 from megatron_collab.data.datasets import SupervisedData, SurveyedSources, TrainingData, render_sample, write_jsonl
-from megatron_collab.data.evaluation import evaluation_sets
+from megatron_collab.data.spec import data_spec
 from tests.helpers import byte_level_tokenizer
 
 
@@ -37,22 +37,26 @@ def configured(folder: Path, rows: list[dict], stage: str = "rl", context: int =
     return config
 
 
+def training_data(config: Config) -> TrainingData[Any]:
+    return TrainingData[Any](config, data_spec(config).train)
+
+
 def test_an_unknown_user_of_rows_is_reported(tmp_path: Path) -> None:
     wished = {"prompt": [user("hi")], "extra_info": {"interaction_kwargs": {"name": "collabllm"}}}
     config = configured(tmp_path, [wished, wished])
     config.users = {"collablm": {}}
     message = "rows name the user collabllm, which users lacks; the nearest is collablm"
-    assert TrainingData[Any](config).lines()[1:] == [f"data.train={tmp_path}/rows.jsonl: {message}"]
+    assert training_data(config).lines()[1:] == [f"data.train={tmp_path}/rows.jsonl: {message}"]
     for users, name in (({"collabllm": {}}, None), ({}, "replay")):
         config.users, config.user.name = users, name
-        assert len(TrainingData[Any](config).lines()) == 1
+        assert len(training_data(config).lines()) == 1
 
 
 def test_overlong_prompts_are_left_out_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [task("hi"), task("x" * 400), task("hello", user="llm"), task("y" * 400), task("yes")]
     config = configured(tmp_path, rows)
     config.train.steps = 10
-    data = TrainingData[Any](config)
+    data = training_data(config)
     (read,) = data.sets
     assert [row.id for row in read] == ["0", "2", "4"] and read[-1].messages[0].content == "yes"
     (line,) = data.lines()
@@ -66,28 +70,28 @@ def test_overlong_prompts_are_left_out_and_counted(tmp_path: Path, monkeypatch: 
         raise AssertionError("the rows were surveyed a second time")
 
     monkeypatch.setattr(datasets, "survey", refuse)  # other processes of the run find what the first has found
-    resurveyed = TrainingData[Any](config)
+    resurveyed = training_data(config)
     assert [resurveyed.at(position, 0).id for position in range(6)] == ids and resurveyed.lines() == [line]
     config.rollout.context_length = 1024
     with pytest.raises(AssertionError, match="a second time"):
-        TrainingData[Any](config)
+        training_data(config)
 
 
 def test_a_prompt_that_just_leaves_room_for_a_token_is_taken(tmp_path: Path) -> None:
     config = configured(tmp_path, [task("hi there")])
-    (read,) = TrainingData[Any](config).sets
+    (read,) = training_data(config).sets
     tokens = len(datasets.ChatRenderer(config.model.path).first(read[0].messages))
     config.rollout.context_length = tokens + 1
-    assert len(TrainingData[Any](config).sets[0]) == 1
+    assert len(training_data(config).sets[0]) == 1
     config.rollout.context_length = tokens
     with pytest.raises(ConfigError, match=f"all rows are left out: 1 of more than {tokens - 1} tokens"):
-        TrainingData[Any](config)
+        training_data(config)
 
 
 def test_overlong_conversations_are_left_out(tmp_path: Path) -> None:
     rows = [{"messages": [user("hi"), assistant(text)]} for text in ("yes", "z" * 400, "no")]
     config = configured(tmp_path, rows, "sft")
-    data = SupervisedData(config)
+    data = SupervisedData(config, data_spec(config))
     batches = [data.batch(step) for step in range(3)]
     assert all(len(sample.token_ids) <= 64 for batch in batches for sample in batch.samples)
     expected = [render_sample(data.renderer, messages).token_ids.tolist() for messages in data.examples.sets[0]]
@@ -114,7 +118,7 @@ CANDIDATES = [
 
 
 def test_a_run_uses_one_candidate_of_each_prompt(tmp_path: Path) -> None:
-    data = TrainingData[Any](configured(tmp_path, CANDIDATES))
+    data = training_data(configured(tmp_path, CANDIDATES))
     assert [row.messages[0].content for row in data.sets[0]] == ["a", "b", "c"]
     assert "left out: 3 replaced by another candidate" in data.lines()[0]
 
@@ -128,7 +132,7 @@ def test_a_run_trains_on_every_prefix_of_a_task_once(tmp_path: Path) -> None:
     rows += [talk("a", "d", "z" * 400, id="z", level=3)]
     config = configured(tmp_path, rows)
     config.data.prefixes, config.data.eval = True, config.data.train
-    data = TrainingData[Any](config)
+    data = training_data(config)
     (read,) = data.sets
     assert [(row.id, [message.content for message in row.messages]) for row in read] == [
         ("x-1", ["a"]),
@@ -136,10 +140,10 @@ def test_a_run_trains_on_every_prefix_of_a_task_once(tmp_path: Path) -> None:
     ]
     (line,) = data.lines()
     assert ": 2 rows, read as task (it has prompt, goal, every prefix of 3 rows); left out: 1 of more than 63" in line
-    (whole,) = SurveyedSources[Any](config, "data.eval", evaluation_sets(config)).sets
+    (whole,) = SurveyedSources[Any](config, "data.eval", data_spec(config).eval_sets).sets
     assert [row.id for row in whole] == ["x", "y"], "an evaluation plays tasks as they are"
     config.data.train = [{"source": str(tmp_path / "rows.jsonl"), "sort_by": "-level"}]
-    sorted_data = TrainingData[Any](config)
+    sorted_data = training_data(config)
     assert [sorted_data.at(position, 0).id for position in range(2)] in (["x-1", "x"], ["x", "x-1"])
 
 
@@ -148,25 +152,25 @@ def test_prefixes_of_candidates_are_their_prompts(tmp_path: Path) -> None:
     later = {**scored(1, 3, "b", 0.2), "prompt": [user("a"), assistant("well"), user("b")]}
     config = configured(tmp_path, [first, later, later, scored(2, 1, "c", 0.1)])
     config.data.prefixes = True
-    assert [len(row.messages) for row in TrainingData[Any](config).sets[0]] == [1, 3, 1]
+    assert [len(row.messages) for row in training_data(config).sets[0]] == [1, 3, 1]
 
 
 def test_tasks_that_the_user_opens_are_told_apart_by_their_goals(tmp_path: Path) -> None:
     rows = [{**talk(), "goal": goal} for goal in ("a table", "a room", "a table")]
     config = configured(tmp_path, rows)
     config.data.prefixes = True
-    assert [row.goal for row in TrainingData[Any](config).sets[0]] == ["a table", "a room"]
+    assert [row.goal for row in training_data(config).sets[0]] == ["a table", "a room"]
 
 
 def test_a_bad_row_is_refused_with_its_place_among_prefixes_too(tmp_path: Path) -> None:
     config = configured(tmp_path, [talk("a", "b", "c"), talk("a", "b")])
     config.data.prefixes = True
     with pytest.raises(ValueError, match=r"rows\.jsonl row 2: the prompt ends with a message of the assistant"):
-        TrainingData[Any](config)
+        training_data(config)
 
 
 def test_supervised_training_uses_the_best_last_turn_of_candidates(tmp_path: Path) -> None:
-    data = TrainingData[Any](configured(tmp_path, CANDIDATES, "sft"))
+    data = training_data(configured(tmp_path, CANDIDATES, "sft"))
     assert [messages[-1].content for messages in data.sets[0]] == ["b 0.7", "c 0.3"]
 
 
@@ -178,7 +182,7 @@ def test_several_sources_are_mixed_and_sets_for_evaluation_are_apart(tmp_path: P
         {"source": f"{tmp_path}/more.jsonl", "from_step": 1},
     ]
     config.train.steps = 5
-    data = TrainingData[Any](config)
+    data = training_data(config)
     first, *later = [data.at(at, 0).messages[0].content for at in range(10)]
     assert first == "a 2" and later[:2] == ["a 1", "a 0"]
     assert [text[0] for text in later].count("b") == 2
@@ -187,19 +191,19 @@ def test_several_sources_are_mixed_and_sets_for_evaluation_are_apart(tmp_path: P
     with pytest.raises(
         ConfigError, match=r"data\.train: no source has rows for step 1; change from_step or until_step"
     ):
-        TrainingData[Any](config)
+        training_data(config)
     config.data.train = [{"source": f"{tmp_path}/rows.jsonl", "sort_by": "levle"}]
     with pytest.raises(ConfigError, match="sort_by=levle: no such column; the nearest is level; there are prompt"):
-        TrainingData[Any](config)
+        training_data(config)
     write_jsonl(tmp_path / "gap.jsonl", [task("a", level=1.5), task("b", level=None)])
     config.data.train = [{"source": f"{tmp_path}/gap.jsonl", "sort_by": "level"}]
     with pytest.raises(ConfigError, match="sort_by=level: its values must be all numbers or all texts, without a gap"):
-        TrainingData[Any](config)
+        training_data(config)
     config.data.eval = [f"{tmp_path}/rows.jsonl", f"{tmp_path}/more.jsonl"]
-    assert [len(rows) for rows in SurveyedSources[Any](config, "data.eval", evaluation_sets(config)).sets] == [3, 4]
+    assert [len(rows) for rows in SurveyedSources[Any](config, "data.eval", data_spec(config).eval_sets).sets] == [3, 4]
 
 
 def test_a_bad_row_is_refused_whichever_it_is(tmp_path: Path) -> None:
     rows = [task("hi")] * 1500 + [task(" ")]
     with pytest.raises(ValueError, match=r"^data\.train=.*rows\.jsonl row 1501: prompt has a message without content"):
-        TrainingData[Any](configured(tmp_path, rows))
+        training_data(configured(tmp_path, rows))

@@ -11,6 +11,7 @@ import pytest
 from megatron_collab.config import Config
 from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.data.datasets import TrainingData, load_conversations, render_sample, write_jsonl
+from megatron_collab.data.spec import data_spec
 from megatron_collab.data.tool_messages import ToolConversation, tool_conversation
 from megatron_collab.types import Conversation, Finish, Message, ToolCall, Turn
 from tests.data.test_chat_template import renderer
@@ -146,7 +147,7 @@ def test_messages_that_the_template_cannot_render_are_refused(
     config.run.dir, config.model.path = str(tmp_path / "run"), str(tmp_path)
     config.train.stage, config.data.train = "sft", str(tmp_path / "rows.jsonl")
     with pytest.raises(ValueError, match=f"^data.train=.*rows.jsonl row 2: model.path=.*{fault}"):
-        TrainingData(config)
+        TrainingData(config, data_spec(config).train)
     if template == LLAMA:
         sample = render_sample(ChatRenderer(str(tmp_path)), tool_conversation(row(calling("1"), tools=[SCHEMA])))
         assert sample.loss_mask.sum() > 0

@@ -15,7 +15,6 @@ from megatron_collab.config import Config, ConfigError, compose
 from megatron_collab.config.schema import AlgoConfig, ParallelConfig
 from megatron_collab.inference import server
 from megatron_collab.launch import evaluation, inherited, server_specs, servers
-from megatron_collab.rollout import llm_endpoints
 from megatron_collab.runtime import device
 from tests.helpers import make_model
 
@@ -361,7 +360,7 @@ def test_conversations_are_built_by_several_assistants(tmp_path: Path, tasks: Pa
     config = evaluation.load(overrides(tmp_path, tasks, two, *BUILDS), builds=True)
     _, spec, _ = evaluation.prepared(config)
     assert spec.serving and spec.serving.policy.placement.replicas == 0 and config.assistant.temperature == 0.2
-    assert [(entry.setting, entry.endpoint.temperature) for entry in llm_endpoints.assistant_endpoints(config)] == [
+    assert [(entry.setting, entry.endpoint.temperature) for entry in spec.assistants] == [
         ("build.assistants.a.model", 0.2),
         ("build.assistants.b.model", 1.0),
     ]

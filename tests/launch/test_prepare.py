@@ -12,7 +12,8 @@ from megatron_collab.config import Config, ConfigError, compose
 from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.data.survey import Survey
 from megatron_collab.launch import prepare
-from megatron_collab.launch.resolve import resolve
+from megatron_collab.launch.spec import run_spec
+from megatron_collab.rollout.users import UserDirectory
 from megatron_collab.runtime import process
 from tests.helpers import byte_level_tokenizer
 
@@ -79,13 +80,14 @@ def test_a_rank_does_not_check_again_what_its_launcher_has(
 def test_a_name_that_only_other_programs_know_asks_for_no_user_of_that_name() -> None:
     surveys = [(Survey(users={"collabllm?": "7", "calm": "8"}), "data.train")]
 
-    def users(**named: dict) -> dict[str, str]:
+    def examples(**named: dict) -> dict[str, str]:
         config = compose(["experiment=booking"])
         config.users = named
-        return prepare.users_of_tasks(config, [(config, option, survey) for survey, option in surveys])
+        users = UserDirectory(config)
+        return prepare.users_of_tasks(users, [(users, option, survey) for survey, option in surveys])
 
-    assert users() == {"": "data.train, task 7", "calm": "data.train, task 8"}
-    assert set(users(collabllm={"weight": 0})) == {"collabllm", "calm"}
+    assert examples() == {"": "data.train, task 7", "calm": "data.train, task 8"}
+    assert set(examples(collabllm={"weight": 0})) == {"collabllm", "calm"}
 
 
 def test_each_metric_picks_its_tasks_from_the_sources_and_its_share_is_said(tmp_path: Path) -> None:
@@ -99,10 +101,10 @@ def test_each_metric_picks_its_tasks_from_the_sources_and_its_share_is_said(tmp_
     config.data.train = [f"{tmp_path}/some.jsonl", f"{tmp_path}/none.jsonl"]
     config.data.eval = f"{tmp_path}/none.jsonl"
     config.reward.weights = {"asks": 1.0}
-    (train, _) = prepare.read_data(config, resolve(config), ())
+    (train, _) = prepare.read_data(config, run_spec(config), ())
     assert not any("reward.weights" in line for line in train.lines())
     config.reward.weights = {"asks": 1.0, "accuracy": 1.0}
-    (train, held_out) = prepare.read_data(config, resolve(config), ())
+    (train, held_out) = prepare.read_data(config, run_spec(config), ())
     mixed, none = train.lines()
     assert mixed.endswith("; reward.weights.accuracy: for 2 of 3 rows (1 lack an answer)")
     assert none.endswith("; reward.weights.accuracy: for 0 of 2 rows (2 lack an answer)")
@@ -111,7 +113,7 @@ def test_each_metric_picks_its_tasks_from_the_sources_and_its_share_is_said(tmp_
     with pytest.raises(
         ConfigError, match=r"data\.train=.*none\.jsonl: none of its tasks has an answer, which its user"
     ):
-        prepare.read_data(config, resolve(config), ())
+        prepare.read_data(config, run_spec(config), ())
 
 
 @pytest.mark.parametrize("override", ["assistant.model=openai/m", "build.proactive=0.5"])

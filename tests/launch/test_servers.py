@@ -12,7 +12,7 @@ import pytest
 
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.launch import prepare, server_specs, servers, validate
-from megatron_collab.launch.resolve import resolve
+from megatron_collab.launch.spec import run_spec
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.runtime import device
 from tests import helpers
@@ -339,12 +339,12 @@ def test_models_that_can_be_cut() -> None:
 def test_a_supervised_run_has_no_server_to_fit(tmp_path: Path) -> None:
     """SGLang has no Qwen3-MoE with dense layers; training it needs none."""
     config = configure()
-    config.model.path = str(tmp_path)
+    config.model.path, config.data.train = str(tmp_path), "tasks.jsonl"
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS | {"mlp_only_layers": [0], "hidden_size": 64}))
     with pytest.raises(ConfigError, match="layer 0 has no experts"):
-        validate.check_model(config, resolve(config))
+        validate.check_model(config, run_spec(config))
     config.train.stage = "sft"
-    assert validate.check_model(config, resolve(config)).experts is not None
+    assert validate.check_model(config, run_spec(config)).experts is not None
 
 
 JUDGED = ("reward.weights.accuracy=1", "reward.metrics.accuracy.judge=true")

@@ -54,7 +54,7 @@ class Counting:
 
 def options(mode: str = "mr", **rollout: Any) -> Config:
     settings = config(**rollout)
-    settings.reward.mode = mode
+    settings.data.train, settings.reward.mode = "t.jsonl", mode
     settings.reward.weights, settings.train.rollouts_per_prompt = {"right": 1.0}, 3
     settings.reward.metrics = {"right": {"metric": "generative", "prompt": "How good is {conversation}?"}}
     return settings

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_collab.config import Config, SamplingConfig
+from megatron_collab.config import Config, RolloutConfig, SamplingConfig
 from megatron_collab.config.schema import UserConfig
+from megatron_collab.rollout.tools.toolbox import Toolbox, tool_spec
 from megatron_collab.rollout.users import UserReply
 from megatron_collab.types import Conversation, Finish, Message, Task, ToolCall, Turn
 
@@ -148,6 +149,10 @@ class FakeUser:
     async def finish(self, conversation: Conversation) -> float:
         self.calls.append("finish")
         return 0.0
+
+
+def toolbox_of(rollout: RolloutConfig, parser: Any) -> Toolbox:
+    return Toolbox(tool_spec(rollout), rollout.tool_timeout, parser)
 
 
 class FakeUsers:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_collab.config import Config
 from megatron_collab.data.evaluation import EvaluationSet
+from megatron_collab.data.spec import data_spec
 from megatron_collab.observability.evaluations import Evaluations
 from megatron_collab.rollout.manager import RolloutManager
 from megatron_collab.rollout.spec import play_spec
@@ -156,7 +157,7 @@ class World:
             evaluation_due=lambda set_name, step: self.evaluations.due(set_name, step, config.train.eval_every),
             evaluation=self._record,
         )
-        self.manager = RolloutManager(config, play_spec(config), servers, weights, run, state or {})
+        self.manager = RolloutManager(config, play_spec(config), data_spec(config), servers, weights, run, state or {})
 
     def next(self, step: int) -> Batch:
         """Collect the batch of a step and train on it."""

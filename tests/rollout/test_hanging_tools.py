@@ -12,10 +12,10 @@ import pytest
 from megatron_collab.config import RolloutConfig
 from megatron_collab.rollout import tools
 from megatron_collab.rollout.tools import ToolFailure
-from megatron_collab.rollout.tools.toolbox import Toolbox, find_tool
+from megatron_collab.rollout.tools.toolbox import find_tool
 from megatron_collab.runtime.process import wait_for
 from megatron_collab.types import Message, Task
-from tests.rollout.fakes import FakePolicy
+from tests.rollout.fakes import FakePolicy, toolbox_of
 
 TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")
 
@@ -43,7 +43,7 @@ def test_hung_calls_delay_no_other_call_and_fail_beyond_a_limit(
     monkeypatch.setattr(tools, "HUNG", 3)
     (tmp_path / "blocked.py").write_text(BLOCKED)
     spec = f"{tmp_path}/blocked.py:block"
-    box = Toolbox(RolloutConfig(tools=[spec], tool_timeout=0.6), FakePolicy(lambda prompt, seed: ""))
+    box = toolbox_of(RolloutConfig(tools=[spec], tool_timeout=0.6), FakePolicy(lambda prompt, seed: ""))
 
     async def calls() -> list[str]:
         answers = []

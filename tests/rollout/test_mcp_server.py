@@ -19,10 +19,10 @@ from megatron_collab.launch.prepare import compare_tools
 from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.tools import ToolFailure
-from megatron_collab.rollout.tools.toolbox import Toolbox, make_tools, schemas
+from megatron_collab.rollout.tools.toolbox import Toolbox, tool_spec
 from megatron_collab.runtime.process import wait_for
 from tests.helpers import free_port, listening
-from tests.rollout.fakes import CharacterRenderer, FakePolicy, FakeUsers, config
+from tests.rollout.fakes import CharacterRenderer, FakePolicy, FakeUsers, config, toolbox_of
 from tests.rollout.test_tools import TASK, Scores, notes
 
 pytestmark = pytest.mark.processes
@@ -113,7 +113,7 @@ def url(notebook: Path) -> Iterator[str]:
 
 def box(timeout: float = 30.0, **settings: Any) -> Toolbox:
     options = RolloutConfig(mcp_servers={"notebook": settings}, tool_timeout=timeout)
-    return Toolbox(options, FakePolicy(lambda prompt, seed: ""))
+    return toolbox_of(options, FakePolicy(lambda prompt, seed: ""))
 
 
 def by_stdio(notebook: Path, **settings: Any) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def test_over_http_with_a_key_shared_or_not(url: str) -> None:
 def test_a_server_that_cannot_be_used_is_refused_in_one_line(settings: dict[str, Any], why: str, url: str) -> None:
     filled = {key: value.format(url=url) if isinstance(value, str) else value for key, value in settings.items()}
     with pytest.raises(ConfigError) as error:
-        schemas(make_tools(RolloutConfig(mcp_servers={"notebook": filled})))
+        tool_spec(RolloutConfig(mcp_servers={"notebook": filled})).schemas()
     assert why.format(url=url) in str(error.value) and "\n" not in str(error.value)
 
 
@@ -257,7 +257,7 @@ def test_a_server_whose_tools_have_changed_since_the_run_began_is_named(
     warnings = []
     for tools in ([], [], ["note"]):
         server = {"url": url, "bearer": BEARER, "tools": tools}
-        compare_tools(tmp_path, make_tools(RolloutConfig(mcp_servers={"n": server})))
+        compare_tools(tmp_path, tool_spec(RolloutConfig(mcp_servers={"n": server})))
         warnings.append(capsys.readouterr().err)
     assert warnings[:2] == ["", ""] and warnings[2].count("\n") == 1
     assert warnings[2].startswith("megatron-collab: rollout.mcp_servers.n: its tools have changed since the run")
@@ -267,4 +267,4 @@ def test_a_server_whose_tools_have_changed_since_the_run_began_is_named(
 def test_two_tools_of_one_name_are_refused(notebook: Path) -> None:
     both = {"one": by_stdio(notebook), "two": by_stdio(notebook)}
     with pytest.raises(ConfigError, match=r"^tool note: two of rollout.tools and rollout.mcp_servers have this name"):
-        schemas(make_tools(RolloutConfig(mcp_servers=both)))
+        tool_spec(RolloutConfig(mcp_servers=both)).schemas()

@@ -389,7 +389,9 @@ def test_the_bound_is_twice_the_time_of_a_turn_its_futures_and_their_scores() ->
 
 
 def test_tools_have_time_to_close_after_the_trained_turn_and_after_its_futures() -> None:
-    tools = settings(rollout__tools=["calculator"], rollout__mcp_servers={"m": {}}, rollout__tool_timeout=300.0)
+    tools = settings(
+        rollout__tools=["calculator"], rollout__mcp_servers={"m": {"command": "serve"}}, rollout__tool_timeout=300.0
+    )
     assert bound(tools, 1) == 2 * (100 + 110 + 2 * 2 * 300 + 10 + 20)
 
 

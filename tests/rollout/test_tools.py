@@ -16,9 +16,9 @@ from megatron_collab.inference.client import UnreadableCall
 from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.tools import ToolFailure
-from megatron_collab.rollout.tools.toolbox import Toolbox, check_call, find_tool, make_tools, schemas
+from megatron_collab.rollout.tools.toolbox import Toolbox, check_call, find_tool, tool_spec
 from megatron_collab.types import Ending, Group, Message, Task, ToolCall
-from tests.rollout.fakes import CharacterRenderer, FakePolicy, FakeUsers, config
+from tests.rollout.fakes import CharacterRenderer, FakePolicy, FakeUsers, config, toolbox_of
 
 TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")
 MINE = """
@@ -147,7 +147,7 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answer(text: str, *names: str, timeout: float = 60.0) -> tuple[list[Message], Toolbox]:
     options = RolloutConfig(tools=list(names or ["calculator"]), tool_timeout=timeout)
-    box = Toolbox(options, FakePolicy(lambda prompt, seed: ""))
+    box = toolbox_of(options, FakePolicy(lambda prompt, seed: ""))
 
     async def conversation() -> list[Message]:
         async with box.open(TASK) as session:
@@ -188,7 +188,7 @@ def test_a_call_at_which_the_parser_fails_is_refused() -> None:
         async with box.open(TASK) as session:
             return await session.answer('{"name": "{"')
 
-    box = Toolbox(RolloutConfig(tools=["calculator"]), Parser(lambda prompt, seed: ""))
+    box = toolbox_of(RolloutConfig(tools=["calculator"]), Parser(lambda prompt, seed: ""))
     assert asyncio.run(conversation()) == ([Message("tool", "error: the call cannot be read")], 0.0)
     assert box.counters == {"tool_calls": 1, "tool_errors": 1}
 
@@ -250,7 +250,7 @@ def test_functions_are_tools_by_their_docstring_or_their_schema(mine: Path) -> N
 )
 def test_invalid_tools_are_refused_in_one_line(names: list[str], why: str, mine: Path) -> None:
     with pytest.raises(ConfigError, match=why) as error:
-        schemas(make_tools(RolloutConfig(tools=[name.format(mine=mine) for name in names])))
+        tool_spec(RolloutConfig(tools=[name.format(mine=mine) for name in names])).schemas()
     assert "\n" not in str(error.value)
 
 
@@ -276,7 +276,7 @@ def test_half_a_surrogate_pair_in_a_call_is_replaced(mine: Path) -> None:
 
 
 def test_tools_whose_start_fails_are_started_again_at_the_next_call_and_closed(mine: Path) -> None:
-    box = Toolbox(RolloutConfig(tools=[f"{mine}:Starts"], tool_timeout=0.2), FakePolicy(lambda prompt, seed: ""))
+    box = toolbox_of(RolloutConfig(tools=[f"{mine}:Starts"], tool_timeout=0.2), FakePolicy(lambda prompt, seed: ""))
     log = vars(sys.modules[find_tool(f"{mine}:Starts").__module__])["LOG"]
     log.clear()
 
@@ -353,7 +353,7 @@ def test_a_tool_that_fails_ends_its_conversation_and_is_closed(tool: str, word: 
 
 def test_synchronous_tools_do_not_delay_other_conversations(mine: Path) -> None:
     """Calls of several conversations sleep at once, outside the event loop's thread."""
-    box = Toolbox(RolloutConfig(tools=[f"{mine}:Notebook"]), FakePolicy(lambda prompt, seed: ""))
+    box = toolbox_of(RolloutConfig(tools=[f"{mine}:Notebook"]), FakePolicy(lambda prompt, seed: ""))
 
     async def conversation() -> None:
         async with box.open(TASK) as session:

@@ -37,7 +37,7 @@ from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.rollout.journal import Journal, WeightDigests
 from megatron_collab.rollout.scheduler import Flight, GroupRequest, Slot, answers, available_results, worker_error
 from megatron_collab.rollout.spec import play_spec
-from megatron_collab.rollout.users import Users
+from megatron_collab.rollout.users import UserDirectory, Users
 from megatron_collab.rollout.workers import start_workers
 from megatron_collab.runtime.process import Hung
 from megatron_collab.runtime.ray_cluster import ray_session, start_actor
@@ -90,7 +90,8 @@ class FakeEngineWorker:
     def __init__(self, config: Config, reward_worker: str) -> None:
         policy = FakePolicy(answer, wait=0.01)
         rewards = RewardClient([ray.get_actor(reward_worker)], config.reward)
-        self.player = FuturesPlayer(policy, CharacterRenderer(), Users(config, LlmClient()), rewards, play_spec(config))
+        users = Users(UserDirectory(config), LlmClient())
+        self.player = FuturesPlayer(policy, CharacterRenderer(), users, rewards, play_spec(config))
 
     async def play(self, task: Task, stream: str, eval_set: EvaluationSet | None = None) -> Group:
         return await self.player.play(task, stream)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.rollout.spec import play_spec
+from megatron_collab.launch.spec import run_spec
 from megatron_collab.synthesis import meter
 from megatron_collab.synthesis.meter import Meter
 from tests.planning.test_llm_cost import TASK, options
@@ -23,7 +23,7 @@ def test_progress_lines_show_the_spent_cost(
     settings.llm.budget_usd = 0.01
     spent: Counter[str] = Counter({"calls": 7, "usd": 0.005, "unpriced": 0})  # by an earlier start
 
-    built = Meter(settings, play_spec(settings), [TASK] * 100, "conversations", lambda: Counter(spent))
+    built = Meter(settings, run_spec(settings), [TASK] * 100, "conversations", lambda: Counter(spent))
     first, budget = capsys.readouterr().out.splitlines()
     assert first.startswith("100 conversations: at most 1800 replies, 1000 user messages, 900 judgments; at most ")
     assert first.endswith(" USD if every message has its maximum length")
@@ -43,5 +43,5 @@ def test_progress_lines_show_the_spent_cost(
 def test_recorded_answers_are_not_priced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     settings = options(futures=1, max_messages=6)
     settings.user.model, settings.llm.replay = "openai/user", str(tmp_path)
-    Meter(settings, play_spec(settings), [TASK], "conversations", lambda: Counter())
+    Meter(settings, run_spec(settings), [TASK], "conversations", lambda: Counter())
     assert "USD" not in capsys.readouterr().out

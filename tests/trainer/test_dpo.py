@@ -14,6 +14,7 @@ from megatron_collab import train
 from megatron_collab.checkpoint.checkpointer import Checkpoints
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import write_jsonl
+from megatron_collab.data.spec import data_spec
 from megatron_collab.runtime import hang_detector
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
@@ -66,11 +67,13 @@ def run_all(folder: Path) -> None:
         mock.patch.object(hang_detector, "watch", lambda config: nullcontext()),
         mock.patch.object(parallel, "leader_ends_first", lambda timeout, explain: nullcontext()),
     ):
-        train.train_supervised(configure(folder, "resumed", {"train.steps": 3}))
+        config = configure(folder, "resumed", {"train.steps": 3})
+        train.train_supervised(config, data_spec(config))
         known = sorted((folder / "resumed" / "reference").rglob("*.npy"))
         times = [file.stat().st_mtime_ns for file in known]
         for run, settings in RUNS.items():
-            train.train_supervised(configure(folder, run, settings))
+            config = configure(folder, run, settings)
+            train.train_supervised(config, data_spec(config))
     with parallel.init_parallel(configure(folder, "refreshed", {})):
         (folder / "refreshed.json").write_text(json.dumps([refreshed(folder, None), refreshed(folder, 3)]))
     assert known and times == [file.stat().st_mtime_ns for file in known]

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import task_row, write_jsonl
+from megatron_collab.data.spec import data_spec
 from megatron_collab.environments import tiny_model
 from megatron_collab.rollout.manager import RolloutManager
 from megatron_collab.rollout.spec import play_spec
@@ -80,7 +81,7 @@ def steps_a_second(workers: list[Any], folder: Path, staleness: int, steps: int)
     run: Any = SimpleNamespace(transcripts=lambda step, groups: None)
     pool = SimpleNamespace(lost_all=lambda: False, recover=lambda: None)
     servers: Any = SimpleNamespace(workers=Workers(workers, [], workers[0]), pool=pool, lost_all=pool.lost_all)
-    rollouts = RolloutManager(config, play_spec(config), servers, SimpleNamespace(), run, {})  # type: ignore[arg-type]
+    rollouts = RolloutManager(config, play_spec(config), data_spec(config), servers, SimpleNamespace(), run, {})  # type: ignore[arg-type]
     trained, dropped = 0, 0.0
     began = time.monotonic()
     for step in range(steps):

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import task_row, write_jsonl
 from megatron_collab.environments import tiny_model
+from megatron_collab.launch.spec import run_spec
 from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.users import UserReply
@@ -142,7 +143,8 @@ class Timed(Synthesis):
 def settings(folder: Path, seed: int, tasks: int) -> Config:
     config = Config()
     config.run.dir, config.run.seed = str(folder), seed
-    config.data.eval, config.model.path = str(folder / "tasks.jsonl"), str(folder / "model")
+    config.data.eval = config.data.train = str(folder / "tasks.jsonl")
+    config.model.path = str(folder / "model")
     config.train.rollouts_per_prompt, config.rollout.futures = CANDIDATES, FUTURES
     config.rollout.max_user_turns, config.rollout.max_messages = USER_TURNS, MESSAGES
     config.reward.weights = {"asks": 1.0}
@@ -161,7 +163,8 @@ def build(config: Config) -> tuple[float, list[list[Group]]]:
     pool = SimpleNamespace(recover=lambda: None)
     servers: Any = SimpleNamespace(workers=Workers(workers, [], workers[0]), pool=pool, lost_all=lambda: False)
     run: Any = SimpleNamespace(evaluation_due=lambda eval_set, step: "model", evaluation=lambda *_: None)
-    synthesis = Timed(config, play_spec(config), run, restore=lambda: None)
+    spec = run_spec(config)
+    synthesis = Timed(spec, config, spec.play, spec.data.eval_sets, run, restore=lambda: None)
     with synthesis.standalone(servers, 0):
         (eval_set,) = synthesis.sets
         synthesis._prepared(eval_set)  # reads the tasks, which takes longer than everything else here

@@ -65,7 +65,9 @@ def check_rates(file: Path) -> dict[str, float]:
     """MB of the file parsed a second by the first process of a run, and rows read and checked a second."""
     from megatron_collab.config import Config
     from megatron_collab.data.examples import load_tasks
+    from megatron_collab.data.sources import Source
     from megatron_collab.data.survey import survey
+    from megatron_collab.rollout.spec import play_spec
     from megatron_collab.rollout.task_requirements import task_requirements
 
     config = Config()
@@ -73,7 +75,7 @@ def check_rates(file: Path) -> dict[str, float]:
     began = time.perf_counter()
     tasks = load_tasks(file, "bench", None, file.parent / "cache")
     parsed = time.perf_counter()
-    survey(tasks, 8192, lambda messages: 0, lambda task: 0, task_requirements(config))
+    survey(tasks, 8192, lambda messages: 0, lambda task: 0, task_requirements(play_spec(config), Source()))
     seconds = time.perf_counter() - parsed
     return {"parsed": file.stat().st_size / 1e6 / (parsed - began), "checked": len(tasks) / seconds}
 

@@ -38,7 +38,7 @@ from megatron_collab.launch import server_specs
 from megatron_collab.reward.workers import RewardClient
 from megatron_collab.rollout.conversation import FuturesPlayer, RolloutPlace
 from megatron_collab.rollout.spec import play_spec
-from megatron_collab.rollout.users import User, UserReply, Users
+from megatron_collab.rollout.users import User, UserDirectory, UserReply, Users
 from megatron_collab.types import Conversation, Message, Task
 
 SERVERS, FUTURES, USER_TURNS = 2, 3, 2
@@ -58,7 +58,7 @@ class RandomUsers(Users):
     """Users seeded by the name of their conversation, or by that of its trained turn if they are `alike`."""
 
     def __init__(self, config: Config, alike: bool) -> None:
-        super().__init__(config, client=None)  # type: ignore[arg-type]  # these users ask nobody
+        super().__init__(UserDirectory(config), client=None)  # type: ignore[arg-type]  # these users ask nobody
         self.alike = alike
 
     def make(self, task: Task, sample: str) -> User:

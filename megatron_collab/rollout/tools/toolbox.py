@@ -12,13 +12,15 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
 
-from megatron_collab.config import ConfigError, RolloutConfig, build, lookup, nearest, require
+from megatron_collab.config import ConfigError, Resolved, RolloutConfig, build, lookup, nearest, require
 from megatron_collab.inference.client import UnreadableCall
-from megatron_collab.rollout.tools import Tool, ToolFailure, ToolLost, ToolResult, Toolset, run
+from megatron_collab.rollout.tools import Schema, Tool, ToolFailure, ToolLost, ToolResult, Toolset, run
 from megatron_collab.rollout.tools.function import tool_of
 from megatron_collab.rollout.tools.mcp_server import McpTools, server
 from megatron_collab.types import Message, Task, ToolCall
@@ -39,48 +41,63 @@ def find_tool(name: str) -> type[Tool]:
     return tool
 
 
-def make_tools(config: RolloutConfig) -> list[Toolset]:
-    """The toolsets of rollout.tools and rollout.mcp_servers; conversations get instances made from them.
+@dataclass(frozen=True)
+class ToolSpec(Resolved):
+    """The tools of a run: rollout.tools, rollout.tool_options and rollout.mcp_servers."""
 
-    Raises ConfigError for invalid settings. Nothing is started, and MCP servers are not contacted yet.
-    """
-    kinds = {kind.SCHEMA["name"]: kind for kind in map(find_tool, config.tools)}
-    require(len(kinds) == len(config.tools), f"rollout.tools={config.tools}: two tools have the same name")
-    for name in config.tool_options:
-        require(name in kinds, f"rollout.tool_options.{name}: not in rollout.tools{nearest(name, kinds)}")
-    toolsets: list[Toolset] = [
-        kind(build(kind.Options, config.tool_options.get(name, {}), f"rollout.tool_options.{name}."))
-        for name, kind in kinds.items()
-    ]
-    return toolsets + [McpTools(server(name, settings)) for name, settings in config.mcp_servers.items()]
+    names: Sequence[str]
+    options: Mapping[str, Mapping[str, Any]]
+    mcp_servers: Mapping[str, Mapping[str, Any]]
+
+    @cached_property
+    def toolsets(self) -> list[Toolset]:
+        """Conversations get instances made from these. Nothing is started, and MCP servers are not contacted yet."""
+        kinds = {kind.SCHEMA["name"]: kind for kind in map(find_tool, self.names)}
+        require(len(kinds) == len(self.names), f"rollout.tools={self.names}: two tools have the same name")
+        for name in self.options:
+            require(name in kinds, f"rollout.tool_options.{name}: not in rollout.tools{nearest(name, kinds)}")
+        toolsets: list[Toolset] = [
+            kind(build(kind.Options, self.options.get(name, {}), f"rollout.tool_options.{name}."))
+            for name, kind in kinds.items()
+        ]
+        return toolsets + [McpTools(server(name, settings)) for name, settings in self.mcp_servers.items()]
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """The functions in the format of the chat template and the parser.
+
+        Raises ConfigError if two have the same name, one has no valid JSON schema, or an MCP server does not answer.
+        """
+        tool_schemas = [schema for tools in self.toolsets for schema in tools.schemas]
+        for schema in tool_schemas:
+            _check_schema(schema)
+        duplicates = [name for name, count in Counter(schema["name"] for schema in tool_schemas).items() if count > 1]
+        reason = "two of rollout.tools and rollout.mcp_servers have this name"
+        out = "choose with rollout.mcp_servers.NAME.tools"
+        require(not duplicates, f"tool {duplicates and duplicates[0]}: {reason}; {out}")
+        return [{"type": "function", "function": schema} for schema in tool_schemas]
 
 
-def schemas(toolsets: Sequence[Toolset]) -> list[dict[str, Any]]:
-    """The functions of `toolsets` in the format of the chat template and the parser.
+def _check_schema(schema: Schema) -> None:
+    """Raises ConfigError unless the schema of a function has a JSON schema of its parameters."""
+    try:
+        _draft(schema["parameters"]).check_schema(schema["parameters"])
+    except jsonschema.SchemaError as error:
+        message = f"tool {schema['name']}: parameters are not a JSON schema ({error.json_path}: {error.message})"
+        raise ConfigError(f"{message}; correct them, or leave the tool out") from error
 
-    Raises ConfigError if two have the same name, one has no valid JSON schema, or an MCP server does not answer.
-    """
-    tool_schemas = [schema for tools in toolsets for schema in tools.schemas]
-    for schema in tool_schemas:
-        try:
-            _draft(schema["parameters"]).check_schema(schema["parameters"])
-        except jsonschema.SchemaError as error:
-            message = f"tool {schema['name']}: parameters are not a JSON schema ({error.json_path}: {error.message})"
-            raise ConfigError(f"{message}; correct them, or leave the tool out") from error
-    duplicates = [name for name, count in Counter(schema["name"] for schema in tool_schemas).items() if count > 1]
-    reason = "two of rollout.tools and rollout.mcp_servers have this name; choose with rollout.mcp_servers.NAME.tools"
-    require(not duplicates, f"tool {duplicates and duplicates[0]}: {reason}")
-    return [{"type": "function", "function": schema} for schema in tool_schemas]
+
+def tool_spec(rollout: RolloutConfig) -> ToolSpec:
+    """Raises ConfigError for invalid settings."""
+    return ToolSpec([*rollout.tools], {**rollout.tool_options}, {**rollout.mcp_servers})
 
 
 class Toolbox:
     """The tools of a process. `counters` counts calls, rejected, timed-out and failed calls, and reconnects."""
 
-    def __init__(self, config: RolloutConfig, parser: Assistant) -> None:
-        """Raises ConfigError for invalid settings, or if an MCP server does not answer."""
-        self.parser, self.timeout = parser, config.tool_timeout
-        self.toolsets = make_tools(config)
-        self.schemas = schemas(self.toolsets)
+    def __init__(self, tools: ToolSpec, timeout: float, parser: Assistant) -> None:
+        """`timeout`: rollout.tool_timeout. Raises ConfigError if an MCP server does not answer."""
+        self.parser, self.timeout = parser, timeout
+        self.toolsets, self.schemas = tools.toolsets, tools.schemas()
         self.owners = {schema["name"]: tools for tools in self.toolsets for schema in tools.schemas}
         self.parameters = {schema["function"]["name"]: schema["function"]["parameters"] for schema in self.schemas}
         self.counters: Counter[str] = Counter()

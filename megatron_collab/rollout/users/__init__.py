@@ -10,12 +10,23 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_collab.config import Config, ConfigError, EndpointConfig, Extension, build, lookup, require
+from megatron_collab.config import (
+    Config,
+    ConfigError,
+    EndpointConfig,
+    Extension,
+    Resolved,
+    UserConfig,
+    build,
+    lookup,
+    require,
+)
 from megatron_collab.config.extension import NoOptions
-from megatron_collab.rollout.users.named import as_user, user_of
+from megatron_collab.rollout.users.named import user_of, user_settings
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import Conversation, Message, Task
 
@@ -130,13 +141,13 @@ class Users:
     engine and counters.
     """
 
-    def __init__(self, config: Config, client: LlmClient, engine: Sequence[str] = ()) -> None:
+    def __init__(self, directory: UserDirectory, client: LlmClient, engine: Sequence[str] = ()) -> None:
         """`engine`: for user.model=policy, the api_base of each of the run's SGLang servers (PolicyProvider.add)."""
-        self.config, self.group = config, "user"
+        self.directory, self.config, self.group = directory, directory.config, "user"
         self.client = client
         self._engine = list(engine)
         self.counters: Counter[str] = Counter()
-        self._named = {name: self._named_users(name) for name in config.users}
+        self._named = {name: self._named_users(name) for name in self.config.users}
 
     @property
     def engine(self) -> Sequence[str]:
@@ -148,23 +159,97 @@ class Users:
 
     def make(self, task: Task, sample: str) -> User:
         """Create the user of a conversation about `task`."""
-        name = user_of(task, self.config)
-        users = self._named.get(name, self)
-        kind, argument = split_user(name if users is self else users.config.user.name or "")
-        return find_user(kind)(task, argument, sample, users)
+        user = self.directory.find(self.directory.name_of(task))
+        return user.kind(task, user.argument, sample, self._named.get(user.name, self))
 
     def ended(self, task: Task, conversation: Conversation) -> None:
         """Count the ending and the user messages of a conversation with a named user."""
-        name = user_of(task, self.config)
+        name = self.directory.name_of(task)
         if name in self._named:
             user_turns = sum(message.role == "user" for message in conversation.messages[len(task.messages) :])
             self.counters[f"user/{name}/turns"] += user_turns
             self.counters[f"user/{name}/{conversation.ending}"] += 1
 
     def _named_users(self, name: str) -> Users:
-        users = copy(self)
-        users.config, users.group, users._named = as_user(self.config, name), f"users.{name}", {}
+        users, user = copy(self), self.directory.find(name)
+        users.config, users.group, users._named = user.config, user.group, {}
         return users
+
+
+@dataclass(frozen=True)
+class ResolvedUser:
+    """The users with a name: their class, the argument in their name, and their settings.
+
+    `config` has the settings in `user`; `group` (user or users.NAME) is the group of options that they come from.
+    """
+
+    name: str
+    kind: type[User]
+    argument: str
+    config: Config
+    group: str = "user"
+
+    def asks(self) -> EndpointConfig | None:
+        return self.kind.asks(self.argument, self.config)
+
+    def check_task(self, task: Task) -> None:
+        self.kind.check_task(task, self.argument, self.config)
+
+
+@dataclass(frozen=True)
+class UserDirectory(Resolved):
+    """The users of a run by the names in tasks: those of the option `users`, and kinds of users."""
+
+    config: Config
+
+    @cached_property
+    def settings(self) -> dict[str, UserConfig]:
+        """The settings of all users by option group: `user`, and `users.NAME` for named users."""
+        return user_settings(self.config)
+
+    @cached_property
+    def _resolved(self) -> dict[str, ResolvedUser]:
+        return {}
+
+    def for_set(self, user: str | None) -> UserDirectory:
+        """The users of a set of data.eval with this setting `user`."""
+        return replace(self, config=replace(self.config, user=replace(self.config.user, name=user))) if user else self
+
+    def name_of(self, task: Task) -> str:
+        """The name of the user of `task`."""
+        return user_of(task, self.config)
+
+    def find(self, name: str) -> ResolvedUser:
+        """The users with that name. Raises ConfigError if there are none, or they do not take their options."""
+        if name not in self._resolved:
+            self._resolved[name] = self._named(name) if name in self.config.users else self._of_kind(name)
+        return self._resolved[name]
+
+    def fault(self, name: str) -> str | None:
+        """Why no user with that name can be used, and how to fix it; None if it can."""
+        try:
+            user = self.find(name)
+            reason = user.kind.unavailable(user.argument, user.config)
+        except ConfigError as error:
+            return str(error)
+        return reason and f"user {name or DEFAULT}: {reason}"
+
+    def _of_kind(self, name: str) -> ResolvedUser:
+        kind, argument = split_user(name)
+        user_class = find_user(kind, "user", self.config.users)
+        options_of(user_class, self.config)
+        return ResolvedUser(name, user_class, argument, self.config)
+
+    def _named(self, name: str) -> ResolvedUser:
+        group, settings = f"users.{name}", self.settings[f"users.{name}"]
+        require(name not in USERS, f"{group}: is the name of a built-in user; choose another name")
+        kind, argument = split_user(settings.name or "")
+        user_class = find_user(kind, f"{group}.class")
+        accepts = user_class.Options is not NoOptions or not settings.options
+        require(accepts, f"{group}.options: {kind} has no options; remove them")
+        config = replace(self.config, user=settings)
+        options_of(user_class, config, group)
+        return ResolvedUser(name, user_class, argument, config, group)
 
 
 def find_user(kind: str, setting: str = "user", named: Iterable[str] = ()) -> type[User]:
@@ -190,34 +275,3 @@ def options_of(kind: type[User], config: Config, group: str = "user") -> Any:
     """The options of users of a kind; user.options is ignored if the kind takes none."""
     options = config.user.options if kind.Options is not NoOptions else {}
     return build(kind.Options, options, f"{group}.options.")
-
-
-def resolve_user(name: str, config: Config) -> tuple[type[User], str, Config, str]:
-    """The class, argument, configuration and option group (user or users.NAME) of the users with that name.
-
-    Raises ConfigError if there is no such user, or it does not take its options.
-    """
-    if name not in config.users:
-        kind, argument = split_user(name)
-        user_class = find_user(kind, "user", config.users)
-        options_of(user_class, config)
-        return user_class, argument, config, "user"
-    group = f"users.{name}"
-    require(name not in USERS, f"{group}: is the name of a built-in user; choose another name")
-    config = as_user(config, name)
-    kind, argument = split_user(config.user.name or "")
-    user_class = find_user(kind, f"{group}.class")
-    accepts = user_class.Options is not NoOptions or not config.user.options
-    require(accepts, f"{group}.options: {kind} has no options; remove them")
-    options_of(user_class, config, group)
-    return user_class, argument, config, group
-
-
-def check_user(name: str, config: Config) -> str | None:
-    """Why no user with that name can be used, and how to fix it; None if it can."""
-    try:
-        kind, argument, config, _ = resolve_user(name, config)
-        reason = kind.unavailable(argument, config)
-    except ConfigError as error:
-        return str(error)
-    return reason and f"user {name or DEFAULT}: {reason}"

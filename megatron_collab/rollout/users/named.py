@@ -41,11 +41,8 @@ def weight_of(name: str, settings: Mapping[str, Any]) -> float:
     return float(weight)
 
 
-def as_user(config: Config, name: str) -> Config:
-    """`config` for the named user: config.user has its settings, and config.user.name its class.
-
-    Raises ConfigError naming the invalid setting.
-    """
+def _named_settings(config: Config, name: str) -> UserConfig:
+    """The settings of a named user, with its class as `name`. Raises ConfigError naming the invalid setting."""
     settings = dict(config.users[name] or {})
     for setting in settings:
         known = ("class", "weight", *_SETTINGS)
@@ -55,11 +52,11 @@ def as_user(config: Config, name: str) -> Config:
     values = {setting: getattr(config.user, setting) for setting in _SETTINGS if setting != "options"}
     overrides = {setting: value for setting, value in settings.items() if setting in _SETTINGS}
     user = build(UserConfig, {**values, **overrides}, f"users.{name}.")
-    return replace(config, user=replace(user, name=settings.get("class") or "llm"))
+    return replace(user, name=settings.get("class") or "llm")
 
 
 def user_settings(config: Config) -> dict[str, UserConfig]:
     """The settings of all users by option group: `user`, and `users.NAME` for named users. Raises ConfigError."""
     for name in config.users:
         require(re.fullmatch(r"[\w-]+", name) is not None, f"users.{name}: name it with letters, digits, - and _")
-    return {"user": config.user, **{f"users.{name}": as_user(config, name).user for name in config.users}}
+    return {"user": config.user, **{f"users.{name}": _named_settings(config, name) for name in config.users}}

@@ -16,7 +16,7 @@ from megatron_collab.data.transcript import render
 from megatron_collab.llm import client as clients
 from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.llm.recording import Usage
-from megatron_collab.rollout.users import UserError, UserReply, Users
+from megatron_collab.rollout.users import UserDirectory, UserError, UserReply, Users
 from megatron_collab.rollout.users.llm import FIELDS, OPEN, LlmUser, system_prompt
 from megatron_collab.types import Conversation, Message, Task
 from tests.conftest import Served
@@ -196,7 +196,7 @@ def test_a_spent_budget_is_not_an_error_of_the_user() -> None:
 
     config = Config()
     config.user.model = "openai/m"
-    user = Users(config, Broke()).make(task("llm"), "s")  # type: ignore[arg-type]
+    user = Users(UserDirectory(config), Broke()).make(task("llm"), "s")  # type: ignore[arg-type]
     with pytest.raises(BudgetSpent):
         asyncio.run(user.reply(dialogue("hi", "hello")))
 

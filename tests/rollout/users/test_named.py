@@ -15,11 +15,11 @@ from megatron_collab.llm.client import LlmClient
 from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.scheduler import group_seconds
 from megatron_collab.rollout.spec import play_spec
-from megatron_collab.rollout.users import Users, check_user
-from megatron_collab.rollout.users.named import as_user, user_of, user_settings
+from megatron_collab.rollout.users import UserDirectory, Users
+from megatron_collab.rollout.users.named import user_of, user_settings
 from megatron_collab.types import Conversation, Ending, Message, Task
 from tests.llm.endpoint import Endpoint, says
-from tests.rollout.users.helpers import dialogue, task
+from tests.rollout.users.helpers import check_user, dialogue, task
 
 
 def configured(users: dict[str, Any], **user: Any) -> Config:
@@ -40,7 +40,7 @@ def test_a_named_users_settings_override_those_of_user(monkeypatch: pytest.Monke
             strict = {"class": "llm/openai/strict", "prompt": str(tmp_path / "strict.j2"), "stop": "BYE"}
             patient = {"model": "openai/patient", "temperature": 0.25, "personas": str(tmp_path / "people.txt")}
             config = configured({"patient": patient, "strict": strict}, model=at.model, api_base=at.api_base)
-            users = Users(config, LlmClient())
+            users = Users(UserDirectory(config), LlmClient())
             done = []
             for name in ("llm", "patient", "strict"):
                 done.append((await users.make(task(name, "buy milk"), "s").reply(dialogue("hi", "hello"))).done)
@@ -75,14 +75,14 @@ def test_tasks_without_a_user_draw_one_by_weight_and_seed() -> None:
 
 
 def test_named_users_see_replaced_servers() -> None:
-    users = Users(configured({"self": {"model": "policy"}}), LlmClient(), ["http://a/v1"])
+    users = Users(UserDirectory(configured({"self": {"model": "policy"}})), LlmClient(), ["http://a/v1"])
     user = users.make(task("self"), "s")
     users.engine = ["http://b/v1"]
     assert list(user.users.engine) == ["http://b/v1"]
 
 
 def test_conversations_are_counted_by_the_name_of_their_user() -> None:
-    users = Users(configured({"calm": {"class": "replay"}}), LlmClient())
+    users = Users(UserDirectory(configured({"calm": {"class": "replay"}})), LlmClient())
     users.make(task("calm", replay=["x"]), "s").users.counters["user_replies"] += 1
     played = Conversation((Message("user", "hi"), Message("assistant", "a"), Message("user", "x")), ())
     users.ended(task("calm"), played.end(Ending.USER_DONE))
@@ -134,7 +134,7 @@ def test_limits_prices_and_settings_know_every_user(monkeypatch: pytest.MonkeyPa
     config.llm.requests_per_minute = 1
     plain = Config(user=config.user, llm=config.llm)
     assert group_seconds(config, play_spec(config), 1) > 5 * group_seconds(plain, play_spec(plain), 1)
-    user_endpoints = llm_endpoints.user_endpoints(config, ["llm", "slow", "llm/openai/gpt-4o", "replay"])
+    user_endpoints = llm_endpoints.user_endpoints(UserDirectory(config), ["llm", "slow", "llm/openai/gpt-4o", "replay"])
     settings = [(entry.setting, entry.group, entry.endpoint.model) for entry in user_endpoints]
     assert settings == [
         ("user.model", "user", "m"),
@@ -143,8 +143,8 @@ def test_limits_prices_and_settings_know_every_user(monkeypatch: pytest.MonkeyPa
     ]
     config.users["slow"]["extra"] = {"stream": True}
     with pytest.raises(ConfigError, match=r"users\.slow\.extra\.stream: is not passed on"):
-        endpoints.check_settings(config)
-    assert as_user(config, "slow").user.timeout == config.user.timeout
+        endpoints.check_settings(config, user_settings(config))
+    assert user_settings(config)["users.slow"].timeout == config.user.timeout
 
 
 def test_a_resumed_run_may_change_a_named_users_endpoint_but_not_its_model(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ import pytest
 from megatron_collab.config import Config, RolloutConfig
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.environments import booking
-from megatron_collab.rollout.tools.toolbox import Toolbox
-from megatron_collab.rollout.users import UserReply, check_user, split_user
+from megatron_collab.rollout.users import UserReply, split_user
 from megatron_collab.rollout.workers import ConversationWorker
 from megatron_collab.types import Conversation, Message, Task
 from tests.llm.endpoint import Endpoint, says
-from tests.rollout.users.helpers import STOP, dialogue, make_users, task
+from tests.rollout.fakes import toolbox_of
+from tests.rollout.users.helpers import STOP, check_user, dialogue, make_users, task
 
 
 def answer(user: str, goal: str, conversation: Conversation) -> UserReply:
@@ -106,7 +106,7 @@ def test_counters_are_reset_when_they_are_taken() -> None:
     training, evaluation, other = (
         SimpleNamespace(
             users=make_users(),
-            tools=Toolbox(RolloutConfig(), None),  # type: ignore[arg-type]
+            tools=toolbox_of(RolloutConfig(), None),  # type: ignore[arg-type]
             counters=Counter(),
             candidate_players={},
         )
