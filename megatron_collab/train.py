@@ -46,11 +46,9 @@ def train_rl(config: Config, play: PlaySpec, data: DataSpec, serving: ServingSpe
         trainer = PolicyTrainer(config)  # policy, reference, critic
         step = session.resume(trainer)
         weights = session.enter(WeightSync(config, serving.policy, trainer.chunks, trainer.shape, servers.pool))
-        rollouts = session.enter(
-            RolloutManager(config, play, data, servers, weights, session.run, session.state("collector"))
-        )
+        rollouts = RolloutManager(config, data, servers, weights, session.run, session.state("collector"))
+        session.enter(rollouts)
         clock = Stopwatch()
-
         while step < config.train.steps:
             with session.save_if_stopped(step, trainer, collector=rollouts.state()):
                 # 1. Sample: the optimizer leaves the devices, the servers take them

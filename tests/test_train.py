@@ -16,7 +16,7 @@ from megatron_collab.config import Config
 from megatron_collab.data.spec import DataSpec
 from megatron_collab.launch import prepare
 from megatron_collab.launch.session import Session
-from megatron_collab.launch.spec import RunSpec
+from megatron_collab.launch.spec import run_spec
 from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.runtime import signals
 from megatron_collab.runtime.process import Hung, RunStopped
@@ -64,7 +64,7 @@ def test_a_stopped_run_prints_its_reason_in_one_line(
     monkeypatch.setattr(train, "train_supervised", stopped)
     monkeypatch.setattr(train.process, "die_with_parent", lambda parent: None)
     monkeypatch.setattr(signals, "keep_notices", lambda rank, grace: None)
-    monkeypatch.setattr(prepare, "prepare", lambda config: RunSpec(DataSpec((), ())))
+    monkeypatch.setattr(prepare, "prepare", run_spec)
     monkeypatch.setattr(train.process, "under_torchrun", lambda: True)
     code = train.main(["experiment=booking_sft", f"run.dir={tmp_path}/run", f"data.dir={tmp_path}/world"])
     assert code == train.process.EXIT_STOPPED == 3

@@ -184,10 +184,9 @@ def pin(config: Config, module: str = "megatron_collab.evaluate") -> DataSpec:
 
 
 def prepared(config: Config) -> tuple[Config, RunSpec, int]:
-    """The settings with the model as a folder that servers can load, settled too, and the step of its weights.
+    """The settings with the model as a folder for servers, their values, the step of its weights (0: not from a run).
 
-    The step is 0 if they are not from a run. Runs all checks that need no started process, and converts a checkpoint.
-    Raises ConfigError.
+    Runs all checks that need no started process, and converts a checkpoint. Raises ConfigError.
     """
     try:
         network.address(config.launch.interface)
@@ -206,11 +205,11 @@ def prepared(config: Config) -> tuple[Config, RunSpec, int]:
         shape = validate.check_model(serving, spec)
         models.check_models(serving, shape, weights=checkpoint is None)
         servers.check_arguments(spec.serving)
-        schemas = spec.play.tools.schemas()
+        schemas = spec.tools.schemas()
         if schemas:
             models.check_rendering(serving, schemas)
         prepare.read_data(serving, spec, schemas, trains=False)
-        prepare.compare_tools(Path(config.run.dir), spec.play.tools)
+        prepare.compare_tools(Path(config.run.dir), spec.tools)
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     if checkpoint is None:

@@ -84,7 +84,7 @@ def prepare(config: Config) -> RunSpec:
         models.check_models(config, shape)
         if spec.serving:
             check_arguments(spec.serving)
-        schemas = spec.play.tools.schemas() if spec.play else []
+        schemas = spec.tools.schemas()
         if schemas:
             models.check_rendering(config, schemas)
         data = read_data(config, spec, schemas)
@@ -94,8 +94,7 @@ def prepare(config: Config) -> RunSpec:
             )
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    if spec.play:
-        compare_tools(Path(config.run.dir), spec.play.tools)
+    compare_tools(Path(config.run.dir), spec.tools)
     fork(config)
     if global_rank() == 0:
         logger.info("\n".join([line for dataset in data for line in dataset.lines()] + remarks(config)))

@@ -13,6 +13,7 @@ from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.llm_endpoints import NamedEndpoint
 from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.rollout.spec import play_spec
+from megatron_collab.rollout.tools.toolbox import ToolSpec
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class RunSpec:
     serving: ServingSpec | None = None
     judges: Sequence[NamedEndpoint] = ()
     assistants: Sequence[NamedEndpoint] = ()
+
+    @property
+    def tools(self) -> ToolSpec:
+        return self.play.tools if self.play else ToolSpec((), {}, {})
 
     def endpoints_of(self, names: Iterable[str]) -> list[NamedEndpoint]:
         """The language models of the users with these names. Raises ConfigError if there is no such user."""

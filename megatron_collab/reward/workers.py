@@ -69,31 +69,30 @@ class RewardWorker:
             gpu_environment.enter()
             console.begin(name)
             stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
-        reward = config.reward
-        self.scored = scored
+        reward, self.scored = config.reward, scored
         # These have the judge's deadline, which does not count the time spent waiting for the rate limiter.
         self._judged = {name for name, metric in scored.items() if metric.judged}
-        judge: Any = None
         self._tape = open_tape(config)
         self._cache: Cache | None = None
-        if self._judged:
-            patches.apply("litellm")
-            # Imported lazily: LiteLLM takes seconds to import, and most metrics do not need it.
-            from megatron_collab.llm import limiter
-            from megatron_collab.llm.cache import Cache
-            from megatron_collab.llm.client import LlmClient
-
-            folder = Path(config.llm.cache) if config.llm.cache else Path(config.run.dir) / "llm_cache"
-            self._cache = Cache(folder)
-            bound = ray.get_actor(limiter.NAME)
-            client = LlmClient(bound, self._cache, served=served, prices=config.llm.prices, tape=self._tape)
-            judge = Judge(client, reward.judge)
+        judge = self._judge(config, served) if self._judged else None
         self.timeout = reward.timeout
         self.metrics = {name: metric.make(judge, self._tape) for name, metric in scored.items()}
         for name, model in scorers(scored).items() if served else ():
             self.metrics[name].servers = served[model].addresses
         # One semaphore per metric, so that a slow metric does not delay the others.
         self._places = {name: asyncio.Semaphore(reward.concurrency) for name in scored}
+
+    def _judge(self, config: Config, served: Mapping[str, ServedModel]) -> Judge:
+        patches.apply("litellm")
+        # Imported lazily: LiteLLM takes seconds to import, and most metrics do not need it.
+        from megatron_collab.llm import limiter
+        from megatron_collab.llm.cache import Cache
+        from megatron_collab.llm.client import LlmClient
+
+        self._cache = Cache(Path(config.llm.cache) if config.llm.cache else Path(config.run.dir) / "llm_cache")
+        bound = ray.get_actor(limiter.NAME)
+        client = LlmClient(bound, self._cache, served=served, prices=config.llm.prices, tape=self._tape)
+        return Judge(client, config.reward.judge)
 
     async def take_counters(self) -> dict[str, float]:
         """Counts of the metrics and of replayed calls since the previous call of this method."""

@@ -25,7 +25,6 @@ from megatron_collab.observability.run import Run
 from megatron_collab.reward.spec import RewardSpec
 from megatron_collab.rollout.evaluation import Evaluator
 from megatron_collab.rollout.journal import Journal, WeightDigests
-from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.rollout.scheduler import Flight, GroupRequest, Slot, answers, available_results, wait, window
 from megatron_collab.rollout.servers import Servers
 from megatron_collab.rollout.summary import mean, refuse_missing, summary
@@ -52,19 +51,18 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
     def __init__(
         self,
         config: Config,
-        play: PlaySpec,
         data: DataSpec,
         servers: Servers,
         weights: WeightSync,
         run: Run,
         state: Mapping[str, Any],
     ) -> None:
-        """`play`: how groups are played. `state`: the result of `state()` in an earlier start of the run, or {}."""
-        self.config, self.play = config, play
+        """`state`: the result of `state()` in an earlier start of the run, or {}."""
+        self.config, self.play = config, servers.play
         self.servers = servers
         self.weights = weights
         self.run = run
-        self._evaluator = Evaluator(config, play, data.eval_sets, run, self._restore)
+        self._evaluator = Evaluator(config, self.play, data.eval_sets, run, self._restore)
         self.leader = dist.get_rank() == 0
         self._state = dict(state)
         self._timeout = config.launch.timeout / 2  # seconds; the other ranks wait in a collective meanwhile
@@ -73,10 +71,10 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
             assert servers.workers and servers.pool
             self._workers, self._pool = servers.workers, servers.pool
             with keys.in_environment():
-                tools = play.tools.schemas()
-            self.tasks = TrainingData[Task](config, data.train, tools, partial(task_requirements, play))
+                tools = self.play.tools.schemas()
+            self.tasks = TrainingData[Task](config, data.train, tools, partial(task_requirements, self.play))
             self._journal = Journal(Path(config.run.dir) / "journal", self._digests)
-            self._flight = Flight(config, play, self._workers.conversations, self._journal, servers.lost_all)
+            self._flight = Flight(config, self.play, self._workers.conversations, self._journal, servers.lost_all)
             self._evaluator.lead(servers, self._journal, background=self._flight)
             self._pending = [Slot(*slot) for slot in state.get("in_flight", ())]
             self._next = Slot(*state["next"]) if "next" in state else None

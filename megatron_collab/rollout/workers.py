@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_collab.inference.assistant import Assistant, Renderer
     from megatron_collab.inference.spec import ClientSpec
     from megatron_collab.llm.served import ServedModel
+    from megatron_collab.rollout.llm_assistant import LlmAssistant
     from megatron_collab.rollout.users import Users
 
 _GARBAGE = 50_000  # net allocations before Python's cyclic garbage collector runs
@@ -64,7 +65,6 @@ class ConversationWorker:
         from megatron_collab.llm import limiter
         from megatron_collab.llm.client import LlmClient
         from megatron_collab.llm.tape import open_tape
-        from megatron_collab.rollout.llm_assistant import LlmAssistant
 
         api_keys = {f"{url}/v1": key for url, key in servers}
         self.config, self.play_spec, self.endpoints = config, play, list(api_keys)
@@ -75,8 +75,7 @@ class ConversationWorker:
         self.policy: Assistant
         self.renderer: Renderer
         if config.assistant.model:
-            system = chat_template.system_prompt(config)
-            self.policy = self.renderer = LlmAssistant(config.assistant, self.client, system)
+            self.policy = self.renderer = self._assistant(config.assistant)
         else:
             self.policy = Router(servers, client)
             self.renderer = chat_template.policy_renderer(config, play.tools.schemas())
@@ -129,16 +128,20 @@ class ConversationWorker:
 
     def _candidate_player(self, endpoint: AssistantConfig, play: PlaySpec, users: Users) -> Player:
         """A player that samples from a model of build.assistants, with its budget and temperature."""
-        from megatron_collab.data.chat_template import system_prompt
         from megatron_collab.llm.endpoint import token_budget
-        from megatron_collab.rollout.llm_assistant import LlmAssistant
 
         sampling = SamplingConfig(token_budget(endpoint))
         sampling.temperature = sampling.temperature if endpoint.temperature is None else endpoint.temperature
         room = 2 * sampling.max_new_tokens * play.rollout.max_assistant_turns  # as in launch/evaluation.py
         rollout = replace(play.rollout, turn=sampling, future=sampling, context_length=room)
-        assistant = LlmAssistant(endpoint, self.client, system_prompt(self.config))
+        assistant = self._assistant(endpoint)
         return play.player_class(assistant, assistant, users, self.rewards, replace(play, rollout=rollout))
+
+    def _assistant(self, endpoint: AssistantConfig) -> LlmAssistant:
+        from megatron_collab.data.chat_template import system_prompt
+        from megatron_collab.rollout.llm_assistant import LlmAssistant
+
+        return LlmAssistant(endpoint, self.client, system_prompt(self.config))
 
 
 @dataclass(frozen=True)

@@ -184,12 +184,11 @@ def _compare(options: argparse.Namespace) -> int:
     from megatron_collab.user_logs import realism
     from megatron_collab.user_logs.personal import PersonalData
 
-    title, groups = recorded.played_groups(
-        config.data, data_spec(config), options.realism, options.step, options.evaluation
-    )
-    data = PersonalData(options.spacy)
-    logged, *_ = _read(options, data)
-    simulated = realism.run_messages(groups, config.user.stop, data)
+    data = data_spec(config)
+    title, groups = recorded.played_groups(config.data, data, options.realism, options.step, options.evaluation)
+    personal = PersonalData(options.spacy)
+    logged, *_ = _read(options, personal)
+    simulated = realism.run_messages(groups, config.user.stop, personal)
     real = realism.log_messages(logged)
     print(f"simulated: {options.realism}, {title}\n")
     try:

@@ -148,6 +148,7 @@ class World:
             workers=_Workers([actor], [], actor) if leader else None,
             pool=SimpleNamespace(lost_all=lambda: self._gone, recover=self._recover) if leader else None,
             lost_all=self._lost_all,
+            play=play_spec(config),
             wait_for_served=self._wait_for_served,
         )
         weights: Any = SimpleNamespace(version=0, sync=self._sync)
@@ -157,7 +158,7 @@ class World:
             evaluation_due=lambda set_name, step: self.evaluations.due(set_name, step, config.train.eval_every),
             evaluation=self._record,
         )
-        self.manager = RolloutManager(config, play_spec(config), data_spec(config), servers, weights, run, state or {})
+        self.manager = RolloutManager(config, data_spec(config), servers, weights, run, state or {})
 
     def next(self, step: int) -> Batch:
         """Collect the batch of a step and train on it."""

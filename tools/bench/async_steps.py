@@ -80,8 +80,9 @@ def steps_a_second(workers: list[Any], folder: Path, staleness: int, steps: int)
     write_jsonl(folder / "tasks.jsonl", [task_row(TASK)])
     run: Any = SimpleNamespace(transcripts=lambda step, groups: None)
     pool = SimpleNamespace(lost_all=lambda: False, recover=lambda: None)
-    servers: Any = SimpleNamespace(workers=Workers(workers, [], workers[0]), pool=pool, lost_all=pool.lost_all)
-    rollouts = RolloutManager(config, play_spec(config), data_spec(config), servers, SimpleNamespace(), run, {})  # type: ignore[arg-type]
+    players, play = Workers(workers, [], workers[0]), play_spec(config)
+    servers: Any = SimpleNamespace(workers=players, pool=pool, lost_all=pool.lost_all, play=play)
+    rollouts = RolloutManager(config, data_spec(config), servers, SimpleNamespace(), run, {})  # type: ignore[arg-type]
     trained, dropped = 0, 0.0
     began = time.monotonic()
     for step in range(steps):
