@@ -40,7 +40,9 @@ def rank_on_paper(config: Config, shape: ModelShape, rank: int) -> Iterator[Ledg
         for target, name, stand_in in [*_STAND_INS, *paper.stand_ins()]:
             stack.enter_context(mock.patch.object(target, name, stand_in))
         stack.enter_context(device.on_paper())
-        stack.enter_context(parallel.groups(config, timedelta(seconds=config.launch.timeout)))
+        timeout = timedelta(seconds=config.launch.timeout)
+        stack.enter_context(parallel.default_group(timeout))
+        stack.enter_context(parallel.layout_groups(config, timeout))
         # The state of a generator is a tensor, and a fake one has no values.
         stack.enter_context(mock.patch.object(get_cuda_rng_tracker(), "fork", lambda *_: nullcontext()))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
