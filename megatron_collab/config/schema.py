@@ -474,6 +474,9 @@ class RewardConfig(JudgeConfig):
     workers: int = mutable(1, "Ray RewardWorkers", ge=1, le=10_000)
     concurrency: int = mutable(256, "scores of one metric that a RewardWorker computes at once", ge=1)
     timeout: float = mutable(120.0, "seconds one score may take; with a judge, reward.judge.deadline applies", gt=0)
+    max_missing: float = mutable(
+        0.2, "share of scores that may be missing in a step or an evaluation before the run stops", ge=0, le=1
+    )
 
 
 @dataclass
@@ -482,7 +485,6 @@ class TrainingRewardConfig(RewardConfig):
         "equal", "futures=0: how each turn is rewarded", choices=("last", "equal", "reward_to_go")
     )
     turn_gamma: float = option(1.0, "reward_to_go: discount per turn", ge=0, le=1)
-    max_missing: float = mutable(0.2, "share of scores that may be missing in a step before the run stops", ge=0, le=1)
 
 
 @dataclass
