@@ -85,7 +85,7 @@ def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
             hint = "see report.html there, or choose another run.dir"
             return f"{config.run.dir}: all evaluations of {model} are done; {hint}"
         serving, spec, step = evaluation.prepared(config)
-    return program.Prepared(config, partial(evaluate, config, serving, spec, step))
+    return config, 1, partial(evaluate, config, serving, spec, step)
 
 
 def main(arguments: list[str]) -> int:

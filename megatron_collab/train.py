@@ -126,11 +126,10 @@ def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
     spec = prepare.prepare(config)
     if done := prepare.finished_steps(config):
         return f"{config.run.dir}: all {done} steps are done; raise train.steps to train on, or choose another run.dir"
+    ranks = config.launch.nproc_per_node
     if spec.play and spec.serving:
-        work = partial(train_rl, config, spec.play, spec.data, spec.serving)
-    else:
-        work = partial(train_supervised, config, spec.data)
-    return program.Prepared(config, work, config.launch.nproc_per_node)
+        return config, ranks, partial(train_rl, config, spec.play, spec.data, spec.serving)
+    return config, ranks, partial(train_supervised, config, spec.data)
 
 
 def main(arguments: list[str]) -> int:

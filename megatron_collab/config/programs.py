@@ -10,36 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from megatron_collab.config import schema
 from megatron_collab.config.option import option
-from megatron_collab.config.schema import (
-    AlgoConfig,
-    AssistantConfig,
-    BuildConfig,
-    ContextConfig,
-    DataConfig,
-    DtypeConfig,
-    EvalTasksConfig,
-    JudgeConfig,
-    LaunchConfig,
-    LlmConfig,
-    MachineConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    PublishConfig,
-    RewardConfig,
-    RolloutConfig,
-    RunConfig,
-    SeedConfig,
-    TrainConfig,
-    TrainingDataConfig,
-    TrainingLaunchConfig,
-    TrainingModelConfig,
-    TrainingRewardConfig,
-    TrainingRolloutConfig,
-    TrainingRunConfig,
-    UserConfig,
-)
 
 
 @dataclass
@@ -54,15 +26,15 @@ class CallConfig:
     program: ClassVar[str]
     refused: ClassVar[Mapping[str, str]] = {}
 
-    run: SeedConfig = field(default_factory=SeedConfig)
-    launch: MachineConfig = field(default_factory=MachineConfig)
-    model: DtypeConfig = field(default_factory=DtypeConfig)
-    rollout: ContextConfig = field(default_factory=ContextConfig)
+    run: schema.SeedConfig = field(default_factory=schema.SeedConfig)
+    launch: schema.MachineConfig = field(default_factory=schema.MachineConfig)
+    model: schema.DtypeConfig = field(default_factory=schema.DtypeConfig)
+    rollout: schema.ContextConfig = field(default_factory=schema.ContextConfig)
     servers: dict[str, dict[str, Any]] = option(
         {}, "further models that the run serves, by names of your choice; LiteLLM calls them served/NAME"
     )
-    reward: JudgeConfig = field(default_factory=JudgeConfig)
-    llm: LlmConfig = field(default_factory=LlmConfig)
+    reward: schema.JudgeConfig = field(default_factory=schema.JudgeConfig)
+    llm: schema.LlmConfig = field(default_factory=schema.LlmConfig)
 
 
 @dataclass
@@ -76,17 +48,17 @@ class UsersFromLogsConfig(CallConfig):
 class PlayConfig(CallConfig):
     """Options of every program that plays conversations, in a run folder."""
 
-    run: RunConfig = field(default_factory=RunConfig)
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    user: UserConfig = field(default_factory=UserConfig)
+    run: schema.RunConfig = field(default_factory=schema.RunConfig)
+    launch: schema.LaunchConfig = field(default_factory=schema.LaunchConfig)
+    model: schema.ModelConfig = field(default_factory=schema.ModelConfig)
+    rollout: schema.RolloutConfig = field(default_factory=schema.RolloutConfig)
+    reward: schema.RewardConfig = field(default_factory=schema.RewardConfig)
+    user: schema.UserConfig = field(default_factory=schema.UserConfig)
     users: dict[str, dict[str, Any]] = option(
         {}, "users by names of your choice: class, weight and user settings; a task names one, or draws one by weight"
     )
-    data: DataConfig = field(default_factory=DataConfig)
-    train: EvalTasksConfig = field(default_factory=EvalTasksConfig)
+    data: schema.DataConfig = field(default_factory=schema.DataConfig)
+    train: schema.EvalTasksConfig = field(default_factory=schema.EvalTasksConfig)
 
 
 @dataclass
@@ -96,17 +68,17 @@ class Config(PlayConfig):
     program = "train"
     refused: ClassVar[Mapping[str, str]] = {"assistant": "evaluate", "build": "build-dataset"}
 
-    run: TrainingRunConfig = field(default_factory=TrainingRunConfig)
-    launch: TrainingLaunchConfig = field(default_factory=TrainingLaunchConfig)
-    model: TrainingModelConfig = field(default_factory=TrainingModelConfig)
-    rollout: TrainingRolloutConfig = field(default_factory=TrainingRolloutConfig)
-    reward: TrainingRewardConfig = field(default_factory=TrainingRewardConfig)
-    data: TrainingDataConfig = field(default_factory=TrainingDataConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    algo: AlgoConfig = field(default_factory=AlgoConfig)
-    publish: PublishConfig = field(default_factory=PublishConfig)
+    run: schema.TrainingRunConfig = field(default_factory=schema.TrainingRunConfig)
+    launch: schema.TrainingLaunchConfig = field(default_factory=schema.TrainingLaunchConfig)
+    model: schema.TrainingModelConfig = field(default_factory=schema.TrainingModelConfig)
+    rollout: schema.TrainingRolloutConfig = field(default_factory=schema.TrainingRolloutConfig)
+    reward: schema.TrainingRewardConfig = field(default_factory=schema.TrainingRewardConfig)
+    data: schema.TrainingDataConfig = field(default_factory=schema.TrainingDataConfig)
+    train: schema.TrainConfig = field(default_factory=schema.TrainConfig)
+    parallel: schema.ParallelConfig = field(default_factory=schema.ParallelConfig)
+    optim: schema.OptimConfig = field(default_factory=schema.OptimConfig)
+    algo: schema.AlgoConfig = field(default_factory=schema.AlgoConfig)
+    publish: schema.PublishConfig = field(default_factory=schema.PublishConfig)
 
     @property
     def objective(self) -> str:
@@ -132,7 +104,7 @@ class EvaluateConfig(PlayConfig):
     program = "evaluate"
     refused: ClassVar[Mapping[str, str]] = {"build": "build-dataset"}
 
-    assistant: AssistantConfig = field(default_factory=AssistantConfig)
+    assistant: schema.AssistantConfig = field(default_factory=schema.AssistantConfig)
 
 
 @dataclass
@@ -142,7 +114,7 @@ class BuildDatasetConfig(EvaluateConfig):
     program = "build-dataset"
     refused: ClassVar[Mapping[str, str]] = {}
 
-    build: BuildConfig = field(default_factory=BuildConfig)
+    build: schema.BuildConfig = field(default_factory=schema.BuildConfig)
 
 
 @dataclass

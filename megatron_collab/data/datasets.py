@@ -52,11 +52,12 @@ class SurveyedSources[Read]:
         tools: Sequence[Mapping[str, Any]] = (),
         requirements: Callable[[Source], TaskRequirements] = lambda source: TaskRequirements(),
         stage: str = "rl",
+        prefixes: bool = False,
         renders: bool = True,
     ) -> None:
         """`tools`: schemas shown to the policy. `requirements`: what metrics, users and tools require of the tasks of a
-        source. `stage`: see train.stage. `renders`: whether model.path reads the examples, which are then measured in
-        its tokens; the endpoint of a language model refuses what is too long itself.
+        source. `stage`: as train.stage; `prefixes`: as data.prefixes. `renders`: whether model.path reads the examples,
+        in tokens; an endpoint of a language model refuses itself what is too long.
 
         Raises ConfigError, and ValueError naming setting, file and row if the data cannot be read.
         """
@@ -70,7 +71,12 @@ class SurveyedSources[Read]:
         self.fingerprints: list[str] = []  # of each source: of its rows and of how they are tokenized
         self.surveys: list[Survey] = []
         for source in self.sources:
-            examples = self._load(source)
+            load: Any = {"rl": load_tasks, "sft": load_conversations, "dpo": load_pairs}[stage]
+            examples: Examples[Any] = load(source, setting, config.data, self._folder)
+            if prefixes and stage == "rl":
+                examples = at_every_depth(examples)
+            if stage == "dpo" and FORMATS[examples.format].pair is None:
+                examples = pairs_of_candidates(examples)
             # A prompt needs room for a token of the reply.
             result = self._survey(examples, self._room() - int(stage == "rl"), requirements(source))
             examples.leave_out(result.left_out)
@@ -95,13 +101,6 @@ class SurveyedSources[Read]:
             for user in (user for user in requested if user not in users):
                 lines.append(f"{where}: rows name the user {user}, which users lacks{nearest(user, users)}")
         return lines
-
-    def _load(self, source: Any) -> Examples[Any]:
-        load: Any = {"rl": load_tasks, "sft": load_conversations, "dpo": load_pairs}[self._stage]
-        examples: Examples[Any] = load(source, self.setting, self._config.data, self._folder)
-        if self._stage == "dpo" and FORMATS[examples.format].pair is None:
-            return pairs_of_candidates(examples)
-        return examples
 
     def _notes(self, source: Any) -> list[str]:
         """Messages about settings of a source that have no effect."""
@@ -137,9 +136,8 @@ class SurveyedSources[Read]:
     def _new_survey(self, examples: Examples[Read], longest: int, requirements: TaskRequirements) -> Survey:
         if not self._renders:
             return survey(examples, longest, lambda messages: 0, lambda example: 0, requirements)
-        renderer = self._renderer = self._renderer or policy_renderer(
-            self._config, self._tools, plays=self._stage == "rl"
-        )
+        plays = self._stage == "rl"
+        renderer = self._renderer = self._renderer or policy_renderer(self._config, self._tools, plays)
 
         def tokens(example: Any) -> int:
             if isinstance(example, Task):
@@ -168,19 +166,14 @@ class TrainingData[Read](SurveyedSources[Read]):
         tools: Sequence[Mapping[str, Any]] = (),
         requirements: Callable[[Source], TaskRequirements] = lambda source: TaskRequirements(),
     ) -> None:
-        self._prefixes = config.train.stage == "rl" and config.data.prefixes
-        self._steps = config.train.steps
-        super().__init__(config, "data.train", sources, tools, requirements, config.train.stage)
+        self._steps, stage = config.train.steps, config.train.stage
+        super().__init__(config, "data.train", sources, tools, requirements, stage, config.data.prefixes)
         pairs = list(zip(self.sources, self.sets, strict=True))
         keys = [examples.sort_keys(source.sort_by) if source.sort_by else None for source, examples in pairs]
         per_step = config.train.prompts_per_step
         self._mixture = Mixture(self.sources, [len(examples) for examples in self.sets], per_step, keys)
         empty = self._mixture.empty_step(config.train.steps, per_step)
         require(empty is None, f"data.train: no source has rows for step {empty}; change from_step or until_step")
-
-    def _load(self, source: TrainingSource) -> Examples[Any]:
-        examples = super()._load(source)
-        return at_every_depth(examples) if self._prefixes else examples
 
     def _notes(self, source: TrainingSource) -> list[str]:
         return [*super()._notes(source), *unused_mixture(source, len(self.sources) == 1, self._steps)]

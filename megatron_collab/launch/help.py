@@ -31,30 +31,16 @@ def help_text(description: str | None, program: type[CallConfig]) -> str:
     lines += ["", "Groups of settings, e.g. experiment=booking:"]
     for group, names in groups().items():
         lines += [_line(f"{group}={name}", _comment(group, name)) for name in names]
-    entries = "data.eval='[{source: FILE, name: NAME}]'"
-    sections = [
-        (
-            "data.train",
-            "Settings of a source, e.g. data.train='[{source: PATH, weight: 2}]':",
-            _options(TrainingSource),
-        ),
+    source, entries = "data.train='[{source: PATH, weight: 2}]'", "data.eval='[{source: FILE, name: NAME}]'"
+    metric_title = "Metrics, weighted by reward.weights.NAME; their settings are reward.metrics.NAME.SETTING:"
+    user_title = "Users of the tasks, by a task's column user or by user.name; their settings are user.options.SETTING:"
+    tools = (_line(name, toolbox.find_tool(name).SCHEMA["description"]) for name in sorted(toolbox.TOOLS))
+    sections = [  # by an option
+        ("data.train", f"Settings of a source, e.g. {source}:", _options(TrainingSource)),
         ("data.eval", f"Entries of data.eval if it is a list, e.g. {entries}:", _options(EvaluationSet)),
-        (
-            "reward.weights",
-            "Metrics, weighted by reward.weights.NAME; their settings are reward.metrics.NAME.SETTING:",
-            _kinds(metrics.METRICS, metrics.find_metric),
-        ),
-        (
-            "user.name",
-            "Users of the tasks, by the column user of a task or by user.name; their settings are "
-            "user.options.SETTING:",
-            _kinds(users.USERS, users.find_user),
-        ),
-        (
-            "rollout.tools",
-            "Tools, as rollout.tools=[NAME]:",
-            (_line(name, toolbox.find_tool(name).SCHEMA["description"]) for name in sorted(toolbox.TOOLS)),
-        ),
+        ("reward.weights", metric_title, _kinds(metrics.METRICS, metrics.find_metric)),
+        ("user.name", user_title, _kinds(users.USERS, users.find_user)),
+        ("rollout.tools", "Tools, as rollout.tools=[NAME]:", tools),
     ]
     options = {name for name, _, _ in declared(program)}
     for option, title, section in sections:

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 
 from megatron_collab.config import ConfigError, PlayConfig
@@ -16,16 +15,8 @@ from megatron_collab.runtime import console, keys, network, process, signals
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Prepared:
-    """The settings of a program, the function that every rank runs, and the number of ranks on a node."""
-
-    config: PlayConfig
-    work: Callable[[], None]
-    ranks: int = 1
-
-
+# The settings, the number of ranks on a node, and the function that every rank runs.
+Prepared = tuple[PlayConfig, int, Callable[[], None]]
 Prepare = Callable[[list[str], ExitStack], Prepared | str]
 
 
@@ -43,20 +34,14 @@ def run(
     os.environ |= network.without_proxy()
     if process.under_torchrun():
         keys.put_away()  # launch.torchrun has done so, another torchrun has not
-    with ExitStack() as resources:
-        return _run(module, description, program, arguments, partial(prepared, arguments, resources))
-
-
-def _run(
-    module: str,
-    description: str | None,
-    program: type[PlayConfig],
-    arguments: list[str],
-    prepared: Callable[[], Prepared | str],
-) -> int:
     if "--help" in arguments:
         print(help_text(description, program))
         return 0
+    with ExitStack() as resources:
+        return _run(module, program, arguments, partial(prepared, arguments, resources))
+
+
+def _run(module: str, program: type[PlayConfig], arguments: list[str], prepared: Callable[[], Prepared | str]) -> int:
     try:
         if "--cfg" in arguments:
             print(composed_settings([argument for argument in arguments if argument != "--cfg"], program))
@@ -70,14 +55,14 @@ def _run(
     if isinstance(outcome, str):
         logger.info(outcome)
         return 0
-    launch = outcome.config.launch
+    config, ranks, work = outcome
     if not process.under_torchrun():
-        prepare.replace_by_torchrun(outcome.ranks, module, arguments)
-    os.environ |= network.variables(launch.interface)
+        prepare.replace_by_torchrun(ranks, module, arguments)
+    os.environ |= network.variables(config.launch.interface)
     process.die_with_parent(int(os.environ.get(process.LAUNCHER, "0")))  # 0: torchrun was started by hand
-    signals.keep_notices(process.global_rank(), launch.grace)
+    signals.keep_notices(process.global_rank(), config.launch.grace)
     try:
-        outcome.work()
+        work()
     except process.Preempted as error:
         return signals.EXIT_INTERRUPTED if isinstance(error, process.Interrupted) else signals.EXIT_PREEMPTED
     except process.RunStopped as error:

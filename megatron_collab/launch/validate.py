@@ -29,14 +29,8 @@ from megatron_collab.config.load import leaves
 from megatron_collab.data import sources
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.formats import STAGES
-from megatron_collab.launch import endpoints
+from megatron_collab.launch import endpoints, servers
 from megatron_collab.launch.machine import check_processes
-from megatron_collab.launch.servers import (
-    check_served,
-    check_servers,
-    check_servers_of_model,
-    check_servers_on_machine,
-)
 from megatron_collab.launch.spec import RunSpec, run_spec
 from megatron_collab.models import hf_config, lora, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
@@ -76,7 +70,7 @@ def validate(config: Config) -> None:
     check_layout_on_machine(config)
     check_processes(config)
     if spec.serving:
-        check_servers_on_machine(config, spec.serving)
+        servers.check_servers_on_machine(config, spec.serving)
     makes_world = config.data.world is not None
     if not (makes_world or hub.parse(config.model.path)) or Path(config.model.path).exists():
         check_model(config, spec)
@@ -93,8 +87,7 @@ def validate(config: Config) -> None:
 def check_settings(config: Config) -> RunSpec:
     """The settled settings (see spec.py), after the checks of `validate` that do not depend on the machine."""
     check = partial(require, config=config)
-    check_options(config)
-    _check_unread_options(config, "algo.loss", "publish.transport")
+    check_options(config, "algo.loss", "publish.transport")
     reads = STAGES[config.train.stage]
     message = f"<data.format>: custom readers give tasks, and <train.stage> reads {reads}s; set it to auto"
     check(":" not in config.data.format or config.train.stage == "rl", message)
@@ -123,25 +116,24 @@ def check_settings(config: Config) -> RunSpec:
         check_played(config, spec)
         _check_trained_turns(config)
         (_check_algo if config.objective == "policy" else _check_choice)(config)
-        check_servers(config, spec.serving)
+        servers.check_servers(config, spec.serving)
     return spec
 
 
-def check_options(config: PlayConfig) -> None:
-    """The first checks of any program that plays conversations: single options. Raises ConfigError."""
+def check_options(config: PlayConfig, *extensible: str) -> None:
+    """The first checks of any program that plays conversations: single options. Raises ConfigError.
+
+    `extensible`: further settings that may name a class, whose options are in NAME_options.
+    """
+    check = partial(require, config=config)
     refuse_keys(asdict(config))
     check_declared(config)
     message = "<launch.nodes>: needs launch.interface, the network interface between nodes, e.g. ib0"
-    require(config.launch.nodes == 1 or config.launch.interface is not None, message, config)
-    _check_unread_options(config, "reward.mode", "data.world", "data.format", "rollout.player")
-
-
-def _check_unread_options(config: PlayConfig, *settings: str) -> None:
-    """Raises ConfigError if a setting that names no class has options."""
-    for setting in settings:
-        message = f"{setting}_options: <{setting}> has no options; remove them"
+    check(config.launch.nodes == 1 or config.launch.interface is not None, message)
+    for setting in ("reward.mode", "data.world", "data.format", "rollout.player", *extensible):
         options = attrgetter(f"{setting}_options")(config)
-        require(not options or ":" in str(attrgetter(setting)(config)), message, config)
+        message = f"{setting}_options: <{setting}> has no options; remove them"
+        check(not options or ":" in str(attrgetter(setting)(config)), message)
 
 
 def check_played(config: PlayConfig, spec: RunSpec) -> None:
@@ -152,7 +144,7 @@ def check_played(config: PlayConfig, spec: RunSpec) -> None:
     assert spec.play and spec.serving
     check_reward(config, spec.play.reward)
     _check_turns(config, spec.data.eval_sets)
-    check_served(config, spec.serving)
+    servers.check_served(config, spec.serving)
     endpoints.check_settings(config, spec.play.users.settings)
     _check_llm_endpoints(config, spec)
 
@@ -314,7 +306,7 @@ def check_model(config: Config, spec: RunSpec, described: Path | None = None) ->
     shape = read_shape(config, described)
     check_layout_of_model(config, shape)
     if spec.serving:
-        check_servers_of_model(config, spec.serving.policy, shape, trainer_layout(config))
+        servers.check_servers_of_model(config, spec.serving.policy, shape, trainer_layout(config))
     return shape
 
 

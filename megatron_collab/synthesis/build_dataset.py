@@ -56,12 +56,12 @@ def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
         data = evaluation.pin(config, MODULE)
         if evaluation.is_done(config, data.eval_sets):
             if not _uploaded(config):
-                return program.Prepared(config, partial(_upload, config))
+                return config, 1, partial(_upload, config)
             return (
                 f"{config.run.dir}: all conversations are built; see built/README.md there, or choose another run.dir"
             )
         serving, spec, step = evaluation.prepared(config, building_spec)
-    return program.Prepared(config, partial(_build, config, serving, spec, step))
+    return config, 1, partial(_build, config, serving, spec, step)
 
 
 def _build(config: BuildDatasetConfig, serving: BuildDatasetConfig, spec: RunSpec, step: int) -> None:

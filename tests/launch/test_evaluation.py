@@ -56,6 +56,7 @@ def refused(arguments: list[str]) -> str:
 def test_settings_of_training_are_left_out() -> None:
     """An experiment of eight ranks: the servers are what it says, and no rank takes a device from them."""
     config = evaluation.load(["experiment=train_8b", "data.eval=e.jsonl", "algo=dapo", "train.steps=3"])
+    assert {"parallel", "algo", "optim", "publish", "build"}.isdisjoint(asdict(config)), "neither reset nor unused"
     placement = server_specs.evaluation(config).policy.placement
     assert placement.replicas == 8 and not placement.colocated
     assert config.reward.weights["accuracy"] == 1.0 and config.user.model == "openai/gpt-4o-mini"
@@ -116,6 +117,9 @@ def test_an_assistant_behind_litellm_needs_no_model_and_no_server(tmp_path: Path
     ("more", "message"),
     [
         (["data.eval=null"], "data.eval: not set; give the tasks to evaluate"),
+        (["assistant.model=null"], "model.path: not set; give model.path=VALUE, or assistant.model=MODEL"),
+        (["train.stage=sft"], "train.stage=sft: conversations are played, as in train.stage=rl; remove it"),
+        (["build.candidates=2"], "build.candidates: is only for `megatron-collab build-dataset`; remove it"),
         (["train.eval_tasks=0"], "train.eval_tasks=0: nothing is evaluated"),
         (["data.eval=nothing.jsonl"], "data.eval=nothing.jsonl: no such file"),
         (["rollout.tools=[calculator]"], "assistant.model=openai/m: cannot call tools yet; remove rollout.tools"),
