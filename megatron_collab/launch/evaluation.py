@@ -165,7 +165,7 @@ def prepared[Program: EvaluateConfig](
         spec = settle(serving)
         assert spec.play and spec.serving
         shape = validate.read_shape(serving)
-        servers.check_servers_of_model(serving, spec.serving.policy, shape)
+        servers.check_servers_of_model(serving, spec.serving.policy, shape, None)
         models.check_models(serving, shape, weights=checkpoint is None)
         servers.check_arguments(spec.serving)
         schemas = spec.tools.schemas()

@@ -138,7 +138,7 @@ def _ranks_of(placement: Placement) -> str:
 
 
 def check_servers_of_model(
-    config: PlayConfig, policy: ServerSpec, shape: ModelShape, trainer: TrainerLayout | None = None
+    config: PlayConfig, policy: ServerSpec, shape: ModelShape, trainer: TrainerLayout | None
 ) -> None:
     """Checks the sizes of the model against the layout of a server and of the trainer, if any. Raises ConfigError."""
     check = partial(require, config=config)
