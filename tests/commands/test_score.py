@@ -11,9 +11,10 @@ import pytest
 from aiohttp import web
 
 from megatron_collab.commands.__main__ import run
-from megatron_collab.config import recorded
+from megatron_collab.config import ConfigError, EvaluateConfig, recorded
 from megatron_collab.data.datasets import task_row, write_jsonl
 from megatron_collab.observability.folder import append, rows_of
+from megatron_collab.rollout.recorded import played_groups
 from megatron_collab.types import Group
 from tests.llm.endpoint import Endpoint, in_thread, says
 from tests.proxy import recording_proxy
@@ -112,3 +113,17 @@ def test_other_data_than_the_runs_are_refused(tmp_path: Path, capsys: pytest.Cap
     write_jsonl(folder / "tasks.jsonl", [task_row(group.task) for group in groups[1:]])
     assert run("score", [str(folder), "--reward", "paper"]) == 2
     assert "task asked: no task of that id has its first messages" in capsys.readouterr().err
+
+
+def test_an_evaluation_without_training_has_all_that_its_conversations_need(tmp_path: Path) -> None:
+    groups, _ = play("paper")
+    write_jsonl(tmp_path / "tasks.jsonl", [task_row(group.task) for group in groups])
+    config = EvaluateConfig()
+    config.run.dir, config.data.eval = str(tmp_path), str(tmp_path / "tasks.jsonl")
+    (tmp_path / "config.json").write_text(json.dumps(recorded(config)))
+    (tmp_path / "evaluations.json").write_text(json.dumps({"model": {"step": 0, "set": ""}}))
+    append(tmp_path / "eval_model.jsonl", rows_of(groups))
+    title, played = played_groups(tmp_path, [], None, "model")
+    assert title == "evaluation model" and [group.task.id for group in played] == [group.task.id for group in groups]
+    with pytest.raises(ConfigError, match=r"has no transcripts\.jsonl with futures; give the folder of a run"):
+        played_groups(tmp_path, [], None, None)

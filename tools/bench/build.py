@@ -30,12 +30,11 @@ from typing import Any
 import ray
 import torch.distributed as dist
 
-from megatron_collab.config import Config
+from megatron_collab.config import BuildDatasetConfig, PlayConfig
 from megatron_collab.data.datasets import task_row, write_jsonl
 from megatron_collab.environments import tiny_model
-from megatron_collab.launch.spec import run_spec
+from megatron_collab.launch.spec import building_spec
 from megatron_collab.rollout.conversation import FuturesPlayer
-from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.users import UserReply
 from megatron_collab.rollout.workers import Workers
 from megatron_collab.runtime.ray_cluster import ray_session, start_actor
@@ -122,9 +121,9 @@ def text_of(messages: Sequence[Message]) -> str:
 class Worker:
     """Plays groups on the real FuturesPlayer. It is also the run's limiter, which counts nothing."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: BuildDatasetConfig) -> None:
         engine: Any = Engine()
-        self.player = FuturesPlayer(engine, engine, Users(), Judge(), play_spec(config))  # type: ignore[arg-type]
+        self.player = FuturesPlayer(engine, engine, Users(), Judge(), building_spec(config).play)  # type: ignore[arg-type]
 
     async def play(self, task: Task, stream: str, eval_set: None) -> Group:
         return await self.player.play(task, stream)
@@ -140,12 +139,12 @@ class Timed(Synthesis):
         return self._groups
 
 
-def settings(folder: Path, seed: int, tasks: int) -> Config:
-    config = Config()
+def settings(folder: Path, seed: int, tasks: int) -> BuildDatasetConfig:
+    config = BuildDatasetConfig()
     config.run.dir, config.run.seed = str(folder), seed
-    config.data.eval = config.data.train = str(folder / "tasks.jsonl")
+    config.data.eval = str(folder / "tasks.jsonl")
     config.model.path = str(folder / "model")
-    config.train.rollouts_per_prompt, config.rollout.futures = CANDIDATES, FUTURES
+    config.build.candidates, config.rollout.futures = CANDIDATES, FUTURES
     config.rollout.max_user_turns, config.rollout.max_messages = USER_TURNS, MESSAGES
     config.reward.weights = {"asks": 1.0}
     tiny_model.byte_tokenizer([], 300).save_pretrained(folder / "model")
@@ -156,14 +155,14 @@ def settings(folder: Path, seed: int, tasks: int) -> Config:
     return config
 
 
-def build(config: Config) -> tuple[float, list[list[Group]]]:
+def build(config: BuildDatasetConfig) -> tuple[float, list[list[Group]]]:
     """The seconds until the rows of all conversations are written, and the groups of each."""
     workers = [start_actor(Worker, config) for _ in range(WORKERS)]
     ray.get([worker.spend.remote() for worker in workers])
     pool = SimpleNamespace(recover=lambda: None)
     servers: Any = SimpleNamespace(workers=Workers(workers, [], workers[0]), pool=pool, lost_all=lambda: False)
-    run: Any = SimpleNamespace(evaluation_due=lambda eval_set, step: "model", evaluation=lambda *_: None)
-    spec = run_spec(config)
+    run: Any = SimpleNamespace(evaluation_due=lambda *_: "model", evaluation=lambda *_: None, complete=True)
+    spec = building_spec(config)
     synthesis = Timed(spec, config, spec.play, spec.data.eval_sets, run, restore=lambda: None)
     with synthesis.standalone(servers, 0):
         (eval_set,) = synthesis.sets
@@ -188,7 +187,7 @@ def main() -> None:
     arguments = parser.parse_args()
     tasks = SMOKE_TASKS if arguments.smoke else TASKS
     over_bound, in_turns = [], []
-    config = Config()
+    config = PlayConfig()
     config.rollout.workers = WORKERS
     with TemporaryDirectory() as folder, ray_session(config):
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
