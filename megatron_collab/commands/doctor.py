@@ -213,7 +213,7 @@ def print_endpoints(overrides: Sequence[str]) -> int:
     if not targets:
         print("This run calls no language model.")
         return 0
-    endpoints.check_recordings(config)
+    endpoints.check_recordings(config.llm, Path(config.run.dir))
     if config.llm.offline:
         models = ", ".join(dict.fromkeys(str(target.endpoint.model) for target in targets))
         print(f"Recorded calls replace {models} (llm.replay={config.llm.replay}); nothing is called.")

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import Config
+from megatron_collab.config import LlmConfig
 from megatron_collab.llm.answer import AnswerTooLong, LlmError
 from megatron_collab.llm.caller import Caller, caller
 from megatron_collab.llm.recording import Call, CallKey, Recording, Shard, Usage
@@ -105,22 +105,21 @@ class Tape:
                 )
 
 
-def open_tape(config: Config) -> Tape | None:
+def open_tape(llm: LlmConfig, run_dir: Path) -> Tape | None:
     """The tape for llm.record and llm.replay; None if neither is set. Raises RunStopped if llm.replay is unreadable."""
-    llm = config.llm
     if not (llm.record or llm.replay):
         return None
     try:
         replay = Recording(Path(llm.replay)) if llm.replay else None
     except (ValueError, OSError) as error:
         raise RunStopped(f"llm.replay={llm.replay}: {error}") from error
-    record = Shard(Path(llm.record), run_name(config)) if llm.record else None
+    record = Shard(Path(llm.record), run_name(run_dir)) if llm.record else None
     return Tape(replay, record, llm.replay_missing == "live", llm.replay_latency)
 
 
-def run_name(config: Config) -> str:
+def run_name(run_dir: Path) -> str:
     """The run's name in a recording: its absolute run.dir."""
-    return str(Path(config.run.dir).absolute())
+    return str(run_dir.absolute())
 
 
 def _not_recorded(recording: Recording, call_key: CallKey) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_collab import environments
-from megatron_collab.config import Config
+from megatron_collab.config import PlayConfig
 from megatron_collab.data.transcript import visible_messages
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
 from megatron_collab.types import Conversation, Task
@@ -46,12 +46,12 @@ class ScriptedUser(User):
         self.script = environments.find_script(argument)
 
     @classmethod
-    def unavailable(cls, argument: str, config: Config) -> str | None:
+    def unavailable(cls, argument: str, config: PlayConfig) -> str | None:
         environments.find_script(argument)
         return None
 
     @classmethod
-    def check_task(cls, task: Task, argument: str, config: Config) -> None:
+    def check_task(cls, task: Task, argument: str, config: PlayConfig) -> None:
         if check := environments.find_goal_check(argument):
             check(task.goal)
 
@@ -69,7 +69,7 @@ class ReplayUser(User):
     opens = True
 
     @classmethod
-    def check_task(cls, task: Task, argument: str, config: Config) -> None:
+    def check_task(cls, task: Task, argument: str, config: PlayConfig) -> None:
         recorded_of(task)
 
     async def start(self, conversation: Conversation) -> None:
@@ -103,7 +103,7 @@ class RevealUser(User):
     opens = True
 
     @classmethod
-    def check_task(cls, task: Task, argument: str, config: Config) -> None:
+    def check_task(cls, task: Task, argument: str, config: PlayConfig) -> None:
         facts_of(task)
 
     async def start(self, conversation: Conversation) -> None:
