@@ -75,7 +75,9 @@ FORMATS: dict[str, Format] = {
     "query_response": _solved("response", "query"),
     "alpaca": _solved("output", "instruction", "input"),
     "recipe_sft": Format(
-        ("prompt",), conversation=readers.prompt_conversation, fits=readers.prompt_ends_with_assistant
+        ("prompt",),
+        conversation=partial(readers.messages_conversation, column="prompt"),
+        fits=readers.prompt_ends_with_assistant,
     ),
     "prompt_completion": Format(("prompt", "completion"), readers.completion_task, readers.completion_conversation),
     "prompt": Format(("prompt",), readers.prompt_task, fits=readers.prompt_is_text),

@@ -20,8 +20,7 @@ _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names that servers
 _KEYS = {"role", "from", "content", "value", "weight", "tool_calls", "tool_call_id"}
 _LIST = re.compile(r"\s*\[\s*\{")
 _PYTHON = re.compile(r"\s*\[\s*\{\s*'(?:role|from|content|value)'")  # a list as Python prints it
-# The roles that may follow a role.
-_AFTER = {
+_AFTER = {  # the roles that may follow a role
     "start": ("system", "user"),
     "system": ("user",),
     "user": ("assistant", "calls"),
@@ -80,7 +79,7 @@ def as_messages(value: Any, role: str, column: str) -> Messages:
     return messages_of([{"role": role, "content": value}] if is_text else value, column)
 
 
-def conversation(messages: Messages, row: Row, column: str = "messages") -> Messages:
+def conversation(messages: Messages, row: Row, column: str) -> Messages:
     """`messages` as a conversation to learn from, with the schemas in `tools` of the row if it has some.
 
     Raises ValueError, and Unfit if no message is trained.
@@ -144,10 +143,13 @@ def speaker(message: Mapping[str, Any]) -> Any:
 
 
 def listed(value: Any) -> Any:
-    """The list of messages in a JSON text; any other value as it is. Raises ValueError if it is nested too deep."""
+    """The list of messages in a JSON text; any other value as it is."""
     if not isinstance(value, str) or not _LIST.match(value):
         return value
-    entries = json_in(value, None)
+    try:
+        entries = json_in(value, None)
+    except ValueError:  # nested too deep
+        return value
     is_list = isinstance(entries, list) and all(isinstance(entry, Mapping) for entry in entries)
     return entries if is_list and all({"role", "from"} & entry.keys() for entry in entries) else value
 

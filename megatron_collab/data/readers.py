@@ -159,16 +159,12 @@ def last_request(row: Row, messages: Messages, number: int) -> Task:
     return Task(str(number), messages[: last + 1], goal, reply if answer is None else answer, "")
 
 
-def messages_conversation(row: Row) -> Messages:
-    return conversation(messages_of(row.get("messages"), "messages"), row)
+def messages_conversation(row: Row, column: str = "messages") -> Messages:
+    return conversation(messages_of(row.get(column), column), row, column)
 
 
 def messages_task(row: Row, number: int) -> Task:
     return last_request(row, messages_of(row.get("messages"), "messages"), number)
-
-
-def prompt_conversation(row: Row) -> Messages:
-    return conversation(messages_of(row.get("prompt"), "prompt"), row, "prompt")
 
 
 def prompt_task(row: Row, number: int) -> Task:

@@ -131,6 +131,9 @@ def test_what_metrics_and_users_need_is_in_the_metadata(tmp_path: Path) -> None:
         ("prompt_completion", {"prompt": [SYSTEM, USER], "completion": [ASSISTANT]}, "hello"),
         ("problem_solution", {"problem": "P", "solution": "S"}, "S"),
         ("preference", {"prompt": "hi", "chosen": "hello", "rejected": "no"}, "hello"),
+        ("preference", {"prompt": "hi", "chosen": "hello", "rejected": "no", "messages": [USER, ASSISTANT]}, "hello"),
+        ("alpaca", {"instruction": "2 + 2?", "output": "4", "history": []}, "4"),
+        ("query_response", {"query": "2 + 2?", "response": "It is 4"}, "It is 4"),
         ("preference", {"chosen": [USER, ASSISTANT], "rejected": [USER, {**ASSISTANT, "content": "no"}]}, "hello"),
     ],
 )
@@ -274,3 +277,9 @@ def passed(task: Task, replied: tuple[Message, ...]) -> float:
     score = asyncio.run(PassRate(PassRate.Options(), judge=None).score(task, conversation))  # type: ignore[arg-type]
     assert isinstance(score, float), score
     return score
+
+
+def test_earlier_turns_beside_an_instruction_are_refused(tmp_path: Path) -> None:
+    row = {"instruction": "And 3 + 3?", "output": "6", "history": [["2 + 2?", "4"]]}
+    with pytest.raises(ValueError, match="row 1: history has earlier turns, which are not read"):
+        list(loaded(tmp_path, load_conversations, row))

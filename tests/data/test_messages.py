@@ -317,7 +317,7 @@ def test_messages_as_python_prints_them_are_refused(tmp_path: Path, row: dict[st
         list(load_any(Source(source=str(tmp_path / "rows.csv")), "x"))
 
 
-@pytest.mark.parametrize("text", ["[]", "[1, 2]", '[{"a": 1}]', "[x", '[{"role"', "[{'a': 1}]"])
+@pytest.mark.parametrize("text", [*("[]", "[1, 2]", '[{"a": 1}]', "[x", '[{"role"', "[{'a': 1}]"), '[{"a":' * 3000])
 def test_a_reply_that_is_a_list_of_other_things_is_a_text(text: str) -> None:
     row = {"prompt": "a list, please", "completion": text}
     assert completion_conversation(row)[-1] == Message("assistant", text)

@@ -153,9 +153,9 @@ def _read(reply: str) -> tuple[StatedAnswer | None, bool]:
 
 
 def _hashed(sentence: str) -> str | None:
-    """The line after `####` if it has no words, as a heading has."""
+    """The line after `####` if it has neither words, as a heading has, nor an aside in parentheses."""
     line = marked_line(sentence) if sentence.lstrip().startswith("####") else None
-    return None if line is None or has_words(line) else line
+    return None if line is None or has_words(line) or " (" in line else line
 
 
 def _sentences(reply: str) -> Iterator[str]:
