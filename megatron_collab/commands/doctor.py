@@ -20,8 +20,8 @@ would call (users, judge, metrics' own), and prints latency, tokens and price. E
 from __future__ import annotations
 
 import asyncio
+import json
 import platform
-import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -176,14 +176,17 @@ def _print_source(source: Source) -> None:
     print(f"{source.source}: read as {examples.format}, since {examples.why}; split {split}, columns {columns}")
     left_out = "".join(f"; left out: {count} {reason}" for reason, count in report.dropped.items())
     print(f"{len(examples.rows)} rows, {len(examples)} {examples.use}s{left_out}")
+    print("".join(f"{note}\n" for note in (report.repeated, report.unread) if note), end="")
     for example in examples[:_SHOWN]:
         if isinstance(example, Task):
-            metadata = f", metadata {', '.join(example.metadata)}" if example.metadata else ""
             user = example.user or "llm"
             user = f"{user[:-1]} if users has it, else llm" if user.endswith("?") else user
-            print(f"\ntask {example.id}: user {user}{metadata}")
+            print(f"\ntask {example.id}: user {user}")
             _print_texts(example.messages)
             _print_texts([Message("goal", example.goal), Message("answer", example.answer)])
+            for name, value in example.metadata.items():
+                text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+                _print_texts([Message(f"metadata.{name}", text)])
         elif isinstance(example, Pair):
             print(f"\npair{' with scores {:g} and {:g}'.format(*example.scores) if example.scores else ''}:")
             _print_texts(example.prompt)
@@ -197,7 +200,8 @@ def _print_source(source: Source) -> None:
 
 def _print_texts(messages: Sequence[Message]) -> None:
     for message in messages:
-        print(f"  {message.role + ':':10} {textwrap.shorten(message.content, _WIDTH, placeholder=' …')}")
+        text = " ".join(message.content.split())
+        print(f"  {message.role + ':':10} {text if len(text) <= _WIDTH else text[:_WIDTH] + ' …'}")
 
 
 def print_endpoints(overrides: Sequence[str]) -> int:

@@ -60,7 +60,7 @@ def test_conversations(tmp_path: Path) -> None:
         ({"prompt": None}, "no prompt"),
         ({"prompt": 5}, "prompt is not a list"),
         ({"prompt": [HI, HELLO]}, "its last message must be the user's"),
-        ({"prompt": [{"role": "human", "content": "hi"}]}, "role 'human'"),
+        ({"prompt": [{"role": "boss", "content": "hi"}]}, "role 'boss'"),
         ({"prompt": [{"role": "user", "content": " "}]}, "message without content"),
         ({"goal": None}, "no goal"),
         ({"goal": ""}, "goal is not a string with content"),

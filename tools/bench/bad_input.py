@@ -322,6 +322,7 @@ class Accepted(BaseException):
 def serve(pipe: Connection) -> None:
     """Main function of a subprocess: run each input that comes and send back how it ended."""
     from megatron_collab import train
+    from megatron_collab.config import Config
     from megatron_collab.commands.__main__ import run
     from megatron_collab.launch import program as programs
 
@@ -338,7 +339,7 @@ def serve(pipe: Connection) -> None:
         with redirect_stdout(out), redirect_stderr(out):
             try:
                 if program == "train":
-                    code = programs.run(train.__name__, train.__doc__, arguments, prepared)
+                    code = programs.run(train.__name__, train.__doc__, Config, arguments, prepared)
                 else:
                     code = run(program, arguments)
             except Accepted:

@@ -145,4 +145,4 @@ def system_prompt(config: UserConfig, task: Task, persona: str = "") -> str:
 @cache
 def read_personas(path: str) -> tuple[str, ...]:
     """The non-blank lines of a personas file."""
-    return tuple(line.strip() for line in Path(path).read_text().splitlines() if line.strip())
+    return tuple(line.strip() for line in Path(path).read_text().split("\n") if line.strip())
