@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import dropwhile
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -256,9 +257,23 @@ def _tokenizer(folder: Path, files: tuple[tuple[str, int], ...]) -> PreTrainedTo
     return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 
-def render_once(model_path: str, setting: str) -> None:
-    """Raises ValueError naming `setting` if a model's tokenizer cannot be read or its template fails."""
+def check_ids(model_path: str, setting: str, rows: int) -> None:
+    """Raises ValueError naming `setting` if the model's tokenizer has ids that its embedding of `rows` rows lacks."""
+    token, number = max(load_tokenizer(model_path, setting).get_vocab().items(), key=itemgetter(1), default=("", -1))
+    if number >= rows:
+        message = f"its tokenizer gives {token!r} the id {number}, but its embedding has {rows} rows"
+        out = "give the tokenizer of this model, or resize the embedding with transformers (resize_token_embeddings)"
+        raise ValueError(f"{setting}={model_path}: {message}; {out}")
+
+
+def render_once(model_path: str, setting: str, rows: int | None = None) -> None:
+    """Raises ValueError naming `setting` if a model's tokenizer cannot be read or its template fails.
+
+    `rows` of its embedding, if known, must suffice for all ids.
+    """
     tokenizer = load_tokenizer(model_path, setting)
+    if rows is not None:
+        check_ids(model_path, setting, rows)
     if tokenizer.chat_template:
         try:
             _apply_template(tokenizer, [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}])

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import Config, ConfigError, require
 from megatron_collab.data import chat_template
-from megatron_collab.inference.served import gives_text
+from megatron_collab.inference.served import architecture, gives_text
 from megatron_collab.launch import server_specs
 from megatron_collab.models import hf_config, hf_weights
 from megatron_collab.models.hf_config import ModelShape
@@ -33,6 +33,10 @@ def check_models(config: Config, shape: ModelShape, weights: bool = True) -> Non
             hf_weights.model_tensors(hub.folder(path), shape)
     except (ValueError, OSError) as error:
         raise ConfigError(f"model.path={path}: {error}") from error
+    expected = f"{shape.family.title().replace('_', '')}ForCausalLM"
+    message = f"config.json: SGLang runs architectures={architecture(path)}, the trainer {expected}; correct it"
+    require(architecture(path) in (expected, "none"), f"model.path={path}: {message}")
+    chat_template.check_ids(path, "model.path", shape.vocab)
     check_rendering(config, ())
     check_served(config)
 
@@ -54,11 +58,11 @@ def check_served(config: Config) -> None:
         except ValueError:  # a family or quantization that SGLang serves but the trainer does not support
             shape = None
         try:
-            hf_weights.model_tensors(folder, shape) if shape else hf_weights.read(folder)
+            tensors = hf_weights.model_tensors(folder, shape) if shape else hf_weights.read(folder)
         except (ValueError, OSError) as error:
             raise ConfigError(f"{setting}={model.model}: {error}") from error
         if (folder / "tokenizer.json").is_file():
-            work = partial(chat_template.render_once, model.model, setting)
+            work = partial(chat_template.render_once, model.model, setting, hf_weights.embedding_rows(tensors))
             _try(work, f"{setting}={model.model}", "its tokenizer or chat template")
 
 

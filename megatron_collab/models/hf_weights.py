@@ -1,4 +1,4 @@
-"""Reads only the headers of a Hugging Face folder's safetensors: names, dtypes and shapes, no weights.
+"""Reads the headers of a Hugging Face folder's safetensors: names, dtypes and shapes; no weights but a doubtful head.
 
 Imports no framework. Raises ValueError if a file is incomplete or does not match the model of config.json.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import starmap
 from math import prod
+from operator import ne
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,24 +26,34 @@ _BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1
 _LARGEST_HEADER = 100_000_000  # bytes; limit of the format
 # Buffers in old checkpoints, which every implementation recomputes.
 _COMPUTED = re.compile(r".*rotary_emb\.inv_freq$")
+_CONSOLIDATED = "consolidated.safetensors"  # Mistral's own format, which neither transformers nor SGLang reads
+_CHUNK = 1 << 24  # bytes that are compared at a time
 _FITTING = "give a folder that fits its config.json"
 _WHOLE = "give a complete folder of safetensors"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in `file`; `dtype` as named by safetensors."""
+    """A tensor in `file`, whose data begin at byte `start`; `dtype` as named by safetensors."""
 
     file: str
     dtype: str
     shape: Shape
+    start: int
 
 
 def read(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor in `folder`, by name. Raises a one-line ValueError if a file is missing, cut or not as indexed.
 
-    Reads the files that the index names or, without an index, model.safetensors, from the folder itself.
+    Reads the files that the index names or, without an index, model.safetensors, from the folder itself. Refuses a
+    folder in which transformers and SGLang would load different files.
     """
     indexed = _index(folder)
+    if (folder / SINGLE).is_file():
+        others = {file.name for file in folder.glob("*.safetensors")} - {_CONSOLIDATED} | set(indexed.values())
+        if other := min(others - {SINGLE}, default=None):
+            message = f"{SINGLE}, which transformers loads, and {other}, which SGLang loads"
+            raise ValueError(f"there are weights in {message}; remove the stale one, and {INDEX} if it names that")
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(indexed.values())) if indexed else [SINGLE]:
         if not (folder / file).is_file():
@@ -59,23 +71,44 @@ def read(folder: Path) -> dict[str, StoredTensor]:
 def model_tensors(folder: Path, shape: ModelShape) -> dict[str, StoredTensor]:
     """The tensors of a model of `shape` in `folder`, without tensors that are not loaded.
 
-    Raises ValueError like `read`, and if a tensor is missing, unexpected or has the wrong shape or dtype.
+    Raises ValueError like `read`, if a tensor is missing, unexpected or has the wrong shape or dtype, and if a tied
+    model has a head that differs from its embedding.
     """
     stored, expected = read(folder), hf_shapes(shape)
     extra = {name for name in stored.keys() - expected.keys() if not _COMPUTED.fullmatch(name)}
     if shape.tied:
-        extra.discard("lm_head.weight")  # a second copy of the embedding
+        extra.discard(_HEAD)
     if extra:
         raise ValueError(f"{min(extra)} is unexpected; {_FITTING}")
     for name, sides in expected.items():
         if name not in stored:
-            raise ValueError(f"{name} is missing; {_WHOLE}")
+            out = ", or set tie_word_embeddings=true in config.json if the embedding is its head" * (name == _HEAD)
+            raise ValueError(f"{name} is missing; {_WHOLE}{out}")
         if stored[name].shape != sides:
             raise ValueError(f"{name} has shape {stored[name].shape}, config.json asks for {sides}; {_FITTING}")
         if stored[name].dtype not in LOADABLE:
             known = ", ".join(LOADABLE)
             raise ValueError(f"{name} has dtype {stored[name].dtype}, and {known} can be loaded; give such weights")
+    tied = [_data(folder, stored[name]) for name in (_EMBEDDING, _HEAD)] if shape.tied and _HEAD in stored else []
+    if any(starmap(ne, zip(*tied, strict=True))):
+        message = f"tie_word_embeddings=true in config.json, but {_HEAD} differs from {_EMBEDDING}"
+        raise ValueError(f"{message}; set it to false, as transformers loads the model, or remove {_HEAD}")
     return {name: stored[name] for name in expected}
+
+
+def embedding_rows(tensors: Mapping[str, StoredTensor]) -> int | None:
+    """Number of token ids of a model of any family; None if its embedding has an unknown name."""
+    rows = [tensor.shape[0] for name, tensor in tensors.items() if name.endswith("embed_tokens.weight")]
+    return max(rows, default=None)
+
+
+def _data(folder: Path, tensor: StoredTensor) -> Iterator[object]:
+    """The shape and dtype of a tensor, then its bytes in pieces."""
+    yield tensor.shape, tensor.dtype
+    with (folder / tensor.file).open("rb") as stream:
+        stream.seek(tensor.start)
+        size = prod(tensor.shape) * _BYTES[tensor.dtype]
+        yield from (stream.read(min(_CHUNK, size - at)) for at in range(0, size, _CHUNK))
 
 
 def _index(folder: Path) -> dict[str, str]:
@@ -113,7 +146,7 @@ def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
         try:
             header = json.loads(stream.read(length))
             header.pop("__metadata__", None)
-            tensors = sorted(_tensor(file.name, name, fields) for name, fields in header.items())
+            tensors = sorted(_tensor(file.name, name, fields, 8 + length) for name, fields in header.items())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{file.name} is corrupt: it has no safetensors header; {_WHOLE}") from error
     end = 0
@@ -128,10 +161,10 @@ def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
         raise ValueError(f"{file.name} is truncated: it has {size} bytes, its header says {8 + length + end}; {_WHOLE}")
 
 
-def _tensor(file: str, name: str, fields: dict[str, Any]) -> tuple[int, int, str, StoredTensor]:
-    """(start, stop, name, tensor) from a header entry; start and stop are byte offsets of its data."""
+def _tensor(file: str, name: str, fields: dict[str, Any], data: int) -> tuple[int, int, str, StoredTensor]:
+    """(start, stop, name, tensor) from a header entry; start and stop are byte offsets from `data`."""
     start, stop = fields["data_offsets"]
     numbers = [*fields["shape"], start, stop]
     if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(fields["dtype"], str):
         raise ValueError(name)
-    return start, stop, name, StoredTensor(file, fields["dtype"], tuple(fields["shape"]))
+    return start, stop, name, StoredTensor(file, fields["dtype"], tuple(fields["shape"]), data + start)
