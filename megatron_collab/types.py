@@ -277,6 +277,17 @@ class Rollout:
         """Whether a malformed turn ended a future, which then has no scores; see reward.malformed."""
         return any(future.conversation.ending is Ending.MALFORMED for future in self.futures)
 
+    @property
+    def failures(self) -> list[str]:
+        """Why scores are missing: a failed reward, conversations that ended with an error, scores that are missing."""
+        reasons = [self.reward.value.why] if isinstance(self.reward.value, Failed) else []
+        for future in self.futures:
+            if future.conversation.ending is Ending.ERROR:
+                reasons.append(future.conversation.error)
+            else:
+                reasons += dict.fromkeys(score.why for score in future.scores.values() if isinstance(score, Missing))
+        return reasons
+
 
 @dataclass(frozen=True)
 class Group:

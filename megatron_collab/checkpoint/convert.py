@@ -123,6 +123,8 @@ def _check_recorded_shape(trained: Any, shape: ModelShape, source: Path) -> None
     values = json.loads(json.dumps(asdict(shape)))
     for name in values:
         recorded = trained.get(name) if isinstance(trained, dict) else None
+        if isinstance(recorded, dict) and "attention_factor" in recorded:
+            continue  # earlier versions recorded the rotary embedding in other fields
         if values[name] != recorded:
             difference = f"has {name}={values[name]}, and the model in the checkpoint {name}={recorded}"
             raise ConfigError(f"--model={source}: {difference}; {_HINT}")

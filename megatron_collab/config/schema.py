@@ -425,7 +425,9 @@ class RewardConfig:
     workers: int = mutable(1, "Ray RewardWorkers", ge=1, le=10_000)
     concurrency: int = mutable(256, "scores of one metric that a RewardWorker computes at once", ge=1)
     timeout: float = mutable(120.0, "seconds one score may take; with a judge, reward.judge.deadline applies", gt=0)
-    max_missing: float = mutable(0.2, "share of scores that may be missing in a step before the run stops", ge=0, le=1)
+    max_missing: float = mutable(
+        0.2, "share of scores that may be missing in a step or an evaluation before the run stops", ge=0, le=1
+    )
 
 
 @dataclass

@@ -34,23 +34,23 @@ class BookingRight(BookingMetric):
         return float(replies[-1].strip() == task.answer)
 
 
-class RightWhenMissing(BookingRight):
-    """The same over the tasks whose messages leave something open."""
+class WhenMissing(BookingMetric):
+    """Base class of metrics over the tasks whose messages leave something open."""
 
     @classmethod
     def lacks(cls, options: Any, task: Task) -> str | None:
         return super().lacks(options, task) or (None if booking.missing(task) else "a slot that is left open")
 
 
-class AskWhenMissing(BookingMetric):
+class RightWhenMissing(WhenMissing, BookingRight):
+    """`BookingRight` over the tasks whose messages leave something open."""
+
+
+class AskWhenMissing(WhenMissing):
     """Whether the trained turn asks, over the tasks whose messages leave something open."""
 
     def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float:
         return float(bool(booking.slots_asked(replies[0])))
-
-    @classmethod
-    def lacks(cls, options: Any, task: Task) -> str | None:
-        return super().lacks(options, task) or (None if booking.missing(task) else "a slot that is left open")
 
 
 class AskWhenComplete(BookingMetric):
@@ -84,14 +84,10 @@ class NeedlessQuestions(BookingMetric):
         return float(needless)
 
 
-class RightOnceTold(BookingMetric):
+class RightOnceTold(WhenMissing):
     """Quality of the later turns: whether the last message is the right booking, over the conversations whose first
     reply asks for exactly what is missing."""
 
     def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float | None:
         asks_all = booking.slots_asked(replies[0]) == missing
         return float(replies[-1].strip() == task.answer) if asks_all else None
-
-    @classmethod
-    def lacks(cls, options: Any, task: Task) -> str | None:
-        return super().lacks(options, task) or (None if booking.missing(task) else "a slot that is left open")

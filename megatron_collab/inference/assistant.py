@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
-from megatron_collab.inference.client import Sampling
+from megatron_collab.inference.client import TurnOptions
 from megatron_collab.types import Message, ToolCall, Turn
 
 
@@ -16,13 +16,9 @@ class Assistant(Protocol):
         self,
         prompt_ids: tuple[int, ...],
         *,
-        messages: Sequence[Message],
-        max_new_tokens: int,
-        sampling: Sampling,
-        seed: int,
         affinity: str,
-        stop: int | None = None,
-        routing_from: int | None = None,
+        messages: Sequence[Message],
+        **options: Unpack[TurnOptions],
     ) -> Turn:
         """The next turn after `prompt_ids`, the tokens of `messages`; it ends at the latest with the token `stop`.
 

@@ -9,7 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NotRequired, Protocol, TypedDict
 
 import aiohttp
 import numpy as np
@@ -48,6 +48,16 @@ class Sampling(Protocol):
 
     @property
     def top_k(self) -> int: ...
+
+
+class TurnOptions(TypedDict):
+    """How a turn is sampled; see SGLangClient.generate."""
+
+    max_new_tokens: int
+    sampling: Sampling
+    seed: int
+    stop: NotRequired[int | None]
+    routing_from: NotRequired[int | None]
 
 
 class SGLangClient:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
-from megatron_collab.inference.client import Sampling, ServerGone, SGLangClient
+from megatron_collab.inference.client import ServerGone, SGLangClient, TurnOptions
 from megatron_collab.inference.server import UNPUBLISHED
 from megatron_collab.inference.spec import ClientSpec
 from megatron_collab.llm.served import choose
@@ -42,13 +42,9 @@ class Router:
         self,
         prompt_ids: tuple[int, ...],
         *,
-        max_new_tokens: int,
-        sampling: Sampling,
-        seed: int,
         affinity: str,
-        stop: int | None = None,
-        routing_from: int | None = None,
         messages: Sequence[Message] = (),
+        **options: Unpack[TurnOptions],
     ) -> Turn:
         """See SGLangClient.generate; one server samples all turns of an `affinity` while it is reachable.
 
@@ -59,14 +55,7 @@ class Router:
         """
 
         async def sample(client: SGLangClient) -> Turn:
-            turn = await client.generate(
-                prompt_ids,
-                max_new_tokens=max_new_tokens,
-                sampling=sampling,
-                seed=seed,
-                stop=stop,
-                routing_from=routing_from,
-            )
+            turn = await client.generate(prompt_ids, **options)
             if UNPUBLISHED in turn.versions and not self.unpublished:
                 raise ServerGone(f"{client.url}: has not received the run's weights")
             return turn

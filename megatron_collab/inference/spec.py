@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_collab.models.hf_to_sglang import ServerLayout
+from megatron_collab.models.lora import ServedAdapters as ServedAdapters
 
 
 class Serves(Enum):
@@ -94,15 +95,6 @@ class ServerHost:
     start_timeout: float
     request_timeout: float
     port: int = 0
-
-
-@dataclass(frozen=True)
-class ServedAdapters:
-    """Low-rank adapters that policy servers hold besides the base; see model.lora."""
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
 
 
 @dataclass(frozen=True)

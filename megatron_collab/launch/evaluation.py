@@ -234,7 +234,8 @@ def is_done(config: Config, eval_sets: Sequence[EvaluationSet]) -> bool:
         out = "rename the set, or choose another run.dir"
         require(known.get(eval_set.name, eval_set) == eval_set, f"{message}; {out}")
     names = {evaluations.name_of(eval_set.name, evaluations.MODEL) for eval_set in eval_sets}
-    return names <= recorded.keys() and records.finished(folder)
+    complete = {name for name, record in recorded.items() if evaluations.is_complete(record)}
+    return names <= complete and records.finished(folder)
 
 
 def _model(config: Config) -> tuple[Path, Path | None]:

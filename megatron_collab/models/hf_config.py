@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,47 +42,24 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "transformers_weights": (None,),
     "use_sliding_window": (None, False),
 }
+# Scalings of the rotary embedding: their numbers, and those that have a default.
+_SCALINGS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
+    "yarn": (("factor",), ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")),
+}
 _MAX_NETWORKS = 100_000  # feed-forward networks (MLPs or experts): ten times as many as any model has
 
 
 @dataclass(frozen=True)
-class Linear:
-    """Position interpolation (arXiv 2306.15595): all positions divided by `factor`."""
-
-    factor: float
-
-
-@dataclass(frozen=True)
-class Llama3:
-    """Llama 3.1's scaling: long wavelengths divided by `factor`, short ones unchanged, those between interpolated."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_positions: int
-
-
-@dataclass(frozen=True)
-class Yarn:
-    """YaRN (arXiv 2309.00071): fast-rotating dimensions are unchanged, the others divided by `factor`."""
-
-    factor: float
-    beta_fast: float
-    beta_slow: float
-    truncate: bool
-    original_positions: int
-
-
-@dataclass(frozen=True)
 class Rope:
-    """Rotary embedding: the base of its wavelengths, and their scaling for longer contexts.
+    """Rotary embedding: the base of its wavelengths and, for longer contexts, their `scaling` by rope_type.
 
-    `attention_factor` multiplies the rotated queries and keys.
+    `scaling` is linear (arXiv 2306.15595), llama3 or yarn (arXiv 2309.00071), in the names of transformers; else None.
     """
 
     theta: float
-    scaling: Linear | Llama3 | Yarn | None = None
-    attention_factor: float = 1.0
+    scaling: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -229,34 +206,19 @@ def _rope(hf: Mapping[str, Any]) -> Rope:
         raise ValueError(f"config.json: {group}partial_rotary_factor={rope['partial_rotary_factor']} is not supported")
     if kind == "default":
         return Rope(theta)
-    # Same precedence as transformers: the top-level field, then the one in the scaling, then the full context.
-    name = "original_max_position_embeddings"
-    positions = _count(hf, name, int(number(name, _count(hf, "max_position_embeddings"))))
-    if kind == "linear":
-        return Rope(theta, Linear(number("factor")))
-    if kind == "llama3":
-        return Rope(theta, Llama3(number("factor"), number("low_freq_factor"), number("high_freq_factor"), positions))
-    if kind != "yarn":
+    if str(kind) not in _SCALINGS:
         raise ValueError(
             f"config.json: {group}rope_type={kind!r} is not supported; default, linear, llama3 and yarn are"
         )
-    factor = number("factor")
-
-    def magnitude(scale: float = 1.0) -> float:
-        """0.1 ln(factor) + 1, the paper's fit; later models add `scale`."""
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    attention_factor = magnitude()
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        attention_factor = magnitude(number("mscale")) / magnitude(number("mscale_all_dim"))
-    yarn = Yarn(
-        factor=factor,
-        beta_fast=number("beta_fast", 32.0),
-        beta_slow=number("beta_slow", 1.0),
-        truncate=bool(rope.get("truncate", True)),
-        original_positions=positions,
-    )
-    return Rope(theta, yarn, number("attention_factor", attention_factor))
+    required, optional = _SCALINGS[kind]
+    scaling = {name: number(name) for name in (*required, *(name for name in optional if rope.get(name) is not None))}
+    if kind == "linear":
+        return Rope(theta, {"rope_type": kind, **scaling})
+    # Same precedence as transformers: the top-level field, then the one in the scaling, then the full context.
+    name = "original_max_position_embeddings"
+    positions = _count(hf, name, int(number(name, _count(hf, "max_position_embeddings"))))
+    truncate = {"truncate": bool(rope["truncate"])} if "truncate" in rope else {}
+    return Rope(theta, {"rope_type": kind, **scaling, name: positions, **truncate})
 
 
 def _expert_count(hf: Mapping[str, Any]) -> Any:

@@ -1,6 +1,6 @@
 """Reads the headers of a Hugging Face folder's safetensors: names, dtypes and shapes; no weights but a doubtful head.
 
-Imports no framework. Raises ValueError if a file is incomplete or does not match the model of config.json.
+Imports no framework except for that head. Raises ValueError if a file is incomplete or does not match config.json.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from itertools import starmap
-from math import prod
-from operator import ne
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from safetensors import SafetensorError, safe_open
 
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import Shape, hf_shapes
@@ -21,25 +20,21 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # Dtypes that are converted to the run's. All others are quantized, and meaningless without their scales.
 LOADABLE = ("BF16", "F16", "F32", "F64")
-_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
-_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
-_LARGEST_HEADER = 100_000_000  # bytes; limit of the format
 # Buffers in old checkpoints, which every implementation recomputes.
 _COMPUTED = re.compile(r".*rotary_emb\.inv_freq$")
 _CONSOLIDATED = "consolidated.safetensors"  # Mistral's own format, which neither transformers nor SGLang reads
-_CHUNK = 1 << 24  # bytes that are compared at a time
+_ROWS = 4096  # of the embedding, compared at a time
 _FITTING = "give a folder that fits its config.json"
 _WHOLE = "give a complete folder of safetensors"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in `file`, whose data begin at byte `start`; `dtype` as named by safetensors."""
+    """A tensor in `file`; `dtype` as named by safetensors."""
 
     file: str
     dtype: str
     shape: Shape
-    start: int
 
 
 def read(folder: Path) -> dict[str, StoredTensor]:
@@ -89,8 +84,7 @@ def model_tensors(folder: Path, shape: ModelShape) -> dict[str, StoredTensor]:
         if stored[name].dtype not in LOADABLE:
             known = ", ".join(LOADABLE)
             raise ValueError(f"{name} has dtype {stored[name].dtype}, and {known} can be loaded; give such weights")
-    tied = [_data(folder, stored[name]) for name in (_EMBEDDING, _HEAD)] if shape.tied and _HEAD in stored else []
-    if any(starmap(ne, zip(*tied, strict=True))):
+    if shape.tied and _HEAD in stored and not _is_tied(folder, stored):
         message = f"tie_word_embeddings=true in config.json, but {_HEAD} differs from {_EMBEDDING}"
         raise ValueError(f"{message}; set it to false, as transformers loads the model, or remove {_HEAD}")
     return {name: stored[name] for name in expected}
@@ -102,13 +96,13 @@ def embedding_rows(tensors: Mapping[str, StoredTensor]) -> int | None:
     return max(rows, default=None)
 
 
-def _data(folder: Path, tensor: StoredTensor) -> Iterator[object]:
-    """The shape and dtype of a tensor, then its bytes in pieces."""
-    yield tensor.shape, tensor.dtype
-    with (folder / tensor.file).open("rb") as stream:
-        stream.seek(tensor.start)
-        size = prod(tensor.shape) * _BYTES[tensor.dtype]
-        yield from (stream.read(min(_CHUNK, size - at)) for at in range(0, size, _CHUNK))
+def _is_tied(folder: Path, stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether the head has the values of the embedding."""
+    pair, (rows, _) = (_EMBEDDING, _HEAD), stored[_EMBEDDING].shape
+    embedding, head = (safe_open(folder / stored[name].file, "pt", backend="pread").get_slice(name) for name in pair)
+    blocks = (slice(start, min(start + _ROWS, rows)) for start in range(0, rows, _ROWS))
+    same_shape = stored[_HEAD].shape == stored[_EMBEDDING].shape
+    return same_shape and all(bool((embedding[block] == head[block]).all()) for block in blocks)
 
 
 def _index(folder: Path) -> dict[str, str]:
@@ -137,34 +131,11 @@ def _missing(folder: Path, file: str) -> str:
 
 
 def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield (name, tensor) from the header of a file, in file order; the tensors must fill the rest of the file."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(size - 8, _LARGEST_HEADER):
-            raise ValueError(f"{file.name} is truncated, or not a safetensors file ({size} bytes); {_WHOLE}")
-        try:
-            header = json.loads(stream.read(length))
-            header.pop("__metadata__", None)
-            tensors = sorted(_tensor(file.name, name, fields, 8 + length) for name, fields in header.items())
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{file.name} is corrupt: it has no safetensors header; {_WHOLE}") from error
-    end = 0
-    for start, stop, name, tensor in tensors:
-        if start != end:
-            raise ValueError(f"{file.name} is corrupt: {name} does not follow the previous tensor; {_WHOLE}")
-        if tensor.dtype in _BYTES and stop - start != prod(tensor.shape) * _BYTES[tensor.dtype]:
-            raise ValueError(f"{file.name} is corrupt: {name} does not have the bytes of its shape; {_WHOLE}")
-        end = stop
-        yield name, tensor
-    if size != 8 + length + end:
-        raise ValueError(f"{file.name} is truncated: it has {size} bytes, its header says {8 + length + end}; {_WHOLE}")
-
-
-def _tensor(file: str, name: str, fields: dict[str, Any], data: int) -> tuple[int, int, str, StoredTensor]:
-    """(start, stop, name, tensor) from a header entry; start and stop are byte offsets from `data`."""
-    start, stop = fields["data_offsets"]
-    numbers = [*fields["shape"], start, stop]
-    if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(fields["dtype"], str):
-        raise ValueError(name)
-    return start, stop, name, StoredTensor(file, fields["dtype"], tuple(fields["shape"]), data + start)
+    """Yield (name, tensor) from the header of a file, in file order; safetensors checks that they fill the file."""
+    try:
+        with safe_open(file, framework="numpy", backend="pread") as header:
+            for name in header.offset_keys():
+                tensor = header.get_slice(name)
+                yield name, StoredTensor(file.name, tensor.get_dtype(), tuple(tensor.get_shape()))
+    except SafetensorError as error:
+        raise ValueError(f"{file.name} is truncated or corrupt ({error}); {_WHOLE}") from error

@@ -9,9 +9,9 @@ The other factor is whole on every rank. Experts, norms, embedding and head have
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from megatron_collab.config import LoraConfig
 from megatron_collab.models.hf_config import ModelShape
@@ -20,17 +20,16 @@ from megatron_collab.models.hf_to_megatron import Shape, TensorCut, WeightEntry,
 _CUTS = {None: TensorCut.WHOLE, 0: TensorCut.ROWS, 1: TensorCut.COLUMNS}
 
 
-class LoraSettings(Protocol):
-    """Rank, alpha and targets of adapters, such as model.lora; without a rank there are none."""
+@dataclass(frozen=True)
+class ServedAdapters:
+    """Low-rank adapters that policy servers hold besides the base; see model.lora."""
 
-    @property
-    def rank(self) -> int | None: ...
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
 
-    @property
-    def alpha(self) -> float: ...
 
-    @property
-    def targets(self) -> Sequence[str]: ...
+LoraSettings = LoraConfig | ServedAdapters  # without a rank there are no adapters
 
 
 @dataclass(frozen=True)

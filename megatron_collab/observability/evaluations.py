@@ -54,18 +54,24 @@ class Evaluations:
     def best(self, metric: str, has_checkpoint: Callable[[int], bool]) -> tuple[int, float] | None:
         """(step, value) of the evaluation with the highest eval/[SET/]METRIC, or the lowest if `metric` starts with -.
 
-        Only steps that have a checkpoint count. Of equal values the first wins.
+        Only steps that have a checkpoint count, and only evaluations without missing scores: means over different tasks
+        cannot be compared. Of equal values the first wins.
         """
         sign = -1.0 if metric.startswith("-") else 1.0
         candidates = []
         for record in self.records.values():
             value = scalars(record).get(metric.removeprefix("-"))
-            if value is not None and has_checkpoint(record["step"]):
+            if value is not None and is_complete(record) and has_checkpoint(record["step"]):
                 candidates.append((sign * value, -record["step"]))
         if not candidates:
             return None
         value, step = max(candidates)
         return -step, sign * value
+
+
+def is_complete(record: Record | None) -> bool:
+    """Whether an evaluation is recorded and no score of it is missing; earlier versions counted none."""
+    return record is not None and not record.get("incomplete")
 
 
 def read(folder: Path) -> dict[str, Record]:
@@ -109,7 +115,9 @@ def scalars(record: Record) -> dict[str, float]:
                 yield metric, value
             elif kind == "score_se":
                 yield f"{metric}_se", value
-            elif kind in ("reward", "reward_se", "ending"):
+            elif kind == "missing" and metric:
+                yield f"{metric}_missing", value
+            elif kind in ("reward", "reward_se", "ending", "incomplete"):
                 yield name, value
 
     start = prefix(record.get("set", ""))

@@ -23,7 +23,7 @@ from megatron_collab.observability.writers import CONVERSATIONS, writers
 from megatron_collab.runtime import files, keys, process
 from megatron_collab.runtime.process import BEST, FINISHED, RunStopped, global_rank
 from megatron_collab.runtime.redact import redacted
-from megatron_collab.types import Ending, Failed, Finish, Group, Missing, visible
+from megatron_collab.types import Finish, Group, Missing, visible
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +80,9 @@ class RunFolder:
             self._lock.release()
 
     def evaluation_due(self, set_name: str, step: int) -> str | None:
-        """The name of the evaluation of `set_name`; None if it is recorded. Call on rank 0."""
+        """The name of the evaluation of `set_name`; None if it is recorded with all scores. Call on rank 0."""
         name = evaluations.name_of(set_name, evaluations.MODEL)
-        return None if name in self._evaluations.records else name
+        return None if evaluations.is_complete(self._evaluations.records.get(name)) else name
 
     def evaluation(
         self, name: str, set_name: str, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()
@@ -101,7 +101,14 @@ class RunFolder:
         if scored := _with_errors(record):
             self._report_failures(f"evaluation {name}", groups)
         logger.info(f"evaluation {name} ({record['tasks']} tasks): {scored or _missing_reason(groups)}")
+        if self.config.train.keep_best and not evaluations.is_complete(record):
+            logger.warning(f"evaluation {name}: scores are missing, so train.keep_best does not compare it")
         self._mark_best(step)
+
+    @property
+    def complete(self) -> bool:
+        """Whether no recorded evaluation lacks a score."""
+        return all(map(evaluations.is_complete, self._evaluations.records.values()))
 
     def scalars(self) -> dict[str, float]:
         """The metrics of all evaluations; if a set has several, those of the last one."""
@@ -140,7 +147,8 @@ class RunFolder:
 
     def _report_failures(self, label: str, groups: Sequence[Group]) -> None:
         """Print the most frequent failure of conversations or scores, unless that reason was printed before."""
-        failures = [(reason, group.task.id) for group in groups for reason in _failures(group)]
+        rollouts = [(rollout, group.task.id) for group in groups for rollout in group.rollouts]
+        failures = [(reason, task) for rollout, task in rollouts for reason in rollout.failures]
         counts = Counter(reason for reason, _ in failures)
         for reason, count in counts.most_common(1):
             if reason not in self._reported_reasons:
@@ -161,11 +169,16 @@ def scores(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _with_errors(record: Mapping[str, Any]) -> str:
-    errors = {name: record.get(f"score_se/{name}") for name in scores(record)}
-    scored = ((name, value, errors[name]) for name, value in scores(record).items() if value is not None)
-    return " ".join(
-        f"{name} {value:.3f}" + (f"±{error:.3f}" if error is not None else "") for name, value, error in scored
-    )
+    texts = []
+    for name, value in scores(record).items():
+        if value is not None:
+            error, missing = record.get(f"score_se/{name}"), record.get(f"missing/{name}")
+            texts.append(
+                f"{name} {value:.3f}"
+                + (f"±{error:.3f}" if error is not None else "")
+                + (f" ({missing:.0f} missing)" if missing else "")
+            )
+    return " ".join(texts)
 
 
 def _missing_reason(groups: Sequence[Group]) -> str:
@@ -175,16 +188,6 @@ def _missing_reason(groups: Sequence[Group]) -> str:
     values += [score for rollout in rollouts for future in rollout.futures for score in future.scores.values()]
     reason = next((value.why for value in values if isinstance(value, Missing)), None)
     return "no rollout has a score" + (f"; the first: {reason}" if reason else "")
-
-
-def _failures(group: Group) -> Iterator[str]:
-    """Reasons: of failed rewards, of conversations that ended with an error, and of missing scores in the others."""
-    yield from (rollout.reward.value.why for rollout in group.rollouts if isinstance(rollout.reward.value, Failed))
-    for future in (future for rollout in group.rollouts for future in rollout.futures):
-        if future.conversation.ending is Ending.ERROR:
-            yield future.conversation.error
-        else:
-            yield from dict.fromkeys(score.why for score in future.scores.values() if isinstance(score, Missing))
 
 
 def rows_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:

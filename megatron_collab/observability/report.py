@@ -164,14 +164,19 @@ def _label(name: str) -> str:
 
 
 def _mean(rows: Rows, name: str) -> str:
-    """Mean over tasks of the mean over a task's conversations, which are not independent of one another."""
+    """Mean over tasks of the mean over a task's conversations, which are not independent of one another.
+
+    With its standard error, and the number of conversations that lack this score.
+    """
+    lacking = sum(isinstance(row["scores"].get(name), Mapping) for row in rows)
+    missing = f" ({lacking} missing)" if lacking else ""
     tasks = ([row["scores"].get(name) for row in task] for task in _by_task(rows))
     numbers = ([score for score in scores if number(score) is not None] for scores in tasks)
     values = [fmean(task_scores) for task_scores in numbers if task_scores]
     if not values:
-        return "\u2013"
+        return f"\u2013{missing}"
     error = f" \u00b1 {stdev(values) / math.sqrt(len(values)):.3f}" if len(values) > 1 else ""
-    return f"{fmean(values):.3f}{error}"
+    return f"{fmean(values):.3f}{error}{missing}"
 
 
 def _by_task(rows: Rows) -> list[list[Mapping[str, Any]]]:

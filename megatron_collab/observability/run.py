@@ -76,7 +76,8 @@ class Run(RunFolder):
         if not self.leader:
             return
         by_phase: dict[str, dict[str, float]] = {BEFORE: {}, AFTER: {}}
-        for name, record in self._evaluations.records.items():
+        records = self._evaluations.records
+        for name, record in records.items():
             if (phase := evaluations.moment_of(name)) in by_phase:
                 set_prefix = name.removesuffix(phase)  # empty, or the name of a set and a slash
                 by_phase[phase] |= {f"{set_prefix}{metric}": value for metric, value in scores(record).items()}
@@ -85,7 +86,11 @@ class Run(RunFolder):
             for name, metric in self.names.items()
             for phase, phase_scores in by_phase.items()
         }
-        super().finish({**named_scores, **by_phase, "train_minutes": round(self._seconds() / 60, 2), **result})
+        lacking = {name: count for name, record in records.items() if (count := record.get("incomplete"))}
+        incomplete = {"incomplete": lacking} if lacking else {}
+        super().finish(
+            {**named_scores, **by_phase, **incomplete, "train_minutes": round(self._seconds() / 60, 2), **result}
+        )
 
 
 def line(step: int, steps: int, metrics: Mapping[str, float]) -> str:

@@ -18,7 +18,7 @@ from megatron_collab.inference.adapters import SLOTS
 from megatron_collab.inference.spec import Placement, ServerSpec
 from megatron_collab.launch import server_specs, validate
 from megatron_collab.models import hf_config, hf_to_megatron, hf_to_sglang
-from megatron_collab.models.hf_config import Linear, ModelShape, Yarn
+from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.lora import adapters
 from megatron_collab.models.parallel_layout import ranks, stages
 from megatron_collab.planning.activations import activations, head, micro_batch_tokens
@@ -231,10 +231,12 @@ def rotary_table(shape: ModelShape) -> float:
 
     If the positions are stretched, the table has the stretched ones.
     """
-    scaling = shape.rope.scaling
-    positions: float = scaling.original_positions if isinstance(scaling, Yarn) else shape.max_positions
-    if isinstance(scaling, Linear | Yarn):
-        positions *= scaling.factor
+    scaling = shape.rope.scaling or {}
+    positions: float = shape.max_positions
+    if scaling.get("rope_type") == "yarn":
+        positions = scaling["original_max_position_embeddings"]
+    if scaling.get("rope_type") in ("linear", "yarn"):
+        positions *= scaling["factor"]
     return 4 * positions * shape.head_dim
 
 

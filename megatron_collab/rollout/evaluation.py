@@ -15,7 +15,7 @@ from megatron_collab.rollout.journal import Journal, WeightDigests
 from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.rollout.scheduler import Flight, GroupRequest, Slot, wait
 from megatron_collab.rollout.servers import Servers
-from megatron_collab.rollout.summary import evaluation_summary
+from megatron_collab.rollout.summary import evaluation_summary, refuse_incomplete
 from megatron_collab.rollout.task_requirements import applicable_metrics, task_requirements
 from megatron_collab.runtime import keys
 from megatron_collab.runtime.process import RunStopped, beat
@@ -65,7 +65,8 @@ class Evaluator:
             if servers.workers:
                 servers.workers.stop()
             raise
-        journal.forget()
+        if self.run.complete:  # if not, the groups that lack no score serve the next start
+            journal.forget()
 
     def due(self, step: int) -> bool:
         """Whether a set is due at `step`."""
@@ -115,5 +116,6 @@ class Evaluator:
         assert self._flight is not None
         groups = list(self._flight.take().values())
         self._flight = None
+        refuse_incomplete(name, groups, self.config.reward.max_missing)
         metrics = evaluation_summary(groups, applicable_metrics(self.play.reward.metrics))
         self.run.evaluation(name, eval_set.name, step, metrics, groups)

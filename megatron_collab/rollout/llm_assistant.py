@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 from megatron_collab.config import EndpointConfig
-from megatron_collab.inference.client import EngineError, Sampling
+from megatron_collab.inference.client import EngineError, TurnOptions
 from megatron_collab.llm.answer import LlmError
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.llm.endpoint import SERVED, with_token_budget
@@ -54,23 +54,19 @@ class LlmAssistant:
         self,
         prompt_ids: tuple[int, ...],
         *,
-        messages: Sequence[Message],
-        max_new_tokens: int,
-        sampling: Sampling,
-        seed: int,
         affinity: str,
-        stop: int | None = None,
-        routing_from: int | None = None,
+        messages: Sequence[Message],
+        **options: Unpack[TurnOptions],
     ) -> Turn:
         """See Assistant.generate. Only the run's own servers get the seed, since few endpoints support one.
 
         Its turns are never trained on, so `routing_from` is not used.
         """
-        endpoint = with_token_budget(self.endpoint, max_new_tokens)
+        endpoint = with_token_budget(self.endpoint, options["max_new_tokens"])
         if str(endpoint.model).startswith(SERVED):
-            endpoint = replace(endpoint, model=f"{endpoint.model}/{seed}")
+            endpoint = replace(endpoint, model=f"{endpoint.model}/{options['seed']}")
         if endpoint.temperature is not None:  # else it is not sent
-            endpoint = replace(endpoint, temperature=sampling.temperature)
+            endpoint = replace(endpoint, temperature=options["sampling"].temperature)
         try:
             reply = await self.client.reply(endpoint, [message.as_dict() for message in self._shown(messages)])
         except LlmError as error:

@@ -207,7 +207,8 @@ class Flight:
             if request.reference in ready:
                 try:
                     request.group = ray.get(request.reference)
-                    written.setdefault(request.slot.step, {})[request.key] = request.group
+                    if request.eval_set is None or scored(request.group):  # an evaluation plays the others again
+                        written.setdefault(request.slot.step, {})[request.key] = request.group
                 except Exception as error:
                     failures.append(worker_error(error))
                     del self._requests[request.slot]

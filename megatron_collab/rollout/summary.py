@@ -48,9 +48,16 @@ def evaluation_summary(groups: Sequence[Group], applicable_metrics: ApplicableMe
     """Means over the tasks of an evaluation, with their standard errors (`reward_se`, `score_se/METRIC`).
 
     The conversations of a task are not independent, so they are averaged first. The standard error is that of the mean
-    over tasks: std(ddof=1) / sqrt(n) for the n tasks with a score; NaN if n < 2.
+    over tasks: std(ddof=1) / sqrt(n) for the n tasks with a score; NaN if n < 2. `incomplete` is the number of rollouts
+    that lack a score, `missing/METRIC` the number of those that lack this one.
     """
     metrics = summary(groups, applicable_metrics)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    metrics["incomplete"] = float(sum(bool(rollout.failures) for rollout in rollouts))
+    for rollout in rollouts:
+        all_scores = [item for future in rollout.futures for item in future.scores.items()]
+        for name in {name for name, score in all_scores if isinstance(score, Missing)}:
+            metrics[f"missing/{name}"] = metrics.get(f"missing/{name}", 0.0) + 1
     by_task: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         by_task["reward"] += _mean_of_any(_rewards(group.rollouts))
@@ -85,12 +92,24 @@ def refuse_missing(groups: Sequence[Group], max_missing: float) -> None:
     the update.
     """
     rewards = [rollout.reward.value for group in groups for rollout in group.rollouts]
-    reasons = Counter(value.why for value in rewards if isinstance(value, Missing))
-    if reasons.total() > max_missing * len(rewards):
-        reason, count = reasons.most_common(1)[0]
+    reasons = [value.why for value in rewards if isinstance(value, Missing)]
+    _refuse(reasons, f"of {len(rewards)} rollouts have no reward", max_missing * len(rewards), max_missing)
+
+
+def refuse_incomplete(name: str, groups: Sequence[Group], max_missing: float) -> None:
+    """Raises RunStopped if more than the share `max_missing` of the rollouts of evaluation `name` lacks a score."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    reasons = [rollout.failures[0] for rollout in rollouts if rollout.failures]
+    lacking = f"of {len(rollouts)} conversations of evaluation {name} lack a score"
+    _refuse(reasons, lacking, max_missing * len(rollouts), max_missing)
+
+
+def _refuse(reasons: Sequence[str], lacking: str, allowed: float, max_missing: float) -> None:
+    if len(reasons) > allowed:
+        reason, count = Counter(reasons).most_common(1)[0]
         raise RunStopped(
-            f"{reasons.total()} of {len(rewards)} rollouts have no reward, more than "
-            f"reward.max_missing={max_missing} allows; most often ({count}): {reason}"
+            f"{len(reasons)} {lacking}, more than reward.max_missing={max_missing} allows; "
+            f"most often ({count}): {reason}"
         )
 
 

@@ -14,7 +14,7 @@ from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.launch.spec import RunSpec
 from megatron_collab.rollout.evaluation import Evaluator
 from megatron_collab.rollout.scheduler import Flight, GroupRequest, Slot, answers
-from megatron_collab.rollout.summary import evaluation_summary
+from megatron_collab.rollout.summary import evaluation_summary, refuse_incomplete
 from megatron_collab.rollout.task_requirements import applicable_metrics
 from megatron_collab.synthesis.built import FOLDER, write
 from megatron_collab.synthesis.meter import Meter
@@ -60,8 +60,9 @@ class Synthesis(Evaluator):
     def _record(self, eval_set: EvaluationSet, name: str, step: int) -> None:
         self._flight = None
         logger.info(self._meter.line())
-        write(Path(self.config.run.dir) / FOLDER, eval_set.name or "train", self._groups, self.play, self.config)
         groups = [group for conversation in self._groups for group in conversation]
+        refuse_incomplete(name, groups, self.config.reward.max_missing)
+        write(Path(self.config.run.dir) / FOLDER, eval_set.name or "train", self._groups, self.play, self.config)
         metrics = evaluation_summary(groups, applicable_metrics(self.play.reward.metrics))
         self.run.evaluation(name, eval_set.name, step, metrics, groups)
 

@@ -94,7 +94,7 @@ class Trainable:
             total, report = loss(micro_batch, hidden)
             return total * divisor, report
 
-        with lora.dropping(self.chunks):
+        with lora.switched(self.chunks, dropping=True):
             reports = _schedule(self.chunks, micro_batches, scaled, interruptible=first, forward_only=False)
         if first:
             check_preemption()

@@ -148,7 +148,7 @@ class PolicyTrainer:
 
     def _base_log_probs(self, batch: Batch) -> list[np.ndarray]:
         """Log-probs of the policy with its adapters, if any, disabled."""
-        with lora.adapters_disabled(self.chunks):
+        with lora.switched(self.chunks, active=False):
             return self.log_probs(self.policy.chunks, batch, replay=False)
 
     def update(self, batch: Batch) -> dict[str, float]:

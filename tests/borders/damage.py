@@ -92,25 +92,26 @@ def template(text: str) -> Damage:
     return written("chat_template.jinja", text)
 
 
+BROKEN = "model.safetensors is truncated or corrupt ("
 # what is done to a folder, and what is said of it
 WRONG: dict[str, tuple[Damage, str]] = {
     "none": (lambda folder: (folder / WEIGHTS).unlink(), "model.safetensors is missing; give a complete folder"),
     "pickled": (only_pickled, "pytorch_model.bin, a pickle, is not read; save it again with transformers"),
-    "empty": (cut(WEIGHTS, 0), "model.safetensors is truncated, or not a safetensors file (0 bytes)"),
-    "cut in the header": (cut(WEIGHTS, 0.002), "model.safetensors is truncated, or not a safetensors file"),
-    "cut in the weights": (cut(WEIGHTS, 0.5), "model.safetensors is truncated: it has"),
+    "empty": (cut(WEIGHTS, 0), BROKEN),
+    "cut in the header": (cut(WEIGHTS, 0.002), BROKEN),
+    "cut in the weights": (cut(WEIGHTS, 0.5), BROKEN),
     "a pointer": (
         written(WEIGHTS, "version https://git-lfs.github.com/spec/v1\n"),
-        "is truncated, or not a safetensors file",
+        BROKEN,
     ),
     "a tensor less": (tensors(model__norm__weight=None), "model.norm.weight is missing"),
     "a tensor more": (tensors(model__more=torch.zeros(2)), "model.more is unexpected"),
     "another shape": (tensors(model__norm__weight=torch.zeros(3)), "has shape (3,), config.json asks for (64,)"),
     "int8": (tensors(model__norm__weight=torch.zeros(64, dtype=torch.int8)), "has dtype I8, and BF16, F16, F32, F64"),
     "fp8": (tensors(model__norm__weight=torch.zeros(64).to(torch.float8_e4m3fn)), "has dtype F8_E4M3, and BF16"),
-    "offsets of nothing": (header(lambda entries: entries[NORM].update(data_offsets=[0, 8])), "is corrupt: "),
-    "no offsets": (header(lambda entries: entries[NORM].pop("data_offsets")), "it has no safetensors header"),
-    "no shape": (header(lambda entries: entries[NORM].update(shape=[-1])), "it has no safetensors header"),
+    "offsets of nothing": (header(lambda entries: entries[NORM].update(data_offsets=[0, 8])), BROKEN),
+    "no offsets": (header(lambda entries: entries[NORM].pop("data_offsets")), BROKEN),
+    "no shape": (header(lambda entries: entries[NORM].update(shape=[-1])), BROKEN),
     "outside": (index(model__norm__weight="../../etc/passwd"), "names '../../etc/passwd', which is not a file in"),
     "absolute": (
         index(model__norm__weight="/etc/passwd"),

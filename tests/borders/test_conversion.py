@@ -55,6 +55,12 @@ def old(folder: Path) -> None:
     state(lambda fields: fields.pop("model"))(folder)
 
 
+def old_rotation(folder: Path) -> None:
+    """As an earlier version recorded the rotary embedding."""
+    rope = {"theta": 1e4, "scaling": None, "attention_factor": 1.0}
+    state(lambda fields: fields["model"].update(rope=rope))(folder)
+
+
 def no_metadata(folder: Path) -> None:
     old(folder)
     written("step_0/.metadata", "x")(folder)
@@ -68,6 +74,7 @@ FOREIGN: dict[str, tuple[Damage, dict[str, object], str]] = {
     "old, more layers": (old, {"num_hidden_layers": 4}, "in the checkpoint it is missing"),
     "old, width": (old, {"intermediate_size": 64}, "has shape (128, 64); in the checkpoint it has shape"),
     "old, vocabulary": (old, {"vocab_size": 300}, "has shape (300, 64); in the checkpoint it has"),
+    "old, rotation": (old_rotation, {}, ""),
     "latest": (lambda folder: (folder / "latest").write_bytes(b"\xff\x00"), {}, ""),
     "state": (written("step_0/state.json", "{}"), {}, "is damaged (no valid state.json); give another checkpoint"),
     "metadata": (no_metadata, {}, ".metadata is corrupt"),

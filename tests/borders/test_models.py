@@ -128,7 +128,7 @@ SMALL = ["rollout.context_length=256", "rollout.turn.max_new_tokens=16", "rollou
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (cut(WEIGHTS, 0.5), "model.safetensors is truncated: it has"),
+        (cut(WEIGHTS, 0.5), "model.safetensors is truncated or corrupt ("),
         (index(model__norm__weight="../x"), "names '../x', which is not a file in this folder"),
         (written("tokenizer.json", "{}"), "its tokenizer cannot be read (KeyError"),
         (more_tokens, "gives '<|more|>' the id 301, but its embedding has 301 rows"),

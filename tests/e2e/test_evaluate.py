@@ -25,7 +25,7 @@ from megatron_collab.runtime.process import EXIT_STOPPED
 from tests.e2e.test_booking import Program, lines, start
 from tests.helpers import make_reward_model
 from tests.hub import StandInHub, serving
-from tests.llm.endpoint import Endpoint, says
+from tests.llm.endpoint import Endpoint, fails, says
 from tests.proxy import RecordingProxy, recording_proxy
 
 pytestmark = pytest.mark.processes
@@ -225,7 +225,7 @@ async def _evaluated(
 
 
 async def _requests(
-    arguments: list[str], log: Path, endpoint: Endpoint, environment: dict[str, str]
+    arguments: list[str], log: Path, endpoint: Endpoint, environment: dict[str, str], code: int = 0
 ) -> list[dict[str, Any]]:
     async with endpoint:
         model = ["assistant.model=openai/m", f"assistant.api_base=http://127.0.0.1:{endpoint.port}/v1"]
@@ -234,7 +234,7 @@ async def _requests(
             process = await asyncio.create_subprocess_exec(
                 *command, stdout=stream, stderr=subprocess.STDOUT, env=environment
             )
-            assert await asyncio.wait_for(process.wait(), 300) == 0, log.read_text()[-5000:]
+            assert await asyncio.wait_for(process.wait(), 300) == code, log.read_text()[-5000:]
         return endpoint.requests
 
 
@@ -254,6 +254,36 @@ def test_a_model_behind_litellm_is_the_assistant(tmp_path: Path) -> None:
     assert all(request["messages"][0]["role"] == "user" and request["model"] == "m" for request in requests)
     assert not list(run.glob("sglang-*.log"))
     assert json.loads((run / "result.json").read_text())["model"] == "openai/m"
+
+
+def test_what_failed_is_evaluated_again_by_the_same_command(tmp_path: Path) -> None:
+    """The endpoint refuses the key, first for every task, then for a single one."""
+    command = arguments(tmp_path, "run", f"data.eval={tmp_path}/world/eval.jsonl", "train.eval_tasks=6")
+    environment = {**os.environ, "OPENAI_API_KEY": "sk-test"}
+    right, run = says("a table for 2 people on monday at 6pm ."), tmp_path / "run"
+
+    def evaluated(refused: Callable[[str], bool], code: int) -> tuple[set[str], str]:
+        """The first messages of the tasks that the endpoint was asked about, and the console."""
+
+        async def reply(request: web.Request) -> web.StreamResponse:
+            first = (await request.json())["messages"][0]["content"]
+            return await (fails(401, "wrong key") if refused(first) else right)(request)
+
+        log = tmp_path / "log"
+        requests = asyncio.run(_requests(command, log, Endpoint(reply), environment, code))
+        return {request["messages"][0]["content"] for request in requests}, log.read_text()
+
+    tasks, console = evaluated(lambda first: True, EXIT_STOPPED)
+    assert "6 of 6 conversations of evaluation model lack a score, more than reward.max_missing=0.2 allows" in console
+    assert "wrong key" in console and not (run / "evaluations.json").exists() and not (run / "result.json").exists()
+    broken = min(tasks)
+    assert evaluated(lambda first: first == broken, 0)[0] == tasks
+    assert json.loads((run / "result.json").read_text())["eval/incomplete"] == 1
+    assert "(1 missing)" in (run / "report.html").read_text()
+    again, console = evaluated(lambda first: False, 0)
+    assert again == {broken} and " missing)" not in console
+    assert json.loads((run / "result.json").read_text())["eval/incomplete"] == 0
+    assert len(lines(run / "eval_model.jsonl")) == 6
 
 
 @pytest.mark.slow

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
 
-from megatron_collab.models.hf_config import Experts, Linear, Llama3, ModelShape, Rope, Yarn, read
+from megatron_collab.models.hf_config import Experts, ModelShape, Rope, read
 
 LLAMA = {
     "model_type": "llama",
@@ -35,38 +34,33 @@ def test_rope_of_old_and_new_configs() -> None:
     old = ModelShape.from_hf(LLAMA | {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **llama3}})
     new = ModelShape.from_hf(LLAMA | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **llama3}})
     assert old == new
-    assert new.rope == Rope(5e5, Llama3(8.0, 1.0, 4.0, 8192))
+    assert new.rope == Rope(5e5, {"rope_type": "llama3", **llama3})
     assert ModelShape.from_hf(LLAMA).rope == Rope(1e4)
 
 
 @pytest.mark.parametrize(
-    ("rope", "expected"),
+    ("rope", "added"),
     [
-        ({"rope_type": "linear", "factor": 2}, Rope(1e4, Linear(2.0))),
+        ({"rope_type": "linear", "factor": 2}, {}),
         (
             {"rope_type": "llama3", "factor": 4, "low_freq_factor": 2, "high_freq_factor": 3},
-            Rope(1e4, Llama3(4.0, 2.0, 3.0, 64)),
+            {"original_max_position_embeddings": 64},
         ),
-        (
-            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-            Rope(1e4, Yarn(4.0, 32.0, 1.0, True, 16), 0.1 * math.log(4) + 1),
-        ),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, {}),
         (
             {"rope_type": "yarn", "factor": 1.0, "beta_fast": 16, "beta_slow": 2, "truncate": False},
-            Rope(1e4, Yarn(1.0, 16.0, 2.0, False, 64)),
+            {"original_max_position_embeddings": 64},
         ),
         (
-            {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5},
-            Rope(1e4, Yarn(4.0, 32.0, 1.0, True, 64), 1.5),
-        ),
-        (
-            {"rope_type": "yarn", "factor": math.e, "mscale": 2.0, "mscale_all_dim": 1.0},
-            Rope(1e4, Yarn(math.e, 32.0, 1.0, True, 64), 1.2 / 1.1),
+            {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5, "mscale": 2.0, "mscale_all_dim": 1.0},
+            {"original_max_position_embeddings": 64},
         ),
     ],
 )
-def test_scalings_of_rope(rope: dict[str, object], expected: Rope) -> None:
-    assert ModelShape.from_hf(LLAMA | {"rope_parameters": {"rope_theta": 1e4, **rope}}).rope == expected
+def test_scalings_of_rope(rope: dict[str, object], added: dict[str, object]) -> None:
+    """Transformers' defaults are its own; only the original context is filled in."""
+    hf = LLAMA | {"rope_parameters": {"rope_theta": 1e4, "beta_slow": None, "unused": 1, **rope}}
+    assert ModelShape.from_hf(hf).rope == Rope(1e4, rope | added)
 
 
 def test_experts_of_every_layer_and_of_some() -> None:

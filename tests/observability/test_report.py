@@ -93,7 +93,7 @@ def test_what_is_drawn(run: Path) -> None:
 
 def test_means_and_standard_errors_of_the_table() -> None:
     before = [conversation(0, "", 0.0), conversation(1, "", 1.0), {"scores": {"right": {"missing": "down"}}}]
-    assert report.table(before, [conversation(0, "", 1.0)]) == [("right", "0.500 \u00b1 0.500", "1.000")]
+    assert report.table(before, [conversation(0, "", 1.0)]) == [("right", "0.500 \u00b1 0.500 (1 missing)", "1.000")]
     assert report.table([], before)[0][1] == "\u2013"
 
 

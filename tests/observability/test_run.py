@@ -121,6 +121,32 @@ def test_an_evaluation_without_a_score_says_why(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out == "evaluation before (1 tasks): no rollout has a score; the first: judge is down\n"
 
 
+def test_missing_scores_are_counted_in_every_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = {"score/right": 0.5, "score_se/right": 0.25, "missing/right": 14.0, "incomplete": 14.0}
+    with opened(tmp_path) as run:
+        run.evaluation("after", "", 4, metrics, [group(Missing("judge is down")), group(0.5)])
+        run.finish()
+    assert "evaluation after (2 tasks): right 0.500±0.250 (14 missing)\n" in capsys.readouterr().out
+    assert json.loads((tmp_path / "result.json").read_text())["incomplete"] == {"after": 14.0}
+    assert "0.500 (1 missing)" in (tmp_path / "report.html").read_text()
+    scalars = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]
+    assert {"eval/right_missing", "eval/incomplete"} <= set(scalars)
+
+
+def test_the_best_checkpoint_is_not_that_of_an_evaluation_without_all_scores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = config(tmp_path)
+    settings.train.steps, settings.train.eval_every, settings.train.keep_best = 8, 2, "eval/right"
+    with Run(settings, 0, {}, {}) as run:
+        for step, right, incomplete in ((2, 0.25, 0.0), (4, 0.75, 1.0)):
+            (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
+            run.evaluation(f"step_{step}", "", step, {"score/right": right, "incomplete": incomplete}, [group(right)])
+    assert json.loads((tmp_path / "best.json").read_text())["step"] == 2
+    message = "evaluation step_4: scores are missing, so train.keep_best does not compare it"
+    assert message in capsys.readouterr().err
+
+
 def test_a_failure_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failing = [group(Missing("metric right: KeyError: 'facts'")), group(Missing("judge is down"))]
     failing[1] = replace(failing[1], rollouts=(replace(failing[1].rollouts[0], reward=Reward(Failed("mode"))),))

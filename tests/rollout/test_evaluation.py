@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_collab.runtime import rank0
-from megatron_collab.runtime.process import Preempted
+from megatron_collab.runtime.process import Preempted, RunStopped
 from tests.rollout.simulated import DIFFERENT, World
 
 STEPS = 4
@@ -146,3 +146,16 @@ def test_finished_groups_are_played_again_if_settings_of_their_set_change(
     after.manager.evaluate(0)
     assert after.played.keys() == {f"eval-one-before-{index}" for index in replayed}
     assert [group.task for group in after.evaluated[:4]] == [group.task for group in before.evaluated]
+
+
+def test_an_evaluation_that_lacks_too_many_scores_is_not_recorded_and_repeats_only_those(world: Maker) -> None:
+    source = make(world).config.data.train
+    before = make(world, sets=[{"source": source, "name": "one"}])
+    before.unscored = {f"eval-one-before-{index}" for index in range(3)}  # of four
+    with pytest.raises(RunStopped, match=r"lack a score, more than reward.max_missing=0.5 allows.*no server of"):
+        before.manager.evaluate(0)
+    assert not before.evaluations.records
+    after = make(world, sets=[{"source": source, "name": "one"}], journal=True)
+    after.manager.evaluate(0)
+    assert after.played.keys() == before.unscored
+    assert after.evaluations.records["one/before"]["incomplete"] == 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_collab.rollout import summary as numbers
-from megatron_collab.rollout.summary import refuse_missing
+from megatron_collab.rollout.summary import refuse_incomplete, refuse_missing
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import (
     Conversation,
@@ -52,6 +52,17 @@ def test_too_many_missing_scores_stop_the_run_with_the_reason() -> None:
     refuse_missing([group], max_missing=0.34)
     with pytest.raises(RunStopped, match=r"1 of 3 .*reward.max_missing=0.3 .*judge is down"):
         refuse_missing([group], max_missing=0.3)
+
+
+def test_too_many_incomplete_conversations_end_the_evaluation() -> None:
+    """Two of four lack a score: a failed conversation, and a missing score beside a reward."""
+    rollouts = (played(1.0), played(0.0), played(1.0, ending=Ending.ERROR), played(0.5, Missing("judge is down")))
+    groups = [Group(TASK, rollouts)]
+    refuse_incomplete("after", groups, max_missing=0.5)
+    with pytest.raises(RunStopped, match=r"2 of 4 conversations of evaluation after lack a score, more than .*=0.4"):
+        refuse_incomplete("after", groups, max_missing=0.4)
+    shown = evaluated(groups)
+    assert (shown["incomplete"], shown["missing/right"]) == (2, 1)
 
 
 def test_the_summary_leaves_missing_scores_out_of_the_means_and_counts_them() -> None:

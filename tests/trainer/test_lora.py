@@ -125,7 +125,7 @@ def in_layout(config: Config, folder: Path, layout: str, name: str) -> dict[str,
             parameter.copy_(whole if axis is None else whole.chunk(tp, axis)[rank])
     trainer.policy.optimizer.reload_model_params()
     before = trainer.log_probs(trainer.policy.chunks, batch)
-    with adapters.adapters_disabled(trainer.chunks):
+    with adapters.switched(trainer.chunks, active=False):
         base = trainer.log_probs(trainer.policy.chunks, batch)
     norms = [trainer.update(batch)["grad_norm"]]
     gradients = {p.factor.key: p.main_grad.clone() / min(1, 0.5 / norms[0]) for p in factors_of(trainer)}
@@ -321,12 +321,12 @@ def test_a_checkpoint_contains_only_adapters(folder: Path, rank_results: object)
 def test_dropout_drops_inputs_of_adapters(one_rank: Config, folder: Path) -> None:
     config = configure(folder, "qwen3", {"model.lora.dropout": 0.25})
     (chunk,) = policies.load(config)
-    adapter = next(adapters.adapters_of([chunk]))
+    adapter = next(module for module in chunk.modules() if isinstance(module, adapters.Adapters))
     for part in (*adapter.a.values(), *adapter.b.values()):
         torch.nn.init.ones_(part.data)
     x = torch.ones(4000, 1, 32)
     whole = adapter(x)
-    with adapters.dropping([chunk]):
+    with adapters.switched([chunk], dropping=True):
         dropped = adapter(x)
     assert not torch.equal(whole, dropped)
     assert float(dropped.mean()) == pytest.approx(float(whole.mean()), rel=0.01)

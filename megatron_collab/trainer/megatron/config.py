@@ -36,7 +36,7 @@ def transformer_config(config: Config, shape: ModelShape) -> TransformerConfig:
     if shape.layers % stages:  # then Megatron needs an explicit layout
         first, *middle, last = (["decoder"] * count for count in stage_layers(shape.layers, stages))
         uneven = [["embedding", *first], *middle, [*last, "loss"]]
-    factor = shape.rope.attention_factor
+    _, factor = layers.rotation(shape.rope, shape.head_dim)
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,

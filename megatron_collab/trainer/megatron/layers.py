@@ -1,7 +1,7 @@
 """Megatron's transformer layer without TransformerEngine, and rotary embeddings (arXiv 2104.09864) of every kind.
 
 Megatron's linear layers are used unchanged. Its norm does not support sequence parallelism, its attention no packed
-sequences: both are replaced here. Wavelengths are those of transformers.
+sequences: both are replaced here. Scaled wavelengths are computed by transformers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_collab.models.hf_config import Linear, Llama3, Rope, Yarn
+from megatron_collab.models.hf_config import Rope
 from megatron_collab.trainer.megatron.paths import PackedTrees, Paths, attend
 
 
@@ -166,39 +167,19 @@ def fill_in(block: TransformerBlockSubmodules, config: TransformerConfig) -> Tra
     return block
 
 
-def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Rotation angle per position of each pair of a head's dimensions, float32 [head_dim / 2]."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-    plain = 1.0 / rope.theta**exponents
-    match rope.scaling:
-        case Linear(factor):
-            return plain / factor
-        case Llama3():
-            return _llama3(plain, rope.scaling)
-        case Yarn():
-            return _yarn(plain, rope.theta, head_dim, rope.scaling)
-    return plain
+def rotation(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
+    """Angle per position of each pair of a head's dimensions, float32 [head_dim / 2]; factor of queries and keys."""
+    if rope.scaling is None:
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+        return 1.0 / rope.theta**exponents, 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # takes a second to import
 
-
-def _llama3(plain: Tensor, scaling: Llama3) -> Tensor:
-    """Divides wavelengths above original / low, keeps those below original / high (Llama 3.1's release)."""
-    turns = scaling.original_positions * plain / (2 * math.pi)  # rotations of each pair over the original context
-    unscaled = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
-    return (1 - unscaled) * plain / scaling.factor + unscaled * plain
-
-
-def _yarn(plain: Tensor, theta: float, head_dim: int, scaling: Yarn) -> Tensor:
-    """Keeps pairs that rotate often over the original context, divides the others (arXiv 2309.00071, section 3.2)."""
-
-    def pair(turns: float) -> float:
-        """Index of the pair with `turns` rotations over the original context."""
-        return head_dim * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
-    if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
-    if first == last:
-        last += 0.001  # a step, not a ramp
-    scaled = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - first) / (last - first)).clamp(0, 1)
-    return plain / scaling.factor * scaled + plain * (1 - scaled)
+    # Not a configuration of transformers, which warns of unusual values.
+    config = SimpleNamespace(
+        rope_parameters={"rope_theta": rope.theta, **rope.scaling},
+        head_dim=head_dim,
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        standardize_rope_params=lambda: None,
+    )
+    return ROPE_INIT_FUNCTIONS[rope.scaling["rope_type"]](config, torch.device("cpu"))

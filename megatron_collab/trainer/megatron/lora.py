@@ -114,32 +114,20 @@ def add(chunks: Sequence[torch.nn.Module], config: Config, shape: ModelShape) ->
             policy.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
 
 
-def adapters_of(chunks: Sequence[torch.nn.Module]) -> Iterator[Adapters]:
-    for chunk in chunks:
-        yield from (module for module in chunk.modules() if isinstance(module, Adapters))
-
-
 @contextmanager
-def adapters_disabled(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Disables the adapters inside the block: the model is the initial one."""
-    yield from _switched(chunks, "active", False)
+def switched(chunks: Sequence[torch.nn.Module], *, active: bool = True, dropping: bool = False) -> Iterator[None]:
+    """Inside the block, sets both switches of all adapters; elsewhere they are active, without dropout.
 
-
-@contextmanager
-def dropping(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Enables dropout of the adapters' inputs inside the block; only used for training steps."""
-    yield from _switched(chunks, "dropping", True)
-
-
-def _switched(chunks: Sequence[torch.nn.Module], switch: str, to: bool) -> Iterator[None]:
-    modules = list(adapters_of(chunks))
+    Without adapters the model is the initial one; dropout of their inputs is only for training steps.
+    """
+    modules = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapters)]
     for adapters in modules:
-        setattr(adapters, switch, to)
+        adapters.active, adapters.dropping = active, dropping
     try:
         yield
     finally:
         for adapters in modules:
-            setattr(adapters, switch, not to)
+            adapters.active, adapters.dropping = True, False
 
 
 def _parameter(values: Tensor, factor: Factor, like: torch.nn.Parameter) -> torch.nn.Parameter:

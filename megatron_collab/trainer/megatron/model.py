@@ -25,7 +25,7 @@ from megatron_collab.runtime import device, hub
 from megatron_collab.runtime.process import beat
 from megatron_collab.trainer.megatron import lora
 from megatron_collab.trainer.megatron.config import backend_spec, transformer_config
-from megatron_collab.trainer.megatron.layers import RotaryTable, inverse_frequencies, rotated
+from megatron_collab.trainer.megatron.layers import RotaryTable, rotated, rotation
 from megatron_collab.trainer.megatron.paths import PackedTrees
 from megatron_collab.trainer.megatron.routing import ReplayedRouter
 
@@ -62,7 +62,7 @@ class PolicyModel(GPTModel):
         self.lora: LoraConfig | None = None  # settings of its adapters, if any
         self.routers: list[ReplayedRouter] = []  # routers that replay given experts
         # Not a buffer, which would be rounded to the model's dtype.
-        self.inverse_frequencies = inverse_frequencies(shape.rope, shape.head_dim)
+        self.inverse_frequencies, _ = rotation(shape.rope, shape.head_dim)
         if config.apply_rope_fusion:
             self.rotary_pos_emb = RotaryTable(self.inverse_frequencies)
 

@@ -92,7 +92,6 @@ class NetworkReceiver(TransportReceiver):
         self._buckets = [torch.zeros(largest, dtype=torch.uint8, device=self._device) for _ in range(count)]
 
     def buckets(self, store: SyncStore, first: int) -> Iterator[Tensor]:
-        """Yield buckets `first` and later of a publish (uint8), each once complete and valid until the next one."""
         coming = self._receive(first)
         for number in range(first, len(self._parts)):
             deadline = time.monotonic() + self._timeout

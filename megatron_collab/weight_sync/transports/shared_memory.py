@@ -110,7 +110,6 @@ class SharedMemoryReceiver(TransportReceiver):
         self._sources, self._server, self._rank = setup.parts, setup.server, setup.rank
 
     def buckets(self, store: SyncStore, first: int) -> Iterator[Tensor]:
-        """Yield buckets `first` and later of a publish (uint8), each once complete and valid until the next one."""
         keys = PlaceStore(self._store, store.number)
         for number, sources in enumerate(self._sources[first:], first):
             keys.wait_written(number, sources)

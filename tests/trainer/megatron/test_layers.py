@@ -8,7 +8,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_collab.config import Config
-from megatron_collab.models.hf_config import ModelShape, Rope, Yarn
+from megatron_collab.models.hf_config import ModelShape, Rope
 from megatron_collab.trainer.megatron import layers
 from megatron_collab.trainer.megatron.config import transformer_config
 from tests.trainer.shapes import SHAPE
@@ -28,7 +28,7 @@ def packing(positions: torch.Tensor | None = None) -> layers.Rotated:
     plain = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
     if positions is None:
         positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    return layers.rotated(plain, positions, layers.inverse_frequencies(SHAPE.rope, 8), torch.float32)
+    return layers.rotated(plain, positions, layers.rotation(SHAPE.rope, 8)[0], torch.float32)
 
 
 def inputs() -> list[torch.Tensor]:
@@ -72,7 +72,7 @@ def test_attention_uses_the_positions_it_is_given(attention: layers.CausalAttent
 
 
 def test_the_factor_of_yarn_multiplies_queries_and_keys(one_rank: Config) -> None:
-    stretched = Rope(1e4, Yarn(1.0, 32.0, 1.0, True, 64), attention_factor=1.5)
+    stretched = Rope(1e4, YARN | {"factor": 1.0, "attention_factor": 1.5})
     config = transformer_config(one_rank, ModelShape(**{**vars(SHAPE), "rope": stretched}))
     attention = layers.CausalAttention(config, softmax_scale=config.softmax_scale)
     output = attention(*inputs(), packed_seq_params=packing())
@@ -116,20 +116,19 @@ def test_scalings_equal_transformers(scaling: dict[str, object], theta: float, h
         rope_parameters={"rope_theta": theta, **scaling},
     )
     expected, factor = ROPE_INIT_FUNCTIONS[str(scaling["rope_type"])](config, torch.device("cpu"))
-    ours = ModelShape.from_hf(config.to_dict()).rope
-    assert torch.allclose(layers.inverse_frequencies(ours, head_dim), expected, rtol=1e-6, atol=0)
-    assert ours.attention_factor == pytest.approx(factor, rel=1e-12)
+    frequencies, ours = layers.rotation(ModelShape.from_hf(config.to_dict()).rope, head_dim)
+    assert torch.equal(frequencies, expected) and ours == factor
 
 
 def test_without_scaling_the_wavelengths_are_a_geometric_series() -> None:
-    frequencies = layers.inverse_frequencies(Rope(1e4), 8)
+    frequencies, _ = layers.rotation(Rope(1e4), 8)
     assert torch.allclose(frequencies, torch.tensor([1.0, 0.1, 0.01, 0.001]))
 
 
 def test_one_table_rotates_micro_batches_of_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as the longest so far; Megatron's own caches 32 of them, shared by all networks."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    frequencies = layers.inverse_frequencies(Rope(theta=1e4, scaling=None), 16)
+    frequencies, _ = layers.rotation(Rope(1e4), 16)
     table, megatrons = layers.RotaryTable(frequencies), RotaryEmbedding(16, 1.0, use_cpu_initialization=True)
     rotations = [table(length, packed_seq=True, cp_group=None) for length in (5, 9, 7, 9)]
     assert [len(rotation) for rotation in rotations] == [5, 9, 9, 9] and rotations[1] is rotations[2] is rotations[3]
