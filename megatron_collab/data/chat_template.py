@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import dropwhile, pairwise
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # set by every call
 # Stands in for a sampled reply when the template is asked what follows it.
 _MARKER = "SAMPLED7REPLY"
-_SIGN = re.compile(r"[^\w\s]")
+_SHOWN = "move their text into messages of the user, or give a model whose template shows them"
 _SECONDS = 10.0  # for the first messages of each role; an ordinary template takes a thousandth of this
 
 
@@ -78,7 +77,10 @@ class ChatRenderer:
         single = len(marks) == 1 and marks[0] != self.tokenizer.unk_token_id
         self.thought_end: int | None = marks[0] if single else None
         if system:
-            self._check_system()
+            try:
+                self._frame_bytes([Message("system", "x"), Message("user", "x")])
+            except ValueError as error:
+                raise ValueError(f"rollout.system_prompt: {error}") from error
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatRenderer:
         """A copy that shows these tools to the policy."""
@@ -219,13 +221,12 @@ class ChatRenderer:
         """Read the template's control tokens, and what it writes around an assistant message."""
         used = f"{self.tokenizer.chat_template} {THOUGHT_BEGIN} {THOUGHT_END}"
         added = self.tokenizer.added_tokens_decoder.values()
-        marks = {token.content for token in added if token.content in used and _SIGN.search(token.content)}
-        controls = marks | {token.content for token in added if token.special}
+        marks = [token.content for token in added if token.special or (token.content in used and "<" in token.content)]
         question = [Message("user", "x")]
         prompt = self._render(question, tools=None)
         turns = self._render([*question, Message("assistant", _MARKER), *question], tools=None)
         before, _, after = turns.partition(_MARKER)
-        self._control_tokens = any_of(controls)
+        self._control_tokens = any_of(marks)
         self._turn_tokens = any_of(set(self._control_tokens.findall(turns)) - {THOUGHT_BEGIN, THOUGHT_END})
         last = max((match.start() for match in self._control_tokens.finditer(prompt)), default=0)
         self._header = prompt[last:]
@@ -276,16 +277,14 @@ class ChatRenderer:
                 self._tried |= steps
             rendered = work()
         except (TemplateError, TrialError) as error:
-            raise self._unshown_error(f"refuses messages of the roles {', '.join(roles)} ({error})") from error
+            raise self._unfit_error(f"refuses messages of the roles {', '.join(roles)} ({error})", _SHOWN) from error
         if dropped := next((role for role, text in zip(roles, texts, strict=True) if text not in rendered), None):
-            raise self._unshown_error(f"drops a {dropped} message from {', '.join(roles)}")
+            raise self._unfit_error(f"drops a {dropped} message from {', '.join(roles)}", _SHOWN)
         return len(rendered.encode()) - sum(map(len, texts))
 
     def _render(self, messages: Sequence[Message], thinking: bool | None = None, **other: Any) -> str:
-        rows = []
-        for message in messages:
-            tokens = self._turn_tokens if message.role == "assistant" else self._control_tokens
-            rows.append(cut(message.as_dict(), tokens))
+        tokens = {"assistant": self._turn_tokens}
+        rows = [cut(message.as_dict(), tokens.get(message.role, self._control_tokens)) for message in messages]
         tools = cut(self.tools, self._control_tokens) or None
         template_arguments = {**self.arguments, **({} if thinking is None else {"enable_thinking": thinking})}
         options = {**template_arguments, "tools": tools, "add_generation_prompt": True, **other}
@@ -294,15 +293,6 @@ class ChatRenderer:
     def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
         has_system = any(message.role == "system" for message in messages)
         return messages if has_system or not self.system else [Message("system", self.system), *messages]
-
-    def _check_system(self) -> None:
-        try:
-            rendered = self._render(self._with_system([Message("user", "x")]))
-            is_shown = self.system.strip() in "".join(split(rendered))
-        except TemplateError as error:
-            raise self._unfit_error(f"rejects system messages ({error}), and rollout.system_prompt is one") from error
-        if not is_shown:
-            raise self._unfit_error("does not show rollout.system_prompt to the policy")
 
     def _check_arguments(self) -> None:
         for name in self.arguments:
@@ -323,12 +313,8 @@ class ChatRenderer:
         if self.tools:
             self._frame_bytes([*question, Message("assistant", "x"), Message("tool", "x")])
 
-    def _unshown_error(self, fault: str) -> ValueError:
-        out = "move their text into messages of the user, or give a model whose template shows them"
-        return ValueError(f"{self._setting}={self.model_path}: its chat template {fault}; {out}")
-
-    def _unfit_error(self, fault: str) -> ValueError:
-        return ValueError(f"{self._setting}={self.model_path}: its chat template {fault}; give one that appends turns")
+    def _unfit_error(self, fault: str, way_out: str = "give one that appends turns") -> ValueError:
+        return ValueError(f"{self._setting}={self.model_path}: its chat template {fault}; {way_out}")
 
 
 def tokenizer_files(folder: Path) -> tuple[tuple[str, int], ...]:
@@ -359,23 +345,9 @@ def _tokenizer(folder: Path, files: tuple[tuple[str, int], ...]) -> PreTrainedTo
     return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 
-def check_ids(model_path: str, setting: str, rows: int) -> None:
-    """Raises ValueError naming `setting` if the model's tokenizer has ids that its embedding of `rows` rows lacks."""
-    token, number = max(load_tokenizer(model_path, setting).get_vocab().items(), key=itemgetter(1), default=("", -1))
-    if number >= rows:
-        message = f"its tokenizer gives {token!r} the id {number}, but its embedding has {rows} rows"
-        out = "give the tokenizer of this model, or resize the embedding with transformers (resize_token_embeddings)"
-        raise ValueError(f"{setting}={model_path}: {message}; {out}")
-
-
-def render_once(model_path: str, setting: str, rows: int | None = None) -> None:
-    """Raises ValueError naming `setting` if a model's tokenizer cannot be read or its template fails.
-
-    `rows` of its embedding, if known, must suffice for all ids.
-    """
+def render_once(model_path: str, setting: str) -> None:
+    """Raises ValueError naming `setting` if a model's tokenizer cannot be read or its template fails."""
     tokenizer = load_tokenizer(model_path, setting)
-    if rows is not None:
-        check_ids(model_path, setting, rows)
     if tokenizer.chat_template:
         try:
             _apply_template(tokenizer, [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}])

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from megatron_collab.config import Config
 from megatron_collab.data.chat_template import ChatRenderer
-from megatron_collab.data.datasets import render_sample
+from megatron_collab.data.datasets import SurveyedSources, render_sample, write_jsonl
+from megatron_collab.data.sources import TrainingSource
 from megatron_collab.environments import tiny_model
 from megatron_collab.types import Finish, Message, Turn
 from tests.helpers import CORPUS
@@ -272,6 +274,33 @@ def test_a_role_that_the_template_does_not_show_is_named(folder: Path, template:
         with pytest.raises(ValueError, match=message):
             render(messages)
     assert chat.first(messages[1:])
+
+
+@pytest.mark.parametrize("stage", ["sft", "rl", "opened", "dpo"])
+@pytest.mark.parametrize("template", [NOSYS, GEMMA], ids=["drops", "refuses"])
+def test_rows_with_such_a_role_are_refused(folder: Path, tmp_path: Path, template: str, stage: str) -> None:
+    """Before the start, with the first row of its kind; rows without it are not."""
+    begun = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    reply = {"role": "assistant", "content": "hello"}
+    rows: dict[str, dict[str, Any]] = {
+        "sft": {"messages": [*begun, reply]},
+        "rl": {"prompt": begun, "goal": "g"},
+        "opened": {"prompt": begun[:1], "goal": "g"},
+        "dpo": {"prompt": begun, "chosen": [reply], "rejected": [reply | {"content": "no"}]},
+    }
+    column = "messages" if stage == "sft" else "prompt"
+    plain = rows[stage] | {column: [m for m in rows[stage][column] if m["role"] != "system"]}
+    config = Config()
+    config.model.path = chat_of(folder, "legacy", template).model_path
+    config.train.stage, config.run.dir = {"opened": "rl"}.get(stage, stage), str(tmp_path / "run")
+    for number, (data, refused) in enumerate((([plain, rows[stage]], True), ([plain], False))):
+        write_jsonl(tmp_path / f"{number}.jsonl", data)
+        sources = [TrainingSource(str(tmp_path / f"{number}.jsonl"))]
+        if not refused:
+            assert len(SurveyedSources(config, "data.train", sources).sets[0]) == 1
+            continue
+        with pytest.raises(ValueError, match=r"row 2: model\.path=.* its chat template (drops|refuses) .*; move their"):
+            SurveyedSources(config, "data.train", sources)
 
 
 def test_a_template_that_does_not_end_for_a_role(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
