@@ -11,6 +11,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import reduce
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -30,6 +31,7 @@ from megatron_collab.runtime.process import beat
 
 FILE_BYTES = 4 << 30
 _WEIGHT_FILE = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|index\.json)$")
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 # local_experts.N.linear_fc1.weight, or with TransformerEngine's grouped GEMM linear_fc1.weightN
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(?P<local>\d+)\.)?(?P<linear>linear_fc[12])\.weight(?P<grouped>\d*)"
@@ -47,7 +49,10 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 class HFTensors:
-    """The tensors of a Hugging Face folder, read without mapping files into memory."""
+    """The tensors of a Hugging Face folder, read without mapping files into memory.
+
+    `dtype`: the smallest dtype that holds the values of all of them.
+    """
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
         """Raises ConfigError if a file or tensor is missing or not valid for models/hf_weights.py."""
@@ -58,6 +63,7 @@ class HFTensors:
         except (ValueError, SafetensorError) as error:
             raise ConfigError(f"{folder}: {error}") from error
         self._file_of = {name: opened[tensor.file] for name, tensor in stored.items()}
+        self.dtype = reduce(torch.promote_types, {_DTYPES[tensor.dtype] for tensor in stored.values()})
 
     def read(self, tensor: str, index: Index) -> torch.Tensor:
         """The block of the tensor at `index`; only that block is read."""

@@ -147,8 +147,9 @@ class SurveyedSources[Read]:
             if isinstance(example, Pair):
                 return max(map(at_most, conversations(example)))
             messages = example.messages if isinstance(example, Task) else example
-            if all(message.role == "system" for message in messages):
-                return 0  # the user opens it; a template cannot render an empty conversation
+            if all(message.role == "system" for message in messages):  # the user opens it
+                renderer.check_shown([*messages, Message("user", "x")])
+                return 0  # a template cannot render an empty conversation
             written = isinstance(messages, ToolConversation)  # the template decides how long calls are
             return sys.maxsize if written else renderer.at_most(messages)
 

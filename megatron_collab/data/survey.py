@@ -88,7 +88,8 @@ def survey(
             example = examples.read(row, number)
             if chosen is not None and number not in chosen:
                 raise Unfit("replaced by another candidate")
-            if at_most(example) > longest and _token_count(example, tokens, examples.at, number) > longest:
+            counts = (_token_count(example, count, examples.at, number) for count in (at_most, tokens))
+            if all(count > longest for count in counts):
                 raise Unfit(f"of more than {longest} tokens")
             task_lacks = _missing_parts(example, requirements, examples.at, number) if isinstance(example, Task) else {}
             for part in examples.unread(row):
@@ -150,7 +151,7 @@ def _missing_parts(task: Task, requirements: TaskRequirements, at: Callable[[int
 def _token_count(example: Any, tokens: Callable[[Any], int], at: Callable[[int], str], number: int) -> int:
     try:
         return tokens(example)
-    except ValueError as error:  # the template does not write tool calls
+    except ValueError as error:  # the template refuses a role, or does not write tool calls
         raise ValueError(f"{at(number)}: {error}") from error
     except (TemplateError, ArithmeticError, LookupError, RecursionError, TypeError) as error:
         raise ValueError(f"{at(number)}: the chat template of model.path rejects it: {error}") from error

@@ -322,8 +322,8 @@ class Accepted(BaseException):
 def serve(pipe: Connection) -> None:
     """Main function of a subprocess: run each input that comes and send back how it ended."""
     from megatron_collab import train
-    from megatron_collab.config import Config
     from megatron_collab.commands.__main__ import run
+    from megatron_collab.config import Config
     from megatron_collab.launch import program as programs
 
     def prepared(arguments: list[str], stack: ExitStack) -> str:
