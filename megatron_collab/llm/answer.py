@@ -4,6 +4,9 @@ An answer is one flat JSON object. Common slips are accepted: text around it, si
 missing commas, Python constants, comments, stray quotes inside a text. An answer that ends before its closing brace is
 rejected, and so is one that can be read in two ways. json-repair 0.64.5 would close `{"score": 0.8`, which may have
 been 0.85, and misreads 454 of the 10,000 answers of tools/bench/judge_parse.py.
+
+Time is linear in the length of the text, whatever it contains: each part is matched once, possessively; comments and
+the number of objects are bounded.
 """
 
 from __future__ import annotations
@@ -17,11 +20,14 @@ from typing import Any
 
 Value = str | float | int | bool
 
-_GAP = r"(?:\s|//[^\n]*+|/\*.*?\*/)*+"
-_QUOTED_KEY = r"[\"'`“]\w[\w ]*[\"'`”]\s*:"
-_KEY = rf"(?:{_QUOTED_KEY}|\w+\s*:)"
-_OPEN = re.compile(rf"\{{[\s{{]*+(?={_GAP}{_KEY})", re.DOTALL)
-_NAME = re.compile(rf"{_GAP}[\"'`“]?(\w[\w ]*?)[\"'`”]?\s*:{_GAP}", re.DOTALL)
+_LONGEST_COMMENT, _MOST_COMMENTS = 200, 2  # characters; in a row
+_COMMENT = rf"(?://[^\n]{{0,{_LONGEST_COMMENT}}}+|/\*.{{0,{_LONGEST_COMMENT}}}?\*/)"
+_GAP = rf"\s*+(?:{_COMMENT}\s*+){{0,{_MOST_COMMENTS}}}+"
+_QUOTED_KEY = r"[\"'`“]\w[\w ]*+[\"'`”]\s*+:"
+_KEY = rf"(?:{_QUOTED_KEY}|\w++\s*+:)"
+_BRACES = re.compile(r"\{[\s{]*+")
+_FIRST_KEY = re.compile(rf"{_GAP}{_KEY}", re.DOTALL)
+_NAME = re.compile(rf"{_GAP}[\"'`“]?(\w++(?: ++\w++)*+)(?: *+[\"'`”])?\s*+:{_GAP}", re.DOTALL)
 _COMMA = re.compile(rf"{_GAP},?{_GAP}", re.DOTALL)
 _END = re.compile(rf"{_GAP}(?:,?{_GAP}(?:\}}|{_QUOTED_KEY})|,{_GAP}{_KEY})", re.DOTALL)  # what follows a value
 _QUOTES = {'"""': '"""', "'''": "'''", '"': '"', "'": "'", "`": "`", "“": "”"}
@@ -33,6 +39,7 @@ _ESCAPE = re.compile(
 )
 _KINDS = {str: "string", float: "number", int: "integer", bool: "boolean"}
 _LONGEST_SHOWN = 80  # characters of a wrong value in the reason
+_MOST_OBJECTS = 100  # in one answer
 
 
 class LlmError(RuntimeError):
@@ -102,7 +109,7 @@ def checked(answer: Mapping[str, Any], fields: Sequence[Field]) -> dict[str, Any
 def _find(text: str, names: Sequence[str]) -> dict[str, Any]:
     """The only object in `text` that has all `names`."""
     answers: list[dict[str, Any]] = []
-    reason = "there is no JSON object"
+    reason = "there is no JSON object" if text.strip() else "there is no JSON object: the text is empty"
     for answer in _objects(text):
         inner = next(iter(answer.values())) if len(answer) == 1 else None
         if isinstance(inner, dict) and not set(answer) & set(names):  # {"answer": {…}}
@@ -112,8 +119,8 @@ def _find(text: str, names: Sequence[str]) -> dict[str, Any]:
             reason = f"the field {absent[0]!r} is missing"
         elif answer not in answers:
             answers.append(answer)
-    if len(answers) > 1:
-        raise MalformedAnswer("there is more than one answer")
+        if len(answers) > 1:
+            raise MalformedAnswer("there is more than one answer")
     if not answers:
         raise MalformedAnswer(reason)
     return answers[0]
@@ -134,15 +141,23 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
     if re.match(r'\s*\{\s*\\"', text):  # the same, without the quotes around it
         text = _unescape(text)
     text = _after_thinking(text)
-    at = 0
-    while opening := _OPEN.search(text, at):
+    at, objects = 0, 0
+    while (first_key := _opening(text, at)) is not None:
+        if (objects := objects + 1) > _MOST_OBJECTS:
+            raise MalformedAnswer(f"there are more than {_MOST_OBJECTS} objects")
         try:
-            value, at = _DECODER.raw_decode(text, text.rindex("{", 0, opening.end()))
+            value, at = _DECODER.raw_decode(text, text.rindex("{", 0, first_key))
         except RecursionError as error:
             raise MalformedAnswer("the answer is nested too deeply") from error
         except json.JSONDecodeError:
-            value, at = _read_object(text, opening.end())
+            value, at = _read_object(text, first_key)
         yield value
+
+
+def _opening(text: str, at: int) -> int | None:
+    """The end of the first braces after `at` that a key follows."""
+    ends = (braces.end() for braces in _BRACES.finditer(text, at))
+    return next((end for end in ends if _FIRST_KEY.match(text, end)), None)
 
 
 def _after_thinking(text: str) -> str:
@@ -151,7 +166,7 @@ def _after_thinking(text: str) -> str:
     thinks = text.lstrip().startswith("<think>")
     if thinks and not mark:
         raise MalformedAnswer("the answer ends within <think>")
-    return reply if thinks or _OPEN.search(reply) else text
+    return reply if thinks or _opening(reply, 0) is not None else text
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -8,13 +8,14 @@ import logging
 import random
 import re
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import httpx
@@ -29,31 +30,27 @@ from megatron_collab.llm.endpoint import POLICY, SERVED, arguments, identity, qu
 from megatron_collab.llm.limiter import CallQueue, FinishedCall, Reservation
 from megatron_collab.llm.price import Prices, tokens_at_most
 from megatron_collab.llm.recording import Usage
+from megatron_collab.llm.reply import Reply, read_reply, text_of
 from megatron_collab.llm.served import RunServers, ServedModel, causes, unconnected
 from megatron_collab.llm.tape import Tape
 from megatron_collab.patches.litellm import BodyTooLong, be_quiet, limit_bodies
 from megatron_collab.runtime.redact import redact
+from megatron_collab.runtime.text import one_line
 
 logger = logging.getLogger(__name__)
 
 Messages = list[dict[str, str]]
 _Read = TypeVar("_Read")
-
-
-class Reply(NamedTuple):
-    """A model's reply, its tokens (0: not reported) and its finish reason."""
-
-    text: str
-    tokens: int
-    finish: str | None
-
+_Address = tuple[str, str | None]  # model and api_base
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds
 _CHARACTERS_PER_TOKEN = 4
 _GRACE = 10.0  # seconds after its timeout until a call has certainly ended
-_LONGEST_REASON = 400  # characters
 LONGEST_BODY, LONGEST_TEXT = 1 << 24, 1 << 20  # bytes, characters of an answer: more than any model sends at once
+_PARSED_ASIDE = 1 << 14  # characters; longer answers are parsed in a thread, beside the event loop
 _REFUSED = (400, 422)  # status of a server that does not support an argument such as response_format
+_FAILED = (500, 501)  # status of a server that fails over a response_format, or of any other failure
+_TRIALS = 3  # answers after which such a server gets no response_format any more
 _supports_schema = cache(litellm.supports_response_schema)
 
 
@@ -83,7 +80,9 @@ class LlmClient:
         self._queue = None if limiter is None else CallQueue(limiter)
         self._cache, self._tape = cache, tape
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._unconstrained: set[tuple[str, str | None]] = set()  # endpoints that refuse a response_format
+        self._formatted: set[_Address] = set()  # endpoints that answered with a response_format
+        # Endpoints that answered only without one, and how often: a server error may have passed in the meantime.
+        self._unformatted: Counter[_Address] = Counter()
 
     async def ask(
         self,
@@ -113,14 +112,17 @@ class LlmClient:
     async def reply(self, endpoint: EndpointConfig, messages: Messages) -> Reply:
         """The model's reply as text; its tokens are estimated if the endpoint reports none. Raises as `ask`."""
 
-        def counted(reply: Reply) -> Reply:
-            return reply if reply.tokens else reply._replace(tokens=litellm.token_counter(text=reply.text))
+        async def read(reply: Reply) -> Reply:
+            if not reply.text and reply.shortfall and reply.finish != "length":
+                raise MalformedAnswer("there is no text")
+            tokens = reply.tokens or litellm.token_counter(text=reply.text)
+            return Reply(reply.text, tokens, reply.finish)
 
         async def live(usage: Usage) -> Reply:
             async def send(correction: Messages, allowance: _Allowance) -> Reply:
                 return await self._call(endpoint, messages, allowance)
 
-            return await self._ask_until_read(endpoint, send, counted, usage)
+            return await self._ask_until_read(endpoint, send, read, usage)
 
         if self._tape is None or _on_policy(endpoint):
             return await live(Usage())
@@ -156,13 +158,18 @@ class LlmClient:
         async def send(correction: Messages, allowance: _Allowance) -> Reply:
             return await self._constrained(endpoint, [*messages, *correction], fields, allowance)
 
-        return await self._ask_until_read(endpoint, send, lambda reply: parse(reply.text, fields), usage, has_fallback)
+        async def read(reply: Reply) -> dict[str, Any]:
+            if len(reply.text) > _PARSED_ASIDE:
+                return await asyncio.to_thread(parse, reply.text, fields)
+            return parse(reply.text, fields)
+
+        return await self._ask_until_read(endpoint, send, read, usage, has_fallback)
 
     async def _ask_until_read(
         self,
         endpoint: EndpointConfig,
         send: Callable[[Messages, _Allowance], Awaitable[Reply]],
-        read: Callable[[Reply], _Read],
+        read: Callable[[Reply], Awaitable[_Read]],
         usage: Usage,
         has_fallback: bool = False,
     ) -> _Read:
@@ -170,16 +177,18 @@ class LlmClient:
         allowance = _Allowance(endpoint.deadline, usage)
         correction: Messages = []
         failure: Exception | None = None
+        out = ""
         tries, longest = 0, _FIRST_PAUSE
         while True:
             tries, pause = tries + 1, 0.0
             try:
                 reply = await send(correction, allowance)
-                return read(reply)
+                return await read(reply)
             except MalformedAnswer as error:
-                failure, correction = error, _correction(reply.text, error)
+                failure, out, correction = error, reply.shortfall, _correction(reply.text, error)
             except (OpenAIError, TimeoutError) as error:
                 failure, status = error, getattr(error, "status_code", None)
+                out = way_out(endpoint, str(failure)) if status in _REFUSED else ""
                 # Timeouts, lost connections, rate limits and server errors may be temporary.
                 if status is not None and status < 500 and status not in (408, 409, 429):
                     break
@@ -192,29 +201,39 @@ class LlmClient:
             with allowance.spending():
                 await asyncio.sleep(pause)
         # Redacted before it is cut, which could halve a key.
-        reason = redact(f"{endpoint.model}: {type(failure).__name__}: {failure}")
-        reason = " ".join(reason.split())[:_LONGEST_REASON]
-        out = way_out(endpoint, str(failure)) if getattr(failure, "status_code", None) in _REFUSED else ""
+        reason = f"{endpoint.model}: {type(failure).__name__}: {one_line(redact(str(failure)))}"
         raise LlmError(f"{reason}; {out}" if out else reason) from failure
 
     async def _constrained(
         self, endpoint: EndpointConfig, messages: Messages, fields: Sequence[Field], allowance: _Allowance
     ) -> Reply:
-        """The raw answer, constrained to the JSON schema if the endpoint supports that."""
+        """The raw answer, constrained to the JSON schema if the endpoint supports that.
+
+        An endpoint that refuses the schema, or fails over it and has never answered with one, is asked once more
+        without it.
+        """
         model = self._servers.model(endpoint)
-        name = (model, endpoint.api_base)
+        address = (model, endpoint.api_base)
         supports = model.startswith(SERVED) or endpoint.api_base or _supports_schema(model)
-        if name in self._unconstrained or not supports:
+        if self._unformatted[address] >= _TRIALS or not supports:
             return await self._call(endpoint, messages, allowance)
         schema = {"name": "answer", "schema": json_schema(fields), "strict": True}
         form = {"type": "json_schema", "json_schema": schema}
         try:
-            return await self._call(endpoint, messages, allowance, response_format=form)
+            reply = await self._call(endpoint, messages, allowance, response_format=form)
+            self._formatted.add(address)
+            return reply
         except OpenAIError as error:
-            if getattr(error, "status_code", None) not in _REFUSED:
+            status = getattr(error, "status_code", None)
+            fails = status in _FAILED and _has_status(error) and address not in self._formatted
+            if status not in _REFUSED and not (fails and not allowance.asked_without_format):
                 raise
-        reply = await self._call(endpoint, messages, allowance)
-        self._unconstrained.add(name)  # since the same request without it succeeded
+            allowance.asked_without_format = True
+        reply = await self._call(endpoint, messages, allowance)  # may succeed where the same request with it did not
+        self._unformatted[address] += 1 if status in _FAILED else _TRIALS
+        if self._unformatted[address] >= _TRIALS:
+            reason = f"answers status {status} to response_format; its answers are not constrained to their schema"
+            logger.warning(f"{endpoint.model}: {reason}")
         return reply
 
     async def _call(self, endpoint: EndpointConfig, messages: Messages, allowance: _Allowance, **options: Any) -> Reply:
@@ -260,11 +279,10 @@ class LlmClient:
             allowance.pay(finished.usd)
             if queue:
                 queue.end(replace(finished, call=number))
-        text, choice = _text(answer), answer.choices[0] if answer.choices else None
-        if len(text) > LONGEST_TEXT:
-            raise AnswerTooLong(f"{endpoint.model}: {len(text)} characters")
-        tokens = getattr(getattr(answer, "usage", None), "completion_tokens", None) or 0
-        return Reply(text, tokens, choice.finish_reason if choice else None)
+        reply = read_reply(endpoint, answer)
+        if len(reply.text) > LONGEST_TEXT:
+            raise AnswerTooLong(f"{endpoint.model}: {len(reply.text)} characters")
+        return reply
 
     def _upper_bound(self, endpoint: EndpointConfig, messages: Messages, options: Mapping[str, Any]) -> FinishedCall:
         """Upper bound of tokens and price, for a call whose usage is not reported."""
@@ -279,7 +297,7 @@ class LlmClient:
             listed = answer._hidden_params.get("response_cost")
             return FinishedCall(0, usage.total_tokens, self._prices.of(model, usage, listed))
         prompt = tokens_at_most(*(message["content"] for message in messages))
-        tokens = tokens_at_most(_text(answer))
+        tokens = tokens_at_most(text_of(answer))
         return FinishedCall(0, prompt + tokens, self._prices.at_most(model, prompt, tokens))
 
 
@@ -289,6 +307,7 @@ class _Allowance:
 
     seconds_left: float
     usage: Usage
+    asked_without_format: bool = False
 
     @contextmanager
     def spending(self) -> Iterator[None]:
@@ -318,15 +337,15 @@ def _on_policy(endpoint: EndpointConfig) -> bool:
     return str(endpoint.model).startswith(f"{POLICY}/")
 
 
-def _text(answer: Any) -> str:
-    return (answer.choices[0].message.content if answer.choices else None) or ""
-
-
 def _may_have_cost(error: BaseException) -> bool:
     """Whether the failed call may be billed: the request reached the endpoint, and it did not reject it."""
     refused = getattr(error, "status_code", None) in range(400, 500) and getattr(error, "status_code", None) != 408
-    answered = any(isinstance(cause, httpx.HTTPStatusError) for cause in causes(error))
-    return not (refused or answered or unconnected(error))
+    return not (refused or _has_status(error) or unconnected(error))
+
+
+def _has_status(error: BaseException) -> bool:
+    """Whether the server answered with the status; LiteLLM gives one to lost connections, too."""
+    return any(isinstance(cause, httpx.HTTPStatusError) for cause in causes(error))
 
 
 def _correction(text: str, error: MalformedAnswer) -> Messages:
