@@ -20,6 +20,7 @@ from pathlib import Path
 
 from megatron_collab.commands import ArgumentParser, positive
 from megatron_collab.config import ConfigError, require
+from megatron_collab.runtime.console import show
 
 SUMMARY = "summary.json"
 
@@ -56,6 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     from megatron_collab.data.preparation import Preparation, groups_of_eval
     from megatron_collab.data.sources import parse_sources
     from megatron_collab.runtime import hub
+    from megatron_collab.runtime.files import read_text
 
     source, *more_sources = parse_sources(options.source, "SOURCE")
     require(not more_sources, f"SOURCE={options.source}: prepare one source at a time, and mix them in data.train")
@@ -63,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.model and hub.parse(options.model):
             hub.download(options.model, "--model")
         renderer = ChatRenderer(options.model, setting="--model") if options.model else None
-        text = system.read_text().strip() if system else ""
+        text = read_text(system).strip() if system else ""
         preparation = Preparation(source, options.to, text, options.gap, renderer, options.max_tokens or 0)
         groups = Counter(example.group for example in preparation)
         require(bool(groups), f"SOURCE={source.source}: no rows are left: {_joined_counts(preparation.dropped)}")
@@ -96,9 +98,9 @@ def main(arguments: Sequence[str]) -> int:
     }
     (options.out / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
     rows = f"{len(examples.rows)} rows (split {'+'.join(examples.splits)})"
-    print(f"{source.source}: {rows}, read as {examples.format} ({examples.why})")
+    show(f"{source.source}: {rows}, read as {examples.format} ({examples.why})")
     kept = ", ".join(f"{count} for {side}" for side, count in counts.items())
-    print(f"{options.out}: {kept}, of {len(groups)} conversations; dropped: {_joined_counts(dropped) or 'none'}")
+    show(f"{options.out}: {kept}, of {len(groups)} conversations; dropped: {_joined_counts(dropped) or 'none'}")
     return 0
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_collab.data.packing import CUT, content, kind_of, misnamed, suffix_of
+from megatron_collab.runtime import files
 
 DEPTH = 100  # of nested lists and objects: copying, pickling or printing a row recurses as deep
 NAMED = 5  # maximum number of rows that a message names
@@ -54,7 +55,7 @@ Read = ParsedRow | Unreadable
 def parse(file: Path) -> Iterator[Read]:
     """The rows of `file` in order; the suffix selects the parser. Raises Unreadable."""
     try:
-        if fault := misnamed(file):
+        if fault := files.irregular(file) or misnamed(file):
             raise Unreadable(fault)
         yield from _PARSERS[kind_of(file)](file)
     except Unreadable:
@@ -69,7 +70,7 @@ def parse(file: Path) -> Iterator[Read]:
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
     """Number and text of each line, including its line ending."""
     with content(file) as stream:
-        for number, raw in enumerate(stream, 1):
+        for number, raw in enumerate(files.lines(stream), 1):
             yield number, _decode(raw, number)
 
 
@@ -88,7 +89,7 @@ def _decode(raw: bytes, number: int) -> str:
 def _json(file: Path) -> Iterator[Read]:
     """JSON with one row per line, or one document: a list of rows, or a single row."""
     with content(file) as stream:
-        lines = ((number, raw) for number, raw in enumerate(stream, 1) if raw.strip())
+        lines = ((number, raw) for number, raw in enumerate(files.lines(stream), 1) if raw.strip())
         first = next(lines, None)
         if first is None:
             return

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from megatron_collab.data.datasets import task_row, write_jsonl
 from megatron_collab.environments import World, tiny_model
+from megatron_collab.runtime import files
 from megatron_collab.types import Message, Task
 
 USER = "reveal"
@@ -45,7 +46,7 @@ def cut(problem: str) -> tuple[str, list[str]]:
 def tasks(file: Path) -> list[Task]:
     """A task for each row of a GSM8K file, in its order; the answer is the number behind ####."""
     problems = []
-    for i, line in enumerate(file.read_text().splitlines()):
+    for i, line in enumerate(files.read_text(file).splitlines()):
         row = json.loads(line)
         question, facts = cut(row["question"])
         goal = json.dumps({"question": question, "facts": facts}, ensure_ascii=False)

@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_collab.runtime.text import printable
+
 Value = str | float | int | bool
 
 _LONGEST_COMMENT, _MOST_COMMENTS = 200, 2  # characters; in a row
@@ -25,8 +27,7 @@ _COMMENT = rf"(?://[^\n]{{0,{_LONGEST_COMMENT}}}+|/\*.{{0,{_LONGEST_COMMENT}}}?\
 _GAP = rf"\s*+(?:{_COMMENT}\s*+){{0,{_MOST_COMMENTS}}}+"
 _QUOTED_KEY = r"[\"'`“]\w[\w ]*+[\"'`”]\s*+:"
 _KEY = rf"(?:{_QUOTED_KEY}|\w++\s*+:)"
-_BRACES = re.compile(r"\{[\s{]*+")
-_FIRST_KEY = re.compile(rf"{_GAP}{_KEY}", re.DOTALL)
+_OPEN = re.compile(rf"\{{[\s{{]*+((?={_GAP}{_KEY}))?+", re.DOTALL)  # group 1: if a key follows
 _NAME = re.compile(rf"{_GAP}[\"'`“]?(\w++(?: ++\w++)*+)(?: *+[\"'`”])?\s*+:{_GAP}", re.DOTALL)
 _COMMA = re.compile(rf"{_GAP},?{_GAP}", re.DOTALL)
 _END = re.compile(rf"{_GAP}(?:,?{_GAP}(?:\}}|{_QUOTED_KEY})|,{_GAP}{_KEY})", re.DOTALL)  # what follows a value
@@ -156,8 +157,7 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
 
 def _opening(text: str, at: int) -> int | None:
     """The end of the first braces after `at` that a key follows."""
-    ends = (braces.end() for braces in _BRACES.finditer(text, at))
-    return next((end for end in ends if _FIRST_KEY.match(text, end)), None)
+    return next((braces.end() for braces in _OPEN.finditer(text, at) if braces[1] is not None), None)
 
 
 def _after_thinking(text: str) -> str:
@@ -191,7 +191,7 @@ def _read_object(text: str, at: int) -> tuple[dict[str, Any], int]:
     while text[at : at + 1] != "}":
         name = _NAME.match(text, at)
         if name is None:
-            raise MalformedAnswer(f"not JSON: a key should be at {_short(text[at:])}")
+            raise MalformedAnswer(f"not JSON: a key should be at {short(text[at:])}")
         value, at = _read_value(text, name.end(), name.group(1))
         pairs.append((name.group(1), value))
         comma = _COMMA.match(text, at)
@@ -255,14 +255,14 @@ def _unescape(written: str) -> str:
 def _checked(value: Any, field: Field) -> Value:
     typed = _typed(value, field.kind)
     if typed is None:
-        raise MalformedAnswer(f"the field {field.name!r} has to be a {_KINDS[field.kind]}, but is {_short(value)}")
+        raise MalformedAnswer(f"the field {field.name!r} has to be a {_KINDS[field.kind]}, but is {short(value)}")
     if field.choices is not None and typed not in field.choices:
         choices = ", ".join(map(str, field.choices))
-        raise MalformedAnswer(f"the field {field.name!r} is {_short(value)}; choose one of {choices}")
+        raise MalformedAnswer(f"the field {field.name!r} is {short(value)}; choose one of {choices}")
     if field.low is not None and typed < field.low:
-        raise MalformedAnswer(f"the field {field.name!r} is {_short(value)}, below {field.low:g}")
+        raise MalformedAnswer(f"the field {field.name!r} is {short(value)}, below {field.low:g}")
     if field.high is not None and typed > field.high:
-        raise MalformedAnswer(f"the field {field.name!r} is {_short(value)}, above {field.high:g}")
+        raise MalformedAnswer(f"the field {field.name!r} is {short(value)}, above {field.high:g}")
     return typed
 
 
@@ -282,6 +282,7 @@ def _typed(value: Any, kind: type) -> Any:
     return float(value)
 
 
-def _short(value: Any) -> str:
-    encoded = json.dumps(value)
+def short(value: Any) -> str:
+    """JSON of `value` for a message, cut if it is long."""
+    encoded = printable(json.dumps(value, ensure_ascii=False))
     return encoded if len(encoded) <= _LONGEST_SHOWN else f"{encoded[:_LONGEST_SHOWN]}…"

@@ -6,14 +6,11 @@ import asyncio
 import json
 import logging
 import random
-import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -30,10 +27,11 @@ from megatron_collab.llm.endpoint import POLICY, SERVED, arguments, identity, qu
 from megatron_collab.llm.limiter import CallQueue, FinishedCall, Reservation
 from megatron_collab.llm.price import Prices, tokens_at_most
 from megatron_collab.llm.recording import Usage
-from megatron_collab.llm.reply import Reply, read_reply, text_of
+from megatron_collab.llm.reply import Reply, read_reply
 from megatron_collab.llm.served import RunServers, ServedModel, causes, unconnected
 from megatron_collab.llm.tape import Tape
 from megatron_collab.patches.litellm import BodyTooLong, be_quiet, limit_bodies
+from megatron_collab.runtime.network import retry_after
 from megatron_collab.runtime.redact import redact
 from megatron_collab.runtime.text import one_line
 
@@ -41,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 Messages = list[dict[str, str]]
 _Read = TypeVar("_Read")
-_Address = tuple[str, str | None]  # model and api_base
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds
 _CHARACTERS_PER_TOKEN = 4
@@ -80,9 +77,8 @@ class LlmClient:
         self._queue = None if limiter is None else CallQueue(limiter)
         self._cache, self._tape = cache, tape
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._formatted: set[_Address] = set()  # endpoints that answered with a response_format
-        # Endpoints that answered only without one, and how often: a server error may have passed in the meantime.
-        self._unformatted: Counter[_Address] = Counter()
+        # Endpoints, by model and api_base, that answered with a response_format, and how often they did only without.
+        self._formatted, self._unformatted = set[tuple[str, str | None]](), Counter[tuple[str, str | None]]()
 
     async def ask(
         self,
@@ -193,7 +189,7 @@ class LlmClient:
                 if status is not None and status < 500 and status not in (408, 409, 429):
                     break
                 tries -= unconnected(error) and not has_fallback
-                pause = retry_after(error) + random.uniform(0, longest)
+                pause = _retry_after(error) + random.uniform(0, longest)
             longest = min(_LONGEST_PAUSE, 2 * longest)
             if tries == endpoint.attempts or pause >= allowance.seconds_left:
                 break
@@ -232,8 +228,7 @@ class LlmClient:
         reply = await self._call(endpoint, messages, allowance)  # may succeed where the same request with it did not
         self._unformatted[address] += 1 if status in _FAILED else _TRIALS
         if self._unformatted[address] >= _TRIALS:
-            reason = f"answers status {status} to response_format; its answers are not constrained to their schema"
-            logger.warning(f"{endpoint.model}: {reason}")
+            logger.warning(f"{endpoint.model}: answers status {status} to response_format; answers are not constrained")
         return reply
 
     async def _call(self, endpoint: EndpointConfig, messages: Messages, allowance: _Allowance, **options: Any) -> Reply:
@@ -262,7 +257,8 @@ class LlmClient:
             with allowance.spending():
                 async with asyncio.timeout(seconds):
                     answer = await litellm.acompletion(messages=messages, max_retries=0, **options)
-            finished = self._reported(endpoint, messages, answer)
+            reply = read_reply(endpoint, answer)
+            finished = self._reported(endpoint, messages, answer, reply)
             allowance.note(answer)
         except BaseException as error:
             if _may_have_cost(error):
@@ -279,7 +275,6 @@ class LlmClient:
             allowance.pay(finished.usd)
             if queue:
                 queue.end(replace(finished, call=number))
-        reply = read_reply(endpoint, answer)
         if len(reply.text) > LONGEST_TEXT:
             raise AnswerTooLong(f"{endpoint.model}: {len(reply.text)} characters")
         return reply
@@ -290,14 +285,13 @@ class LlmClient:
         prompt, answer = tokens_at_most(schema, *(message["content"] for message in messages)), token_budget(endpoint)
         return FinishedCall(0, prompt + answer, self._prices.at_most(str(endpoint.model), prompt, answer))
 
-    def _reported(self, endpoint: EndpointConfig, messages: Messages, answer: Any) -> FinishedCall:
+    def _reported(self, endpoint: EndpointConfig, messages: Messages, answer: Any, reply: Reply) -> FinishedCall:
         """Reported tokens and price of a call; an upper bound if the endpoint reports none (LiteLLM: 0 or no usage)."""
         usage, model = getattr(answer, "usage", None), str(endpoint.model)
         if usage and usage.total_tokens:
             listed = answer._hidden_params.get("response_cost")
             return FinishedCall(0, usage.total_tokens, self._prices.of(model, usage, listed))
-        prompt = tokens_at_most(*(message["content"] for message in messages))
-        tokens = tokens_at_most(text_of(answer))
+        prompt, tokens = tokens_at_most(*(message["content"] for message in messages)), tokens_at_most(reply.text)
         return FinishedCall(0, prompt + tokens, self._prices.at_most(model, prompt, tokens))
 
 
@@ -356,18 +350,7 @@ def _correction(text: str, error: MalformedAnswer) -> Messages:
     return [*reply, {"role": "user", "content": wrong}]
 
 
-def retry_after(error: Exception) -> float:
-    """Seconds of the header Retry-After (RFC 9110 section 10.2.3: seconds or a date); 0 if it is neither.
-
-    The value may exceed any deadline, or be infinite.
-    """
+def _retry_after(error: Exception) -> float:
     response = getattr(error, "response", None)
     headers = getattr(error, "litellm_response_headers", None) or getattr(response, "headers", {})
-    value = headers.get("retry-after", "")
-    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
-        return float(value)
-    try:
-        date = parsedate_to_datetime(value).replace(tzinfo=UTC)  # HTTP knows no other zone
-    except (ValueError, OverflowError, TypeError, LookupError):  # the e-mail parser raises all of these
-        return 0.0
-    return max(0.0, (date - datetime.now(UTC)).total_seconds())
+    return retry_after(headers.get("retry-after", ""))

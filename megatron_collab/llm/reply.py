@@ -13,10 +13,7 @@ _ELSE = "change the prompt, or choose another model"
 
 
 class Reply(NamedTuple):
-    """A model's reply, its tokens (0: not reported) and its finish reason.
-
-    `shortfall`: why the provider gave no text, or not all of it, and the way out; empty otherwise.
-    """
+    """A model's reply, its tokens (0: not reported), its finish reason, and why the provider gave not all text."""
 
     text: str
     tokens: int
@@ -30,20 +27,10 @@ def read_reply(endpoint: EndpointConfig, answer: Any) -> Reply:
     if not answer.choices:
         return Reply("", tokens, None, "the response has no choices")
     choice = answer.choices[0]
-    refusal = _refusal(choice.message)
-    if refusal:
-        fault = f"the model refused ({one_line(redact(refusal))}); {_ELSE}"
-        return Reply(text_of(answer) or refusal, tokens, choice.finish_reason, fault)
-    return Reply(text_of(answer), tokens, choice.finish_reason, _shortfall(endpoint, choice))
-
-
-def text_of(answer: Any) -> str:
-    """The text of LiteLLM's `answer`, empty if it has none."""
-    return (answer.choices[0].message.content if answer.choices else None) or ""
-
-
-def _refusal(message: Any) -> str:
-    return str((getattr(message, "provider_specific_fields", None) or {}).get("refusal") or "")
+    text, shortfall = choice.message.content or "", ""
+    if refusal := (getattr(choice.message, "provider_specific_fields", None) or {}).get("refusal"):
+        text, shortfall = text or str(refusal), f"the model refused ({one_line(redact(str(refusal)))}); {_ELSE}"
+    return Reply(text, tokens, choice.finish_reason, shortfall or _shortfall(endpoint, choice))
 
 
 def _shortfall(endpoint: EndpointConfig, choice: Any) -> str:

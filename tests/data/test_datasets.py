@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gzip
 import json
+import os
 from pathlib import Path
 
 import datasets
@@ -9,6 +11,7 @@ import pytest
 from megatron_collab.data.datasets import task_row, write_jsonl
 from megatron_collab.data.examples import load_conversations, load_tasks
 from megatron_collab.data.prefixes import prefixes
+from megatron_collab.runtime import files
 from megatron_collab.types import Message, Task
 
 HI, HELLO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -104,3 +107,22 @@ def test_a_file_that_is_no_data_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=f"data.train={path}(: has no rows| row 1: is not JSON)"):
         load_tasks(path)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "rows.txt", "rows.jsonl.gz"])
+def test_a_pipe_is_no_file_of_rows(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name}: is a named pipe, not a file; write its content to a file"):
+        load_tasks(tmp_path / name, "data.train")
+    with pytest.raises(ValueError, match="/dev/zero: is a device"):
+        load_tasks(Path("/dev/zero"), "data.train")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.txt"])
+def test_a_compressed_line_without_an_end_is_not_unpacked_whole(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files.lines, "__defaults__", (1 << 20,))
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(b"x" * (1 << 25)))
+    with pytest.raises(ValueError, match="its line 1 has more than 1048576 bytes"):
+        load_tasks(tmp_path / f"{name}.gz", "data.train")
