@@ -21,5 +21,5 @@ def one_line(text: str, longest: int = LONGEST_REASON) -> str:
 
     The end of an error says most: libraries put their names, and those of the errors that they caught, in front.
     """
-    line = printable(" ".join(_TRACEBACK.sub(": ", text).split()))
+    line = printable(" ".join(_TRACEBACK.sub(": ", text).split())).removeprefix(": ")
     return line if len(line) <= longest else f"…{line[-longest:]}"
