@@ -70,7 +70,7 @@ def parse(file: Path) -> Iterator[Read]:
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
     """Number and text of each line, including its line ending."""
     with content(file) as stream:
-        for number, raw in enumerate(files.lines(stream), 1):
+        for number, raw in enumerate(stream, 1):
             yield number, _decode(raw, number)
 
 
@@ -89,7 +89,7 @@ def _decode(raw: bytes, number: int) -> str:
 def _json(file: Path) -> Iterator[Read]:
     """JSON with one row per line, or one document: a list of rows, or a single row."""
     with content(file) as stream:
-        lines = ((number, raw) for number, raw in enumerate(files.lines(stream), 1) if raw.strip())
+        lines = ((number, raw) for number, raw in enumerate(stream, 1) if raw.strip())
         first = next(lines, None)
         if first is None:
             return

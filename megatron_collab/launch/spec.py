@@ -9,6 +9,7 @@ from megatron_collab.config import Config
 from megatron_collab.data.spec import DataSpec, data_spec
 from megatron_collab.inference.spec import ServingSpec
 from megatron_collab.launch import server_specs
+from megatron_collab.launch.prompts import check_prompts
 from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.llm_endpoints import NamedEndpoint
 from megatron_collab.rollout.player import PlaySpec
@@ -43,6 +44,7 @@ def run_spec(config: Config, evaluates: bool = False) -> RunSpec:
 
     `evaluates`: the run is an evaluation, without a trainer.
     """
+    check_prompts(config)
     data = data_spec(config)
     if config.train.stage != "rl":
         return RunSpec(data)

@@ -92,7 +92,9 @@ def bound_output() -> None:
     """
     from anyio import EndOfStream
     from anyio.abc import ByteReceiveStream, ByteSendStream
-    from mcp.client import stdio
+    from mcp import client
+
+    stdio: Any = client.stdio
 
     class Output(ByteReceiveStream):
         def __init__(self, stream: Any, budget: Budget) -> None:

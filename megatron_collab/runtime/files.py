@@ -12,9 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
-from typing import Any
 
 from megatron_collab.runtime.process import RunStopped
 
@@ -22,7 +20,6 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 # PyTorch's folder of compiled code: by default in the temporary folder, but worth keeping like other caches.
 COMPILE_CACHE = ("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "torchinductor"))
 LONGEST_TEXT = 1 << 26  # bytes of a file that is read whole
-LONGEST_LINE = 1 << 30  # bytes of a line: a JSON document of many rows may be on one
 _KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 _PREFIX = "mgcollab-"
 _ROOT_LENGTH = 25  # characters: a socket's path has at most 107; Ray needs 64 of them, the folder's name 18
@@ -70,17 +67,6 @@ def read_text(file: Path, longest: int = LONGEST_TEXT) -> str:
     if reason:
         raise ValueError(f"{file}: {reason}")
     return content.decode().replace("\r\n", "\n")
-
-
-def lines(stream: Any, longest: int = LONGEST_LINE) -> Iterator[bytes]:
-    """The lines of a binary stream. Raises ValueError if one has more than `longest` bytes, as in /dev/zero."""
-    for number in count(1):
-        line = stream.readline(longest + 1)
-        if not line:
-            return
-        if len(line) > longest:
-            raise ValueError(f"its line {number} has more than {longest} bytes")
-        yield line
 
 
 class ScratchFolder:

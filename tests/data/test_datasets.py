@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gzip
 import json
 import os
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 from megatron_collab.data.datasets import task_row, write_jsonl
 from megatron_collab.data.examples import load_conversations, load_tasks
 from megatron_collab.data.prefixes import prefixes
-from megatron_collab.runtime import files
 from megatron_collab.types import Message, Task
 
 HI, HELLO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -116,13 +114,3 @@ def test_a_pipe_is_no_file_of_rows(name: str, tmp_path: Path) -> None:
         load_tasks(tmp_path / name, "data.train")
     with pytest.raises(ValueError, match="/dev/zero: is a device"):
         load_tasks(Path("/dev/zero"), "data.train")
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.txt"])
-def test_a_compressed_line_without_an_end_is_not_unpacked_whole(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files.lines, "__defaults__", (1 << 20,))
-    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(b"x" * (1 << 25)))
-    with pytest.raises(ValueError, match="its line 1 has more than 1048576 bytes"):
-        load_tasks(tmp_path / f"{name}.gz", "data.train")

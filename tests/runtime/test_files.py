@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import json
 import os
 import resource
@@ -80,27 +79,3 @@ def test_only_a_file_is_read(tmp_path: Path) -> None:
     assert files.read_text(tmp_path / "link", 6) == "a\nbä"
     with pytest.raises(ValueError, match="text: has more than 5 bytes; give a shorter one"):
         files.read_text(tmp_path / "text", 5)
-
-
-@pytest.mark.parametrize(
-    ("content", "read"),
-    [
-        (b"", []),
-        (b"ab\ncde\n", [b"ab\n", b"cde\n"]),
-        (b"abc\n\nabcd", [b"abc\n", b"\n", b"abcd"]),
-        (b"ab\nabcde", [b"ab\n", "its line 2 has more than 4 bytes"]),
-        (b"abcd\n", ["its line 1 has more than 4 bytes"]),
-    ],
-)
-def test_a_line_has_an_end(content: bytes, read: list[bytes | str]) -> None:
-    lines: list[bytes | str] = []
-    try:
-        lines += files.lines(io.BytesIO(content), 4)
-    except ValueError as error:
-        lines.append(str(error))
-    assert lines[-1:] == read[-1:]
-
-
-def test_a_line_without_an_end_is_not_read_further() -> None:
-    with open("/dev/zero", "rb") as zeros, pytest.raises(ValueError, match="its line 1 has more than 65536 bytes"):
-        next(files.lines(zeros, 1 << 16))
