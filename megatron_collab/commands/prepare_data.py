@@ -20,6 +20,7 @@ from pathlib import Path
 
 from megatron_collab.commands import ArgumentParser, positive
 from megatron_collab.config import ConfigError, read_prompt, require
+from megatron_collab.runtime.console import show
 
 SUMMARY = "summary.json"
 
@@ -98,11 +99,11 @@ def main(arguments: Sequence[str]) -> int:
     }
     (options.out / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
     rows = f"{len(examples.rows)} rows (split {'+'.join(examples.splits)})"
-    print(f"{source.source}: {rows}, read as {examples.format} ({examples.why})")
+    show(f"{source.source}: {rows}, read as {examples.format} ({examples.why})")
     kept = ", ".join(f"{count} for {side}" for side, count in counts.items())
-    print(f"{options.out}: {kept}, of {len(groups)} conversations; dropped: {_joined_counts(dropped) or 'none'}")
+    show(f"{options.out}: {kept}, of {len(groups)} conversations; dropped: {_joined_counts(dropped) or 'none'}")
     if unread:
-        print(f"{source.source}: {unread_note(unread)}")
+        show(f"{source.source}: {unread_note(unread)}")
     return 0
 
 

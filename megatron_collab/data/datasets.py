@@ -23,6 +23,7 @@ from megatron_collab.data.chat_template import ChatRenderer, policy_renderer, sy
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.examples import Examples, TaskReader, load_conversations, load_pairs, load_tasks
 from megatron_collab.data.formats import FORMATS
+from megatron_collab.data.length import certainly_longer
 from megatron_collab.data.messages import Messages, Row, ToolConversation
 from megatron_collab.data.mixture import Mixture
 from megatron_collab.data.pairs import Pair, conversations
@@ -139,6 +140,9 @@ class SurveyedSources[Read]:
         renderer = self._renderer = self._renderer or policy_renderer(self._config, self._tools, plays)
 
         def tokens(example: Any) -> int:
+            texts = conversations(example) if isinstance(example, Pair) else [getattr(example, "messages", example)]
+            if any(certainly_longer(renderer, messages, longest) for messages in texts):
+                return longest + 1
             if isinstance(example, Task):
                 return len(renderer.first(example.messages))
             return max(len(sample.token_ids) for sample in samples_of(renderer, example))

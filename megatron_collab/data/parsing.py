@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_collab.data.packing import CUT, content, kind_of, misnamed, suffix_of
+from megatron_collab.runtime import files
 
 DEPTH = 100  # of nested lists and objects: copying, pickling or printing a row recurses as deep
 ROW_BYTES = 64 << 20  # maximum length of a row
@@ -84,7 +85,7 @@ Read = ParsedRow | Unreadable
 def parse(file: Path) -> Iterator[Read]:
     """The rows of `file` in order; the suffix selects the parser. Raises Unreadable."""
     try:
-        if fault := misnamed(file):
+        if fault := files.irregular(file) or misnamed(file):
             raise Unreadable(fault)
         for read in _PARSERS[kind_of(file)](file):
             yield read if isinstance(read, Unreadable) or len(read.text) <= ROW_BYTES else _too_long(read.number)

@@ -14,6 +14,7 @@ from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.data.datasets import conversation_row, pair_row, render_sample, task_row
 from megatron_collab.data.examples import Examples, load_conversations, load_pairs, load_tasks
 from megatron_collab.data.formats import FORMATS
+from megatron_collab.data.length import certainly_longer
 from megatron_collab.data.messages import Messages, ToolConversation, Unfit
 from megatron_collab.data.pairs import Pair, conversations
 from megatron_collab.data.prefixes import Prompts, prefixes
@@ -151,6 +152,9 @@ class Preparation:
         renderer, fits = self._renderer, True
         for messages in conversations if renderer else ():
             assert renderer
+            if certainly_longer(renderer, messages, self._longest):
+                fits = False
+                break
             prompt = messages[-1].role == "user"
             tokens = renderer.first(messages) if prompt else render_sample(renderer, messages).token_ids
             fits = fits and len(tokens) <= self._longest

@@ -21,6 +21,7 @@ _ENTRIES = {
     "litellm": f"{__name__}.litellm:PATCHES",
     "ray": f"{__name__}.ray:PATCHES",
     "rehearsal": f"{__name__}.rehearsal:PATCHES",
+    "mcp": f"{__name__}.mcp:PATCHES",
 }
 VERSIONS = {  # of the distributions, as in the lock files
     "torch": ("2.14.1",),
@@ -28,6 +29,7 @@ VERSIONS = {  # of the distributions, as in the lock files
     "sglang": ("0.5.23",),
     "litellm": ("1.106.2",),
     "ray": ("2.60.0",),
+    "mcp": ("2.3.0",),
     "transformers": ("5.19.0",),
     "transformer-engine": ("2.20.2",),
 }
