@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import Config, ConfigError, require
 from megatron_collab.launch import prepare
 from megatron_collab.launch.help import composed_settings, help_text
+from megatron_collab.models.parallel_layout import ranks
 from megatron_collab.runtime import console, keys, network, process, signals
 
 logger = logging.getLogger(__name__)
 
+_FIRST_RANK_SECONDS = 30.0  # time for the first rank of a node to explain why all of them end
 Prepared = tuple[Config, Callable[[], None]]  # the settings, and the function that every rank runs
 Prepare = Callable[[list[str], ExitStack], Prepared | str]
 
@@ -31,22 +35,34 @@ def run(module: str, description: str | None, arguments: list[str], prepared: Pr
     if process.under_torchrun():
         keys.put_away()  # launch.torchrun has done so, another torchrun has not
     with ExitStack() as resources:
-        return _run(module, description, arguments, partial(prepared, arguments, resources))
+        try:
+            return _run(module, description, arguments, partial(prepared, arguments, resources))
+        except SystemExit as error:  # a program that an extension ends with 0 would look like one that is done
+            *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+            logger.error(f"{frame.f_code.co_filename}:{line}: ends the run by SystemExit({error.code}); raise an error")
+            return process.EXIT_BAD_INPUT
 
 
 def _run(module: str, description: str | None, arguments: list[str], prepared: Callable[[], Prepared | str]) -> int:
     if "--help" in arguments:
         print(help_text(description))
         return 0
+    if fault := process.leftover_rank():
+        logger.error(fault)
+        return process.EXIT_BAD_INPUT
     try:
         if "--cfg" in arguments:
             print(composed_settings([argument for argument in arguments if argument != "--cfg"]))
             return 0
         with keys.in_environment():  # settings refer to keys, and the Hub needs one
             outcome = prepared()
+            if process.under_torchrun() and not isinstance(outcome, str):
+                _check_ranks(outcome[0])
     except ConfigError as error:
         if process.first_on_node():  # once per node: something may be missing on this node only
             logger.error(str(error))
+        else:
+            time.sleep(_FIRST_RANK_SECONDS)  # the launcher ends the node's ranks with the first that exits
         return process.EXIT_BAD_INPUT
     if isinstance(outcome, str):
         logger.info(outcome)
@@ -64,3 +80,14 @@ def _run(module: str, description: str | None, arguments: list[str], prepared: C
     except process.RunStopped as error:
         return process.EXIT_HUNG if isinstance(error, process.Hung) else process.EXIT_STOPPED
     return 0
+
+
+def _check_ranks(config: Config) -> None:
+    """Raises ConfigError if torchrun, started by hand, has other numbers of nodes and ranks than the settings."""
+    started, local = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    launch = config.launch
+    require(
+        (started, local) == (ranks(config), launch.nproc_per_node),
+        f"launch.nodes={launch.nodes} x launch.nproc_per_node={launch.nproc_per_node}: torchrun has started {started} "
+        f"ranks, {local} of them on this node; give torchrun and the settings the same numbers",
+    )
