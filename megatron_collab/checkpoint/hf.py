@@ -27,6 +27,7 @@ from megatron_collab.config import ConfigError
 from megatron_collab.models import hf_config, hf_to_megatron, hf_weights
 from megatron_collab.models.hf_to_megatron import Index, ModelShape, Piece, WeightEntry, hf_shapes
 from megatron_collab.models.hf_weights import INDEX, SINGLE
+from megatron_collab.runtime.files import writing
 from megatron_collab.runtime.process import beat
 
 FILE_BYTES = 4 << 30
@@ -151,7 +152,8 @@ class HFWriter:
         for file in {self._file_of[piece.hf] for piece in pieces}:
             if self._missing[file] == 0:
                 tensors = {name: self._open.pop(name) for name in self._files[file]}
-                save_file(tensors, self._folder / file, {"format": "pt"})
+                with writing(self._folder / file):
+                    save_file(tensors, self._folder / file, {"format": "pt"})
 
     def check(self) -> None:
         """Raises RuntimeError if a tensor is incomplete."""

@@ -139,7 +139,7 @@ def load_tasks(
         raise
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    except Exception as error:  # a user's reader may raise anything
+    except BaseException as error:  # a user's reader may raise anything
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ValueError(f"{where}: data.format={data.format} fails on it ({reason}); correct one of them") from error
     if not tasks:

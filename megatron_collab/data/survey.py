@@ -143,7 +143,7 @@ def _missing_parts(task: Task, requirements: TaskRequirements, at: Callable[[int
     try:
         requirements.check(task)
         return {setting: requirement for setting, lacks in requirements.lacks.items() if (requirement := lacks(task))}
-    except Exception as error:  # users, metrics and tools may raise anything
+    except BaseException as error:  # users, metrics and tools may raise anything
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"{at(number)}: {reason}") from error
 

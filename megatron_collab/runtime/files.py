@@ -4,6 +4,7 @@ removed with their process.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -14,9 +15,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from megatron_collab.runtime.process import RunStopped
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+def _cache() -> Path:
+    """The user's folder of caches, or one in the temporary folder if there is no home folder to write to."""
+    with suppress(OSError, RuntimeError):
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    return Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
+
+
+CACHE = _cache()
 # PyTorch's folder of compiled code: by default in the temporary folder, but worth keeping like other caches.
 COMPILE_CACHE = ("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "torchinductor"))
 LONGEST_TEXT = 1 << 26  # bytes of a file that is read whole
@@ -28,14 +42,23 @@ _ATTEMPTS, _PAUSE = 50, 0.1  # pause in seconds: processes that were just ended 
 
 @contextmanager
 def writing(file: Path) -> Iterator[None]:
-    """Turn an OSError within the block into a RunStopped that names `file`."""
+    """Turn an OSError or SafetensorError within the block into a RunStopped that names `file`."""
     try:
         yield
-    except OSError as error:
-        raise RunStopped(
-            f"{file}: cannot be written: {error.strerror}; free space there; the same command resumes from the last "
-            "checkpoint"
-        ) from error
+    except (OSError, SafetensorError) as error:
+        raise _unwritten(file, error) from error
+
+
+def full_disk(error: BaseException) -> RunStopped | None:
+    """What `error` means if it is an OSError of a full disk or quota; None for any other error."""
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return _unwritten(getattr(error, "filename", None) or "a file of the run", error) if is_full else None
+
+
+def _unwritten(file: Path | str, error: BaseException) -> RunStopped:
+    reason = getattr(error, "strerror", None) or error
+    advice = "free space there; the same command resumes from the last checkpoint"
+    return RunStopped(f"{file}: cannot be written: {reason}; {advice}")
 
 
 def replace(file: Path, text: str) -> None:
@@ -44,11 +67,12 @@ def replace(file: Path, text: str) -> None:
     Raises RunStopped if it cannot be written.
     """
     draft = file.with_name(f"{file.name}.tmp")
-    with writing(file), draft.open("w") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    draft.replace(file)
+    with writing(file):
+        with draft.open("w") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        draft.replace(file)
 
 
 def irregular(file: Path) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_collab.runtime.files import full_disk
 from megatron_collab.runtime.process import Hung, Interrupted, Preempted, RunStopped, beat, raise_if_preempted
 
 # Type of a failure of rank 0 on the other ranks: the first that it is an instance of, else RuntimeError.
@@ -96,8 +97,8 @@ def shared(make: Callable[[], Any], preemptible: bool = False) -> Any:
             if preemptible:
                 raise_if_preempted()
             box[0] = make()
-        except Exception as error:
-            failure = error
+        except Exception as raised:
+            failure = error = full_disk(raised) or raised
             kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
             box[1] = kind(f"rank 0 failed: {type(error).__name__}: {error}")
     dist.broadcast_object_list(box, src=0, group=_group)

@@ -23,6 +23,7 @@ from megatron_collab.inference.client import UnreadableCall
 from megatron_collab.rollout.tools import Schema, Tool, ToolFailure, ToolLost, ToolResult, Toolset, run
 from megatron_collab.rollout.tools.function import tool_of
 from megatron_collab.rollout.tools.mcp_server import McpTools, server
+from megatron_collab.runtime.process import ends_caller
 from megatron_collab.types import Message, Task, ToolCall
 
 if TYPE_CHECKING:
@@ -125,7 +126,9 @@ class ConversationTools(AbstractAsyncContextManager["ConversationTools"]):
             try:
                 async with asyncio.timeout(self.box.timeout):
                     await run(tools.close)
-            except Exception as error:  # a custom tool may raise anything; the conversation keeps its score
+            except BaseException as error:  # a custom tool may raise anything; the conversation keeps its score
+                if ends_caller(error):
+                    raise
                 self.box.counters["tool_failures"] += 1
                 logger.warning(f"tools: closing {type(tools).__name__} failed: {type(error).__name__}: {error}")
 
@@ -162,7 +165,9 @@ class ConversationTools(AbstractAsyncContextManager["ConversationTools"]):
         except ValueError as error:
             counters["tool_errors"] += 1
             return ToolResult(f"error: {error}")
-        except Exception as error:  # a custom tool may raise anything
+        except BaseException as error:  # a custom tool may raise anything
+            if ends_caller(error):
+                raise
             counters["tool_failures"] += 1
             raise ToolFailure(f"tool {call.name}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
