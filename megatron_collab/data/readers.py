@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ Row = Mapping[str, Any]
 Messages = tuple[Message, ...]
 ROLES = ("system", "user", "assistant")
 _SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+# Without the colon of a path: KIND, KIND/ARGUMENT, an entry of users, or nothing; NAME? only applies if it is an entry.
+_USER = re.compile(r"(?:[\w-]+(?:/[^:]*)?)?|.*\?", re.DOTALL)
 # Columns of the recipe's rows that neither metrics nor users need.
 _BULKY = ("prompt", "completion", "sessions", "rewards", "single_turn_metadata", "single_turn_completion")
 
@@ -49,9 +52,15 @@ def messages_of(value: Any, column: str, roles: Collection[str] = ROLES) -> Mess
 
 
 def checked_task(task: Any) -> Task:
-    """Returns `task` if its messages are user and assistant in turn, the user last, or if there are none."""
+    """Returns `task` if its messages are user and assistant in turn, the user last, or if there are none.
+
+    Its user must be a name, not the path of a class: data must not choose which code is imported.
+    """
     if not isinstance(task, Task):
         raise ValueError(f"data.format gives a {type(task).__name__}; it must be a megatron_collab.types.Task")
+    if not _USER.fullmatch(task.user):
+        remedy = "give a built-in kind, or the name of an entry of users, whose class may be a path"
+        raise ValueError(f"the user {task.user[:80]!r} is no name, and rows name no code; {remedy}")
     roles = [message.role for message in task.messages]
     if task.unopened and len(roles) < 2:
         return task
