@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import isfinite, nan
@@ -12,6 +13,8 @@ from megatron_collab.data.messages import Flaw, Messages, Row, Unfit, as_message
 from megatron_collab.data.parsing import json_in, kind_of_value
 from megatron_collab.types import Message, Task, visible
 
+# Without the colon of a path: KIND, KIND/ARGUMENT, an entry of users, or nothing; NAME? only applies if it is an entry.
+_USER = re.compile(r"(?:[\w-]+(?:/[^:]*)?)?|.*\?", re.DOTALL)
 # Columns of the recipe's rows that neither metrics nor users need.
 _BULKY = ("prompt", "completion", "sessions", "rewards", "single_turn_metadata", "single_turn_completion")
 
@@ -25,9 +28,15 @@ class Candidate(NamedTuple):
 
 
 def checked_task(task: Any) -> Task:
-    """Returns `task` if its messages are user and assistant in turn, the user last, or if there are none."""
+    """Returns `task` if its messages are user and assistant in turn, the user last, or if there are none.
+
+    Its user must be a name, not the path of a class: data must not choose which code is imported.
+    """
     if not isinstance(task, Task):
         raise ValueError(f"data.format gives a {type(task).__name__}; it must be a megatron_collab.types.Task")
+    if not _USER.fullmatch(task.user):
+        remedy = "give a built-in kind, or the name of an entry of users, whose class may be a path"
+        raise ValueError(f"the user {task.user[:80]!r} is no name, and rows name no code; {remedy}")
     roles = [message.role for message in task.messages]
     if task.unopened and len(roles) < 2:
         return task

@@ -93,6 +93,6 @@ def _check_ranks(nodes: int, ranks: int) -> None:
     started, local = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     require(
         (started, local) == (nodes * ranks, ranks),
-        f"launch.nodes={nodes} x launch.nproc_per_node={ranks}: torchrun has started {started} ranks, {local} of them on "
-        "this node; give torchrun and the settings the same numbers",
+        f"launch.nodes={nodes} x launch.nproc_per_node={ranks}: torchrun has started {started} ranks, {local} of them "
+        "on this node; give torchrun and the settings the same numbers",
     )

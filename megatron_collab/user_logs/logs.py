@@ -121,7 +121,7 @@ def read_log(
             dropped[str(reason)] += 1
             continue
         except ValueError as error:
-            raise ValueError(f"{rows.at(number)}: {error}") from error
+            raise ValueError(f"{rows.at(number)}: {_without_personal(error, row, data)}") from error
         value = row.get(person) if person else None
         person_name = "" if value is None else str(value)
         placeholders = Placeholders(data, [person_name] if len(person_name) >= _SHORTEST_NAME else [])
@@ -130,6 +130,13 @@ def read_log(
         clean = tuple(Message(message.role, placeholders.replaced(message.content)) for message in messages)
         conversations.append(LoggedConversation(person_name or f"row {number}", clean, placeholders))
     return conversations
+
+
+def _without_personal(error: ValueError, row: Row, data: PersonalData) -> str:
+    """The text of an error, which may quote the row."""
+    placeholders = Placeholders(data)
+    placeholders.read(json.dumps(row, ensure_ascii=False, default=str))
+    return placeholders.replaced(str(error))
 
 
 def _messages(row: Row) -> Messages:

@@ -218,6 +218,15 @@ class StartedError(Exception):
             jsonl(task(**BOOKED)),
             " row 1: user scripted/booking cannot read it: the goal must be a JSON object with strings for ",
         ),
+        # Code that a row names
+        *(
+            (
+                "d.jsonl",
+                jsonl(task(), task(user=path)),
+                f" row 2: the user {path!r} is no name, and rows name no code; ",
+            )
+            for path in ("os:getcwd", "./mine.py:User", "a.b.User", "scripted/./mine.py:reply", "scripted/os.path:join")
+        ),
         # Longer than the model's positions
         ("d.jsonl", jsonl(task("x" * 900), task("y" * 900)), ": all rows are left out: 2 of more than 255 tokens"),
     ],
