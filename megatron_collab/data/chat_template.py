@@ -239,8 +239,8 @@ class ChatRenderer:
 
     def _beginning(self, text: str) -> tuple[int, ...]:
         """The tokens of a rendered text with which a conversation begins."""
-        first, *others = split(text)
-        return (*self._encode(first), *(token for piece in others for token in self._continue(piece)))
+        first, *pieces = split(text)
+        return (*self._encode(first), *(token for piece in pieces for token in self._continue(piece)))
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]

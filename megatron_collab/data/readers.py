@@ -214,8 +214,8 @@ def _request(row: Row, columns: Sequence[str]) -> str:
     """The texts of the columns as one request; all but the first may be missing."""
     if row.get("history") not in (None, "", [], "[]"):
         raise ValueError("history has earlier turns, which are not read; give the conversation as messages")
-    first, *others = columns
-    texts = [text_of(row, first), *(text_of(row, column, "") for column in others)]
+    first, *further_columns = columns
+    texts = [text_of(row, first), *(text_of(row, column, "") for column in further_columns)]
     return "\n\n".join(text for text in texts if text.strip())
 
 

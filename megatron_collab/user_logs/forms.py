@@ -42,7 +42,7 @@ _PASSWORD = (
     r"|пароль|пин-код|密码|口令|パスワード|暗証番号)"
 )
 _SIGN = rf"[^\s{UNSPACED}\u3001\u3002]"  # of a password
-_OWN = r"(?:my|our|mein|unser|mon|mi|мой|наш|我的|我们的|私の)(?: new| old| neues)?\s*"
+_POSSESSIVE = r"(?:my|our|mein|unser|mon|mi|мой|наш|我的|我们的|私の)(?: new| old| neues)?\s*"
 _STATES = (  # how a password is, rather than what it is
     r"(?:an?|also|always|blank|blocked|case|changed|correct|empty|encrypted|expired|forgotten|gone|hidden|in"
     r"|incorrect|invalid|known|leaked|locked|lost|missing|never|not?|ok|old|on|out|refused|rejected|required|reset"
@@ -130,7 +130,7 @@ _FORMS: list[tuple[str, re.Pattern[str], Callable[[str], bool]]] = [
         ),
         (  # a word, if a clause ends after it
             SECRET,
-            rf"{_NEW}(?:{_OWN}{_PASSWORD}{_NUMBER}?{_IS}|{_PASSWORD}\s*[=:]\s*)(?!{_STATES})"
+            rf"{_NEW}(?:{_POSSESSIVE}{_PASSWORD}{_NUMBER}?{_IS}|{_PASSWORD}\s*[=:]\s*)(?!{_STATES})"
             rf"(?P<value>(?![*<]){_SIGN}{{3,64}}?){_STOP}",
             _any,
         ),
