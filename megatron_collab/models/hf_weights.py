@@ -46,8 +46,8 @@ def read(folder: Path) -> dict[str, StoredTensor]:
     """
     indexed = _index(folder)
     if (folder / SINGLE).is_file():
-        unindexed = {file.name for file in folder.glob("*.safetensors")} - {_CONSOLIDATED} | set(indexed.values())
-        if other := min(unindexed - {SINGLE}, default=None):
+        weight_files = {file.name for file in folder.glob("*.safetensors")} - {_CONSOLIDATED} | set(indexed.values())
+        if other := min(weight_files - {SINGLE}, default=None):
             message = f"{SINGLE}, which transformers loads, and {other}, which SGLang loads"
             raise ValueError(f"there are weights in {message}; remove the stale one, and {INDEX} if it names that")
     tensors: dict[str, StoredTensor] = {}
