@@ -44,8 +44,9 @@ def run(
         try:
             return _run(module, program, arguments, partial(prepared, arguments, resources))
         except SystemExit as error:  # a program that an extension ends with 0 would look like one that is done
-            *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-            logger.error(f"{frame.f_code.co_filename}:{line}: ends the run by SystemExit({error.code}); raise an error")
+            places = [f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(error.__traceback__)]
+            place = [place for place in places if "site-packages" not in place] or places  # libraries wrap sys.exit
+            logger.error(f"{place[-1]}: ends the run by SystemExit({error.code}); raise an error instead")
             return process.EXIT_BAD_INPUT
 
 

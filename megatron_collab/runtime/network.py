@@ -39,7 +39,8 @@ def address(interface: str | None) -> str:
     if name not in addresses:
         known = ", ".join(f"{other} ({address})" for other, address in addresses.items())
         raise ValueError(
-            f"launch.interface={name}: no interface with an IPv4 address on {socket.gethostname()}; it has {known}"
+            f"launch.interface={name}: no interface with an IPv4 address on {socket.gethostname()}; it has "
+            f"{known or 'none'}"
         )
     return addresses[name]
 
