@@ -25,7 +25,7 @@ if __name__ == "__main__":
     process.imports_begin()  # the imports below take seconds
 
 from megatron_collab import patches
-from megatron_collab.config import Config
+from megatron_collab.config import EvaluateConfig
 from megatron_collab.launch import evaluation, inherited, prepare, program
 from megatron_collab.launch.spec import RunSpec
 
@@ -36,7 +36,11 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    config: Config, serving: Config, spec: RunSpec, step: int, evaluator_class: Callable[..., Evaluator] | None = None
+    config: EvaluateConfig,
+    serving: EvaluateConfig,
+    spec: RunSpec,
+    step: int,
+    evaluator_class: Callable[..., Evaluator] | None = None,
 ) -> None:
     """Evaluate the sets of data.eval that are not recorded yet; runs on every rank, and rank 0 does the work.
 
@@ -49,12 +53,12 @@ def evaluate(
     from megatron_collab.observability.folder import RunFolder
     from megatron_collab.rollout.evaluation import Evaluator
     from megatron_collab.rollout.servers import Servers
-    from megatron_collab.trainer.megatron.parallel import init_parallel
+    from megatron_collab.trainer.megatron.parallel import connected
 
     assert spec.play and spec.serving
     with Session(serving) as session:
         servers = session.enter(Servers(serving, spec.play, spec.serving))
-        session.enter(init_parallel(serving))
+        session.enter(connected(serving.launch))
         run = session.enter(RunFolder(config, start=step, steps=step))
         serve = partial(servers.serve_loaded, version=step)
         evaluator = (evaluator_class or Evaluator)(serving, spec.play, spec.data.eval_sets, run, restore=serve)
@@ -81,11 +85,11 @@ def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
             hint = "see report.html there, or choose another run.dir"
             return f"{config.run.dir}: all evaluations of {model} are done; {hint}"
         serving, spec, step = evaluation.prepared(config)
-    return config, partial(evaluate, config, serving, spec, step)
+    return config, 1, partial(evaluate, config, serving, spec, step)
 
 
 def main(arguments: list[str]) -> int:
-    return program.run("megatron_collab.evaluate", __doc__, arguments, prepared)
+    return program.run("megatron_collab.evaluate", __doc__, EvaluateConfig, arguments, prepared)
 
 
 if __name__ == "__main__":

@@ -33,14 +33,14 @@ from megatron_collab.rollout.player import PlaySpec
 def train_rl(config: Config, play: PlaySpec, data: DataSpec, serving: ServingSpec) -> None:
     """Sample from the policy, score, update: from the last checkpoint in run.dir, or model.path, to train.steps."""
     patches.apply("megatron")
-    from megatron_collab.launch.session import Session
+    from megatron_collab.launch.session import TrainingSession
     from megatron_collab.rollout.manager import RolloutManager
     from megatron_collab.rollout.servers import Servers
     from megatron_collab.trainer.megatron.parallel import init_parallel
     from megatron_collab.trainer.trainer import PolicyTrainer
     from megatron_collab.weight_sync.sync import WeightSync
 
-    with Session(config) as session:
+    with TrainingSession(config) as session:
         servers = session.enter(Servers(config, play, serving))  # colocated ones have released the GPUs afterwards
         session.enter(init_parallel(config))
         trainer = PolicyTrainer(config)  # policy, reference, critic
@@ -87,11 +87,11 @@ def train_supervised(config: Config, data: DataSpec) -> None:
     """Train on conversations (sft) or pairs (dpo), from the last checkpoint or from model.path to train.steps."""
     patches.apply("megatron")
     from megatron_collab.data.datasets import SupervisedData
-    from megatron_collab.launch.session import Session
+    from megatron_collab.launch.session import TrainingSession
     from megatron_collab.trainer.megatron.parallel import init_parallel
     from megatron_collab.trainer.trainer import PolicyTrainer
 
-    with Session(config) as session:
+    with TrainingSession(config) as session:
         session.enter(init_parallel(config))
         trainer, batches = PolicyTrainer(config), SupervisedData(config, data)
         trainer.keep_reference(batches)  # dpo: log-probs of the first policy, before it learns
@@ -126,13 +126,14 @@ def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
     spec = prepare.prepare(config)
     if done := prepare.finished_steps(config):
         return f"{config.run.dir}: all {done} steps are done; raise train.steps to train on, or choose another run.dir"
+    ranks = config.launch.nproc_per_node
     if spec.play and spec.serving:
-        return config, partial(train_rl, config, spec.play, spec.data, spec.serving)
-    return config, partial(train_supervised, config, spec.data)
+        return config, ranks, partial(train_rl, config, spec.play, spec.data, spec.serving)
+    return config, ranks, partial(train_supervised, config, spec.data)
 
 
 def main(arguments: list[str]) -> int:
-    return program.run("megatron_collab.train", __doc__, arguments, prepared)
+    return program.run("megatron_collab.train", __doc__, Config, arguments, prepared)
 
 
 if __name__ == "__main__":

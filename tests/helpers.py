@@ -14,7 +14,7 @@ import psutil
 import pytest
 from safetensors.numpy import save_file
 
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import CallConfig, Config, ConfigError
 from megatron_collab.inference.spec import ServerSpec
 from megatron_collab.launch import server_specs
 from megatron_collab.launch.validate import load
@@ -42,7 +42,7 @@ def policy_servers(config: Config) -> ServerSpec:
     return server_specs.training(config).policy
 
 
-def configured(config: Config, settings: Mapping[str, object]) -> Config:
+def configured[Options: CallConfig](config: Options, settings: Mapping[str, object]) -> Options:
     """`config` with `settings` by their dotted names."""
     for name, value in settings.items():
         group, _, option = name.rpartition(".")

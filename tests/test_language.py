@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import Config, declared
+from megatron_collab.config import AllOptions, declared
 
 ROOT = Path(__file__).resolve().parents[1]
 # Pronouns, participles and the like: they name no value.
@@ -89,7 +89,7 @@ def pages() -> Iterator[str]:
 
 
 def option_helps() -> Iterator[str]:
-    for _, _, rule in declared(Config):
+    for _, _, rule in declared(AllOptions):
         yield rule.help
 
 

@@ -54,14 +54,14 @@ READS_SETTINGS = {
     "run_spec": {
         "launch.validate": "",
         "launch.prepare": "names of the Hub are pinned after the checks",
-        "launch.evaluation": "as launch.prepare, and a checkpoint becomes a folder",
-        "reproduce.forecast": "a study has the settings of many programs",
     },
-    "data_spec": {
+    "evaluation_spec": {"launch.spec": "a build of a data set is an evaluation"},
+    "data_spec": {"launch.spec": "", "rollout.recorded": "reads the data of a run that is recorded"},
+    "evaluation_data": {
         "launch.spec": "",
         "launch.evaluation": "budgets depend on the sets, and an earlier start may have had other sets",
-        "commands.score": "reads the data of a run that is recorded",
-        "user_logs.command": "as commands.score",
+        "synthesis.settings": "as launch.evaluation",
+        "rollout.recorded": "as for data_spec",
     },
     "sources": {
         "data.spec": "",
@@ -70,6 +70,7 @@ READS_SETTINGS = {
     },
     "evaluation_sets": {"data.spec": ""},
     "play_spec": {"launch.spec": ""},
+    "evaluation_play": {"launch.spec": ""},
     "reward_spec": {"rollout.spec": "", "commands.score": "compares rewards with that of the run"},
     "scored_metrics": {
         "reward.spec": "",

@@ -11,7 +11,15 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megatron_collab.config import CONF, Config, groups
+from megatron_collab.config import (
+    CONF,
+    AllOptions,
+    BuildDatasetConfig,
+    Config,
+    EvaluateConfig,
+    UsersFromLogsConfig,
+    groups,
+)
 from megatron_collab.config.option import Declared, declared
 from megatron_collab.config.schema import ServedConfig
 from megatron_collab.data.evaluation import EvaluationSet
@@ -26,11 +34,21 @@ _INTRODUCTION = """# Options
 
 Written by `python tools/make_docs.py`; do not edit by hand.
 
-An option is set on the command line as `NAME=VALUE`, or in a file of `conf/`. `megatron-collab train --help` prints the
-same list, `megatron-collab train experiment=NAME --cfg` every value of a run and where it comes from. An option marked
+An option is set on the command line as `NAME=VALUE`, or in a file of `conf/`. The last column names the programs that
+have it, `all` for train, evaluate, build-dataset and users-from-logs. `megatron-collab PROGRAM --help` prints those of
+a program, `megatron-collab train experiment=NAME --cfg` every value of a run and where it comes from. An option marked
 `*` may change when a run resumes; the change is written to the run's `history.jsonl`. Any other change would mix two
 runs and is refused.
+
+A program ignores the options of other programs, so that the command of a training can be repeated with `evaluate`. Only
+`assistant` and `build`, which a training would seem to have, are refused on its command line, `build` on that of
+`evaluate`.
 """
+
+_PROGRAMS = {
+    program.program: {name for name, _, _ in declared(program)}
+    for program in (Config, EvaluateConfig, BuildDatasetConfig, UsersFromLogsConfig)
+}
 
 _GROUPS = """
 ## Groups of settings: `conf/`
@@ -81,9 +99,10 @@ _USERS = """
 def options_page() -> str:
     """docs/reference/options.md: options by group, the groups of conf/, then settings of sources, metrics and users."""
     page = _INTRODUCTION
-    by_group = itertools.groupby(declared(Config), key=lambda option: option[0].partition(".")[0])
+    by_group = itertools.groupby(declared(AllOptions), key=lambda option: option[0].partition(".")[0])
     for group, options in by_group:
-        page += f"\n## `{group}`\n\n" + _table(options)
+        page += f"\n## `{group}`\n\n| option | default | | programs |\n|---|---|---|---|\n"
+        page += "".join(_row(*cells, _programs_of(name)) for name, cells in _cells(options))
     page += _GROUPS
     for group, names in groups().items():
         page += "".join(_row(f"`{group}={name}`", _comment(group, name)) for name in names)
@@ -102,14 +121,20 @@ def options_page() -> str:
 
 
 def _table(options: Iterable[tuple[str, Any, Declared]]) -> str:
-    return "| option | default | |\n|---|---|---|\n" + "".join(_rows(options))
+    return "| option | default | |\n|---|---|---|\n" + "".join(_row(*cells) for _, cells in _cells(options))
 
 
-def _rows(options: Iterable[tuple[str, Any, Declared]]) -> Iterator[str]:
+def _cells(options: Iterable[tuple[str, Any, Declared]]) -> Iterator[tuple[str, tuple[str, str, str]]]:
+    """Of each option its name, and the cells of its row."""
     for name, default, rule in options:
         shown = "required" if default == MISSING else f"`{_value(default)}`"
         allowed = f" ({rule.allowed()})" if rule.allowed() else ""
-        yield _row(f"`{name}`{' *' if rule.may_change else ''}", shown, f"{rule.help}{allowed}")
+        yield name, (f"`{name}`{' *' if rule.may_change else ''}", shown, f"{rule.help}{allowed}")
+
+
+def _programs_of(option: str) -> str:
+    names = [program for program, options in _PROGRAMS.items() if option in options]
+    return "all" if len(names) == len(_PROGRAMS) else ", ".join(names)
 
 
 def _row(*cells: str) -> str:

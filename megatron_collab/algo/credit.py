@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from megatron_collab.algo.advantages import GROUPED, decoupled
-from megatron_collab.config import Config, RewardConfig
+from megatron_collab.config import Config, RewardConfig, TrainingRewardConfig
 from megatron_collab.types import Credit, Future, Group, Missing, Reward, Rollout, Sample, Turn
 
 RewardFormula = Callable[[Sequence[Future]], Reward]  # the reward of a turn from its scored futures
@@ -84,7 +84,7 @@ def drop_stale(samples: Sequence[Sample], oldest: int, config: Config) -> list[S
             return fresh
 
 
-def conversation_sample(rollout: Rollout, reward: RewardConfig, name: str) -> Sample:
+def conversation_sample(rollout: Rollout, reward: TrainingRewardConfig, name: str) -> Sample:
     """A complete conversation as one sample; its credits are compared with all others of the group `name`.
 
     Users and tools give the turn rewards r_t; the conversation's reward R comes at its end. reward.turn_credit decides:

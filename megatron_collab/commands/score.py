@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_collab.commands import ArgumentParser
 from megatron_collab.config import (
-    Config,
     ConfigError,
-    compose,
+    PlayConfig,
+    compose_program,
     groups,
     nearest,
     recorded_values,
@@ -60,12 +60,10 @@ def main(arguments: Sequence[str]) -> int:
     config, rewards = _settings(options)
 
     # Ray and the libraries of data take seconds to import, so arguments are checked first.
-    from megatron_collab.data.spec import data_spec
     from megatron_collab.reward.comparison import group_rewards, merge_metrics
     from megatron_collab.rollout import recorded  # with the libraries of data, which take seconds
 
-    data = data_spec(config)
-    title, played = recorded.played_groups(config.data, data, options.run, options.step, options.evaluation)
+    title, played = recorded.played_groups(options.run, options.option, options.step, options.evaluation)
     shared = merge_metrics(rewards)
     try:
         scores = _scores(config, shared.metrics, played)
@@ -85,13 +83,11 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _settings(options: argparse.Namespace) -> tuple[Config, dict[str, RewardSpec]]:
+def _settings(options: argparse.Namespace) -> tuple[PlayConfig, dict[str, RewardSpec]]:
     """The run's settings changed by the given options, and the rewards by name. Raises ConfigError."""
-    values = recorded_values(options.run)
-    config = compose(options.option, values)
-    require(
-        config.train.stage == "rl", f"{options.run}: its train.stage is {config.train.stage}, which plays no futures"
-    )
+    stage, values = recorded_values(options.run)["train.stage"], recorded_values(options.run, PlayConfig)
+    require(stage == "rl", f"{options.run}: its train.stage is {stage}, which plays no futures")
+    config = compose_program(PlayConfig, options.option, values)
     base_values = {name: value for name, value in values.items() if name.removeprefix("reward.") not in _OF_REWARD}
     reward_names, rewards = [RUN_REWARD, *groups()["reward"]], {}
     for name in options.reward:
@@ -99,7 +95,11 @@ def _settings(options: argparse.Namespace) -> tuple[Config, dict[str, RewardSpec
             name in reward_names,
             f"--reward={name}: no such reward{nearest(name, reward_names)}; there are {', '.join(reward_names)}",
         )
-        variant = config if name == RUN_REWARD else compose([f"reward={name}", *options.option], base_values)
+        variant = (
+            config
+            if name == RUN_REWARD
+            else compose_program(PlayConfig, [f"reward={name}", *options.option], base_values)
+        )
         try:
             rewards[name] = _checked(replace(config, reward=variant.reward))
         except ConfigError as error:
@@ -107,7 +107,7 @@ def _settings(options: argparse.Namespace) -> tuple[Config, dict[str, RewardSpec
     return config, rewards
 
 
-def _checked(config: Config) -> RewardSpec:
+def _checked(config: PlayConfig) -> RewardSpec:
     """The reward. Raises ConfigError if it cannot be computed, or needs a model that only the run serves."""
     from megatron_collab.launch import endpoints, validate
     from megatron_collab.llm.endpoint import served_by_run
@@ -127,7 +127,7 @@ def _checked(config: Config) -> RewardSpec:
     return reward
 
 
-def _scores(config: Config, metrics: Mapping[str, ScoredMetric], played: Sequence[Group]) -> dict[int, Scores]:
+def _scores(config: PlayConfig, metrics: Mapping[str, ScoredMetric], played: Sequence[Group]) -> dict[int, Scores]:
     """Scores with `metrics` by the id() of the future. The run has recorded scores of config.reward."""
     from megatron_collab.llm import limiter
     from megatron_collab.observability.run import progress

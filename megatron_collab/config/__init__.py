@@ -1,4 +1,4 @@
-"""Settings of a run: the schema (schema.py), composition (load.py) and changes on resume (history.py)."""
+"""Settings: groups of options (schema.py), those of each program (programs.py), composition, changes on resume."""
 
 from megatron_collab.config.extension import Extension, Resolved, lookup, make, make_absolute, resolve
 from megatron_collab.config.hint import nearest
@@ -11,27 +11,39 @@ from megatron_collab.config.history import (
     recorded_value,
     recorded_values,
 )
-from megatron_collab.config.load import COMMAND_LINE, CONF, build, compose, groups, layers, settings
+from megatron_collab.config.load import COMMAND_LINE, CONF, build, compose, compose_program, groups, layers, settings
 from megatron_collab.config.option import ConfigError, check_declared, declared, option, require
+from megatron_collab.config.programs import (
+    AllOptions,
+    BuildDatasetConfig,
+    CallConfig,
+    Config,
+    EvaluateConfig,
+    PlayConfig,
+    UsersFromLogsConfig,
+)
 from megatron_collab.config.prompt import SUFFIX, Prompt, PromptError, read_prompt
 from megatron_collab.config.schema import (
     AlgoConfig,
-    Config,
     DataConfig,
     DpoConfig,
     EndpointConfig,
+    LaunchConfig,
     LlmConfig,
     LoraConfig,
     ModelConfig,
     OptimConfig,
+    ParallelConfig,
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
     ServedConfig,
     ServerConfig,
+    TrainingModelConfig,
+    TrainingRewardConfig,
     UserConfig,
     uses_wandb,
 )
 
 # The interface for extensions; the other names are for the package itself.
-__all__ = ["Config", "ConfigError", "Extension", "option"]
+__all__ = ["Config", "ConfigError", "Extension", "PlayConfig", "option"]

@@ -14,8 +14,9 @@ from omegaconf import MISSING
 
 from megatron_collab.config.load import leaves
 from megatron_collab.config.option import ConfigError, declared, require
+from megatron_collab.config.programs import Config, PlayConfig
 from megatron_collab.config.prompt import SUFFIX
-from megatron_collab.config.schema import Config, ServedConfig
+from megatron_collab.config.schema import ServedConfig
 
 # Earlier versions located every metric by its name alone; their runs resume with the same metric from another module.
 _METRIC_BY_NAME = re.compile(r"reward\.metrics\.\w+\.metric")
@@ -23,7 +24,8 @@ _OF_USERS = re.compile(r"^users\.[^.]+\.")
 _OF_ASSISTANTS = re.compile(r"^build\.assistants\.[^.]+\.")
 _OF_SERVERS = re.compile(r"^servers\.[^.]+\.")
 SETTINGS = "config.json"  # in run.dir: the settings of the run's last start
-_PROMPTS = "prompts"  # its key for the prompts that the settings name, with their text
+# Its keys for the program, missing in earlier versions, and for the prompts that the settings name, with their text.
+_PROGRAM, _PROMPTS = "program", "prompts"
 
 
 class Change(NamedTuple):
@@ -35,9 +37,9 @@ class Change(NamedTuple):
     allowed: bool
 
 
-def recorded(config: Config) -> dict[str, Any]:
-    """The content of SETTINGS: the settings, and each prompt's SHA-256 and text by the setting that names it."""
-    return {**asdict(config), _PROMPTS: _prompts(asdict(config))}
+def recorded(config: PlayConfig) -> dict[str, Any]:
+    """The content of SETTINGS: program, settings, each prompt's SHA-256 and text by the setting that names it."""
+    return {_PROGRAM: config.program, **asdict(config), _PROMPTS: _prompts(asdict(config))}
 
 
 def read_settings(run_dir: Path) -> dict[str, Any] | None:
@@ -55,11 +57,11 @@ def read_settings(run_dir: Path) -> dict[str, Any] | None:
     return settings
 
 
-def recorded_values(run_dir: Path) -> dict[str, Any]:
-    """Values of all options at the last start of the run in `run_dir`. Raises ConfigError if there is no run."""
+def recorded_values(run_dir: Path, program: type[PlayConfig] = Config) -> dict[str, Any]:
+    """Values of `program`'s options at the last start of the run in `run_dir`. Raises ConfigError if there is none."""
     settings = read_settings(run_dir)
     require(settings is not None, f"{run_dir}: has no {SETTINGS}; give the folder of a run")
-    return {name: recorded_value(settings, name, default) for name, default, _ in declared(Config)}
+    return {name: recorded_value(settings, name, default) for name, default, _ in declared(program)}
 
 
 def recorded_value(settings: Any, name: str, default: Any) -> Any:
@@ -75,18 +77,24 @@ def _damage_error(file: Path) -> ConfigError:
     return ConfigError(f"{file}: contains no run settings; restore it, or choose another run.dir")
 
 
-def changes(config: Config) -> list[Change]:
-    """Changes to the settings of the run in run.dir, if there is one. Raises ConfigError if they cannot be read."""
+def changes(config: PlayConfig) -> list[Change]:
+    """Changes to the settings of the run in run.dir, if there is one.
+
+    Raises ConfigError if they cannot be read, or are those of another program.
+    """
     settings = read_settings(Path(config.run.dir))
     if settings is None:
         return []
+    program = settings.get(_PROGRAM, config.program)
+    message = f"run.dir={config.run.dir}: holds a run of `megatron-collab {program}`; choose another run.dir"
+    require(program == config.program, message)
     before = _flat(settings)
     prompts = settings.get(_PROMPTS, {})  # earlier versions recorded none
     after = _flat(asdict(config))
     if credit := re.fullmatch(r"reward_to_go\((.+)\)", str(before.get("reward.turn_credit"))):  # of earlier versions
         before |= {"reward.turn_credit": "reward_to_go", "reward.turn_gamma": float(credit[1])}
     rules = {f"servers.NAME.{name}": (default, rule) for name, default, rule in declared(ServedConfig)}
-    rules |= {name: (default, rule) for name, default, rule in declared(Config)}
+    rules |= {name: (default, rule) for name, default, rule in declared(type(config))}
     differences = []
     for name in sorted(before.keys() | after.keys()):
         # The rule of a `user` setting also applies to named users; likewise for servers and assistants.
@@ -100,6 +108,8 @@ def changes(config: Config) -> list[Change]:
         new = after.get(name)
         if old == new or (old is None and _METRIC_BY_NAME.fullmatch(name)):
             continue
+        if name == "model.path" and not new:
+            continue  # an evaluation of assistant.model; earlier versions recorded a name
         # An entry of an option, e.g. the weight of a metric, may change, but usually not be added or removed.
         stays = canonical == owner or rule.entries_may_change or None not in (old, new)
         differences.append(Change(name, old, new, rule.may_change and stays))

@@ -1,11 +1,14 @@
-"""Builds a `Config` from overrides: Hydra composes the schema, `conf/` and the command line, without cross-checks."""
+"""Builds the settings of a program from overrides, without cross-checks.
+
+Hydra composes the options of all programs, `conf/` and the command line; a program takes its own.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from megatron_collab.config.hint import nearest
 from megatron_collab.config.option import ConfigError, check_declared, declared, require
-from megatron_collab.config.schema import Config
+from megatron_collab.config.programs import AllOptions, CallConfig, Config
 
 # Inside the package if installed from a wheel, beside it in a checkout.
 _FOLDERS = [folder / "conf" for folder in Path(__file__).resolve().parents[1:3]]
@@ -32,33 +35,45 @@ COMMAND_LINE = "command line"
 # Aliases of options on the command line: a dataclass field cannot have the name of a Python keyword.
 ALIASES = {"run.from": "run.fork"}
 
-_schema = OmegaConf.structured(Config)
-for _name, _value, _ in declared(Config):
+_schema = OmegaConf.structured(AllOptions)
+for _name, _value, _ in declared(AllOptions):
     if isinstance(_value, dict):  # its keys are names that may be added
         OmegaConf.set_struct(OmegaConf.select(_schema, _name), False)
 ConfigStore.instance().store(name="schema", node=_schema)
 
 
 def compose(overrides: Sequence[str], defaults: Mapping[str, Any] = {}) -> Config:
-    """Compose `conf/config.yaml` with Hydra overrides; launch.validate checks the values.
+    """The settings of a training; see `compose_program`."""
+    return compose_program(Config, overrides, defaults)
+
+
+def compose_program[Program: CallConfig](
+    program: type[Program], overrides: Sequence[str], defaults: Mapping[str, Any] = {}
+) -> Program:
+    """The settings of `program`: `conf/config.yaml` composed with Hydra overrides; launch.validate checks the values.
 
     `defaults`: values of options by dotted name, in place of the schema's.
-    Raises ConfigError for an unknown option, a value of the wrong type, or a required option that is not set.
+    Raises ConfigError for an unknown option, one that the program refuses, a value of the wrong type, or a required
+    option that is not set.
     """
+    for name in (override.lstrip("+").partition("=")[0] for override in overrides):
+        group = name.partition(".")[0]
+        message = f"{name}: is only for `megatron-collab {program.refused.get(group)}`; remove it"
+        require(group not in program.refused, message)
     with _schema_with(defaults):
-        node = _compose_node(overrides)
-    if missing := sorted(OmegaConf.missing_keys(node)):
+        config = _part(program, _compose_node(overrides))
+    if missing := sorted(name for name, value, _ in declared(config) if value == MISSING):
         raise ConfigError(f"{missing[0]}: not set; give {missing[0]}=VALUE or an experiment=NAME that sets it")
-    config: Config = OmegaConf.to_object(node)
     return config
 
 
-def settings(overrides: Sequence[str]) -> list[tuple[str, Any, str]]:
-    """Name, value and source of every option; required options that are not set are omegaconf.MISSING.
+def settings(overrides: Sequence[str], program: type[CallConfig] = Config) -> list[tuple[str, Any, str]]:
+    """Name, value and source of every option of `program`; required ones that are not set are omegaconf.MISSING.
 
     The source is "default", the file under conf/ that sets the option, or "command line".
     """
-    options = {name: (value, "default") for name, value in leaves(OmegaConf.to_container(_compose_node(overrides)))}
+    composed = asdict(_part(program, _compose_node(overrides)))
+    options = {name: (value, "default") for name, value in leaves(composed)}
     for source, names in layers(overrides):
         for name, (value, _) in options.items():
             if any(f"{name}.".startswith(f"{prefix}.") for prefix in names):
@@ -128,6 +143,19 @@ def _compose_node(overrides: Sequence[str]) -> DictConfig:
         raise ConfigError(f"{_reason(error, overrides)} (all options: --help)") from error
 
 
+def _part[Options](kind: type[Options], node: DictConfig) -> Options:
+    """The options of `kind` in `node`; those that are not set have their defaults."""
+    values: dict[str, Any] = {}
+    for spec in fields(kind):  # type: ignore[arg-type]  # a dataclass
+        group: Any = spec.default_factory
+        if isinstance(group, type) and is_dataclass(group):
+            values[spec.name] = _part(group, node[spec.name])
+        elif not OmegaConf.is_missing(node, spec.name):
+            value = node[spec.name]
+            values[spec.name] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    return kind(**values)
+
+
 @contextmanager
 def _schema_with(defaults: Mapping[str, Any]) -> Iterator[None]:
     if not defaults:  # storing a schema copies it, which takes a quarter of the time of compose
@@ -170,7 +198,7 @@ def _refuse_syntax(override: str) -> None:
     require(not sweeps, f"{override}: sweeps are not supported; start one run per value")
 
 
-_LOGICAL = {name for name, default, _ in declared(Config) if isinstance(default, bool)}
+_LOGICAL = {name for name, default, _ in declared(AllOptions) if isinstance(default, bool)}
 _TYPES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
 
 
@@ -206,7 +234,7 @@ def _reason(error: Exception, overrides: Sequence[str]) -> str:
 
 def _kind(name: str) -> str:
     """The kind of value that an option or a group takes, for messages about a wrong one."""
-    default = next((value for option, value, _ in declared(Config) if option == name), None)
+    default = next((value for option, value, _ in declared(AllOptions) if option == name), None)
     if isinstance(default, list):
         return "a list in brackets, e.g. [a, b]"
     return "settings in braces, e.g. {name: value}" if isinstance(default, dict) else f"a group; give {name}.NAME=VALUE"
@@ -214,10 +242,10 @@ def _kind(name: str) -> str:
 
 def _nearest_option(name: str) -> str:
     """A hint at the nearest option: within the same group if it exists, with the names of its members."""
-    (group, _, last), names = name.rpartition("."), [option for option, _, _ in declared(Config)]
+    (group, _, last), names = name.rpartition("."), [option for option, _, _ in declared(AllOptions)]
     members = [option.rpartition(".")[2] for option in names if group and option.rpartition(".")[0] == group]
     if not members:
-        with_entries = [option for option, default, _ in declared(Config) if isinstance(default, dict)]
+        with_entries = [option for option, default, _ in declared(AllOptions) if isinstance(default, dict)]
         return nearest(name, [*names, *groups()]) or nearest(group, with_entries)
     return f"{nearest(last, members, f'{group}.')}; {group} has {', '.join(members)}"
 

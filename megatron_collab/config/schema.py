@@ -1,7 +1,9 @@
-"""Every option of a run: one owner, one default, one line of help, and its allowed values.
+"""Every option of the programs: one owner, one default, one line of help, and its allowed values.
 
-The dataclasses are the schema; `conf/` contains only values that differ from their defaults. Options that are `mutable`
-extend a run or do not affect its results, so a resumed run may change them (config/history.py).
+The dataclasses are the groups; programs.py says which of them a program has. `Training…` extends a group by what only
+training reads; the other groups without options of their own are what users-from-logs reads. `conf/` contains only
+values that differ from the defaults. Options that are `mutable` extend a run or do not affect its results, so a resumed
+run may change them (config/history.py).
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ TOOL_PARSERS = (  # as SGLang calls them
 )
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FORMATS = (  # of rows, as data/formats.py reads them
-    "auto", "task", "messages", "collabllm", "recipe", "humaneval", "bigcodebench", "preference", "sharegpt",
-    "question_answer", "problem_solution", "recipe_sft", "prompt_completion", "prompt", "text",
+    "auto", "task", "preference", "messages", "collabllm", "recipe", "humaneval", "bigcodebench", "sharegpt",
+    "question_answer", "problem_solution", "problem_answer", "query_response", "alpaca", "recipe_sft",
+    "prompt_completion", "prompt", "text",
 )
 # fmt: on
 TRANSPORTS = {  # of weights to the servers; their interface is in weight_sync/transports/base.py
@@ -39,10 +42,13 @@ PLAYERS = {  # of groups; their interface is in rollout/player.py
 
 
 @dataclass
-class RunConfig:
-    dir: str = mutable(MISSING, "folder of the run: metrics, transcripts, checkpoints, report")
+class SeedConfig:
     seed: int = option(0, "seed of data order, sampling and initialization", ge=0, lt=2**32)
-    fork: str | None = option(None, "run to continue with other settings: RUN, RUN@STEP or RUN@best (also run.from)")
+
+
+@dataclass
+class RunConfig(SeedConfig):
+    dir: str = mutable(MISSING, "folder of the run: metrics, transcripts, checkpoints, report")
     wandb_project: str | None = mutable("megatron-collab", "Weights & Biases project, used if WANDB_API_KEY is set")
     wandb_name: str | None = mutable(None, "name of the run in Weights & Biases; null: a generated one")
     wandb_group: str | None = mutable(None, "group of the run in Weights & Biases")
@@ -50,13 +56,26 @@ class RunConfig:
 
 
 @dataclass
-class LaunchConfig:
-    nproc_per_node: int = mutable(1, "trainer ranks per node, started under torchrun", ge=1, le=1024)
-    nodes: int = mutable(1, "nodes of the run; if more than one, start torchrun on each", ge=1, le=10_000)
+class TrainingRunConfig(RunConfig):
+    fork: str | None = option(None, "run to continue with other settings: RUN, RUN@STEP or RUN@best (also run.from)")
+
+
+@dataclass
+class MachineConfig:
     interface: str | None = mutable(None, "network interface between nodes, e.g. ib0; required for more than one node")
-    device: str = mutable("auto", "device of the trainer", choices=("auto", "cpu", "cuda"))
+    device: str = mutable("auto", "device of the trainer and the servers", choices=("auto", "cpu", "cuda"))
     timeout: float = mutable(600.0, "seconds without progress on any rank before the run aborts with all stacks", gt=0)
+
+
+@dataclass
+class LaunchConfig(MachineConfig):
+    nodes: int = mutable(1, "nodes of the run; if more than one, start torchrun on each", ge=1, le=10_000)
     grace: float = mutable(25.0, "seconds from SIGTERM until the run exits, saved or not", gt=0)
+
+
+@dataclass
+class TrainingLaunchConfig(LaunchConfig):
+    nproc_per_node: int = mutable(1, "trainer ranks per node, started under torchrun", ge=1, le=1024)
 
 
 @dataclass
@@ -82,10 +101,19 @@ class LoraConfig:
 
 
 @dataclass
-class ModelConfig:
-    path: str = option(MISSING, "policy: Hugging Face folder, or OWNER/NAME[@REVISION] of the Hub")
-    chat_template_args: dict[str, Any] = option({}, "arguments of the chat template, e.g. {enable_thinking: false}")
+class DtypeConfig:
     dtype: str = option("bfloat16", "dtype of the parameters of trainer and server", choices=("bfloat16", "float32"))
+
+
+@dataclass
+class ModelConfig(DtypeConfig):
+    path: str = option("", "policy: Hugging Face folder, name of the Hub, or checkpoint as RUN, RUN@STEP or RUN@best")
+    chat_template_args: dict[str, Any] = option({}, "arguments of the chat template, e.g. {enable_thinking: false}")
+
+
+@dataclass
+class TrainingModelConfig(ModelConfig):
+    path: str = option(MISSING, "policy: Hugging Face folder, or OWNER/NAME[@REVISION] of the Hub")
     fp8: str | None = option(None, "TransformerEngine FP8 format", choices=("hybrid", "e4m3"))
     fp8_recipe: str = option("delayed", "how FP8 is scaled", choices=("delayed", "tensorwise", "blockwise", "mxfp8"))
     fp8_params: bool = option(False, "keep the trained parameters in FP8 between steps, with float32 masters")
@@ -207,7 +235,12 @@ class AlgoConfig:
 
 
 @dataclass
-class TrainConfig:
+class EvalTasksConfig:
+    eval_tasks: int = mutable(256, "evaluated tasks per set of data.eval; 0: none", ge=0)
+
+
+@dataclass
+class TrainConfig(EvalTasksConfig):
     stage: str = option(
         "rl", "rl (multiturn-aware reward), sft (supervised) or dpo (pairs)", choices=("rl", "sft", "dpo")
     )
@@ -222,29 +255,36 @@ class TrainConfig:
     keep_best: str | None = mutable(
         None, "also keep the checkpoint with the highest eval/[SET/]METRIC; with a leading -: the lowest"
     )
-    eval_tasks: int = mutable(256, "evaluated tasks per set of data.eval; 0: none", ge=0)
     eval_every: int = mutable(0, "steps between evaluations; 0: only before the first step and after the last", ge=0)
 
 
 @dataclass
-class ServerConfig:
+class ServerStartConfig:
+    start_timeout: float = mutable(
+        600.0, "seconds until the servers must be healthy; on GPUs the first start compiles kernels", gt=0
+    )
+
+
+@dataclass
+class ServerConfig(ServerStartConfig):
     tp: int = mutable(1, "tensor parallel size of an SGLang server", ge=1, le=1024)
     ep: int = mutable(1, "expert parallel size of an SGLang server; must divide tp", ge=1, le=1024)
     nnodes: int = mutable(1, "nodes that an SGLang server spans", ge=1, le=1024)
-    fp8: bool = option(False, "servers hold the linear layers in FP8 (blocks of 128 x 128), quantized by the trainer")
-    colocated: bool = mutable(True, "servers and trainer take turns on the same devices; false: servers have their own")
     replicas: int = mutable(1, "SGLang servers; the conversations of a prompt stay on one of them", ge=1, le=10_000)
     port: int = mutable(0, "port of the first SGLang server, the others follow; 0: free ports", ge=0, le=65535)
     max_running_requests: int = mutable(256, "requests a server decodes at once", ge=1)
     max_total_tokens: int | None = mutable(
         None, "tokens in a KV cache; required by colocated servers on GPUs", ge=1, le=10**10
     )
-    start_timeout: float = mutable(
-        600.0, "seconds until the servers must be healthy; on GPUs the first start compiles kernels", gt=0
-    )
     args: dict[str, Any] = mutable(
         {}, "other SGLang arguments, e.g. {schedule-policy: lpm}; true: a flag without value", entries_may_change=True
     )
+
+
+@dataclass
+class TrainingServerConfig(ServerConfig):
+    fp8: bool = option(False, "servers hold the linear layers in FP8 (blocks of 128 x 128), quantized by the trainer")
+    colocated: bool = mutable(True, "servers and trainer take turns on the same devices; false: servers have their own")
 
 
 @dataclass
@@ -283,7 +323,15 @@ class SamplingConfig:
 
 
 @dataclass
-class RolloutConfig:
+class ContextConfig:
+    context_length: int = option(
+        8192, "longest token stream of a conversation, reply included; longer data is left out", ge=2
+    )
+    server: ServerStartConfig = field(default_factory=ServerStartConfig)
+
+
+@dataclass
+class RolloutConfig(ContextConfig):
     player: str = option(
         "futures",
         "how a group is played; futures: a trained turn, its futures, their scores",
@@ -303,16 +351,9 @@ class RolloutConfig:
     max_messages: int | None = option(
         None, "user and policy messages in a conversation, including the task's; null: no limit", ge=2, le=10_000
     )
-    train_turns: str = option(
-        "first", "train the trained turn only, or its futures' turns too", choices=("first", "all")
-    )
     turn: SamplingConfig = field(default_factory=SamplingConfig)
     future: SamplingConfig = field(default_factory=SamplingConfig)
-    context_length: int = option(
-        8192, "longest token stream of a conversation, reply included; longer data is left out", ge=2
-    )
     strip_thoughts: bool = option(False, "later turns see earlier replies without their thoughts")
-    routing_replay: bool = option(False, "train tokens through the experts that the server chose (MoE; R3)")
     deadline: float = mutable(900.0, "seconds one future may take; then it ends without a score", gt=0)
     system_prompt: str | None = option(None, "FILE.j2: system prompt of tasks and SFT conversations without one")
     tools: list[str] = option([], "tools of the policy: calculator, package.module:Class or package.module:function")
@@ -326,10 +367,19 @@ class RolloutConfig:
         8, "rounds of tool calls in one turn; the policy's next message is its reply", ge=0, le=1000
     )
     workers: int = mutable(1, "Ray ConversationWorkers", ge=1, le=10_000)
-    # Groups in flight are in the checkpoint.
-    max_staleness: int = mutable(0, "steps that sampling may run ahead of training; 0: they take turns", ge=0, le=1000)
     turn_timeout: float = mutable(300.0, "seconds one request to the server may take", gt=0)
     server: ServerConfig = field(default_factory=ServerConfig)
+
+
+@dataclass
+class TrainingRolloutConfig(RolloutConfig):
+    train_turns: str = option(
+        "first", "train the trained turn only, or its futures' turns too", choices=("first", "all")
+    )
+    routing_replay: bool = option(False, "train tokens through the experts that the server chose (MoE; R3)")
+    # Groups in flight are in the checkpoint.
+    max_staleness: int = mutable(0, "steps that sampling may run ahead of training; 0: they take turns", ge=0, le=1000)
+    server: TrainingServerConfig = field(default_factory=TrainingServerConfig)
 
 
 @dataclass
@@ -400,7 +450,12 @@ class BuildConfig:
 
 
 @dataclass
-class RewardConfig:
+class JudgeConfig:
+    judge: EndpointConfig = field(default_factory=EndpointConfig)
+
+
+@dataclass
+class RewardConfig(JudgeConfig):
     mode: str = option(
         "mr",
         "mean over the scored futures (mr), the trained turn alone (single_turn), or a published formula",
@@ -417,17 +472,20 @@ class RewardConfig:
         -1.0, "reward of an empty, broken or cut turn, without futures; null: play futures", ge=-MANY
     )
     malformed_worst: bool = option(False, "a malformed turn gets at most the worst reward of its group")
-    turn_credit: str = option(
-        "equal", "futures=0: how each turn is rewarded", choices=("last", "equal", "reward_to_go")
-    )
-    turn_gamma: float = option(1.0, "reward_to_go: discount per turn", ge=0, le=1)
-    judge: EndpointConfig = field(default_factory=EndpointConfig)
     workers: int = mutable(1, "Ray RewardWorkers", ge=1, le=10_000)
     concurrency: int = mutable(256, "scores of one metric that a RewardWorker computes at once", ge=1)
     timeout: float = mutable(120.0, "seconds one score may take; with a judge, reward.judge.deadline applies", gt=0)
     max_missing: float = mutable(
         0.2, "share of scores that may be missing in a step or an evaluation before the run stops", ge=0, le=1
     )
+
+
+@dataclass
+class TrainingRewardConfig(RewardConfig):
+    turn_credit: str = option(
+        "equal", "futures=0: how each turn is rewarded", choices=("last", "equal", "reward_to_go")
+    )
+    turn_gamma: float = option(1.0, "reward_to_go: discount per turn", ge=0, le=1)
 
 
 @dataclass
@@ -476,52 +534,15 @@ class DataConfig:
     world_options: dict[str, Any] = option({}, "settings of a world given as package.module:Class")
     dir: str | None = option(None, "folder in which the world is created")
     path: str | None = option(None, "source data of the world, if it needs any (gsm8k: folder with train.jsonl)")
-    train: Any = option(MISSING, "tasks, conversations or pairs: file, folder, glob, name on the Hub, or a list")
     eval: Any = mutable(None, "evaluation data: a source as in data.train, or a list of sets [{source: …, name: …}]")
     format: str = option("auto", "format of the rows; auto: by their columns", choices=FORMATS, extensible=True)
     format_options: dict[str, Any] = option({}, "settings of a reader given as package.module:Class")
-    prefixes: bool = option(False, "train on every prefix of a task that ends with a user message, each prompt once")
 
 
 @dataclass
-class Config:
-    run: RunConfig = field(default_factory=RunConfig)
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    algo: AlgoConfig = field(default_factory=AlgoConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    user: UserConfig = field(default_factory=UserConfig)
-    users: dict[str, dict[str, Any]] = option(
-        {}, "users by names of your choice: class, weight and user settings; a task names one, or draws one by weight"
-    )
-    servers: dict[str, dict[str, Any]] = option(
-        {}, "further models that the run serves, by names of your choice; LiteLLM calls them served/NAME"
-    )
-    assistant: AssistantConfig = field(default_factory=AssistantConfig)
-    build: BuildConfig = field(default_factory=BuildConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    llm: LlmConfig = field(default_factory=LlmConfig)
-    publish: PublishConfig = field(default_factory=PublishConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-
-    @property
-    def objective(self) -> str:
-        """What the policy learns from: policy (advantages), sft (likelihood) or dpo (pairs)."""
-        return self.algo.objective if self.train.stage == "rl" else self.train.stage
-
-    @property
-    def refers(self) -> bool:
-        """Whether the loss needs log-probs of a reference, the first policy."""
-        return self.objective == "dpo" or (self.objective == "policy" and self.algo.kl_coef > 0)
-
-    @property
-    def copies_reference(self) -> bool:
-        """Whether the reference is a separate model beside the policy, rather than the policy without its adapters."""
-        stored = self.train.stage == "dpo" and self.algo.dpo.precompute
-        return self.refers and not stored and self.model.lora.rank is None
+class TrainingDataConfig(DataConfig):
+    train: Any = option(MISSING, "tasks, conversations or pairs: file, folder, glob, name on the Hub, or a list")
+    prefixes: bool = option(False, "train on every prefix of a task that ends with a user message, each prompt once")
 
 
 def uses_wandb(run: RunConfig) -> bool:

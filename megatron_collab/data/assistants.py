@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
-from megatron_collab.config import Config, build, require
+from megatron_collab.config import BuildDatasetConfig, build, require
 from megatron_collab.config.schema import AssistantConfig
 
 POLICY = "policy"  # model.path
@@ -21,7 +21,7 @@ class CandidateAssistant(NamedTuple):
     proactive: bool
 
 
-def assistant_configs(config: Config) -> dict[str, AssistantConfig | None]:
+def assistant_configs(config: BuildDatasetConfig) -> dict[str, AssistantConfig | None]:
     """The config of each entry of build.assistants by name, None for the policy.
 
     Settings that an entry leaves out come from `assistant`. Raises ConfigError naming the invalid entry.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from megatron_collab import patches
-from megatron_collab.config import Config, RolloutConfig, nearest, read_prompt, require
+from megatron_collab.config import PlayConfig, RolloutConfig, nearest, read_prompt, require
 from megatron_collab.data.control_tokens import any_of, cut, split
 from megatron_collab.runtime import hub
 from megatron_collab.runtime.trial import TrialError, run_trial
@@ -365,15 +365,18 @@ def _apply_template(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Mapping[s
         raise TemplateError(f"{type(error).__name__}: {error}") from error
 
 
-def policy_renderer(config: Config, tools: Sequence[Mapping[str, Any]] = ()) -> ChatRenderer:
-    """The renderer of the run's policy, the same in rollouts and in supervised training. Raises ConfigError."""
+def policy_renderer(config: PlayConfig, tools: Sequence[Mapping[str, Any]] = (), plays: bool = True) -> ChatRenderer:
+    """The renderer of the run's policy, the same in rollouts and in supervised training. Raises ConfigError.
+
+    `plays`: conversations are played, so the template must know the thoughts that rollout sets.
+    """
     renderer = ChatRenderer(config.model.path, tools, config.model.chat_template_args, system_prompt(config))
-    if config.train.stage == "rl":
+    if plays:
         renderer.check_thinking(config.rollout)
     return renderer
 
 
-def system_prompt(config: Config) -> str:
+def system_prompt(config: PlayConfig) -> str:
     """The text of rollout.system_prompt, empty if it is not set. Raises ConfigError or PromptError."""
     file = config.rollout.system_prompt
     return read_prompt("rollout.system_prompt", file, "", ()).render().strip() if file else ""

@@ -17,20 +17,20 @@ import numpy as np
 from filelock import FileLock
 
 from megatron_collab import __version__
-from megatron_collab.config import Config, nearest, require
+from megatron_collab.config import Config, PlayConfig, nearest, require
 from megatron_collab.data.candidates import pairs_of_candidates
 from megatron_collab.data.chat_template import ChatRenderer, policy_renderer, system_prompt, tokenizer_files
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.examples import Examples, TaskReader, load_conversations, load_pairs, load_tasks
 from megatron_collab.data.formats import FORMATS
+from megatron_collab.data.length import certainly_longer
+from megatron_collab.data.messages import Messages, Row, ToolConversation
 from megatron_collab.data.mixture import Mixture
 from megatron_collab.data.pairs import Pair, conversations
 from megatron_collab.data.prefixes import at_every_depth
-from megatron_collab.data.readers import Messages, Row
-from megatron_collab.data.sources import Source, TrainingSource, unused_settings
+from megatron_collab.data.sources import Source, TrainingSource, unread_settings, unused_mixture
 from megatron_collab.data.spec import DataSpec
 from megatron_collab.data.survey import Survey, TaskRequirements, survey
-from megatron_collab.data.tool_messages import ToolConversation
 from megatron_collab.runtime import files, hub
 from megatron_collab.types import Batch, Message, Sample, Task
 
@@ -46,19 +46,23 @@ class SurveyedSources[Read]:
 
     def __init__(
         self,
-        config: Config,
+        config: PlayConfig,
         setting: str,
         sources: Sequence[Any],  # of Source
         tools: Sequence[Mapping[str, Any]] = (),
         requirements: Callable[[Source], TaskRequirements] = lambda source: TaskRequirements(),
+        stage: str = "rl",
+        prefixes: bool = False,
+        renders: bool = True,
     ) -> None:
         """`tools`: schemas shown to the policy. `requirements`: what metrics, users and tools require of the tasks of a
-        source.
+        source. `stage`: as train.stage; `prefixes`: as data.prefixes. `renders`: whether model.path reads the examples,
+        in tokens; an endpoint of a language model refuses itself what is too long.
 
         Raises ConfigError, and ValueError naming setting, file and row if the data cannot be read.
         """
-        stage = config.train.stage
         self._config, self._tools, self.setting = config, tools, setting
+        self._stage, self._renders = stage, renders
         self._renderer: ChatRenderer | None = None
         self._folder = Path(config.run.dir) / FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +73,7 @@ class SurveyedSources[Read]:
         for source in self.sources:
             load: Any = {"rl": load_tasks, "sft": load_conversations, "dpo": load_pairs}[stage]
             examples: Examples[Any] = load(source, setting, config.data, self._folder)
-            if stage == "rl" and config.data.prefixes and setting == "data.train":
+            if prefixes and stage == "rl":
                 examples = at_every_depth(examples)
             if stage == "dpo" and FORMATS[examples.format].pair is None:
                 examples = pairs_of_candidates(examples)
@@ -90,7 +94,7 @@ class SurveyedSources[Read]:
             shares = "".join(_share(setting, counts, len(examples)) for setting, counts in result.lacking.items())
             where = f"{self.setting}={examples.source.source}"
             lines.append(f"{where}: {read}{left_out}{shares}")
-            notes = (result.repeated, *unused_settings(examples.source, self._config))
+            notes = (result.repeated, result.unread, *self._notes(examples.source))
             lines += [f"{where}: {note}" for note in notes if note]
             users = self._config.users
             requested = [user[:-1] for user in result.users if user.endswith("?") and not self._config.user.name]
@@ -98,10 +102,14 @@ class SurveyedSources[Read]:
                 lines.append(f"{where}: rows name the user {user}, which users lacks{nearest(user, users)}")
         return lines
 
+    def _notes(self, source: Any) -> list[str]:
+        """Messages about settings of a source that have no effect."""
+        return unread_settings(source, self._config.data.format)
+
     def _room(self) -> int:
         """Maximum tokens of a conversation: rollout.context_length, or the model's positions if these are fewer."""
         context = self._config.rollout.context_length
-        if self._config.assistant.model:
+        if not self._renders:
             return context
         file = hub.folder(self._config.model.path) / "config.json"
         positions = json.loads(file.read_text()).get("max_position_embeddings") if file.is_file() else None
@@ -126,11 +134,15 @@ class SurveyedSources[Read]:
         return Survey(**json.loads(file.read_text()))
 
     def _new_survey(self, examples: Examples[Read], longest: int, requirements: TaskRequirements) -> Survey:
-        if self._config.assistant.model:  # its server refuses what is too long
+        if not self._renders:
             return survey(examples, longest, lambda messages: 0, lambda example: 0, requirements)
-        renderer = self._renderer = self._renderer or policy_renderer(self._config, self._tools)
+        plays = self._stage == "rl"
+        renderer = self._renderer = self._renderer or policy_renderer(self._config, self._tools, plays)
 
         def tokens(example: Any) -> int:
+            texts = conversations(example) if isinstance(example, Pair) else [getattr(example, "messages", example)]
+            if any(certainly_longer(renderer, messages, longest) for messages in texts):
+                return longest + 1
             if isinstance(example, Task):
                 return len(renderer.first(example.messages))
             return max(len(sample.token_ids) for sample in samples_of(renderer, example))
@@ -158,13 +170,17 @@ class TrainingData[Read](SurveyedSources[Read]):
         tools: Sequence[Mapping[str, Any]] = (),
         requirements: Callable[[Source], TaskRequirements] = lambda source: TaskRequirements(),
     ) -> None:
-        super().__init__(config, "data.train", sources, tools, requirements)
+        self._steps, stage = config.train.steps, config.train.stage
+        super().__init__(config, "data.train", sources, tools, requirements, stage, config.data.prefixes)
         pairs = list(zip(self.sources, self.sets, strict=True))
         keys = [examples.sort_keys(source.sort_by) if source.sort_by else None for source, examples in pairs]
         per_step = config.train.prompts_per_step
         self._mixture = Mixture(self.sources, [len(examples) for examples in self.sets], per_step, keys)
         empty = self._mixture.empty_step(config.train.steps, per_step)
         require(empty is None, f"data.train: no source has rows for step {empty}; change from_step or until_step")
+
+    def _notes(self, source: TrainingSource) -> list[str]:
+        return [*super()._notes(source), *unused_mixture(source, len(self.sources) == 1, self._steps)]
 
     def at(self, position: int, seed: int) -> Read:
         """The example at a position: step * train.prompts_per_step + its index in the step."""
@@ -179,9 +195,9 @@ class SupervisedData:
     """
 
     def __init__(self, config: Config, data: DataSpec) -> None:
-        self.renderer, self.eval_sets = policy_renderer(config), data.eval_sets
+        self.renderer, self.eval_sets = policy_renderer(config, plays=False), data.eval_sets
         self.examples = TrainingData[Messages | Pair](config, data.train)
-        evaluation = SurveyedSources[Messages | Pair](config, "data.eval", self.eval_sets)
+        evaluation = SurveyedSources[Messages | Pair](config, "data.eval", self.eval_sets, stage=config.train.stage)
         self._sets = dict(zip(self.eval_sets, evaluation.sets, strict=True))
         self.seed, self.size = config.run.seed, config.train.prompts_per_step
         # Equal fingerprints mean equal `all_batches`.
@@ -223,8 +239,8 @@ def samples_of(renderer: ChatRenderer, example: Messages | Pair) -> tuple[Sample
 
 
 def render_sample(renderer: ChatRenderer, messages: Sequence[Message], start: int = 0) -> Sample:
-    """Token ids (int64) of a conversation, and a loss mask (float32): 1 on every assistant message from message `start`
-    on, its end-of-turn token included.
+    """Token ids (int64) of a conversation, and a loss mask (float32): 1 on every trained message of the assistant from
+    message `start` on, its end-of-turn token included.
 
     Built from the same pieces as a rollout, so that training and sampling see the same tokens.
     """
@@ -237,7 +253,7 @@ def render_sample(renderer: ChatRenderer, messages: Sequence[Message], start: in
         reply = renderer.call(messages[i]) if messages[i].tool_calls else renderer.reply(messages[i].content)
         between = renderer.next(messages[i + 1 : following], reply) if i + 1 < len(messages) else ()
         token_ids += reply + between
-        mask += [float(i >= start)] * len(reply) + [0.0] * len(between)
+        mask += [float(i >= start and messages[i].trained)] * len(reply) + [0.0] * len(between)
     loss_mask = np.array(mask, np.float32)
     return Sample(np.array(token_ids, np.int64), loss_mask, np.zeros_like(loss_mask))
 
@@ -251,7 +267,7 @@ def task_row(task: Task) -> dict[str, Any]:
 
 def conversation_row(messages: Sequence[Message]) -> dict[str, Any]:
     """A conversation as a row that `load_conversations` reads; arguments and schemas as JSON, for Arrow's columns."""
-    rows = [message.as_dict() for message in messages]
+    rows = [message.as_dict() | ({} if message.trained else {"weight": 0}) for message in messages]
     for call in (call for row in rows for call in row.get("tool_calls", ())):
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
     tools = messages.tools if isinstance(messages, ToolConversation) else ()

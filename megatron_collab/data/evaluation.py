@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from megatron_collab.config import Config, option, require
+from megatron_collab.config import PlayConfig, option, require
 from megatron_collab.data.sources import Source, sources
 
 _NAME = re.compile(r"[\w.-]+")  # part of the names of files and metrics
@@ -40,7 +40,7 @@ class EvaluationSet(Source):
         return f"data.eval[{self.name}]" if self.name else "data.eval"
 
 
-def evaluation_sets(config: Config) -> tuple[EvaluationSet, ...]:
+def evaluation_sets(config: PlayConfig) -> tuple[EvaluationSet, ...]:
     """The sets of data.eval, with their numbers of tasks. Raises ConfigError naming the invalid entry."""
     entries = config.data.eval
     if entries is None:

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from megatron_collab.config import Config, ConfigError, build, option, require
+from megatron_collab.config import ConfigError, build, option, require
 from megatron_collab.data.packing import COMPRESSED, KINDS
 from megatron_collab.runtime import hub
 
@@ -68,18 +68,18 @@ def sources[Kind: Source](value: Any, setting: str, kind: type[Kind]) -> list[Ki
     return result
 
 
-def unused_settings(source: Source, config: Config) -> list[str]:
-    """Messages about settings of a source that have no effect in this run."""
-    notes = list[str]()
-    if ":" in config.data.format:
-        names = [name for name in ("subset", "split") if getattr(source, name) is not None]
-        notes += [f"{name}={getattr(source, name)}: not read, data.format reads all of the source" for name in names]
-    if isinstance(source, TrainingSource):
-        single = not isinstance(config.data.train, list) or len(config.data.train) == 1
-        names = [name for name, usual in (("weight", 1.0), ("epochs", None)) if getattr(source, name) != usual]
-        notes += [f"{name}={getattr(source, name):g}: not read, there is no other source" for name in names if single]
-        if source.from_step >= (steps := config.train.steps):
-            notes.append(f"from_step={source.from_step}: takes no rows, the run ends with train.steps={steps}")
+def unread_settings(source: Source, format: str) -> list[str]:
+    """Messages about settings of a source that have no effect with this data.format."""
+    names = [name for name in ("subset", "split") if getattr(source, name) is not None] if ":" in format else []
+    return [f"{name}={getattr(source, name)}: not read, data.format reads all of the source" for name in names]
+
+
+def unused_mixture(source: TrainingSource, single: bool, steps: int) -> list[str]:
+    """As `unread_settings`, about how a source is mixed with others; `single`: there are no others."""
+    names = [name for name, usual in (("weight", 1.0), ("epochs", None)) if getattr(source, name) != usual]
+    notes = [f"{name}={getattr(source, name):g}: not read, there is no other source" for name in names if single]
+    if source.from_step >= steps:
+        notes.append(f"from_step={source.from_step}: takes no rows, the run ends with train.steps={steps}")
     return notes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_collab.config import Config
+from megatron_collab.config import Config, PlayConfig
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
 from megatron_collab.data.sources import TrainingSource, sources
 
@@ -23,5 +23,10 @@ class DataSpec:
 
 
 def data_spec(config: Config) -> DataSpec:
-    """Raises ConfigError naming the entry that is refused."""
+    """The data of a training. Raises ConfigError naming the entry that is refused."""
     return DataSpec(tuple(sources(config.data.train, "data.train", TrainingSource)), evaluation_sets(config))
+
+
+def evaluation_data(config: PlayConfig) -> DataSpec:
+    """As `data_spec`, without data.train."""
+    return DataSpec((), evaluation_sets(config))

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from filelock import FileLock
 
-from megatron_collab.config import Config, Extension, lookup, make, require
+from megatron_collab.config import Extension, PlayConfig, lookup, make, require
 from megatron_collab.types import Message
 
 WORLDS = {"booking": f"{__name__}.booking:Booking", "gsm8k": f"{__name__}.gsm8k:Gsm8k"}
@@ -63,7 +63,7 @@ def find_goal_check(name: str) -> GoalCheck | None:
     return lookup(name, "scripted", GOAL_CHECKS, GoalCheck) if name in GOAL_CHECKS else None
 
 
-def prepare(config: Config) -> None:
+def prepare(config: PlayConfig) -> None:
     """Makes `data.world` in `data.dir` unless it exists; safe if several processes call it at once.
 
     Raises ConfigError for an unknown world, or if `data.dir` is not set or holds another world; FileNotFoundError if
@@ -93,6 +93,6 @@ def prepare(config: Config) -> None:
     require(existing == identity, message)
 
 
-def result_names(config: Config) -> Mapping[str, str]:
+def result_names(config: PlayConfig) -> Mapping[str, str]:
     """The metrics of the run's world, by their names in result.json."""
     return find_world(config.data.world).result_names if config.data.world else {}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_collab import patches
-from megatron_collab.config import Config, ConfigError, LlmConfig, UserConfig, nearest, require
+from megatron_collab.config import CallConfig, ConfigError, LlmConfig, UserConfig, nearest, require
 from megatron_collab.inference.served import gives_text
 from megatron_collab.launch import server_specs
 from megatron_collab.llm import endpoint as endpoints
@@ -21,7 +21,7 @@ from megatron_collab.runtime.process import global_rank
 logger = logging.getLogger(__name__)
 
 
-def check_settings(config: Config, users: Mapping[str, UserConfig], assistants: Sequence[NamedEndpoint] = ()) -> None:
+def check_settings(config: CallConfig, users: Mapping[str, UserConfig] = {}) -> None:
     """Raises ConfigError for invalid headers, extra arguments, prices and recordings."""
     llm = config.llm
     for name in ("replay_missing", "replay_latency"):
@@ -33,35 +33,34 @@ def check_settings(config: Config, users: Mapping[str, UserConfig], assistants: 
     for group, user in users.items():
         endpoints.check_settings(user, group, in_use=not llm.offline)
     endpoints.check_settings(config.reward.judge, "reward.judge", in_use=not llm.offline)
-    check_assistants(config, assistants)
     for model, prices in llm.prices.items():
         message = f"llm.prices.{model}={prices}: give USD per million tokens of prompts and of answers, e.g. [2.5, 10]"
         numbers = [usd for usd in prices if isinstance(usd, int | float) and 0 <= usd < math.inf]
         require(len(prices) == len(numbers) == 2, message)
 
 
-def check_assistants(config: Config, assistants: Sequence[NamedEndpoint]) -> None:
+def check_assistants(llm: LlmConfig, assistants: Sequence[NamedEndpoint]) -> None:
     """Raises ConfigError for invalid headers and extra arguments of the models that replace the policy."""
-    for group, endpoint in [*((model.group, model.endpoint) for model in assistants), ("assistant", config.assistant)]:
-        endpoints.check_settings(endpoint, group, in_use=not config.llm.offline)
+    for assistant in assistants:
+        endpoints.check_settings(assistant.endpoint, assistant.group, in_use=not llm.offline)
 
 
-def check_recordings(config: Config) -> None:
+def check_recordings(llm: LlmConfig, run_dir: Path) -> None:
     """Raises ConfigError if llm.replay contains no recorded calls, or llm.record contains calls of another run."""
-    llm, other_runs = config.llm, set[str]()
+    other_runs = set[str]()
     setting = f"llm.replay={llm.replay}"
     try:
         for torn in Recording(Path(llm.replay)).torn if llm.replay else ():
             logger.warning(f"llm.replay: {torn}")
         setting = f"llm.record={llm.record}"
         if llm.record and any(Path(llm.record).glob(f"*{SUFFIX}")):
-            other_runs = Recording(Path(llm.record)).runs - {run_name(config)}
+            other_runs = Recording(Path(llm.record)).runs - {run_name(run_dir)}
     except (ValueError, OSError) as error:
         raise ConfigError(f"{setting}: {error}; give another folder") from error
     require(not other_runs, f"{setting}: holds calls of {', '.join(sorted(other_runs))}; choose another folder")
 
 
-def check_served(config: Config, language_models: Sequence[NamedEndpoint]) -> None:
+def check_served(config: CallConfig, language_models: Sequence[NamedEndpoint]) -> None:
     """Raises ConfigError for served/NAME if `servers` has no model NAME, or that model does not generate text."""
     for language_model in language_models:
         model = str(language_model.endpoint.model)
@@ -75,7 +74,7 @@ def check_served(config: Config, language_models: Sequence[NamedEndpoint]) -> No
         require(gives_text(path), f"{label}: servers.{name}.model={path} outputs scores, not text; choose another")
 
 
-def check_prices(config: Config, language_models: Sequence[NamedEndpoint]) -> list[str]:
+def check_prices(config: CallConfig, language_models: Sequence[NamedEndpoint]) -> list[str]:
     """Raises ConfigError if a budget is set and a price is unknown; without a budget, returns warnings instead.
 
     The run's own models and recorded answers are free.
@@ -98,7 +97,7 @@ def check_prices(config: Config, language_models: Sequence[NamedEndpoint]) -> li
     return lines
 
 
-def check_support(config: Config, language_models: Sequence[NamedEndpoint]) -> None:
+def check_support(config: CallConfig, language_models: Sequence[NamedEndpoint]) -> None:
     """Raises ConfigError if every call would fail: LiteLLM rejects a setting of a model, or address or key is missing.
 
     Only rank 0 checks for keys: other nodes need them only if their workers make calls. With llm.replay and no live

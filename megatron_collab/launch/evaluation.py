@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +14,27 @@ from filelock import FileLock
 
 from megatron_collab import environments, patches
 from megatron_collab.checkpoint import storage
-from megatron_collab.config import SETTINGS, Config, ConfigError, compose, read_prompt, read_settings, require
-from megatron_collab.config.extension import make_absolute
-from megatron_collab.config.schema import (
-    AlgoConfig,
-    LoraConfig,
-    OptimConfig,
-    ParallelConfig,
-    PublishConfig,
+from megatron_collab.config import (
+    SETTINGS,
+    ConfigError,
+    EvaluateConfig,
+    ModelConfig,
     SamplingConfig,
-    TrainConfig,
+    compose_program,
+    read_settings,
+    require,
 )
-from megatron_collab.data import assistants, sources
+from megatron_collab.config.extension import make_absolute
+from megatron_collab.data import sources
 from megatron_collab.data.evaluation import EvaluationSet
-from megatron_collab.data.spec import DataSpec, data_spec
-from megatron_collab.launch import endpoints, models, prepare, servers, validate
-from megatron_collab.launch.spec import RunSpec, run_spec
+from megatron_collab.data.spec import DataSpec, evaluation_data
+from megatron_collab.launch import endpoints, models, prepare, server_specs, servers, validate
+from megatron_collab.launch.spec import RunSpec, evaluation_spec
 from megatron_collab.llm.endpoint import token_budget
 from megatron_collab.observability import evaluations, records
 from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.llm_endpoints import NamedEndpoint
+from megatron_collab.rollout.task_requirements import task_requirements
 from megatron_collab.runtime import gpu_environment, hub, network
 from megatron_collab.runtime.process import RunStopped
 
@@ -40,38 +42,42 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "hf"  # in run.dir: the evaluated checkpoint as a Hugging Face folder
 _FILE_BYTES = 5 * 10**9
-_UNUSED = "unused"
-_SET_OPTIONS = (
-    "samples",
-    "temperature",
-    "user",
-    "max_user_turns",
-    "max_assistant_turns",
-    "max_messages",
-    "max_new_tokens",
-)
-_WITHOUT_POLICY = re.compile(r"assistant\.model=|build\.assistants=(?!.*\bpolicy\b)")  # then model.path is not used
+_SUPERVISED = re.compile(r"\+*train\.stage=(?!rl$)")
 
 
-def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}, builds: bool = False) -> Config:
-    """The settings of an evaluation, composed like those of a run; training settings keep their defaults.
+def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}) -> EvaluateConfig:
+    """The settings of an evaluation; those of training are ignored.
 
     Evaluates model.path (a Hugging Face folder, or a checkpoint as RUN, RUN@STEP or RUN@best) or assistant.model.
-    `defaults`: values of options by name, in place of the schema's. `builds`: conversations are built; the candidates
-    of a turn take the place of a group's rollouts. Raises ConfigError.
+    `defaults`: values of options by name, in place of the schema's. Raises ConfigError.
     """
-    unused = [f"data.train={_UNUSED}"]
-    if any(_WITHOUT_POLICY.match(argument) for argument in arguments):
-        unused.append(f"model.path={_UNUSED}")
-    config = make_absolute(compose([*unused, *arguments], defaults))
-    if builds:
-        _resolve_assistants(config)
-    assistant, rollout, eval_sets = config.assistant, config.rollout, data_spec(config).eval_sets
-    language_models = llm_endpoints.assistant_endpoints(config, eval_sets)
-    rollouts = config.build.candidates if builds else TrainConfig.rollouts_per_prompt
-    server = replace(rollout.server, fp8=False)  # only a trainer quantizes weights
+    config = compose_absolute(EvaluateConfig, arguments, defaults)
+    assistants = llm_endpoints.assistant_endpoints(config.assistant, evaluation_data(config).eval_sets)
+    check_evaluation(config, assistants, evaluation_spec)
+    return config
+
+
+def compose_absolute[Program: EvaluateConfig](
+    program: type[Program], arguments: Sequence[str], defaults: Mapping[str, Any]
+) -> Program:
+    """The settings of `program`, composed like those of a run. Raises ConfigError."""
+    for argument in arguments:
+        message = f"{argument}: conversations are played, as in train.stage=rl; remove it"
+        require(_SUPERVISED.match(argument) is None, message)
+    config: Program = make_absolute(compose_program(program, arguments, defaults))
+    return config
+
+
+def check_evaluation[Program: EvaluateConfig](
+    config: Program, assistants: Sequence[NamedEndpoint], settle: Callable[[Program], RunSpec]
+) -> None:
+    """Checks of `config` that do not depend on files; a language model in place of the policy gets its limits of turns.
+
+    `assistants`: the language models that play; `settle`: makes values of the settings. Raises ConfigError.
+    """
+    assistant, rollout, eval_sets = config.assistant, config.rollout, evaluation_data(config).eval_sets
+    endpoints.check_assistants(config.llm, [*assistants, NamedEndpoint("assistant.model", "assistant", assistant)])
     if assistant.model:
-        endpoints.check_assistants(config, language_models)
         budget = token_budget(assistant)
         sampling = SamplingConfig(budget)
         # Only reply tokens are counted, and the context has room for all: the endpoint enforces its own limit.
@@ -79,33 +85,21 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}, builds: boo
             (eval_set.max_new_tokens or budget) * (eval_set.max_assistant_turns or rollout.max_assistant_turns)
             for eval_set in eval_sets
         )
-        rollout = replace(rollout, turn=sampling, future=sampling, context_length=2 * max(budgets, default=1))
-    config = replace(
-        config,
-        launch=replace(config.launch, nproc_per_node=1),
-        model=replace(
-            config.model,
-            fp8=None,
-            fp8_recipe="delayed",
-            fp8_params=False,
-            fp8_skip_first=0,
-            fp8_skip_last=0,
-            lora=LoraConfig(),
-        ),
-        parallel=ParallelConfig(),
-        optim=OptimConfig(),
-        algo=AlgoConfig(),
-        train=replace(TrainConfig(eval_tasks=config.train.eval_tasks), rollouts_per_prompt=rollouts),
-        rollout=replace(rollout, server=server, train_turns="first", max_staleness=0, routing_replay=False),
-        publish=PublishConfig(),
-    )
+        context_length = 2 * max(budgets, default=1)
+        config.rollout = replace(rollout, turn=sampling, future=sampling, context_length=context_length)
+        config.model.path = ""  # another model takes its place
+    else:
+        require(bool(config.model.path), "model.path: not set; give model.path=VALUE, or assistant.model=MODEL")
     require(config.data.eval is not None, "data.eval: not set; give the tasks to evaluate")
-    if builds:
-        check_building(config, eval_sets)
     require(bool(eval_sets), "train.eval_tasks=0: nothing is evaluated; set it to 1 or more")
-    _check_no_tools(config, language_models)
-    spec = validate.check_settings(config, evaluates=True)
-    gpu_environment.enter(config)
+    for called in assistants:
+        out = "remove rollout.tools and rollout.mcp_servers, or evaluate model.path"
+        message = f"{called.setting}={called.endpoint.model}: cannot call tools yet; {out}"
+        require(not (rollout.tools or rollout.mcp_servers), message)
+    validate.check_options(config)
+    spec = settle(config)
+    validate.check_played(config, spec)
+    gpu_environment.enter()
     validate.check_files_of_users(spec)
     for eval_set in eval_sets if assistant.model and assistant.temperature is None else ():
         message = f"{eval_set.setting}: temperature={eval_set.temperature}"
@@ -113,50 +107,9 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}, builds: boo
         require(eval_set.temperature is None, f"{message}, {out}")
     if assistant.model and assistant.temperature is not None:  # may be 0 (greedy), unlike that of a policy that learns
         config.rollout.turn.temperature = config.rollout.future.temperature = assistant.temperature
-    return config
 
 
-def _resolve_assistants(config: Config) -> None:
-    """Resolve build.assistants in `config`; if the policy is not among them, the first one becomes config.assistant.
-
-    Raises ConfigError.
-    """
-    by_name = assistants.assistant_configs(config)
-    if not by_name:
-        return
-    message = f"assistant.model={config.assistant.model}: not used with build.assistants; add it to them"
-    require(config.assistant.model is None, message)
-    config.build.assistants = assistants.with_all_settings(by_name)
-    if all(by_name.values()):
-        config.assistant = next(endpoint for endpoint in by_name.values() if endpoint)
-
-
-def _check_no_tools(config: Config, assistants: Sequence[NamedEndpoint]) -> None:
-    """Raises ConfigError if a language model in place of the policy is to call tools."""
-    for assistant in assistants:
-        out = "remove rollout.tools and rollout.mcp_servers, or evaluate model.path"
-        message = f"{assistant.setting}={assistant.endpoint.model}: cannot call tools yet; {out}"
-        require(not (config.rollout.tools or config.rollout.mcp_servers), message)
-
-
-def check_building(config: Config, eval_sets: Sequence[EvaluationSet]) -> None:
-    """Raises ConfigError if conversations cannot be built with these settings."""
-    rollout = config.rollout
-    require(rollout.max_messages is not None, "rollout.max_messages: not set; give the longest conversation, e.g. 14")
-    require(rollout.futures > 0, "rollout.futures=0: the user's next message comes from a future; set 1 or more")
-    message = "plays no futures, which supply the user's next message; choose another"
-    require(config.reward.mode != "single_turn", f"reward.mode=single_turn: {message}")
-    require(bool(config.reward.weights), "reward.weights: not set; give the metrics that rank the candidates")
-    for eval_set in eval_sets:
-        for name in _SET_OPTIONS:
-            message = "conversations are built with the settings of rollout and user; set those"
-            require(getattr(eval_set, name) == getattr(EvaluationSet, name), f"{eval_set.setting}.{name}: {message}")
-    if config.build.push_to_hub is not None:
-        hub.check_upload(config.build.push_to_hub, "build.push_to_hub")
-    read_prompt("build.prompt", config.build.prompt, "collaborator", ())
-
-
-def pin(config: Config, module: str = "megatron_collab.evaluate") -> DataSpec:
+def pin(config: EvaluateConfig, module: str = "megatron_collab.evaluate") -> DataSpec:
     """Make the world, and pin Hub names and runs in `config` to the commits and checkpoints of the evaluation's first
     start; returns the pinned data. Raises ConfigError.
     """
@@ -168,47 +121,57 @@ def pin(config: Config, module: str = "megatron_collab.evaluate") -> DataSpec:
         environments.prepare(config)
     except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    sources.check_exists(data_spec(config).all_sets, "data.eval")
+    sources.check_exists(evaluation_data(config).all_sets, "data.eval")
     config.data.eval = sources.pin_sources(config.data.eval, "data.eval", run_dir)
     prepare.fetch_served_models(config)
-    model_path = Path(config.model.path)
-    run = storage.run_of(model_path)
-    if config.assistant.model or run is None:
-        config.model.path = hub.pin(config.model.path, "model.path", run_dir)
-        return data_spec(config)
-    _, step = storage.split(model_path)
-    if step == "best" or not (step or model_path.name.startswith("step_")):
-        step = hub.pinned_value(run_dir, f"checkpoint {model_path.resolve()}", lambda: _checkpoint(model_path).name)
-        config.model.path = f"{run}@{step.removeprefix('step_')}"
-    return data_spec(config)
+    if config.model.path:
+        _pin_model(config.model, run_dir)
+    return evaluation_data(config)
 
 
-def prepared(config: Config) -> tuple[Config, RunSpec, int]:
+def _pin_model(model: ModelConfig, run_dir: Path) -> None:
+    path = Path(model.path)
+    run = storage.run_of(path)
+    if run is None:
+        model.path = hub.pin(model.path, "model.path", run_dir)
+        return
+    _, step = storage.split(path)
+    if step == "best" or not (step or path.name.startswith("step_")):
+        step = hub.pinned_value(run_dir, f"checkpoint {path.resolve()}", lambda: _checkpoint(path).name)
+        model.path = f"{run}@{step.removeprefix('step_')}"
+
+
+def prepared[Program: EvaluateConfig](
+    config: Program, settle: Callable[[Program], RunSpec] = evaluation_spec
+) -> tuple[Program, RunSpec, int]:
     """The settings with the model as a folder for servers, their values, the step of its weights (0: not from a run).
 
-    Runs all checks that need no started process, and converts a checkpoint. Raises ConfigError.
+    Runs all checks that need no started process, and converts a checkpoint. `settle`: see `check_evaluation`.
+
+    Raises ConfigError.
     """
     try:
         network.address(config.launch.interface)
-        spec = run_spec(config, evaluates=True)
+        spec = settle(config)
         assert spec.serving
-        servers.check_servers_on_machine(config, spec.serving)
+        servers.check_gpus(config, spec.serving)
         if config.assistant.model:
-            models.check_served(config)
+            models.check_served(server_specs.served_models(config))
             servers.check_arguments(spec.serving)
-            prepare.read_data(config, spec, (), trains=False)
+            _read_data(config, spec, (), renders=False)
             return config, spec, 0
         folder, checkpoint = _model(config)
         serving = replace(config, model=replace(config.model, path=str(folder)))
-        spec = run_spec(serving, evaluates=True)
+        spec = settle(serving)
         assert spec.play and spec.serving
-        shape = validate.check_model(serving, spec)
+        shape = validate.read_shape(serving)
+        servers.check_servers_of_model(serving, spec.serving.policy, shape, None)
         models.check_models(serving, shape, weights=checkpoint is None)
         servers.check_arguments(spec.serving)
         schemas = spec.tools.schemas()
         if schemas:
             models.check_rendering(serving, schemas)
-        prepare.read_data(serving, spec, schemas, trains=False)
+        _read_data(serving, spec, schemas)
         prepare.compare_tools(Path(config.run.dir), spec.tools)
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
@@ -217,10 +180,23 @@ def prepared(config: Config) -> tuple[Config, RunSpec, int]:
     converted = _convert(config, checkpoint, folder)
     saved = storage.read_state(checkpoint) or {}
     serving = replace(serving, model=replace(config.model, path=str(converted)))
-    return serving, run_spec(serving, evaluates=True), int(saved.get("step", 0))
+    return serving, settle(serving), int(saved.get("step", 0))
 
 
-def is_done(config: Config, eval_sets: Sequence[EvaluationSet]) -> bool:
+def _read_data(
+    config: EvaluateConfig, spec: RunSpec, schemas: Sequence[Mapping[str, Any]], renders: bool = True
+) -> None:
+    """Read and check every row of data.eval, its user, and the language models in use. Raises ConfigError."""
+    from megatron_collab.data.datasets import SurveyedSources
+
+    assert spec.play
+    requirements = partial(task_requirements, spec.play)
+    eval_sets = spec.data.eval_sets
+    data = SurveyedSources[Any](config, "data.eval", eval_sets, schemas, requirements, renders=renders)
+    prepare.check_data(config, spec, [data])
+
+
+def is_done(config: EvaluateConfig, eval_sets: Sequence[EvaluationSet]) -> bool:
     """Whether the sets are evaluated already. Raises ConfigError if run.dir has an evaluation with other settings."""
     prepare.check_same_run(config)
     folder = Path(config.run.dir)
@@ -228,7 +204,7 @@ def is_done(config: Config, eval_sets: Sequence[EvaluationSet]) -> bool:
     if not recorded:
         return False
     before = replace(config.data, eval=(read_settings(folder) or {"data": {"eval": None}})["data"]["eval"])
-    known = {eval_set.name: eval_set for eval_set in data_spec(replace(config, data=before)).eval_sets}
+    known = {eval_set.name: eval_set for eval_set in evaluation_data(replace(config, data=before)).eval_sets}
     for eval_set in eval_sets:
         message = f"{eval_set.setting}: run.dir={folder} has this set with other settings"
         out = "rename the set, or choose another run.dir"
@@ -238,7 +214,7 @@ def is_done(config: Config, eval_sets: Sequence[EvaluationSet]) -> bool:
     return names <= complete and records.finished(folder)
 
 
-def _model(config: Config) -> tuple[Path, Path | None]:
+def _model(config: EvaluateConfig) -> tuple[Path, Path | None]:
     """The model's Hugging Face folder and None; for a checkpoint, its run's initial folder and the checkpoint."""
     model, path = config.model.path, Path(config.model.path)
     if storage.run_of(path) is None:
@@ -263,7 +239,7 @@ def _checkpoint(path: Path) -> Path:
         raise ConfigError(f"model.path={error}") from error
 
 
-def _convert(config: Config, checkpoint: Path, source: Path) -> Path:
+def _convert(config: EvaluateConfig, checkpoint: Path, source: Path) -> Path:
     """`checkpoint` as a Hugging Face folder in run.dir, converted by the first process that needs it."""
     folder = Path(config.run.dir) / FOLDER
     folder.parent.mkdir(parents=True, exist_ok=True)

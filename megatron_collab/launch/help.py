@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from omegaconf import MISSING
 
-from megatron_collab.config import CONF, Config, declared, groups, settings
+from megatron_collab.config import CONF, CallConfig, declared, groups, settings
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.sources import TrainingSource
 from megatron_collab.reward import metrics
@@ -20,36 +20,46 @@ from megatron_collab.rollout.tools import toolbox
 _PLAIN = re.compile(r"(?!(true|false|null|nan|inf)$)[A-Za-z_][\w./+-]*", re.IGNORECASE)  # needs no quotes for Hydra
 
 
-def help_text(program: str | None) -> str:
-    """All settings: options, groups, and the settings of metrics, users and tools."""
-    lines = [inspect.cleandoc(program or ""), "", "Options [default]; those marked * may change when a run resumes:"]
-    lines += _options(Config)
+def help_text(description: str | None, program: type[CallConfig]) -> str:
+    """All settings of a program: options, groups, and the settings of sources, metrics, users and tools."""
+    lines = [
+        inspect.cleandoc(description or ""),
+        "",
+        "Options [default]; those marked * may change when a run resumes:",
+    ]
+    lines += _options(program)
     lines += ["", "Groups of settings, e.g. experiment=booking:"]
     for group, names in groups().items():
         lines += [_line(f"{group}={name}", _comment(group, name)) for name in names]
-    lines += ["", "Settings of a source, e.g. data.train='[{source: PATH, weight: 2}]':", *_options(TrainingSource)]
-    lines += ["", "Entries of data.eval if it is a list, e.g. data.eval='[{source: FILE, name: NAME}]':"]
-    lines += _options(EvaluationSet)
-    lines += ["", "Metrics, weighted by reward.weights.NAME; their settings are reward.metrics.NAME.SETTING:"]
-    for name in sorted(metrics.METRICS):
-        metric = metrics.find_metric(name)
-        lines += [_line(name, _summary(metric)), *_options(metric.Options, "  .")]
-    lines += [
-        "",
-        "Users of the tasks, by the column user of a task or by user.name; their settings are user.options.SETTING:",
+    source, entries = "data.train='[{source: PATH, weight: 2}]'", "data.eval='[{source: FILE, name: NAME}]'"
+    metric_title = "Metrics, weighted by reward.weights.NAME; their settings are reward.metrics.NAME.SETTING:"
+    user_title = "Users of the tasks, by a task's column user or by user.name; their settings are user.options.SETTING:"
+    tools = (_line(name, toolbox.find_tool(name).SCHEMA["description"]) for name in sorted(toolbox.TOOLS))
+    sections = [  # by an option
+        ("data.train", f"Settings of a source, e.g. {source}:", _options(TrainingSource)),
+        ("data.eval", f"Entries of data.eval if it is a list, e.g. {entries}:", _options(EvaluationSet)),
+        ("reward.weights", metric_title, _kinds(metrics.METRICS, metrics.find_metric)),
+        ("user.name", user_title, _kinds(users.USERS, users.find_user)),
+        ("rollout.tools", "Tools, as rollout.tools=[NAME]:", tools),
     ]
-    for name in sorted(users.USERS):
-        user = users.find_user(name)
-        lines += [_line(name, _summary(user)), *_options(user.Options, "  .")]
-    lines += ["", "Tools, as rollout.tools=[NAME]:"]
-    lines += [_line(name, toolbox.find_tool(name).SCHEMA["description"]) for name in sorted(toolbox.TOOLS)]
+    options = {name for name, _, _ in declared(program)}
+    for option, title, section in sections:
+        lines += ["", title, *section] if option in options else []
     return "\n".join(lines)
 
 
-def composed_settings(overrides: Sequence[str]) -> str:
-    """Every option as an override with the source of its value; required options that are not set are marked."""
+def _kinds(names: Iterable[str], find: Callable[[str], Any]) -> Iterator[str]:
+    """Lines of metrics or users with their settings."""
+    for name in sorted(names):
+        kind = find(name)
+        yield _line(name, _summary(kind))
+        yield from _options(kind.Options, "  .")
+
+
+def composed_settings(overrides: Sequence[str], program: type[CallConfig]) -> str:
+    """Every option of `program` as an override with the source of its value; required ones not set are marked."""
     lines = []
-    for name, value, source in settings(overrides):
+    for name, value, source in settings(overrides, program):
         text = f"{name}={'???' if value == MISSING else _value(value)}"
         lines.append(f"{text:60}  # {'required, not set' if value == MISSING else source}")
     return "\n".join(lines)

@@ -11,16 +11,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING
-
 from megatron_collab import config
 from megatron_collab.checkpoint import storage
 from megatron_collab.config import (
     COMMAND_LINE,
     SETTINGS,
-    Config,
     ConfigError,
     EndpointConfig,
+    EvaluateConfig,
     declared,
     layers,
     recorded_value,
@@ -84,9 +82,9 @@ def _mentions(message: str, name: str, value: Any) -> bool:
 
 def _run_settings(arguments: Sequence[str]) -> tuple[Path, dict[str, Any]]:
     """The file of the run's settings, and the inherited ones; empty if model.path names no run."""
-    composed = {name: value for name, value, _ in config.settings(arguments)}
+    composed = {name: value for name, value, _ in config.settings(arguments, EvaluateConfig)}
     path = composed["model.path"]
-    run = None if composed["assistant.model"] or path == MISSING else storage.run_of(Path(path))
+    run = None if composed["assistant.model"] or not path else storage.run_of(Path(path))
     file = (run or Path()) / SETTINGS
     if run is None or not file.is_file():
         return file, {}
@@ -100,7 +98,7 @@ def _run_settings(arguments: Sequence[str]) -> tuple[Path, dict[str, Any]]:
     if not played:  # the run's data are not tasks
         excluded |= {"data.eval", *_SET_TOGETHER["data.eval"]}
     values = {}
-    for name, default, _ in declared(Config):
+    for name, default, _ in declared(EvaluateConfig):
         if name not in excluded and any(f"{name}.".startswith(f"{inherited}.") for inherited in _INHERITED):
             value = recorded_value(recorded, name, default)
             if value != default:
@@ -112,7 +110,7 @@ def _set_by_arguments(arguments: Sequence[str], composed: Mapping[str, Any]) -> 
     """The options set by a file under conf/ or by the command line; dicts on the command line do not count."""
     options = set()
     for source, names in layers(arguments):
-        for option, default, _ in declared(Config):
+        for option, default, _ in declared(EvaluateConfig):
             has_parts = any(f"{name}.".startswith(f"{option}.") for name in names)
             is_part = any(f"{option}.".startswith(f"{name}.") for name in names) and composed.get(option) != default
             if (has_parts or is_part) and not (source == COMMAND_LINE and isinstance(default, dict)):

@@ -8,7 +8,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from megatron_collab.config import Config, ConfigError, require
+from megatron_collab.config import ConfigError, PlayConfig, ServedConfig, require
 from megatron_collab.data import chat_template
 from megatron_collab.inference.served import architecture, gives_text
 from megatron_collab.launch import server_specs
@@ -21,10 +21,11 @@ from megatron_collab.runtime.trial import TrialError, run_trial
 _SECONDS = 10.0  # an ordinary template takes a hundredth of this, with its tokenizer a tenth
 
 
-def check_models(config: Config, shape: ModelShape, weights: bool = True) -> None:
+def check_models(config: PlayConfig, shape: ModelShape, weights: bool = True, plays: bool = True) -> None:
     """Checks model.path: `weights` of a model of `shape`, and a prompt; then the served models. Raises ConfigError.
 
-    Runs once per node: in its first rank, or for all ranks in the process that becomes their torchrun.
+    `plays`: whether conversations are played. Runs once per node: in its first rank, or for all ranks in the process
+    that becomes their torchrun.
     """
     if not _is_checking_process():
         return
@@ -38,21 +39,21 @@ def check_models(config: Config, shape: ModelShape, weights: bool = True) -> Non
     message = f"config.json: SGLang runs architectures={architecture(path)}, the trainer {expected}; correct it"
     require(architecture(path) in (expected, "none"), f"model.path={path}: {message}")
     _check_ids(path, "model.path", shape.vocab)
-    check_rendering(config, ())
-    check_served(config)
+    check_rendering(config, (), plays)
+    check_served(server_specs.served_models(config))
 
 
-def check_rendering(config: Config, tools: Sequence[Mapping[str, Any]]) -> None:
+def check_rendering(config: PlayConfig, tools: Sequence[Mapping[str, Any]], plays: bool = True) -> None:
     """Raises ConfigError unless model.path's tokenizer and chat template render a prompt with these tools in time."""
     if _is_checking_process():
         path = config.model.path
         chat_template.load_tokenizer(path, "model.path")  # loads it in this process, for the data readers
-        _try(partial(chat_template.policy_renderer, config, tools), f"model.path={path}", "its chat template")
+        _try(partial(chat_template.policy_renderer, config, tools, plays), f"model.path={path}", "its chat template")
 
 
-def check_served(config: Config) -> None:
-    """As `check_models`, for the served models beside the policy; only what SGLang requires of them."""
-    for group, model in server_specs.served_models(config).values() if _is_checking_process() else ():
+def check_served(served: Mapping[str, tuple[str, ServedConfig]]) -> None:
+    """As `check_models`, for the models `served` beside the policy; only what SGLang requires of them."""
+    for group, model in served.values() if _is_checking_process() else ():
         setting, folder = f"{group}.model", hub.folder(model.model)
         try:
             shape = hf_config.read(folder / "config.json") if gives_text(model.model) else None

@@ -16,10 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_collab import environments
-from megatron_collab.config import AlgoConfig, Config, ConfigError, changes, read_settings, require
+from megatron_collab.config import (
+    AlgoConfig,
+    Config,
+    ConfigError,
+    PlayConfig,
+    ServedConfig,
+    changes,
+    read_settings,
+    require,
+)
 from megatron_collab.config.extension import NoOptions
 from megatron_collab.config.load import leaves
-from megatron_collab.config.schema import BuildConfig
 from megatron_collab.data import sources
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.survey import TaskRequirements
@@ -29,6 +37,7 @@ from megatron_collab.launch.fork import fork
 from megatron_collab.launch.servers import check_arguments, idle_gpus
 from megatron_collab.launch.spec import RunSpec, run_spec
 from megatron_collab.launch.validate import check_model
+from megatron_collab.llm.endpoint import POLICY
 from megatron_collab.observability import evaluations, records
 from megatron_collab.rollout.task_requirements import USER, WEIGHTS, task_requirements
 from megatron_collab.rollout.tools.mcp_server import McpTools
@@ -58,7 +67,7 @@ _OF_POLICY_LOSS = (
 )
 
 
-def run_lock(config: Config) -> AbstractContextManager[object]:
+def run_lock(config: PlayConfig) -> AbstractContextManager[object]:
     """Lock run.dir for this run, in its first process and before anything else. Raises ConfigError if it is in use."""
     first = LAUNCHER not in os.environ and global_rank() == 0  # the process that became torchrun holds it for its ranks
     return RunLock(Path(config.run.dir)) if first else nullcontext()
@@ -69,10 +78,7 @@ def prepare(config: Config) -> RunSpec:
 
     Returns the settled settings. Raises ConfigError before anything is started.
     """
-    check_nodes(config, "megatron_collab.train")
-    message = "is only for `megatron-collab evaluate`; remove it"
-    require(config.assistant.model is None, f"assistant.model={config.assistant.model}: {message}")
-    require(config.build == BuildConfig(), "build: is only for `megatron-collab build-dataset`; remove it")
+    check_nodes(config, "megatron_collab.train", config.launch.nproc_per_node, config.train.stage == "rl")
     try:
         environments.prepare(config)
         _pin(config)
@@ -81,7 +87,7 @@ def prepare(config: Config) -> RunSpec:
             return spec
         shape = check_model(config, spec)
         check_same_run(config)
-        models.check_models(config, shape)
+        models.check_models(config, shape, plays=spec.play is not None)
         if spec.serving:
             check_arguments(spec.serving)
         schemas = spec.tools.schemas()
@@ -130,26 +136,27 @@ def without_effect(config: Config) -> list[str]:
     return lines
 
 
-def check_nodes(config: Config, module: str) -> None:
-    """Raises ConfigError if on several nodes torchrun was not started by hand, or Ray if conversations are played."""
+def check_nodes(config: PlayConfig, module: str, ranks: int = 1, plays: bool = True) -> None:
+    """Raises ConfigError if on several nodes torchrun was not started by hand, or Ray if the program `plays`.
+
+    `ranks`: of the program on a node.
+    """
     nodes = config.launch.nodes
     command = f"python -m megatron_collab.launch.torchrun --nnodes {nodes} --nproc-per-node"
     require(
         nodes == 1 or under_torchrun(),
         f"launch.nodes={nodes}: only this node's ranks can be started from here; start {command} "
-        f"{config.launch.nproc_per_node} … -m {module} on each node, or set launch.nodes=1",
+        f"{ranks} … -m {module} on each node, or set launch.nodes=1",
     )
     require(
-        nodes == 1 or config.train.stage != "rl" or "RAY_ADDRESS" in os.environ,
+        nodes == 1 or not plays or "RAY_ADDRESS" in os.environ,
         f"launch.nodes={nodes}: RAY_ADDRESS is not set, so Ray would run on one node only; start Ray on every node in "
         "this folder, and set RAY_ADDRESS to HOST:PORT of its head, or set launch.nodes=1",
     )
 
 
-def read_data(
-    config: Config, spec: RunSpec, schemas: Sequence[Mapping[str, Any]], trains: bool = True
-) -> list[SurveyedSources[Any]]:
-    """Read and check every row of data.train (if `trains`) and data.eval, its user, and the language models in use.
+def read_data(config: Config, spec: RunSpec, schemas: Sequence[Mapping[str, Any]]) -> list[SurveyedSources[Any]]:
+    """Read and check every row of data.train and data.eval; see `check_data`.
 
     `schemas`: the tools that the policy's prompt lists.
     Raises ConfigError, and ValueError or RunStopped for unreadable data.
@@ -157,26 +164,35 @@ def read_data(
     from megatron_collab.data import datasets
 
     requirements = partial(task_requirements, spec.play) if spec.play else lambda source: TaskRequirements()
-    data: list[SurveyedSources[Any]] = []
-    if trains:
-        data.append(datasets.TrainingData(config, spec.data.train, schemas, requirements))
+    data: list[SurveyedSources[Any]] = [datasets.TrainingData(config, spec.data.train, schemas, requirements)]
     if sets := spec.data.eval_sets:
-        data.append(datasets.SurveyedSources(config, "data.eval", sets, schemas, requirements))
+        stage = config.train.stage
+        data.append(datasets.SurveyedSources(config, "data.eval", sets, schemas, requirements, stage))
     if spec.play:
-        endpoints.check_recordings(config)
-        users = spec.play.users
-        examples = users_of_tasks(users, [source for dataset in data for source in _surveys(users, dataset)])
-        check_users(users, examples)
-        for dataset in data:
-            check_needs(config, dataset, trained=dataset.setting == "data.train")
-        if first_on_node():  # LiteLLM is slow to import
-            language_models = [*spec.endpoints_of(examples), *spec.judges, *spec.assistants]
-            endpoints.check_served(config, language_models)
-            unpriced = endpoints.check_prices(config, language_models)
-            endpoints.check_support(config, language_models)
-            for line in unpriced if global_rank() == 0 else ():
-                logger.warning(line)
+        check_data(config, spec, data)
     return data
+
+
+def check_data(config: PlayConfig, spec: RunSpec, data: Sequence[SurveyedSources[Any]]) -> None:
+    """Check the users and metrics of all tasks, and the language models in use. Raises ConfigError."""
+    assert spec.play and spec.serving
+    endpoints.check_recordings(config.llm, Path(config.run.dir))
+    users = spec.play.users
+    examples = users_of_tasks(users, [source for dataset in data for source in _surveys(users, dataset)])
+    check_users(users, examples)
+    for dataset in data:
+        check_needs(config, dataset, trained=dataset.setting == "data.train")
+    called = spec.endpoints_of(examples)
+    for user in called if not spec.serving.policy.placement.replicas else ():
+        message = f"{user.setting}={POLICY}: is not served if assistant.model is set; choose another"
+        require(user.endpoint.model != POLICY, message)
+    if first_on_node():  # LiteLLM is slow to import
+        language_models = [*called, *spec.judges, *spec.assistants]
+        endpoints.check_served(config, language_models)
+        unpriced = endpoints.check_prices(config, language_models)
+        endpoints.check_support(config, language_models)
+        for line in unpriced if global_rank() == 0 else ():
+            logger.warning(line)
 
 
 def compare_tools(run_dir: Path, spec: ToolSpec) -> None:
@@ -206,7 +222,7 @@ def users_of_tasks(users: UserDirectory, surveyed: Iterable[tuple[UserDirectory,
     return examples
 
 
-def check_needs(config: Config, data: SurveyedSources[Any], trained: bool) -> None:
+def check_needs(config: PlayConfig, data: SurveyedSources[Any], trained: bool) -> None:
     """Raises ConfigError if a source has no task that its user can play, or no `trained` source fits a weighted metric.
 
     Sources share the weights, and each metric picks its tasks (docs/decisions/0006-not-applying-is-not-missing.md).
@@ -247,12 +263,12 @@ def finished_steps(config: Config) -> int:
     return steps if isinstance(steps, int) and config.train.steps <= steps else 0
 
 
-def replace_by_torchrun(config: Config, module: str, arguments: list[str]) -> NoReturn:
-    """Replace this process by torchrun … -m `module` with the same arguments; does not return."""
+def replace_by_torchrun(ranks: int, module: str, arguments: list[str]) -> NoReturn:
+    """Replace this process by torchrun … -m `module` with `ranks` and the same arguments; does not return."""
     keys.put_away()
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), LAUNCHER: str(os.getpid())}
     command = [sys.executable, "-m", "megatron_collab.launch.torchrun", "--max-restarts=0"]
-    command += [f"--nproc-per-node={config.launch.nproc_per_node}", "-m", module, *arguments]
+    command += [f"--nproc-per-node={ranks}", "-m", module, *arguments]
     logger.debug(shlex.join(command))
     os.execve(sys.executable, command, environment)
 
@@ -267,14 +283,24 @@ def _pin(config: Config) -> None:
     data.eval = sources.pin_sources(data.eval, "data.eval", run_dir) if data.eval else data.eval
 
 
-def fetch_served_models(config: Config) -> None:
+def fetch_served_models(config: PlayConfig) -> None:
     """As `_pin`, for the served models beside the policy. Raises ConfigError if a reward model gives no score."""
-    for name, (group, model) in server_specs.served_models(config).items():
-        path = hub.fetch_model(model.model, f"{group}.model", Path(config.run.dir))
-        settings = config.servers[name] if name in config.servers else config.reward.metrics.get(name, {})
-        settings.update({key: path for key, value in settings.items() if value == model.model})
+    served, settings = server_specs.served_models(config), {**config.reward.metrics, **config.servers}
+    for name, path in fetch_models(served, settings, Path(config.run.dir)).items():
         fault = None if name in config.servers else score_fault(path)
-        require(fault is None, f"{group}.model={fault}")
+        require(fault is None, f"{served[name][0]}.model={fault}")
+
+
+def fetch_models(
+    served: Mapping[str, tuple[str, ServedConfig]], settings: Mapping[str, dict[str, Any]], run_dir: Path
+) -> dict[str, str]:
+    """The models `served`, downloaded to this node, by name; `settings`, by name, get their pinned names too."""
+    paths = {}
+    for name, (group, model) in served.items():
+        path = paths[name] = hub.fetch_model(model.model, f"{group}.model", run_dir)
+        entries = settings.get(name, {})
+        entries.update({key: path for key, value in entries.items() if value == model.model})
+    return paths
 
 
 def check_users(users: UserDirectory, examples: Mapping[str, str]) -> None:
@@ -286,7 +312,7 @@ def check_users(users: UserDirectory, examples: Mapping[str, str]) -> None:
     require(takes or not users.config.user.options, "user.options: no user of the tasks has options; remove them")
 
 
-def check_same_run(config: Config) -> None:
+def check_same_run(config: PlayConfig) -> None:
     """Raises ConfigError if run.dir has a run with incompatible settings, or its files or evaluations are damaged."""
     for change in changes(config):
         reason = f"holds a run with {change.setting}={change.before}, not {change.after}"

@@ -8,39 +8,43 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import ConfigError, PlayConfig
 from megatron_collab.launch import prepare
 from megatron_collab.launch.help import composed_settings, help_text
 from megatron_collab.runtime import console, keys, network, process, signals
 
 logger = logging.getLogger(__name__)
 
-Prepared = tuple[Config, Callable[[], None]]  # the settings, and the function that every rank runs
+# The settings, the number of ranks on a node, and the function that every rank runs.
+Prepared = tuple[PlayConfig, int, Callable[[], None]]
 Prepare = Callable[[list[str], ExitStack], Prepared | str]
 
 
-def run(module: str, description: str | None, arguments: list[str], prepared: Prepare) -> int:
+def run(
+    module: str, description: str | None, program: type[PlayConfig], arguments: list[str], prepared: Prepare
+) -> int:
     """Run `python -m module arguments`, under torchrun unless torchrun already started it; returns the exit code.
 
-    `prepared` checks the arguments (ConfigError) and returns the work, or a message if there is none. Contexts that it
-    enters (run.dir's lock) stay open until the program ends, also as torchrun.
+    `program`: the class of its options. `prepared` checks the arguments (ConfigError) and returns the work, or a
+    message if there is none. Contexts that it enters (run.dir's lock) stay open until the program ends, also as
+    torchrun.
     """
     arguments = console.take_flags(arguments)
     console.begin(f"rank {process.global_rank()}" if process.global_rank() else "")
     os.environ |= network.without_proxy()
     if process.under_torchrun():
         keys.put_away()  # launch.torchrun has done so, another torchrun has not
-    with ExitStack() as resources:
-        return _run(module, description, arguments, partial(prepared, arguments, resources))
-
-
-def _run(module: str, description: str | None, arguments: list[str], prepared: Callable[[], Prepared | str]) -> int:
     if "--help" in arguments:
-        print(help_text(description))
+        print(help_text(description, program))
         return 0
+    with ExitStack() as resources:
+        return _run(module, program, arguments, partial(prepared, arguments, resources))
+
+
+def _run(module: str, program: type[PlayConfig], arguments: list[str], prepared: Callable[[], Prepared | str]) -> int:
     try:
         if "--cfg" in arguments:
-            print(composed_settings([argument for argument in arguments if argument != "--cfg"]))
+            print(composed_settings([argument for argument in arguments if argument != "--cfg"], program))
             return 0
         with keys.in_environment():  # settings refer to keys, and the Hub needs one
             outcome = prepared()
@@ -51,9 +55,9 @@ def _run(module: str, description: str | None, arguments: list[str], prepared: C
     if isinstance(outcome, str):
         logger.info(outcome)
         return 0
-    config, work = outcome
+    config, ranks, work = outcome
     if not process.under_torchrun():
-        prepare.replace_by_torchrun(config, module, arguments)
+        prepare.replace_by_torchrun(ranks, module, arguments)
     os.environ |= network.variables(config.launch.interface)
     process.die_with_parent(int(os.environ.get(process.LAUNCHER, "0")))  # 0: torchrun was started by hand
     signals.keep_notices(process.global_rank(), config.launch.grace)

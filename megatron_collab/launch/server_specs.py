@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from megatron_collab.config import Config, ServedConfig, build, require
+from megatron_collab.config import CallConfig, Config, EvaluateConfig, PlayConfig, ServedConfig, build, require
 from megatron_collab.inference import adapters
 from megatron_collab.inference.served import gives_text
 from megatron_collab.inference.spec import (
@@ -28,23 +28,29 @@ from megatron_collab.reward import metrics
 
 def training(config: Config) -> ServingSpec:
     """What a training run serves. Raises ConfigError."""
-    trainer = config.launch.nproc_per_node
-    policy = _policy(config, trainer)
-    return ServingSpec(policy, _client(config), _others(config, trainer, policy.placement.end))
+    trainer, server, lora = config.launch.nproc_per_node, config.rollout.server, config.model.lora
+    policy = replace(
+        _policy(config, trainer, shared=trainer if server.colocated else 0),
+        fp8=server.fp8,
+        adapters=ServedAdapters(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank and lora.served else None,
+        returns_experts=config.rollout.routing_replay,
+    )
+    client = replace(_client(config), adapter=adapters.NAME if lora.served else None)
+    return ServingSpec(policy, client, _others(config, trainer, policy.placement.end))
 
 
-def evaluation(config: Config) -> ServingSpec:
+def evaluation(config: EvaluateConfig) -> ServingSpec:
     """What an evaluation serves: as there is no trainer, the servers have all devices. Raises ConfigError.
 
     The policy has no servers if assistant.model takes its place.
     """
-    policy = _policy(config, trainer=0)
+    policy = _policy(config)
     if config.assistant.model:
         policy = replace(policy, placement=replace(policy.placement, replicas=0))
     return ServingSpec(policy, _client(config), _others(config, 0, policy.placement.end))
 
 
-def server_entries(config: Config) -> dict[str, ServedConfig]:
+def server_entries(config: CallConfig) -> dict[str, ServedConfig]:
     """The entries of `servers`. Raises ConfigError naming the setting that is refused."""
     models = {}
     for name, settings in config.servers.items():
@@ -57,13 +63,18 @@ def server_entries(config: Config) -> dict[str, ServedConfig]:
     return models
 
 
-def served_models(config: Config) -> dict[str, tuple[str, ServedConfig]]:
-    """The models, other than the policy, that the run serves: by name, the group of its settings and the model.
+def served_entries(config: CallConfig) -> dict[str, tuple[str, ServedConfig]]:
+    """The entries of `servers` to serve: by name, the group of its settings and the model.
 
-    These are the entries of `servers` and the models of metrics, by metric name. Empty if llm.offline: recorded calls
-    answer everything. Raises ConfigError.
+    Empty if llm.offline: recorded calls answer everything. Raises ConfigError.
     """
     models = {name: (f"servers.{name}", model) for name, model in server_entries(config).items()}
+    return {} if config.llm.offline else models
+
+
+def served_models(config: PlayConfig) -> dict[str, tuple[str, ServedConfig]]:
+    """As `served_entries`, with the models of metrics by the metric's name: all models besides the policy."""
+    models = served_entries(config)
     if config.llm.offline:
         return {}
     for name, model in metrics.served_models(config.reward).items():
@@ -74,35 +85,35 @@ def served_models(config: Config) -> dict[str, tuple[str, ServedConfig]]:
     return models
 
 
-def served_alone(config: Config, name: str) -> ServerSpec:
-    """The servers of the entry `name` of `servers`, in a program that serves nothing else. Raises ConfigError."""
+def served_alone(config: CallConfig, name: str, folder: Path) -> ServerSpec:
+    """The servers of the entry `name` of `servers`, in a program that serves nothing else; `folder`: for their logs.
+
+    Raises ConfigError.
+    """
     model = server_entries(config)[name]
-    return _other(config, name, f"servers.{name}", model, Placement(model.replicas, model.tp))
+    placement = Placement(model.replicas, model.tp)
+    return _other(config, name, f"servers.{name}", model, placement, _host(config, folder))
 
 
-def _policy(config: Config, trainer: int) -> ServerSpec:
-    """The policy's servers; `trainer`: number of devices of a node that the trainer uses."""
-    server, lora = config.rollout.server, config.model.lora
-    rank = lora.rank if lora.served else None
+def _policy(config: PlayConfig, trainer: int = 0, shared: int = 0) -> ServerSpec:
+    """The policy's servers; `trainer`: devices of a node that the trainer uses, `shared`: those that it shares."""
+    server = config.rollout.server
     return ServerSpec(
         setting="rollout.server",
         model=config.model.path,
         dtype=config.model.dtype,
-        placement=_policy_placement(config, trainer),
-        host=replace(_host(config), port=server.port),
+        placement=_policy_placement(config, trainer, shared),
+        host=replace(_host(config, Path(config.run.dir)), port=server.port),
         max_running_requests=server.max_running_requests,
         context_length=config.rollout.context_length,
         max_total_tokens=server.max_total_tokens,
         ep=server.ep,
         seed=config.run.seed,
-        fp8=server.fp8,
-        adapters=None if rank is None else ServedAdapters(rank, lora.alpha, tuple(lora.targets)),
-        returns_experts=config.rollout.routing_replay,
         args=server.args,
     )
 
 
-def _policy_placement(config: Config, trainer: int) -> Placement:
+def _policy_placement(config: PlayConfig, trainer: int, shared: int) -> Placement:
     check = partial(require, config=config)
     server, nodes = config.rollout.server, config.launch.nodes
     check(server.tp % server.ep == 0, "<rollout.server.ep>: does not divide <rollout.server.tp>; choose a divisor")
@@ -119,21 +130,22 @@ def _policy_placement(config: Config, trainer: int) -> Placement:
         "<rollout.server.replicas> x <rollout.server.nnodes>: is not a multiple of <launch.nodes>; change one of them"
     )
     check(server.replicas * server.nnodes % nodes == 0, message)
-    shared = trainer if server.colocated else 0
     return Placement(server.replicas, server.tp, server.nnodes, nodes, shared, first=trainer)
 
 
-def _others(config: Config, trainer: int, first: int) -> dict[str, ServerSpec]:
+def _others(config: PlayConfig, trainer: int, first: int) -> dict[str, ServerSpec]:
     """The servers of the models besides the policy, all on the first node; `first`: their first device."""
     specs: dict[str, ServerSpec] = {}
     for name, (setting, model) in served_models(config).items():
         placement = Placement(model.replicas, model.tp, shared=trainer if model.colocated else 0, first=first)
-        specs[name] = _other(config, name, setting, model, placement)
+        specs[name] = _other(config, name, setting, model, placement, _host(config, Path(config.run.dir)))
         first = first if placement.colocated else placement.end
     return specs
 
 
-def _other(config: Config, name: str, setting: str, model: ServedConfig, placement: Placement) -> ServerSpec:
+def _other(
+    config: CallConfig, name: str, setting: str, model: ServedConfig, placement: Placement, host: ServerHost
+) -> ServerSpec:
     message = f"{setting}.ep={model.ep}: does not divide {setting}.tp={model.tp}; choose a divisor"
     require(model.tp % model.ep == 0, message)
     return ServerSpec(
@@ -141,7 +153,7 @@ def _other(config: Config, name: str, setting: str, model: ServedConfig, placeme
         model=model.model,
         dtype=config.model.dtype,
         placement=placement,
-        host=_host(config),
+        host=host,
         max_running_requests=model.max_running_requests,
         context_length=config.rollout.context_length,
         max_total_tokens=model.max_total_tokens,
@@ -153,11 +165,11 @@ def _other(config: Config, name: str, setting: str, model: ServedConfig, placeme
     )
 
 
-def _host(config: Config) -> ServerHost:
+def _host(config: CallConfig, folder: Path) -> ServerHost:
     launch, start_timeout = config.launch, config.rollout.server.start_timeout
-    return ServerHost(launch.device, launch.interface, Path(config.run.dir), start_timeout, launch.timeout / 4)
+    return ServerHost(launch.device, launch.interface, folder, start_timeout, launch.timeout / 4)
 
 
-def _client(config: Config) -> ClientSpec:
-    rollout, adapter = config.rollout, adapters.NAME if config.model.lora.served else None
-    return ClientSpec(rollout.turn_timeout, rollout.tool_parser, bool(rollout.tools or rollout.mcp_servers), adapter)
+def _client(config: PlayConfig) -> ClientSpec:
+    rollout = config.rollout
+    return ClientSpec(rollout.turn_timeout, rollout.tool_parser, bool(rollout.tools or rollout.mcp_servers))

@@ -6,14 +6,15 @@ import os
 import re
 from functools import partial
 
-from megatron_collab.config import Config, nearest, require
+from megatron_collab.config import Config, PlayConfig, nearest, require
 from megatron_collab.inference import server_args
 from megatron_collab.inference.served import score_fault
 from megatron_collab.inference.server import refusal
-from megatron_collab.inference.spec import ServerSpec, ServingSpec
+from megatron_collab.inference.spec import Placement, ServerSpec, ServingSpec
 from megatron_collab.launch import server_specs
 from megatron_collab.llm.endpoint import SERVED
 from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.models.parallel_layout import TrainerLayout
 from megatron_collab.reward import metrics
 from megatron_collab.runtime import device
 from megatron_collab.runtime.process import first_on_node
@@ -26,7 +27,7 @@ _EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 
 
 def check_servers(config: Config, serving: ServingSpec) -> None:
-    """Checks that need neither the model nor this machine. Raises ConfigError."""
+    """Checks of servers and trainer that need neither the model nor this machine. Raises ConfigError."""
     check = partial(require, config=config)
     policy, placement, colocated = serving.policy, serving.policy.placement, serving.policy.placement.colocated
     check(
@@ -45,8 +46,13 @@ def check_servers(config: Config, serving: ServingSpec) -> None:
         message = "<model.lora.serve>: with <rollout.server.nnodes> nodes disagree on an adapter's id; set it to merged"
         check(placement.nnodes == 1, message)
     in_turn = config.rollout.max_staleness == 0
-    _check_conflicts(serving, on_cpu=config.launch.device == "cpu")
-    _check_served_models(config, serving)
+    for spec in serving.others.values():
+        message = f"{spec.setting}.colocated=true: <rollout.max_staleness> samples while the trainer trains; set it to "
+        check(not spec.placement.colocated or in_turn, f"{message}false")
+        count = spec.placement.node_ranks
+        message = f"{spec.setting}.replicas x {spec.setting}.tp: needs {count} devices, and the trainer has "
+        out = f"<launch.nproc_per_node>; lower one of them, or set {spec.setting}.colocated=false"
+        check(not spec.placement.colocated or count <= spec.placement.shared, message + out)
     message = "<rollout.max_staleness>: servers need devices of their own; set rollout.server.colocated=false, or 0"
     check(in_turn or not colocated, message)
     message = "<rollout.max_staleness>: needs an importance correction; set algo.correction=truncated, or 0"
@@ -71,7 +77,7 @@ def _check_transport(config: Config, policy: ServerSpec) -> None:
 
 
 def check_servers_on_machine(config: Config, serving: ServingSpec) -> None:
-    """Checks the devices and libraries that the servers need. Raises ConfigError."""
+    """As `check_gpus`, for servers beside a trainer. Raises ConfigError."""
     check = partial(require, config=config)
     policy, placement = serving.policy, serving.policy.placement
     on_gpus = device.select(config.launch.device).type == device.GPU
@@ -92,15 +98,12 @@ def check_servers_on_machine(config: Config, serving: ServingSpec) -> None:
             f"{name}={value}: the servers open memory of the trainer, which this forbids; unset it",
         )
     gpus = device.count()
-    _check_served_on_gpus(serving, gpus)
-    nodes = " / <launch.nodes>" if placement.nodes > 1 else ""
-    servers = f"<rollout.server.replicas> x <rollout.server.tp>{nodes}"
     check(
-        placement.colocated or placement.first == 0 or placement.end <= gpus,
-        f"{servers}: with <rollout.server.colocated> they need GPUs besides <launch.nproc_per_node>, more than the "
-        f"{gpus} of this node; lower one of them, or set rollout.server.colocated=true",
+        placement.colocated or placement.end <= gpus,
+        f"{_ranks_of(placement)}: with <rollout.server.colocated> they need GPUs besides <launch.nproc_per_node>, more "
+        f"than the {gpus} of this node; lower one of them, or set rollout.server.colocated=true",
     )
-    check(placement.node_ranks <= gpus, f"{servers}: needs more than the {gpus} GPUs of this node; lower one of them")
+    check_gpus(config, serving)
     if not placement.colocated:
         return
     single_server = placement.per_node <= 1  # a single server may use devices without ranks
@@ -119,8 +122,25 @@ def check_servers_on_machine(config: Config, serving: ServingSpec) -> None:
     check(policy.max_total_tokens is not None, f"rollout.server.max_total_tokens: {message}")
 
 
-def check_servers_of_model(config: Config, policy: ServerSpec, shape: ModelShape) -> None:
-    """Checks the sizes of the model against the layout of a server. Raises ConfigError."""
+def check_gpus(config: PlayConfig, serving: ServingSpec) -> None:
+    """Checks the GPUs and libraries that the servers need, unless they run on the CPU. Raises ConfigError."""
+    if device.select(config.launch.device).type != device.GPU:
+        return
+    gpus, placement = device.count(), serving.policy.placement
+    _check_served_on_gpus(serving, gpus)
+    message = f"{_ranks_of(placement)}: needs more than the {gpus} GPUs of this node; lower one of them"
+    require(placement.node_ranks <= gpus, message, config)
+
+
+def _ranks_of(placement: Placement) -> str:
+    nodes = " / <launch.nodes>" if placement.nodes > 1 else ""
+    return f"<rollout.server.replicas> x <rollout.server.tp>{nodes}"
+
+
+def check_servers_of_model(
+    config: PlayConfig, policy: ServerSpec, shape: ModelShape, trainer: TrainerLayout | None
+) -> None:
+    """Checks the sizes of the model against the layout of a server and of the trainer, if any. Raises ConfigError."""
     check = partial(require, config=config)
     message = f"<rollout.context_length>: the model has {shape.max_positions} positions; choose at most as many"
     check(policy.context_length <= shape.max_positions, message)
@@ -128,7 +148,7 @@ def check_servers_of_model(config: Config, policy: ServerSpec, shape: ModelShape
     check(shape.experts is not None or not policy.returns_experts, message)
     layout = policy.layout
     check(layout.ep == 1 or shape.experts is not None, "<rollout.server.ep>: the model has no experts; set 1")
-    fault = plan.layout_fault(shape, plan.trainer_layout(config), layout)
+    fault = plan.layout_fault(shape, trainer, layout)
     require(fault is None, fault or "")
 
 
@@ -169,15 +189,9 @@ def _check_conflicts(serving: ServingSpec, on_cpu: bool) -> None:
         require(fault is None, fault or "")
 
 
-def _check_served_models(config: Config, serving: ServingSpec) -> None:
-    """Checks the served models beside the policy that do not need this machine. Raises ConfigError."""
-    for spec in serving.others.values():
-        message = f"{spec.setting}.colocated=true: <rollout.max_staleness> samples while the trainer trains; set it to "
-        require(not spec.placement.colocated or config.rollout.max_staleness == 0, f"{message}false", config)
-        count = spec.placement.node_ranks
-        message = f"{spec.setting}.replicas x {spec.setting}.tp: needs {count} devices, and the trainer has "
-        out = f"<launch.nproc_per_node>; lower one of them, or set {spec.setting}.colocated=false"
-        require(not spec.placement.colocated or count <= spec.placement.shared, message + out, config)
+def check_served(config: PlayConfig, serving: ServingSpec) -> None:
+    """Checks of what is served that need neither a trainer nor this machine. Raises ConfigError."""
+    _check_conflicts(serving, on_cpu=config.launch.device == "cpu")
     scorers = {} if config.llm.offline else metrics.scorers(metrics.scored_metrics(config.reward))
     for metric, name in scorers.items():
         if name in serving.others and serving.others[name].setting == f"reward.metrics.{metric}":  # its own server

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from megatron_collab import environments
 from megatron_collab.checkpoint.checkpointer import Checkpoints
 from megatron_collab.checkpoint.hf import save_hf
 from megatron_collab.checkpoint.storage import LATEST
-from megatron_collab.config import Config
+from megatron_collab.config import Config, PlayConfig
 from megatron_collab.data.datasets import SupervisedData
 from megatron_collab.observability.run import Run
 from megatron_collab.runtime import hang_detector, hub, rank0, signals
@@ -27,28 +27,44 @@ logger = logging.getLogger(__name__)
 
 
 class Session(ExitStack):
-    """Context of a run on every rank, entered after the imports; closes the parts that it entered in reverse order.
-
-    `run` (the folder) and `checkpoints` exist once `resume` has been called.
-    """
-
-    run: Run
-    checkpoints: Checkpoints
+    """Context of a run on every rank, entered after the imports; closes the parts that it entered in reverse order."""
 
     enter = ExitStack.enter_context
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: PlayConfig) -> None:
         super().__init__()
         self.config = config
         self._folder = Path(config.run.dir) / "checkpoints"
-        self._start = 0
-        self._resumed: dict[str, Any] = {}
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         imports_done()
         self.enter(hang_detector.watch(self.config))
         self.enter(parallel.leader_ends_first(self.config.launch.timeout, self.explain))
         return self
+
+    def explain(self, error: RunStopped) -> None:
+        """Print in one line why the run ends."""
+        reason = str(error)
+        if isinstance(error, Preempted):
+            latest = self._folder / LATEST
+            saved = latest.read_text().strip() if latest.is_file() else "no step"
+            assert signals.notice is not None
+            seconds = f"{time.monotonic() - signals.notice.received:.1f} s after the notice"
+            reason += f"; saved {saved} and all groups finished since, {seconds}"
+        logger.error(redact(reason))
+
+
+class TrainingSession(Session):
+    """The session of a training; `run` (the folder) and `checkpoints` exist once `resume` has been called."""
+
+    config: Config
+    run: Run
+    checkpoints: Checkpoints
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._start = 0
+        self._resumed: dict[str, Any] = {}
 
     def resume(self, trainer: PolicyTrainer) -> int:
         """The step to continue from, with `trainer` loaded from the newest checkpoint; 0 in a new run. Collective."""
@@ -103,14 +119,3 @@ class Session(ExitStack):
         """Write the trained model as a Hugging Face folder, the result and the report; collective."""
         save_hf(trainer.chunks, Path(self.config.run.dir) / "hf", hub.folder(self.config.model.path))
         self.run.finish()
-
-    def explain(self, error: RunStopped) -> None:
-        """Print in one line why the run ends."""
-        reason = str(error)
-        if isinstance(error, Preempted):
-            latest = self._folder / LATEST
-            saved = latest.read_text().strip() if latest.is_file() else "no step"
-            assert signals.notice is not None
-            seconds = f"{time.monotonic() - signals.notice.received:.1f} s after the notice"
-            reason += f"; saved {saved} and all groups finished since, {seconds}"
-        logger.error(redact(reason))

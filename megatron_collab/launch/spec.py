@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_collab.config import Config
-from megatron_collab.data.spec import DataSpec, data_spec
+from megatron_collab.config import BuildDatasetConfig, Config, EvaluateConfig, PlayConfig, read_prompt
+from megatron_collab.data.assistants import assistant_configs
+from megatron_collab.data.evaluation import EvaluationSet
+from megatron_collab.data.spec import DataSpec, data_spec, evaluation_data
 from megatron_collab.inference.spec import ServingSpec
 from megatron_collab.launch import server_specs
+from megatron_collab.launch.prompts import check_prompts
 from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.llm_endpoints import NamedEndpoint
 from megatron_collab.rollout.player import PlaySpec
-from megatron_collab.rollout.spec import play_spec
+from megatron_collab.rollout.spec import evaluation_play, play_spec
 from megatron_collab.rollout.tools.toolbox import ToolSpec
 
 
@@ -38,15 +41,46 @@ class RunSpec:
         return llm_endpoints.user_endpoints(self.play.users, names) if self.play else []
 
 
-def run_spec(config: Config, evaluates: bool = False) -> RunSpec:
-    """The settled settings; again after Hub names are pinned. Raises ConfigError naming the setting that is refused.
-
-    `evaluates`: the run is an evaluation, without a trainer.
-    """
+def run_spec(config: Config) -> RunSpec:
+    """The settled settings of a training; again after Hub names are pinned. Raises ConfigError naming the setting that
+    is refused."""
+    check_prompts(config)
     data = data_spec(config)
     if config.train.stage != "rl":
         return RunSpec(data)
-    play = play_spec(config)
-    serving = server_specs.evaluation(config) if evaluates else server_specs.training(config)
-    judges = llm_endpoints.judge_endpoints(play.reward.metrics, config.reward.judge)
-    return RunSpec(data, play, serving, judges, llm_endpoints.assistant_endpoints(config, data.eval_sets))
+    return _played(config, data, play_spec(config), server_specs.training(config))
+
+
+def evaluation_spec(config: EvaluateConfig) -> RunSpec:
+    """As `run_spec`, for an evaluation, without a trainer."""
+    check_prompts(config)
+    spec = _played(config, evaluation_data(config), evaluation_play(config), server_specs.evaluation(config))
+    return replace(spec, assistants=llm_endpoints.assistant_endpoints(config.assistant, spec.data.eval_sets))
+
+
+def building_spec(config: BuildDatasetConfig) -> RunSpec:
+    """As `evaluation_spec`, for a build of a data set: the candidates of a turn are the rollouts of a group."""
+    spec, building = evaluation_spec(config), config.build
+    assert spec.play
+    prompt = read_prompt("build.prompt", building.prompt, "collaborator", ()) if building.proactive else None
+    play = replace(
+        spec.play,
+        rollouts=building.candidates,
+        assistants=assistant_configs(config) or spec.play.assistants,
+        proactive_share=building.proactive,
+        proactive_prompt=prompt.render().strip() if prompt else "",
+    )
+    return replace(spec, play=play, assistants=building_assistants(config, spec.data.eval_sets))
+
+
+def building_assistants(config: BuildDatasetConfig, eval_sets: Sequence[EvaluationSet]) -> list[NamedEndpoint]:
+    """The language models that write candidates."""
+    by_name = assistant_configs(config)
+    if not by_name:
+        return llm_endpoints.assistant_endpoints(config.assistant, eval_sets)
+    groups = ((f"build.assistants.{name}", endpoint) for name, endpoint in by_name.items() if endpoint)
+    return [NamedEndpoint(f"{group}.model", group, endpoint) for group, endpoint in groups]
+
+
+def _played(config: PlayConfig, data: DataSpec, play: PlaySpec, serving: ServingSpec) -> RunSpec:
+    return RunSpec(data, play, serving, llm_endpoints.judge_endpoints(play.reward.metrics, config.reward.judge))

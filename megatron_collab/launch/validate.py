@@ -15,7 +15,8 @@ from megatron_collab.algo.policy_loss import PolicyLoss
 from megatron_collab.config import (
     Config,
     ConfigError,
-    ModelConfig,
+    PlayConfig,
+    TrainingModelConfig,
     check_declared,
     compose,
     nearest,
@@ -28,9 +29,8 @@ from megatron_collab.config.load import leaves
 from megatron_collab.data import sources
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.formats import STAGES
-from megatron_collab.launch import endpoints
+from megatron_collab.launch import endpoints, servers
 from megatron_collab.launch.machine import check_processes
-from megatron_collab.launch.servers import check_servers, check_servers_of_model, check_servers_on_machine
 from megatron_collab.launch.spec import RunSpec, run_spec
 from megatron_collab.models import hf_config, lora, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
@@ -39,6 +39,7 @@ from megatron_collab.rollout.users import DEFAULT, split_user
 from megatron_collab.rollout.users.llm import users_prompt
 from megatron_collab.runtime import device, gpu_environment, hub, network
 from megatron_collab.runtime.redact import redacted
+from megatron_collab.weight_sync.plan import trainer_layout
 
 # recipe: compute capability from which TransformerEngine 2.20 supports it, the first without support, and the reason
 _FP8_DEVICES: dict[str, tuple[tuple[int, int], tuple[int, int], str]] = {
@@ -69,7 +70,7 @@ def validate(config: Config) -> None:
     check_layout_on_machine(config)
     check_processes(config)
     if spec.serving:
-        check_servers_on_machine(config, spec.serving)
+        servers.check_servers_on_machine(config, spec.serving)
     makes_world = config.data.world is not None
     if not (makes_world or hub.parse(config.model.path)) or Path(config.model.path).exists():
         check_model(config, spec)
@@ -83,17 +84,10 @@ def validate(config: Config) -> None:
     require(not uses_wandb(config.run) or find_spec("wandb") is not None, message, config)
 
 
-def check_settings(config: Config, evaluates: bool = False) -> RunSpec:
+def check_settings(config: Config) -> RunSpec:
     """The settled settings (see spec.py), after the checks of `validate` that do not depend on the machine."""
     check = partial(require, config=config)
-    refuse_keys(asdict(config))
-    check_declared(config)
-    message = "<launch.nodes>: needs launch.interface, the network interface between nodes, e.g. ib0"
-    check(config.launch.nodes == 1 or config.launch.interface is not None, message)
-    for setting in ("reward.mode", "algo.loss", "data.world", "data.format", "publish.transport", "rollout.player"):
-        options = attrgetter(f"{setting}_options")(config)
-        message = f"{setting}_options: <{setting}> has no options; remove them"
-        check(not options or ":" in str(attrgetter(setting)(config)), message)
+    check_options(config, "algo.loss", "publish.transport")
     reads = STAGES[config.train.stage]
     message = f"<data.format>: custom readers give tasks, and <train.stage> reads {reads}s; set it to auto"
     check(":" not in config.data.format or config.train.stage == "rl", message)
@@ -107,7 +101,7 @@ def check_settings(config: Config, evaluates: bool = False) -> RunSpec:
     message = f"<rollout.routing_replay>: {train.stage} samples no tokens to replay; set it to false"
     check(train.stage == "rl" or not rollout.routing_replay, message)
     check_layout(config)
-    spec = run_spec(config, evaluates)
+    spec = run_spec(config)
     if not spec.play:
         _check_no_play(config, spec.data.eval_sets)
     _check_best(config, spec.data.eval_sets)
@@ -119,13 +113,40 @@ def check_settings(config: Config, evaluates: bool = False) -> RunSpec:
     message = "<algo.dpo.refresh>: with <model.lora.rank> the reference is the model without adapters; set it to 0"
     check(config.objective != "dpo" or dpo.refresh == 0 or config.model.lora.rank is None, message)
     if spec.play and spec.serving:
-        check_reward(config, spec.play.reward)
-        _check_rollouts(config, spec.data.eval_sets)
+        check_played(config, spec)
+        _check_trained_turns(config)
         (_check_algo if config.objective == "policy" else _check_choice)(config)
-        check_servers(config, spec.serving)
-        endpoints.check_settings(config, spec.play.users.settings, spec.assistants)
-        _check_llm_endpoints(config, spec)
+        servers.check_servers(config, spec.serving)
     return spec
+
+
+def check_options(config: PlayConfig, *extensible: str) -> None:
+    """The first checks of any program that plays conversations: single options. Raises ConfigError.
+
+    `extensible`: further settings that may name a class, whose options are in NAME_options.
+    """
+    check = partial(require, config=config)
+    refuse_keys(asdict(config))
+    check_declared(config)
+    message = "<launch.nodes>: needs launch.interface, the network interface between nodes, e.g. ib0"
+    check(config.launch.nodes == 1 or config.launch.interface is not None, message)
+    for setting in ("reward.mode", "data.world", "data.format", "rollout.player", *extensible):
+        options = attrgetter(f"{setting}_options")(config)
+        message = f"{setting}_options: <{setting}> has no options; remove them"
+        check(not options or ":" in str(attrgetter(setting)(config)), message)
+
+
+def check_played(config: PlayConfig, spec: RunSpec) -> None:
+    """Checks of reward, turns, what is served and called, in any program that plays conversations.
+
+    Raises ConfigError.
+    """
+    assert spec.play and spec.serving
+    check_reward(config, spec.play.reward)
+    _check_turns(config, spec.data.eval_sets)
+    servers.check_served(config, spec.serving)
+    endpoints.check_settings(config, spec.play.users.settings)
+    _check_llm_endpoints(config, spec)
 
 
 def refuse_keys(settings: Mapping[str, Any]) -> None:
@@ -176,7 +197,7 @@ def _check_best(config: Config, eval_sets: Sequence[EvaluationSet]) -> None:
     require(aligned, f"{message} <train.checkpoint_every>", config)
 
 
-def check_reward(config: Config, spec: RewardSpec) -> None:
+def check_reward(config: PlayConfig, spec: RewardSpec) -> None:
     """Checks the metrics and the reward formula. Raises ConfigError."""
     check = partial(require, config=config)
     reward, weights = config.reward, config.reward.weights
@@ -196,7 +217,7 @@ def check_reward(config: Config, spec: RewardSpec) -> None:
     check(not reward.clamp or clamps, "reward.clamp: <reward.mode> does not clamp; remove one of them")
 
 
-def _check_llm_endpoints(config: Config, spec: RunSpec) -> None:
+def _check_llm_endpoints(config: PlayConfig, spec: RunSpec) -> None:
     """Checks the models of users, judges and assistant before the tasks are read; tasks may name further users."""
     users = [*config.users, *(["llm"] if config.user.model else [])]
     language_models = [*spec.endpoints_of(users), *spec.judges, *spec.assistants]
@@ -204,14 +225,18 @@ def _check_llm_endpoints(config: Config, spec: RunSpec) -> None:
     endpoints.check_prices(config, language_models)
 
 
-def _check_rollouts(config: Config, eval_sets: Sequence[EvaluationSet]) -> None:
-    check = partial(require, config=config)
-    rollout = config.rollout
+def _check_trained_turns(config: Config) -> None:
+    check, rollout = partial(require, config=config), config.rollout
     if rollout.train_turns == "all":
         check(rollout.futures > 1, "<rollout.train_turns>: compares sibling futures; set rollout.futures to 2 or more")
         message = "<rollout.train_turns> trains these turns too; set it to <rollout.turn.temperature>"
         same = rollout.turn.temperature == rollout.future.temperature
         check(same, f"<rollout.future.temperature>: {message}")
+
+
+def _check_turns(config: PlayConfig, eval_sets: Sequence[EvaluationSet]) -> None:
+    check = partial(require, config=config)
+    rollout = config.rollout
     message = "with rollout.futures=0 these rewards are credited to their turns already; set it to 0"
     credited_once = rollout.futures > 0 or not config.reward.weights.get("turn_rewards")
     check(credited_once, f"reward.weights.turn_rewards: {message}")
@@ -278,19 +303,24 @@ def _check_choice(config: Config) -> None:
 
 def check_model(config: Config, spec: RunSpec, described: Path | None = None) -> ModelShape:
     """Checks the model against the layouts; returns its shape, from its config.json or from the file `described`."""
+    shape = read_shape(config, described)
+    check_layout_of_model(config, shape)
+    if spec.serving:
+        servers.check_servers_of_model(config, spec.serving.policy, shape, trainer_layout(config))
+    return shape
+
+
+def read_shape(config: PlayConfig, described: Path | None = None) -> ModelShape:
+    """The shape of model.path, from its config.json or from the file `described`. Raises ConfigError."""
     path = config.model.path
     file = described or hub.folder(path) / "config.json"
     hint = "; experiment=booking_sft trains the model booking starts from" if config.data.world == "booking" else ""
     out = "give the folder of a Hugging Face model, or OWNER/NAME of the Hub"
     require(file.is_file(), f"model.path={path}: no config.json there; {out}{hint}")
     try:
-        shape = hf_config.read(file)
+        return hf_config.read(file)
     except ValueError as error:
         raise ConfigError(f"model.path={path}: {error}; give another model") from error
-    check_layout_of_model(config, shape)
-    if spec.serving:
-        check_servers_of_model(config, spec.serving.policy, shape)
-    return shape
 
 
 def check_layout(config: Config) -> None:
@@ -325,7 +355,7 @@ def check_layout(config: Config) -> None:
     check(model.lora.serve == "merged" or model.lora.rank is not None, message)
     if not model.fp8:
         for setting in ("fp8_recipe", "fp8_params", "fp8_skip_first", "fp8_skip_last"):
-            default = getattr(model, setting) == getattr(ModelConfig, setting)
+            default = getattr(model, setting) == getattr(TrainingModelConfig, setting)
             check(default, f"<model.{setting}>: needs model.fp8; set model.fp8=hybrid")
         return
     check(model.dtype == "bfloat16", f"<model.fp8>: needs model.dtype=bfloat16, not {model.dtype}; set model.fp8=null")

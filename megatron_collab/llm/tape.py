@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import Config
-from megatron_collab.llm.answer import AnswerTooLong, LlmError
+from megatron_collab.config import LlmConfig
+from megatron_collab.llm.answer import AnswerTooLong, LlmError, short
 from megatron_collab.llm.caller import Caller, caller
 from megatron_collab.llm.recording import Call, CallKey, Recording, Shard, Usage
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.runtime.redact import redact, redacted
 
 _MOST_COMPARED = 2000  # calls that are searched for the nearest one
-_LONGEST_SHOWN = 60  # characters of a text
 _MESSAGES, _SCHEMA = "messages", "schema"
 CUT_OFF = "CutOff"  # a call that was cancelled, e.g. by rollout.deadline
 _FAILURES: dict[str, type[LlmError]] = {AnswerTooLong.__name__: AnswerTooLong}
@@ -105,22 +103,21 @@ class Tape:
                 )
 
 
-def open_tape(config: Config) -> Tape | None:
+def open_tape(llm: LlmConfig, run_dir: Path) -> Tape | None:
     """The tape for llm.record and llm.replay; None if neither is set. Raises RunStopped if llm.replay is unreadable."""
-    llm = config.llm
     if not (llm.record or llm.replay):
         return None
     try:
         replay = Recording(Path(llm.replay)) if llm.replay else None
     except (ValueError, OSError) as error:
         raise RunStopped(f"llm.replay={llm.replay}: {error}") from error
-    record = Shard(Path(llm.record), run_name(config)) if llm.record else None
+    record = Shard(Path(llm.record), run_name(run_dir)) if llm.record else None
     return Tape(replay, record, llm.replay_missing == "live", llm.replay_latency)
 
 
-def run_name(config: Config) -> str:
+def run_name(run_dir: Path) -> str:
     """The run's name in a recording: its absolute run.dir."""
-    return str(Path(config.run.dir).absolute())
+    return str(run_dir.absolute())
 
 
 def _not_recorded(recording: Recording, call_key: CallKey) -> str:
@@ -161,7 +158,7 @@ def difference(call_key: CallKey, call: Call) -> str:
     differences = []
     for name in sorted({*question, *recorded} - {_MESSAGES, _SCHEMA}):
         if question.get(name) != recorded.get(name):
-            differences.append(f"{name}: {_short(question.get(name))}, recorded {_short(recorded.get(name))}")
+            differences.append(f"{name}: {short(question.get(name))}, recorded {short(recorded.get(name))}")
     if question.get(_SCHEMA) != recorded.get(_SCHEMA):
         differences.append("the answer format")
     messages, recorded_messages = question.get(_MESSAGES, []), recorded.get(_MESSAGES, [])
@@ -169,7 +166,7 @@ def difference(call_key: CallKey, call: Call) -> str:
     if at < min(len(messages), len(recorded_messages)):
         text, recorded_text = _content(messages[at]), _content(recorded_messages[at])
         begin = _common(text, recorded_text)
-        texts = f"{_short(text[begin:])}, recorded {_short(recorded_text[begin:])}"
+        texts = f"{short(text[begin:])}, recorded {short(recorded_text[begin:])}"
         roles = [str(message.get("role")) for message in (messages[at], recorded_messages[at])]
         where = f"message {at + 1} ({' or '.join(dict.fromkeys(roles))})"
         differences.append(f"{where} from character {begin + 1} on: {texts}")
@@ -190,8 +187,3 @@ def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Length of the common prefix."""
     pairs = zip(first, second, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_collab.runtime import files
+
 # Features of a family, by model_type: biases on q/k/v, RMSNorm on the heads of q and k, experts, and whether its
 # sliding window is off unless use_sliding_window is set.
 FAMILIES: Mapping[str, frozenset[str]] = {
@@ -140,7 +142,7 @@ class ModelShape:
 def read(file: Path) -> ModelShape:
     """The shape in `file`, a config.json; raises a one-line ValueError if it is unreadable or not supported."""
     try:
-        hf = json.loads(file.read_text())
+        hf = json.loads(files.read_text(file))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"config.json: cannot be read as JSON ({error})") from error
     if not isinstance(hf, dict):

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import Shape, hf_shapes
+from megatron_collab.runtime import files
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -111,7 +112,7 @@ def _index(folder: Path) -> dict[str, str]:
         return {}
     invalid = f"{INDEX} has no valid weight_map; {_WHOLE}"
     try:
-        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+        weight_map = json.loads(files.read_text(folder / INDEX))["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(invalid) from error
     if not (isinstance(weight_map, dict) and weight_map and all(isinstance(file, str) for file in weight_map.values())):

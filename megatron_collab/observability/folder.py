@@ -16,7 +16,7 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from megatron_collab import __version__
-from megatron_collab.config import SETTINGS, Config, changes, recorded
+from megatron_collab.config import SETTINGS, PlayConfig, changes, recorded
 from megatron_collab.observability import evaluations, records
 from megatron_collab.observability.evaluations import Evaluations
 from megatron_collab.observability.writers import CONVERSATIONS, writers
@@ -33,11 +33,14 @@ VERSIONS = ("torch", "megatron-core", "sglang", "ray", "litellm", "transformers"
 class RunFolder:
     """The folder run.dir, which one process uses at a time; only rank 0 writes.
 
-    `start`: step of the first weights; `steps`: step of the final ones; `seconds`: duration of earlier starts.
+    `start`: step of the first weights; `steps`: step of the final ones; `seconds`: duration of earlier starts;
+    `keep_best`: see train.keep_best.
     """
 
-    def __init__(self, config: Config, start: int, steps: int, seconds: float = 0.0) -> None:
-        self.config = config
+    def __init__(
+        self, config: PlayConfig, start: int, steps: int, seconds: float = 0.0, keep_best: str | None = None
+    ) -> None:
+        self._keep_best = keep_best
         self.folder = Path(config.run.dir)
         self.leader = global_rank() == 0
         self._reported_reasons = set[str]()  # reasons of failures
@@ -101,7 +104,7 @@ class RunFolder:
         if scored := _with_errors(record):
             self._report_failures(f"evaluation {name}", groups)
         logger.info(f"evaluation {name} ({record['tasks']} tasks): {scored or _missing_reason(groups)}")
-        if self.config.train.keep_best and not evaluations.is_complete(record):
+        if self._keep_best and not evaluations.is_complete(record):
             logger.warning(f"evaluation {name}: scores are missing, so train.keep_best does not compare it")
         self._mark_best(step)
 
@@ -131,7 +134,7 @@ class RunFolder:
 
     def _mark_best(self, step: int) -> None:
         """Write which checkpoint train.keep_best keeps. The checkpoint of `step` may still be being written."""
-        metric = self.config.train.keep_best
+        metric = self._keep_best
 
         def has_checkpoint(candidate: int) -> bool:
             return 0 < candidate == step or (self.folder / "checkpoints" / f"step_{candidate}").is_dir()

@@ -32,14 +32,16 @@ class Run(RunFolder):
     """
 
     def __init__(self, config: Config, start: int, state: Mapping[str, Any], names: Mapping[str, str]) -> None:
-        super().__init__(config, start, config.train.steps, float(state.get("seconds", 0.0)))
+        train = config.train
+        super().__init__(config, start, train.steps, float(state.get("seconds", 0.0)), train.keep_best)
+        self._steps, self._eval_every = train.steps, train.eval_every
         self.names = names
         self._start, self._began = start, time.monotonic()
         self._last_line = 0.0
         if self.leader:
             for file in (self.folder / "metrics.jsonl", self.folder / "transcripts.jsonl"):
                 keep(file, lambda row: row["step"] < start)
-            self._bar = progress("training", config.train.steps, unit="step", done=start, keep=True)
+            self._bar = progress("training", train.steps, unit="step", done=start, keep=True)
 
     def __exit__(self, *error: object) -> None:
         if self.leader:
@@ -55,12 +57,12 @@ class Run(RunFolder):
         append(self.folder / "metrics.jsonl", [{"step": step, **metrics}])
         self._write(step, metrics)
         self._bar.update(1)
-        last = step + 1 == self.config.train.steps
+        last = step + 1 == self._steps
         if last or time.monotonic() - self._last_line >= 1:  # more lines would hide the bar if steps are faster
             self._last_line = time.monotonic()
             rate = (time.monotonic() - self._began) / (step + 1 - self._start)  # average of this start
-            remaining = timedelta(seconds=round(rate * (self.config.train.steps - step - 1)))
-            logger.info(f"{line(step, self.config.train.steps, metrics)} | {remaining} left")
+            remaining = timedelta(seconds=round(rate * (self._steps - step - 1)))
+            logger.info(f"{line(step, self._steps, metrics)} | {remaining} left")
 
     def transcripts(self, step: int, groups: Sequence[Group]) -> None:
         """Write every future of a step with its scores; print a line if some failed."""
@@ -69,7 +71,7 @@ class Run(RunFolder):
 
     def evaluation_due(self, set_name: str, step: int) -> str | None:
         """The name of the evaluation of `set_name` if one is due at `step` and not recorded. Call on rank 0."""
-        return self._evaluations.due(set_name, step, self.config.train.eval_every)
+        return self._evaluations.due(set_name, step, self._eval_every)
 
     def finish(self, result: Mapping[str, Any] = {}) -> None:
         """Write the result: scores before and after training, and the minutes of all starts."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
-from megatron_collab.config import Config, uses_wandb
+from megatron_collab.config import PlayConfig, uses_wandb
 from megatron_collab.runtime import files
 from megatron_collab.runtime.redact import redacted
 
@@ -26,7 +26,7 @@ class Writer(Protocol):
         """End of the run; `failed`: by an error. Returns when everything is written."""
 
 
-def writers(config: Config, start: int) -> Iterator[Writer]:
+def writers(config: PlayConfig, start: int) -> Iterator[Writer]:
     """Writers of a run that resumes at step `start`: TensorBoard, and Weights & Biases if it is enabled."""
     yield TensorBoard(Path(config.run.dir), start)
     if uses_wandb(config.run):
@@ -59,7 +59,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """One Weights & Biases run for all starts of the run; the file `wandb_id` has its id."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: PlayConfig) -> None:
         import wandb
 
         self._wandb = wandb

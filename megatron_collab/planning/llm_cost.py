@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_collab.config import Config, EndpointConfig, UserConfig
+from megatron_collab.config import Config, EndpointConfig, PlayConfig, UserConfig
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.llm.endpoint import served_by_run, token_budget
 from megatron_collab.llm.price import Prices, tokens_at_most
@@ -113,7 +113,7 @@ class Cost:
 Models = Mapping[str, Sequence[EndpointConfig]]  # paid models by role; empty if nothing is paid for
 
 
-def cost_bound(calls: Calls, models: Models, config: Config, task_tokens: float) -> Cost:
+def cost_bound(calls: Calls, models: Models, config: PlayConfig, task_tokens: float) -> Cost:
     """Upper bound of the cost of `calls`, priced at the most expensive model of each role.
 
     `task_tokens`: mean tokens of a task, see `task_tokens`.

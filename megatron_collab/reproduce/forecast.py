@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from megatron_collab.config import Config
-from megatron_collab.launch.spec import RunSpec, run_spec
+from megatron_collab.config import PlayConfig
+from megatron_collab.launch.spec import RunSpec
 from megatron_collab.llm.endpoint import served_by_run
 from megatron_collab.llm.recording import SUFFIX, Recording
 from megatron_collab.planning import llm_cost
@@ -28,7 +28,7 @@ def read(stage: Stage) -> Pilot:
     if calls and any(calls.glob(f"*{SUFFIX}")):
         recording = Recording(calls)
         means = llm_cost.role_means(recording.stored(number).call() for number in range(len(recording)))
-    return Pilot(means, _calls(stage, run_spec(stage.config), 0))
+    return Pilot(means, _calls(stage, stage.spec, 0))
 
 
 def program_costs(stages: Sequence[Stage], pilots: Mapping[str, Pilot]) -> dict[str, Cost]:
@@ -48,7 +48,7 @@ def total(costs: Iterable[Cost]) -> Cost:
 
 
 def _program_cost(stage: Stage, steps: int, pilot: Pilot) -> Cost:
-    config, spec = stage.config, run_spec(stage.config)
+    config, spec = stage.config, stage.spec
     calls = _calls(stage, spec, steps)
     cost = llm_cost.forecast(calls, pilot.means, pilot.calls)
     paid = [assistant.endpoint for assistant in spec.assistants if not served_by_run(assistant.endpoint.model)]
@@ -65,8 +65,7 @@ def _calls(stage: Stage, spec: RunSpec, steps: int) -> Calls:
         return llm_cost.training_calls(config, play, steps)
     assert play
     if stage.module == BUILD:
-        building = replace(play, rollouts=config.build.candidates)
-        return llm_cost.building_calls(building, config.train.eval_tasks)
+        return llm_cost.building_calls(play, config.train.eval_tasks)
     calls = (llm_cost.evaluation_calls(play, eval_set, eval_set.tasks or 0) for eval_set in spec.data.eval_sets)
     return sum(calls, Calls())
 
@@ -78,6 +77,6 @@ def _steps(stage: Stage, built: int | None) -> int:
     return stage.steps(rows) or stage.config.train.steps
 
 
-def _built(config: Config) -> int:
+def _built(config: PlayConfig) -> int:
     """Upper bound of the turns of built conversations; each turn is a training row."""
     return config.train.eval_tasks * ((config.rollout.max_messages or 0) // 2)

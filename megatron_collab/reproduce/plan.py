@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
+from typing import Any
 
-from megatron_collab.config import Config, compose
+from megatron_collab.config import BuildDatasetConfig, Config, EvaluateConfig, PlayConfig, compose_program
+from megatron_collab.launch.spec import RunSpec, building_spec, evaluation_spec, run_spec
 from megatron_collab.reproduce.study import Study
 from megatron_collab.runtime.process import FINISHED
 
@@ -17,7 +19,12 @@ PREPARE = "megatron_collab.commands"
 SUMMARY = "summary.json"
 BUILT, PILOT, CALLS = "build", "pilot", "calls"  # folders: a task's built conversations, its pilot, the pilot's calls
 FOLDER = "$FOLDER"  # placeholder in a study's settings: the folder of the task
-_UNUSED = ("data.train=unused", "model.path=unused")  # required options that only training uses
+# The class of the options of each program, and what settles them.
+_PROGRAMS: Mapping[str, tuple[type[PlayConfig], Callable[[Any], RunSpec]]] = {
+    TRAIN: (Config, run_spec),
+    EVALUATE: (EvaluateConfig, evaluation_spec),
+    BUILD: (BuildDatasetConfig, building_spec),
+}
 
 
 @dataclass(frozen=True)
@@ -45,8 +52,9 @@ class StudyOptions:
 class Stage:
     """One program and its settings. If `calls` is set, it records its model calls there or replays them.
 
-    `rows`: summary of the rows that it is trained on for `epochs`; the file exists when the program starts. `first`:
-    other programs are planned from its output, which is a made world, problems or a pilot.
+    `config`: of the program's class. `rows`: summary of the rows that it is trained on for `epochs`; the file exists
+    when the program starts. `first`: other programs are planned from its output, which is a made world, problems or a
+    pilot.
     """
 
     task: str
@@ -54,7 +62,7 @@ class Stage:
     module: str
     folder: Path
     arguments: tuple[str, ...]
-    config: Config = field(default_factory=Config, compare=False)
+    config: Any = field(default=None, compare=False)
     calls: Path | None = None
     rows: Path | None = None
     epochs: float = 1.0
@@ -63,6 +71,11 @@ class Stage:
     @property
     def title(self) -> str:
         return f"{self.task}/{self.name}"
+
+    @property
+    def spec(self) -> RunSpec:
+        """The settled settings of a run. Raises ConfigError."""
+        return _PROGRAMS[self.module][1](self.config)
 
     @property
     def prepares(self) -> bool:
@@ -108,7 +121,7 @@ def seed_names(seeds: int) -> list[str]:
     return [f"seed{number}" for number in range(seeds)]
 
 
-def _asks(config: Config, module: str) -> bool:
+def _asks(config: Any, module: str) -> bool:
     """Whether the settings name a language model for users, judges or the assistant."""
     if module == TRAIN and config.train.stage != "rl":
         return False
@@ -166,7 +179,7 @@ class _TaskPlan:
         options = self.options
         settings = (*self.study.settings, *self.task.settings, *overrides, *options.settings, f"run.dir={folder}")
         arguments = tuple(map(self._expand, settings))
-        config = compose([*(() if module == TRAIN else _UNUSED), *arguments])
+        config = compose_program(_PROGRAMS[module][0], arguments)
         calls = None
         if _asks(config, module) and (options.record or options.replay or name == PILOT):
             root = options.record or options.replay

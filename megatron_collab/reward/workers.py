@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from megatron_collab import patches
-from megatron_collab.config import Config, RewardConfig
+from megatron_collab.config import PlayConfig, RewardConfig
 from megatron_collab.llm.caller import ask_as, caller
 from megatron_collab.llm.served import ServedModel
 from megatron_collab.llm.tape import open_tape
@@ -54,7 +54,7 @@ class RewardWorker:
 
     def __init__(
         self,
-        config: Config,
+        config: PlayConfig,
         scored: Mapping[str, ScoredMetric],
         name: str | None = None,
         served: Mapping[str, ServedModel] = {},
@@ -72,7 +72,7 @@ class RewardWorker:
         reward, self.scored = config.reward, scored
         # These have the judge's deadline, which does not count the time spent waiting for the rate limiter.
         self._judged = {name for name, metric in scored.items() if metric.judged}
-        self._tape = open_tape(config)
+        self._tape = open_tape(config.llm, Path(config.run.dir))
         self._cache: Cache | None = None
         judge = self._judge(config, served) if self._judged else None
         self.timeout = reward.timeout
@@ -82,7 +82,7 @@ class RewardWorker:
         # One semaphore per metric, so that a slow metric does not delay the others.
         self._places = {name: asyncio.Semaphore(reward.concurrency) for name in scored}
 
-    def _judge(self, config: Config, served: Mapping[str, ServedModel]) -> Judge:
+    def _judge(self, config: PlayConfig, served: Mapping[str, ServedModel]) -> Judge:
         patches.apply("litellm")
         # Imported lazily: LiteLLM takes seconds to import, and most metrics do not need it.
         from megatron_collab.llm import limiter

@@ -302,7 +302,8 @@ class FuturesPlayer(Player):
 
         None if the turn is not trained: in futures, except with rollout.train_turns=all.
         """
-        if not self.rollout.routing_replay or (sampling is self.rollout.future and self.rollout.train_turns != "all"):
+        turns = self.spec.experts_of
+        if turns is None or (sampling is self.rollout.future and turns != "all"):
             return None
         seen_ids = conversation.turns[-1].stream if conversation.turns else ()
         return len(seen_ids) - 1 if seen_ids and conversation.token_ids[: len(seen_ids)] == seen_ids else 0

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from megatron_collab.config import Config
+from megatron_collab.config import PlayConfig
 from megatron_collab.data.datasets import SurveyedSources
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.observability.folder import RunFolder
@@ -32,7 +32,7 @@ class Evaluator:
 
     def __init__(
         self,
-        config: Config,
+        config: PlayConfig,
         play: PlaySpec,
         eval_sets: Sequence[EvaluationSet],
         run: RunFolder,
@@ -106,9 +106,8 @@ class Evaluator:
         if not self._tasks:
             with keys.in_environment():
                 tools = self.play.tools.schemas()
-            sources = SurveyedSources[Task](
-                self.config, "data.eval", self.sets, tools, partial(task_requirements, self.play)
-            )
+            requirements, renders = partial(task_requirements, self.play), self.play.assistant is None
+            sources = SurveyedSources[Task](self.config, "data.eval", self.sets, tools, requirements, renders=renders)
             self._tasks = {entry: tasks[: entry.tasks] for entry, tasks in zip(self.sets, sources.sets, strict=True)}
         return self._tasks[eval_set]
 

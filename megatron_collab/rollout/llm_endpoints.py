@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_collab.config import Config, EndpointConfig, require
-from megatron_collab.data import assistants
+from megatron_collab.config import EndpointConfig, require
+from megatron_collab.config.schema import AssistantConfig
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.llm.endpoint import POLICY
 from megatron_collab.reward.metrics import ScoredMetric
@@ -46,13 +46,9 @@ def user_endpoints(users: UserDirectory, names: Iterable[str]) -> list[NamedEndp
     return list(endpoints.values())
 
 
-def assistant_endpoints(config: Config, eval_sets: Sequence[EvaluationSet]) -> list[NamedEndpoint]:
-    """The models that replace the policy as assistant, if any, with the temperatures of data.eval sets."""
-    setting, assistant = "assistant.model", config.assistant
-    if config.build.assistants:
-        entries = assistants.assistant_configs(config).items()
-        groups = ((f"build.assistants.{name}", endpoint) for name, endpoint in entries if endpoint)
-        return [NamedEndpoint(f"{group}.model", group, endpoint) for group, endpoint in groups]
+def assistant_endpoints(assistant: AssistantConfig, eval_sets: Sequence[EvaluationSet]) -> list[NamedEndpoint]:
+    """The model that replaces the policy as assistant, if any, with the temperatures of data.eval sets."""
+    setting = "assistant.model"
     if not assistant.model:
         return []
     message = f"{setting}={POLICY}: to evaluate the policy, set model.path and remove this"

@@ -90,8 +90,9 @@ class PlaySpec(Resolved):
     """How the groups of training are played and rewarded; `for_set` gives how those of a set of data.eval are.
 
     `rollouts`: of a task. `player`: its name or class path, with `player_settings`. `rollout`: limits and sampling of
-    conversations. `assistants`: by name, the models that play the rollouts in turn, None for model.path or
-    assistant.model. `proactive_prompt`: system message of the first `proactive_share` of the rollouts.
+    conversations. `assistant`: the language model in place of the policy, if any. `assistants`: by name, the models
+    that play the rollouts in turn, None for the policy or `assistant`. `proactive_prompt`: system message of the first
+    `proactive_share` of the rollouts. `experts_of`: turns whose experts are recorded, as in rollout.train_turns.
     """
 
     seed: int
@@ -103,8 +104,10 @@ class PlaySpec(Resolved):
     users: UserDirectory
     tools: ToolSpec
     assistants: Mapping[str, AssistantConfig | None]
-    proactive_share: float
-    proactive_prompt: str
+    assistant: AssistantConfig | None = None
+    proactive_share: float = 0.0
+    proactive_prompt: str = ""
+    experts_of: str | None = None
 
     @cached_property
     def player_class(self) -> type[Player]:
@@ -132,7 +135,6 @@ class PlaySpec(Resolved):
         rollout = replace(
             self.rollout,
             futures=1,
-            routing_replay=False,
             turn=_sampling(self.rollout.turn, eval_set),
             future=_sampling(self.rollout.future, eval_set),
             max_user_turns=eval_set.max_user_turns or self.rollout.max_user_turns,
@@ -140,7 +142,8 @@ class PlaySpec(Resolved):
             max_messages=eval_set.max_messages or self.rollout.max_messages,
         )
         reward, users = self.reward.played_on(), self.users.for_set(eval_set.user)
-        return replace(self, rollouts=eval_set.samples, rollout=rollout, reward=reward, users=users)
+        samples = eval_set.samples
+        return replace(self, rollouts=samples, rollout=rollout, reward=reward, users=users, experts_of=None)
 
 
 def _sampling(sampling: SamplingConfig, eval_set: EvaluationSet) -> SamplingConfig:

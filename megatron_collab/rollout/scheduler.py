@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from megatron_collab.config import Config
+from megatron_collab.config import PlayConfig
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.llm.endpoint import token_budget
 from megatron_collab.observability.run import progress
@@ -111,7 +111,7 @@ class Flight:
 
     def __init__(
         self,
-        config: Config,
+        config: PlayConfig,
         play: PlaySpec,
         workers: Sequence[Any],
         journal: Journal,
@@ -261,7 +261,7 @@ def wait(flight: Flight | None, restore: Callable[[], None]) -> None:
             restore()
 
 
-def group_seconds(config: Config, play: PlaySpec, groups: int) -> float:
+def group_seconds(config: PlayConfig, play: PlaySpec, groups: int) -> float:
     """Upper bound, in seconds, after which `groups` in flight without a finished one count as hung.
 
     Each of the player's phases (a trained turn and its futures are two) takes up to rollout.deadline, their users

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from megatron_collab.config import Config
+from megatron_collab.config import PlayConfig
 from megatron_collab.inference.pool import ServerPool
 from megatron_collab.inference.remote import Machines, RemoteProcess, SpreadProcess
 from megatron_collab.inference.served import ModelServers
@@ -35,7 +35,7 @@ class Servers(ExitStack):
     returns, colocated servers have released their memory to the trainer.
     """
 
-    def __init__(self, config: Config, play: PlaySpec, serving: ServingSpec) -> None:
+    def __init__(self, config: PlayConfig, play: PlaySpec, serving: ServingSpec) -> None:
         super().__init__()
         self.config, self.play, self.serving = config, play, serving
         self.pool: ServerPool | None = None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from megatron_collab import patches
-from megatron_collab.config import Config, SamplingConfig
+from megatron_collab.config import PlayConfig, SamplingConfig
 from megatron_collab.config.schema import PLAYERS, AssistantConfig
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.reward.workers import RewardClient, RewardWorker
@@ -38,7 +38,7 @@ class ConversationWorker:
 
     def __init__(
         self,
-        config: Config,
+        config: PlayConfig,
         play: PlaySpec,
         client: ClientSpec,
         servers: list[tuple[str, str]],
@@ -67,15 +67,15 @@ class ConversationWorker:
         from megatron_collab.llm.tape import open_tape
 
         api_keys = {f"{url}/v1": key for url, key in servers}
-        self.config, self.play_spec, self.endpoints = config, play, list(api_keys)
-        self.tape = open_tape(config)
+        self.config, self.play_spec, self.adapter, self.endpoints = config, play, client.adapter, list(api_keys)
+        self.tape = open_tape(config.llm, Path(config.run.dir))
         self.client = LlmClient(
             ray.get_actor(limiter.NAME), keys=api_keys, served=served, prices=config.llm.prices, tape=self.tape
         )
         self.policy: Assistant
         self.renderer: Renderer
-        if config.assistant.model:
-            self.policy = self.renderer = self._assistant(config.assistant)
+        if play.assistant:
+            self.policy = self.renderer = self._assistant(play.assistant)
         else:
             self.policy = Router(servers, client)
             self.renderer = chat_template.policy_renderer(config, play.tools.schemas())
@@ -117,7 +117,7 @@ class ConversationWorker:
 
         if eval_set not in self.players:
             play = self.play_spec if eval_set is None else self.play_spec.for_set(eval_set)
-            users = Users(play.users, self.client, self.engine)
+            users = Users(play.users, self.client, self.engine, self.adapter)
             player = play.player_class(self.policy, self.renderer, users, self.rewards, play)
             self.players[eval_set] = player
             player.candidate_players = {
@@ -159,7 +159,7 @@ class Workers:
 
 
 def start_workers(
-    config: Config,
+    config: PlayConfig,
     play: PlaySpec,
     client: ClientSpec,
     servers: list[tuple[str, str]],

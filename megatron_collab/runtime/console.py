@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
 from megatron_collab.runtime.redact import redact_output
+from megatron_collab.runtime.text import printable
 
 LEVEL = "MEGATRON_COLLAB_LOG"
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -34,7 +35,7 @@ class _Console(logging.Handler):
         alarming = record.levelno >= logging.WARNING
         stream = sys.stderr if alarming else sys.stdout
         part = f"[{self.process}] " if self.process else ""
-        line = f"{'megatron-collab: ' if alarming else ''}{part}{record.getMessage()}"
+        line = f"{'megatron-collab: ' if alarming else ''}{part}{printable(record.getMessage())}"
         try:
             if tqdm := sys.modules.get("tqdm"):  # a progress bar may be on the screen
                 tqdm.tqdm.write(line, file=stream)
@@ -58,6 +59,11 @@ def begin(process: str = "") -> None:
     _package.handlers[:] = [_Console(process)]
     _package.setLevel(LEVELS[name])
     _package.propagate = False
+
+
+def show(text: str, end: str = "\n") -> None:
+    """Print text that may come from outside; what a terminal would obey is escaped."""
+    print(printable(text), end=end, flush=True)
 
 
 def quiet() -> bool:

@@ -1,10 +1,13 @@
-"""Atomic writes of files that are read on resume, and temporary folders that are removed with their process."""
+"""Atomic writes of files that are read on resume, bounded reads of files from outside, and temporary folders that are
+removed with their process.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,6 +19,8 @@ from megatron_collab.runtime.process import RunStopped
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 # PyTorch's folder of compiled code: by default in the temporary folder, but worth keeping like other caches.
 COMPILE_CACHE = ("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "torchinductor"))
+LONGEST_TEXT = 1 << 26  # bytes of a file that is read whole
+_KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 _PREFIX = "mgcollab-"
 _ROOT_LENGTH = 25  # characters: a socket's path has at most 107; Ray needs 64 of them, the folder's name 18
 _ATTEMPTS, _PAUSE = 50, 0.1  # pause in seconds: processes that were just ended may still write
@@ -44,6 +49,24 @@ def replace(file: Path, text: str) -> None:
         out.flush()
         os.fsync(out.fileno())
     draft.replace(file)
+
+
+def irregular(file: Path) -> str:
+    """Why `file` must not be read, since a pipe, a device or a socket may never end; empty for any other."""
+    kind = _KINDS.get(stat.S_IFMT(file.stat().st_mode))
+    return f"is {kind}, not a file; write its content to a file" if kind else ""
+
+
+def read_text(file: Path, longest: int = LONGEST_TEXT) -> str:
+    """The text of `file`. Raises ValueError if it is no regular file, longer than `longest` bytes, or not UTF-8."""
+    reason = irregular(file)
+    if not reason:
+        with file.open("rb") as stream:
+            content = stream.read(longest + 1)
+        reason = f"has more than {longest} bytes; give a shorter one" if len(content) > longest else ""
+    if reason:
+        raise ValueError(f"{file}: {reason}")
+    return content.decode().replace("\r\n", "\n")
 
 
 class ScratchFolder:

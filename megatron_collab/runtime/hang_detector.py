@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_collab.config import Config
+from megatron_collab.config import PlayConfig
 from megatron_collab.runtime import process, signals, stacks
 from megatron_collab.runtime.process import EXIT_HUNG, first_on_node, global_rank
 
@@ -42,7 +42,7 @@ def collective_timeout(timeout: float) -> timedelta:
 
 
 @contextmanager
-def watch(config: Config) -> Iterator[None]:
+def watch(config: PlayConfig) -> Iterator[None]:
     """Run the detector on this rank. Every rank must, and must reach the store that torchrun's environment names."""
     folder = Path(config.run.dir) / stacks.FOLDER
     if first_on_node():

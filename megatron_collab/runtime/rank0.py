@@ -46,12 +46,12 @@ class PreemptionWatch:
     def check(self) -> None:
         """Raise Preempted on every rank if rank 0 had received a notice at the previous call; collective."""
         self.settle()
-        flag = torch.zeros(1, dtype=torch.uint8)
+        flag = torch.ones(1, dtype=torch.uint8)  # 0: preempted; a rehearsal reads 1 from every tensor
         if dist.get_rank() == 0:
             try:
                 raise_if_preempted()
             except Preempted:
-                flag.fill_(1)
+                flag.fill_(0)
         work = dist.broadcast(flag, src=0, group=_group, async_op=True)
         assert work is not None
         self._pending = flag, work
@@ -63,7 +63,7 @@ class PreemptionWatch:
             return
         flag, work = pending
         work.wait()
-        if flag.item():
+        if not flag.item():
             if dist.get_rank() == 0:
                 raise_if_preempted()  # its message names the signal
             raise Preempted("rank 0 received a preemption notice")

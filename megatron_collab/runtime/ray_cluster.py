@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import ray
 
-from megatron_collab.config import Config
+from megatron_collab.config import PlayConfig
 from megatron_collab.patches.ray import start_without_monitors, stay_on_loopback
 from megatron_collab.runtime import network
 from megatron_collab.runtime.files import ScratchFolder
@@ -24,7 +24,7 @@ _REQUESTS = 100_000  # concurrent ones per actor; more would wait in a hidden qu
 
 
 @contextmanager
-def ray_session(config: Config) -> Iterator[None]:
+def ray_session(config: PlayConfig) -> Iterator[None]:
     """Connect to the Ray cluster at RAY_ADDRESS if that is set, else start one on this machine that ends with the run.
 
     A cluster is joined through a Ray node on this machine. Raises RunStopped if it still has fewer nodes than the run
@@ -70,7 +70,7 @@ def _start_ray(**options: Any) -> None:
                 raise RunStopped(f"Ray did not start, {STARTS} times in a row: {error}") from error
 
 
-def _await_nodes(config: Config) -> None:
+def _await_nodes(config: PlayConfig) -> None:
     """Return once the cluster has as many nodes as the run. Raises RunStopped after the timeout."""
     needed, timeout = config.launch.nodes, config.rollout.server.start_timeout
 

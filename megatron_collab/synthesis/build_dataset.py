@@ -27,13 +27,14 @@ if __name__ == "__main__":
     process.imports_begin()  # the imports below take seconds
 
 from megatron_collab import patches
-from megatron_collab.config import Config
+from megatron_collab.config import BuildDatasetConfig
 from megatron_collab.evaluate import evaluate
 from megatron_collab.launch import evaluation, inherited, prepare, program
-from megatron_collab.launch.spec import RunSpec
+from megatron_collab.launch.spec import RunSpec, building_spec
 from megatron_collab.runtime import files, hub, keys
 from megatron_collab.runtime.redact import redact
 from megatron_collab.synthesis.built import FOLDER
+from megatron_collab.synthesis.settings import load
 
 if TYPE_CHECKING:
     from megatron_collab.synthesis.synthesis import Synthesis
@@ -50,20 +51,20 @@ def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
     Enters the lock of run.dir into `stack`.
     """
     with inherited.settings(arguments) as defaults:
-        config = evaluation.load(arguments, defaults, builds=True)
+        config = load(arguments, defaults)
         stack.enter_context(prepare.run_lock(config))
         data = evaluation.pin(config, MODULE)
         if evaluation.is_done(config, data.eval_sets):
             if not _uploaded(config):
-                return config, partial(_upload, config)
+                return config, 1, partial(_upload, config)
             return (
                 f"{config.run.dir}: all conversations are built; see built/README.md there, or choose another run.dir"
             )
-        serving, spec, step = evaluation.prepared(config)
-    return config, partial(_build, config, serving, spec, step)
+        serving, spec, step = evaluation.prepared(config, building_spec)
+    return config, 1, partial(_build, config, serving, spec, step)
 
 
-def _build(config: Config, serving: Config, spec: RunSpec, step: int) -> None:
+def _build(config: BuildDatasetConfig, serving: BuildDatasetConfig, spec: RunSpec, step: int) -> None:
     evaluate(config, serving, spec, step, _synthesis(spec))
     _upload(config)
 
@@ -76,13 +77,13 @@ def _synthesis(spec: RunSpec) -> Callable[..., Synthesis]:
     return partial(Synthesis, spec)
 
 
-def _uploaded(config: Config) -> bool:
+def _uploaded(config: BuildDatasetConfig) -> bool:
     """Whether build.push_to_hub is unset or already has the current files."""
     marker = Path(config.run.dir) / UPLOADED
     return config.build.push_to_hub is None or (marker.is_file() and json.loads(marker.read_text()) == _state(config))
 
 
-def _state(config: Config) -> dict[str, Any]:
+def _state(config: BuildDatasetConfig) -> dict[str, Any]:
     """The target repository of the data set, and the digest of each file by name."""
     built = sorted((Path(config.run.dir) / FOLDER).iterdir())
     return {
@@ -91,7 +92,7 @@ def _state(config: Config) -> dict[str, Any]:
     }
 
 
-def _upload(config: Config) -> None:
+def _upload(config: BuildDatasetConfig) -> None:
     """Upload the data set if it is not uploaded yet. Raises RunStopped after printing the reason."""
     repo = config.build.push_to_hub
     if repo is None or process.global_rank() or _uploaded(config):
@@ -108,7 +109,7 @@ def _upload(config: Config) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    return program.run(MODULE, __doc__, arguments, prepared)
+    return program.run(MODULE, __doc__, BuildDatasetConfig, arguments, prepared)
 
 
 if __name__ == "__main__":

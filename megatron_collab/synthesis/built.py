@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_collab.config import Config
+from megatron_collab.config import BuildDatasetConfig
 from megatron_collab.data.assistants import CandidateAssistant
 from megatron_collab.data.datasets import to_parquet, write_jsonl
 from megatron_collab.rollout.player import PlaySpec
@@ -88,7 +88,9 @@ def _shares(
         yield f"{name}{', proactive' * proactive}: {share:.0%} of the candidates{mean}"
 
 
-def write(folder: Path, name: str, conversations: Sequence[Sequence[Group]], play: PlaySpec, config: Config) -> None:
+def write(
+    folder: Path, name: str, conversations: Sequence[Sequence[Group]], play: PlaySpec, config: BuildDatasetConfig
+) -> None:
     """Writes NAME.jsonl (NAME.parquet if build.parquet) and README.md, the card that lists all files of `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     assistants, policy = play.candidates, Path(config.model.path).name

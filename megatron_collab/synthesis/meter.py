@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_collab import patches
-from megatron_collab.config import Config
+from megatron_collab.config import PlayConfig
 from megatron_collab.launch.spec import RunSpec
 from megatron_collab.llm.endpoint import served_by_run
 from megatron_collab.planning import llm_cost
@@ -23,7 +23,7 @@ class Meter:
 
     def __init__(
         self,
-        config: Config,
+        config: PlayConfig,
         spec: RunSpec,
         tasks: Sequence[Task],
         title: str,
@@ -50,7 +50,7 @@ class Meter:
             line += f"; {calls:.0f} calls, {spent:.4g} USD"
         return f"{line}, plus {unpriced:.0f} calls of unknown price" if unpriced else line
 
-    def _print_bound(self, config: Config, spec: RunSpec, tasks: Sequence[Task]) -> None:
+    def _print_bound(self, config: PlayConfig, spec: RunSpec, tasks: Sequence[Task]) -> None:
         assert spec.play
         models, calls = _models(config, spec, tasks), llm_cost.building_calls(spec.play, len(tasks))
         line = f"{self._title}: {calls}"
@@ -66,7 +66,7 @@ class Meter:
             logger.info(f"llm.budget_usd={budget:g}: the remaining {unspent:.4g} USD may not be enough; {hint}")
 
 
-def _models(config: Config, spec: RunSpec, tasks: Sequence[Task]) -> llm_cost.Models:
+def _models(config: PlayConfig, spec: RunSpec, tasks: Sequence[Task]) -> llm_cost.Models:
     """The paid models, by role."""
     if config.llm.offline:
         return {}

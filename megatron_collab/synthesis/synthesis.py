@@ -10,6 +10,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from megatron_collab.config import BuildDatasetConfig
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.launch.spec import RunSpec
 from megatron_collab.rollout.evaluation import Evaluator
@@ -28,6 +29,8 @@ class Synthesis(Evaluator):
 
     The metrics of an evaluation are recorded too, over all candidates.
     """
+
+    config: BuildDatasetConfig
 
     def __init__(self, spec: RunSpec, *evaluator: Any, **more: Any) -> None:
         """`spec`: the settled settings, with the language models that are called; the others are those of Evaluator."""

@@ -28,10 +28,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_collab.commands import ArgumentParser
 from megatron_collab.config import (
-    Config,
     ConfigError,
+    PlayConfig,
     PromptError,
-    compose,
+    UsersFromLogsConfig,
+    compose_program,
     nearest,
     read_prompt,
     recorded_values,
@@ -63,6 +64,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--step", type=int, help="--realism: step of training [the last one]")
     parser.add_argument("--evaluation", metavar="NAME", help="--realism: instead of a step: before, SET/step_20, …")
     parser.add_argument("option", nargs="*", help="option of a run, e.g. reward.judge.model=… or llm.budget_usd=…")
+    if {"-h", "--help"} & {*arguments}:
+        from megatron_collab.launch.help import help_text  # imports metrics and users
+
+        parser.epilog = help_text(None, UsersFromLogsConfig)
     options = parser.parse_intermixed_args(arguments)
     require(0 <= options.eval_share < 1, f"--eval-share={options.eval_share:g}: must be at least 0 and below 1")
     require(options.step is None or options.evaluation is None, "--step and --evaluation: give one of them")
@@ -78,12 +83,11 @@ def _make(options: argparse.Namespace) -> int:
     """Write tasks."""
     out = options.out
     require(not (out / "README.md").exists(), f"--out={out}: holds tasks; remove it, or give another")
-    config = compose(options.option, {"run.dir": str(out), "model.path": "none", "data.train": "none"})
-    config.run.dir = str(out)
+    config = compose_program(UsersFromLogsConfig, options.option)
     require(bool(config.reward.judge.model), f"{_MODEL}: not set; give the model that describes the users")
     prompt = read_prompt("--prompt", options.prompt, _PROMPT, ("conversation",))
     require("conversation" in prompt.used, f"{prompt.label}: does not contain {{{{ conversation }}}}; add it")
-    _check_model(config)
+    _check_model(config, out)
 
     # LiteLLM, Presidio and the libraries of data take seconds to import, so arguments are checked first.
     from megatron_collab.data.datasets import task_row
@@ -101,7 +105,7 @@ def _make(options: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from error
     print(cost(config, list(questions.values())), flush=True)
     cache = Path(config.llm.cache or out / "llm_cache")
-    tasks = asyncio.run(describe_all(config, cache, by_name, questions, options.user_opens, dropped))
+    tasks = asyncio.run(describe_all(config, out, cache, by_name, questions, options.user_opens, dropped))
     require(bool(tasks), f"LOG={options.log}: no conversation is left: {_joined_counts(dropped)}")
 
     held_out = groups_of_eval({by_name[task.id].person for task in tasks}, options.eval_share, options.seed)
@@ -156,36 +160,36 @@ def _person(options: argparse.Namespace, columns: Sequence[str]) -> str | None:
     return person_column
 
 
-def _check_model(config: Config) -> None:
+def _check_model(config: UsersFromLogsConfig, out: Path) -> None:
     """Raises ConfigError if the model cannot be called."""
     from megatron_collab import patches
-    from megatron_collab.launch import endpoints, models, prepare
+    from megatron_collab.launch import endpoints, models, prepare, server_specs
     from megatron_collab.llm.endpoint import POLICY
 
     patches.apply("litellm")
-    endpoints.check_settings(config, {"user": config.user})
+    endpoints.check_settings(config)
     judges = [endpoints.NamedEndpoint(_MODEL, "reward.judge", config.reward.judge)]
     require(config.reward.judge.model != POLICY, f"{_MODEL}={POLICY}: no policy is served here; choose another model")
     endpoints.check_served(config, judges)
-    endpoints.check_recordings(config)
+    endpoints.check_recordings(config.llm, out)
     for line in endpoints.check_prices(config, judges):
         print(line)
     endpoints.check_support(config, judges)
-    prepare.fetch_served_models(config)
-    models.check_served(config)
+    served = server_specs.served_entries(config)
+    prepare.fetch_models(served, config.servers, out)
+    models.check_served(served)
 
 
 def _compare(options: argparse.Namespace) -> int:
     """Print how well simulated users can be told from those of the log."""
-    config = compose(options.option, recorded_values(options.realism))
-    require(config.train.stage == "rl", f"{options.realism}: its train.stage is {config.train.stage}, without users")
-    from megatron_collab.data.spec import data_spec
+    stage = recorded_values(options.realism)["train.stage"]
+    require(stage == "rl", f"{options.realism}: its train.stage is {stage}, without users")
+    config = compose_program(PlayConfig, options.option, recorded_values(options.realism, PlayConfig))
     from megatron_collab.rollout import recorded
     from megatron_collab.user_logs import realism
     from megatron_collab.user_logs.personal import PersonalData
 
-    data = data_spec(config)
-    title, groups = recorded.played_groups(config.data, data, options.realism, options.step, options.evaluation)
+    title, groups = recorded.played_groups(options.realism, options.option, options.step, options.evaluation)
     personal = PersonalData(options.spacy)
     logged, *_ = _read(options, personal)
     simulated = realism.run_messages(groups, config.user.stop, personal)

@@ -14,12 +14,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_collab.config import Config, EndpointConfig, Prompt
+from megatron_collab.config import EndpointConfig, Prompt, UsersFromLogsConfig
 from megatron_collab.data.transcript import render
 from megatron_collab.inference.served import ModelServers
 from megatron_collab.launch import server_specs
@@ -116,7 +115,7 @@ def _metadata(logged: LoggedConversation, answer: Mapping[str, Any]) -> dict[str
     return {"persona": persona, **outcome, "messages": messages, "words": words}
 
 
-def cost(config: Config, questions: Sequence[str]) -> str:
+def cost(config: UsersFromLogsConfig, questions: Sequence[str]) -> str:
     """A line with the number of calls for `questions` and their maximum cost."""
     model, llm = str(config.reward.judge.model), config.llm
     if llm.offline:
@@ -132,7 +131,8 @@ def _price(totals: Mapping[str, float]) -> str:
 
 
 async def describe_all(
-    config: Config,
+    config: UsersFromLogsConfig,
+    out: Path,
     cache: Path,
     logged: Mapping[str, LoggedConversation],
     questions: Mapping[str, str],
@@ -141,8 +141,8 @@ async def describe_all(
 ) -> list[Task]:
     """A task for each conversation of `logged` (by name) that the model describes; `dropped` counts the failures.
 
-    Answers are cached in the folder `cache`, so that another start only asks for the rest. Raises RunStopped if another
-    attempt may describe some of them, BudgetSpent, NotRecorded.
+    `out`: the folder of the tasks. Answers are cached in the folder `cache`, so that another start only asks for the
+    rest. Raises RunStopped if another attempt may describe some of them, BudgetSpent, NotRecorded.
     """
     unanswered = list[str]()
 
@@ -161,7 +161,10 @@ async def describe_all(
             bar.update(1)
         return None
 
-    with _client(config, cache) as client, closing(progress("describing users", len(logged), "conversation")) as bar:
+    with (
+        _client(config, out, cache) as client,
+        closing(progress("describing users", len(logged), "conversation")) as bar,
+    ):
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(describe(name, conversation)) for name, conversation in logged.items()]
@@ -176,15 +179,14 @@ async def describe_all(
 
 
 @contextmanager
-def _client(config: Config, cache: Path) -> Iterator[LlmClient]:
+def _client(config: UsersFromLogsConfig, out: Path, cache: Path) -> Iterator[LlmClient]:
     """A client for reward.judge.model; if that is one of `servers`, it is served within the context."""
     model, served = str(config.reward.judge.model), {}
     answers = Cache(cache)
     with ExitStack() as stack:
         if model.startswith(SERVED) and not config.llm.offline:
             name = model.removeprefix(SERVED)
-            logs = replace(config, run=replace(config.run, dir=str(cache)))
-            servers = stack.enter_context(ModelServers(server_specs.served_alone(logs, name)))
+            servers = stack.enter_context(ModelServers(server_specs.served_alone(config, name, cache)))
             servers.pool.begin()
             while not servers.ready(config.launch.timeout):
                 pass
@@ -192,4 +194,4 @@ def _client(config: Config, cache: Path) -> Iterator[LlmClient]:
             os.environ |= network.without_proxy(url for url, _ in servers.model.addresses)
         limiter = local_limiter(config.llm, cache / "spend.json")
         stack.callback(limiter.write)
-        yield LlmClient(limiter, answers, served=served, prices=config.llm.prices, tape=open_tape(config))
+        yield LlmClient(limiter, answers, served=served, prices=config.llm.prices, tape=open_tape(config.llm, out))

@@ -119,11 +119,11 @@ def _planned(queues: Sequence[_Queue], server: ServerLayout, bucket_bytes: int) 
     return plan
 
 
-def layout_fault(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> str | None:
+def layout_fault(shape: ModelShape, trainer: TrainerLayout | None, server: ServerLayout) -> str | None:
     """One line that says why a server cannot hold the model (in FP8: as the trainer sends it); None if it can."""
     try:
         hf_to_sglang.table(shape, server, 0)
-        if server.fp8:
+        if trainer and server.fp8:
             next(overlap.placed(shape, trainer, server))
     except ValueError as error:
         return str(error)

@@ -12,7 +12,7 @@ import pytest
 from megatron_collab.algo.advantages import token_weights, with_advantages
 from megatron_collab.algo.credit import conversation_sample, drop_stale, has_gradient, penalize_overlong, samples_of
 from megatron_collab.algo.credit import sample as laid_out
-from megatron_collab.config import Config, RewardConfig
+from megatron_collab.config import Config, TrainingRewardConfig
 from megatron_collab.reward.multiturn import reward_function
 from megatron_collab.types import (
     Conversation,
@@ -138,7 +138,7 @@ def test_messages_between_trained_turns_are_not_trained() -> None:
 def test_credits_worked_out_by_hand(
     credit: str, gamma: float, expected: dict[tuple[tuple[int, int], ...], float]
 ) -> None:
-    reward = RewardConfig(turn_credit=credit, turn_gamma=gamma)
+    reward = TrainingRewardConfig(turn_credit=credit, turn_gamma=gamma)
     result = conversation_sample(played(1.0, [1.0, 0.5, 2.0]), reward, "g").credits
     assert list(result) == [Credit(spans, value, "g", "g") for spans, value in expected.items()]
 

@@ -180,7 +180,7 @@ class StartedError(Exception):
         ("d.csv", b"question,question\nq,1\n", " row 1: names the column 'question' twice; rename one of them"),
         ("d.csv", b"question,answer\nq\0,1\n", " row 2: contains NUL bytes"),
         # Tasks
-        ("d.jsonl", GOOD + jsonl(task(metadata="oops")), " row 3: metadata is a str; give an object {name: value}"),
+        ("d.jsonl", GOOD + jsonl(task(metadata="oops")), " row 3: metadata is a text; give an object {name: value}"),
         ("d.jsonl", jsonl(task(metadata=["oops"])), " row 1: metadata is a list; give an object"),
         (
             "d.jsonl",
@@ -197,7 +197,7 @@ class StartedError(Exception):
         (
             "d.jsonl",
             jsonl({"conversations": [{"from": ["a"], "value": "b"}]}),
-            " row 1: is not a row of the format",
+            " row 1: conversations has a message of role ['a']; choose one of system, user, assistant, tool",
         ),
         ("d.jsonl", jsonl(task(), *[task(goal="")] * 3), " row 2: goal is not a string with content (3 of 4 rows are"),
         # What its user, tools and metrics read

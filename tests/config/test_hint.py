@@ -83,7 +83,7 @@ FOREIGN = {
         "lora_alpha": "model.lora.alpha",
         "label_smoothing": "algo.dpo.label_smoothing",
         "beta": "algo.dpo.beta, optim.beta1, optim.beta2",
-        "temperature": "rollout.turn.temperature, rollout.future.temperature, user.temperature",
+        "temperature": "rollout.turn.temperature, rollout.future.temperature, reward.judge.temperature",
         "seed": "run.seed",
     },
     "OpenRLHF": {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import Config, ConfigError, build, check_declared, declared, option
+from megatron_collab.config import AllOptions, ConfigError, build, check_declared, declared, option
 from megatron_collab.config.schema import TOOL_PARSERS
 
 
@@ -63,7 +63,7 @@ def test_declarations_are_read_from_a_class_and_from_its_objects() -> None:
 
 def test_every_option_has_help_and_every_number_a_bound_or_a_reason() -> None:
     unbounded = {"reward.malformed"}  # a reward, of either sign
-    for name, value, rule in declared(Config):
+    for name, value, rule in declared(AllOptions):
         assert rule.help, name
         if isinstance(value, int | float) and not isinstance(value, bool) and name not in unbounded:
             assert rule.allowed(), name

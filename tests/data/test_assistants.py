@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import BuildDatasetConfig, ConfigError
 from megatron_collab.data.assistants import (
     CandidateAssistant,
     assistant_configs,
@@ -16,9 +16,9 @@ from megatron_collab.data.assistants import (
 from tests.helpers import configured
 
 
-def config_with(assistants: Any, **settings: Any) -> Config:
+def config_with(assistants: Any, **settings: Any) -> BuildDatasetConfig:
     named = {name.replace("__", "."): value for name, value in settings.items()}
-    return configured(Config(), {"build.assistants": assistants, "model.path": "/models/small", **named})
+    return configured(BuildDatasetConfig(), {"build.assistants": assistants, "model.path": "/models/small", **named})
 
 
 def test_candidates_are_dealt_in_turn_and_the_first_share_is_proactive() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_collab.config import LoraConfig
+from megatron_collab.config import EvaluateConfig, LoraConfig
 from megatron_collab.inference import served
 from megatron_collab.inference.served import ModelServers, score_fault
 from megatron_collab.inference.server import ServerError
@@ -43,8 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def servers(folder: Path) -> Iterator[ModelServers]:
     config = serving_config(Path("/the/policy"))
-    config.run.dir, config.servers = str(folder / "run"), {"reward_model": {"model": str(folder), "replicas": 2}}
-    with ModelServers(server_specs.served_alone(config, "reward_model")) as servers:
+    config.servers = {"reward_model": {"model": str(folder), "replicas": 2}}
+    with ModelServers(server_specs.served_alone(config, "reward_model", folder / "run")) as servers:
         servers.pool.begin()
         yield servers
 
@@ -227,10 +227,12 @@ def test_devices_come_after_those_of_the_policy() -> None:
     assert devices(server_specs.training(config)) == [0, 2, 0, 4]
     config.rollout.server.colocated = False
     assert devices(server_specs.training(config)) == [2, 6, 0, 8]
-    assert devices(server_specs.evaluation(config)) == [0, 4, 6, 8], "there is no trainer"
-    assert not any(spec.placement.colocated for spec in server_specs.evaluation(config).models)
-    config.assistant.model = "openai/m"
-    assert [spec.placement.first for spec in server_specs.evaluation(config).models] == [0, 0, 2, 4], "nor a policy"
+    evaluated = EvaluateConfig(servers=config.servers)
+    evaluated.rollout.server.replicas = evaluated.rollout.server.tp = 2
+    assert devices(server_specs.evaluation(evaluated)) == [0, 4, 6, 8], "there is no trainer"
+    assert not any(spec.placement.colocated for spec in server_specs.evaluation(evaluated).models)
+    evaluated.assistant.model = "openai/m"
+    assert [spec.placement.first for spec in server_specs.evaluation(evaluated).models] == [0, 0, 2, 4], "nor a policy"
 
 
 def test_only_the_policy_has_adapters() -> None:

@@ -23,7 +23,7 @@ def test_the_help_lists_all_that_can_be_set(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_line_of_the_help_says_what_is_allowed_and_the_default() -> None:
-    lines = {line.split()[0]: " ".join(line.split()) for line in help_text("").splitlines() if line.strip()}
+    lines = {line.split()[0]: " ".join(line.split()) for line in help_text("", Config).splitlines() if line.strip()}
     assert lines["algo.loss"].endswith("(ppo | gspo | cispo | package.module:Class) [ppo]")
     assert lines["optim.beta1"] == "optim.beta1 AdamW beta1 (at least 0 and below 1) [0.9]"
     assert lines["model.path"].endswith("[required]")
@@ -41,5 +41,5 @@ def test_what_cfg_prints_composes_to_the_same_settings(capsys: pytest.CaptureFix
 def test_what_must_be_set_yet_is_named() -> None:
     assert any(
         line.split() == ["model.path=???", "#", "required,", "not", "set"]
-        for line in composed_settings([]).splitlines()
+        for line in composed_settings([], Config).splitlines()
     )

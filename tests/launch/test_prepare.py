@@ -114,9 +114,3 @@ def test_each_metric_picks_its_tasks_from_the_sources_and_its_share_is_said(tmp_
         ConfigError, match=r"data\.train=.*none\.jsonl: none of its tasks has an answer, which its user"
     ):
         prepare.read_data(config, run_spec(config), ())
-
-
-@pytest.mark.parametrize("override", ["assistant.model=openai/m", "build.proactive=0.5"])
-def test_what_only_plays_is_not_trained(override: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{override.partition('.')[0]}.*; remove it"):
-        prepare.prepare(compose(["experiment=gsm8k", override]))

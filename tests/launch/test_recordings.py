@@ -53,23 +53,23 @@ def test_folders_are_looked_into(tmp_path: Path, capsys: pytest.CaptureFixture[s
         make_recording(tmp_path / "others", "/other/run"),
     )
     config = compose(["experiment=gsm8k", f"run.dir={tmp_path}/run", f"llm.record={ours}", f"llm.replay={foreign}"])
-    endpoints.check_recordings(config)
+    endpoints.check_recordings(config.llm, tmp_path / "run")
     config.llm.record = str(tmp_path / "new")
-    endpoints.check_recordings(config)
+    endpoints.check_recordings(config.llm, tmp_path / "run")
     config.llm.record = str(foreign)
     with pytest.raises(ConfigError, match=r"^llm\.record=.*others: holds calls of /other/run; choose another folder$"):
-        endpoints.check_recordings(config)
+        endpoints.check_recordings(config.llm, tmp_path / "run")
     (next(foreign.iterdir())).write_bytes(b"{}\n")
     with pytest.raises(ConfigError, match=r"^llm\.replay=.*not a shard of a recording; give another folder$"):
-        endpoints.check_recordings(config)
+        endpoints.check_recordings(config.llm, tmp_path / "run")
     config.llm.replay = str(tmp_path)
     with pytest.raises(ConfigError, match=r"^llm\.replay=.*holds no recorded calls .*; give another folder$"):
-        endpoints.check_recordings(config)
+        endpoints.check_recordings(config.llm, tmp_path / "run")
     assert capsys.readouterr().err == ""
     config.llm.record, config.llm.replay = None, str(ours)
     with next(ours.iterdir()).open("ab") as file:
         file.write(b"torn")
-    endpoints.check_recordings(config)
+    endpoints.check_recordings(config.llm, tmp_path / "run")
     assert "ends in the middle of a call; complete calls: 1" in capsys.readouterr().err
 
 

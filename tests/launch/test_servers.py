@@ -15,6 +15,7 @@ from megatron_collab.launch import prepare, server_specs, servers, validate
 from megatron_collab.launch.spec import run_spec
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.runtime import device
+from megatron_collab.weight_sync import plan
 from tests import helpers
 
 DENSE = {
@@ -77,7 +78,8 @@ def check_on_machine(config: Config) -> None:
 
 
 def check_of_model(config: Config, shape: ModelShape) -> None:
-    servers.check_servers_of_model(config, server_specs.training(config).policy, shape)
+    policy, trainer = server_specs.training(config).policy, plan.trainer_layout(config)
+    servers.check_servers_of_model(config, policy, shape, trainer)
 
 
 def refused(check: Any, config: Config, *shape: ModelShape) -> str:

@@ -47,8 +47,7 @@ def numbered(*, key: str = "") -> Reply:
 
 def taped(folder: Path, **settings: Any) -> Tape:
     config = configured(Config(), {f"llm.{name}": value for name, value in settings.items()})
-    config.run.dir = str(folder / "run")
-    tape = open_tape(config)
+    tape = open_tape(config.llm, folder / "run")
     assert tape is not None
     return tape
 

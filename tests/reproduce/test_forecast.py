@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.launch.spec import run_spec
 from megatron_collab.planning import llm_cost
 from megatron_collab.planning.llm_cost import Cost, Means
 from megatron_collab.reproduce import forecast
@@ -17,8 +16,7 @@ from megatron_collab.reproduce.study import read
 
 def pilot_of(planned: list) -> Pilot:
     """Of 4 conversations, in which a user said 16 messages at a cent, and the judge scored each twice for two cents."""
-    config = next(stage.config for stage in planned if stage.name == "pilot")
-    spec = run_spec(config)
+    spec = next(stage.spec for stage in planned if stage.name == "pilot")
     assert spec.play
     might = llm_cost.evaluation_calls(spec.play, spec.data.eval_sets[0], 4)
     return Pilot({"user": Means(16, 900, 0.01), "judge": Means(8, 2000, 0.02)}, might)
@@ -47,7 +45,7 @@ def test_data_that_are_built_cost_what_their_assistant_may_take() -> None:
     planned = stages(study, options)
     costs = forecast.program_costs(planned, {"math": pilot_of(planned)})
     build = next(stage for stage in planned if stage.name == "build")
-    users = forecast._calls(build, run_spec(build.config), 0).user.calls
+    users = forecast._calls(build, build.spec, 0).user.calls
     # An opening, then 2 candidates with 3 futures at 7 turns: of 2 messages, but 1 and 0 where the 14 are reached.
     assert users == 500 * (1 + 2 * 3 * (5 * 2 + 1))
     assert costs["math/build"].usd > 100 and costs["math/sft"].usd == 0

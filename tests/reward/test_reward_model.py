@@ -126,13 +126,13 @@ def test_scores_are_recorded_and_replayed_without_a_server(tmp_path: Path) -> No
         ("none", [(200, TOKENS), (200, {"embedding": [0.5, 0.5]})], "the model has 2 outputs", 0),
     ):
         config = Config()
-        config.run.dir, config.llm.record = str(tmp_path), str(tmp_path / name)
+        config.llm.record = str(tmp_path / name)
         server = Server(*answers)
-        server.tape = open_tape(config)
+        server.tape = open_tape(config.llm, tmp_path)
         result = server.score()
         replayed = metric("reward_model", url="http://127.0.0.1:9")
         config.llm.record, config.llm.replay = None, str(tmp_path / name)
-        replayed.tape = open_tape(config)
+        replayed.tape = open_tape(config.llm, tmp_path)
         assert asyncio.run(replayed.score(TASK, PLAYED)) == result
         assert str(expected) in result.why if isinstance(result, Missing) else result == expected
         assert replayed.counters == server.counters == ({"cut": 1} if cut else {})

@@ -21,9 +21,9 @@ END = 0
 STOP = "[[TERMINATE CHAT]]"
 
 
-def config(**rollout: Any) -> Config:
+def config(program: Any = Config, **rollout: Any) -> Any:
     """Options for conversations with the fakes. `rollout` sets rollout.*; `turn` and `future` are token budgets."""
-    options = Config(user=UserConfig(attempts=2))
+    options = program(user=UserConfig(attempts=2))
     options.rollout.context_length = 4096
     for name in ("turn", "future"):
         if name in rollout:

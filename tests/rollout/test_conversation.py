@@ -10,7 +10,7 @@ import pytest
 from jinja2 import TemplateError
 
 from megatron_collab.algo.credit import conversation_sample, sample
-from megatron_collab.config import RewardConfig
+from megatron_collab.config import TrainingRewardConfig
 from megatron_collab.inference.client import EngineError
 from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.rollout import conversation as conversation_module
@@ -323,7 +323,7 @@ def test_users_may_credit_earlier_turns() -> None:
     (conversation,) = play(says("ok"), users=Generous(hindsight), max_user_turns=2)
     assert conversation.turn_rewards == (0.5 + 2.0, 0.5 + 8.0, 16.0)
     assert pickle.loads(pickle.dumps(conversation)) == conversation
-    reward = RewardConfig(turn_credit="reward_to_go")
+    reward = TrainingRewardConfig(turn_credit="reward_to_go")
     credits = conversation_sample(Rollout(conversation, (), Reward(32.0)), reward, "g").credits
     assert [credit.value for credit in credits] == [59.0, 56.5, 48.0]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron_collab.config import Config, DataConfig
+from megatron_collab.config import BuildDatasetConfig, DataConfig
 from megatron_collab.data.assistants import CandidateAssistant
 from megatron_collab.data.examples import load_conversations, load_pairs, load_tasks
 from megatron_collab.data.preparation import Preparation
 from megatron_collab.data.sources import Source
-from megatron_collab.rollout.spec import play_spec
+from megatron_collab.launch.spec import building_spec
 from megatron_collab.synthesis.built import rows_of, write
 from megatron_collab.types import (
     Conversation,
@@ -59,10 +59,12 @@ def test_rows_have_the_published_columns() -> None:
 
 
 def test_built_data_is_read_in_every_stage(tmp_path: Path) -> None:
-    config = Config()
-    config.model.path, config.reward.weights, config.train.rollouts_per_prompt = "models/small", {"right": 1.0}, 2
+    config = BuildDatasetConfig()
+    config.model.path, config.reward.weights, config.build.candidates = "models/small", {"right": 1.0}, 2
     config.reward.metrics = {"right": {"metric": "accuracy"}}
-    write(tmp_path, "train", [built()], play_spec(config), config)
+    play = building_spec(config).play
+    assert play
+    write(tmp_path, "train", [built()], play, config)
     source = Source(source=str(tmp_path))
     tasks = load_tasks(source)
     assert tasks.format == "collabllm" and tasks[0].goal == "a table" and tasks[0].metadata == {"level": 3}

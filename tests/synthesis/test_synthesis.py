@@ -6,8 +6,9 @@ import asyncio
 import random
 from collections.abc import Sequence
 
+from megatron_collab.config import BuildDatasetConfig
+from megatron_collab.launch.spec import building_spec
 from megatron_collab.rollout.conversation import FuturesPlayer
-from megatron_collab.rollout.spec import play_spec
 from megatron_collab.synthesis.synthesis import best_rollout, next_task, reply_of
 from megatron_collab.types import Ending, Group, Message, Missing, Task
 from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUsers, config
@@ -18,8 +19,8 @@ TASK = Task("t", (Message("system", "s"), Message("user", "hi")), "goal", "answe
 
 def group(says: str = "ok", share: float = 0.0, task: Task = TASK) -> Group:
     """Four candidates, the first of them malformed; the reward is the number at the end of the reply."""
-    options = config(futures=2, max_user_turns=1, max_assistant_turns=2)
-    options.reward.weights, options.train.rollouts_per_prompt = {"right": 1.0}, 4
+    options = config(BuildDatasetConfig, futures=2, max_user_turns=1, max_assistant_turns=2)
+    options.reward.weights, options.build.candidates = {"right": 1.0}, 4
     options.reward.metrics = {"right": {"metric": "accuracy"}}
     options.build.proactive = share
     numbers = iter(range(4))
@@ -34,7 +35,9 @@ def group(says: str = "ok", share: float = 0.0, task: Task = TASK) -> Group:
         return STOP if "end" in messages[-1].content else f"and {messages[-1].content}"
 
     rewards = FakeRewards(lambda conversation: float(conversation.replies[0][-1]))
-    player = FuturesPlayer(FakePolicy(policy), CharacterRenderer(), FakeUsers(user), rewards, play_spec(options))  # type: ignore[arg-type]
+    player = FuturesPlayer(
+        FakePolicy(policy), CharacterRenderer(), FakeUsers(user), rewards, building_spec(options).play
+    )  # type: ignore[arg-type]
     return asyncio.run(player.play(task, "s"))
 
 
@@ -75,8 +78,8 @@ def test_proactive_candidates_have_a_prompt_that_is_not_in_the_conversation() ->
 
 
 def test_candidates_are_dealt_to_assistants_that_play_their_own_futures() -> None:
-    options = config(futures=2, max_user_turns=1, max_assistant_turns=2)
-    options.reward.weights, options.train.rollouts_per_prompt = {"right": 1.0}, 5
+    options = config(BuildDatasetConfig, futures=2, max_user_turns=1, max_assistant_turns=2)
+    options.reward.weights, options.build.candidates = {"right": 1.0}, 5
     options.reward.metrics = {"right": {"metric": "accuracy"}}
     options.build.proactive = 0.4
     options.build.assistants = {"ours": "policy", "m": "openai/m", "n": "served/n"}
@@ -84,7 +87,7 @@ def test_candidates_are_dealt_to_assistants_that_play_their_own_futures() -> Non
 
     def player(name: str) -> FuturesPlayer:
         policy = FakePolicy(lambda prompt, seed: f"of {name}")
-        return FuturesPlayer(policy, CharacterRenderer(), users, rewards, play_spec(options))  # type: ignore[arg-type]
+        return FuturesPlayer(policy, CharacterRenderer(), users, rewards, building_spec(options).play)  # type: ignore[arg-type]
 
     first = player("ours")
     first.candidate_players = {"ours": first, "m": player("m"), "n": player("n")}

@@ -71,7 +71,7 @@ def test_the_column_names_the_person_and_texts_do_not(tmp_path: Path) -> None:
         ),
         ([{"messages": "hi"}], "row 1: messages is not a list of messages {role, content}"),
         ([{"messages": [{"role": "boss", "content": "hi"}]}], "row 1: messages has a message of role 'boss'"),
-        ([{"conversations": [{"from": "me", "value": "hi"}]}], "row 1: conversations has a message from 'me'"),
+        ([{"conversations": [{"from": "me", "value": "hi"}]}], "row 1: conversations has a message of role 'me'"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, rows: list[Any], message: str) -> None:

@@ -81,7 +81,9 @@ def client_of(folder: Path, name: str, latency: float = 0.0) -> LlmClient:
     config = Config()
     config.run.dir, config.llm.replay_latency, config.llm.replay_missing = str(folder), latency, "live"
     setattr(config.llm, name, str(folder / "calls"))
-    return LlmClient(cache=Cache(folder / "cache") if name == "record" else None, tape=open_tape(config))
+    return LlmClient(
+        cache=Cache(folder / "cache") if name == "record" else None, tape=open_tape(config.llm, Path(config.run.dir))
+    )
 
 
 async def record(folder: Path, numbers: Sequence[int]) -> tuple[Played, EndpointConfig, float]:

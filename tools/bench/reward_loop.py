@@ -16,7 +16,7 @@ from pathlib import Path
 
 import ray
 
-from megatron_collab.config import Config, RewardConfig
+from megatron_collab.config import Config, TrainingRewardConfig
 from megatron_collab.reward.metrics import Metric, ScoredMetric
 from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.runtime.ray_cluster import ray_session, start_actor
@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a few futures: shows that it runs, no figures")
     count = SMOKE_FUTURES if parser.parse_args().smoke else FUTURES
-    config = Config(reward=RewardConfig(weights={"waits": 1.0}, workers=WORKERS, concurrency=CONCURRENCY))
+    config = Config(reward=TrainingRewardConfig(weights={"waits": 1.0}, workers=WORKERS, concurrency=CONCURRENCY))
     metrics = {"waits": ScoredMetric("waits", {"metric": f"{Path(__file__).resolve()}:Waits"})}
     futures = [future(number) for number in range(count)]
     with ray_session(config):

@@ -15,10 +15,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_collab.config import (
-    Config,
     ConfigError,
     EndpointConfig,
     Extension,
+    PlayConfig,
     Resolved,
     UserConfig,
     build,
@@ -90,12 +90,12 @@ class User(Extension):
         self.task, self.argument, self.sample, self.users = task, argument, sample, users
 
     @classmethod
-    def unavailable(cls, argument: str, config: Config) -> str | None:
+    def unavailable(cls, argument: str, config: PlayConfig) -> str | None:
         """Why this user cannot be used, and how to fix it; checked before a run starts. May raise ConfigError."""
         return f"takes no argument, but got {argument!r}" if argument else None
 
     @classmethod
-    def asks(cls, argument: str, config: Config) -> EndpointConfig | None:
+    def asks(cls, argument: str, config: PlayConfig) -> EndpointConfig | None:
         """The language model that these users call, checked before a run starts; None if they call none."""
         return None
 
@@ -105,7 +105,7 @@ class User(Extension):
         return None
 
     @classmethod
-    def check_task(cls, task: Task, argument: str, config: Config) -> None:
+    def check_task(cls, task: Task, argument: str, config: PlayConfig) -> None:
         """Raises ValueError, saying how to fix it, if these users cannot read the task; called before a run starts.
 
         `config` has these users' settings in `user`; `argument` is as in `unavailable`.
@@ -141,10 +141,13 @@ class Users:
     engine and counters.
     """
 
-    def __init__(self, directory: UserDirectory, client: LlmClient, engine: Sequence[str] = ()) -> None:
-        """`engine`: for user.model=policy, the api_base of each of the run's SGLang servers (PolicyProvider.add)."""
+    def __init__(
+        self, directory: UserDirectory, client: LlmClient, engine: Sequence[str] = (), adapter: str | None = None
+    ) -> None:
+        """For user.model=policy, `engine`: the api_base of each of the run's SGLang servers (PolicyProvider.add);
+        `adapter`: name of the adapters to sample with, None: without."""
         self.directory, self.config, self.group = directory, directory.config, "user"
-        self.client = client
+        self.client, self.adapter = client, adapter
         self._engine = list(engine)
         self.counters: Counter[str] = Counter()
         self._named = {name: self._named_users(name) for name in self.config.users}
@@ -186,7 +189,7 @@ class ResolvedUser:
     name: str
     kind: type[User]
     argument: str
-    config: Config
+    config: PlayConfig
     group: str = "user"
 
     def asks(self) -> EndpointConfig | None:
@@ -200,7 +203,7 @@ class ResolvedUser:
 class UserDirectory(Resolved):
     """The users of a run by the names in tasks: those of the option `users`, and kinds of users."""
 
-    config: Config
+    config: PlayConfig
 
     @cached_property
     def settings(self) -> dict[str, UserConfig]:
@@ -271,7 +274,7 @@ def split_user(name: str) -> tuple[str, str]:
     return f"{module}:{class_name}", argument
 
 
-def options_of(kind: type[User], config: Config, group: str = "user") -> Any:
+def options_of(kind: type[User], config: PlayConfig, group: str = "user") -> Any:
     """The options of users of a kind; user.options is ignored if the kind takes none."""
     options = config.user.options if kind.Options is not NoOptions else {}
     return build(kind.Options, options, f"{group}.options.")

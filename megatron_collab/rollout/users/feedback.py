@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_collab.config import SUFFIX, Config, ConfigError, PromptError, option, read_prompt
+from megatron_collab.config import SUFFIX, ConfigError, PlayConfig, PromptError, option, read_prompt
 from megatron_collab.reward.metrics.accuracy import Verdict, compare
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
 from megatron_collab.types import Conversation, Missing, Task
@@ -31,7 +31,7 @@ class FeedbackUser(User):
         self.checked = 0  # number of the policy's turns that have been rewarded
 
     @classmethod
-    def unavailable(cls, argument: str, config: Config) -> str | None:
+    def unavailable(cls, argument: str, config: PlayConfig) -> str | None:
         text = config.user.options.get("text")
         try:
             if text is None or text.endswith(SUFFIX):

@@ -15,13 +15,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import Config, ConfigError, EndpointConfig, Prompt, PromptError, UserConfig, read_prompt
+from megatron_collab.config import ConfigError, EndpointConfig, PlayConfig, Prompt, PromptError, UserConfig, read_prompt
 from megatron_collab.data.transcript import render
-from megatron_collab.inference import adapters
 from megatron_collab.llm.answer import Field, LlmError, MalformedAnswer
 from megatron_collab.llm.endpoint import POLICY, SERVED
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
 from megatron_collab.rollout.users.guardrails import COMPLAINTS, refusal
+from megatron_collab.runtime import files
 from megatron_collab.types import Conversation, Message, Task
 
 FIELDS = (
@@ -46,25 +46,25 @@ class LlmUser(User):
         self.persona = draw.choice(read_personas(pool)) if pool else str(task.metadata.get("persona") or "")
 
     @classmethod
-    def unavailable(cls, argument: str, config: Config) -> str | None:
+    def unavailable(cls, argument: str, config: PlayConfig) -> str | None:
         if not (argument or config.user.model):
             return "user.model is not set; set it to a LiteLLM model or to policy, or choose a user in user.name"
-        if config.assistant.model and (argument or config.user.model) == POLICY:
-            return f"policy: is not served if assistant.model={config.assistant.model} is set; choose another"
-        if (file := config.user.personas) and not (Path(file).is_file() and read_personas(file)):
-            return f"personas={file}: no such file, or it has no lines; write one persona per line, or remove it"
         try:
             users_prompt(config.user)
+            if (file := config.user.personas) and not (Path(file).is_file() and read_personas(file)):
+                return f"personas={file}: no such file, or it has no lines; write one persona per line, or remove it"
         except ConfigError as error:
             return str(error)
+        except (ValueError, OSError) as error:
+            return f"personas={error}"
         return None
 
     @classmethod
-    def asks(cls, argument: str, config: Config) -> EndpointConfig | None:
+    def asks(cls, argument: str, config: PlayConfig) -> EndpointConfig | None:
         return replace(config.user, model=argument or config.user.model)
 
     @classmethod
-    def check_task(cls, task: Task, argument: str, config: Config) -> None:
+    def check_task(cls, task: Task, argument: str, config: PlayConfig) -> None:
         if config.user.prompt:  # the built-in prompt fits every task
             system_prompt(config.user, task)
 
@@ -124,8 +124,7 @@ class LlmUser(User):
             return random.Random(f"{api_base.removesuffix('/v1')} {self.task.id}").random()
 
         engine = sorted(self.users.engine, key=rank)
-        settings = self.users.config.model
-        arguments, adapter = settings.chat_template_args, adapters.NAME if settings.lora.served else None
+        arguments, adapter = self.users.config.model.chat_template_args, self.users.adapter
         engine_arguments: dict[str, Any] = {"chat_template_kwargs": arguments} if arguments else {}
         engine_arguments |= {"lora_path": adapter} if adapter else {}
         config = replace(config, extra={**engine_arguments, **config.extra})
@@ -149,4 +148,4 @@ def system_prompt(config: UserConfig, task: Task, persona: str = "") -> str:
 @cache
 def read_personas(path: str) -> tuple[str, ...]:
     """The non-blank lines of a personas file."""
-    return tuple(line.strip() for line in Path(path).read_text().splitlines() if line.strip())
+    return tuple(line.strip() for line in files.read_text(Path(path)).split("\n") if line.strip())

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from megatron_collab.config import Config, UserConfig, build, nearest, require
+from megatron_collab.config import PlayConfig, UserConfig, build, nearest, require
 from megatron_collab.types import Task
 
 _SETTINGS = tuple(spec.name for spec in fields(UserConfig) if spec.name != "name")
 
 
-def user_of(task: Task, config: Config) -> str:
+def user_of(task: Task, config: PlayConfig) -> str:
     """The name of the user of `task`: user.name, or the task's user, or one of `users` drawn by weight, or empty.
 
     A name with a trailing ? applies if it is one of `users`. The draw is seeded with run.seed and the task's id.
@@ -41,7 +41,7 @@ def weight_of(name: str, settings: Mapping[str, Any]) -> float:
     return float(weight)
 
 
-def _named_settings(config: Config, name: str) -> UserConfig:
+def _named_settings(config: PlayConfig, name: str) -> UserConfig:
     """The settings of a named user, with its class as `name`. Raises ConfigError naming the invalid setting."""
     settings = dict(config.users[name] or {})
     for setting in settings:
@@ -55,7 +55,7 @@ def _named_settings(config: Config, name: str) -> UserConfig:
     return replace(user, name=settings.get("class") or "llm")
 
 
-def user_settings(config: Config) -> dict[str, UserConfig]:
+def user_settings(config: PlayConfig) -> dict[str, UserConfig]:
     """The settings of all users by option group: `user`, and `users.NAME` for named users. Raises ConfigError."""
     for name in config.users:
         require(re.fullmatch(r"[\w-]+", name) is not None, f"users.{name}: name it with letters, digits, - and _")

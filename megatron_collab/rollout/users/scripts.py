@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_collab import environments
-from megatron_collab.config import Config
+from megatron_collab.config import PlayConfig
+from megatron_collab.data import answers
 from megatron_collab.data.transcript import visible_messages
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
 from megatron_collab.types import Conversation, Task
@@ -17,7 +18,7 @@ from megatron_collab.types import Conversation, Task
 ASK_ME = "Please ask me what you need to know, or tell me the answer."
 NO_MORE, TOLD_ALREADY = "That is all I know.", "I have told you all that I know about that."
 
-_ANSWERED = re.compile(r"\\boxed\{|####|\banswer is\b", re.IGNORECASE)
+_ANSWERED = re.compile(rf"{answers.MARK}|\banswer is\b", re.IGNORECASE)
 _QUESTION = re.compile(
     r"[^.!?\n]*\?|[^.!?\n]*\b(?:tell me|let me know|give me|share|provide|clarify|specify)\b[^.!?\n]*", re.IGNORECASE
 )
@@ -46,12 +47,12 @@ class ScriptedUser(User):
         self.script = environments.find_script(argument)
 
     @classmethod
-    def unavailable(cls, argument: str, config: Config) -> str | None:
+    def unavailable(cls, argument: str, config: PlayConfig) -> str | None:
         environments.find_script(argument)
         return None
 
     @classmethod
-    def check_task(cls, task: Task, argument: str, config: Config) -> None:
+    def check_task(cls, task: Task, argument: str, config: PlayConfig) -> None:
         if check := environments.find_goal_check(argument):
             check(task.goal)
 
@@ -69,7 +70,7 @@ class ReplayUser(User):
     opens = True
 
     @classmethod
-    def check_task(cls, task: Task, argument: str, config: Config) -> None:
+    def check_task(cls, task: Task, argument: str, config: PlayConfig) -> None:
         recorded_of(task)
 
     async def start(self, conversation: Conversation) -> None:
@@ -103,7 +104,7 @@ class RevealUser(User):
     opens = True
 
     @classmethod
-    def check_task(cls, task: Task, argument: str, config: Config) -> None:
+    def check_task(cls, task: Task, argument: str, config: PlayConfig) -> None:
         facts_of(task)
 
     async def start(self, conversation: Conversation) -> None:

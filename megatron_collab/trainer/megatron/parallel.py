@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch.distributed.rendezvous import rendezvous
 
-from megatron_collab.config import Config
+from megatron_collab.config import Config, LaunchConfig
 from megatron_collab.patches.megatron import refuse_visible_cuda
 from megatron_collab.runtime import device, hang_detector, rank0
 from megatron_collab.runtime.process import RunStopped, beat
@@ -49,38 +49,56 @@ def leader_ends_first(timeout: float, explain: Callable[[RunStopped], None]) -> 
 
 
 @contextmanager
-def init_parallel(config: Config) -> Iterator[None]:
-    """Process groups and seeds of the ranks, from torchrun's environment; can be entered again after its end."""
-    selected = device.select(config.launch.device)
+def connected(launch: LaunchConfig) -> Iterator[timedelta]:
+    """Torch's default process group of the ranks, from torchrun's environment; can be entered again after its end.
+
+    The value is the timeout of collectives.
+    """
+    selected = device.select(launch.device)
     refuse_visible_cuda(selected.type)
     if selected.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     beat("rendezvous of the ranks")
-    timeout = hang_detector.collective_timeout(config.launch.timeout)
+    timeout = hang_detector.collective_timeout(launch.timeout)
     store, rank, world_size = run_store()
     # A new prefix: keys of an earlier group of this process must not be read again.
     store = dist.PrefixStore(f"parallel/{next(_GROUPS)}", store)
     dist.init_process_group(selected.backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
-    with groups(config, timeout):
+    with default_group(timeout):
+        yield timeout
+
+
+@contextmanager
+def default_group(timeout: timedelta) -> Iterator[None]:
+    """Rank 0's own group beside torch's default group, which is destroyed at the end."""
+    with rank0.dedicated_group(timeout):
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def init_parallel(config: Config) -> Iterator[None]:
+    """As `connected`, with the process groups of the trainer's layout and the seeds."""
+    with connected(config.launch) as timeout, layout_groups(config, timeout):
         yield
 
 
 @contextmanager
-def groups(config: Config, timeout: timedelta) -> Iterator[None]:
-    """The layout's process groups and the seeds, in torch's default group, which is destroyed with them."""
-    with rank0.dedicated_group(timeout):
-        try:
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=config.parallel.tp,
-                pipeline_model_parallel_size=config.parallel.pp,
-                virtual_pipeline_model_parallel_size=config.parallel.vpp if config.parallel.vpp > 1 else None,
-                context_parallel_size=config.parallel.cp,
-                expert_model_parallel_size=config.parallel.ep,
-                expert_tensor_parallel_size=1,
-                distributed_timeout_minutes=timeout.total_seconds() / 60,
-            )
-            tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed)
-            yield
-        finally:
-            parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
+def layout_groups(config: Config, timeout: timedelta) -> Iterator[None]:
+    """The layout's process groups and the seeds, in torch's default group."""
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=config.parallel.tp,
+            pipeline_model_parallel_size=config.parallel.pp,
+            virtual_pipeline_model_parallel_size=config.parallel.vpp if config.parallel.vpp > 1 else None,
+            context_parallel_size=config.parallel.cp,
+            expert_model_parallel_size=config.parallel.ep,
+            expert_tensor_parallel_size=1,
+            distributed_timeout_minutes=timeout.total_seconds() / 60,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megatron_collab.config import Config, EndpointConfig, LoraConfig, UserConfig
+from megatron_collab.config import Config, EndpointConfig, UserConfig
 from megatron_collab.data.transcript import render
+from megatron_collab.inference import adapters
 from megatron_collab.llm import client as clients
 from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.llm.recording import Usage
@@ -316,7 +317,7 @@ def test_requests_to_the_trained_model_have_its_template_arguments_and_adapter()
             await users.make(task("llm"), "s").reply(dialogue("hi", "hello"))
             users.config.user.extra = {"chat_template_kwargs": {"enable_thinking": True}}
             await users.make(task("llm"), "s").reply(dialogue("hi", "hello"))
-            users.config.model.lora = LoraConfig(rank=8, serve="adapters")
+            users.adapter = adapters.NAME
             await users.make(task("llm"), "s").reply(dialogue("hi", "hello"))
             return [(request["chat_template_kwargs"], request.get("lora_path")) for request in endpoint.requests]
 
