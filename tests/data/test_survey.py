@@ -215,9 +215,9 @@ def test_a_row_that_is_certainly_too_long_is_not_tokenized(
 ) -> None:
     """However long it is; one that may fit is, and is left out by its tokens."""
     counted: list[int] = []
-    tokens = datasets.ChatRenderer.tokens
+    encode = datasets.ChatRenderer._encode
     monkeypatch.setattr(
-        datasets.ChatRenderer, "tokens", lambda renderer, text: counted.append(len(text)) or tokens(renderer, text)
+        datasets.ChatRenderer, "_encode", lambda renderer, text: counted.append(len(text)) or encode(renderer, text)
     )
     for length in (400, 100_000):
         texts = ("hi", "x" * length)
