@@ -1,3 +1,3 @@
 """megatron-collab: train language models to collaborate over many turns."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

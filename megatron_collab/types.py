@@ -45,11 +45,13 @@ class Message:
     """One message of a conversation: `role` is system, user, assistant or tool.
 
     `tool_calls` is set in messages from the data; in messages that the policy samples, calls are part of the content.
+    `trained` is False for a reply in data that supervised training shows, but does not learn.
     """
 
     role: str
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
+    trained: bool = True
 
     def as_dict(self) -> dict[str, Any]:
         """The message in the format of OpenAI's API and of chat templates."""

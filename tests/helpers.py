@@ -156,16 +156,16 @@ def nats_apart(first: Path, second: Path) -> float:
     return float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
 
 
-def make_reward_model(folder: Path, *, family: str = "qwen3", positions: int = 2048) -> Path:
+def make_reward_model(folder: Path, *, family: str = "qwen3", positions: int = 2048, vocab: int = 512) -> Path:
     """Write a random fp32 model of `family` with one output for up to `positions` tokens, and tokenizer; `folder`."""
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    tokenizer = byte_level_tokenizer(512)
+    tokenizer = byte_level_tokenizer(vocab)
     tokenizer.save_pretrained(folder)
     config = AutoConfig.for_model(
         family,
-        vocab_size=512,
+        vocab_size=vocab,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,

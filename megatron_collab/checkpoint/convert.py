@@ -87,8 +87,9 @@ def _read(checkpoint: Path, folder: Path, source: Path) -> tuple[ModelShape, Sto
 def to_checkpoint(source: Path, folder: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
     """Write the Hugging Face folder `source` as a folder of checkpoints that a run can start from at step 0.
 
-    It holds only weights. `dtype` defaults to that of `source`. Raises ConfigError if `folder` exists, `source` is not
-    a complete model, or the output differs when read back. Memory: one file of at most `file_bytes` and two parameters.
+    It holds only weights. `dtype` defaults to one that holds those of `source` exactly. Raises ConfigError if `folder`
+    exists, `source` is not a complete model, or the output differs when read back. Memory: one file of at most
+    `file_bytes` and two parameters.
     """
     if folder.exists():
         raise ConfigError(f"{folder}: exists; give another folder, or remove it")
@@ -180,7 +181,7 @@ class _Convert(SaveItems):
 
     def __init__(self, tensors: HFTensors, shape: ModelShape, dtype: torch.dtype | None) -> None:
         self._tensors, self._shape = tensors, shape
-        self.dtype = dtype or tensors.read(next(iter(hf_to_megatron.hf_shapes(shape))), (slice(1),)).dtype
+        self.dtype = dtype or tensors.dtype
         super().__init__(list(self._requests()))
 
     def plans(self, file_bytes: int) -> Iterator[SavePlan]:

@@ -11,6 +11,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import reduce
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -26,10 +27,12 @@ from megatron_collab.config import ConfigError
 from megatron_collab.models import hf_config, hf_to_megatron, hf_weights
 from megatron_collab.models.hf_to_megatron import Index, ModelShape, Piece, WeightEntry, hf_shapes
 from megatron_collab.models.hf_weights import INDEX, SINGLE
+from megatron_collab.runtime.files import writing
 from megatron_collab.runtime.process import beat
 
 FILE_BYTES = 4 << 30
 _WEIGHT_FILE = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|index\.json)$")
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 # local_experts.N.linear_fc1.weight, or with TransformerEngine's grouped GEMM linear_fc1.weightN
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(?P<local>\d+)\.)?(?P<linear>linear_fc[12])\.weight(?P<grouped>\d*)"
@@ -47,7 +50,10 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 class HFTensors:
-    """The tensors of a Hugging Face folder, read without mapping files into memory."""
+    """The tensors of a Hugging Face folder, read without mapping files into memory.
+
+    `dtype`: the smallest dtype that holds the values of all of them.
+    """
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
         """Raises ConfigError if a file or tensor is missing or not valid for models/hf_weights.py."""
@@ -58,6 +64,7 @@ class HFTensors:
         except (ValueError, SafetensorError) as error:
             raise ConfigError(f"{folder}: {error}") from error
         self._file_of = {name: opened[tensor.file] for name, tensor in stored.items()}
+        self.dtype = reduce(torch.promote_types, {_DTYPES[tensor.dtype] for tensor in stored.values()})
 
     def read(self, tensor: str, index: Index) -> torch.Tensor:
         """The block of the tensor at `index`; only that block is read."""
@@ -145,7 +152,8 @@ class HFWriter:
         for file in {self._file_of[piece.hf] for piece in pieces}:
             if self._missing[file] == 0:
                 tensors = {name: self._open.pop(name) for name in self._files[file]}
-                save_file(tensors, self._folder / file, {"format": "pt"})
+                with writing(self._folder / file):
+                    save_file(tensors, self._folder / file, {"format": "pt"})
 
     def check(self) -> None:
         """Raises RuntimeError if a tensor is incomplete."""

@@ -10,6 +10,8 @@ import argparse
 import math
 from typing import NoReturn
 
+from megatron_collab.runtime.text import printable
+
 EXIT_BAD_INPUT = 2  # the same as in runtime/process.py, which takes longer to import
 GPU_GIB = 79.6  # of an H100 with 80 GB: 81,559 MiB, as nvidia-smi reports it
 
@@ -22,7 +24,7 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(f"megatron-collab {command}", description=description, formatter_class=formatter)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_BAD_INPUT, f"megatron-collab: {message} (all options: --help)\n")
+        self.exit(EXIT_BAD_INPUT, f"megatron-collab: {printable(message)} (all options: --help)\n")
 
 
 def positive(text: str) -> float:

@@ -20,8 +20,8 @@ would call (users, judge, metrics' own), and prints latency, tokens and price. E
 from __future__ import annotations
 
 import asyncio
+import json
 import platform
-import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -32,6 +32,7 @@ from megatron_collab import patches
 from megatron_collab.commands import GPU_GIB, ArgumentParser, positive
 from megatron_collab.config import Config, ConfigError, DataConfig, EndpointConfig, compose, make_absolute
 from megatron_collab.runtime import device, gpu_environment, gpu_set, toolkit
+from megatron_collab.runtime.console import show
 from megatron_collab.types import Message, Task
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def print_data(text: str) -> int:
     from megatron_collab.data.sources import TrainingSource, parse_sources
 
     for number, source in enumerate(parse_sources(text, "--data", (TrainingSource, EvaluationSet))):
-        print("\n" * (number > 0), end="")
+        show("\n" * (number > 0), end="")
         _print_source(source)
     return 0
 
@@ -173,31 +174,36 @@ def _print_source(source: Source) -> None:
     examples.leave_out(report.left_out)
     columns = ", ".join(examples.rows.column_names)
     split = "+".join(examples.splits)
-    print(f"{source.source}: read as {examples.format}, since {examples.why}; split {split}, columns {columns}")
+    show(f"{source.source}: read as {examples.format}, since {examples.why}; split {split}, columns {columns}")
     left_out = "".join(f"; left out: {count} {reason}" for reason, count in report.dropped.items())
-    print(f"{len(examples.rows)} rows, {len(examples)} {examples.use}s{left_out}")
+    show(f"{len(examples.rows)} rows, {len(examples)} {examples.use}s{left_out}")
+    for note in filter(None, (report.repeated, report.unread)):
+        show(note)
     for example in examples[:_SHOWN]:
         if isinstance(example, Task):
-            metadata = f", metadata {', '.join(example.metadata)}" if example.metadata else ""
             user = example.user or "llm"
             user = f"{user[:-1]} if users has it, else llm" if user.endswith("?") else user
-            print(f"\ntask {example.id}: user {user}{metadata}")
+            show(f"\ntask {example.id}: user {user}")
             _print_texts(example.messages)
             _print_texts([Message("goal", example.goal), Message("answer", example.answer)])
+            for name, value in example.metadata.items():
+                text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+                _print_texts([Message(f"metadata.{name}", text)])
         elif isinstance(example, Pair):
-            print(f"\npair{' with scores {:g} and {:g}'.format(*example.scores) if example.scores else ''}:")
+            show(f"\npair{' with scores {:g} and {:g}'.format(*example.scores) if example.scores else ''}:")
             _print_texts(example.prompt)
             for side, messages in (("chosen", example.chosen), ("rejected", example.rejected)):
-                print(f" {side}")
+                show(f" {side}")
                 _print_texts(messages)
         else:
-            print("\nconversation:")
+            show("\nconversation:")
             _print_texts(example)
 
 
 def _print_texts(messages: Sequence[Message]) -> None:
     for message in messages:
-        print(f"  {message.role + ':':10} {textwrap.shorten(message.content, _WIDTH, placeholder=' …')}")
+        text = " ".join(message.content.split())
+        show(f"  {message.role + ':':10} {text if len(text) <= _WIDTH else text[:_WIDTH] + ' …'}")
 
 
 def print_endpoints(overrides: Sequence[str]) -> int:
@@ -211,16 +217,16 @@ def print_endpoints(overrides: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     if not targets:
-        print("This run calls no language model.")
+        show("This run calls no language model.")
         return 0
     endpoints.check_recordings(config.llm, Path(config.run.dir))
     if config.llm.offline:
         models = ", ".join(dict.fromkeys(str(target.endpoint.model) for target in targets))
-        print(f"Recorded calls replace {models} (llm.replay={config.llm.replay}); nothing is called.")
+        show(f"Recorded calls replace {models} (llm.replay={config.llm.replay}); nothing is called.")
         return 0
     unpriced = endpoints.check_prices(config, targets)
     endpoints.check_support(config, targets)
-    print("".join(f"{line}\n" for line in unpriced), end="")
+    show("".join(f"{line}\n" for line in unpriced), end="")
     labels = [("", "model"), *((target.setting, str(target.endpoint.model)) for target in targets)]
     widths = [*(max(map(len, column)) for column in zip(*labels, strict=True)), 7, 6, 0]
     _print_row((*labels[0], "seconds", "tokens", "USD"), widths)
@@ -235,7 +241,7 @@ def print_endpoints(overrides: Sequence[str]) -> int:
 
     faults = [fault for fault in asyncio.run(call_all()) if fault]
     for line in faults:
-        print(f"\n{line}")
+        show(f"\n{line}")
     return 1 if faults else 0
 
 
@@ -300,4 +306,4 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def _print_row(row: Sequence[str], widths: Sequence[int]) -> None:
-    print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), flush=True)
+    show("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

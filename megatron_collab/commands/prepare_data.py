@@ -1,6 +1,6 @@
 """Write training rows from published data: train and eval, and a summary of what was kept and dropped.
 
-    megatron-collab prepare-data collabllm/collabllm-multiturn-math-hard --to rl --out data/math --system-prompt FILE
+    megatron-collab prepare-data collabllm/collabllm-multiturn-math-hard --to rl --out data/math --system-prompt FILE.j2
 
 --to rl: a task for every prefix of every conversation that ends with the user, each prompt once. --to sft: a row for
 each conversation; of scored candidates the best of its last turn. --to dpo: of each turn the best candidate against the
@@ -19,7 +19,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_collab.commands import ArgumentParser, positive
-from megatron_collab.config import ConfigError, require
+from megatron_collab.config import ConfigError, read_prompt, require
+from megatron_collab.runtime.console import show
 
 SUMMARY = "summary.json"
 
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", required=True, type=Path, help="folder to write")
     parser.add_argument("--eval-share", type=float, default=0.1, help="share of the conversations for evaluation [0.1]")
     parser.add_argument("--seed", type=int, default=0, help="seed of the split [0]")
-    parser.add_argument("--system-prompt", type=Path, help="file with the system message of all rows")
+    parser.add_argument("--system-prompt", metavar="FILE.j2", help="system message of all rows")
     parser.add_argument("--max-tokens", type=int, help="drop longer prompts (rl) and conversations; needs --model")
     parser.add_argument("--model", help="folder or name of the model whose tokens are counted")
     parser.add_argument("--gap", type=positive, default=0.02, help="dpo: smallest difference of two scores [0.02]")
@@ -42,11 +43,11 @@ def main(arguments: Sequence[str]) -> int:
     message = f"--max-tokens={options.max_tokens}: tasks that the user opens have no prompt; remove it"
     require(options.max_tokens is None or options.to != "opened", message)
     require(options.max_tokens is None or options.max_tokens > 0, f"--max-tokens={options.max_tokens}: must be above 0")
-    require(
-        not (options.out / SUMMARY).exists(), f"--out={options.out}: holds prepared data; remove it, or give another"
-    )
-    system = options.system_prompt
-    require(system is None or system.is_file(), f"--system-prompt={system}: no such file")
+    written = (SUMMARY, *(f"{side}.{suffix}" for side in ("train", "eval") for suffix in ("jsonl", "parquet")))
+    existing = [name for name in written if (options.out / name).exists()]
+    require(not existing, f"--out={options.out}: holds {', '.join(existing)}; remove it, or give another folder")
+    file = options.system_prompt
+    system = read_prompt("--system-prompt", file, "", ()) if file else None
 
     # Hugging Face's libraries take seconds to import, so arguments are checked first.
     from jinja2 import TemplateError
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     from megatron_collab.data.datasets import to_parquet
     from megatron_collab.data.preparation import Preparation, groups_of_eval
     from megatron_collab.data.sources import parse_sources
+    from megatron_collab.data.survey import unread_note
     from megatron_collab.runtime import hub
 
     source, *more_sources = parse_sources(options.source, "SOURCE")
@@ -63,11 +65,11 @@ def main(arguments: Sequence[str]) -> int:
         if options.model and hub.parse(options.model):
             hub.download(options.model, "--model")
         renderer = ChatRenderer(options.model, setting="--model") if options.model else None
-        text = system.read_text().strip() if system else ""
+        text = system.render().strip() if system else ""
         preparation = Preparation(source, options.to, text, options.gap, renderer, options.max_tokens or 0)
         groups = Counter(example.group for example in preparation)
         require(bool(groups), f"SOURCE={source.source}: no rows are left: {_joined_counts(preparation.dropped)}")
-        dropped = dict(preparation.dropped)
+        dropped, unread = dict(preparation.dropped), dict(preparation.unread)
         held_out = groups_of_eval(groups, options.eval_share, options.seed)
         options.out.mkdir(parents=True, exist_ok=True)
         counts = {"train": 0} | ({"eval": 0} if held_out else {})
@@ -93,12 +95,15 @@ def main(arguments: Sequence[str]) -> int:
         "conversations": len(groups),
         "kept": counts,
         "dropped": {reason: count for reason, count in dropped.items() if count},
+        "unread": unread,
     }
     (options.out / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
     rows = f"{len(examples.rows)} rows (split {'+'.join(examples.splits)})"
-    print(f"{source.source}: {rows}, read as {examples.format} ({examples.why})")
+    show(f"{source.source}: {rows}, read as {examples.format} ({examples.why})")
     kept = ", ".join(f"{count} for {side}" for side, count in counts.items())
-    print(f"{options.out}: {kept}, of {len(groups)} conversations; dropped: {_joined_counts(dropped) or 'none'}")
+    show(f"{options.out}: {kept}, of {len(groups)} conversations; dropped: {_joined_counts(dropped) or 'none'}")
+    if unread:
+        show(f"{source.source}: {unread_note(unread)}")
     return 0
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_collab.commands import ArgumentParser
 from megatron_collab.config import ConfigError, require
+from megatron_collab.runtime.console import show
 from megatron_collab.runtime.redact import HIDDEN, redact
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         recording = Recording(*options.folder)
         for torn in recording.torn:
-            print(torn)
+            show(torn)
         if options.action == "show":
             _show(recording, options.calls)
         elif options.action == "merge":
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             scrub = Scrub([_pattern(text) for text in options.pattern], set(options.field))
             _write(recording, options, scrub)
-            print(scrub.report())
+            show(scrub.report())
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return 0
@@ -68,12 +69,12 @@ def _show(recording: Recording, shown: int) -> None:
         if number < shown:
             _print_call(call)
         by_model[str(call.question["model"])].append(replace(call, question={}, answer=None))
-    runs, superseded = ", ".join(sorted(recording.runs)), len(recording.superseded())
-    print(f"{len(recording)} calls of {runs or 'no run'} in {len(recording.shards)} shards; {superseded} superseded")
+    runs, superseded = _short(", ".join(sorted(recording.runs))), len(recording.superseded())
+    show(f"{len(recording)} calls of {runs or 'no run'} in {len(recording.shards)} shards; {superseded} superseded")
     for model, calls in sorted(by_model.items()):
-        print(f"\n{model}: {_period(calls)}")
+        show(f"\n{_short(model)}: {_period(calls)}")
         for line in _lines(calls):
-            print(f"  {line}")
+            show(f"  {line}")
 
 
 def _lines(calls: Sequence[Call]) -> Iterator[str]:
@@ -92,7 +93,7 @@ def _lines(calls: Sequence[Call]) -> Iterator[str]:
         shares = [f"p{share} {seconds[(len(seconds) - 1) * share // 100]:.3f}" for share in _PERCENTILES]
         yield f"seconds   {', '.join(shares)}, longest {seconds[-1]:.3f}"
     versions = Counter(call.taken.version for call in uncached if call.taken.version)
-    yield f"versions  {', '.join(versions) or 'unknown'}"
+    yield f"versions  {_short(', '.join(versions)) or 'unknown'}"
 
 
 def _counts(counts: Mapping[str, int]) -> str:
@@ -106,10 +107,10 @@ def _period(calls: Sequence[Call]) -> str:
 
 
 def _print_call(call: Call) -> None:
-    print(f"{call.name or 'unnamed'} calls {call.question['model']}:")
+    show(f"{_short(call.name) or 'unnamed'} calls {_short(call.question['model'])}:")
     for message in call.question.get("messages") or []:
-        print(f"  {message.get('role')}: {_short(message.get('content'))}")
-    print(f"  -> {_short(call.failed or call.answer)}\n")
+        show(f"  {_short(message.get('role'))}: {_short(message.get('content'))}")
+    show(f"  -> {_short(call.failed or call.answer)}\n")
 
 
 def _short(value: Any) -> str:
@@ -173,4 +174,4 @@ def _write(
     for number in numbers:
         stored = recording.stored(number)
         shard.append(stored.containing(change(stored.call())))
-    print(f"{shard.file}: {len(numbers)} calls; {len(superseded)} superseded ones left out")
+    show(f"{shard.file}: {len(numbers)} calls; {len(superseded)} superseded ones left out")

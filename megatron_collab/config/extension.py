@@ -107,7 +107,7 @@ def _load(location: str, label: str) -> ModuleType:
     require(file.suffix != ".py" or file.is_file(), f"{label}: no such file")
     try:
         return _load_file(file) if file.suffix == ".py" else importlib.import_module(location)
-    except Exception as error:
+    except BaseException as error:  # also SystemExit: it must not end the run
         fault = f"importing {location} failed: {type(error).__name__}: {error}"
         if isinstance(error, ModuleNotFoundError) and error.name and f"{location}.".startswith(f"{error.name}."):
             fault = f"no module {error.name}; install its package, or give ./FILE.py:NAME"

@@ -5,6 +5,7 @@ Hydra composes the options of all programs, `conf/` and the command line; a prog
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -177,7 +178,7 @@ def _plain(overrides: Sequence[str]) -> list[str]:
     """Overrides without + and ++ (added options would not be read), aliases resolved, and =~/ as the home folder."""
     parts = (override.lstrip("+").partition("=") for override in overrides)
     named = (f"{ALIASES.get(name, name)}{sign}{value}" for name, sign, value in parts)
-    return [re.sub(r"(?<==)~(?=/)", str(Path.home()), override, count=1) for override in named]
+    return [re.sub(r"(?<==)~(?=/)", os.path.expanduser("~"), override, count=1) for override in named]
 
 
 def _refuse_syntax(override: str) -> None:

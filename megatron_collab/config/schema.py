@@ -26,8 +26,9 @@ TOOL_PARSERS = (  # as SGLang calls them
 )
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FORMATS = (  # of rows, as data/formats.py reads them
-    "auto", "task", "messages", "collabllm", "recipe", "humaneval", "bigcodebench", "preference", "sharegpt",
-    "question_answer", "problem_solution", "recipe_sft", "prompt_completion", "prompt", "text",
+    "auto", "task", "preference", "messages", "collabllm", "recipe", "humaneval", "bigcodebench", "sharegpt",
+    "question_answer", "problem_solution", "problem_answer", "query_response", "alpaca", "recipe_sft",
+    "prompt_completion", "prompt", "text",
 )
 # fmt: on
 TRANSPORTS = {  # of weights to the servers; their interface is in weight_sync/transports/base.py

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from megatron_collab.data.examples import Examples
 from megatron_collab.data.formats import FORMATS
+from megatron_collab.data.messages import Unfit
 from megatron_collab.data.pairs import Pair
-from megatron_collab.data.readers import Unfit
 from megatron_collab.data.survey import candidates_of
 
 

@@ -1,4 +1,4 @@
-"""The model's chat template as token ids. Sampled tokens are never rendered again."""
+"""The model's chat template as token ids. Sampled tokens are never rendered again, and text makes no control tokens."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from itertools import dropwhile
+from functools import lru_cache, partial
+from itertools import dropwhile, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,9 @@ from jinja2 import TemplateError
 
 from megatron_collab import patches
 from megatron_collab.config import PlayConfig, RolloutConfig, nearest, read_prompt, require
+from megatron_collab.data.control_tokens import any_of, cut, split
 from megatron_collab.runtime import hub
+from megatron_collab.runtime.trial import TrialError, run_trial
 from megatron_collab.types import THOUGHT_BEGIN, THOUGHT_END, Message, Turn, visible
 
 if TYPE_CHECKING:
@@ -24,15 +26,17 @@ if TYPE_CHECKING:
 _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # set by every call
 # Stands in for a sampled reply when the template is asked what follows it.
 _MARKER = "SAMPLED7REPLY"
+_SHOWN = "move their text into messages of the user, or give a model whose template shows them"
+_SECONDS = 10.0  # for the first messages of each role; an ordinary template takes a thousandth of this
 
 
 class ChatRenderer:
     """Renders prompts, and the tokens between the turns of a conversation, with the chat template of `model_path`.
 
-    `end_id`: the template's end-of-turn token, which follows the assistant's content. `tools`: schemas shown in the
-    prompt. `arguments`: template arguments. `system`: put in front of conversations without a system message.
-    `thinking` of a method: the template's enable_thinking; None: as in `arguments`. `thought_end`: the token
-    `</think>`, None if that is not a single token.
+    `end_id`: the template's end-of-turn token, which follows the assistant's content, apart from spaces. `tools`:
+    schemas shown in the prompt. `arguments`: template arguments. `system`: put in front of conversations without a
+    system message. `thinking` of a method: the template's enable_thinking; None: as in `arguments`. `thought_end`: the
+    token `</think>`, None if that is not a single token.
 
     Raises ValueError, naming `setting`, if there is no tokenizer.json, or if the template changes or drops assistant
     messages or ends them with anything but one special token, because nothing can be appended to these.
@@ -50,12 +54,18 @@ class ChatRenderer:
         self.tools = list(tools)
         self.arguments = dict(arguments)
         self.system = system
-        self._frames: dict[tuple[str, ...], int] = {}  # bytes of the template around messages of these roles
+        # Bytes of the template around messages of these roles, or why it cannot show them.
+        self._frames: dict[tuple[bool, tuple[str, ...]], int | ValueError] = {}  # bool: if tools are shown
+        self._tried: set[tuple[str, str]] = set()  # roles that follow each other in them
         self.tokenizer = load_tokenizer(model_path, setting)
         if not self.tokenizer.chat_template:
             raise ValueError(f"{setting}={model_path}: its tokenizer has no chat template; give a chat model")
         self._check_arguments()
+        # Control tokens that a message of the assistant may not write, and those that no other message may.
+        self._turn_tokens = self._control_tokens = re.compile(r"(?!)")
+        self._header = self._lead = self._trail = ""
         try:
+            self._read_frame()
             end = self._tail([Message("user", "x")])[:1]
             self._check_tools_shown()
         except TemplateError as error:
@@ -67,7 +77,10 @@ class ChatRenderer:
         single = len(marks) == 1 and marks[0] != self.tokenizer.unk_token_id
         self.thought_end: int | None = marks[0] if single else None
         if system:
-            self._check_system()
+            try:
+                self._frame_bytes([Message("system", "x"), Message("user", "x")])
+            except ValueError as error:
+                raise ValueError(f"rollout.system_prompt: {error}") from error
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatRenderer:
         """A copy that shows these tools to the policy."""
@@ -77,28 +90,41 @@ class ChatRenderer:
         return renderer
 
     def first(self, messages: Sequence[Message], thinking: bool | None = None) -> tuple[int, ...]:
-        """The prompt: all messages, after `system` unless they have their own, and the opening of the next turn."""
-        return self.tokens(self._render(self._with_system(messages), thinking))
+        """The prompt: all messages, after `system` unless they have their own, and the opening of the next turn.
+
+        Raises ValueError if the template refuses or drops one of them.
+        """
+        messages = self._with_system(messages)
+        self._frame_bytes(messages)
+        return self._beginning(self._render(messages, thinking))
 
     def opens_thought(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends with the `<think>` of the next turn."""
         return self.tokenizer.decode(prompt[-16:]).rstrip().endswith(THOUGHT_BEGIN)
 
     def at_most(self, messages: Sequence[Message]) -> int:
-        """Upper bound on the tokens of `messages`, without tokenizing: their bytes, those of the template included."""
+        """Upper bound on the tokens of `messages`, without tokenizing: their bytes, those of the template included.
+
+        Raises ValueError as `check_shown` does.
+        """
+        self.check_shown(messages)
         messages = self._with_system(messages)
-        roles = tuple(message.role for message in messages)
-        if roles not in self._frames:
-            self._frames[roles] = len(self._render([Message(role, "x") for role in roles]).encode())
-        return self._frames[roles] + sum(len(message.content.encode()) for message in messages)
+        return self._frame_bytes(messages) + sum(len(message.content.encode()) for message in messages)
+
+    def check_shown(self, messages: Sequence[Message]) -> None:
+        """Raises ValueError if the template refuses, drops or does not end for messages of these roles.
+
+        Roles that have not followed each other before are tried in a child process.
+        """
+        self._frame_bytes(self._with_system(messages), guarded=True)
 
     def reply(self, text: str) -> tuple[int, ...]:
-        """A written assistant message with its end-of-turn token, for supervised training."""
-        return (*self.tokens(text), self.end_id)
+        """A written assistant message with its end-of-turn token, as in the template, for supervised training."""
+        return self._reply(cut(text, self._turn_tokens))
 
     def tokens(self, text: str) -> tuple[int, ...]:
-        """The tokens of `text` as it is: nothing is added."""
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        """The tokens of `text` within a conversation: without the space that tokenizers put in front of a text."""
+        return tuple(token for piece in split(text) for token in self._continue(piece))
 
     def call(self, message: Message) -> tuple[int, ...]:
         """A written assistant message with tool calls, as `reply`; the template writes the calls.
@@ -109,6 +135,7 @@ class ChatRenderer:
         end = self.tokenizer.decode([self.end_id])
         header = self._render([question, Message("assistant", _MARKER), tool_result]).partition(_MARKER)[0]
         content = _MARKER if message.content else ""
+        text = cut(message.content, self._turn_tokens)
         try:
             written = self._render([question, replace(message, content=content), tool_result])
         except TemplateError as error:
@@ -118,7 +145,7 @@ class ChatRenderer:
             raise self._unfit_error("drops tool_calls")
         if not (written.startswith(header) and ended and calls.startswith(content)):
             raise self._unfit_error("drops the content of a message with tool_calls, or changes how it begins")
-        return self.reply(message.content + calls.removeprefix(content))
+        return self._reply(text + calls.removeprefix(content).removesuffix(self._trail))
 
     def next(self, messages: Sequence[Message], turn: Sequence[int], thinking: bool | None = None) -> tuple[int, ...]:
         """The tokens after `turn`: its end-of-turn token if it lacks one, `messages`, the opening of the next turn."""
@@ -137,15 +164,15 @@ class ChatRenderer:
             marker += "7"
         replies = [at for at, message in enumerate(messages) if message.role == "assistant"][-len(turns) :]
         marked = [Message("assistant", marker) if at in replies else message for at, message in enumerate(messages)]
-        pieces = self._render(self._with_system(marked), thinking).split(marker)
-        if len(pieces) != len(turns) + 1:
+        before, *pieces = self._render(self._with_system(marked), thinking).split(marker)
+        if len(pieces) != len(turns):
             raise self._unfit_error("drops or changes assistant messages")
-        tokens = [
-            token
-            for turn, piece in zip(turns, pieces[1:], strict=True)
-            for token in (*self._visible_tokens(turn), *self.tokens(piece))
-        ]
-        return (*self.tokens(pieces[0]), *tokens)
+        tokens = [*self._beginning(before.removesuffix(self._lead))]
+        for turn, piece in zip(turns, pieces, strict=True):
+            following = piece.removeprefix(self._trail)
+            tokens += self._visible_tokens(turn)
+            tokens += self.tokens(following if turn is turns[-1] else following.removesuffix(self._lead))
+        return tuple(tokens)
 
     def check_thinking(self, rollout: RolloutConfig) -> None:
         """Raises ConfigError if the template or the tokenizer does not support what `rollout` says about thoughts."""
@@ -183,29 +210,89 @@ class ChatRenderer:
 
     def _tail(self, messages: Sequence[Message], thinking: bool | None = None) -> tuple[int, ...]:
         """All tokens after the content of an assistant message that is followed by `messages`."""
-        rendered = self._render([Message("user", "x"), Message("assistant", _MARKER), *messages], thinking)
-        _, marker, tail = rendered.partition(_MARKER)
+        conversation = [Message("user", "x"), Message("assistant", _MARKER), *messages]
+        _, marker, tail = self._render(conversation, thinking).partition(_MARKER)
         if not marker:
             raise self._unfit_error("drops or changes assistant messages")
-        return self.tokens(tail)
+        self._frame_bytes(conversation)
+        return self.tokens(tail.removeprefix(self._trail))
+
+    def _read_frame(self) -> None:
+        """Read the template's control tokens, and what it writes around an assistant message."""
+        used = f"{self.tokenizer.chat_template} {THOUGHT_BEGIN} {THOUGHT_END}"
+        added = self.tokenizer.added_tokens_decoder.values()
+        marks = [token.content for token in added if token.special or (token.content in used and "<" in token.content)]
+        question = [Message("user", "x")]
+        prompt = self._render(question, tools=None)
+        turns = self._render([*question, Message("assistant", _MARKER), *question], tools=None)
+        before, _, after = turns.partition(_MARKER)
+        self._control_tokens = any_of(marks)
+        self._turn_tokens = any_of(set(self._control_tokens.findall(turns)) - {THOUGHT_BEGIN, THOUGHT_END})
+        last = max((match.start() for match in self._control_tokens.finditer(prompt)), default=0)
+        self._header = prompt[last:]
+        lead, trail = before.removeprefix(prompt), after[: len(after) - len(after.lstrip())]
+        self._lead = lead if lead.isspace() and before.startswith(prompt) else ""
+        self._trail = trail if self._control_tokens.match(after, len(trail)) else ""
+
+    def _reply(self, text: str) -> tuple[int, ...]:
+        return (*self.tokens(self._lead + text + self._trail), self.end_id)
+
+    def _beginning(self, text: str) -> tuple[int, ...]:
+        """The tokens of a rendered text with which a conversation begins."""
+        first, *pieces = split(text)
+        return (*self._encode(first), *(token for piece in pieces for token in self._continue(piece)))
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _continue(self, text: str) -> list[int]:
+        """The tokens of `text` behind the header of a turn, or behind a letter if its beginning merges with that."""
+        for header in (self._header, f"{self._header}x"):
+            before, whole = self._encode(header), self._encode(header + text)
+            if whole[: len(before)] == before:
+                return whole[len(before) :]
+        return self._encode(text)
+
+    def _frame_bytes(self, messages: Sequence[Message], guarded: bool = False) -> int:
+        """Bytes of the template around messages of these roles. Raises ValueError if it refuses or drops one."""
+        roles = tuple(message.role for message in messages)
+        key = bool(self.tools), roles
+        if key not in self._frames:
+            try:
+                self._frames[key] = self._measured(roles, guarded)
+            except ValueError as error:
+                self._frames[key] = error
+        measured = self._frames[key]
+        if isinstance(measured, ValueError):
+            raise measured
+        return measured
+
+    def _measured(self, roles: tuple[str, ...], guarded: bool) -> int:
+        texts = [f"{_MARKER}{number}x" for number in range(len(roles))]
+        work = partial(self._render, [Message(role, text) for role, text in zip(roles, texts, strict=True)])
+        steps = set(pairwise(("", *roles)))
+        try:
+            if guarded and not steps <= self._tried:
+                run_trial(work, _SECONDS)
+                self._tried |= steps
+            rendered = work()
+        except (TemplateError, TrialError) as error:
+            raise self._unfit_error(f"refuses messages of the roles {', '.join(roles)} ({error})", _SHOWN) from error
+        if dropped := next((role for role, text in zip(roles, texts, strict=True) if text not in rendered), None):
+            raise self._unfit_error(f"drops a {dropped} message from {', '.join(roles)}", _SHOWN)
+        return len(rendered.encode()) - sum(map(len, texts))
 
     def _render(self, messages: Sequence[Message], thinking: bool | None = None, **other: Any) -> str:
-        rows = [message.as_dict() for message in messages]
+        tokens = {"assistant": self._turn_tokens}
+        rows = [cut(message.as_dict(), tokens.get(message.role, self._control_tokens)) for message in messages]
+        tools = cut(self.tools, self._control_tokens) or None
         template_arguments = {**self.arguments, **({} if thinking is None else {"enable_thinking": thinking})}
-        options = {**template_arguments, "tools": self.tools or None, "add_generation_prompt": True, **other}
+        options = {**template_arguments, "tools": tools, "add_generation_prompt": True, **other}
         return _apply_template(self.tokenizer, rows, **options)
 
     def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
         has_system = any(message.role == "system" for message in messages)
         return messages if has_system or not self.system else [Message("system", self.system), *messages]
-
-    def _check_system(self) -> None:
-        try:
-            is_shown = self.system.strip() in self._render(self._with_system([Message("user", "x")]))
-        except TemplateError as error:
-            raise self._unfit_error(f"rejects system messages ({error}), and rollout.system_prompt is one") from error
-        if not is_shown:
-            raise self._unfit_error("does not show rollout.system_prompt to the policy")
 
     def _check_arguments(self) -> None:
         for name in self.arguments:
@@ -223,9 +310,11 @@ class ChatRenderer:
         question = [Message("user", "x")]
         if self.tools and self._render(question) == self._render(question, tools=None):
             raise self._unfit_error("does not show rollout.tools to the policy")
+        if self.tools:
+            self._frame_bytes([*question, Message("assistant", "x"), Message("tool", "x")])
 
-    def _unfit_error(self, fault: str) -> ValueError:
-        return ValueError(f"{self._setting}={self.model_path}: its chat template {fault}; give one that appends turns")
+    def _unfit_error(self, fault: str, way_out: str = "give one that appends turns") -> ValueError:
+        return ValueError(f"{self._setting}={self.model_path}: its chat template {fault}; {way_out}")
 
 
 def tokenizer_files(folder: Path) -> tuple[tuple[str, int], ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_collab.data.readers import Messages, Row, text_of
+from megatron_collab.data.messages import Messages, Row
+from megatron_collab.data.readers import text_of
 from megatron_collab.types import Message, Task
 
 _ASK_FOR_CODE = "Complete this Python function. Give the whole function in one fenced block.\n\n"

@@ -23,14 +23,14 @@ from megatron_collab.data.chat_template import ChatRenderer, policy_renderer, sy
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.examples import Examples, TaskReader, load_conversations, load_pairs, load_tasks
 from megatron_collab.data.formats import FORMATS
+from megatron_collab.data.length import certainly_longer
+from megatron_collab.data.messages import Messages, Row, ToolConversation
 from megatron_collab.data.mixture import Mixture
 from megatron_collab.data.pairs import Pair, conversations
 from megatron_collab.data.prefixes import at_every_depth
-from megatron_collab.data.readers import Messages, Row
 from megatron_collab.data.sources import Source, TrainingSource, unread_settings, unused_mixture
 from megatron_collab.data.spec import DataSpec
 from megatron_collab.data.survey import Survey, TaskRequirements, survey
-from megatron_collab.data.tool_messages import ToolConversation
 from megatron_collab.runtime import files, hub
 from megatron_collab.types import Batch, Message, Sample, Task
 
@@ -94,7 +94,7 @@ class SurveyedSources[Read]:
             shares = "".join(_share(setting, counts, len(examples)) for setting, counts in result.lacking.items())
             where = f"{self.setting}={examples.source.source}"
             lines.append(f"{where}: {read}{left_out}{shares}")
-            notes = (result.repeated, *self._notes(examples.source))
+            notes = (result.repeated, result.unread, *self._notes(examples.source))
             lines += [f"{where}: {note}" for note in notes if note]
             users = self._config.users
             requested = [user[:-1] for user in result.users if user.endswith("?") and not self._config.user.name]
@@ -140,6 +140,9 @@ class SurveyedSources[Read]:
         renderer = self._renderer = self._renderer or policy_renderer(self._config, self._tools, plays)
 
         def tokens(example: Any) -> int:
+            texts = conversations(example) if isinstance(example, Pair) else [getattr(example, "messages", example)]
+            if any(certainly_longer(renderer, messages, longest) for messages in texts):
+                return longest + 1
             if isinstance(example, Task):
                 return len(renderer.first(example.messages))
             return max(len(sample.token_ids) for sample in samples_of(renderer, example))
@@ -148,8 +151,9 @@ class SurveyedSources[Read]:
             if isinstance(example, Pair):
                 return max(map(at_most, conversations(example)))
             messages = example.messages if isinstance(example, Task) else example
-            if all(message.role == "system" for message in messages):
-                return 0  # the user opens it; a template cannot render an empty conversation
+            if all(message.role == "system" for message in messages):  # the user opens it
+                renderer.check_shown([*messages, Message("user", "x")])
+                return 0  # a template cannot render an empty conversation
             written = isinstance(messages, ToolConversation)  # the template decides how long calls are
             return sys.maxsize if written else renderer.at_most(messages)
 
@@ -235,8 +239,8 @@ def samples_of(renderer: ChatRenderer, example: Messages | Pair) -> tuple[Sample
 
 
 def render_sample(renderer: ChatRenderer, messages: Sequence[Message], start: int = 0) -> Sample:
-    """Token ids (int64) of a conversation, and a loss mask (float32): 1 on every assistant message from message `start`
-    on, its end-of-turn token included.
+    """Token ids (int64) of a conversation, and a loss mask (float32): 1 on every trained message of the assistant from
+    message `start` on, its end-of-turn token included.
 
     Built from the same pieces as a rollout, so that training and sampling see the same tokens.
     """
@@ -249,7 +253,7 @@ def render_sample(renderer: ChatRenderer, messages: Sequence[Message], start: in
         reply = renderer.call(messages[i]) if messages[i].tool_calls else renderer.reply(messages[i].content)
         between = renderer.next(messages[i + 1 : following], reply) if i + 1 < len(messages) else ()
         token_ids += reply + between
-        mask += [float(i >= start)] * len(reply) + [0.0] * len(between)
+        mask += [float(i >= start and messages[i].trained)] * len(reply) + [0.0] * len(between)
     loss_mask = np.array(mask, np.float32)
     return Sample(np.array(token_ids, np.int64), loss_mask, np.zeros_like(loss_mask))
 
@@ -263,7 +267,7 @@ def task_row(task: Task) -> dict[str, Any]:
 
 def conversation_row(messages: Sequence[Message]) -> dict[str, Any]:
     """A conversation as a row that `load_conversations` reads; arguments and schemas as JSON, for Arrow's columns."""
-    rows = [message.as_dict() for message in messages]
+    rows = [message.as_dict() | ({} if message.trained else {"weight": 0}) for message in messages]
     for call in (call for row in rows for call in row.get("tool_calls", ())):
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
     tools = messages.tools if isinstance(messages, ToolConversation) else ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,7 +10,8 @@ import numpy as np
 
 from megatron_collab.config import ConfigError, DataConfig, Extension, make, nearest, require
 from megatron_collab.data.formats import FORMATS, Use, natural_use, recognize
-from megatron_collab.data.readers import Unfit, checked_task
+from megatron_collab.data.messages import Unfit, unread_parts
+from megatron_collab.data.readers import checked_task
 from megatron_collab.data.rows import open_rows
 from megatron_collab.data.sources import Source
 from megatron_collab.runtime import hub
@@ -51,6 +52,7 @@ class Examples(Sequence[_Read]):
         self.source, self.rows, self.at, self.splits = source, rows, at, splits
         self.use, self.format, self.why, self.distinct = use, format, why, distinct
         self._read = read
+        self._columns = {"prompt", *(FORMATS[format].columns if format in FORMATS else ())}
         self._kept: np.ndarray | None = None
 
     def leave_out(self, numbers: Sequence[int]) -> None:
@@ -85,6 +87,12 @@ class Examples(Sequence[_Read]):
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise ValueError(f"{self.at(number)}: is not a row of the format {self.format} ({reason})") from error
+
+    def unread(self, row: Any) -> Iterator[str]:
+        """Every part of the messages of a row, or of the two rows of a pair, that is not read."""
+        for part in row if isinstance(row, tuple) else (row,):
+            if isinstance(part, Mapping):
+                yield from unread_parts(part, self._columns)
 
     def sort_keys(self, by: str) -> np.ndarray:
         """Integer keys that sort the rows by a column, descending for `-column`. Raises ConfigError."""
@@ -131,7 +139,7 @@ def load_tasks(
         raise
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    except Exception as error:  # a user's reader may raise anything
+    except BaseException as error:  # a user's reader may raise anything
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ValueError(f"{where}: data.format={data.format} fails on it ({reason}); correct one of them") from error
     if not tasks:
@@ -171,6 +179,9 @@ def _examples(
     reader: Any = getattr(FORMATS[format], use) or FORMATS[format].conversation
 
     def read(row: Any, number: int) -> Any:
-        return checked_task(reader(row, number)) if use == "task" else reader(row)
+        example = checked_task(reader(row, number)) if use == "task" else reader(row)
+        if isinstance(example, Task) and any(message.role == "tool" for message in example.messages):
+            raise ValueError("the prompt calls tools; such rows are read for supervised training only")
+        return example
 
     return Examples(source, rows, read, rows.at, use, format, why, rows.splits)

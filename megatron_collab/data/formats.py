@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from megatron_collab.config import nearest, require
 from megatron_collab.data import code_readers, pairs, readers
+from megatron_collab.data.messages import Messages, Row
 from megatron_collab.data.pairs import Pair
-from megatron_collab.data.readers import Candidate, Messages, Row
+from megatron_collab.data.readers import Candidate
 from megatron_collab.types import Task
 
 Use = Literal["task", "conversation", "pair"]  # what rows are read as: for rl, sft, dpo
@@ -39,9 +41,17 @@ class Format:
         return set(self.columns) <= set(columns) and self.fits(first)
 
 
+def _solved(solution: str, *problem: str) -> Format:
+    """Rows of a problem in these columns and its solution; an `answer` beside them wins over one in the solution."""
+    columns: dict[str, Any] = {"problem": problem, "solution": solution}
+    readings = partial(readers.problem_task, **columns), partial(readers.problem_conversation, **columns)
+    return Format((problem[0], solution), *readings)
+
+
 # The first format with the requested use is taken if its columns exist and the first row fits.
 FORMATS: dict[str, Format] = {
     "task": Format(("prompt", "goal"), readers.task),
+    "preference": Format(("chosen", "rejected"), pairs.preference_task, pairs.preference_conversation, pairs.pair),
     "messages": Format(("messages",), readers.messages_task, readers.messages_conversation),
     "collabllm": Format(
         ("prompt", "completion", "conv_id", "turn_id", "score", "single_turn_prompt"),
@@ -58,12 +68,16 @@ FORMATS: dict[str, Format] = {
         code_readers.big_code_bench_task,
         code_readers.big_code_bench_conversation,
     ),
-    "preference": Format(("chosen", "rejected"), pairs.preference_task, pairs.preference_conversation, pairs.pair),
     "sharegpt": Format(("conversations",), readers.sharegpt_task, readers.sharegpt_conversation),
-    "question_answer": Format(("question", "answer"), readers.question_task, readers.question_conversation),
-    "problem_solution": Format(("problem", "solution"), readers.problem_task, readers.problem_conversation),
+    "question_answer": _solved("answer", "question"),
+    "problem_solution": _solved("solution", "problem"),
+    "problem_answer": _solved("answer", "problem"),
+    "query_response": _solved("response", "query"),
+    "alpaca": _solved("output", "instruction", "input"),
     "recipe_sft": Format(
-        ("prompt",), conversation=readers.prompt_conversation, fits=readers.prompt_ends_with_assistant
+        ("prompt",),
+        conversation=partial(readers.messages_conversation, column="prompt"),
+        fits=readers.prompt_ends_with_assistant,
     ),
     "prompt_completion": Format(("prompt", "completion"), readers.completion_task, readers.completion_conversation),
     "prompt": Format(("prompt",), readers.prompt_task, fits=readers.prompt_is_text),

@@ -1,28 +1,34 @@
 """The rows of one file as checked JSON texts. Every file, whatever it contains, gives rows or Unreadable.
 
-JSON is read line by line, and each line is kept as it was written; every value of CSV and TSV stays a text. A line of
-JSON that cannot be read is yielded as Unreadable among the rows, so that a message can name all of them. A fault that
-makes the rest of a file unreadable is raised.
+JSON is kept as it was written; every value of CSV and TSV stays a text. Lines end at \\n only. A line of JSON that
+cannot be read is yielded as Unreadable among the rows, so that a message can name all of them. A fault that makes the
+rest of a file unreadable is raised.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import re
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, count
 from lzma import LZMAError
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_collab.data.packing import CUT, content, kind_of, misnamed, suffix_of
+from megatron_collab.runtime import files
 
 DEPTH = 100  # of nested lists and objects: copying, pickling or printing a row recurses as deep
+ROW_BYTES = 64 << 20  # maximum length of a row
 NAMED = 5  # maximum number of rows that a message names
 _BATCH = 1000  # rows read from a table at once
-_KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list"}
+_KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object"}
+_SEPARATOR = re.compile(r"[;\t|,]")  # of columns
+_MEMBER = re.compile(r"[^\s,]")  # the beginning of the next row in a JSON list
 
 
 class Unreadable(ValueError):
@@ -31,6 +37,31 @@ class Unreadable(ValueError):
     def __init__(self, why: str, row: int | None = None) -> None:
         super().__init__(why)
         self.row = row
+
+
+class Number(float):
+    """A JSON number with a fraction or an exponent; as a text it is what was written, such as 0.10 or 1e22."""
+
+    text: str
+
+    def __new__(cls, text: str) -> Number:
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
+
+    def __str__(self) -> str:
+        return self.text
+
+
+_DECODER = json.JSONDecoder(parse_float=Number)
+value_of: Callable[[str], Any] = _DECODER.decode  # of a JSON text
+
+
+def kind_of_value(value: Any) -> str:
+    """What a value of a row is, for messages."""
+    if isinstance(value, float) and not isfinite(value):
+        return "not a finite number"
+    return next((name for kind, name in _KINDS.items() if isinstance(value, kind)), "null")
 
 
 def refusal(first: str, next_rows: Sequence[object], bad: int, rows: int) -> str:
@@ -54,9 +85,10 @@ Read = ParsedRow | Unreadable
 def parse(file: Path) -> Iterator[Read]:
     """The rows of `file` in order; the suffix selects the parser. Raises Unreadable."""
     try:
-        if fault := misnamed(file):
+        if fault := files.irregular(file) or misnamed(file):
             raise Unreadable(fault)
-        yield from _PARSERS[kind_of(file)](file)
+        for read in _PARSERS[kind_of(file)](file):
+            yield read if isinstance(read, Unreadable) or len(read.text) <= ROW_BYTES else _too_long(read.number)
     except Unreadable:
         raise
     except (EOFError, LZMAError, zlib.error) as error:
@@ -66,60 +98,70 @@ def parse(file: Path) -> Iterator[Read]:
         raise Unreadable(f"cannot be read as {suffix_of(file)[1:]} ({reason}); {CUT}") from error
 
 
+def _raw_lines(stream: Any) -> Iterator[tuple[int, bytes]]:
+    """Number and bytes of each line, including its line ending. Raises Unreadable for a line without end."""
+    for number in count(1):
+        raw = stream.readline(ROW_BYTES + 1)
+        if len(raw) > ROW_BYTES:
+            raise _too_long(number)
+        if not raw:
+            return
+        yield number, raw
+
+
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
     """Number and text of each line, including its line ending."""
     with content(file) as stream:
-        for number, raw in enumerate(stream, 1):
+        for number, raw in _raw_lines(stream):
             yield number, _decode(raw, number)
 
 
-def _decode(raw: bytes, number: int) -> str:
+def _decode(raw: bytes, number: int | None) -> str:
     try:
-        line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+        text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         byte = f"its byte {error.start + 1}, {raw[error.start]:#04x}, is not UTF-8"
         remedy = "write the file in UTF-8; of a text in Latin-1, iconv -f LATIN1 -t UTF-8 makes it"
         raise Unreadable(f"{byte}; {remedy}", number) from error
-    if "\0" in line:
+    if "\0" in text:
         raise Unreadable("contains NUL bytes, so the file is damaged or not text; write it again", number)
-    return line
+    return text
 
 
 def _json(file: Path) -> Iterator[Read]:
     """JSON with one row per line, or one document: a list of rows, or a single row."""
     with content(file) as stream:
-        lines = ((number, raw) for number, raw in enumerate(stream, 1) if raw.strip())
-        first = next(lines, None)
-        if first is None:
-            return
-        begins = first[1].removeprefix(BOM_UTF8).lstrip()
-        if begins.startswith(b"[") or (suffix_of(file) != ".jsonl" and not _is_json(begins)):
-            yield from _document(_decode(raw, number) for number, raw in chain([first], lines))
-            return
-        for number, raw in chain([first], lines):
+        lines = (raw.removeprefix(BOM_UTF8).strip() for raw in iter(lambda: stream.readline(ROW_BYTES), b""))
+        first = next((line for line in lines if line), b"")
+    if first.startswith(b"[") or (first and suffix_of(file) != ".jsonl" and not _is_json(first)):
+        yield from _document(file)
+        return
+    with content(file) as stream:
+        for number, raw in _raw_lines(stream):
             try:
-                text = _decode(raw, number).strip()
-                yield ParsedRow(number, text, _row(text, number))
+                if text := _decode(raw, number).strip():
+                    yield ParsedRow(number, text, _row(text, number))
             except Unreadable as error:
                 yield error
 
 
-def _document(lines: Iterable[str]) -> Iterator[ParsedRow]:
+def _document(file: Path) -> Iterator[ParsedRow]:
+    with content(file) as stream:
+        text = _decode(stream.read(), None)
     try:
-        document = json.loads("".join(lines), object_pairs_hook=_object)
+        document = json.loads(text, object_pairs_hook=_object)
     except RecursionError as error:
         raise _too_deep(None) from error
     except Unreadable:
         raise
     except ValueError as error:
         raise Unreadable(f"is not JSON ({error}); {CUT}") from error
-    for number, row in enumerate(document if isinstance(document, list) else [document], 1):
-        try:
-            text = json.dumps(row, ensure_ascii=False)
-        except RecursionError as error:
-            raise _too_deep(number) from error
-        _check(row, text, number, escaped=False)
-        yield ParsedRow(number, text, row)
+    rows, end = (document, text.index("[") + 1) if isinstance(document, list) else ([document], 0)
+    for number, row in enumerate(rows, 1):
+        begin = _MEMBER.search(text, end).start()  # type: ignore[union-attr]
+        _, end = _DECODER.raw_decode(text, begin)
+        _check(row, text[begin:end], number)
+        yield ParsedRow(number, text[begin:end], row)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -152,18 +194,18 @@ def _row(text: str, number: int) -> Mapping[str, Any]:
         raise Unreadable(f"is not JSON ({reason}); correct the line, or remove it", number) from error
     except ValueError as error:  # a number of more than 4,300 digits
         raise Unreadable(f"is not readable JSON ({error}); correct the line, or remove it", number) from error
-    _check(row, text, number, escaped=True)
+    _check(row, text, number)
     checked: Mapping[str, Any] = row
     return checked
 
 
-def _check(row: Any, text: str, number: int, escaped: bool) -> None:
+def _check(row: Any, text: str, number: int) -> None:
     """Raises Unreadable if the row is no object, is nested too deep, or holds half a surrogate pair."""
     if not isinstance(row, dict):
-        raise Unreadable(f"is {_KINDS[type(row)]}, not a JSON object; give an object with the columns", number)
+        raise Unreadable(f"is {kind_of_value(row)}, not a JSON object; give an object with the columns", number)
     if text.count("[") + text.count("{") > DEPTH and too_deep(row):
         raise _too_deep(number)
-    if not escaped or "\\ud" in text or "\\uD" in text:
+    if "\\ud" in text or "\\uD" in text:
         try:
             json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
@@ -200,15 +242,22 @@ def json_in(text: str, otherwise: Any) -> Any:
     return value
 
 
+def _too_long(number: int) -> Unreadable:
+    return Unreadable(f"is longer than {ROW_BYTES >> 20} MiB; write one row a line, or remove the row", number)
+
+
 def _too_deep(number: int | None) -> Unreadable:
     return Unreadable(f"nests lists and objects more than {DEPTH} deep; flatten or remove it", number)
 
 
 def _table(file: Path, delimiter: str) -> Iterator[ParsedRow]:
     """Every value stays a text as it was written; empty values become null."""
-    csv.field_size_limit(2**31 - 1)
-    reader = csv.reader((line for _, line in _lines(file)), delimiter=delimiter, strict=True)
-    number = 1
+    csv.field_size_limit(ROW_BYTES)
+    lines, number = (line for _, line in _lines(file)), 1
+    header = next(lines, "")
+    if delimiter not in header and (other := _SEPARATOR.search(header)):
+        raise Unreadable(f"separates columns by {other[0]!r}, not by {delimiter!r}; write the file with the latter", 1)
+    reader = csv.reader(chain([header], lines), delimiter=delimiter, strict=True)
     try:
         columns = next(reader, [])
         if duplicate := next((name for name in columns if columns.count(name) > 1), None):
@@ -271,9 +320,11 @@ def _rows(batches: Iterable[Any]) -> Iterator[ParsedRow]:
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """A value of the Arrow type `kind`; JSON that is stored as text is parsed."""
+    """A value of the Arrow type `kind`: a whole number without a fraction, JSON that is stored as text parsed."""
     import pyarrow as pa
 
+    if isinstance(value, float) and value.is_integer():
+        return int(value)  # a column of whole numbers with a gap has 4.0 for 4
     if value is None or pa.types.is_primitive(kind) or pa.types.is_string(kind):
         return value
     if isinstance(kind, pa.JsonType):

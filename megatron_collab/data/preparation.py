@@ -14,13 +14,13 @@ from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.data.datasets import conversation_row, pair_row, render_sample, task_row
 from megatron_collab.data.examples import Examples, load_conversations, load_pairs, load_tasks
 from megatron_collab.data.formats import FORMATS
+from megatron_collab.data.length import certainly_longer
+from megatron_collab.data.messages import Messages, ToolConversation, Unfit
 from megatron_collab.data.pairs import Pair, conversations
 from megatron_collab.data.prefixes import Prompts, prefixes
-from megatron_collab.data.readers import Messages, Unfit
 from megatron_collab.data.rows import ALL
 from megatron_collab.data.sources import Source
 from megatron_collab.data.survey import best_of_conversations, candidates_of
-from megatron_collab.data.tool_messages import ToolConversation
 from megatron_collab.types import Message, Task
 
 
@@ -41,7 +41,8 @@ class Preparation:
     user opens the conversation. sft: of scored candidates the best of a conversation's last turn. dpo: the best against
     the worst candidate of a turn.
 
-    After an iteration, `dropped` counts the rows left out, by reason. All iterations give the same rows.
+    After an iteration, `dropped` counts the rows left out, by reason, and `unread` what of messages was not read. All
+    iterations give the same rows.
     """
 
     def __init__(
@@ -61,13 +62,13 @@ class Preparation:
         load: Any = {"rl": load_tasks, "opened": load_tasks, "sft": load_conversations, "dpo": load_pairs}[to]
         # Published data is split by row: the turns of a conversation may lie in different splits.
         self.examples: Examples[Any] = load(replace(source, split=source.split or ALL), "SOURCE", DataConfig())
-        self.dropped: Counter[str] = Counter()
+        self.dropped, self.unread = Counter[str](), Counter[str]()
         self._to, self._system, self._gap = to, system, gap
         self._renderer, self._longest = renderer, longest
         self._format = FORMATS[self.examples.format]
 
     def __iter__(self) -> Iterator[PreparedRow]:
-        self.dropped = Counter()
+        self.dropped, self.unread = Counter(), Counter()
         rows = {"rl": self._tasks, "opened": self._unopened_rows, "sft": self._conversations, "dpo": self._pairs}
         return rows[self._to]()
 
@@ -131,7 +132,9 @@ class Preparation:
 
     def _read(self, row: Any, number: int) -> Any:
         try:
-            return self.examples.read(row, number)
+            example = self.examples.read(row, number)
+            self.unread.update(self.examples.unread(row))
+            return example
         except Unfit as reason:
             self.dropped[f"rows {reason}"] += 1
             return None
@@ -149,6 +152,9 @@ class Preparation:
         renderer, fits = self._renderer, True
         for messages in conversations if renderer else ():
             assert renderer
+            if certainly_longer(renderer, messages, self._longest):
+                fits = False
+                break
             prompt = messages[-1].role == "user"
             tokens = renderer.first(messages) if prompt else render_sample(renderer, messages).token_ids
             fits = fits and len(tokens) <= self._longest

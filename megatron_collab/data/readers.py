@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from math import isfinite, nan
 from typing import Any, NamedTuple
 
-from megatron_collab.data.parsing import json_in
-from megatron_collab.data.tool_messages import content_of, has_tools, tool_conversation
-from megatron_collab.types import Message, Task
+from megatron_collab.data.answers import final_answer
+from megatron_collab.data.messages import Flaw, Messages, Row, Unfit, as_messages, conversation, listed, messages_of
+from megatron_collab.data.parsing import json_in, kind_of_value
+from megatron_collab.types import Message, Task, visible
 
-Row = Mapping[str, Any]
-Messages = tuple[Message, ...]
-ROLES = ("system", "user", "assistant")
-_SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+# Without the colon of a path: KIND, KIND/ARGUMENT, an entry of users, or nothing; NAME? only applies if it is an entry.
+_USER = re.compile(r"(?:[\w-]+(?:/[^:]*)?)?|.*\?", re.DOTALL)
 # Columns of the recipe's rows that neither metrics nor users need.
 _BULKY = ("prompt", "completion", "sessions", "rewards", "single_turn_metadata", "single_turn_completion")
-
-
-class Unfit(ValueError):
-    """A well-formed row that nothing can be learned from: it is dropped, and counted by this reason."""
 
 
 class Candidate(NamedTuple):
@@ -30,28 +27,16 @@ class Candidate(NamedTuple):
     score: float
 
 
-def messages_of(value: Any, column: str, roles: Collection[str] = ROLES) -> Messages:
-    """The messages {role, content} of a row."""
-    if not value:
-        alternative = ", or [] if the user opens the conversation" if column == "prompt" else ""
-        raise ValueError(f"no {column}; give a list of messages {{role, content}}{alternative}")
-    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise ValueError(f"{column} is not a list of messages {{role, content}}")
-    messages = []
-    for message in value:
-        role, content = message.get("role"), content_of(message, column)
-        if role not in roles:
-            raise ValueError(f"{column} has a message of role {role!r}; choose one of {', '.join(roles)}")
-        if not isinstance(content, str) or not content.strip():
-            raise ValueError(f"{column} has a message without content; give it a text, or remove the row")
-        messages.append(Message(role, content))
-    return tuple(messages)
-
-
 def checked_task(task: Any) -> Task:
-    """Returns `task` if its messages are user and assistant in turn, the user last, or if there are none."""
+    """Returns `task` if its messages are user and assistant in turn, the user last, or if there are none.
+
+    Its user must be a name, not the path of a class: data must not choose which code is imported.
+    """
     if not isinstance(task, Task):
         raise ValueError(f"data.format gives a {type(task).__name__}; it must be a megatron_collab.types.Task")
+    if not _USER.fullmatch(task.user):
+        remedy = "give a built-in kind, or the name of an entry of users, whose class may be a path"
+        raise ValueError(f"the user {task.user[:80]!r} is no name, and rows name no code; {remedy}")
     roles = [message.role for message in task.messages]
     if task.unopened and len(roles) < 2:
         return task
@@ -65,46 +50,37 @@ def checked_task(task: Any) -> Task:
     return task
 
 
-def in_turn(messages: Messages, column: str = "messages") -> Messages:
-    """Returns `messages` if they are a conversation that can be learned from; raises ValueError otherwise."""
-    turns = [message.role for message in messages if message.role != "system"]
-    if turns != ["user", "assistant"] * (len(turns) // 2) or not turns or "system" in [m.role for m in messages[1:]]:
-        raise ValueError(f"{column} must be user and assistant in turn, the assistant last (a system message first)")
-    return messages
-
-
-def final_answer(text: str) -> str:
-    """The answer of a worked solution: the text after #### (GSM8K), else in the last \\boxed{…} (MATH), else all."""
-    if "####" in text:
-        return text.rpartition("####")[2].strip().replace(",", "")
-    begin = text.rfind("\\boxed{")
-    if begin < 0:
-        return text.strip()
-    depth = 0
-    for at in range(begin, len(text)):
-        depth += (text[at] == "{") - (text[at] == "}")
-        if text[at] == "}" and depth == 0:
-            return text[begin + len("\\boxed{") : at].strip()
-    return text[begin + len("\\boxed{") :].strip()
-
-
 def text_of(row: Row, column: str, default: str | None = None) -> str:
-    """A string of a row."""
+    """A text of a row, or a number as it was written; `default` if the column is null. Raises ValueError otherwise."""
     value = row.get(column)
+    if isinstance(value, str):
+        if default is None and not value.strip():
+            raise ValueError(f"{column} is not a string with content")
+        return value
     if value is None and default is not None:
         return default
-    if not isinstance(value, str) or (default is None and not value.strip()):
-        raise ValueError(f"no {column}; give a string" if value is None else f"{column} is not a string with content")
-    return value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        fault = f"no {column}" if value is None else f"{column} is {kind_of_value(value)}"
+        raise ValueError(f"{fault}; give a text or a number")
+    return str(value)
 
 
-def with_text(row: Row, *columns: str) -> Row:
-    """The row with the numbers of these columns as texts, because tables hold 4.0 for 4, and NaN for a gap."""
-    numbers = {column: row.get(column) for column in columns}
-    texts = {
-        column: str(n).removesuffix(".0") for column, n in numbers.items() if isinstance(n, int | float) and n == n
-    }
-    return {**row, **texts} if texts else row
+def number_of(row: Row, column: str) -> float:
+    """A finite number of a row, also as a text, because tables have texts. Raises ValueError."""
+    text = text_of(row, column)
+    try:
+        number = float(text)
+    except ValueError:
+        number = nan
+    if not isfinite(number):
+        raise ValueError(f"{column} is {text[:40]!r}, not a finite number; correct it, or remove the row")
+    return number
+
+
+def answer_of(row: Row, *columns: str) -> str | None:
+    """The answer in the first of the columns that has one; None if none has. Raises ValueError if it is no text."""
+    column = next((column for column in columns if row.get(column) not in (None, "")), None)
+    return None if column is None else final_answer(text_of(row, column))
 
 
 def opening(row: Row) -> Messages:
@@ -113,13 +89,10 @@ def opening(row: Row) -> Messages:
     The user opens the conversation if the prompt is [], or if no row has that column.
     """
     prompt = row.get("prompt", [])
-    if prompt == []:
-        return ()
-    return (Message("user", text_of(row, "prompt")),) if isinstance(prompt, str) else messages_of(prompt, "prompt")
+    return () if prompt in ([], "[]") else as_messages(prompt, "user", "prompt")
 
 
 def task(row: Row, number: int) -> Task:
-    row = with_text(row, "id", "answer")
     defaults = {"id": str(number), "goal": None, "answer": "", "user": ""}
     values = {column: text_of(row, column, default) for column, default in defaults.items()}
     return Task(values["id"], opening(row), values["goal"], values["answer"], values["user"], _metadata(row))
@@ -128,11 +101,12 @@ def task(row: Row, number: int) -> Task:
 def _metadata(row: Row) -> Mapping[str, Any]:
     """The object in the column `metadata`, or in its JSON text."""
     value = row.get("metadata")
-    if isinstance(value, str) and value.strip():
-        value = json_in(value, value)
-    if value and not isinstance(value, Mapping):
-        raise ValueError(f"metadata is a {type(value).__name__}; give an object {{name: value}}")
-    return value or {}
+    value = json_in(value, value) if isinstance(value, str) else value
+    if value in (None, ""):
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"metadata is {kind_of_value(value)}; give an object {{name: value}}")
+    return value
 
 
 def collabllm_task(row: Row, number: int) -> Task:
@@ -140,29 +114,26 @@ def collabllm_task(row: Row, number: int) -> Task:
     goal, answer = text_of(row, "single_turn_prompt"), text_of(row, "single_turn_completion", "")
     metadata, messages = _object(row, "single_turn_metadata"), _collabllm_prompt(row)
     user = text_of(row, "user", "")
-    return Task(f"{row['conv_id']}-{len(messages)}-{number}", messages, goal, answer, user, metadata)
+    return Task(f"{text_of(row, 'conv_id')}-{len(messages)}-{number}", messages, goal, answer, user, metadata)
 
 
 def collabllm_conversation(row: Row) -> Messages:
-    if not (row.get("completion") or "").strip():
+    completion = text_of(row, "completion", "")
+    if not completion.strip():
         raise Unfit("whose completion is empty")
-    return in_turn((*_collabllm_prompt(row), Message("assistant", text_of(row, "completion"))), "prompt and completion")
+    return conversation((*_collabllm_prompt(row), Message("assistant", completion)), row, "prompt and completion")
 
 
 def _collabllm_prompt(row: Row) -> Messages:
     """The prompt. Raises Unfit if a message is empty, because nothing can be learned from it."""
-    prompt = row.get("prompt")
-    if isinstance(prompt, list) and any(
-        isinstance(message, dict) and message.get("content") in ("", None) for message in prompt
-    ):
-        raise Unfit("that have an empty message")
-    return messages_of(prompt, "prompt")
+    try:
+        return messages_of(row.get("prompt"), "prompt")
+    except Flaw as flaw:
+        raise flaw.unfit from flaw
 
 
 def candidate(row: Row) -> Candidate:
-    if not isinstance(score := row.get("score"), int | float):
-        raise ValueError("no score; give a number")
-    return Candidate(str(row["conv_id"]), int(row["turn_id"]), float(score))
+    return Candidate(text_of(row, "conv_id"), int(number_of(row, "turn_id")), number_of(row, "score"))
 
 
 def recipe_task(row: Row, number: int) -> Task:
@@ -174,103 +145,82 @@ def recipe_task(row: Row, number: int) -> Task:
     extra = _object(row, "extra_info")
     interaction = _object(extra, "interaction_kwargs")
     messages = messages_of(row.get("prompt"), "prompt")
-    goals = (interaction.get("single_turn_prompt"), interaction.get("query"), extra.get("question"))
-    goal = next((text for text in goals if text), messages[-1].content)
-    truths = (_object(row, "reward_model").get("ground_truth"), row.get("ground_truth"))
-    answer = next((str(text) for text in truths if text is not None), "")
+    goals = {**extra, **interaction, "request": messages[-1].content}
+    columns = ("single_turn_prompt", "query", "question", "request")
+    goal = next(text for column in columns if (text := text_of(goals, column, "")).strip())
+    truths = {**row, **_object(row, "reward_model")}
     metadata = {**_object(extra, "single_turn_metadata"), **{k: v for k, v in extra.items() if k not in _BULKY}}
-    if row.get("data_source"):
-        metadata["data_source"] = row["data_source"]
-    if interaction.get("task_desc"):
-        metadata["task_desc"] = interaction["task_desc"]
-    user = f"{interaction['name']}?" if interaction.get("name") else ""
-    return Task(str(row.get("index") or number), messages, str(goal), answer, user, metadata)
+    shown = {"data_source": row.get("data_source"), "task_desc": interaction.get("task_desc")}
+    metadata |= {name: value for name, value in shown.items() if value not in (None, "")}
+    user = text_of(interaction, "name", "")
+    answer = text_of(truths, "ground_truth", "")
+    return Task(text_of(row, "index", str(number)), messages, goal, answer, f"{user}?" if user else "", metadata)
 
 
-def last_request(messages: Messages, number: int) -> Task:
-    """The conversation up to the user's last message; the assistant's next message is the answer."""
+def last_request(row: Row, messages: Messages, number: int) -> Task:
+    """The conversation up to the user's last message; the answer is in the column `answer`, else in the next reply."""
     last = max((at for at, message in enumerate(messages) if message.role == "user"), default=-1)
     if last < 0:
         raise ValueError("has no message of the user")
     goal = next(message.content for message in messages if message.role == "user")
-    answer = "".join(message.content for message in messages[last + 1 : last + 2])
-    return Task(str(number), messages[: last + 1], goal, answer, "")
+    replies = [visible(message.content) for message in messages[last + 1 :] if message.role == "assistant"]
+    reply, answer = final_answer("".join(replies[-1:])), answer_of(row, "answer")
+    return Task(str(number), messages[: last + 1], goal, reply if answer is None else answer, "")
 
 
-def messages_conversation(row: Row) -> Messages:
-    if has_tools(row):
-        return tool_conversation(row)
-    return in_turn(messages_of(row.get("messages"), "messages"))
+def messages_conversation(row: Row, column: str = "messages") -> Messages:
+    return conversation(messages_of(row.get(column), column), row, column)
 
 
 def messages_task(row: Row, number: int) -> Task:
-    return last_request(messages_of(row.get("messages"), "messages"), number)
-
-
-def prompt_conversation(row: Row) -> Messages:
-    return in_turn(messages_of(row.get("prompt"), "prompt"), "prompt")
+    return last_request(row, messages_of(row.get("messages"), "messages"), number)
 
 
 def prompt_task(row: Row, number: int) -> Task:
-    return _request_task(number, text_of(row, "prompt"), text_of(with_text(row, "answer"), "answer", ""))
+    return last_request(row, opening(row), number)
 
 
 def completion_task(row: Row, number: int) -> Task:
-    return last_request(completion_conversation(row), number)
+    return last_request(row, completion_conversation(row), number)
 
 
 def completion_conversation(row: Row) -> Messages:
-    completion = row.get("completion")
-    is_text = isinstance(completion, str)
-    reply = (Message("assistant", text_of(row, "completion")),) if is_text else messages_of(completion, "completion")
-    return in_turn((*opening(row), *reply), "prompt and completion")
+    reply = as_messages(row.get("completion"), "assistant", "completion")
+    return conversation((*opening(row), *reply), row, "prompt and completion")
 
 
 def sharegpt_task(row: Row, number: int) -> Task:
-    return last_request(sharegpt_conversation(row), number)
+    return last_request(row, sharegpt_conversation(row), number)
 
 
 def sharegpt_conversation(row: Row) -> Messages:
-    messages = sharegpt_messages(row)
     try:
-        return in_turn(messages)
-    except ValueError as error:
-        raise Unfit("that are not user and assistant in turn") from error
+        return conversation(messages_of(row.get("conversations"), "conversations"), row, "conversations")
+    except Flaw as flaw:
+        raise flaw.unfit from flaw
 
 
-def sharegpt_messages(row: Row) -> Messages:
-    turns = row.get("conversations")
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise ValueError("conversations is not a list of messages {from, value}")
-    for turn in turns:
-        if turn.get("from") not in _SHAREGPT_ROLES:
-            roles = ", ".join(_SHAREGPT_ROLES)
-            raise ValueError(f"conversations has a message from {turn.get('from')!r}; choose one of {roles}")
-    if not all(isinstance(turn.get("value"), str) and turn["value"].strip() for turn in turns):
-        raise Unfit("that have an empty message")
-    return tuple(Message(_SHAREGPT_ROLES[turn["from"]], turn["value"]) for turn in turns)
+def problem_task(row: Row, number: int, problem: Sequence[str], solution: str) -> Task:
+    """A task of the texts in the columns `problem`; the answer is in `answer`, else in the worked `solution`."""
+    answer = answer_of(row, "answer", solution)
+    return _request_task(number, _request(row, problem), text_of(row, solution) if answer is None else answer)
 
 
-def question_task(row: Row, number: int) -> Task:
-    row = with_text(row, "answer")
-    return _request_task(number, text_of(row, "question"), final_answer(text_of(row, "answer")))
+def problem_conversation(row: Row, problem: Sequence[str], solution: str) -> Messages:
+    return (Message("user", _request(row, problem)), Message("assistant", text_of(row, solution)))
 
 
-def question_conversation(row: Row) -> Messages:
-    answer = text_of(with_text(row, "answer"), "answer")
-    return (Message("user", text_of(row, "question")), Message("assistant", answer))
-
-
-def problem_task(row: Row, number: int) -> Task:
-    return _request_task(number, text_of(row, "problem"), final_answer(text_of(row, "solution")))
-
-
-def problem_conversation(row: Row) -> Messages:
-    return (Message("user", text_of(row, "problem")), Message("assistant", text_of(row, "solution")))
+def _request(row: Row, columns: Sequence[str]) -> str:
+    """The texts of the columns as one request; all but the first may be missing."""
+    if row.get("history") not in (None, "", [], "[]"):
+        raise ValueError("history has earlier turns, which are not read; give the conversation as messages")
+    first, *further_columns = columns
+    texts = [text_of(row, first), *(text_of(row, column, "") for column in further_columns)]
+    return "\n\n".join(text for text in texts if text.strip())
 
 
 def text_task(row: Row, number: int) -> Task:
-    if not (row["text"] or "").strip():
+    if not text_of(row, "text", "").strip():
         raise Unfit("that are blank")
     return _request_task(number, text_of(row, "text"), "")
 
@@ -291,14 +241,9 @@ def _object(row: Row, column: str) -> dict[str, Any]:
 
 
 def prompt_is_text(row: Row) -> bool:
-    return isinstance(row.get("prompt"), str)
+    return isinstance(listed(row.get("prompt")), str)
 
 
 def prompt_ends_with_assistant(row: Row) -> bool:
-    prompt = row.get("prompt")
-    return (
-        isinstance(prompt, list)
-        and bool(prompt)
-        and isinstance(prompt[-1], dict)
-        and prompt[-1].get("role") == "assistant"
-    )
+    prompt = listed(row.get("prompt"))
+    return isinstance(prompt, list) and bool(prompt) and prompt[-1].get("role") == "assistant"

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_collab.config import nearest, require
 from megatron_collab.data.packing import COMPRESSED, KINDS, kind_of, suffix_of
+from megatron_collab.data.parsing import value_of
 from megatron_collab.data.sources import Source
 from megatron_collab.data.storing import StoredRows, stored_rows
 from megatron_collab.runtime import hub
@@ -58,13 +59,13 @@ class Rows(Sequence[dict[str, Any]]):
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
         part, at = self._place(range(len(self))[index])
-        return self._empty | json.loads(part.rows.texts[at].as_py())
+        return self._empty | value_of(part.rows.texts[at].as_py())
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for part in self._parts:
             for begin in range(part.begin, part.end, _BATCH):
                 for text in part.rows.texts[begin : min(begin + _BATCH, part.end)].to_pylist():
-                    yield self._empty | json.loads(text)
+                    yield self._empty | value_of(text)
 
     def at(self, number: int) -> str:
         """The location of the row `number` for messages: setting, file, and the row in it, counted from 1."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _BATCH_BYTES = 1 << 20  # characters of the rows written together
-_FORMAT = 1  # version of the stored files: raise it if they change
+_FORMAT = 2  # version of the stored files: raise it if they change
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from jinja2 import TemplateError
 
 from megatron_collab.data.examples import Examples
 from megatron_collab.data.formats import FORMATS, Format
+from megatron_collab.data.messages import Unfit
 from megatron_collab.data.parsing import NAMED, refusal
-from megatron_collab.data.readers import Candidate, Unfit
+from megatron_collab.data.readers import Candidate
 from megatron_collab.types import Task
 
 Lacks = Callable[[Task], str | None]  # what a task lacks for a metric or a user; None: nothing
@@ -47,7 +48,7 @@ _NO_REQUIREMENTS = TaskRequirements()
 class Survey:
     """The result for a source. `left_out`: numbers of the rows left out; `dropped`: how many for which reason; `users`:
     for each user that tasks name, the id of the first such task; `lacking`: by setting, how many of the tasks taken
-    lack what; `repeated`: a message about ids that several tasks have.
+    lack what; `repeated`: a message about ids that several tasks have; `unread`: one about unread parts.
     """
 
     left_out: Sequence[int] = ()
@@ -55,6 +56,13 @@ class Survey:
     users: Mapping[str, str] = field(default_factory=dict)
     lacking: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     repeated: str = ""
+    unread: str = ""
+
+
+def unread_note(unread: Mapping[str, int]) -> str:
+    """A message about parts of messages that are not read, each with its number; empty if there are none."""
+    parts = ", ".join(f"{part} ({count})" for part, count in sorted(unread.items()))
+    return f"not read of the messages: {parts}" if parts else ""
 
 
 def survey(
@@ -69,7 +77,7 @@ def survey(
     `tokens` of an example is called only if `at_most`, an upper bound, exceeds `longest`. Raises ValueError for bad
     rows, naming setting, file and row of the first, and how many there are.
     """
-    left_out, dropped, users = list[int](), Counter[str](), dict[str, str]()
+    left_out, dropped, users, unread = list[int](), Counter[str](), dict[str, str](), Counter[str]()
     bad, first_bad = list[int](), ""
     lacking = {setting: Counter[str]() for setting in requirements.lacks}
     ids = _TaskIds()
@@ -80,9 +88,12 @@ def survey(
             example = examples.read(row, number)
             if chosen is not None and number not in chosen:
                 raise Unfit("replaced by another candidate")
-            if at_most(example) > longest and _token_count(example, tokens, examples.at, number) > longest:
+            counts = (_token_count(example, count, examples.at, number) for count in (at_most, tokens))
+            if all(count > longest for count in counts):
                 raise Unfit(f"of more than {longest} tokens")
             task_lacks = _missing_parts(example, requirements, examples.at, number) if isinstance(example, Task) else {}
+            for part in examples.unread(row):
+                unread[part] += 1
         except Unfit as reason:
             left_out.append(number)
             dropped[str(reason)] += 1
@@ -99,7 +110,7 @@ def survey(
         next_rows = [examples.at(number).rpartition(" ")[2] for number in bad[1:NAMED]]
         raise ValueError(refusal(first_bad, next_rows, len(bad), len(examples.rows)))
     lacking_counts = {setting: dict(counts) for setting, counts in lacking.items() if counts}
-    return Survey(left_out, dict(dropped), users, lacking_counts, ids.message(examples))
+    return Survey(left_out, dict(dropped), users, lacking_counts, ids.message(examples), unread_note(unread))
 
 
 class _TaskIds:
@@ -132,7 +143,7 @@ def _missing_parts(task: Task, requirements: TaskRequirements, at: Callable[[int
     try:
         requirements.check(task)
         return {setting: requirement for setting, lacks in requirements.lacks.items() if (requirement := lacks(task))}
-    except Exception as error:  # users, metrics and tools may raise anything
+    except BaseException as error:  # users, metrics and tools may raise anything
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"{at(number)}: {reason}") from error
 
@@ -140,7 +151,7 @@ def _missing_parts(task: Task, requirements: TaskRequirements, at: Callable[[int
 def _token_count(example: Any, tokens: Callable[[Any], int], at: Callable[[int], str], number: int) -> int:
     try:
         return tokens(example)
-    except ValueError as error:  # the template does not write tool calls
+    except ValueError as error:  # the template refuses a role, or does not write tool calls
         raise ValueError(f"{at(number)}: {error}") from error
     except (TemplateError, ArithmeticError, LookupError, RecursionError, TypeError) as error:
         raise ValueError(f"{at(number)}: the chat template of model.path rejects it: {error}") from error

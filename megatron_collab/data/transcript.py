@@ -3,25 +3,51 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 from megatron_collab.types import Message, visible
 
-_ROLE_MARK = re.compile(r"^(\\*)\*\*(User|Assistant|Tool)\*\*: ", re.MULTILINE)
+# In text as `_plain` returns it; a backslash is put at the empty group.
+_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+_ROLE = rf"(?<![^{_BREAKS}])[^\S{_BREAKS}]*()\\*\*\*(?:user|assistant|tool)\*\*\s*:"
+_TOKEN = r"<()\\*(?:\||/?\s*(?:conversation|s|bos|eos|(?:start|end)_of_turn)\s*>)|\[()\\*/?inst\]"
+_BLANK = "\u115f\u1160\u2800"  # letters and signs that show nothing
 
 
 def render(messages: Sequence[Message], *, tools: bool = False) -> str:
     """`**Role**: content` for each of the `visible_messages`.
 
-    If a content has such a mark at the start of a line, it gets a backslash before it, so that no message can speak for
-    the other side.
+    If a content has such a mark at the start of a line, the tag around the conversation in prompts, or a control token
+    of common chat templates, it gets a backslash, so that no message can speak for the other side. Characters that show
+    nothing, look alike or break lines otherwise hide none of these.
     """
     return "\n".join(
-        f"**{message.role.capitalize()}**: " + _ROLE_MARK.sub(r"\\\g<0>", message.content)
+        f"**{message.role.capitalize()}**: " + escaped(message.content, f"{_ROLE}|{_TOKEN}")
         for message in visible_messages(messages, tools=tools)
     )
+
+
+def escaped(text: str, pattern: str = _TOKEN) -> str:
+    """`text` with a backslash in everything that matches, by default in control tokens of common chat templates."""
+    plain, places = _plain(text)
+    marks = [places[match.start(match.lastindex or 0)] for match in re.finditer(pattern, plain)]
+    return "\\".join(text[start:stop] for start, stop in pairwise([0, *marks, len(text)]))
+
+
+def _plain(text: str) -> tuple[str, Sequence[int]]:
+    """`text` in small letters without accents, variants and characters that show nothing; the place of each letter."""
+    if text.isascii() and text.replace("\n", "").isprintable():
+        return text.lower(), range(len(text))
+    letters = [
+        (letter, at)
+        for at, character in enumerate(text)
+        for letter in unicodedata.normalize("NFKD", character).casefold()
+        if letter.isspace() or not (unicodedata.category(letter)[0] in "CM" or letter in _BLANK)
+    ]
+    return "".join(letter for letter, _ in letters), [at for _, at in letters]
 
 
 def visible_messages(messages: Sequence[Message], *, tools: bool = False) -> list[Message]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron_collab.data.datasets import task_row, write_jsonl
+from megatron_collab.data.examples import load_tasks
 from megatron_collab.environments import World, tiny_model
 from megatron_collab.types import Message, Task
 
@@ -43,14 +44,12 @@ def cut(problem: str) -> tuple[str, list[str]]:
 
 
 def tasks(file: Path) -> list[Task]:
-    """A task for each row of a GSM8K file, in its order; the answer is the number behind ####."""
+    """A task for each row of a GSM8K file, in its order. Raises ValueError naming the file and a bad row."""
     problems = []
-    for i, line in enumerate(file.read_text().splitlines()):
-        row = json.loads(line)
-        question, facts = cut(row["question"])
+    for i, problem in enumerate(load_tasks(file, "data.path")):
+        question, facts = cut(problem.goal)
         goal = json.dumps({"question": question, "facts": facts}, ensure_ascii=False)
-        answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
-        problems.append(Task(f"gsm8k-{file.stem}-{i}", (Message("user", question),), goal, answer, USER))
+        problems.append(Task(f"gsm8k-{file.stem}-{i}", (Message("user", question),), goal, problem.answer, USER))
     return problems
 
 

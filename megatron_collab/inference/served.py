@@ -11,7 +11,7 @@ from megatron_collab.inference.pool import ServerPool
 from megatron_collab.inference.server import SGLangServer
 from megatron_collab.inference.spec import ServerSpec
 from megatron_collab.llm.served import ServedModel
-from megatron_collab.runtime import hub
+from megatron_collab.runtime import files, hub
 
 _SCORES = ("ForRewardModel", "ForSequenceClassification")  # suffixes of architectures that return no text
 
@@ -25,7 +25,7 @@ def architecture(path: str) -> str | None:
 def _model_settings(path: str) -> dict[str, Any] | None:
     file = hub.folder(path) / "config.json"
     try:
-        settings = json.loads(file.read_text()) if file.is_file() else None
+        settings = json.loads(files.read_text(file)) if file.is_file() else None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: config.json cannot be read as JSON ({error}); give another model") from error
     message = f"{path}: config.json does not describe a model; give another model"

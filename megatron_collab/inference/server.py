@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -109,10 +111,15 @@ class ServerProcess:
         # The rendezvous of its ranks. SGLang's default store would listen on all interfaces.
         store = part.store if part else (self._scratch.path / "store").as_uri()
         stack_files = (self._log.parent / stacks.FOLDER / self._log.stem).resolve()
-        adapter = None
-        if self._spec.adapters:
+        adapter, spec = None, self._spec
+        if spec.adapters:
             adapter = self._scratch.path / "adapter"
-            adapters.write(adapter, self._spec.model, self._spec.adapters)
+            adapters.write(adapter, spec.model, spec.adapters)
+        folder = hub.folder(spec.model).resolve()
+        if glob.escape(str(folder)) != str(folder):  # SGLang takes it for a pattern
+            link = self._scratch.path / "model"
+            link.symlink_to(folder)
+            spec = replace(spec, model=str(link))
         environment = _environment(self._spec, self._api_key, self._index) | {
             "TMPDIR": str(self._scratch.path),
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": store,
@@ -120,7 +127,7 @@ class ServerProcess:
         }
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
-                _COMMAND + arguments(self._spec, self.url, self._index, part, adapter),
+                _COMMAND + arguments(spec, self.url, self._index, part, adapter),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
-from megatron_collab.config import ConfigError, PlayConfig, ServedConfig
+from megatron_collab.config import ConfigError, PlayConfig, ServedConfig, require
 from megatron_collab.data import chat_template
-from megatron_collab.inference.served import gives_text
+from megatron_collab.inference.served import architecture, gives_text
 from megatron_collab.launch import server_specs
 from megatron_collab.models import hf_config, hf_weights
 from megatron_collab.models.hf_config import ModelShape
@@ -34,6 +35,10 @@ def check_models(config: PlayConfig, shape: ModelShape, weights: bool = True, pl
             hf_weights.model_tensors(hub.folder(path), shape)
     except (ValueError, OSError) as error:
         raise ConfigError(f"model.path={path}: {error}") from error
+    expected = f"{shape.family.title().replace('_', '')}ForCausalLM"
+    message = f"config.json: SGLang runs architectures={architecture(path)}, the trainer {expected}; correct it"
+    require(architecture(path) in (expected, "none"), f"model.path={path}: {message}")
+    _check_ids(path, "model.path", shape.vocab)
     check_rendering(config, (), plays)
     check_served(server_specs.served_models(config))
 
@@ -55,12 +60,28 @@ def check_served(served: Mapping[str, tuple[str, ServedConfig]]) -> None:
         except ValueError:  # a family or quantization that SGLang serves but the trainer does not support
             shape = None
         try:
-            hf_weights.model_tensors(folder, shape) if shape else hf_weights.read(folder)
+            tensors = hf_weights.model_tensors(folder, shape) if shape else hf_weights.read(folder)
         except (ValueError, OSError) as error:
             raise ConfigError(f"{setting}={model.model}: {error}") from error
         if (folder / "tokenizer.json").is_file():
-            work = partial(chat_template.render_once, model.model, setting)
+            work = partial(_check_served, model.model, setting, hf_weights.embedding_rows(tensors))
             _try(work, f"{setting}={model.model}", "its tokenizer or chat template")
+
+
+def _check_served(path: str, setting: str, rows: int | None) -> None:
+    """Raises ValueError naming `setting` if a served model cannot render, or has tokens beyond its `rows` if known."""
+    chat_template.render_once(path, setting)
+    if rows is not None:
+        _check_ids(path, setting, rows)
+
+
+def _check_ids(path: str, setting: str, rows: int) -> None:
+    """Raises ConfigError naming `setting` if a tokenizer has ids that the model's embedding of `rows` rows lacks."""
+    vocabulary = chat_template.load_tokenizer(path, setting).get_vocab()
+    token, last = max(vocabulary.items(), key=itemgetter(1), default=("", -1))
+    message = f"its tokenizer gives {token!r} the id {last}, but its embedding has {rows} rows"
+    out = "give the tokenizer of this model, or resize the embedding with transformers (resize_token_embeddings)"
+    require(last < rows, f"{setting}={path}: {message}; {out}")
 
 
 def _is_checking_process() -> bool:

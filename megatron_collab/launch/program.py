@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
-from megatron_collab.config import ConfigError, PlayConfig
+from megatron_collab.config import ConfigError, PlayConfig, require
 from megatron_collab.launch import prepare
 from megatron_collab.launch.help import composed_settings, help_text
 from megatron_collab.runtime import console, keys, network, process, signals
 
 logger = logging.getLogger(__name__)
 
+_FIRST_RANK_SECONDS = 30.0  # time for the first rank of a node to explain why all of them end
 # The settings, the number of ranks on a node, and the function that every rank runs.
 Prepared = tuple[PlayConfig, int, Callable[[], None]]
 Prepare = Callable[[list[str], ExitStack], Prepared | str]
@@ -38,19 +41,32 @@ def run(
         print(help_text(description, program))
         return 0
     with ExitStack() as resources:
-        return _run(module, program, arguments, partial(prepared, arguments, resources))
+        try:
+            return _run(module, program, arguments, partial(prepared, arguments, resources))
+        except SystemExit as error:  # a program that an extension ends with 0 would look like one that is done
+            places = [f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(error.__traceback__)]
+            place = [place for place in places if "site-packages" not in place] or places  # libraries wrap sys.exit
+            logger.error(f"{place[-1]}: ends the run by SystemExit({error.code}); raise an error instead")
+            return process.EXIT_BAD_INPUT
 
 
 def _run(module: str, program: type[PlayConfig], arguments: list[str], prepared: Callable[[], Prepared | str]) -> int:
+    if fault := process.leftover_rank():
+        logger.error(fault)
+        return process.EXIT_BAD_INPUT
     try:
         if "--cfg" in arguments:
             print(composed_settings([argument for argument in arguments if argument != "--cfg"], program))
             return 0
         with keys.in_environment():  # settings refer to keys, and the Hub needs one
             outcome = prepared()
+            if process.under_torchrun() and not isinstance(outcome, str):
+                _check_ranks(outcome[0].launch.nodes, outcome[1])
     except ConfigError as error:
         if process.first_on_node():  # once per node: something may be missing on this node only
             logger.error(str(error))
+        else:
+            time.sleep(_FIRST_RANK_SECONDS)  # the launcher ends the node's ranks with the first that exits
         return process.EXIT_BAD_INPUT
     if isinstance(outcome, str):
         logger.info(outcome)
@@ -68,3 +84,16 @@ def _run(module: str, program: type[PlayConfig], arguments: list[str], prepared:
     except process.RunStopped as error:
         return process.EXIT_HUNG if isinstance(error, process.Hung) else process.EXIT_STOPPED
     return 0
+
+
+def _check_ranks(nodes: int, ranks: int) -> None:
+    """Raises ConfigError if torchrun, started by hand, has other numbers of nodes and ranks than the settings.
+
+    `ranks`: ranks of a node.
+    """
+    started, local = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    require(
+        (started, local) == (nodes * ranks, ranks),
+        f"launch.nodes={nodes} x launch.nproc_per_node={ranks}: torchrun has started {started} ranks, {local} of them "
+        "on this node; give torchrun and the settings the same numbers",
+    )

@@ -11,6 +11,7 @@ from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.spec import DataSpec, data_spec, evaluation_data
 from megatron_collab.inference.spec import ServingSpec
 from megatron_collab.launch import server_specs
+from megatron_collab.launch.prompts import check_prompts
 from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.llm_endpoints import NamedEndpoint
 from megatron_collab.rollout.player import PlaySpec
@@ -43,6 +44,7 @@ class RunSpec:
 def run_spec(config: Config) -> RunSpec:
     """The settled settings of a training; again after Hub names are pinned. Raises ConfigError naming the setting that
     is refused."""
+    check_prompts(config)
     data = data_spec(config)
     if config.train.stage != "rl":
         return RunSpec(data)
@@ -51,6 +53,7 @@ def run_spec(config: Config) -> RunSpec:
 
 def evaluation_spec(config: EvaluateConfig) -> RunSpec:
     """As `run_spec`, for an evaluation, without a trainer."""
+    check_prompts(config)
     spec = _played(config, evaluation_data(config), evaluation_play(config), server_specs.evaluation(config))
     return replace(spec, assistants=llm_endpoints.assistant_endpoints(config.assistant, spec.data.eval_sets))
 

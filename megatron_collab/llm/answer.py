@@ -4,6 +4,9 @@ An answer is one flat JSON object. Common slips are accepted: text around it, si
 missing commas, Python constants, comments, stray quotes inside a text. An answer that ends before its closing brace is
 rejected, and so is one that can be read in two ways. json-repair 0.64.5 would close `{"score": 0.8`, which may have
 been 0.85, and misreads 454 of the 10,000 answers of tools/bench/judge_parse.py.
+
+Time is linear in the length of the text, whatever it contains: each part is matched once, possessively; comments and
+the number of objects are bounded.
 """
 
 from __future__ import annotations
@@ -15,13 +18,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_collab.runtime.text import printable
+
 Value = str | float | int | bool
 
-_GAP = r"(?:\s|//[^\n]*+|/\*.*?\*/)*+"
-_QUOTED_KEY = r"[\"'`“]\w[\w ]*[\"'`”]\s*:"
-_KEY = rf"(?:{_QUOTED_KEY}|\w+\s*:)"
-_OPEN = re.compile(rf"\{{[\s{{]*+(?={_GAP}{_KEY})", re.DOTALL)
-_NAME = re.compile(rf"{_GAP}[\"'`“]?(\w[\w ]*?)[\"'`”]?\s*:{_GAP}", re.DOTALL)
+_LONGEST_COMMENT, _MOST_COMMENTS = 200, 2  # characters; in a row
+_COMMENT = rf"(?://[^\n]{{0,{_LONGEST_COMMENT}}}+|/\*.{{0,{_LONGEST_COMMENT}}}?\*/)"
+_GAP = rf"\s*+(?:{_COMMENT}\s*+){{0,{_MOST_COMMENTS}}}+"
+_QUOTED_KEY = r"[\"'`“]\w[\w ]*+[\"'`”]\s*+:"
+_KEY = rf"(?:{_QUOTED_KEY}|\w++\s*+:)"
+_OPEN = re.compile(rf"\{{[\s{{]*+((?={_GAP}{_KEY}))?+", re.DOTALL)  # group 1: if a key follows
+_NAME = re.compile(rf"{_GAP}[\"'`“]?(\w++(?: ++\w++)*+)(?: *+[\"'`”])?\s*+:{_GAP}", re.DOTALL)
 _COMMA = re.compile(rf"{_GAP},?{_GAP}", re.DOTALL)
 _END = re.compile(rf"{_GAP}(?:,?{_GAP}(?:\}}|{_QUOTED_KEY})|,{_GAP}{_KEY})", re.DOTALL)  # what follows a value
 _QUOTES = {'"""': '"""', "'''": "'''", '"': '"', "'": "'", "`": "`", "“": "”"}
@@ -33,6 +40,7 @@ _ESCAPE = re.compile(
 )
 _KINDS = {str: "string", float: "number", int: "integer", bool: "boolean"}
 _LONGEST_SHOWN = 80  # characters of a wrong value in the reason
+_MOST_OBJECTS = 100  # in one answer
 
 
 class LlmError(RuntimeError):
@@ -102,7 +110,7 @@ def checked(answer: Mapping[str, Any], fields: Sequence[Field]) -> dict[str, Any
 def _find(text: str, names: Sequence[str]) -> dict[str, Any]:
     """The only object in `text` that has all `names`."""
     answers: list[dict[str, Any]] = []
-    reason = "there is no JSON object"
+    reason = "there is no JSON object" if text.strip() else "there is no JSON object: the text is empty"
     for answer in _objects(text):
         inner = next(iter(answer.values())) if len(answer) == 1 else None
         if isinstance(inner, dict) and not set(answer) & set(names):  # {"answer": {…}}
@@ -112,8 +120,8 @@ def _find(text: str, names: Sequence[str]) -> dict[str, Any]:
             reason = f"the field {absent[0]!r} is missing"
         elif answer not in answers:
             answers.append(answer)
-    if len(answers) > 1:
-        raise MalformedAnswer("there is more than one answer")
+        if len(answers) > 1:
+            raise MalformedAnswer("there is more than one answer")
     if not answers:
         raise MalformedAnswer(reason)
     return answers[0]
@@ -134,15 +142,22 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
     if re.match(r'\s*\{\s*\\"', text):  # the same, without the quotes around it
         text = _unescape(text)
     text = _after_thinking(text)
-    at = 0
-    while opening := _OPEN.search(text, at):
+    at, objects = 0, 0
+    while (first_key := _opening(text, at)) is not None:
+        if (objects := objects + 1) > _MOST_OBJECTS:
+            raise MalformedAnswer(f"there are more than {_MOST_OBJECTS} objects")
         try:
-            value, at = _DECODER.raw_decode(text, text.rindex("{", 0, opening.end()))
+            value, at = _DECODER.raw_decode(text, text.rindex("{", 0, first_key))
         except RecursionError as error:
             raise MalformedAnswer("the answer is nested too deeply") from error
         except json.JSONDecodeError:
-            value, at = _read_object(text, opening.end())
+            value, at = _read_object(text, first_key)
         yield value
+
+
+def _opening(text: str, at: int) -> int | None:
+    """The end of the first braces after `at` that a key follows."""
+    return next((braces.end() for braces in _OPEN.finditer(text, at) if braces[1] is not None), None)
 
 
 def _after_thinking(text: str) -> str:
@@ -151,7 +166,7 @@ def _after_thinking(text: str) -> str:
     thinks = text.lstrip().startswith("<think>")
     if thinks and not mark:
         raise MalformedAnswer("the answer ends within <think>")
-    return reply if thinks or _OPEN.search(reply) else text
+    return reply if thinks or _opening(reply, 0) is not None else text
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -176,7 +191,7 @@ def _read_object(text: str, at: int) -> tuple[dict[str, Any], int]:
     while text[at : at + 1] != "}":
         name = _NAME.match(text, at)
         if name is None:
-            raise MalformedAnswer(f"not JSON: a key should be at {_short(text[at:])}")
+            raise MalformedAnswer(f"not JSON: a key should be at {short(text[at:])}")
         value, at = _read_value(text, name.end(), name.group(1))
         pairs.append((name.group(1), value))
         comma = _COMMA.match(text, at)
@@ -240,14 +255,14 @@ def _unescape(written: str) -> str:
 def _checked(value: Any, field: Field) -> Value:
     typed = _typed(value, field.kind)
     if typed is None:
-        raise MalformedAnswer(f"the field {field.name!r} has to be a {_KINDS[field.kind]}, but is {_short(value)}")
+        raise MalformedAnswer(f"the field {field.name!r} has to be a {_KINDS[field.kind]}, but is {short(value)}")
     if field.choices is not None and typed not in field.choices:
         choices = ", ".join(map(str, field.choices))
-        raise MalformedAnswer(f"the field {field.name!r} is {_short(value)}; choose one of {choices}")
+        raise MalformedAnswer(f"the field {field.name!r} is {short(value)}; choose one of {choices}")
     if field.low is not None and typed < field.low:
-        raise MalformedAnswer(f"the field {field.name!r} is {_short(value)}, below {field.low:g}")
+        raise MalformedAnswer(f"the field {field.name!r} is {short(value)}, below {field.low:g}")
     if field.high is not None and typed > field.high:
-        raise MalformedAnswer(f"the field {field.name!r} is {_short(value)}, above {field.high:g}")
+        raise MalformedAnswer(f"the field {field.name!r} is {short(value)}, above {field.high:g}")
     return typed
 
 
@@ -267,6 +282,7 @@ def _typed(value: Any, kind: type) -> Any:
     return float(value)
 
 
-def _short(value: Any) -> str:
-    encoded = json.dumps(value)
+def short(value: Any) -> str:
+    """JSON of `value` for a message, cut if it is long."""
+    encoded = printable(json.dumps(value, ensure_ascii=False))
     return encoded if len(encoded) <= _LONGEST_SHOWN else f"{encoded[:_LONGEST_SHOWN]}…"

@@ -6,15 +6,13 @@ import asyncio
 import json
 import logging
 import random
-import re
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import httpx
@@ -29,31 +27,27 @@ from megatron_collab.llm.endpoint import POLICY, SERVED, arguments, identity, qu
 from megatron_collab.llm.limiter import CallQueue, FinishedCall, Reservation
 from megatron_collab.llm.price import Prices, tokens_at_most
 from megatron_collab.llm.recording import Usage
+from megatron_collab.llm.reply import Reply, read_reply
 from megatron_collab.llm.served import RunServers, ServedModel, causes, unconnected
 from megatron_collab.llm.tape import Tape
 from megatron_collab.patches.litellm import BodyTooLong, be_quiet, limit_bodies
+from megatron_collab.runtime.network import retry_after
 from megatron_collab.runtime.redact import redact
+from megatron_collab.runtime.text import one_line
 
 logger = logging.getLogger(__name__)
 
 Messages = list[dict[str, str]]
 _Read = TypeVar("_Read")
 
-
-class Reply(NamedTuple):
-    """A model's reply, its tokens (0: not reported) and its finish reason."""
-
-    text: str
-    tokens: int
-    finish: str | None
-
-
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds
 _CHARACTERS_PER_TOKEN = 4
 _GRACE = 10.0  # seconds after its timeout until a call has certainly ended
-_LONGEST_REASON = 400  # characters
 LONGEST_BODY, LONGEST_TEXT = 1 << 24, 1 << 20  # bytes, characters of an answer: more than any model sends at once
+_PARSED_ASIDE = 1 << 14  # characters; longer answers are parsed in a thread, beside the event loop
 _REFUSED = (400, 422)  # status of a server that does not support an argument such as response_format
+_FAILED = (500, 501)  # status of a server that fails over a response_format, or of any other failure
+_TRIALS = 3  # answers after which such a server gets no response_format any more
 _supports_schema = cache(litellm.supports_response_schema)
 
 
@@ -83,7 +77,8 @@ class LlmClient:
         self._queue = None if limiter is None else CallQueue(limiter)
         self._cache, self._tape = cache, tape
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._unconstrained: set[tuple[str, str | None]] = set()  # endpoints that refuse a response_format
+        # Endpoints, by model and api_base, that answered with a response_format, and how often they did only without.
+        self._formatted, self._unformatted = set[tuple[str, str | None]](), Counter[tuple[str, str | None]]()
 
     async def ask(
         self,
@@ -113,14 +108,17 @@ class LlmClient:
     async def reply(self, endpoint: EndpointConfig, messages: Messages) -> Reply:
         """The model's reply as text; its tokens are estimated if the endpoint reports none. Raises as `ask`."""
 
-        def counted(reply: Reply) -> Reply:
-            return reply if reply.tokens else reply._replace(tokens=litellm.token_counter(text=reply.text))
+        async def read(reply: Reply) -> Reply:
+            if not reply.text and reply.shortfall and reply.finish != "length":
+                raise MalformedAnswer("there is no text")
+            tokens = reply.tokens or litellm.token_counter(text=reply.text)
+            return Reply(reply.text, tokens, reply.finish)
 
         async def live(usage: Usage) -> Reply:
             async def send(correction: Messages, allowance: _Allowance) -> Reply:
                 return await self._call(endpoint, messages, allowance)
 
-            return await self._ask_until_read(endpoint, send, counted, usage)
+            return await self._ask_until_read(endpoint, send, read, usage)
 
         if self._tape is None or _on_policy(endpoint):
             return await live(Usage())
@@ -156,13 +154,18 @@ class LlmClient:
         async def send(correction: Messages, allowance: _Allowance) -> Reply:
             return await self._constrained(endpoint, [*messages, *correction], fields, allowance)
 
-        return await self._ask_until_read(endpoint, send, lambda reply: parse(reply.text, fields), usage, has_fallback)
+        async def read(reply: Reply) -> dict[str, Any]:
+            if len(reply.text) > _PARSED_ASIDE:
+                return await asyncio.to_thread(parse, reply.text, fields)
+            return parse(reply.text, fields)
+
+        return await self._ask_until_read(endpoint, send, read, usage, has_fallback)
 
     async def _ask_until_read(
         self,
         endpoint: EndpointConfig,
         send: Callable[[Messages, _Allowance], Awaitable[Reply]],
-        read: Callable[[Reply], _Read],
+        read: Callable[[Reply], Awaitable[_Read]],
         usage: Usage,
         has_fallback: bool = False,
     ) -> _Read:
@@ -170,21 +173,23 @@ class LlmClient:
         allowance = _Allowance(endpoint.deadline, usage)
         correction: Messages = []
         failure: Exception | None = None
+        out = ""
         tries, longest = 0, _FIRST_PAUSE
         while True:
             tries, pause = tries + 1, 0.0
             try:
                 reply = await send(correction, allowance)
-                return read(reply)
+                return await read(reply)
             except MalformedAnswer as error:
-                failure, correction = error, _correction(reply.text, error)
+                failure, out, correction = error, reply.shortfall, _correction(reply.text, error)
             except (OpenAIError, TimeoutError) as error:
                 failure, status = error, getattr(error, "status_code", None)
+                out = way_out(endpoint, str(failure)) if status in _REFUSED else ""
                 # Timeouts, lost connections, rate limits and server errors may be temporary.
                 if status is not None and status < 500 and status not in (408, 409, 429):
                     break
                 tries -= unconnected(error) and not has_fallback
-                pause = retry_after(error) + random.uniform(0, longest)
+                pause = _retry_after(error) + random.uniform(0, longest)
             longest = min(_LONGEST_PAUSE, 2 * longest)
             if tries == endpoint.attempts or pause >= allowance.seconds_left:
                 break
@@ -192,29 +197,38 @@ class LlmClient:
             with allowance.spending():
                 await asyncio.sleep(pause)
         # Redacted before it is cut, which could halve a key.
-        reason = redact(f"{endpoint.model}: {type(failure).__name__}: {failure}")
-        reason = " ".join(reason.split())[:_LONGEST_REASON]
-        out = way_out(endpoint, str(failure)) if getattr(failure, "status_code", None) in _REFUSED else ""
+        reason = f"{endpoint.model}: {type(failure).__name__}: {one_line(redact(str(failure)))}"
         raise LlmError(f"{reason}; {out}" if out else reason) from failure
 
     async def _constrained(
         self, endpoint: EndpointConfig, messages: Messages, fields: Sequence[Field], allowance: _Allowance
     ) -> Reply:
-        """The raw answer, constrained to the JSON schema if the endpoint supports that."""
+        """The raw answer, constrained to the JSON schema if the endpoint supports that.
+
+        An endpoint that refuses the schema, or fails over it and has never answered with one, is asked once more
+        without it.
+        """
         model = self._servers.model(endpoint)
-        name = (model, endpoint.api_base)
+        address = (model, endpoint.api_base)
         supports = model.startswith(SERVED) or endpoint.api_base or _supports_schema(model)
-        if name in self._unconstrained or not supports:
+        if self._unformatted[address] >= _TRIALS or not supports:
             return await self._call(endpoint, messages, allowance)
         schema = {"name": "answer", "schema": json_schema(fields), "strict": True}
         form = {"type": "json_schema", "json_schema": schema}
         try:
-            return await self._call(endpoint, messages, allowance, response_format=form)
+            reply = await self._call(endpoint, messages, allowance, response_format=form)
+            self._formatted.add(address)
+            return reply
         except OpenAIError as error:
-            if getattr(error, "status_code", None) not in _REFUSED:
+            status = getattr(error, "status_code", None)
+            fails = status in _FAILED and _has_status(error) and address not in self._formatted
+            if status not in _REFUSED and not (fails and not allowance.asked_without_format):
                 raise
-        reply = await self._call(endpoint, messages, allowance)
-        self._unconstrained.add(name)  # since the same request without it succeeded
+            allowance.asked_without_format = True
+        reply = await self._call(endpoint, messages, allowance)  # may succeed where the same request with it did not
+        self._unformatted[address] += 1 if status in _FAILED else _TRIALS
+        if self._unformatted[address] >= _TRIALS:
+            logger.warning(f"{endpoint.model}: answers status {status} to response_format; answers are not constrained")
         return reply
 
     async def _call(self, endpoint: EndpointConfig, messages: Messages, allowance: _Allowance, **options: Any) -> Reply:
@@ -243,7 +257,8 @@ class LlmClient:
             with allowance.spending():
                 async with asyncio.timeout(seconds):
                     answer = await litellm.acompletion(messages=messages, max_retries=0, **options)
-            finished = self._reported(endpoint, messages, answer)
+            reply = read_reply(endpoint, answer)
+            finished = self._reported(endpoint, messages, answer, reply)
             allowance.note(answer)
         except BaseException as error:
             if _may_have_cost(error):
@@ -260,11 +275,9 @@ class LlmClient:
             allowance.pay(finished.usd)
             if queue:
                 queue.end(replace(finished, call=number))
-        text, choice = _text(answer), answer.choices[0] if answer.choices else None
-        if len(text) > LONGEST_TEXT:
-            raise AnswerTooLong(f"{endpoint.model}: {len(text)} characters")
-        tokens = getattr(getattr(answer, "usage", None), "completion_tokens", None) or 0
-        return Reply(text, tokens, choice.finish_reason if choice else None)
+        if len(reply.text) > LONGEST_TEXT:
+            raise AnswerTooLong(f"{endpoint.model}: {len(reply.text)} characters")
+        return reply
 
     def _upper_bound(self, endpoint: EndpointConfig, messages: Messages, options: Mapping[str, Any]) -> FinishedCall:
         """Upper bound of tokens and price, for a call whose usage is not reported."""
@@ -272,14 +285,13 @@ class LlmClient:
         prompt, answer = tokens_at_most(schema, *(message["content"] for message in messages)), token_budget(endpoint)
         return FinishedCall(0, prompt + answer, self._prices.at_most(str(endpoint.model), prompt, answer))
 
-    def _reported(self, endpoint: EndpointConfig, messages: Messages, answer: Any) -> FinishedCall:
+    def _reported(self, endpoint: EndpointConfig, messages: Messages, answer: Any, reply: Reply) -> FinishedCall:
         """Reported tokens and price of a call; an upper bound if the endpoint reports none (LiteLLM: 0 or no usage)."""
         usage, model = getattr(answer, "usage", None), str(endpoint.model)
         if usage and usage.total_tokens:
             listed = answer._hidden_params.get("response_cost")
             return FinishedCall(0, usage.total_tokens, self._prices.of(model, usage, listed))
-        prompt = tokens_at_most(*(message["content"] for message in messages))
-        tokens = tokens_at_most(_text(answer))
+        prompt, tokens = tokens_at_most(*(message["content"] for message in messages)), tokens_at_most(reply.text)
         return FinishedCall(0, prompt + tokens, self._prices.at_most(model, prompt, tokens))
 
 
@@ -289,6 +301,7 @@ class _Allowance:
 
     seconds_left: float
     usage: Usage
+    asked_without_format: bool = False
 
     @contextmanager
     def spending(self) -> Iterator[None]:
@@ -318,15 +331,15 @@ def _on_policy(endpoint: EndpointConfig) -> bool:
     return str(endpoint.model).startswith(f"{POLICY}/")
 
 
-def _text(answer: Any) -> str:
-    return (answer.choices[0].message.content if answer.choices else None) or ""
-
-
 def _may_have_cost(error: BaseException) -> bool:
     """Whether the failed call may be billed: the request reached the endpoint, and it did not reject it."""
     refused = getattr(error, "status_code", None) in range(400, 500) and getattr(error, "status_code", None) != 408
-    answered = any(isinstance(cause, httpx.HTTPStatusError) for cause in causes(error))
-    return not (refused or answered or unconnected(error))
+    return not (refused or _has_status(error) or unconnected(error))
+
+
+def _has_status(error: BaseException) -> bool:
+    """Whether the server answered with the status; LiteLLM gives one to lost connections, too."""
+    return any(isinstance(cause, httpx.HTTPStatusError) for cause in causes(error))
 
 
 def _correction(text: str, error: MalformedAnswer) -> Messages:
@@ -337,18 +350,7 @@ def _correction(text: str, error: MalformedAnswer) -> Messages:
     return [*reply, {"role": "user", "content": wrong}]
 
 
-def retry_after(error: Exception) -> float:
-    """Seconds of the header Retry-After (RFC 9110 section 10.2.3: seconds or a date); 0 if it is neither.
-
-    The value may exceed any deadline, or be infinite.
-    """
+def _retry_after(error: Exception) -> float:
     response = getattr(error, "response", None)
     headers = getattr(error, "litellm_response_headers", None) or getattr(response, "headers", {})
-    value = headers.get("retry-after", "")
-    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
-        return float(value)
-    try:
-        date = parsedate_to_datetime(value).replace(tzinfo=UTC)  # HTTP knows no other zone
-    except (ValueError, OverflowError, TypeError, LookupError):  # the e-mail parser raises all of these
-        return 0.0
-    return max(0.0, (date - datetime.now(UTC)).total_seconds())
+    return retry_after(headers.get("retry-after", ""))

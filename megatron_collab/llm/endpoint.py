@@ -27,7 +27,7 @@ _NOT_PASSED_ON = {  # LiteLLM arguments that `extra` must not contain, and the s
     **dict.fromkeys(("headers", "extra_headers"), "set headers"),
     **dict.fromkeys(("messages", "response_format", "stream", "n", "tools", "tool_choice"), "each call sets it itself"),
 }
-_COMPLETION = "max_completion_tokens"  # the name of max_tokens for newer models
+COMPLETION = "max_completion_tokens"  # the name of max_tokens for newer models
 _UNSUPPORTED = re.compile(r"support|permitted|allowed|unknown|unrecogni[sz]ed|unexpected|deprecated", re.IGNORECASE)
 _SELF_HOSTED = ("hosted_vllm", "litellm_proxy", "lm_studio")  # providers without a default address
 _KEYED = (  # public services that always require a key
@@ -56,14 +56,19 @@ def arguments(endpoint: EndpointConfig) -> dict[str, Any]:
 
 def token_budget(endpoint: EndpointConfig) -> int:
     """The token limit of an answer: max_tokens or extra.max_completion_tokens."""
-    return endpoint.max_tokens or int(endpoint.extra[_COMPLETION])
+    return endpoint.max_tokens or int(endpoint.extra[COMPLETION])
 
 
 def with_token_budget(endpoint: EndpointConfig, tokens: int) -> EndpointConfig:
     """`endpoint` with another token limit, sent under the same name."""
     if endpoint.max_tokens is None:
-        return replace(endpoint, extra={**endpoint.extra, _COMPLETION: tokens})
+        return replace(endpoint, extra={**endpoint.extra, COMPLETION: tokens})
     return replace(endpoint, max_tokens=tokens)
+
+
+def group_of(endpoint: EndpointConfig) -> str:
+    """The group of settings that `endpoint` comes from, for messages."""
+    return {AssistantConfig: "assistant", UserConfig: "user (or users.NAME)"}.get(type(endpoint), "reward.judge")
 
 
 def way_out(endpoint: EndpointConfig, refusal: str) -> str:
@@ -72,11 +77,11 @@ def way_out(endpoint: EndpointConfig, refusal: str) -> str:
     if not sent or not _UNSUPPORTED.search(refusal):
         return ""
     name = sent[0]
-    group = {AssistantConfig: "assistant", UserConfig: "user (or users.NAME)"}.get(type(endpoint), "reward.judge")
+    group = group_of(endpoint)
     if name in _SAMPLING:
         return f"set {name}=null in {group} to leave it out"
     if name == "max_tokens":
-        return f"set max_tokens=null and extra.{_COMPLETION}={endpoint.max_tokens} in {group}"
+        return f"set max_tokens=null and extra.{COMPLETION}={endpoint.max_tokens} in {group}"
     return f"remove {'headers' if name == 'extra_headers' else f'extra.{name}'} from {group}"
 
 
@@ -104,13 +109,13 @@ def question_of(endpoint: EndpointConfig) -> dict[str, Any]:
 def check_settings(endpoint: EndpointConfig, group: str, in_use: bool = True) -> None:
     """Raises ConfigError for invalid headers and extra arguments of `group`; not `in_use`: variables may be unset."""
     out = f"set {group}.headers.NAME={ENVIRONMENT}VARIABLE, which is read when a request is sent"
-    budget = endpoint.extra.get(_COMPLETION)
-    message = f"{group}.extra.{_COMPLETION}={budget}: must be a whole number of at least 1"
+    budget = endpoint.extra.get(COMPLETION)
+    message = f"{group}.extra.{COMPLETION}={budget}: must be a whole number of at least 1"
     valid = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1
-    require(_COMPLETION not in endpoint.extra or valid, message)
-    message = f"{group}.max_tokens=null: answers need a budget; set {group}.extra.{_COMPLETION}, which is sent instead"
+    require(COMPLETION not in endpoint.extra or valid, message)
+    message = f"{group}.max_tokens=null: answers need a budget; set {group}.extra.{COMPLETION}, which is sent instead"
     require(endpoint.max_tokens is not None or valid, message)
-    message = f"{group}.extra.{_COMPLETION}: max_tokens is sent already; set {group}.max_tokens=null, or remove this"
+    message = f"{group}.extra.{COMPLETION}: max_tokens is sent already; set {group}.max_tokens=null, or remove this"
     require(endpoint.max_tokens is None or budget is None, message)
     for name in endpoint.extra:
         require(name not in _NOT_PASSED_ON, f"{group}.extra.{name}: is not passed on; {_NOT_PASSED_ON.get(name)}")

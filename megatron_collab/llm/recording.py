@@ -33,6 +33,7 @@ from megatron_collab.runtime import files
 SUFFIX = ".calls"
 FORMAT = 1
 LONGEST = 1 << 26  # bytes of one call
+_MOST = 253402300799  # of a number: seconds of the year 9999, the last that a date can be
 _LINE = 1 << 12  # bytes of a shard's first line, at most
 _DIGEST = 16  # bytes
 _HEAD = struct.Struct(f">Id{_DIGEST}s{_DIGEST}s{_DIGEST}s")  # bytes of the call, its time, digests: key, question, name
@@ -108,13 +109,30 @@ class StoredCall(NamedTuple):
                 raise ValueError("too long")
             record = json.loads(_DECOMPRESSOR.decompress(self.content))
             failed = record["failed"] and (str(record["failed"][0]), str(record["failed"][1]))
-            return Call(**{**record, "failed": failed, "taken": Usage(**record["taken"])})
+            call = Call(**{**record, "failed": failed, "taken": Usage(**record["taken"])})
+            if not _is_valid(call):
+                raise ValueError("its fields have other types")
+            return call
         except (zstandard.ZstdError, ValueError, TypeError, LookupError, RecursionError) as error:
             raise ValueError(f"a recorded call is damaged: {error}") from error
 
     def containing(self, call: Call) -> StoredCall:
         """A copy with the same lookup digests that contains `call`."""
         return self._replace(content=_compressed(call))
+
+
+def _is_valid(call: Call) -> bool:
+    """Whether the fields have their types, as far as readers rely on them."""
+    question = call.question if isinstance(call.question, dict) else {}
+    usage = {**vars(call.taken), "usd": call.taken.usd or 0.0}
+    texts, messages = [call.name, usage.pop("version"), question.get("model")], question.get("messages") or []
+    numbers = [call.number, call.time, *usage.values()]
+    return (
+        all(isinstance(text, str) for text in texts)
+        and all(isinstance(number, int | float) and 0 <= number <= _MOST for number in numbers)
+        and isinstance(messages, list)
+        and all(isinstance(message, dict) for message in messages)
+    )
 
 
 class Shard:
@@ -210,6 +228,8 @@ class Recording:
 
     def _read(self, shard: Path) -> Iterator[tuple[int, StoredCall]]:
         """The calls of a shard without content, each with its offset in bytes."""
+        if reason := files.irregular(shard):
+            raise ValueError(f"{shard}: {reason}")
         with shard.open("rb") as file:
             first = file.readline(_LINE)
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if first else b""
@@ -218,7 +238,7 @@ class Recording:
             try:
                 header = json.loads(first)
                 form, run = header["format"], str(header["run"])
-            except (ValueError, TypeError, LookupError) as error:
+            except (ValueError, TypeError, LookupError, RecursionError) as error:
                 raise ValueError(f"{shard}: not a shard of a recording") from error
             if form != FORMAT:
                 raise ValueError(f"{shard}: has format {form}, but this version reads {FORMAT}; update megatron-collab")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -11,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_collab.config import LlmConfig
-from megatron_collab.llm.answer import AnswerTooLong, LlmError
+from megatron_collab.llm.answer import AnswerTooLong, LlmError, short
 from megatron_collab.llm.caller import Caller, caller
 from megatron_collab.llm.recording import Call, CallKey, Recording, Shard, Usage
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.runtime.redact import redact, redacted
 
 _MOST_COMPARED = 2000  # calls that are searched for the nearest one
-_LONGEST_SHOWN = 60  # characters of a text
 _MESSAGES, _SCHEMA = "messages", "schema"
 CUT_OFF = "CutOff"  # a call that was cancelled, e.g. by rollout.deadline
 _FAILURES: dict[str, type[LlmError]] = {AnswerTooLong.__name__: AnswerTooLong}
@@ -160,7 +158,7 @@ def difference(call_key: CallKey, call: Call) -> str:
     differences = []
     for name in sorted({*question, *recorded} - {_MESSAGES, _SCHEMA}):
         if question.get(name) != recorded.get(name):
-            differences.append(f"{name}: {_short(question.get(name))}, recorded {_short(recorded.get(name))}")
+            differences.append(f"{name}: {short(question.get(name))}, recorded {short(recorded.get(name))}")
     if question.get(_SCHEMA) != recorded.get(_SCHEMA):
         differences.append("the answer format")
     messages, recorded_messages = question.get(_MESSAGES, []), recorded.get(_MESSAGES, [])
@@ -168,7 +166,7 @@ def difference(call_key: CallKey, call: Call) -> str:
     if at < min(len(messages), len(recorded_messages)):
         text, recorded_text = _content(messages[at]), _content(recorded_messages[at])
         begin = _common(text, recorded_text)
-        texts = f"{_short(text[begin:])}, recorded {_short(recorded_text[begin:])}"
+        texts = f"{short(text[begin:])}, recorded {short(recorded_text[begin:])}"
         roles = [str(message.get("role")) for message in (messages[at], recorded_messages[at])]
         where = f"message {at + 1} ({' or '.join(dict.fromkeys(roles))})"
         differences.append(f"{where} from character {begin + 1} on: {texts}")
@@ -189,8 +187,3 @@ def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Length of the common prefix."""
     pairs = zip(first, second, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"

@@ -12,13 +12,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Features of a family, by model_type: biases on q/k/v, RMSNorm on the heads of q and k, experts.
+from megatron_collab.runtime import files
+
+# Features of a family, by model_type: biases on q/k/v, RMSNorm on the heads of q and k, experts, and whether its
+# sliding window is off unless use_sliding_window is set.
 FAMILIES: Mapping[str, frozenset[str]] = {
     "llama": frozenset(),
     "mistral": frozenset(),
-    "qwen2": frozenset({"qkv_bias"}),
-    "qwen3": frozenset({"qk_norm"}),
-    "qwen3_moe": frozenset({"qk_norm", "experts"}),
+    "qwen2": frozenset({"qkv_bias", "window_switch"}),
+    "qwen3": frozenset({"qk_norm", "window_switch"}),
+    "qwen3_moe": frozenset({"qk_norm", "experts", "window_switch"}),
+}
+# transformers' defaults for absent fields, if they depend on the family.
+_DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "qwen3_moe": {"num_key_value_heads": 4},
 }
 
 # Settings of config.json that change the computation, with the values that match the implementation here.
@@ -29,6 +40,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "mlp_bias": (None, False),
     "partial_rotary_factor": (None, 1, 1.0),
     "quantization_config": (None,),
+    "text_config": (None,),
+    "transformers_weights": (None,),
     "use_sliding_window": (None, False),
 }
 # Scalings of the rotary embedding: their numbers, and those that have a default.
@@ -92,6 +105,7 @@ class ModelShape:
         if name not in FAMILIES:
             known = ", ".join(sorted(FAMILIES))
             raise ValueError(f"config.json: unknown model family model_type={name!r}; known are {known}")
+        hf = {**_DEFAULTS[name], **hf}
         heads, hidden = _count(hf, "num_attention_heads"), _count(hf, "hidden_size")
         kv_heads = _count(hf, "num_key_value_heads", heads)
         if heads % kv_heads:
@@ -128,7 +142,7 @@ class ModelShape:
 def read(file: Path) -> ModelShape:
     """The shape in `file`, a config.json; raises a one-line ValueError if it is unreadable or not supported."""
     try:
-        hf = json.loads(file.read_text())
+        hf = json.loads(files.read_text(file))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"config.json: cannot be read as JSON ({error})") from error
     if not isinstance(hf, dict):
@@ -168,9 +182,9 @@ def _collection(settings: Mapping[str, Any], name: str, kind: type, noun: str) -
 def _check_neutral(hf: Mapping[str, Any], shape: ModelShape) -> None:
     for field, neutral in _NEUTRAL.items():
         if hf.get(field) not in neutral:
-            raise ValueError(f"config.json: {field}={hf[field]!r} is not supported; only {neutral[-1]!r} is")
-    # Qwen writes a window even if use_sliding_window turns it off; other families have no such switch.
-    if "use_sliding_window" not in hf and _count(hf, "sliding_window", shape.max_positions) < shape.max_positions:
+            raise ValueError(f"config.json: {field}={hf[field]!r:.60} is not supported; only {neutral[-1]!r} is")
+    has_switch = "window_switch" in FAMILIES[shape.family]
+    if not has_switch and _count(hf, "sliding_window", shape.max_positions) < shape.max_positions:
         raise ValueError(
             f"config.json: sliding_window={hf['sliding_window']!r} is not supported by {shape.family}; only null is"
         )
@@ -179,9 +193,11 @@ def _check_neutral(hf: Mapping[str, Any], shape: ModelShape) -> None:
 
 
 def _rope(hf: Mapping[str, Any]) -> Rope:
-    """transformers 5 stores base and scaling in rope_parameters; older versions separately."""
-    field = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+    """transformers 5 stores base and scaling in rope_parameters, which a rope_scaling of older versions replaces."""
+    field = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     rope, group = _collection(hf, field, dict, "group of settings"), f"{field}."
+    if layer_type := next((name for name, value in rope.items() if isinstance(value, dict)), None):
+        raise ValueError(f"config.json: {group}{layer_type} is only for some layers, which is not supported")
 
     def number(name: str, default: float | None = None) -> float:
         return _number(rope, name, default, group)

@@ -1,13 +1,13 @@
-"""Reads only the headers of a Hugging Face folder's safetensors: names, dtypes and shapes, no weights.
+"""Reads the headers of a Hugging Face folder's safetensors: names, dtypes and shapes; no weights but a doubtful head.
 
-Imports no framework. Raises ValueError if a file is incomplete or does not match the model of config.json.
+Imports no framework except for that head. Raises ValueError if a file is incomplete or does not match config.json.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import Shape, hf_shapes
+from megatron_collab.runtime import files
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -22,8 +23,11 @@ SINGLE = "model.safetensors"
 LOADABLE = ("BF16", "F16", "F32", "F64")
 # Buffers in old checkpoints, which every implementation recomputes.
 _COMPUTED = re.compile(r".*rotary_emb\.inv_freq$")
+_CONSOLIDATED = "consolidated.safetensors"  # Mistral's own format, which neither transformers nor SGLang reads
+_ROWS = 4096  # of the embedding, compared at a time
 _FITTING = "give a folder that fits its config.json"
 _WHOLE = "give a complete folder of safetensors"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class StoredTensor(NamedTuple):
@@ -37,9 +41,15 @@ class StoredTensor(NamedTuple):
 def read(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor in `folder`, by name. Raises a one-line ValueError if a file is missing, cut or not as indexed.
 
-    Reads the files that the index names or, without an index, model.safetensors, from the folder itself.
+    Reads the files that the index names or, without an index, model.safetensors, from the folder itself. Refuses a
+    folder in which transformers and SGLang would load different files.
     """
     indexed = _index(folder)
+    if (folder / SINGLE).is_file():
+        weight_files = {file.name for file in folder.glob("*.safetensors")} - {_CONSOLIDATED} | set(indexed.values())
+        if other := min(weight_files - {SINGLE}, default=None):
+            message = f"{SINGLE}, which transformers loads, and {other}, which SGLang loads"
+            raise ValueError(f"there are weights in {message}; remove the stale one, and {INDEX} if it names that")
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(indexed.values())) if indexed else [SINGLE]:
         if not (folder / file).is_file():
@@ -57,23 +67,43 @@ def read(folder: Path) -> dict[str, StoredTensor]:
 def model_tensors(folder: Path, shape: ModelShape) -> dict[str, StoredTensor]:
     """The tensors of a model of `shape` in `folder`, without tensors that are not loaded.
 
-    Raises ValueError like `read`, and if a tensor is missing, unexpected or has the wrong shape or dtype.
+    Raises ValueError like `read`, if a tensor is missing, unexpected or has the wrong shape or dtype, and if a tied
+    model has a head that differs from its embedding.
     """
     stored, expected = read(folder), hf_shapes(shape)
     extra = {name for name in stored.keys() - expected.keys() if not _COMPUTED.fullmatch(name)}
     if shape.tied:
-        extra.discard("lm_head.weight")  # a second copy of the embedding
+        extra.discard(_HEAD)
     if extra:
         raise ValueError(f"{min(extra)} is unexpected; {_FITTING}")
     for name, sides in expected.items():
         if name not in stored:
-            raise ValueError(f"{name} is missing; {_WHOLE}")
+            out = ", or set tie_word_embeddings=true in config.json if the embedding is its head" * (name == _HEAD)
+            raise ValueError(f"{name} is missing; {_WHOLE}{out}")
         if stored[name].shape != sides:
             raise ValueError(f"{name} has shape {stored[name].shape}, config.json asks for {sides}; {_FITTING}")
         if stored[name].dtype not in LOADABLE:
             known = ", ".join(LOADABLE)
             raise ValueError(f"{name} has dtype {stored[name].dtype}, and {known} can be loaded; give such weights")
+    if shape.tied and _HEAD in stored and not _is_tied(folder, stored):
+        message = f"tie_word_embeddings=true in config.json, but {_HEAD} differs from {_EMBEDDING}"
+        raise ValueError(f"{message}; set it to false, as transformers loads the model, or remove {_HEAD}")
     return {name: stored[name] for name in expected}
+
+
+def embedding_rows(tensors: Mapping[str, StoredTensor]) -> int | None:
+    """Number of token ids of a model of any family; None if its embedding has an unknown name."""
+    rows = [tensor.shape[0] for name, tensor in tensors.items() if name.endswith("embed_tokens.weight")]
+    return max(rows, default=None)
+
+
+def _is_tied(folder: Path, stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether the head has the values of the embedding."""
+    pair, (rows, _) = (_EMBEDDING, _HEAD), stored[_EMBEDDING].shape
+    embedding, head = (safe_open(folder / stored[name].file, "pt", backend="pread").get_slice(name) for name in pair)
+    blocks = (slice(start, min(start + _ROWS, rows)) for start in range(0, rows, _ROWS))
+    same_shape = stored[_HEAD].shape == stored[_EMBEDDING].shape
+    return same_shape and all(bool((embedding[block] == head[block]).all()) for block in blocks)
 
 
 def _index(folder: Path) -> dict[str, str]:
@@ -82,7 +112,7 @@ def _index(folder: Path) -> dict[str, str]:
         return {}
     invalid = f"{INDEX} has no valid weight_map; {_WHOLE}"
     try:
-        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+        weight_map = json.loads(files.read_text(folder / INDEX))["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(invalid) from error
     if not (isinstance(weight_map, dict) and weight_map and all(isinstance(file, str) for file in weight_map.values())):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
@@ -12,6 +14,9 @@ from megatron_collab.config import PlayConfig, uses_wandb
 from megatron_collab.runtime import files
 from megatron_collab.runtime.redact import redacted
 
+logger = logging.getLogger(__name__)
+
+_WANDB_SECONDS = 30.0  # time for its server to answer
 CONVERSATIONS = 10  # the first ones of each evaluation: the same tasks every time
 Rows = Sequence[Mapping[str, Any]]  # of a file of conversations
 
@@ -67,7 +72,8 @@ class WeightsAndBiases:
         file = Path(run.dir) / "wandb_id"
         if not file.exists():
             files.replace(file, uuid4().hex)
-        wandb.init(
+        init = partial(
+            wandb.init,
             project=run.wandb_project,
             name=run.wandb_name,
             group=run.wandb_group,
@@ -76,7 +82,15 @@ class WeightsAndBiases:
             config=redacted(asdict(config)),
             id=file.read_text(),
             resume="allow",
+            settings=wandb.Settings(init_timeout=_WANDB_SECONDS),
         )
+        try:
+            init()
+        except wandb.Error as error:
+            reason = " ".join(str(error).split())
+            logger.warning(f"Weights & Biases: {reason}; continuing offline; upload {run.dir}/wandb with wandb sync")
+            wandb.teardown()  # its service still holds the run's id
+            init(mode="offline")
 
     def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
         self._wandb.log(dict(metrics), step=step)

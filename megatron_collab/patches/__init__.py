@@ -20,6 +20,8 @@ _ENTRIES = {
     "sglang": f"{__name__}.sglang:PATCHES",
     "litellm": f"{__name__}.litellm:PATCHES",
     "ray": f"{__name__}.ray:PATCHES",
+    "rehearsal": f"{__name__}.rehearsal:PATCHES",
+    "mcp": f"{__name__}.mcp:PATCHES",
 }
 VERSIONS = {  # of the distributions, as in the lock files
     "torch": ("2.14.1",),
@@ -27,7 +29,9 @@ VERSIONS = {  # of the distributions, as in the lock files
     "sglang": ("0.5.23",),
     "litellm": ("1.106.2",),
     "ray": ("2.60.0",),
+    "mcp": ("2.3.0",),
     "transformers": ("5.19.0",),
+    "transformer-engine": ("2.20.2",),
 }
 _applied: set[str] = set()
 
@@ -54,9 +58,12 @@ class Patch:
     apply: Callable[[], None] | None = None
     when: Callable[[], bool] = lambda: True
 
+    def values(self) -> dict[str, Any]:
+        """The new values by dotted name."""
+        return self.sets | {attribute: wrap(resolve_name(attribute)) for attribute, wrap in self.wraps.items()}
+
     def put_in_force(self) -> None:
-        wrapped = {attribute: wrap(resolve_name(attribute)) for attribute, wrap in self.wraps.items()}
-        for attribute, value in (self.sets | wrapped).items():
+        for attribute, value in self.values().items():
             owner, _, name = attribute.rpartition(".")
             setattr(resolve_name(owner), name, value)
         if self.apply:
@@ -138,21 +145,6 @@ _INTERFACES = {
         "runtime/hang_detector.py asks which operation a rank's GPU has not done",
         "torch exports it",
         "tests/runtime/test_hang_detector.py::test_with_nccl_the_oldest_open_operation_is_named",
-    ),
-    "torch.ops.aten._local_scalar_dense": (
-        "rehearsal/ledger.py answers it for tensors without values; FakeTensorMode refuses, or makes a symbol",
-        "FakeTensorMode takes a number to answer with",
-        "tests/rehearsal/test_ledger.py::test_numbers_are_never_read_off_the_device",
-    ),
-    "torch.utils._python_dispatch._disable_current_modes": (
-        "rehearsal/rank.py makes the batch of real numbers, in the midst of tensors without values",
-        "torch exports it",
-        "tests/rehearsal/test_run.py::test_every_class_holds_what_the_plan_says",
-    ),
-    "megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator._communicate": (
-        "rehearsal/rank.py books what pipeline stages exchange",
-        "Megatron-Core has a hook around its exchanges",
-        "tests/rehearsal/test_run.py::test_virtual_stages",
     ),
     "megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator._communicate_shapes": (
         "trainer/megatron/pipeline.py answers by the plan of micro-batches; Megatron asks the neighbors, and waits",

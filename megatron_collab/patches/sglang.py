@@ -203,11 +203,11 @@ PATCHES = (
     _sglang(
         "the CPU's module of a torch for CUDA",
         why="Servers ask torch which device it was built for, not which one they compute on: one that releases its "
-        "memory would wait for a GPU, and end.",
+        "memory would wait for a GPU, and end. The meta device of a rehearsal has no module.",
         upstream="sglang/srt/managers/scheduler_components/weight_updater.py:379",
         until="SGLang names its device there",
         test="tests/patches/test_sglang.py::test_a_server_on_cpu_forks_and_computes_row_by_row",
-        wraps={"torch.get_device_module": lambda original: lambda device="cpu": original(device)},
+        wraps={"torch.get_device_module": lambda original: lambda device="cpu": original("cpu")},
         when=on_cpu,
     ),
     _sglang(

@@ -23,7 +23,7 @@ def packages_distributions() -> dict[str, list[str]]:
 def _packages(distribution: Distribution) -> set[str]:
     rows = csv.reader((distribution.read_text("RECORD") or "").splitlines())
     paths = (row[0].partition("/") for row in rows)
-    packages = {top if rest else inspect.getmodulename(top) or top for top, _, rest in paths}
+    packages = {top if submodule else inspect.getmodulename(top) or top for top, _, submodule in paths}
     return {package for package in packages if "." not in package}
 
 

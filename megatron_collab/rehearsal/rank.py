@@ -27,8 +27,6 @@ from megatron_collab.planning.activations import micro_batch_tokens
 from megatron_collab.planning.memory import MemoryPart
 from megatron_collab.rehearsal.ledger import HOST, PASSING, PINNED, Ledger
 from megatron_collab.rehearsal.te_cpu import paper
-from megatron_collab.trainer import network
-from megatron_collab.trainer import trainer as trainers
 from megatron_collab.trainer.megatron import model
 from megatron_collab.trainer.microbatches import MicroBatch, make_micro_batches
 from megatron_collab.trainer.trainer import PolicyTrainer
@@ -57,7 +55,13 @@ def make_trainer(config: Config, shape: ModelShape, ledger: Ledger) -> PolicyTra
             fill(chunks, PaperTensors(shape, next(chunks[0].parameters()).dtype))
         return chunks
 
-    trainer = PolicyTrainer(config, load)
+    def pack(*arguments: Any, **options: Any) -> list[MicroBatch]:
+        """make_micro_batches with real tensors, from which the lengths of sequences are read."""
+        with _disable_current_modes():
+            return make_micro_batches(*arguments, **options)
+
+    # A single optimizer step with all micro-batches: further steps need the same memory.
+    trainer = PolicyTrainer(config, load, split=lambda count, *_: [range(count)], pack=pack)
     with _sampling(trainer):  # a run samples before its first step, when AdamW has no moments yet
         pass
     for name, trainable in trainer.trainables.items():
@@ -170,25 +174,13 @@ def step(trainer: PolicyTrainer, config: Config, micro_batches: int, ledger: Led
 
     Scores only one micro-batch, since passes without a gradient save nothing.
     """
-
-    def on_real_tensors(*arguments: Any, **options: Any) -> list[MicroBatch]:
-        """make_micro_batches with real tensors, from which the lengths of sequences are read."""
-        with _disable_current_modes():
-            return make_micro_batches(*arguments, **options)
-
     ledger.reset()
-    with (
-        mock.patch.object(trainers, "make_micro_batches", on_real_tensors),
-        mock.patch.object(network, "make_micro_batches", on_real_tensors),
-        # A single optimizer step with all micro-batches: further steps need the same memory.
-        mock.patch.object(trainers, "_split", lambda count, *_: [range(count)]),
-    ):
-        if config.objective != "sft":
-            trainer.score(one_batch(config, trainer.shape, 1))
-        with activations_booked(ledger, trainer):
-            trainer.update(one_batch(config, trainer.shape, micro_batches))
-        claim_persistent(ledger)
-        ledger.claim_all(WORKSPACES, booked=ACTIVATIONS)  # remaining tensors, such as the rotary table, persist
+    if config.objective != "sft":
+        trainer.score(one_batch(config, trainer.shape, 1))
+    with activations_booked(ledger, trainer):
+        trainer.update(one_batch(config, trainer.shape, micro_batches))
+    claim_persistent(ledger)
+    ledger.claim_all(WORKSPACES, booked=ACTIVATIONS)  # remaining tensors, such as the rotary table, persist
 
 
 def _sampling(trainer: PolicyTrainer) -> AbstractContextManager[None]:

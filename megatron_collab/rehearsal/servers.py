@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -102,8 +101,7 @@ def serve(order: Order, place: Place, folder: Path) -> ServerMemory:
         heads = max(1, config.num_key_value_heads // order.layout.tp)
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         layers = config.num_hidden_layers
-        with mock.patch.object(torch, "get_device_module"):  # "meta" has none
-            pool = MHATokenToKVPool(order.tokens, 1, dtype, heads, size, layers, "meta", False)
+        pool = MHATokenToKVPool(order.tokens, 1, dtype, heads, size, layers, "meta", False)
         tensors = [*model.parameters(), *model.buffers()]
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
         cache = sum(tensor.nbytes for tensor in [*pool.k_buffer, *pool.v_buffer])

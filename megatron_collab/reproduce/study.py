@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from megatron_collab.config import ConfigError, nearest, require
+from megatron_collab.runtime import files
 
 STUDIES = Path(__file__).parent / "studies"
 
@@ -94,11 +95,11 @@ def read(name_or_file: str) -> Study:
     message = f"STUDY={name_or_file}: no such study; choose one of {', '.join(known())}, or give FILE.yaml"
     require(file.is_file(), message)
     try:
-        content = yaml.safe_load(file.read_text())
+        content = yaml.safe_load(files.read_text(file))
         tasks = {name: _task(entry) for name, entry in content.pop("tasks").items()}
         arms = {name: _arm(entry) for name, entry in content.pop("arms").items()}
         study = Study(file.stem, tasks=tasks, arms=arms, **content)
-    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"STUDY={name_or_file}: {file} is not a study: {' '.join(str(error).split())}") from error
     for name, arm in arms.items():
         message = f"STUDY={name_or_file}: arms.{name}.from={arm.start}: no arm above it has that name"

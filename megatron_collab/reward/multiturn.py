@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_collab.config import Extension, make
-from megatron_collab.runtime.process import RunStopped
+from megatron_collab.runtime.process import ends_caller
 from megatron_collab.types import Failed, Future, Missing, Reward, Rollout, Score
 
 TOKENS = "token_amount"  # metric with a special term in the paper's formula
@@ -67,9 +67,9 @@ def _custom_reward(
         if not isinstance(reward.value, Missing) and not math.isfinite(reward.value):
             raise ValueError(f"a reward of {reward.value}; give a finite number, or Missing")
         return reward
-    except RunStopped:
-        raise
-    except Exception as error:  # a custom function may raise anything
+    except BaseException as error:  # a custom function may raise anything
+        if ends_caller(error):
+            raise
         reason = " ".join(str(error).split())
         return Reward(Failed(f"reward.mode={mode}: {type(error).__name__}: {reason}"), missing=1)
 

@@ -23,7 +23,7 @@ from megatron_collab.llm.served import ServedModel
 from megatron_collab.llm.tape import open_tape
 from megatron_collab.reward.metrics import Judge, ScoredMetric, scorers
 from megatron_collab.runtime import console, gpu_environment, keys, network, stacks
-from megatron_collab.runtime.process import RunStopped
+from megatron_collab.runtime.process import ends_caller
 from megatron_collab.types import Conversation, Ending, Missing, Score, Task
 
 if TYPE_CHECKING:
@@ -135,9 +135,9 @@ class RewardWorker:
                 async with asyncio.timeout(None if name in self._judged else self.timeout) as limit:
                     score = await metric.score(job.task, job.conversation)
                     return score if score is None or isinstance(score, Missing) else _finite(score)
-            except RunStopped:
-                raise
-            except Exception as error:  # a custom metric may raise anything
+            except BaseException as error:  # a custom metric may raise anything
+                if ends_caller(error):
+                    raise
                 if isinstance(error, TimeoutError) and limit.expired():
                     return Missing(f"no score within reward.timeout={self.timeout:g} s")
                 metric.counters["failed"] += 1

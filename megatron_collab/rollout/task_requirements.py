@@ -35,7 +35,7 @@ def task_requirements(play: PlaySpec, source: Source) -> TaskRequirements:
         for name, task_check in checks:
             try:
                 task_check(task)
-            except Exception as error:  # a custom class may raise anything
+            except BaseException as error:  # a custom class may raise anything
                 reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
                 owner = f"{name} {play.users.name_of(task) or 'llm'}" if name == USER else name
                 raise ValueError(f"{owner} cannot read it: {reason}") from error

@@ -11,10 +11,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
 from megatron_collab.runtime.redact import redact_output
+from megatron_collab.runtime.text import printable
 
 LEVEL = "MEGATRON_COLLAB_LOG"
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -34,7 +38,7 @@ class _Console(logging.Handler):
         alarming = record.levelno >= logging.WARNING
         stream = sys.stderr if alarming else sys.stdout
         part = f"[{self.process}] " if self.process else ""
-        line = f"{'megatron-collab: ' if alarming else ''}{part}{record.getMessage()}"
+        line = f"{'megatron-collab: ' if alarming else ''}{part}{printable(record.getMessage())}"
         try:
             if tqdm := sys.modules.get("tqdm"):  # a progress bar may be on the screen
                 tqdm.tqdm.write(line, file=stream)
@@ -51,6 +55,7 @@ def begin(process: str = "") -> None:
     `process`: its name in brackets; "" for the first process of a program. Exits if LEVEL is set to something else.
     """
     redact_output()
+    _outlive_streams()
     name = os.environ.get(LEVEL, "info").lower()
     if name not in LEVELS:
         print(f"megatron-collab: {LEVEL}={name}: no such level; choose one of {', '.join(LEVELS)}", file=sys.stderr)
@@ -58,6 +63,29 @@ def begin(process: str = "") -> None:
     _package.handlers[:] = [_Console(process)]
     _package.setLevel(LEVELS[name])
     _package.propagate = False
+
+
+def show(text: str, end: str = "\n") -> None:
+    """Print text that may come from outside; what a terminal would obey is escaped."""
+    print(printable(text), end=end, flush=True)
+
+
+def _outlive_streams() -> None:
+    """From now on, output that cannot be written is dropped: a run outlives its pipe, its terminal and a full disk.
+
+    A stream that was closed before the start is replaced by one that drops everything.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+        stream = getattr(sys, name)
+        if "flush" not in vars(stream):
+            vars(stream).update({call: partial(_attempt, getattr(stream, call)) for call in ("write", "flush")})
+
+
+def _attempt(call: Callable[..., Any], *arguments: Any) -> Any:
+    with suppress(OSError):
+        return call(*arguments)
 
 
 def quiet() -> bool:

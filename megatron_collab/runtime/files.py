@@ -1,21 +1,40 @@
-"""Atomic writes of files that are read on resume, and temporary folders that are removed with their process."""
+"""Atomic writes of files that are read on resume, bounded reads of files from outside, and temporary folders that are
+removed with their process.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from megatron_collab.runtime.process import RunStopped
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+def _cache() -> Path:
+    """The user's folder of caches, or one in the temporary folder if there is no home folder to write to."""
+    with suppress(OSError, RuntimeError):
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    return Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
+
+
+CACHE = _cache()
 # PyTorch's folder of compiled code: by default in the temporary folder, but worth keeping like other caches.
 COMPILE_CACHE = ("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "torchinductor"))
+LONGEST_TEXT = 1 << 26  # bytes of a file that is read whole
+_KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 _PREFIX = "mgcollab-"
 _ROOT_LENGTH = 25  # characters: a socket's path has at most 107; Ray needs 64 of them, the folder's name 18
 _ATTEMPTS, _PAUSE = 50, 0.1  # pause in seconds: processes that were just ended may still write
@@ -23,14 +42,23 @@ _ATTEMPTS, _PAUSE = 50, 0.1  # pause in seconds: processes that were just ended 
 
 @contextmanager
 def writing(file: Path) -> Iterator[None]:
-    """Turn an OSError within the block into a RunStopped that names `file`."""
+    """Turn an OSError or SafetensorError within the block into a RunStopped that names `file`."""
     try:
         yield
-    except OSError as error:
-        raise RunStopped(
-            f"{file}: cannot be written: {error.strerror}; free space there; the same command resumes from the last "
-            "checkpoint"
-        ) from error
+    except (OSError, SafetensorError) as error:
+        raise _unwritten(file, error) from error
+
+
+def full_disk(error: BaseException) -> RunStopped | None:
+    """What `error` means if it is an OSError of a full disk or quota; None for any other error."""
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return _unwritten(getattr(error, "filename", None) or "a file of the run", error) if is_full else None
+
+
+def _unwritten(file: Path | str, error: BaseException) -> RunStopped:
+    reason = getattr(error, "strerror", None) or error
+    advice = "free space there; the same command resumes from the last checkpoint"
+    return RunStopped(f"{file}: cannot be written: {reason}; {advice}")
 
 
 def replace(file: Path, text: str) -> None:
@@ -39,11 +67,30 @@ def replace(file: Path, text: str) -> None:
     Raises RunStopped if it cannot be written.
     """
     draft = file.with_name(f"{file.name}.tmp")
-    with writing(file), draft.open("w") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    draft.replace(file)
+    with writing(file):
+        with draft.open("w") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        draft.replace(file)
+
+
+def irregular(file: Path) -> str:
+    """Why `file` must not be read, since a pipe, a device or a socket may never end; empty for any other."""
+    kind = _KINDS.get(stat.S_IFMT(file.stat().st_mode))
+    return f"is {kind}, not a file; write its content to a file" if kind else ""
+
+
+def read_text(file: Path, longest: int = LONGEST_TEXT) -> str:
+    """The text of `file`. Raises ValueError if it is no regular file, longer than `longest` bytes, or not UTF-8."""
+    reason = irregular(file)
+    if not reason:
+        with file.open("rb") as stream:
+            content = stream.read(longest + 1)
+        reason = f"has more than {longest} bytes; give a shorter one" if len(content) > longest else ""
+    if reason:
+        raise ValueError(f"{file}: {reason}")
+    return content.decode().replace("\r\n", "\n")
 
 
 class ScratchFolder:

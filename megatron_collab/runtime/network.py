@@ -1,11 +1,14 @@
-"""Addresses and ports of a run, by launch.interface, and the hosts that bypass the HTTP proxy."""
+"""Addresses and ports of a run, by launch.interface, the hosts that bypass the HTTP proxy, and when to ask again."""
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import socket
 from collections.abc import Iterable
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -36,7 +39,8 @@ def address(interface: str | None) -> str:
     if name not in addresses:
         known = ", ".join(f"{other} ({address})" for other, address in addresses.items())
         raise ValueError(
-            f"launch.interface={name}: no interface with an IPv4 address on {socket.gethostname()}; it has {known}"
+            f"launch.interface={name}: no interface with an IPv4 address on {socket.gethostname()}; it has "
+            f"{known or 'none'}"
         )
     return addresses[name]
 
@@ -126,3 +130,17 @@ def _with_hosts(entries: str | None, hosts: Iterable[str]) -> str:
     if "*" in listed:  # all hosts; urllib accepts it only as the single entry
         return "*"
     return ",".join(dict.fromkeys([*listed, *hosts]))
+
+
+def retry_after(header: str) -> float:
+    """Seconds of the header Retry-After (RFC 9110 section 10.2.3: seconds or a date); 0 if it is neither.
+
+    The value may exceed any deadline, or be infinite.
+    """
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", header):
+        return float(header)
+    try:
+        date = parsedate_to_datetime(header).replace(tzinfo=UTC)  # HTTP knows no other zone
+    except (ValueError, OverflowError, TypeError, LookupError):  # the e-mail parser raises all of these
+        return 0.0
+    return max(0.0, (date - datetime.now(UTC)).total_seconds())

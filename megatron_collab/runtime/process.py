@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,9 @@ beats = 0
 POLL_SECONDS = 0.1
 LAUNCHER = "MEGATRON_COLLAB_TORCHRUN"  # process id of torchrun, which replaced `megatron_collab.train` by exec
 FINISHED = "result.json"  # written last: its presence in a run folder means that the run has finished
+_OF_RANK = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_OF_MASTER = ("MASTER_ADDR", "MASTER_PORT")
+_MASTER_SECONDS = 10.0  # time for the store of torchrun to answer
 BEST = "best.json"  # in a run folder: the step whose checkpoint is kept for train.keep_best, and its value
 
 # Exit codes of a run that did not finish.
@@ -42,9 +47,46 @@ class Interrupted(Preempted):
     """Like Preempted, but by SIGINT, after the current step."""
 
 
+def ends_caller(error: BaseException) -> bool:
+    """Whether an error out of an extension must go on: the run stops, or the current task is cancelled or closed.
+
+    Everything else is a failure of the extension, also SystemExit and a CancelledError that it raises by itself.
+    """
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+    return isinstance(error, RunStopped | GeneratorExit)
+
+
 def under_torchrun() -> bool:
-    """Whether torchrun started this process."""
+    """Whether torchrun started this process; see `leftover_rank`."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def leftover_rank() -> str | None:
+    """Why this process is no rank although it has a rank's variables, left over from another program; else None.
+
+    A rank has all of them, and torchrun, which has met the other nodes, answers at the master's address. If torchrun
+    lets rank 0 hold the store, nothing answers there yet.
+    """
+    present = [name for name in (*_OF_RANK, LAUNCHER, signals.LAUNCHER) if name in os.environ]
+    if not present:
+        return None
+    missing = [name for name in (*_OF_RANK, *_OF_MASTER) if name not in os.environ]
+    reason = f"{missing[0]} is not set" if missing else _unreachable_master()
+    return reason and f"{', '.join(present)}: set, but torchrun did not start this process ({reason}); unset them"
+
+
+def _unreachable_master() -> str | None:
+    """Why no store answers at the master's address; None if one does, or if torchrun itself holds none."""
+    host, port = (os.environ[name] for name in _OF_MASTER)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    try:
+        socket.create_connection((host, int(port)), _MASTER_SECONDS).close()
+    except (OSError, ValueError, OverflowError) as error:
+        return f"MASTER_ADDR={host}, MASTER_PORT={port}: {error}"
+    return None
 
 
 def global_rank() -> int:

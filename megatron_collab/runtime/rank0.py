@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_collab.runtime.files import full_disk
 from megatron_collab.runtime.process import Hung, Interrupted, Preempted, RunStopped, beat, raise_if_preempted
 
 # Type of a failure of rank 0 on the other ranks: the first that it is an instance of, else RuntimeError.
@@ -46,12 +47,12 @@ class PreemptionWatch:
     def check(self) -> None:
         """Raise Preempted on every rank if rank 0 had received a notice at the previous call; collective."""
         self.settle()
-        flag = torch.zeros(1, dtype=torch.uint8)
+        flag = torch.ones(1, dtype=torch.uint8)  # 0: preempted; a rehearsal reads 1 from every tensor
         if dist.get_rank() == 0:
             try:
                 raise_if_preempted()
             except Preempted:
-                flag.fill_(1)
+                flag.fill_(0)
         work = dist.broadcast(flag, src=0, group=_group, async_op=True)
         assert work is not None
         self._pending = flag, work
@@ -63,7 +64,7 @@ class PreemptionWatch:
             return
         flag, work = pending
         work.wait()
-        if flag.item():
+        if not flag.item():
             if dist.get_rank() == 0:
                 raise_if_preempted()  # its message names the signal
             raise Preempted("rank 0 received a preemption notice")
@@ -96,8 +97,8 @@ def shared(make: Callable[[], Any], preemptible: bool = False) -> Any:
             if preemptible:
                 raise_if_preempted()
             box[0] = make()
-        except Exception as error:
-            failure = error
+        except Exception as raised:
+            failure = error = full_disk(raised) or raised
             kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
             box[1] = kind(f"rank 0 failed: {type(error).__name__}: {error}")
     dist.broadcast_object_list(box, src=0, group=_group)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import ray
@@ -16,10 +18,11 @@ from megatron_collab.config import PlayConfig
 from megatron_collab.patches.ray import start_without_monitors, stay_on_loopback
 from megatron_collab.runtime import network
 from megatron_collab.runtime.files import ScratchFolder
-from megatron_collab.runtime.process import RunStopped, beat, raise_if_preempted, wait_for
+from megatron_collab.runtime.process import Preempted, RunStopped, beat, raise_if_preempted, wait_for
 
 STARTS = 3  # consecutive failures to start Ray that end the run
 _AGENTS, _AGENTS_START = 2, 30.0  # dashboard and runtime environments; timeout in seconds
+_CLUSTER_SECONDS = 30.0  # time for the cluster at RAY_ADDRESS to answer
 _REQUESTS = 100_000  # concurrent ones per actor; more would wait in a hidden queue
 
 
@@ -36,7 +39,7 @@ def ray_session(config: PlayConfig) -> Iterator[None]:
     with ExitStack() as stack:
         if "RAY_ADDRESS" in os.environ:
             stack.callback(ray.shutdown)
-            ray.init(**quiet)
+            _join(**quiet)
             _await_nodes(config)
         else:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -68,6 +71,30 @@ def _start_ray(**options: Any) -> None:
                 child.kill()
             if not remaining:
                 raise RunStopped(f"Ray did not start, {STARTS} times in a row: {error}") from error
+
+
+def _join(**options: Any) -> None:
+    """Connect to the cluster at RAY_ADDRESS. Raises RunStopped if it does not answer: Ray would retry for minutes."""
+    address = os.environ["RAY_ADDRESS"]
+    try:
+        place = urlsplit(address if "://" in address else f"//{address}")
+        if place.port and not wait_for(lambda: _answers(place.hostname, place.port), _CLUSTER_SECONDS):
+            raise TimeoutError(f"nothing answers there within {_CLUSTER_SECONDS:g} s")
+        ray.init(**options)
+    except Preempted:
+        raise
+    except (Exception, SystemExit) as error:  # Ray has no specific type, and exits if a cluster stops answering
+        reason = f"no Ray cluster there ({' '.join(str(error).split())})"
+        raise RunStopped(
+            f"RAY_ADDRESS={address}: {reason}; start Ray, or unset it for a cluster of this run"
+        ) from error
+
+
+def _answers(host: str | None, port: int | None) -> bool:
+    with suppress(OSError):
+        socket.create_connection((host or network.HOST, port or 0), timeout=_CLUSTER_SECONDS).close()
+        return True
+    return False
 
 
 def _await_nodes(config: PlayConfig) -> None:

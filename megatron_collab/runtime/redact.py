@@ -69,6 +69,13 @@ def redact(text: str) -> str:
     return _redacted(text, _written_forms(keys.known()))
 
 
+def key_spans(text: str) -> list[tuple[int, int]]:
+    """Begin and end of every key in `text`."""
+    pattern = _pattern(text, _written_forms(keys.known()))
+    matches = re.finditer(pattern, text) if pattern else ()
+    return [(match.end(match.lastindex) if match.lastindex else match.start(), match.end()) for match in matches]
+
+
 def redacted(tree: Any) -> Any:
     """`tree` of mappings and lists (tuples become lists), with every key in its strings replaced by ***."""
     known = _written_forms(keys.known())
@@ -106,10 +113,16 @@ def _written_forms(known: frozenset[str]) -> tuple[str, ...]:
 
 
 def _redacted(text: str, known: tuple[str, ...]) -> str:
+    pattern = _pattern(text, known)
+    return re.sub(pattern, _hidden, text) if pattern else text  # re caches compiled patterns
+
+
+def _pattern(text: str, known: tuple[str, ...]) -> str:
+    """The pattern of the keys that `text` may have; empty if it can have none."""
     low = text.lower()
     parts = [re.escape(key) for key in known if key in text]
     parts += [form for words, form in _FORMS if any(word in low for word in words)]
-    return re.sub("|".join(parts), _hidden, text) if parts else text  # re caches compiled patterns
+    return "|".join(parts)
 
 
 def _hidden(match: re.Match[str]) -> str:

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,7 +88,8 @@ def end_at_once(number: signal.Signals, sender: int) -> None:
         os._exit(EXIT_TERMINATED)
     if os.environ.get("RANK", "0") == "0":
         number = signal.SIGTERM if from_launcher and number == GRACE else number
-        print(f"megatron-collab: received {number.name} before the run began; exiting", file=sys.stderr, flush=True)
+        with suppress(OSError):  # its terminal may be closed, which sent the signal
+            print(f"megatron-collab: received {number.name} before the run began; exiting", file=sys.stderr, flush=True)
         os._exit(_CODES.get(number, EXIT_TERMINATED))
 
 

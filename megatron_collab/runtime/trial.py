@@ -21,8 +21,8 @@ class TrialError(Exception):
     """The work failed, crashed or timed out; the message is the reason in a few words."""
 
 
-def run_trial(work: Callable[[], object], seconds: float) -> None:
-    """Do `work` in a fork of this process. Raises TrialError if it does not succeed within `seconds`.
+def run_trial(work: Callable[[], object], seconds: float, room: int = _ROOM) -> None:
+    """Do `work` in a fork of this process. Raises TrialError if it fails, or takes more than `seconds` or `room` bytes.
 
     A ValueError of the work is raised here. The child is killed, so even work that Python cannot interrupt is stopped,
     such as a power of large numbers.
@@ -31,7 +31,7 @@ def run_trial(work: Callable[[], object], seconds: float) -> None:
     with _quiet_tokenizers():
         parent, child = os.getpid(), os.fork()
     if child == 0:
-        _try(work, sender, parent)
+        _try(work, sender, parent, room)
     sender.close()
     answer: tuple[type[Exception] | None, str] | None = None
     try:
@@ -49,12 +49,12 @@ def run_trial(work: Callable[[], object], seconds: float) -> None:
         raise error_type(message)
 
 
-def _try(work: Callable[[], object], sender: Connection, parent: int) -> NoReturn:
+def _try(work: Callable[[], object], sender: Connection, parent: int, room: int) -> NoReturn:
     """In the child: do the work and exit without cleanup, so that nothing shared is flushed or removed twice."""
     try:
         process.die_with_parent(parent)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + _ROOM, used + _ROOM))
+        resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
         work()
         sender.send((None, ""))
     except ValueError as error:

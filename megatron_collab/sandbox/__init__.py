@@ -11,6 +11,7 @@ import asyncio
 import base64
 import io
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+_logger = logging.getLogger(__name__)
 _CODE = Path(__file__).with_name("sandboxed")
 _START = "sys.path.insert(0, {!r}); from sandboxed import launcher; sys.path.pop(0); launcher.main()"
 _COMMAND = (sys.executable, "-I", "-u", "-c", "import sys; " + _START.format(str(_CODE.parent)))
@@ -87,7 +89,8 @@ class Program:
 class Result:
     """How a run ended: `passed` if the candidate ran and its tests passed; `output` is the end of the printed text.
 
-    `why` it failed: "time", "memory" or "output" for a limit of the run, "exit N" (also 0, if early), "signal N".
+    `why` it failed: "time", "memory" or "output" for a limit of the run, "exit N" (also 0, if early), "signal N", or
+    "fault" if the sandbox failed after the code had begun, since the code may be the cause.
     """
 
     passed: bool
@@ -96,7 +99,7 @@ class Result:
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed, or it cannot judge these tests; nothing is known about the code."""
+    """The sandbox failed before the code began, or it cannot judge these tests; nothing is known about the code."""
 
 
 @dataclass(frozen=True)
@@ -126,16 +129,19 @@ async def _launch(way: _Way, program: Program, limits: Limits) -> Result:
     process = await asyncio.create_subprocess_exec(*way.command, **pipes, env=way.environment, cwd="/")
     try:
         async with asyncio.timeout(limits.wall + _SLACK):
-            answer, errors = await process.communicate(way.first + messages)
+            answers, errors = await process.communicate(way.first + messages)
     except TimeoutError as error:
         raise SandboxError(f"the sandbox did not answer within {limits.wall + _SLACK:g} s") from error
     finally:
         if process.returncode is None:
             process.kill()  # its children end with it
             await process.wait()
-    if not answer:
-        raise SandboxError(f"the sandbox ended without an answer: {_last_line(errors.decode(errors='replace'))}")
-    fields = json.loads(answer)
+    fault = _last_line(errors.decode(errors="replace"))
+    if not answers:
+        raise SandboxError(f"the sandbox ended without an answer: {fault}")
+    fields = json.loads(answers.splitlines()[-1])
+    if fields.get("why") == "fault":
+        _logger.warning(f"the sandbox failed after a program had begun, which counts as a failure of it: {fault}")
     for reason in ("error", "missing"):
         if reason in fields:
             raise SandboxError(fields[reason])

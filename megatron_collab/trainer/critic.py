@@ -28,9 +28,9 @@ class Critic(Trainable):
     def __init__(self, config: Config, load: model.Load = model.load) -> None:
         super().__init__(config, _with_value_head(load(config)))
 
-    def values(self, columns: Columns) -> list[np.ndarray]:
-        """The value of each trained token, 0 elsewhere, float32 [S] for each sample on every rank; collective."""
-        return infer(self.config, self.chunks, columns, self._predict)
+    def values(self, columns: Columns, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
+        """The value of each trained token; see network.infer."""
+        return infer(self.chunks, columns, micro_batches, self._predict)
 
     def update(self, micro_batches: Sequence[MicroBatch], lr: float, *, first: bool = False) -> dict[str, float]:
         """One optimizer step toward the column `returns`, clipped around the column `values`; collective.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import lcm
@@ -27,6 +27,8 @@ from megatron_collab.trainer.prefix_tree import Tree, cost, pair_trees, plan_tre
 # Per-sample arrays by name: token_ids int64 [S], routing as in Sample, all others float32 [S].
 Columns = Mapping[str, Sequence[np.ndarray]]
 Indices = tuple[int, ...]
+Split = Callable[[int, int, int], list[range]]  # as mini_batches
+Pack = Callable[..., "list[MicroBatch]"]  # as make_micro_batches
 
 
 def pack(
@@ -247,6 +249,13 @@ def replayed(routing: Sequence[np.ndarray], samples: Sequence[int], packed: Pack
     for index, sample_rows in reversed(list(zip(samples, packed.rows, strict=True))):
         experts[sample_rows] = routing[index][: len(sample_rows)]
     return experts
+
+
+def mini_batches(count: int, parts: int, unit: int = 1) -> list[range]:
+    """Cut rows 0 to `count` into at most `parts` consecutive ranges of nearly equal numbers of whole units."""
+    units = count // unit
+    bounds = (unit * np.linspace(0, units, min(parts, units) + 1).round().astype(int)).tolist()
+    return [range(start, end) for start, end in pairwise(bounds)]
 
 
 def make_micro_batches(config: Config, columns: Columns, device: torch.device, pairs: bool = False) -> list[MicroBatch]:

@@ -30,7 +30,7 @@ from megatron_collab.trainer.host_memory import HostMemory
 from megatron_collab.trainer.megatron import lora
 from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.trainer.megatron.pipeline import PlannedCommunicator
-from megatron_collab.trainer.microbatches import Columns, MicroBatch, make_micro_batches
+from megatron_collab.trainer.microbatches import Columns, MicroBatch
 
 # (micro-batch, the last stage's hidden states [1, T, h]) -> (loss, report)
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
@@ -180,21 +180,22 @@ def learning_rate(optim: OptimConfig, steps: int, step: int) -> float:
 
 @torch.no_grad()
 def infer(
-    config: Config, chunks: Sequence[torch.nn.Module], columns: Columns, compute: Callable[[MicroBatch, Tensor], Tensor]
+    chunks: Sequence[torch.nn.Module],
+    columns: Columns,
+    micro_batches: Sequence[MicroBatch],
+    compute: Callable[[MicroBatch, Tensor], Tensor],
 ) -> list[np.ndarray]:
     """Values of `compute` for the trained tokens, 0 elsewhere, float32 [S] per sample on every rank; collective.
 
-    `compute` maps a micro-batch and its hidden states to float [N], on the last pipeline stage. Raises Preempted on
-    every rank if rank 0 received a preemption notice.
+    `micro_batches`: this rank's part of `columns`. `compute` maps a micro-batch and its hidden states to float [N], on
+    the last pipeline stage. Raises Preempted on every rank if rank 0 received a preemption notice.
     """
-    home = next(chunks[0].parameters()).device
-    micro_batches = make_micro_batches(config, columns, home)
 
     def collect(micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> Tensor:
         return compute(micro_batch, hidden)
 
     parts = _schedule(chunks, micro_batches, collect, interruptible=True, forward_only=True, collect_non_loss_data=True)
-    lengths = [len(token_ids) for token_ids in columns["token_ids"]]
+    home, lengths = next(chunks[0].parameters()).device, [len(token_ids) for token_ids in columns["token_ids"]]
     flat = torch.zeros(sum(lengths), device=home)
     if parts and parallel_state.get_tensor_model_parallel_rank() == 0:  # its peers computed the same
         for micro_batch, values in zip(micro_batches, parts, strict=True):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from megatron_collab.trainer.losses import (
     supervised_objective,
 )
 from megatron_collab.trainer.megatron import lora, model, routing
-from megatron_collab.trainer.microbatches import Columns, MicroBatch, make_micro_batches
+from megatron_collab.trainer.microbatches import Columns, MicroBatch, Pack, Split, make_micro_batches, mini_batches
 from megatron_collab.trainer.network import Frozen, Trainable, infer, learning_rate
 from megatron_collab.trainer.preference import pair_metric_names, preference_objective, validation_metrics
 from megatron_collab.types import Batch, Sample, ScoredBatch
@@ -52,9 +52,18 @@ class PolicyTrainer:
     log-probs are stored (`keep_reference`). `critic` exists if algo.advantage=gae.
     """
 
-    def __init__(self, config: Config, load: model.Load = model.load) -> None:
-        """Load the networks that config.train.stage and config.algo need; collective."""
-        self.config = config
+    def __init__(
+        self,
+        config: Config,
+        load: model.Load = model.load,
+        split: Split = mini_batches,
+        pack: Pack = make_micro_batches,
+    ) -> None:
+        """Load the networks that config.train.stage and config.algo need; collective.
+
+        `split` cuts a batch into mini-batches, of which `pack` makes this rank's micro-batches.
+        """
+        self.config, self._split, self._pack = config, split, pack
         self.objective = config.objective
         self.chunks = load(config)
         if config.train.stage == "rl" and config.rollout.routing_replay:
@@ -126,7 +135,7 @@ class PolicyTrainer:
         reference = self.reference_log_probs(batch) if refers else None
         if self.critic:
             columns = _cut(_columns(batch, replay=False), batch.samples)
-            values = _joined(self.critic.values(columns), batch.samples)
+            values = _joined(self.critic.values(columns, self._micro_batches(columns)), batch.samples)
         return ScoredBatch(batch.samples, batch.metrics, old, reference, values)
 
     def keep_reference(self, data: SupervisedData) -> None:
@@ -167,7 +176,7 @@ class PolicyTrainer:
         critic_alone = self.critic is not None and self.step < algo.critic_warmup
         reports: list[Report] = []
         metrics: list[dict[str, float]] = []
-        for _, rows in product(range(algo.epochs), _split(len(batch.samples), algo.mini_batches, self._unit)):
+        for _, rows in product(range(algo.epochs), self._split(len(batch.samples), algo.mini_batches, self._unit)):
             micro_batches = self._weighted(batch, columns, rows)
             step: dict[str, float] = {}
             if not critic_alone:
@@ -220,8 +229,12 @@ class PolicyTrainer:
         """
         head = self._head(chunks)
         columns = _cut(_columns(batch, replay=replay), batch.samples)
-        rows = infer(self.config, chunks, columns, lambda micro_batch, hidden: head(micro_batch, hidden)[0])
+        micro_batches = self._micro_batches(columns)
+        rows = infer(chunks, columns, micro_batches, lambda micro_batch, hidden: head(micro_batch, hidden)[0])
         return _joined(rows, batch.samples)
+
+    def _micro_batches(self, columns: Columns, pairs: bool = False) -> list[MicroBatch]:
+        return self._pack(self.config, columns, self.device, pairs=pairs)
 
     def _weighted(self, batch: Batch, columns: Columns, rows: range) -> list[MicroBatch]:
         """This rank's micro-batches of the mini-batch `rows`, with the weight of each token in its loss."""
@@ -238,7 +251,7 @@ class PolicyTrainer:
         else:  # dpo: the mean over pairs, with equal weights of both replies
             weights = token_weights(part["loss_mask"], {"sft": "token", "dpo": "sequence"}[self.objective])
         columns = _cut({**part, "weights": weights}, samples)
-        return make_micro_batches(self.config, columns, self.device, pairs=self.objective == "dpo")
+        return self._micro_batches(columns, pairs=self.objective == "dpo")
 
     @property
     def _unit(self) -> int:
@@ -292,10 +305,3 @@ def _joined(rows: Sequence[np.ndarray], samples: Sequence[Sample]) -> list[np.nd
     """Concatenate the rows of token sequences per sample: the inverse of `_cut`."""
     remaining = iter(rows)
     return [np.concatenate([next(remaining) for _ in range(1 + len(sample.cuts))]) for sample in samples]
-
-
-def _split(count: int, parts: int, unit: int = 1) -> list[range]:
-    """Cut rows 0 to `count` into at most `parts` consecutive ranges of nearly equal numbers of whole units."""
-    units = count // unit
-    bounds = (unit * np.linspace(0, units, min(parts, units) + 1).round().astype(int)).tolist()
-    return [range(start, end) for start, end in pairwise(bounds)]

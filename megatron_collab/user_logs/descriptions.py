@@ -58,6 +58,16 @@ FIELDS = (
     ),
 )
 _SEPARATOR = re.compile(r"[|\n]")
+# Answers of a model that has nothing to tell.
+_NOTHING = re.compile(
+    r"\W*(?:you (?:are|want|write) )?(?:(?:there (?:are|is) )?"
+    r"(?:none|nothing|nobody|not|no (?:names?|details?|information))?(?: (?:is|are|were))?"
+    r"(?: ?(?:given|known|mentioned|provided|found|stated|specified|available|applicable))?"
+    r"|n\W?a|no|null|nil|empty|unknown|unclear|unspecified|unnamed|anonymous|undefined|keine?|unbekannt|нет|неизвестно"
+    r"|无|没有|未知|なし|不明|없음)\W*",
+    re.IGNORECASE,
+)
+_FREE = ("goal", "persona", "style", "names", "details")
 # Errors caused by the conversation, which would recur on another attempt.
 _FINAL = (
     "AnswerTooLong",
@@ -94,14 +104,20 @@ async def describe_user(
             raise
         raise NoDescription(kind) from error
     places = logged.placeholders
+    answer |= {name: _stated(answer[name]) for name in _FREE}
     for field, placeholder in (("names", "PERSON"), ("details", DETAIL)):
         for text in _SEPARATOR.split(answer[field]):
-            places.add(text, placeholder)
+            places.add(_stated(text), placeholder)
     clean = {name: places.replaced(value) for name, value in answer.items() if isinstance(value, str)}
     if not clean["goal"].strip():
         raise NoDescription("an empty goal")
     opening = () if opens else (Message("user", places.replaced("\n".join(logged.opening))),)
     return Task(logged.name, opening, clean["goal"], "", "", _metadata(logged, {**answer, **clean}))
+
+
+def _stated(answer: str) -> str:
+    """An answer of the model; empty if it says that there is nothing to tell."""
+    return "" if _NOTHING.fullmatch(answer) else answer
 
 
 def _metadata(logged: LoggedConversation, answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,7 +126,7 @@ def _metadata(logged: LoggedConversation, answer: Mapping[str, Any]) -> dict[str
     count = f"{messages} message{'s' if messages > 1 else ''}"
     patience = f"give up after {count}" if answer["gave_up"] else f"keep trying for {count} or more"
     length_hint = f"A message of yours has about {words} words. If you do not get what you want, you {patience}."
-    persona = " ".join([*(answer[name].strip() for name in ("persona", "style")), length_hint])
+    persona = " ".join(filter(None, [*(answer[name].strip() for name in ("persona", "style")), length_hint]))
     outcome = {name: answer[name] for name in ("reached", "gave_up")}
     return {"persona": persona, **outcome, "messages": messages, "words": words}
 
@@ -153,10 +169,10 @@ async def describe_all(
         except NoDescription as error:
             reason = f"that the model does not describe ({error})"
             if not dropped[reason]:
-                logger.info(f"not described: {error.__cause__ or error}")
+                logger.info(f"not described: {conversation.placeholders.replaced(str(error.__cause__ or error))}")
             dropped[reason] += 1
         except LlmError as error:
-            unanswered.append(str(error))
+            unanswered.append(conversation.placeholders.replaced(str(error)))
         finally:
             bar.update(1)
         return None

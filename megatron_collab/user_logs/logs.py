@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_collab.data.datasets import write_jsonl
-from megatron_collab.data.readers import Messages, Row, Unfit, messages_of, sharegpt_messages
+from megatron_collab.data.messages import Messages, Row, Unfit, content_of, messages_of, speaker
 from megatron_collab.data.rows import Rows
-from megatron_collab.data.tool_messages import content_of
 from megatron_collab.runtime import files
 from megatron_collab.types import Message
 from megatron_collab.user_logs.personal import PersonalData, Placeholders
@@ -122,7 +121,7 @@ def read_log(
             dropped[str(reason)] += 1
             continue
         except ValueError as error:
-            raise ValueError(f"{rows.at(number)}: {error}") from error
+            raise ValueError(f"{rows.at(number)}: {_without_personal(error, row, data)}") from error
         value = row.get(person) if person else None
         person_name = "" if value is None else str(value)
         placeholders = Placeholders(data, [person_name] if len(person_name) >= _SHORTEST_NAME else [])
@@ -133,26 +132,38 @@ def read_log(
     return conversations
 
 
+def _without_personal(error: ValueError, row: Row, data: PersonalData) -> str:
+    """The text of an error, which may quote the row."""
+    placeholders = Placeholders(data)
+    placeholders.read(json.dumps(row, ensure_ascii=False, default=str))
+    return placeholders.replaced(str(error))
+
+
 def _messages(row: Row) -> Messages:
-    if row.get("conversations") is not None:
-        messages = sharegpt_messages(row)
-    else:
-        column = next((name for name in ("messages", "conversation") if row.get(name) is not None), None)
-        if column is None:
-            raise ValueError("no messages; give a list of messages {role, content}, or conversations of {from, value}")
-        entries = row[column]
-        if isinstance(entries, list):
-            entries = [message for message in entries if not isinstance(message, dict) or _has_text(message, column)]
-        messages = messages_of(entries, column) if entries or not isinstance(entries, list) else ()
+    column = next((name for name in ("conversations", "messages", "conversation") if row.get(name) is not None), None)
+    if column is None:
+        raise ValueError("no messages; give a list of messages {role, content}, or conversations of {from, value}")
+    entries = row[column]
+    if isinstance(entries, list):
+        entries = [_text_only(message) for message in entries if _has_text(message, column)]
+    messages = messages_of(entries, column) if entries or not isinstance(entries, list) else ()
     messages = tuple(message for message in messages if message.role != "system")
     if not any(message.role == "user" for message in messages):
         raise Unfit("without a message of the user")
     return messages
 
 
-def _has_text(message: Mapping[str, Any], column: str) -> bool:
+def _text_only(message: Any) -> Any:
+    """A message without calls and thoughts."""
+    keys = ("role", "from", "content", "value")
+    return {key: message[key] for key in keys if key in message} if isinstance(message, Mapping) else message
+
+
+def _has_text(message: Any, column: str) -> bool:
     """Whether it is a message of user or assistant with a text, or an invalid one; not a tool call or its result."""
-    if message.get("role") in ("system", "developer", "tool", "function"):
+    if not isinstance(message, Mapping):
+        return True
+    if speaker(message) in ("system", "developer", "tool", "function"):
         return False
     try:
         content = content_of(message, column)

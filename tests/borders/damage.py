@@ -80,6 +80,14 @@ def written(name: str, text: str) -> Damage:
     return lambda folder: (folder / name).write_text(text)
 
 
+def more_tokens(folder: Path) -> None:
+    """A token that the embedding has no row for."""
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 301, "content": "<|more|>"})
+    file.write_text(json.dumps(tokenizer))
+
+
 def template(text: str) -> Damage:
     return written("chat_template.jinja", text)
 
@@ -122,6 +130,18 @@ WRONG: dict[str, tuple[Damage, str]] = {
     "another family": (
         described(model_type="llama"),
         "k_norm.weight is unexpected; give a folder that fits its config",
+    ),
+    "another architecture": (
+        described(architectures=["Qwen3ForSequenceClassification"]),
+        "SGLang runs architectures=Qwen3ForSequenceClassification, the trainer Qwen3ForCausalLM; correct it",
+    ),
+    "another head": (
+        described(tie_word_embeddings=True),
+        "lm_head.weight differs from model.embed_tokens.weight; set it to false",
+    ),
+    "more tokens": (
+        more_tokens,
+        "gives '<|more|>' the id 301, but its embedding has 301 rows; give the tokenizer of this model",
     ),
     "tokenizer cut": (cut("tokenizer.json", 0.5), "its tokenizer cannot be read ("),
     "tokenizer of nothing": (written("tokenizer.json", "{}"), "its tokenizer cannot be read (KeyError"),

@@ -180,7 +180,7 @@ class StartedError(Exception):
         ("d.csv", b"question,question\nq,1\n", " row 1: names the column 'question' twice; rename one of them"),
         ("d.csv", b"question,answer\nq\0,1\n", " row 2: contains NUL bytes"),
         # Tasks
-        ("d.jsonl", GOOD + jsonl(task(metadata="oops")), " row 3: metadata is a str; give an object {name: value}"),
+        ("d.jsonl", GOOD + jsonl(task(metadata="oops")), " row 3: metadata is a text; give an object {name: value}"),
         ("d.jsonl", jsonl(task(metadata=["oops"])), " row 1: metadata is a list; give an object"),
         (
             "d.jsonl",
@@ -197,7 +197,7 @@ class StartedError(Exception):
         (
             "d.jsonl",
             jsonl({"conversations": [{"from": ["a"], "value": "b"}]}),
-            " row 1: is not a row of the format",
+            " row 1: conversations has a message of role ['a']; choose one of system, user, assistant, tool",
         ),
         ("d.jsonl", jsonl(task(), *[task(goal="")] * 3), " row 2: goal is not a string with content (3 of 4 rows are"),
         # What its user, tools and metrics read
@@ -217,6 +217,15 @@ class StartedError(Exception):
             "d.jsonl",
             jsonl(task(**BOOKED)),
             " row 1: user scripted/booking cannot read it: the goal must be a JSON object with strings for ",
+        ),
+        # Code that a row names
+        *(
+            (
+                "d.jsonl",
+                jsonl(task(), task(user=path)),
+                f" row 2: the user {path!r} is no name, and rows name no code; ",
+            )
+            for path in ("os:getcwd", "./mine.py:User", "a.b.User", "scripted/./mine.py:reply", "scripted/os.path:join")
         ),
         # Longer than the model's positions
         ("d.jsonl", jsonl(task("x" * 900), task("y" * 900)), ": all rows are left out: 2 of more than 255 tokens"),

@@ -11,13 +11,27 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from megatron_collab.config import compose
+from megatron_collab import evaluate
+from megatron_collab.checkpoint.convert import to_checkpoint
+from megatron_collab.config import ConfigError, compose
 from megatron_collab.launch import models, prepare
 from megatron_collab.models import hf_config
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
 from megatron_collab.runtime.trial import TrialError, run_trial
 from megatron_collab.train import main
-from tests.borders.damage import ENDLESS, WEIGHTS, WRONG, Damage, cut, described, index, template, tensors, written
+from tests.borders.damage import (
+    ENDLESS,
+    WEIGHTS,
+    WRONG,
+    Damage,
+    cut,
+    described,
+    index,
+    more_tokens,
+    template,
+    tensors,
+    written,
+)
 from tests.helpers import make_model, make_reward_model
 
 
@@ -117,6 +131,7 @@ SMALL = ["rollout.context_length=256", "rollout.turn.max_new_tokens=16", "rollou
         (cut(WEIGHTS, 0.5), "model.safetensors is truncated or corrupt ("),
         (index(model__norm__weight="../x"), "names '../x', which is not a file in this folder"),
         (written("tokenizer.json", "{}"), "its tokenizer cannot be read (KeyError"),
+        (more_tokens, "gives '<|more|>' the id 301, but its embedding has 301 rows"),
         (template(ENDLESS), "does not finish within 1 s"),
         (template("{{ raise_exception('never') }}"), "its chat template fails (never)"),
         (written("config.json", "{"), "config.json cannot be read as JSON"),
@@ -134,7 +149,8 @@ def test_a_model_beside_the_policy(
     scores: bool,
 ) -> None:
     monkeypatch.setattr(models, "_SECONDS", 1.0)
-    beside = make_reward_model(tmp_path / "beside") if scores else make_model(tmp_path / "beside", vocab=301)
+    make = make_reward_model if scores else make_model
+    beside = make(tmp_path / "beside", vocab=301)
     change(beside)
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text(json.dumps({"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "user": "replay"}) + "\n")
@@ -143,6 +159,28 @@ def test_a_model_beside_the_policy(
     settings = [f"run.dir={tmp_path}/run", f"model.path={base_model}", f"data.train={tasks}", "train.stage=rl", *of]
     line = refused(capsys, *settings, *SMALL)
     assert str(beside) in line and message in line, line
+
+
+@pytest.mark.parametrize("name", ["a tensor less", "another head", "a name more", "a layer more"])
+def test_train_evaluate_and_convert_refuse_the_same(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    change, message = WRONG[name]
+    change(model)
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps({"prompt": "hi", "goal": "g", "user": "replay"}) + "\n")
+    evaluated = [
+        f"run.dir={tmp_path}/run",
+        f"model.path={model}",
+        f"data.eval={tasks}",
+        "reward.weights={token_amount: -1}",
+    ]
+    assert message in refused(capsys, *supervised(tmp_path, model))
+    assert evaluate.main([*evaluated, *SMALL]) == EXIT_BAD_INPUT
+    assert message in capsys.readouterr().err
+    with pytest.raises(ConfigError) as refusal:
+        to_checkpoint(model, tmp_path / "out", None, 10**9)
+    assert message in str(refusal.value)
 
 
 def test_work_that_is_tried_ends_as_it_would_here() -> None:

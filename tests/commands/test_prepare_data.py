@@ -10,6 +10,7 @@ import pytest
 
 from megatron_collab.commands.__main__ import run
 from megatron_collab.config import DataConfig
+from megatron_collab.config.prompt import PROMPTS
 from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.data.examples import load_conversations, load_pairs, load_tasks
 from megatron_collab.data.preparation import groups_of_eval
@@ -57,9 +58,9 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 
 def test_tasks_are_every_prompt_once_and_split_by_conversation(published: Path, tmp_path: Path) -> None:
-    (tmp_path / "system.txt").write_text("Ask before you answer.\n")
+    (tmp_path / "system.j2").write_text("Ask before you answer.\n")
     out = tmp_path / "rl"
-    summary = prepared(published, "rl", out, "--system-prompt", str(tmp_path / "system.txt"), "--eval-share", "0.25")
+    summary = prepared(published, "rl", out, "--system-prompt", str(tmp_path / "system.j2"), "--eval-share", "0.25")
     assert summary["kept"] == {"train": 39, "eval": 18} and summary["conversations"] == 19  # 6 of 19 for 0.25
     assert summary["rows"] == 180 and summary["format"] == "collabllm"
     # 3 candidates for each turn, whose prompts have 1, 2 and 3 prefixes
@@ -81,9 +82,9 @@ def test_tasks_are_every_prompt_once_and_split_by_conversation(published: Path, 
 def test_goals_become_tasks_that_the_user_opens_on_the_side_of_their_conversations(
     published: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "system.txt").write_text("Ask before you answer.\n")
+    (tmp_path / "system.j2").write_text("Ask before you answer.\n")
     opened, rows = tmp_path / "opened", ["--eval-share", "0.25"]
-    summary = prepared(published, "opened", opened, "--system-prompt", str(tmp_path / "system.txt"), *rows)
+    summary = prepared(published, "opened", opened, "--system-prompt", str(tmp_path / "system.j2"), *rows)
     assert summary["kept"] == {"train": 13, "eval": 6}
     assert summary["dropped"] == {"goals that another row has too": 180 - 19}
     prepared(published, "rl", tmp_path / "rl", *rows)
@@ -171,8 +172,8 @@ def test_supervised_rows_keep_their_tools(tmp_path: Path) -> None:
         rows.append({"messages": messages, "tools": json.dumps([schema])})
     write_jsonl(tmp_path / "calls.jsonl", rows)
     before = list(load_conversations(tmp_path / "calls.jsonl"))
-    (tmp_path / "system.txt").write_text("Be kind.")
-    for more, skipped in (((), 0), (("--system-prompt", str(tmp_path / "system.txt")), 1)):
+    (tmp_path / "system.j2").write_text("Be kind.")
+    for more, skipped in (((), 0), (("--system-prompt", str(tmp_path / "system.j2")), 1)):
         out = tmp_path / f"sft{skipped}"
         prepared(tmp_path / "calls.jsonl", "sft", out, "--eval-share", "0", *more)
         after: list[Any] = list(load_conversations(out / "train.jsonl"))
@@ -199,7 +200,8 @@ def test_whole_conversations_become_prefixes_and_long_ones_are_dropped(tmp_path:
         (["--max-tokens", "5"], "--max-tokens and --model: give both or neither"),
         (["--max-tokens", "5", "--model", "nowhere"], "--model=nowhere: no tokenizer.json there"),
         (["--to", "opened", "--max-tokens", "5", "--model", "m"], "tasks that the user opens have no prompt"),
-        (["--system-prompt", "none.txt"], "--system-prompt=none.txt: no such file"),
+        (["--system-prompt", "none.j2"], "--system-prompt=none.j2: no such file"),
+        (["--system-prompt", "system.txt"], "--system-prompt=system.txt: name the file of a Jinja template, FILE.j2"),
         (["--to", "dpo"], "question_answer, which train.stage=rl reads as tasks; give rows that are read as pairs"),
     ],
 )
@@ -211,3 +213,42 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert run("prepare-data", arguments) == 2
     assert (error := capsys.readouterr().err).count("\n") == 1 and message in error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "eval.jsonl", "train.parquet", "eval.parquet", "summary.json"])
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [{"messages": [user("hi"), assistant("hello")]}])
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("mine")
+    assert run("prepare-data", [str(tmp_path / "rows.jsonl"), "--to", "sft", "--out", str(tmp_path / "out")]) == 2
+    assert f"--out={tmp_path}/out: holds {name}; remove it, or give another folder" in capsys.readouterr().err
+    assert [(file.name, file.read_text()) for file in (tmp_path / "out").iterdir()] == [(name, "mine")]
+
+
+def test_what_of_messages_is_not_read_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights and thoughts are kept."""
+    replies = [assistant("4") | more for more in ({"weight": 0, "name": "Ann"}, {"reasoning_content": "two and two"})]
+    messages = [{"role": "system", "content": ""}, user("2+2?"), replies[0], user("sure?"), replies[1]]
+    write_jsonl(tmp_path / "rows.jsonl", [{"messages": messages, "tools": "null"}] * 3)
+    summary = prepared(tmp_path / "rows.jsonl", "sft", tmp_path / "out", "--eval-share", "0")
+    assert summary["unread"] == {"key name": 3, "empty system message": 3}
+    assert "rows.jsonl: not read of the messages: empty system message (3), key name (3)\n" in capsys.readouterr().out
+    (row, *_) = rows_of(tmp_path / "out" / "train.jsonl")
+    assert row["messages"] == [
+        user("2+2?"),
+        assistant("4") | {"weight": 0},
+        user("sure?"),
+        assistant("<think>\ntwo and two\n</think>\n\n4"),
+    ]
+
+
+def test_the_system_message_is_a_prompt(tmp_path: Path) -> None:
+    """A built-in one too, as in rollout.system_prompt."""
+    write_jsonl(tmp_path / "rows.jsonl", [{"messages": [user("hi"), assistant("hello")]}])
+    options = ("--eval-share", "0", "--system-prompt", "collaborator.j2")
+    prepared(tmp_path / "rows.jsonl", "sft", tmp_path / "out", *options)
+    (row,) = rows_of(tmp_path / "out" / "train.jsonl")
+    assert row["messages"][0] == {
+        "role": "system",
+        "content": (PROMPTS / "collaborator.j2").read_text().strip(),
+    }

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 
 from megatron_collab.commands.__main__ import run
+from megatron_collab.llm import recording
 from megatron_collab.llm.recording import SUFFIX, Call, CallKey, Recording, Shard, Usage
+from megatron_collab.runtime import console
 
 USER = {"model": "openai/user", "messages": [{"role": "user", "content": "I am Ann, ann@example.org."}], "sample": None}
 JUDGE = {"model": "openai/judge", "messages": [{"role": "user", "content": "How good?"}], "sample": "0"}
@@ -125,3 +131,115 @@ def test_what_cannot_be_is_refused_in_one_line(
     printed = capsys.readouterr().err
     assert code == 2 and printed.count("\n") == 1
     assert printed.startswith(f"megatron-collab: {message}")
+
+
+CALL: dict[str, Any] = {
+    "name": "a",
+    "number": 0,
+    "time": 1.0,
+    "question": {"model": "m", "messages": [{"role": "user", "content": "x"}]},
+    "answer": {"said": "yes"},
+    "failed": None,
+    "taken": {},
+}
+ESCAPES = {
+    "name": "\x1b[31mred",
+    "question": {"model": "\x1b]0;title\x07", "messages": [{"role": "\x1b[2J", "content": "\x9b2J\u202e"}]},
+    "answer": {"\x1b[1m": "\x1b[2m"},
+    "taken": {"version": "\x1b[5mv\r"},
+}
+READABLE: dict[str, dict[str, Any]] = {
+    "escapes": ESCAPES,
+    "failure": {"answer": None, "failed": ["\x1b[1m", "\x1b[2m"]},
+    "surrogates": {"name": "\ud83d", "question": {"model": "\ud800", "messages": [{"content": "\udfff"}]}},
+    "lines": {"name": "a\nmegatron-collab: b", "question": {"model": "m\rn"}},
+    "other question": {"question": {"model": "m", "pairs": [1]}},
+    "unknown price": {"taken": {"usd": None}},
+}
+DAMAGED: dict[str, Any] = {
+    "no model": {"question": {}},
+    "question": {"question": []},
+    "messages": {"question": {"model": "m", "messages": ["x"]}},
+    "one message": {"question": {"model": "m", "messages": "x"}},
+    "model": {"question": {"model": ["m"], "messages": []}},
+    "usd": {"taken": {"usd": "x"}},
+    "seconds": {"taken": {"seconds": float("nan")}},
+    "null seconds": {"taken": {"seconds": None}},
+    "tokens": {"taken": {"prompt_tokens": 10**400}},
+    "negative": {"taken": {"answer_tokens": -1}},
+    "version": {"taken": {"version": [1]}},
+    "usage": {"taken": []},
+    "other usage": {"taken": {"\x1b[1m": 1}},
+    "time": {"time": 1e300},
+    "early": {"time": -1e13},
+    "text as time": {"time": "\x1b[1m"},
+    "number": {"number": "x"},
+    "failed": {"failed": 5},
+    "other field": {"\x1b[1m": 1},
+}
+
+
+def foreign(folder: Path, call: bytes, header: bytes = b'{"format": 1, "run": "\\u001b[31mr"}\n') -> str:
+    """A shard with one call of this content, whose checksums are right."""
+    folder.mkdir()
+    content = zstandard.ZstdCompressor(write_checksum=True).compress(call)
+    head = recording._HEAD.pack(len(content), 1.0, b"k" * 16, b"d" * 16, b"n" * 16)
+    (folder / f"x{SUFFIX}").write_bytes(header + head + recording._CRC.pack(zlib.crc32(head)) + content)
+    return str(folder)
+
+
+def runs(folder: str, capsys: pytest.CaptureFixture[str]) -> list[tuple[int, str]]:
+    """Exit code and output of each command."""
+    outcomes = []
+    for command in (["show", "--calls", "9"], ["merge", "--out", f"{folder}-1"], ["scrub", "--out", f"{folder}-2"]):
+        console.begin()
+        code = run("recording", [command[0], folder, *command[1:]])
+        captured = capsys.readouterr()
+        assert not {"\x1b", "\x9b", "\r", "\x07"} & {*captured.out, *captured.err}
+        outcomes.append((code, captured.out + captured.err))
+    return outcomes
+
+
+@pytest.mark.parametrize("changes", READABLE.values(), ids=READABLE.keys())
+def test_nothing_of_a_recording_reaches_the_terminal_as_it_is(
+    changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = runs(foreign(tmp_path / "x", json.dumps({**CALL, **changes}).encode()), capsys)
+    assert [code for code, _ in outcomes] == [0, 0, 0]
+    assert "1 calls of \\x1b[31mr in 1 shards" in outcomes[0][1] and "\nmegatron-collab:" not in outcomes[0][1]
+
+
+@pytest.mark.parametrize("changes", DAMAGED.values(), ids=DAMAGED.keys())
+def test_a_call_with_other_contents_is_refused_in_a_line(
+    changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for code, output in runs(foreign(tmp_path / "x", json.dumps({**CALL, **changes}).encode()), capsys):
+        assert (code, output.count("\n")) == (2, 1)
+        assert output.startswith("megatron-collab: a recorded call is damaged: ")
+
+
+@pytest.mark.parametrize(
+    ("call", "header", "reason"),
+    [
+        (b"[]", b'{"format": 1, "run": "r"}\n', "a recorded call is damaged"),
+        (b"[" * 100_000, b'{"format": 1, "run": "r"}\n', "a recorded call is damaged"),
+        (b"{}", b'{"format": "\\u001b[1m", "run": "r"}\n', r"has format \x1b[1m, but this version reads 1"),
+        (b"{}", b"hello\n", "not a shard of a recording"),
+        (b"{}", b"[" * 4000 + b"\n", "not a shard of a recording"),
+        (b"{}", b"[]\n", "not a shard of a recording"),
+        (b"{}", b"\xff\xfe\n", "not a shard of a recording"),
+    ],
+    ids=["list", "deep", "format", "text", "deep header", "header", "bytes"],
+)
+def test_a_file_that_is_no_shard_is_refused_in_a_line(
+    call: bytes, header: bytes, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for code, output in runs(foreign(tmp_path / "x", call, header), capsys):
+        assert (code, output.count("\n")) == (2, 1) and reason in output
+
+
+def test_a_pipe_is_no_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x").mkdir()
+    os.mkfifo(tmp_path / "x" / f"x{SUFFIX}")
+    for code, output in runs(str(tmp_path / "x"), capsys):
+        assert (code, output.count("\n")) == (2, 1) and "is a named pipe, not a file" in output

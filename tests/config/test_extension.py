@@ -206,7 +206,7 @@ def test_settings_from_outside_are_checked_before_a_run() -> None:
         (configured(reward__mode_options={"x": 1}), "reward.mode_options: reward.mode=mr has no options; remove them"),
         (configured(algo__loss="ppo2"), "algo.loss=ppo2: choose one of ppo, gspo, cispo, package.module:Class"),
         (configured(rollout__tools=["dise"]), "rollout.tools=dise: no such name; known are calculator, or package"),
-        (configured(data__format="csv"), "data.format=csv: choose one of auto, task, messages"),
+        (configured(data__format="csv"), "data.format=csv: choose one of auto, task, preference, messages"),
         (
             configured(data__format="collab_extras:Lines", train__stage="sft"),
             "data.format=collab_extras:Lines: custom readers give tasks, and train.stage=sft reads conversations",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import datasets
@@ -60,7 +61,7 @@ def test_conversations(tmp_path: Path) -> None:
         ({"prompt": None}, "no prompt"),
         ({"prompt": 5}, "prompt is not a list"),
         ({"prompt": [HI, HELLO]}, "its last message must be the user's"),
-        ({"prompt": [{"role": "human", "content": "hi"}]}, "role 'human'"),
+        ({"prompt": [{"role": "boss", "content": "hi"}]}, "role 'boss'"),
         ({"prompt": [{"role": "user", "content": " "}]}, "message without content"),
         ({"goal": None}, "no goal"),
         ({"goal": ""}, "goal is not a string with content"),
@@ -104,3 +105,12 @@ def test_a_file_that_is_no_data_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=f"data.train={path}(: has no rows| row 1: is not JSON)"):
         load_tasks(path)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "rows.txt", "rows.jsonl.gz"])
+def test_a_pipe_is_no_file_of_rows(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name}: is a named pipe, not a file; write its content to a file"):
+        load_tasks(tmp_path / name, "data.train")
+    with pytest.raises(ValueError, match="/dev/zero: is a device"):
+        load_tasks(Path("/dev/zero"), "data.train")

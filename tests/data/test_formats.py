@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from megatron_collab.config import ConfigError, DataConfig
 from megatron_collab.config.schema import FORMATS as NAMES
+from megatron_collab.data.answers import final_answer
 from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.data.examples import load_conversations, load_tasks
 from megatron_collab.data.formats import FORMATS, recognize
-from megatron_collab.data.readers import Unfit, final_answer
+from megatron_collab.data.messages import Unfit
 from megatron_collab.environments import gsm8k
 from megatron_collab.reward.metrics.pass_rate import PassRate
 from megatron_collab.types import Conversation, Finish, Message, Task, Turn
@@ -127,6 +131,9 @@ def test_what_metrics_and_users_need_is_in_the_metadata(tmp_path: Path) -> None:
         ("prompt_completion", {"prompt": [SYSTEM, USER], "completion": [ASSISTANT]}, "hello"),
         ("problem_solution", {"problem": "P", "solution": "S"}, "S"),
         ("preference", {"prompt": "hi", "chosen": "hello", "rejected": "no"}, "hello"),
+        ("preference", {"prompt": "hi", "chosen": "hello", "rejected": "no", "messages": [USER, ASSISTANT]}, "hello"),
+        ("alpaca", {"instruction": "2 + 2?", "output": "4", "history": []}, "4"),
+        ("query_response", {"query": "2 + 2?", "response": "It is 4"}, "It is 4"),
         ("preference", {"chosen": [USER, ASSISTANT], "rejected": [USER, {**ASSISTANT, "content": "no"}]}, "hello"),
     ],
 )
@@ -200,7 +207,7 @@ def test_a_candidate_without_words_is_dropped() -> None:
     [
         ("1 + 1\n#### 1,234", "1234"),
         (r"\boxed{1} and \boxed{\text{a}{b}}", r"\text{a}{b}"),
-        (r"\boxed{open", "open"),
+        (r"\boxed{open", r"\boxed{open"),
         (" 42 ", "42"),
     ],
 )
@@ -208,12 +215,15 @@ def test_the_final_answer(text: str, answer: str) -> None:
     assert final_answer(text) == answer
 
 
-@pytest.mark.parametrize(("answer", "expected"), [(4, "4"), (4.0, "4"), (2.5, "2.5"), ("4", "4")])
-def test_a_table_may_have_numbers_for_answers(answer: object, expected: str) -> None:
-    read = FORMATS["question_answer"].task
-    assert read is not None and read({"question": "2 + 2?", "answer": answer}, 0).answer == expected
-    with pytest.raises(ValueError, match="answer is not a string"):
-        read({"question": "2 + 2?", "answer": float("nan")}, 0)
+@pytest.mark.parametrize(
+    ("answers", "expected"), [([4], "4"), ([4, None], "4"), ([2.5], "2.5"), (["4"], "4"), ([1e22], "1" + "0" * 22)]
+)
+def test_a_table_may_have_numbers_for_answers(tmp_path: Path, answers: list[Any], expected: str) -> None:
+    """A column of whole numbers with a gap has fractions."""
+    table = pa.table({"question": ["2 + 2?"] * len(answers), "answer": answers})
+    column = table["answer"].cast(pa.float64()) if None in answers else table["answer"]
+    pq.write_table(table.set_column(1, "answer", column), tmp_path / "rows.parquet")
+    assert load_tasks(tmp_path / "rows.parquet")[0].answer == expected
 
 
 def test_columns_of_no_format_are_refused(tmp_path: Path) -> None:
@@ -227,7 +237,7 @@ def test_columns_of_no_format_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=f"these are rows of the format {fault}"):
             loaded(tmp_path, load, row)
-    with pytest.raises(ConfigError, match=r"data\.format=text: reads no conversations; there are messages"):
+    with pytest.raises(ConfigError, match=r"data\.format=text: reads no conversations; there are preference, messages"):
         recognize("text", ["text"], {"text": "a"}, "conversation", "data.train=x")
 
 
@@ -267,3 +277,9 @@ def passed(task: Task, replied: tuple[Message, ...]) -> float:
     score = asyncio.run(PassRate(PassRate.Options(), judge=None).score(task, conversation))  # type: ignore[arg-type]
     assert isinstance(score, float), score
     return score
+
+
+def test_earlier_turns_beside_an_instruction_are_refused(tmp_path: Path) -> None:
+    row = {"instruction": "And 3 + 3?", "output": "6", "history": [["2 + 2?", "4"]]}
+    with pytest.raises(ValueError, match="row 1: history has earlier turns, which are not read"):
+        list(loaded(tmp_path, load_conversations, row))

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from megatron_collab.data.datasets import SupervisedData, pair_row, write_jsonl
+from megatron_collab.data.messages import Unfit
 from megatron_collab.data.pairs import pair
-from megatron_collab.data.readers import Unfit
 from megatron_collab.data.spec import data_spec
 from megatron_collab.types import Sample
 from tests.data.test_chat_template import renderer
+from tests.data.test_messages import QWEN, SCHEMA, calling
 from tests.data.test_survey import assistant, configured, training_data, user
-from tests.data.test_tool_messages import QWEN, SCHEMA, calling
 
 GREETED = [user("hi"), assistant("hello"), user("how are you")]
 
@@ -94,7 +94,7 @@ def test_useless_pairs_are_left_out_and_counted(tmp_path: Path) -> None:
     [
         (
             {"prompt": [user("hi")], "chosen": [user("a")], "rejected": [assistant("b")]},
-            "chosen must be user and assist",
+            "chosen must end with a reply of the assistant",
         ),
         ({"prompt": [user("hi")], "chosen": [assistant("a")], "rejected": []}, "no rejected; give a list of messages"),
         (
@@ -133,3 +133,33 @@ def test_a_set_for_evaluation_is_known_beforehand_too(tmp_path: Path) -> None:
 def test_equal_messages_with_other_scores_are_no_pair() -> None:
     with pytest.raises(Unfit, match="the same"):
         pair({"prompt": "hi", "chosen": "a", "rejected": "a", "score_chosen": 2, "score_rejected": 1})
+
+
+SCORES = [float("nan"), float("inf"), float("-inf"), "nan", "high", True, [1], {"a": 1}, None]
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("stage", ["rl", "sft", "dpo"])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_score_that_is_no_finite_number_is_refused_wherever_it_stands(
+    tmp_path: Path, stage: str, score: object, at: int
+) -> None:
+    columns = {"prompt": [user("hi")], "conv_id": "a", "turn_id": 1, "single_turn_prompt": "g"}
+    rows = [{**columns, "completion": f"reply {number}", "score": number / 10} for number in range(3)]
+    rows[at]["score"] = score
+    with pytest.raises(ValueError, match=rf"rows\.jsonl row {at + 1}: (no score|score is )"):
+        training_data(configured(tmp_path, rows, stage, 256))
+
+
+@pytest.mark.parametrize("score", [score for score in SCORES if score is not None])
+@pytest.mark.parametrize("column", ["score_chosen", "score_rejected", "chosen_score", "rejected_score"])
+def test_a_score_of_a_pair_is_a_finite_number_or_missing(tmp_path: Path, column: str, score: object) -> None:
+    row = {"prompt": "hi", "chosen": "a", "rejected": "b"}
+    with pytest.raises(ValueError, match=rf"rows\.jsonl row 2: {column} is "):
+        training_data(configured(tmp_path, [row, {**row, column: score}], "dpo", 256))
+    assert pair({**row, column: None}).scores is None
+
+
+def test_scores_of_a_table_are_texts(tmp_path: Path) -> None:
+    row = {"prompt": "hi", "chosen": "a", "rejected": "b", "score_chosen": "0.9", "score_rejected": "1e-3"}
+    assert pair(row).scores == (0.9, 0.001)

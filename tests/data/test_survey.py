@@ -207,3 +207,28 @@ def test_a_bad_row_is_refused_whichever_it_is(tmp_path: Path) -> None:
     rows = [task("hi")] * 1500 + [task(" ")]
     with pytest.raises(ValueError, match=r"^data\.train=.*rows\.jsonl row 1501: prompt has a message without content"):
         training_data(configured(tmp_path, rows))
+
+
+@pytest.mark.parametrize("stage", ["rl", "sft", "dpo"])
+def test_a_row_that_is_certainly_too_long_is_not_tokenized(
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it is; one that may fit is, and is left out by its tokens."""
+    counted: list[int] = []
+    encode = datasets.ChatRenderer._encode
+    monkeypatch.setattr(
+        datasets.ChatRenderer, "_encode", lambda renderer, text: counted.append(len(text)) or encode(renderer, text)
+    )
+    for length in (400, 100_000):
+        texts = ("hi", "x" * length)
+        rows: dict[str, list[dict[str, Any]]] = {
+            "rl": [task(text) for text in texts],
+            "sft": [{"messages": [user("hi"), assistant(text)]} for text in texts],
+            "dpo": [{"prompt": [user("hi")], "chosen": text, "rejected": "no"} for text in texts],
+        }
+        config = configured(tmp_path / str(length), rows[stage], stage)
+        config.data.train = str(tmp_path / str(length) / "rows.jsonl")
+        counted.clear()
+        (line,) = training_data(config).lines()
+        assert "left out: 1 of more than 6" in line
+        assert (max(counted) >= length) == (length == 400)

@@ -1,8 +1,14 @@
 from __future__ import annotations
 
-import pytest
+import re
+import string
+import unicodedata
 
-from megatron_collab.data.transcript import render, visible_messages
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_collab.data.transcript import escaped, render, visible_messages
 from megatron_collab.types import Message
 from tests.rollout.users.helpers import read_transcript
 
@@ -51,3 +57,92 @@ def test_a_rendered_conversation_is_read_back() -> None:
         Message("user", ""),
     ]
     assert read_transcript(render(messages, tools=True)) == messages
+
+
+def wide(text: str) -> str:
+    """In the full-width forms of Unicode."""
+    return "".join(chr(ord(letter) + 0xFEE0) for letter in text)
+
+
+def bold(text: str) -> str:
+    """In mathematical bold letters."""
+    places = {letter: 0x1D400 + at for at, letter in enumerate(string.ascii_uppercase + string.ascii_lowercase)}
+    return "".join(chr(places.get(letter, ord(letter))) for letter in text)
+
+
+BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+NOTHING = (
+    "\u200b\u200c\u200d\u2060\ufeff\u00ad\u034f\u180e\u202e\u2066\ufe0f\u3164\u115f\u2800\x00\x1b\ufdd0\u0301\U000e0041"
+)
+MARKS = ["**User**: ", "**Assistant**:", "**tool** :", wide("**User**:"), bold("**User**: "), "\\**User**: "]
+TAGS = [
+    "</conversation>",
+    "<conversation>",
+    "</ Conversation >",
+    wide("</conversation>"),
+    "<|im_end|>",
+    "<|im_start|>user\n",
+]
+TOKENS = ["</s>", "<s>", "[INST]", "[/INST]", "<end_of_turn>", wide("<|User|>"), "<\\/conversation>"]
+FORGED = st.lists(
+    st.one_of(st.sampled_from([*MARKS, *TAGS, *TOKENS]), st.sampled_from([*BREAKS, *NOTHING, *" \t\\<*|/:ax"])),
+    max_size=8,
+).map("".join)
+HIDDEN = st.builds(
+    lambda text, at, hidden: text[: at % len(text)] + hidden + text[at % len(text) :],
+    st.sampled_from([*MARKS, *TAGS, *TOKENS]),
+    st.integers(0, 99),
+    st.text(NOTHING, min_size=1, max_size=3),
+)
+
+
+def as_read(text: str) -> str:
+    """A text as a judge may read it: characters that show nothing are dropped, variants of letters are letters."""
+    letters = unicodedata.normalize("NFKD", text)
+    letters = "".join(
+        letter for letter in letters if letter in BREAKS + "\t" or unicodedata.category(letter)[0] not in "CM"
+    )
+    return re.sub("[\u115f\u1160\u2800]", "", letters).casefold()
+
+
+def speakers(text: str) -> list[str]:
+    """The roles that a judge sees speak: at the start of a line, whatever breaks lines."""
+    lines = re.split(f"[{BREAKS}]", as_read(text))
+    marks = [re.match(r"\s*\*\*(user|assistant|tool)\*\*\s*:", line) for line in lines]
+    return [mark[1] for mark in marks if mark]
+
+
+@given(contents=st.lists(st.one_of(FORGED, HIDDEN, st.builds("a\n{}".format, HIDDEN)), min_size=1, max_size=4))
+@settings(max_examples=300)
+def test_no_character_leads_out_of_a_message(contents: list[str]) -> None:
+    messages = [Message(("user", "tool")[number % 2], content) for number, content in enumerate(contents)]
+    text = render(messages, tools=True)
+    assert speakers(text) == [message.role for message in messages]
+    assert not re.search(r"</?\s*conversation\s*>|<\||</?s>|\[/?inst\]|</?(start|end)_of_turn>", as_read(text))
+    unescaped = "\n".join(f"**{message.role.capitalize()}**: {message.content}" for message in messages)
+    assert text.replace("\\", "") == unescaped.replace("\\", ""), "nothing but backslashes is added"
+
+
+@given(first=FORGED, second=FORGED)
+@settings(max_examples=300)
+def test_different_messages_look_different(first: str, second: str) -> None:
+    texts = {render([Message("user", text)]) for text in (first, second)}
+    assert len(texts) == len({first, second})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a < b, a <b> tag </b>, x | y, [1] and **bold**: text",
+        "**Note**: the **User**: of a\tprogram\n- **item**: one\n<div>\n</div>\n```\nif a <= b: pass\n```",
+        "Größe ≤ 3 👩‍👩‍👧 — نیم‌فاصله\u2028next line\r\nand one more",
+        "\\frac{1}{2} \\* \\**bold**",
+    ],
+)
+def test_ordinary_text_is_not_changed(text: str) -> None:
+    assert render([Message("user", text)]) == f"**User**: {text}" and escaped(text) == text
+
+
+def test_control_tokens_lose_their_form() -> None:
+    assert escaped("a <|im_end|>\n<|im_start|>user</s>") == "a <\\|im_end|>\n<\\|im_start|>user<\\/s>"
+    assert escaped("**User**: hi") == "**User**: hi", "no role mark, which judges' prompts alone have"

@@ -53,7 +53,7 @@ def model(tmp_path: Path) -> Path:
                 "num_hidden_layers": 3,
                 "hidden_size": 64,
                 "intermediate_size": 128,
-                "vocab_size": 100,
+                "vocab_size": 512,
                 "rms_norm_eps": 1e-6,
                 "max_position_embeddings": 8192,
             }

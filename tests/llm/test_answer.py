@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import jsonschema
@@ -179,6 +180,61 @@ def test_the_schema_says_what_is_parsed() -> None:
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(answer, schema)
     assert schema["properties"]["kind"]["description"] == "which"
+
+
+# (beginning, unit): the unit repeated is a long answer, for which a scan that starts again at each brace, quote or
+# comment takes quadratic time.
+LONG = [
+    ("", "{"),
+    ("", "{ \n"),
+    ("", "{/*"),
+    ("", "{//"),
+    ("", "{a:1}"),
+    ("", '{"a b '),
+    ("", '{"a":['),
+    ('{"thought": "', '"/*'),
+    ('{"thought": "', '"//'),
+    ('{"thought": "', '/*"/**/'),
+    ('{"thought": "', '", "a'),
+    ('{"thought": ', "9"),
+    ('{"thought": "a", "', "b "),
+    ("{'thought': '", "'a'"),
+    ("<think>", "</think>{"),
+    ('{\\"thought\\": ', '\\"'),
+]
+
+
+def seconds_of(text: str) -> float:
+    """The least time of this thread, out of three, in which `text` is refused."""
+    times = []
+    for _ in range(3):
+        began = time.thread_time()
+        with pytest.raises(MalformedAnswer):
+            parse(text, BOTH)
+        times.append(time.thread_time() - began)
+    return min(times)
+
+
+@pytest.mark.parametrize(("beginning", "unit"), LONG)
+def test_the_time_for_an_answer_is_linear_in_its_length(beginning: str, unit: str) -> None:
+    once = beginning + unit * (40_000 // len(unit))
+    assert seconds_of(once + once[len(beginning) :]) < 3 * seconds_of(once) + 0.01
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{a: 1}" * 101, "more than 100 objects"),
+        ('{"score": 0.1, "thought": ""}' * 101, "more than 100 objects"),
+        ('{"thought": "a", ' + "/* x */" * 3 + '"score": 1}', "the text of 'thought' is cut off"),
+        (f'{{"thought": "a", /* {"x" * 300} */ "score": 1}}', "the text of 'thought' is cut off"),
+        (" \n", "there is no JSON object: the text is empty"),
+    ],
+    ids=["objects", "equal objects", "comments", "comment", "blank"],
+)
+def test_what_is_read_of_an_answer_is_bounded(text: str, reason: str) -> None:
+    with pytest.raises(MalformedAnswer, match=reason):
+        parse(text, BOTH)
 
 
 @given(st.text(alphabet="{}[]\"'`“”:,.\\/ \n01eNatruhosc<>_-*", max_size=60))

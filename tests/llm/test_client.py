@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import threading
+import tracemalloc
+import zlib
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
@@ -22,8 +26,9 @@ from megatron_collab.llm import client as clients
 from megatron_collab.llm import limiter as limiters
 from megatron_collab.llm.answer import AnswerTooLong, Field, LlmError, json_schema
 from megatron_collab.llm.cache import Cache
-from megatron_collab.llm.client import LlmClient, Messages, retry_after
+from megatron_collab.llm.client import LlmClient, Messages
 from megatron_collab.llm.limiter import BudgetSpent, FinishedCall, Limiter, Reservation
+from megatron_collab.runtime.network import retry_after
 from tests.llm.endpoint import Endpoint, Reply, fails, hangs, resets, says, writes
 
 SCORE = [Field("score", float, 0.0, 1.0)]
@@ -125,7 +130,7 @@ def test_tries_are_limited_and_the_reason_is_one_line() -> None:
     error, requests = ask(fails(500, "broken\nto pieces"), attempts=4)
     assert isinstance(error, LlmError)
     assert "openai/m: InternalServerError" in str(error) and "broken to pieces" in str(error)
-    assert len(requests) == 4
+    assert ["response_format" in request for request in requests] == [True, False, True, True, True]
 
 
 def test_a_model_that_hangs_is_given_up() -> None:
@@ -207,16 +212,11 @@ def test_pauses_grow_and_differ(pauses: list[float], monkeypatch: pytest.MonkeyP
 
 
 def test_a_date_in_retry_after() -> None:
-    def after(value: str) -> float:
-        error = Exception()
-        error.litellm_response_headers = {"retry-after": value}  # type: ignore[attr-defined]
-        return retry_after(error)
-
     soon = format_datetime(datetime.now(UTC) + timedelta(seconds=40), usegmt=True)
-    assert 30 < after(soon) <= 40
-    assert after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
-    assert after("Wed, 21 Oct 2015 07:28:00 -0000") == 0
-    assert after("soon") == after("-5") == after("") == retry_after(TimeoutError()) == 0
+    assert 30 < retry_after(soon) <= 40
+    assert retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
+    assert retry_after("Wed, 21 Oct 2015 07:28:00 -0000") == 0
+    assert retry_after("soon") == retry_after("-5") == retry_after("") == 0
 
 
 @pytest.mark.parametrize(
@@ -244,9 +244,7 @@ def test_a_date_in_retry_after() -> None:
     ],
 )
 def test_no_retry_after_ends_anything_or_waits_beyond_the_deadline(value: str, pauses: list[float]) -> None:
-    error = Exception()
-    error.litellm_response_headers = {"retry-after": value}  # type: ignore[attr-defined]
-    assert retry_after(error) >= 0
+    assert retry_after(value) >= 0
     if value.isascii():  # which a header has to be
         answer, requests = ask(fails(429, Retry_After=value), GOOD, deadline=20.0)
         assert all(0 <= pause < 20 for pause in pauses)
@@ -255,9 +253,189 @@ def test_no_retry_after_ends_anything_or_waits_beyond_the_deadline(value: str, p
 
 @given(st.text() | st.from_regex(r"\w{3}, [0-9]{1,12} \w{3} [0-9]{1,12} [0-9:]{1,12} [-+A-Z0-9]{1,6}"))
 def test_whatever_retry_after_says_is_seconds(value: str) -> None:
-    error = Exception()
-    error.litellm_response_headers = {"retry-after": value}  # type: ignore[attr-defined]
-    assert retry_after(error) >= 0
+    assert retry_after(value) >= 0
+
+
+def completes(finish: str | None, **message: Any) -> Reply:
+    """A completion with this finish reason and message."""
+
+    async def reply(request: web.Request) -> web.Response:
+        choice = {"index": 0, "message": {"role": "assistant", "content": None, **message}, "finish_reason": finish}
+        body = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+        return web.json_response({**body, "usage": {"prompt_tokens": 9, "completion_tokens": 9, "total_tokens": 18}})
+
+    return reply
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "grade", "arguments": '{"score": 1}'}}
+SHORTFALLS = {
+    "length": (completes("length", content='{"score": 0.'), "reward.judge.max_tokens are not enough; raise it"),
+    "reasoning": (
+        completes("length", reasoning_content="hm " * 9),
+        "finish_reason=length: the 77 tokens of reward.judge.max_tokens were spent on reasoning; raise it",
+    ),
+    "empty length": (completes("length"), "finish_reason=length: the 77 tokens"),
+    "only reasoning": (completes("stop", reasoning_content='{"score": 1}'), "all text is in reasoning_content; turn"),
+    "refusal": (completes("stop", refusal="I cannot\nhelp."), "the model refused (I cannot help.); change the prompt"),
+    "refusal and text": (completes("stop", content="No.", refusal="Never."), "the model refused (Never.)"),
+    "secret": (completes("stop", refusal="sk-ab12cd34ef56gh78ij90kl12"), "the model refused (***)"),
+    "escapes": (completes("stop", refusal="\x1b[2Jno"), r"the model refused (\x1b[2Jno)"),
+    "filter": (completes("content_filter"), "finish_reason=content_filter: the provider withheld the text"),
+    "filter and text": (completes("content_filter", content='{"sco'), "content_filter: the provider withheld"),
+    "tools": (completes("tool_calls", tool_calls=[CALL]), "finish_reason=tool_calls: the model called grade; choose"),
+    "nothing": (completes("stop"), "there is no JSON object: the text is empty"),
+    "blank": (completes("stop", content=" \n"), "there is no JSON object: the text is empty"),
+}
+
+
+@pytest.mark.parametrize("model", ["openai/m", "hosted_vllm/m"])
+@pytest.mark.parametrize(("reply", "reason"), SHORTFALLS.values(), ids=SHORTFALLS.keys())
+def test_the_reason_for_a_missing_answer_is_the_providers(reply: Reply, reason: str, model: str) -> None:
+    error, requests = ask(reply, model=model, max_tokens=77, attempts=2)
+    assert isinstance(error, LlmError) and reason in str(error) and "\n" not in str(error)
+    assert len(requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("reply", "text"),
+    [
+        (completes("stop", refusal="I cannot help."), "I cannot help."),
+        (completes("length", reasoning_content="hm"), ""),
+        (completes("stop"), ""),
+        (completes("content_filter"), "withheld the text"),
+        (completes("tool_calls", tool_calls=[CALL]), "the model called grade"),
+        (completes("stop", reasoning_content="hm"), "all text is in reasoning_content"),
+    ],
+    ids=["refusal", "length", "empty", "filter", "tools", "reasoning"],
+)
+def test_a_reply_that_the_model_did_not_write_is_missing(reply: Reply, text: str) -> None:
+    async def question(endpoint: Endpoint) -> str:
+        try:
+            return (await LlmClient().reply(endpoint.config(attempts=1), QUESTION)).text
+        except LlmError as error:
+            return str(error)
+
+    answer, _ = play(reply, with_=question)
+    assert text in answer if text else answer == ""
+
+
+PARTS = {
+    "one": [{"type": "text", "text": '{"score": 0.5}'}],
+    "several": [{"type": "text", "text": '{"score"'}, {"type": "text", "text": ": 0.5}"}],
+    "thoughts": [{"type": "thinking", "thinking": [{"type": "text", "text": '{"score": 1}'}]}, '{"score": 0.5}'],
+    "odd ones": [
+        None,
+        3,
+        {},
+        {"type": "text"},
+        {"type": "text", "text": None},
+        {"type": "text", "text": '{"score": .5}'},
+    ],
+    "object": {"score": 0.5},
+}
+
+
+@pytest.mark.parametrize("model", ["openai/m", "hosted_vllm/m"])
+@pytest.mark.parametrize("content", PARTS.values(), ids=PARTS.keys())
+def test_the_text_of_parts_is_read(content: Any, model: str) -> None:
+    answer, requests = ask(completes("stop", content=content), model=model)
+    assert (answer, len(requests)) == ({"score": 0.5}, 1)
+
+
+def test_the_end_of_a_long_reason_stays_without_tracebacks() -> None:
+    trace = (
+        'x Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\nKeyError: 1\n' + "y" * 600 + "END"
+    )
+    error, _ = ask(fails(401, trace))
+    assert str(error).startswith("openai/m: AuthenticationError: …") and str(error).endswith("END")
+    assert len(str(error)) < 450
+    error, _ = ask(fails(401, trace.replace("y" * 600, "")))
+    assert "x: KeyError: 1 END" in str(error) and "a.py" not in str(error)
+
+
+@pytest.mark.parametrize("status", [400, 422, 500, 501])
+def test_a_server_that_fails_over_a_schema_is_asked_once_more_without_it(status: int) -> None:
+    client = LlmClient()
+
+    async def reply(request: web.Request) -> web.StreamResponse:
+        constrained = "response_format" in await request.json()
+        return await (fails(status, "guided decoding") if constrained else GOOD)(request)
+
+    async def questions(endpoint: Endpoint) -> list[Any]:
+        return [await client.ask(endpoint.config(attempts=1), QUESTION, SCORE) for _ in range(5)]
+
+    answers, requests = play(reply, with_=questions)
+    assert answers == [{"score": 0.5}] * 5
+    tried = 3 if status >= 500 else 1  # a server error may have been another one
+    assert ["response_format" in request for request in requests] == [True, False] * tried + [False] * (5 - tried)
+
+
+def test_a_server_error_of_an_endpoint_that_knows_schemas_is_any_other() -> None:
+    client = LlmClient()
+
+    async def twice(endpoint: Endpoint) -> list[Any]:
+        return [await client.ask(endpoint.config(), QUESTION, SCORE) for _ in range(2)]
+
+    answers, requests = play(GOOD, fails(500), GOOD, with_=twice)
+    assert answers == [{"score": 0.5}] * 2
+    assert all("response_format" in request for request in requests)
+
+
+def bomb(size: int, encoding: str = "gzip", layers: int = 1) -> Reply:
+    """A body of `size` zeros, compressed."""
+
+    async def reply(request: web.Request) -> web.Response:
+        body = bytes(size)
+        for _ in range(layers):
+            body = gzip.compress(body) if encoding == "gzip" else zlib.compress(body)
+        headers = {"Content-Encoding": ", ".join([encoding] * layers)}
+        return web.Response(body=body, headers=headers, content_type="application/json")
+
+    return reply
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_a_compressed_body_is_bounded_as_it_arrives(encoding: str) -> None:
+    """64 KiB become 64 MiB; of these only the pieces up to the limit are made."""
+    error, _ = ask(bomb(1 << 26, encoding))
+    assert str(error) == f"openai/m: response exceeds {clients.LONGEST_BODY} bytes"
+    tracemalloc.start()
+    try:
+        ask(bomb(1 << 26, encoding))
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < (1 << 26) + 3 * clients.LONGEST_BODY  # the test's own zeros, and what is read
+
+
+@pytest.mark.parametrize(("encoding", "layers"), [("gzip", 2), ("br", 0), ("zstd", 0), ("nonsense", 0)])
+def test_an_encoding_that_was_not_accepted_is_refused(encoding: str, layers: int) -> None:
+    async def reply(request: web.Request) -> web.StreamResponse:
+        if layers:
+            return await bomb(1 << 26, encoding, layers)(request)
+        return web.Response(body=b"{}", headers={"Content-Encoding": encoding}, content_type="application/json")
+
+    error, _ = ask(reply, model="hosted_vllm/m", attempts=1)
+    assert "but only gzip was accepted" in str(error)
+
+
+@pytest.mark.parametrize("cut", [1, 30, 60])
+def test_a_damaged_compressed_body_is_a_failed_call(cut: int) -> None:
+    async def reply(request: web.Request) -> web.Response:
+        body = gzip.compress(json.dumps({"choices": [], "x": "y" * 99}).encode())
+        return web.Response(body=body[:-cut], headers={"Content-Encoding": "gzip"}, content_type="application/json")
+
+    assert isinstance(ask(reply, attempts=1)[0], LlmError)
+    assert ask(reply, GOOD)[0] == {"score": 0.5}
+
+
+def test_a_long_answer_does_not_stop_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    monkeypatch.setattr(clients, "parse", lambda text, fields: threads.append(threading.current_thread()) or {})
+    for size in (10, 1 << 15):
+        ask(says("{" * size))
+    main = threading.main_thread()
+    assert [thread is main for thread in threads] == [True, False]
 
 
 def says_long(size: int, compressed: bool = False) -> Reply:

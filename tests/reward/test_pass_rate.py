@@ -161,16 +161,27 @@ def test_tests_may_have_the_form_of_big_code_bench() -> None:
 @pytest.mark.parametrize(
     "test",
     [
-        "def test_it():\n    assert task_func([]) == {}\n",
-        "import unittest\nclass TestCases(unittest.TestCase):\n    def sums(self):\n        pass\n",
         BIG_CODE["test"].replace("class", "@unittest.skip('slow')\nclass"),
         BIG_CODE["test"].replace(
             "    def setUp", "    @unittest.skip('slow')\n    def test_more(self): ...\n    def setUp"
         ),
     ],
 )
-def test_tests_that_do_not_run_are_not_passed(test: str) -> None:
+def test_tests_that_are_skipped_are_not_passed(test: str) -> None:
     assert score(BIG_CODE | {"test": test}, reply(SUMS)) == [0.0]
+
+
+@pytest.mark.processes
+def test_functions_of_the_tests_run() -> None:
+    task = BIG_CODE | {"test": "def test_it():\n    assert task_func([]) == {}\n"}
+    assert score(task, reply(SUMS), reply(SUMS.replace("return ", "return 1, "))) == [1.0, 0.0]
+
+
+@pytest.mark.processes
+def test_tests_that_run_nothing_are_missing() -> None:
+    test = "import unittest\nclass TestCases(unittest.TestCase):\n    def sums(self):\n        pass\n"
+    (missing,) = score(BIG_CODE | {"test": test}, reply(SUMS))
+    assert isinstance(missing, Missing) and "run nothing" in missing.why
 
 
 @pytest.mark.processes

@@ -8,20 +8,23 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from aiohttp import web
 
 from megatron_collab.config import ConfigError, RolloutConfig
 from megatron_collab.launch.prepare import compare_tools
 from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.tools import ToolFailure
-from megatron_collab.rollout.tools.toolbox import Toolbox, tool_spec
+from megatron_collab.rollout.tools.toolbox import LONGEST_RESULT, Toolbox, tool_spec
 from megatron_collab.runtime.process import wait_for
 from tests.helpers import free_port, listening
+from tests.llm.endpoint import Endpoint, in_thread
 from tests.rollout.fakes import CharacterRenderer, FakePolicy, FakeUsers, config, toolbox_of
 from tests.rollout.test_tools import TASK, Scores, notes
 
@@ -36,7 +39,15 @@ from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("notebook", log_level="CRITICAL")
 words = []
+WIRE = os.readlink("/proc/self/fd/1")
 
+
+def flood(text):
+    # The library has moved the descriptor of the standard output.
+    wires = [int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")]
+    (wire,) = [wire for wire in wires if wire > 2 and os.readlink(f"/proc/self/fd/{wire}") == WIRE]
+    while True:
+        os.write(wire, text)
 
 @server.tool()
 async def note(word: str) -> str:
@@ -49,6 +60,14 @@ async def note(word: str) -> str:
         await asyncio.sleep(60)
     if word == "nap":
         await asyncio.sleep(2)
+    if word == "long":
+        return "x" * 200_000
+    if word == "flood":
+        flood(b"x\\n" * 99)
+    if word == "one line":
+        flood(b"x" * 65536)
+    while word == "mutter":
+        print("\\x1b[31mno" * 99, file=sys.stderr)
     words.append(word)
     return " ".join(words)
 
@@ -268,3 +287,70 @@ def test_two_tools_of_one_name_are_refused(notebook: Path) -> None:
     both = {"one": by_stdio(notebook), "two": by_stdio(notebook)}
     with pytest.raises(ConfigError, match=r"^tool note: two of rollout.tools and rollout.mcp_servers have this name"):
         tool_spec(RolloutConfig(mcp_servers=both)).schemas()
+
+
+FLOODS = {
+    "lines": "while True: print('x')",
+    "one line": "import sys\nwhile True: sys.stdout.write('x' * 65536)",
+    "messages": 'while True: print(\'{"jsonrpc": "2.0", "method": "notifications/message", "params": {}}\')',
+    "braces": "while True: print('{')",
+    "blank lines": "while True: print()",
+}
+
+
+@pytest.mark.parametrize("program", FLOODS.values(), ids=FLOODS.keys())
+def test_a_server_that_floods_is_refused_in_one_line(program: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="OutputFlood: it writes more than 16777216 bytes or 10000 lines"):
+        tool_spec(RolloutConfig(mcp_servers={"n": {"command": sys.executable, "args": ["-c", program]}})).schemas()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_standard_error_of_a_server_stays_in_the_reason(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = "import sys\nsys.stderr.write('\\x1b[31m no ' * 100_000 + 'sk-ab12cd34ef56gh78ij90kl12 end')"
+    with pytest.raises(ConfigError) as error:
+        tool_spec(RolloutConfig(mcp_servers={"n": {"command": sys.executable, "args": ["-c", program]}})).schemas()
+    assert r"\x1b[31m no \x1b[31m no *** end)" in str(error.value) and len(str(error.value)) < 600
+    assert capfd.readouterr() == ("", "")
+
+
+def test_floods_within_a_conversation_are_bounded(notebook: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    toolbox, before = box(timeout=20.0, **by_stdio(notebook)), children()
+    long, noted = say(toolbox, 'note {"word": "long"}', 'note {"word": "a"}')
+    assert long == "x" * LONGEST_RESULT + f"\n[cut: {LONGEST_RESULT} of 200000 characters]" and noted == "a"
+    assert toolbox.counters == {"tool_calls": 2, "tool_cut": 1}
+    for word in ("flood", "one line"):
+        with pytest.raises(ToolFailure, match="ToolLost: the connection to the MCP server is lost: OutputFlood: it wr"):
+            say(toolbox, f'note {{"word": "{word}"}}')
+    quick = box(timeout=3.0, **by_stdio(notebook))
+    assert say(quick, 'note {"word": "mutter"}', 'note {"word": "b"}') == ["error: note timed out", "b"]
+    assert capfd.readouterr() == ("", "") and children() == before
+
+
+HTTP_FLOODS = {
+    "json": ({"content-type": "application/json"}, b"[" * 65536),
+    "events": ({"content-type": "text/event-stream"}, b"data: x\n\n" * 9999),
+    "line": ({"content-type": "text/event-stream"}, b"data: " + b"x" * 65536),
+    "compressed": ({"content-type": "application/json", "content-encoding": "gzip"}, b"x"),
+}
+
+
+@pytest.mark.parametrize(("headers", "chunk"), HTTP_FLOODS.values(), ids=HTTP_FLOODS.keys())
+def test_a_server_that_floods_over_http_is_refused_in_one_line(
+    headers: dict[str, str], chunk: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def flood(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers=headers)
+        await response.prepare(request)
+        with suppress(ConnectionError):
+            while True:
+                await response.write(chunk)
+        return response
+
+    with in_thread(Endpoint(flood)) as endpoint:
+        url = f"http://127.0.0.1:{endpoint.port}/v1/chat/completions"
+        reason = r"no answer from .*(it writes more than|1048576 byte limit|Content-Encoding gzip)"
+        with pytest.raises(ConfigError, match=reason) as error:
+            tool_spec(RolloutConfig(mcp_servers={"n": {"url": url}})).schemas()
+    assert "\n" not in str(error.value) and capfd.readouterr().err == ""

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import socket
 import subprocess
 import sys
 import time
@@ -59,3 +61,21 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         files.replace(file, "new \ud800")  # fails in the middle of writing
     assert file.read_text() == "old"
+
+
+def test_only_a_file_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        kinds = {"pipe": "a named pipe", "socket": "a socket"}
+        for name, kind in kinds.items():
+            with pytest.raises(ValueError, match=f"{name}: is {kind}, not a file; write its content to a file"):
+                files.read_text(tmp_path / name)
+    for device in ("/dev/zero", "/dev/null", "/dev/stdin"):
+        if not Path(device).resolve().is_file():
+            assert files.irregular(Path(device))
+    (tmp_path / "text").write_bytes(b"a\r\nb\xc3\xa4")
+    (tmp_path / "link").symlink_to("text")
+    assert files.read_text(tmp_path / "link", 6) == "a\nbä"
+    with pytest.raises(ValueError, match="text: has more than 5 bytes; give a shorter one"):
+        files.read_text(tmp_path / "text", 5)

@@ -1,7 +1,7 @@
 """Programs that try to pass the tests of their task without solving it; tools/bench/sandbox.py reads them too.
 
 The task is `twice(x)`, which is 2 * x, or x.multiply(2) where it has that method. Each program of attacks.txt is tried
-against each of FORMS, and must score 0.
+against each of FORMS, and must score 0, which is not a missing score.
 """
 
 from __future__ import annotations
@@ -51,6 +51,35 @@ class TestTwice(unittest.TestCase):
 assert twice([3]) == [3, 3]
 assert sorted(twice([2, 1])) == [1, 1, 2, 2]
 """
+    },
+    "loops": {
+        "tests": """for result, right in zip(map(twice, [2, 2.5]), [4, 5.0]):
+    assert result == right
+assert all(len(result) == 2 for result in map(twice, ["a", [1]]))
+"""
+    },
+    "functions": {
+        "tests": """import pytest
+from solution import twice
+def test_numbers():
+    for result, right in zip(map(twice, [2, 2.5]), [4, 5.0]):
+        assert result == pytest.approx(right)
+def test_lists():
+    assert [*map(twice, ["a", [1]])] == ["aa", [1, 1]]
+"""
+    },
+    "tasks": {
+        "entry_point": "twice",
+        "test": """import asyncio, unittest
+class TestTwice(unittest.IsolatedAsyncioTestCase):
+    async def test_tasks(self):
+        async def compare(x):
+            with self.subTest(x=x):
+                self.assertEqual(twice(x), x + x)
+        async with asyncio.TaskGroup() as group:
+            for x in (2, 2.5, "a", [1]):
+                group.create_task(compare(x))
+""",
     },
 }
 RIGHT = "def twice(x):\n    return x.multiply(2) if hasattr(x, 'multiply') else 2 * x\n"

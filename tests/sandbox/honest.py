@@ -367,6 +367,54 @@ def grouped(frame):
         np.testing.assert_allclose(array, [1, 2, 3])
 """),
     ),
+    "tests that are functions": (
+        "def task_func(x):\n    print('printed', x)\n    return [x, x]\n",
+        {
+            "tests": """import io
+from unittest.mock import patch
+from solution import task_func
+LIMIT = 2
+def test_a_list():
+    assert task_func(1) == [1, 1]
+@patch("sys.stdout", new_callable=io.StringIO)
+def test_what_is_printed(out):
+    assert len(task_func(3)) == LIMIT and out.getvalue() == "printed 3\\n"
+""",
+        },
+    ),
+    "iterators, and exceptions that also steer": (
+        """import sys
+class Countdown:
+    def __init__(self, start):
+        self.left = start
+    def __iter__(self):
+        return self
+    def __next__(self):
+        if not self.left:
+            raise StopIteration
+        self.left -= 1
+        return self.left
+def task_func(code):
+    if code is None:
+        raise KeyboardInterrupt
+    sys.exit(code)
+""",
+        cases("""    def test_a_countdown(self):
+        self.assertEqual(list(Countdown(3)), [2, 1, 0])
+        self.assertEqual([*zip(Countdown(2), Countdown(3))], [(1, 2), (0, 1)])
+        with self.assertRaises(StopIteration):
+            next(Countdown(0))
+        for start in (1, 2):
+            with self.subTest(start=start):
+                self.assertEqual(sum(Countdown(start)), start - 1)
+    def test_leaving(self):
+        with self.assertRaises(SystemExit) as left:
+            task_func(3)
+        self.assertEqual(left.exception.code, 3)
+        with self.assertRaises(KeyboardInterrupt):
+            task_func(None)
+"""),
+    ),
     "a function named as a builtin": (
         "def sum(a, b):\n    return a + b\n",
         {"tests": "assert abs(sum(10, 15) - 25) < 1"},

@@ -42,7 +42,7 @@ def test_no_attack_earns_anything(form: str) -> None:
 
 
 def test_there_are_all_kinds_of_attacks() -> None:
-    assert len(ATTACKS) >= 100
+    assert len(ATTACKS) >= 170
     kinds = (
         "builtins",
         "frame",
@@ -54,6 +54,10 @@ def test_there_are_all_kinds_of_attacks() -> None:
         "import hook",
         "wire",
         "mock",
+        "StopIteration",
+        "asyncio.CancelledError",
+        "by a path",
+        "missing by",
     )
     assert all(any(kind in f"{name} {code}" for name, code in ATTACKS.items()) for kind in kinds)
 
@@ -80,6 +84,18 @@ def test_a_right_program_passes(name: str) -> None:
         ),
         ("import matplotlib.pyplot as plt\nf(1)\nassert plt.gcf()", "state"),
         ("assert f(1) ==", "do not parse"),
+        ("import sympy\nassert sympy.sympify(f('1')) == 1", "run text as code"),
+        ("import yaml\nassert yaml.load(f('1'), Loader=yaml.Loader) == 1", "unpickle"),
+        (
+            "import unittest\nclass T(unittest.TestCase):\n    @unittest.expectedFailure\n    def test(self): f()",
+            "count",
+        ),
+        ("# later\n", "run nothing"),
+        ("N = 3\ndef check(candidate):\n    assert candidate(1) == 1\n", "run nothing"),
+        ("def test_it(x):\n    assert f(x) == x\n", "need pytest to run test_it"),
+        ("class TestIt:\n    def test(self):\n        assert f(1) == 1\nx = f(1)", "need pytest to run TestIt"),
+        ("import unittest\nclass T(unittest.TestCase):\n    async def test(self): f(1)", "never run the body of test"),
+        ("import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        yield f(1)", "never run the body"),
     ],
 )
 def test_tests_that_cannot_be_judged_separately_are_missing(tests: str, why: str) -> None:

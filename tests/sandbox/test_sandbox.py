@@ -18,6 +18,7 @@ from tests.sandbox.sandboxes import (
     LIMITS,
     PROJECT,
     assert_ended,
+    changed,
     nothing_is_left,
     programs,
     run,
@@ -186,6 +187,21 @@ def test_a_sandbox_that_dies_is_an_error_and_no_result(monkeypatch: pytest.Monke
         patch.setitem(sandbox._ways, (), sandbox._Way(broken))
         with pytest.raises(SandboxError, match="RuntimeError: broken"):
             run("pass")
+
+
+def test_a_launcher_that_fails_while_the_code_runs_is_a_failure_of_the_code(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The code may be the cause: it must not be able to choose a missing score."""
+    with changed(tmp_path, "launcher.py", "        elif memory.exceeded():", "        elif 1 / 0:"):
+        assert run("import time; time.sleep(9)") == Result(False, "fault", "")
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_the_name_of_a_process_is_no_fault_of_the_sandbox() -> None:
+    named = "import ctypes, time\nctypes.CDLL(None).prctl(15, {}, 0, 0, 0)\ntime.sleep(0.3)"
+    for name in (rb"\xff", rb"a\rVmRSS:\n\x85"):
+        assert run(named.format(f'b"{name.decode()}"')).passed
 
 
 def test_this_machine_isolates() -> None:

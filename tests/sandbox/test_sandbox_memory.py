@@ -34,6 +34,22 @@ def test_the_memory_of_all_processes_together_is_limited() -> None:
     assert run(unindented(source), SMALL).why == "memory"
 
 
+def test_the_memory_of_processes_without_their_main_thread_counts() -> None:
+    """500 MB were kept there under a limit of 200 MB: such a process looks like one that has ended."""
+    source = """
+        import ctypes, os, threading, time
+        def fill():
+            kept = b"x" * (50 << 20)
+            time.sleep(9)
+        for _ in range(9):
+            if os.fork() == 0:
+                break
+        threading.Thread(target=fill).start()
+        ctypes.CDLL(None).syscall(60, 0)
+    """
+    assert run(unindented(source), SMALL).why == "memory"
+
+
 @pytest.mark.parametrize("call", ["os.memfd_create('x')", "libc.shmget(0, 1 << 20, 0o1600)"])
 def test_memory_that_no_limit_counts_is_refused(call: str) -> None:
     result = run(f"import ctypes, os\nlibc = ctypes.CDLL(None)\nassert {call} != -1\n")

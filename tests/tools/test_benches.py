@@ -35,9 +35,10 @@ HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
         and values["sync_bytes_adapters"] < values["sync_bytes"]
     ),
     "mutants": lambda values: values["mutants"] == 10 and 0.5 < values["killed"] <= 1,
+    "personal": lambda values: values["left"] == 0 and values["over_scrubbed"] <= 0.02,
     "preemption": lambda values: (values["saved"], values["equal"], values["played_again"]) == (values["of"], 1, 0),
     "rehearse": lambda values: values["failed"] == 0 and values["rank_classes"] > 0,
-    "sandbox": lambda values: values["earned"] == values["honest_failed"] == 0,
+    "sandbox": lambda values: values["earned"] == values["missing_by_choice"] == values["honest_failed"] == 0,
     "step": lambda values: values["loss_diff"] <= 1e-6 and values["norm_diff"] <= 1e-4,
     "replay": lambda values: (values["live_calls"], values["equal"]) == (0, 1) and values["calls_per_second"] > 0,
     "reward_loop": lambda values: values["time_over_ideal"] >= 1,

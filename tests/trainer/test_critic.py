@@ -13,6 +13,7 @@ from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.config import Config
 from megatron_collab.trainer.critic import Critic
 from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.microbatches import make_micro_batches
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
 from tests.ranks import hidden_states, learn, make_config, make_model, make_samples
@@ -31,8 +32,12 @@ def config(folder: Path, one_rank: Config) -> Config:
     return make_config(folder, {"algo.advantage": "gae", "algo.kl_coef": 0.0, "algo.critic_lr": 3e-3})
 
 
+def values_of(critic: Critic) -> list[np.ndarray]:
+    return critic.values(COLUMNS, make_micro_batches(critic.config, COLUMNS, torch.device("cpu")))
+
+
 def test_an_untrained_critic_expects_nothing(config: Config) -> None:
-    assert all((values == 0.0).all() for values in Critic(config).values(COLUMNS))
+    assert all((values == 0.0).all() for values in values_of(Critic(config)))
 
 
 def test_values_belong_to_the_states_before_the_tokens(config: Config) -> None:
@@ -42,7 +47,7 @@ def test_values_belong_to_the_states_before_the_tokens(config: Config) -> None:
     with torch.no_grad():
         network.value_head.weight.copy_(weight[None])
     policy = policies.load(config)[0]
-    for values, sample in zip(critic.values(COLUMNS), SAMPLES, strict=True):
+    for values, sample in zip(values_of(critic), SAMPLES, strict=True):
         expected = np.zeros(len(values), np.float32)
         expected[1:] = (hidden_states(policy, sample.token_ids[:-1]) @ weight).detach().numpy()
         np.testing.assert_allclose(values, expected * sample.loss_mask, atol=2e-5)
@@ -59,7 +64,7 @@ def test_it_learns_the_returns(config: Config) -> None:
     losses = [learn(actor, Batch(samples))["critic/loss"] for _ in range(30)]
     assert losses[0] == pytest.approx(2.0)  # (0 - 2)^2 / 2
     assert losses[-1] < 0.05
-    trained = np.concatenate([v[s.loss_mask > 0] for v, s in zip(actor.critic.values(COLUMNS), SAMPLES, strict=True)])
+    trained = np.concatenate([v[s.loss_mask > 0] for v, s in zip(values_of(actor.critic), SAMPLES, strict=True)])
     np.testing.assert_allclose(trained, 2.0, atol=0.6)
 
 

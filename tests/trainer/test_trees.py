@@ -17,6 +17,7 @@ from megatron_collab.trainer import prefix_tree
 from megatron_collab.trainer.megatron import config as megatron_config
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.megatron.paths import PackedTrees
+from megatron_collab.trainer.microbatches import make_micro_batches
 from megatron_collab.trainer.trainer import PolicyTrainer, _columns
 from megatron_collab.types import Batch, Credit, Sample
 from tests.ranks import HF, make_config, make_model, run_ranks
@@ -67,7 +68,8 @@ def learned(config: Config) -> dict[str, Any]:
         torch.nn.init.constant_(head.value_head.weight, 0.1)
     batch = trainer.score(Batch(futures(0)))
     log_probs = trainer.log_probs(trainer.policy.chunks, batch)
-    values = batch.values or trainer.critic.values(_columns(batch))
+    columns = _columns(batch)
+    values = batch.values or trainer.critic.values(columns, make_micro_batches(config, columns, trainer.device))
     metrics = trainer.update(with_advantages(batch, config.algo))
     whole = trainer.trainables.values() if parallel_state.get_data_parallel_world_size() == 1 else ()
     gradients = [torch.cat([part.flatten() for part in trainable.gradients()]) for trainable in whole]

@@ -213,6 +213,17 @@ def test_an_outage_loses_nothing_and_the_same_command_asks_for_the_rest(
     assert all(task.unopened for task in load_tasks("out/train.jsonl"))
 
 
+def test_no_line_about_an_answer_holds_what_was_removed(
+    model: Endpoint, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    text = f"write to {mail(PEOPLE[0])} or {PHONE}"
+    for reply, code in ((says(answer(truths()[0]) | {"reached": text}), 2), (fails(401, text), 3)):
+        model.replies = [reply]
+        assert convert_log(f"out{code}", port=model.port) == code
+        lines = caplog.text + "".join(capsys.readouterr())
+        assert "write to <" in lines and mail(PEOPLE[0]) not in lines and PHONE not in lines
+
+
 def test_a_spent_budget_is_said_and_a_larger_one_goes_on(model: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
     price = ["llm.prices={openai/m: [1000, 1000]}", "llm.max_concurrent=1"]  # 0.12 USD a call
     assert convert_log("out", *price, "llm.budget_usd=0.5", port=model.port) == 3

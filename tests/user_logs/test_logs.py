@@ -71,7 +71,16 @@ def test_the_column_names_the_person_and_texts_do_not(tmp_path: Path) -> None:
         ),
         ([{"messages": "hi"}], "row 1: messages is not a list of messages {role, content}"),
         ([{"messages": [{"role": "boss", "content": "hi"}]}], "row 1: messages has a message of role 'boss'"),
-        ([{"conversations": [{"from": "me", "value": "hi"}]}], "row 1: conversations has a message from 'me'"),
+        ([{"conversations": [{"from": "me", "value": "hi"}]}], "row 1: conversations has a message of role 'me'"),
+        # What is personal is not in the message either, also if another part of the row introduces it.
+        (
+            [{"messages": [{"role": "ann@example.org", "content": "hi"}]}],
+            "row 1: messages has a message of role '<EMAIL_1>'",
+        ),
+        (
+            [{"messages": [*turns("my name is Ann Meyer"), {"role": "Meyer", "content": "hi"}]}],
+            "row 1: messages has a message of role '<PERSON_1>'",
+        ),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, rows: list[Any], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import spacy
 
 from megatron_collab.config import ConfigError
 from megatron_collab.user_logs.personal import PersonalData, Placeholders
+from megatron_collab.user_logs.plain import PlainText
+from tests.user_logs.forms import FORMS, KINDS, WRITINGS, is_left, written
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +63,63 @@ def test_what_has_a_form_or_is_introduced(data: PersonalData, text: str, replace
     places.read(text)
     assert places.replaced(text) == replaced
     assert places.replaced(replaced) == replaced
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_promised_forms_of_a_kind_are_replaced(data: PersonalData, kind: str) -> None:
+    forms = [form for form in FORMS if form.kind == kind]
+    assert len(forms) >= 40
+    remaining, changed = [], []
+    for form in forms:
+        for way, text, value in written(form):
+            places = Placeholders(data)
+            places.read(text)
+            clean = places.replaced(text)
+            remaining += [(way, text, clean)] if is_left(value, clean) else []
+            if way == "composed":
+                mark = "***" if kind in ("KEY", "PASSWORD") else f"<{kind}_1>"
+                changed += [(text, clean)] if clean != text.replace(value, mark) else []
+    assert (remaining, changed) == ([], [])
+
+
+@pytest.mark.parametrize("write", WRITINGS.values(), ids=WRITINGS)
+def test_only_what_is_replaced_changes(data: PersonalData, write: Callable[[str], str]) -> None:
+    before, after = write("\u00c7a \u2013 «½ kg» für 12 €: "), write(", 你好吗? \ufb01n \u2013 …")
+    places = Placeholders(data)
+    assert places.replaced(f"{before}ann@example.org{after}") == f"{before}<EMAIL_1>{after}"
+
+
+@pytest.mark.parametrize(
+    "original", ["a\u0301b", "\u1112\u1161\u11ab x", "我叫Ann½", "\u200ba\u00ad\u00a0b\u2013", "\ufb01n\r\n", ""]
+)
+def test_every_part_of_a_plain_text_has_its_place_in_the_original(original: str) -> None:
+    view = PlainText(original)
+    places = [view.place(at, at + 1) for at in range(len(view.text))]
+    assert all(0 <= begin <= end <= len(original) for begin, end in places)
+    assert places == sorted(places)
+    assert {at for begin, end in places for at in range(begin, end)} >= {
+        at for at, character in enumerate(original) if character.isalnum()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "clean"),
+    [
+        ("王小明", "我是王小明的朋友。", "我是<PERSON_1>的朋友。"),
+        ("田中太郎", "田中太郎さんへ", "<PERSON_1>さんへ"),
+        ("สมชาย", "คุณสมชายโทรมา", "คุณ<PERSON_1>โทรมา"),
+        ("Zoe\u0308", "ZO\u00cb and zo\u00eb", "<PERSON_1> and <PERSON_1>"),
+        ("Jos\u00e9 Groß", "jose\u0301 GROSS", "<PERSON_1>"),
+        ("Ann van der Berg", "Ann sat in the van. Berg left.", "<PERSON_1> sat in the van. <PERSON_1> left."),
+        ("Prof. Eva Klee", "A prof. said: Klee", "A prof. said: <PERSON_1>"),
+    ],
+)
+def test_a_name_that_is_known_is_replaced_in_every_spelling(
+    data: PersonalData, name: str, text: str, clean: str
+) -> None:
+    places = Placeholders(data)
+    places.add(name)
+    assert places.replaced(text) == clean
 
 
 def test_all_texts_of_a_conversation_share_placeholders(data: PersonalData) -> None:

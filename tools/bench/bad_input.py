@@ -28,7 +28,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -323,19 +323,25 @@ def serve(pipe: Connection) -> None:
     """Main function of a subprocess: run each input that comes and send back how it ended."""
     from megatron_collab import train
     from megatron_collab.commands.__main__ import run
-    from megatron_collab.launch import prepare
+    from megatron_collab.config import Config
+    from megatron_collab.launch import program as programs
 
-    def accepted(*_: object) -> None:
+    def prepared(arguments: list[str], stack: ExitStack) -> str:
+        outcome = train.prepared(arguments, stack)
+        if isinstance(outcome, str):
+            return outcome
         raise Accepted
 
-    prepare.replace_by_torchrun = accepted  # type: ignore[assignment]
     while True:
         program, arguments = pipe.recv()
         code: int | str | None = "traceback"
         out = io.StringIO()
         with redirect_stdout(out), redirect_stderr(out):
             try:
-                code = train.main(arguments) if program == "train" else run(program, arguments)
+                if program == "train":
+                    code = programs.run(train.__name__, train.__doc__, Config, arguments, prepared)
+                else:
+                    code = run(program, arguments)
             except Accepted:
                 code = "accepted"
             except SystemExit as end:

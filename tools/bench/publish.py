@@ -27,8 +27,9 @@ import time
 import warnings
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,6 +62,7 @@ from megatron_collab.weight_sync.http_protocol import ServerCall  # noqa: E402
 from megatron_collab.weight_sync.node_routing import written  # noqa: E402
 from megatron_collab.weight_sync.sender import Sender  # noqa: E402
 from megatron_collab.weight_sync.sync import WeightSync  # noqa: E402
+from megatron_collab.weight_sync.transports.base import TransportSetup  # noqa: E402
 
 LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2)}
 VOCAB, BUCKET_BYTES = 4608, 110 << 20
@@ -74,6 +76,42 @@ class Served(SimpleNamespace):
     ask = SGLangServer.ask
 
     def resume(self, tag: str) -> None: ...
+
+
+class TimedServer(Served):
+    """A server whose calls are timed by `profile`."""
+
+    def ask(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> str:
+        server: Any = super()
+        with self.profile.timed(path.removeprefix("/")):
+            return str(server.ask(path, body, timeout))
+
+
+class TimedSender:
+    """A sender whose writes are timed by `profile`."""
+
+    def __init__(self, sender: Sender, profile: Profile) -> None:
+        self._sender, self._profile = sender, profile
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sender, name)
+
+    def write(self, *arguments: Any) -> None:
+        with self._profile.timed("write"):
+            self._sender.write(*arguments)
+
+
+class TimedSync(WeightSync):
+    """A weight sync whose writes into this rank's buckets are timed by `profile`."""
+
+    def __init__(self, profile: Profile, *arguments: Any) -> None:
+        self._profile = profile
+        super().__init__(*arguments)
+
+    def _setup(self, options: Any, bucket_bytes: int) -> TransportSetup:
+        setup = super()._setup(options, bucket_bytes)
+        writer: Any = TimedSender(setup.writer, self._profile)
+        return replace(setup, writer=writer)
 
 
 def make_model(folder: Path, layers: int) -> None:
@@ -208,21 +246,14 @@ class Profile:
     def __init__(self) -> None:
         self.laps: dict[str, list[float]] = defaultdict(list)
         self.now: dict[str, float] = defaultdict(float)
-        for owner, name in [
-            (Sender, "write"),
-            *((ServerCall, call) for call in ("pause", "begin", "receive", "end", "resume")),
-        ]:
-            setattr(owner, name, self.timed(name, getattr(owner, name)))
 
-    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return call(*arguments)
-            finally:
-                self.now[name] += time.perf_counter() - began
-
-        return timed
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.now[name] += time.perf_counter() - began
 
     def lap(self) -> None:
         for name, seconds in self.now.items():
@@ -237,16 +268,16 @@ def run_rank(folder: Path, layout: str, out: Path, smoke: bool) -> None:
     warm, timed, changed = (0, 1, 1) if smoke else (WARM, TIMED, CHANGED)
     line = json.loads(os.environ["SERVER"])
     config = configure(folder, *LAYOUTS[layout])
-    server = Served(**line)
+    profile = Profile()
+    server = TimedServer(**line, profile=profile)
     fleet: Any = SimpleNamespace(present=lambda: [server], lost=lambda server, reason: sys.exit(reason))
     with parallel.init_parallel(config):
         actor = PolicyTrainer(config)
         policy, shape = actor.chunks, actor.shape
         rank = dist.get_rank()
-        profile = Profile()
         peer = Gathering(policy, shape, config, line)
         spec, pool = server_specs.training(config).policy, fleet if rank == 0 else None
-        with WeightSync(config, spec, policy, shape, pool, BUCKET_BYTES) as publisher:
+        with TimedSync(profile, config, spec, policy, shape, pool, BUCKET_BYTES) as publisher:
             size = 4 * sum(int(np.prod(hf)) for hf in hf_to_megatron.hf_shapes(shape).values())
             source, target = (torch.ones(size // 4) for _ in range(2)) if rank == 0 else (torch.ones(1),) * 2
             times: dict[str, list[float]] = defaultdict(list)

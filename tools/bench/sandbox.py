@@ -2,13 +2,14 @@
 
 `python tools/bench/sandbox.py` scores, by the metric `pass_rate`:
 
-- attacks: programs that try to pass the tests of a task without solving it, each against tests of several forms
-  (tests/sandbox/attacks.txt, attacks.py); earned: how many did not score 0, which must be none.
+- attacks: programs that try to pass the tests of a task without solving it, each against tests of six forms
+  (tests/sandbox/attacks.txt, attacks.py); earned: how many scored more than 0; missing_by_choice: how many have a
+  missing score, which would spare them the 0. Both must be none.
 - honest: right programs, those of tests/sandbox/honest.py and the 164 solutions of HumanEval; honest_failed: how many
   did not score 1, which must be none. HumanEval is read from ../shared/data or --human-eval.
 - ms: median milliseconds of a whole run of a program of HumanEval, one at a time, after a first run.
 
---smoke: every twentieth of each.
+--smoke: every fortieth attack, and every twentieth solution of HumanEval.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 from megatron_collab import sandbox
 from megatron_collab.reward.metrics.pass_rate import PassRate
-from megatron_collab.types import Conversation, Finish, Message, Score, Task, Turn
+from megatron_collab.types import Conversation, Finish, Message, Missing, Score, Task, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
 HUMAN_EVAL = ROOT.parent / "shared" / "data" / "humaneval" / "HumanEval.jsonl.gz"
@@ -72,22 +73,24 @@ def main() -> None:
     arguments = parser.parse_args()
     if reason := sandbox.unavailable():
         raise SystemExit(reason)
-    every = 20 if arguments.smoke else 1
-    attacks = [(name, form, (code, FORMS[form])) for name, code in [*ATTACKS.items()][::every] for form in FORMS]
+    every_attack, every_solution = (40, 20) if arguments.smoke else (1, 1)
+    tried = [*ATTACKS.items()][::every_attack]
+    attacks = [(name, form, (code, FORMS[form])) for name, code in tried for form in FORMS]
     honest: list[tuple[str, Pair]] = list(HONEST.items())
-    honest += [(pair[1]["task_id"], pair) for pair in human_eval(arguments.human_eval)[::every]]
+    honest += [(pair[1]["task_id"], pair) for pair in human_eval(arguments.human_eval)[::every_solution]]
 
     earned = asyncio.run(scores([pair for _, _, pair in attacks], cpu_seconds=1))
     for (name, form, _), score in zip(attacks, earned, strict=True):
         if score != 0.0:
-            print(f"earned {score}: {name} against {form}")
+            print(f"scored {score}: {name} against {form}")
     honest_scores = asyncio.run(scores([pair for _, pair in honest]))
     for (name, _), score in zip(honest, honest_scores, strict=True):
         if score != 1.0:
             print(f"failed, {score}: {name}")
     values = {
         "attacks": len(attacks),
-        "earned": sum(score != 0.0 for score in earned),
+        "earned": sum(not isinstance(score, Missing) and score != 0.0 for score in earned),
+        "missing_by_choice": sum(isinstance(score, Missing) for score in earned),
         "honest": len(honest),
         "honest_failed": sum(score != 1.0 for score in honest_scores),
         "ms": milliseconds([pair for _, pair in honest][-TIMED:]),

@@ -21,12 +21,9 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
@@ -40,10 +37,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 from megatron_collab.algo.advantages import with_advantages  # noqa: E402
 from megatron_collab.config import Config  # noqa: E402
 from megatron_collab.runtime.network import single_rank  # noqa: E402
-from megatron_collab.trainer import prefix_tree  # noqa: E402
-from megatron_collab.trainer import trainer as trainers  # noqa: E402
 from megatron_collab.trainer.megatron import parallel  # noqa: E402
-from megatron_collab.trainer.microbatches import MicroBatch, make_micro_batches  # noqa: E402
+from megatron_collab.trainer.microbatches import Columns, MicroBatch, Pack, make_micro_batches  # noqa: E402
 from megatron_collab.trainer.trainer import PolicyTrainer  # noqa: E402
 from megatron_collab.types import Batch, Credit, Sample  # noqa: E402
 
@@ -99,38 +94,42 @@ def make_samples(prompts: int) -> tuple[tuple[Sample, ...], int]:
     return tuple(samples), nodes
 
 
-@contextmanager
-def plain_packing() -> Iterator[None]:
-    """Within this context no samples share a prefix."""
-    original = prefix_tree.prefix_trees
-    with mock.patch.object(prefix_tree, "prefix_trees", lambda *arguments: original(*arguments, fewest=1 << 30)):
-        yield
+def plainly(config: Config, columns: Columns, device: torch.device, **options: Any) -> list[MicroBatch]:
+    """The plain packing: to the plan each sample begins with a token of its own, so that none share a prefix."""
+    rows = columns["token_ids"]
+    marked = [np.concatenate([[VOCAB + number], row[1:]]) for number, row in enumerate(rows)]
+    first = torch.tensor([row[0] for row in rows])
+    micro_batches = make_micro_batches(config, {**columns, "token_ids": marked}, device, **options)
+    for micro_batch in micro_batches:
+        ids = micro_batch.token_ids
+        ids[ids >= VOCAB] = first[ids[ids >= VOCAB] - VOCAB]
+    return micro_batches
 
 
 class Measured:
-    """Updates of its own model, their CPU seconds, and the positions of the last update."""
+    """Updates of its own model, their CPU seconds, and the positions of the last update; `pack` as of PolicyTrainer."""
 
-    def __init__(self, folder: Path, samples: tuple[Sample, ...]) -> None:
+    def __init__(self, folder: Path, samples: tuple[Sample, ...], pack: Pack = make_micro_batches) -> None:
         self.config = Config()
         self.config.launch.device, self.config.model.dtype, self.config.model.path = "cpu", "float32", str(folder)
         self.config.algo.kl_coef = 0.0
-        self.trainer = PolicyTrainer(self.config)
+        self.trainer = PolicyTrainer(self.config, pack=self._counted)
+        self._pack = pack
         self.batch = Batch(samples)
         self.seconds: list[float] = []
         self.metrics: list[dict[str, float]] = []
         self.positions = 0
 
-    def update(self) -> None:
-        def counted(*arguments: Any, **options: Any) -> list[MicroBatch]:
-            micro_batches = make_micro_batches(*arguments, **options)
-            self.positions = sum(micro_batch.token_ids.shape[1] for micro_batch in micro_batches)
-            return micro_batches
+    def _counted(self, *arguments: Any, **options: Any) -> list[MicroBatch]:
+        micro_batches = self._pack(*arguments, **options)
+        self.positions = sum(micro_batch.token_ids.shape[1] for micro_batch in micro_batches)
+        return micro_batches
 
-        with mock.patch.object(trainers, "make_micro_batches", counted):
-            began = time.process_time()
-            batch = with_advantages(self.trainer.score(self.batch), self.config.algo)
-            self.metrics.append(self.trainer.update(batch))
-            self.seconds.append(time.process_time() - began)
+    def update(self) -> None:
+        began = time.process_time()
+        batch = with_advantages(self.trainer.score(self.batch), self.config.algo)
+        self.metrics.append(self.trainer.update(batch))
+        self.seconds.append(time.process_time() - began)
 
 
 def main() -> None:
@@ -146,11 +145,10 @@ def main() -> None:
         folder = Path(scratch) / "model"
         make_model(folder)
         samples, nodes = make_samples(1 if arguments.smoke else PROMPTS)
-        trees, plain = Measured(folder, samples), Measured(folder, samples)
+        trees, plain = Measured(folder, samples), Measured(folder, samples, plainly)
         for _ in range(1 + (1 if arguments.smoke else arguments.rounds)):
             trees.update()
-            with plain_packing():
-                plain.update()
+            plain.update()
             print(f"{trees.seconds[-1]:.1f} s in trees, {plain.seconds[-1]:.1f} s in the plain packing", flush=True)
     first, other = trees.metrics[0], plain.metrics[0]
     values = {

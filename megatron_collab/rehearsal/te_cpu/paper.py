@@ -1,6 +1,6 @@
-"""TransformerEngine's layers on fake tensors, for a rehearsal: values that its Python reads, and memory that it keeps.
+"""Memory that TransformerEngine's layers keep on fake tensors, for a rehearsal.
 
-Its compiled part are the reference kernels, which return only shapes for fake tensors.
+Their stand-ins are in patches/rehearsal.py. Reference kernels return only shapes for fake tensors.
 """
 
 from __future__ import annotations
@@ -10,83 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from megatron_collab.patches.megatron import with_reference_kernels
-
-_products: dict[Any, Any] = {}  # the workspaces of single and grouped products
-_data_ptr = torch.UntypedStorage.data_ptr
-
-
-def stand_ins() -> Iterator[tuple[Any, str, Any]]:
-    """(owner, name, replacement) of functions that need real values; empty without the reference kernels."""
-    if not with_reference_kernels():
-        return
-    from megatron.core.extensions.transformer_engine import TEGroupedLinear
-    from transformer_engine.pytorch import GroupedLinear
-    from transformer_engine.pytorch.cpp_extensions import gemm
-    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-    from transformer_engine.pytorch.ops.op import BasicOperation
-
-    # It compares pointers to see whether queries, keys and values share a tensor.
-    yield torch.UntypedStorage, "data_ptr", _address
-    yield GroupedLinear, "forward", _with_real_counts(GroupedLinear.forward)
-    yield gemm, "get_cublas_workspace", _cached(gemm.get_cublas_workspace.__wrapped__)
-    for module in (TransformerEngineBaseModule, BasicOperation):
-        yield module, "get_extra_state", _no_scales
-    yield TEGroupedLinear, "_split_extra_state", lambda experts, state: [state] * experts.num_gemms
-    yield FakeTensor, "__torch_dispatch__", _dispatch_parts(FakeTensor.__torch_dispatch__)
-
-
-def _address(storage: torch.UntypedStorage) -> int:
-    return storage._cdata if storage.device.type == "meta" else _data_ptr(storage)
-
-
-def _with_real_counts(forward: Any) -> Any:
-    """`forward` of the grouped experts with a real tensor of token counts, whose values it reads."""
-
-    def run(experts: Any, tokens: Tensor, counts: Any, *arguments: Any, **options: Any) -> Any:
-        with _disable_current_modes():
-            counts = torch.tensor(counts, dtype=torch.int64)
-        return forward(experts, tokens, counts, *arguments, **options)
-
-    return run
-
-
-def _cached(make: Any) -> Any:
-    """`make` with a cache, _products."""
-
-    def get(*key: Any) -> Any:
-        if key not in _products:
-            _products[key] = make(*key)
-        return _products[key]
-
-    return get
-
-
-def _no_scales(module: torch.nn.Module) -> Tensor:
-    """A module's extra state without FP8, instead of scales and their history, which it would pickle."""
-    with _disable_current_modes():
-        return torch.empty(0, dtype=torch.uint8)
-
-
-def _dispatch_parts(dispatch: Any) -> classmethod[Any, Any, Any]:
-    """`dispatch` of a fake tensor that treats the parts of a quantized tensor, which calls it for them, like others.
-
-    If the quantized tensor itself is an argument, torch is calling, and dispatch defers to the quantized tensor.
-    """
-
-    def run(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = tree_leaves((args, kwargs))
-        quantized_argument = any(hasattr(leaf, "_INNER_TENSORS") for leaf in leaves)
-        quantized_type = any(hasattr(kind, "_INNER_TENSORS") for kind in types)
-        if quantized_type and not quantized_argument:
-            return func(*args, **kwargs or {})
-        return dispatch.__func__(cls, func, types, args, kwargs or {})
-
-    return classmethod(run)
+from megatron_collab.patches.rehearsal import products
 
 
 def parts(weight: Any) -> list[Tensor]:
@@ -114,7 +41,7 @@ def workspaces() -> Iterator[Tensor]:
     if with_reference_kernels():
         from transformer_engine.pytorch.module import base
 
-        yield from [*tree_leaves(_products), *base._dummy_wgrads.values()]
+        yield from [*tree_leaves(products), *base._dummy_wgrads.values()]
 
 
 def forget() -> None:
@@ -125,4 +52,4 @@ def forget() -> None:
 
         FP8GlobalStateManager.reset()
         base._dummy_wgrads.clear()
-        _products.clear()
+        products.clear()

@@ -2,10 +2,10 @@
 
 The tests are in the task's metadata. Either `test` defines check(candidate) and `entry_point` names the candidate, as
 in HumanEval (arXiv 2107.03374), whose `prompt` is code that precedes the policy's; or `test` has unittest cases that
-call the candidate by its name, as in BigCodeBench (arXiv 2406.15877); or `tests` is code with asserts or unittest
-cases. At least one unittest case must run, and none may be skipped. Tests run in another process than the code and
-compare the values that the code's process returns. If tests need more than that, the score is missing for any code; if
-the code returns something that is not a plain value, the score is 0.
+call the candidate by its name, as in BigCodeBench (arXiv 2406.15877); or `tests` is code with asserts, functions named
+test… or unittest cases. All must run to their end, and none may be skipped. Tests run in another process than the code
+and compare the values that the code's process returns. If tests need more than that, or run nothing, the score is
+missing for any code; if the code returns something that is not a plain value, the score is 0.
 """
 
 from __future__ import annotations

@@ -16,12 +16,13 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
 
 from megatron_collab.config import ServedConfig, option
+from megatron_collab.data.transcript import escaped
 from megatron_collab.inference.client import EngineError, ServerGone, TransientError, post
 from megatron_collab.inference.served import score_fault
 from megatron_collab.llm.answer import LlmError
@@ -75,14 +76,17 @@ class RewardModel(Metric):
         return ServedConfig(options.model, options.replicas, options.tp) if options.model else None
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        # The server's tokenizer would read control tokens in the text as its own.
+        shown = [replace(message, content=escaped(message.content)) for message in conversation.messages]
+
         async def live(usage: Usage) -> dict[str, Any]:
             began = time.monotonic()
-            result = await self._scored(conversation.messages)
+            result = await self._scored(shown)
             usage.seconds, usage.requests, usage.version = time.monotonic() - began, 1, self.options.model
             return result
 
         # Neither address nor folder: they may differ when the call is replayed.
-        model, messages = f"reward.metrics.{self.name}", [message.as_dict() for message in conversation.messages]
+        model, messages = f"reward.metrics.{self.name}", [message.as_dict() for message in shown]
         try:
             if self.tape is None:
                 result = await live(Usage())

@@ -17,6 +17,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_collab.data.answers import LONGEST, boxed, marked_line
+
 
 def _any_of(*phrases: str) -> re.Pattern[str]:
     """Matches any of the phrases (patterns) as whole words."""
@@ -47,10 +49,9 @@ _WITHDRAWS = _any_of(
 
 # Length limits keep the time linear in the reply's length. Dollars that enclose a formula touch it, as in Pandoc;
 # this distinguishes them from the dollars of amounts.
-_LONGEST = 500  # characters of a formula
-_DISPLAYED = rf"\$\$.{{1,{_LONGEST}}}?\$\$|\\\[.{{1,{_LONGEST}}}?\\\]"
+_DISPLAYED = rf"\$\$.{{1,{LONGEST}}}?\$\$|\\\[.{{1,{LONGEST}}}?\\\]"
 _FORMULA = (
-    rf"{_DISPLAYED}|(?<!\\)\$(?=[^\s$^])[^$]{{1,{_LONGEST}}}?(?<=\S)\$(?!\d)|\\\(.{{1,{_LONGEST}}}?\\\)"
+    rf"{_DISPLAYED}|(?<!\\)\$(?=[^\s$^])[^$]{{1,{LONGEST}}}?(?<=\S)\$(?!\d)|\\\(.{{1,{LONGEST}}}?\\\)"
     r"|-?\\[dt]?frac\{[^{}]*\}\{[^{}]*\}|-?\\sqrt\{[^{}]*\}"
 )
 _TUPLE = r"[(\[]\s*-?[\d./]+(?:\s*,\s*-?[\d./]+)+\s*[)\]]"
@@ -58,14 +59,13 @@ _NUMBER = r"(?:(?<![\w)])-)?[$€£]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\
 _VALUE = re.compile(rf"{_FORMULA}|{_TUPLE}|\d+ \d+/\d+|(?<![\w.^]){_NUMBER}(?:\s?/\s?\d+)?(?:\s?\\?%)?", re.DOTALL)
 
 # What surrounds a value.
-_UNBROKEN = re.compile(rf"{_DISPLAYED}|\\begin\{{(\w+\*?)\}}.{{1,{_LONGEST}}}?\\end\{{\1\}}", re.DOTALL)
+_UNBROKEN = re.compile(rf"{_DISPLAYED}|\\begin\{{(\w+\*?)\}}.{{1,{LONGEST}}}?\\end\{{\1\}}", re.DOTALL)
 _BOUNDARY = re.compile(  # of sentences, and of offers within one
     r"(?<!e\.g)(?<!i\.e)(?<!vs)[.!?][\"'\u201d)*_$\\\]]*(?P<gap>\s+)|\n|;"
     r"|[,\u2013\u2014]?\s+-{0,2}\s*(?=(?:would you|do you|want me|let me know|feel free|tell me)\b)",
     re.IGNORECASE,
 )
 _CLAUSE = re.compile(r",\s+(?=(?:but|so|therefore|thus|hence|then)\b)", re.IGNORECASE)
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _ANSWER = re.compile(
     r"####|\bfinal answer\b|\banswers?\b(?:\W{0,3}[:=]|[^.:=]{0,80}?\b(?:is|are|stays|remains)\b:?)", re.IGNORECASE
 )
@@ -136,8 +136,8 @@ def _read(reply: str) -> tuple[StatedAnswer | None, bool]:
         offered = offered or _OFFERS.search(sentence) is not None
         if _ASKS.search(sentence):
             continue
-        if boxed := _box(sentence):
-            answer = StatedAnswer(as_math(boxed), True)
+        if text := boxed(sentence) or _hashed(sentence):
+            answer = StatedAnswer(as_math(text), True)
             continue
         for clause in _CLAUSE.split(sentence):
             clause = _EXCLUDED.sub("", clause)
@@ -152,29 +152,22 @@ def _read(reply: str) -> tuple[StatedAnswer | None, bool]:
     return answer or value, withdrawn
 
 
+def _hashed(sentence: str) -> str | None:
+    """The line after `####` if it has neither words, as a heading has, nor an aside in parentheses."""
+    line = marked_line(sentence) if sentence.lstrip().startswith("####") else None
+    return None if line is None or has_words(line) or " (" in line else line
+
+
 def _sentences(reply: str) -> Iterator[str]:
     """The sentences of a reply, without list and emphasis markup; a label and the line after it are one sentence."""
     text = _UNBROKEN.sub(lambda formula: " ".join(formula[0].split()), reply)
     text = re.sub(r"(?m)^[ \t]*(?:[-•*]|\d+[.)])[ \t]+(?=\S)", "", text).replace("**", "").replace("`", "")
-    text = re.sub(r"(?i)(:|\banswer)[ \t]*\n\s*", r"\1 ", text)
+    text = re.sub(r"(?i)(:|\banswer|####)[ \t]*\n\s*", r"\1 ", text)
     begin = 0
     for boundary in _BOUNDARY.finditer(text):
         yield text[begin : boundary.start("gap") if boundary["gap"] else boundary.start()]
         begin = boundary.end()
     yield text[begin:]
-
-
-def _box(sentence: str) -> str | None:
-    """Content of the last box that is not empty."""
-    content = None
-    for box in _BOX.finditer(sentence):
-        depth = 1
-        for at in range(box.end(), min(len(sentence), box.end() + _LONGEST)):
-            depth += (sentence[at] == "{") - (sentence[at] == "}")
-            if not depth:
-                content = sentence[box.end() : at].strip() or content
-                break
-    return content
 
 
 def _last(clause: str) -> StatedAnswer | None:

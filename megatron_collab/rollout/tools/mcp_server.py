@@ -17,7 +17,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from megatron_collab.config import ConfigError, build, nearest, option, require
+from megatron_collab.patches.mcp import ServerOutput, bound_output
 from megatron_collab.rollout.tools import Schema, ToolError, ToolFailure, ToolLost, Toolset
+from megatron_collab.runtime.redact import redact
+from megatron_collab.runtime.text import one_line
 from megatron_collab.types import Task, ToolCall
 
 if TYPE_CHECKING:  # takes a second to import, and most runs use no MCP server
@@ -25,6 +28,8 @@ if TYPE_CHECKING:  # takes a second to import, and most runs use no MCP server
     from mcp.types import CallToolResult
 
 _LOST = "the connection to the MCP server is lost"
+_MOST_TOOLS = 1000
+_LONGEST_ERROR = 200  # characters
 CONNECT_SECONDS = 30.0  # timeout for a server to start, or to list its tools
 
 
@@ -65,20 +70,34 @@ class Server:
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Client]:
-        """A connected client; the asyncio task that enters the context must also exit it."""
+        """A connected client; the asyncio task that enters the context must also exit it.
+
+        Errors include the reason that the server's output gives for them.
+        """
         import httpx2
         from mcp import Client, StdioServerParameters
+        from mcp.client.stdio import stdio_client
         from mcp.client.streamable_http import streamable_http_client
 
-        async with AsyncExitStack() as stack:
-            if self.command:
-                env = {name: os.environ[name] for name in self.env}
-                transport: Any = StdioServerParameters(command=self.command, args=list(self.args), env=env)
-            else:
-                headers = {"Authorization": f"Bearer {os.environ[self.bearer]}"} if self.bearer else {}
-                http = httpx2.AsyncClient(headers=headers, timeout=None)  # rollout.tool_timeout applies instead
-                transport = streamable_http_client(self.url, http_client=await stack.enter_async_context(http))
-            yield await stack.enter_async_context(Client(transport))
+        bound_output()
+        output: Any = ServerOutput()
+        try:
+            async with AsyncExitStack() as stack:
+                if self.command:
+                    env = {name: os.environ[name] for name in self.env}
+                    process = StdioServerParameters(command=self.command, args=list(self.args), env=env)
+                    transport: Any = stdio_client(process, output)
+                else:
+                    headers = {"Authorization": f"Bearer {os.environ[self.bearer]}"} if self.bearer else {}
+                    headers["Accept-Encoding"] = "identity"
+                    hooks: Any = {"response": [output.bound]}
+                    http = httpx2.AsyncClient(headers=headers, event_hooks=hooks, timeout=None)  # see tool_timeout
+                    transport = streamable_http_client(self.url, http_client=await stack.enter_async_context(http))
+                yield await stack.enter_async_context(Client(transport))
+        except Exception as error:
+            if not (detail := one_line(redact(output.detail), _LONGEST_ERROR)):
+                raise
+            raise RuntimeError(f"{_reason(error)}; {detail}") from error
 
 
 def server(name: str, settings: Mapping[str, Any]) -> Server:
@@ -101,6 +120,8 @@ def server_schemas(server: Server) -> tuple[Schema, ...]:
             while True:
                 page = await client.list_tools(cursor=cursor)
                 server_tools += page.tools
+                if len(server_tools) > _MOST_TOOLS:
+                    raise ValueError(f"it lists more than {_MOST_TOOLS} tools")
                 if not (cursor := page.next_cursor):
                     return server_tools
 
@@ -163,7 +184,8 @@ class McpTools(Toolset):
             if error.code != CONNECTION_CLOSED:
                 raise ToolError(str(error)) from error
             self._leave(session)
-            raise ToolLost(f"{_LOST}: {_reason(error)}") from error
+            await session.ended()
+            raise ToolLost(f"{_LOST}: {session.fault or _reason(error)}") from error
         except asyncio.CancelledError:
             if not self.options.shared:
                 self._leave(session)
@@ -223,6 +245,7 @@ class McpSession:
 
     def __init__(self, server: Server) -> None:
         self._server = server
+        self.fault = ""  # why the connection ended
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._leaving = asyncio.Event()
         self._task = asyncio.create_task(self._hold())
@@ -256,8 +279,9 @@ class McpSession:
                 self._client.set_result(client)
                 await self._leaving.wait()
         except Exception as error:  # any error, as in `server_schemas`; a lost connection is noticed by the next call
+            self.fault = _reason(error)
             if not self._client.done():
-                self._client.set_exception(ToolFailure(f"the MCP server does not answer: {_reason(error)}"))
+                self._client.set_exception(ToolFailure(f"the MCP server does not answer: {self.fault}"))
 
 
 def _text(result: CallToolResult) -> str:
@@ -273,4 +297,4 @@ def _reason(error: BaseException) -> str:
     """The first error inside the exception groups that the client raises."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    return one_line(redact(f"{type(error).__name__}: {error}")).removesuffix(":")

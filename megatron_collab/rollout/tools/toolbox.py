@@ -23,6 +23,7 @@ from megatron_collab.inference.client import UnreadableCall
 from megatron_collab.rollout.tools import Schema, Tool, ToolFailure, ToolLost, ToolResult, Toolset, run
 from megatron_collab.rollout.tools.function import tool_of
 from megatron_collab.rollout.tools.mcp_server import McpTools, server
+from megatron_collab.runtime.process import ends_caller
 from megatron_collab.types import Message, Task, ToolCall
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+LONGEST_RESULT = 1 << 17  # characters of one call's result that the policy sees
 TOOLS = {"calculator": "megatron_collab.rollout.tools.calculator:Calculator"}
 
 
@@ -92,7 +94,7 @@ def tool_spec(rollout: RolloutConfig) -> ToolSpec:
 
 
 class Toolbox:
-    """The tools of a process. `counters` counts calls, rejected, timed-out and failed calls, and reconnects."""
+    """The tools of a process. `counters`: calls, rejected, timed-out and failed calls, reconnects, cut results."""
 
     def __init__(self, tools: ToolSpec, timeout: float, parser: Assistant) -> None:
         """`timeout`: rollout.tool_timeout. Raises ConfigError if an MCP server does not answer."""
@@ -124,7 +126,9 @@ class ConversationTools(AbstractAsyncContextManager["ConversationTools"]):
             try:
                 async with asyncio.timeout(self.box.timeout):
                     await run(tools.close)
-            except Exception as error:  # a custom tool may raise anything; the conversation keeps its score
+            except BaseException as error:  # a custom tool may raise anything; the conversation keeps its score
+                if ends_caller(error):
+                    raise
                 self.box.counters["tool_failures"] += 1
                 logger.warning(f"tools: closing {type(tools).__name__} failed: {type(error).__name__}: {error}")
 
@@ -140,6 +144,8 @@ class ConversationTools(AbstractAsyncContextManager["ConversationTools"]):
             self.box.counters.update(["tool_calls", "tool_errors"])
             return [Message("tool", "error: the call cannot be read")], 0.0
         results = [await self._call(call) for call in calls]
+        if cut := sum(len(result.content) > LONGEST_RESULT for result in results):
+            self.box.counters["tool_cut"] += cut
         return [_message(result) for result in results], sum(result.reward for result in results)
 
     async def _call(self, call: ToolCall) -> ToolResult:
@@ -159,7 +165,9 @@ class ConversationTools(AbstractAsyncContextManager["ConversationTools"]):
         except ValueError as error:
             counters["tool_errors"] += 1
             return ToolResult(f"error: {error}")
-        except Exception as error:  # a custom tool may raise anything
+        except BaseException as error:  # a custom tool may raise anything
+            if ends_caller(error):
+                raise
             counters["tool_failures"] += 1
             raise ToolFailure(f"tool {call.name}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
@@ -209,8 +217,13 @@ def _draft(schema: Mapping[str, Any]) -> Any:
 
 
 def _message(result: ToolResult) -> Message:
-    """The tool message for the policy. Lone surrogates, which arguments may contain, are replaced for the tokenizer."""
-    return Message("tool", result.content.encode(errors="replace").decode())
+    """The tool message for the policy, which says so if the result is cut.
+
+    Lone surrogates, which arguments may contain, are replaced for the tokenizer.
+    """
+    content, length = result.content[:LONGEST_RESULT], len(result.content)
+    note = f"\n[cut: {LONGEST_RESULT} of {length} characters]" if length > LONGEST_RESULT else ""
+    return Message("tool", content.encode(errors="replace").decode() + note)
 
 
 def _result(value: Any) -> ToolResult:

@@ -27,7 +27,7 @@ from megatron_collab.config import (
 )
 from megatron_collab.config.extension import NoOptions
 from megatron_collab.rollout.users.named import user_of, user_settings
-from megatron_collab.runtime.process import RunStopped
+from megatron_collab.runtime.process import ends_caller
 from megatron_collab.types import Conversation, Message, Task
 
 if TYPE_CHECKING:  # LiteLLM takes seconds to import, and checking a name needs none of it
@@ -54,9 +54,9 @@ def reporting_errors(task: Task, users: Users) -> Iterator[None]:
     """Convert any error of a user into UserError, which ends its conversation; RunStopped still ends the run."""
     try:
         yield
-    except (UserError, RunStopped):
-        raise
-    except Exception as error:  # a custom user may raise anything
+    except BaseException as error:  # a custom user may raise anything
+        if isinstance(error, UserError) or ends_caller(error):
+            raise
         users.counters[FAILED] += 1
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError(f"user {user_of(task, users.config) or DEFAULT}: {reason}") from error

@@ -21,6 +21,7 @@ from megatron_collab.llm.answer import Field, LlmError, MalformedAnswer
 from megatron_collab.llm.endpoint import POLICY, SERVED
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
 from megatron_collab.rollout.users.guardrails import COMPLAINTS, refusal
+from megatron_collab.runtime import files
 from megatron_collab.types import Conversation, Message, Task
 
 FIELDS = (
@@ -48,12 +49,14 @@ class LlmUser(User):
     def unavailable(cls, argument: str, config: PlayConfig) -> str | None:
         if not (argument or config.user.model):
             return "user.model is not set; set it to a LiteLLM model or to policy, or choose a user in user.name"
-        if (file := config.user.personas) and not (Path(file).is_file() and read_personas(file)):
-            return f"personas={file}: no such file, or it has no lines; write one persona per line, or remove it"
         try:
             users_prompt(config.user)
+            if (file := config.user.personas) and not (Path(file).is_file() and read_personas(file)):
+                return f"personas={file}: no such file, or it has no lines; write one persona per line, or remove it"
         except ConfigError as error:
             return str(error)
+        except (ValueError, OSError) as error:
+            return f"personas={error}"
         return None
 
     @classmethod
@@ -145,4 +148,4 @@ def system_prompt(config: UserConfig, task: Task, persona: str = "") -> str:
 @cache
 def read_personas(path: str) -> tuple[str, ...]:
     """The non-blank lines of a personas file."""
-    return tuple(line.strip() for line in Path(path).read_text().splitlines() if line.strip())
+    return tuple(line.strip() for line in files.read_text(Path(path)).split("\n") if line.strip())

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_collab import environments
 from megatron_collab.config import PlayConfig
+from megatron_collab.data import answers
 from megatron_collab.data.transcript import visible_messages
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
 from megatron_collab.types import Conversation, Task
@@ -17,7 +18,7 @@ from megatron_collab.types import Conversation, Task
 ASK_ME = "Please ask me what you need to know, or tell me the answer."
 NO_MORE, TOLD_ALREADY = "That is all I know.", "I have told you all that I know about that."
 
-_ANSWERED = re.compile(r"\\boxed\{|####|\banswer is\b", re.IGNORECASE)
+_ANSWERED = re.compile(rf"{answers.MARK}|\banswer is\b", re.IGNORECASE)
 _QUESTION = re.compile(
     r"[^.!?\n]*\?|[^.!?\n]*\b(?:tell me|let me know|give me|share|provide|clarify|specify)\b[^.!?\n]*", re.IGNORECASE
 )

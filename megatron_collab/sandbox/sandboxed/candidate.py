@@ -19,14 +19,19 @@ from typing import Any, NoReturn
 from .classes import names_of
 from .wire import ACTS, Remote, WirePeer, read_message, write_message
 
-LOADED = b"loaded"
+BEGIN, LOADED = b"begin", b"loaded"
 _MODULE = "solution"  # the module's name in the tests
 
 
 def run(sources_pipe: int, reading: int, writing: int) -> NoReturn:
-    """Execute the sources in order in one module, which takes the name of each; then serve the tests."""
+    """Execute the sources in order in one module, which takes the name of each; then serve the tests.
+
+    It waits until the tests are known to be sound, so that no source can have an influence on that.
+    """
     sources = json.loads(read_message(sources_pipe))
     os.close(sources_pipe)
+    if read_message(reading) != BEGIN:
+        leave(1)
     sys.argv = [""]
     module = types.ModuleType(_MODULE)
     try:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Sequence
 from typing import Any
 
-_STEERING = ("unittest", "sandboxed")
+_STEERING = ("unittest", "_pytest", "sandboxed")  # packages whose classes steer the tests or what runs them
 _stand_ins: dict[tuple[str, str], type[BaseException]] = {}
 
 
@@ -15,25 +16,49 @@ def names_of(kind: type) -> list[list[str]]:
     return [[str(base.__module__), str(base.__qualname__)] for base in kind.__mro__[:-1]]
 
 
-def find_class(module: str, name: str) -> Any:
-    """The object `name` of a module, or None if the module is not loaded or has none; runs no code of the module."""
-    target = sys.modules.get(module)
-    for part in name.split("."):
-        target = vars(target).get(part) if target is not None and hasattr(target, "__dict__") else None
+def definition(module: str, name: str) -> Any:
+    """The object of this qualified name in a module, or None if the module is not loaded or has none.
+
+    The path leads through classes only, not through what a module imports, and runs no code.
+    """
+    source: Any = sys.modules.get(module)
+    first, *parts = name.split(".")
+    target = vars(source).get(first) if issubclass(type(source), types.ModuleType) else None
+    for part in parts:
+        target = vars(target).get(part) if _is_class(target) else None
     return target
+
+
+def find_class(module: str, name: str) -> Any:
+    """The class that is defined under this name, or None if it is none or steers the tests.
+
+    The class decides, not the name: a module may hold another one's class under any name.
+    """
+    kind = definition(module, name)
+    genuine = _is_class(kind) and (kind.__module__, kind.__qualname__) == (module, name)
+    return kind if genuine and not any(map(_steers, kind.__mro__)) else None
+
+
+def _is_class(value: Any) -> bool:
+    return issubclass(type(value), type)  # not isinstance, which believes a handle's __class__
+
+
+def _steers(kind: type) -> bool:
+    """Whether what runs the tests would take an exception of this class for something else than a failure."""
+    place = (str(kind.__module__), kind.__qualname__)
+    return place[0].partition(".")[0] in _STEERING or place == ("asyncio.exceptions", "CancelledError")
 
 
 def exception_type(names: Sequence[tuple[str, str]]) -> type[BaseException]:
     """The class of the first name if it is loaded here, else a stand-in of that name that derives from the next.
 
-    Exceptions of unittest, e.g. SkipTest, would steer the tests, and those of the sandbox what runs them: both always
-    get a stand-in.
+    Exceptions that steer, as unittest's SkipTest or asyncio's CancelledError, always get a stand-in.
     """
     if not names:
         return Exception
     (module, name), *bases = names
     kind = find_class(module, name)
-    if isinstance(kind, type) and issubclass(kind, BaseException) and module.partition(".")[0] not in _STEERING:
+    if kind is not None and issubclass(kind, BaseException):
         return kind
     if (module, name) not in _stand_ins:
         _stand_ins[module, name] = type(name, (exception_type(bases),), {"__module__": module})

@@ -10,21 +10,25 @@ import ast
 import builtins
 import importlib.util
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # By the name in the tests: why the sandbox cannot judge them.
 _MODULES = dict.fromkeys(
-    ("pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "multiprocessing"), "unpickle, which runs code"
+    ("pickle", "dill", "cloudpickle", "joblib", "jsonpickle", "shelve", "marshal", "multiprocessing"),
+    "unpickle, which runs code",
 ) | {"inspect": "look into the candidate's code", "importlib": "import by name", "runpy": "import by name"}
 _CODE = "look into the candidate's code"
 _STATE = "look at state that only the candidate's process has"
 _NAMES = (
-    dict.fromkeys(("eval", "exec", "compile", "__import__"), "run text as code")
+    dict.fromkeys(("eval", "exec", "compile", "__import__", "sympify", "parse_expr"), "run text as code")
     | dict.fromkeys(("read_pickle", "allow_pickle", "unsafe_load"), "unpickle, which runs code")
+    | dict.fromkeys(("UnsafeLoader", "yaml.Loader"), "unpickle, which runs code")
+    | dict.fromkeys(("expectedFailure", "xfail"), "count a failure as a success")
     | dict.fromkeys(("__code__", "__globals__", "__closure__", "__defaults__", "__annotations__", "__dict__"), _CODE)
     | dict.fromkeys(("assertLogs", "assertNoLogs", "assertWarns", "assertWarnsRegex"), _STATE)
     | dict.fromkeys(("gcf", "gca", "get_fignums"), _STATE)
 )
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Imports that tests may rely on even if only the solution makes them.
 _USUAL = {
     **{"np": "numpy", "pd": "pandas", "plt": "matplotlib.pyplot", "sns": "seaborn", "sp": "scipy", "nx": "networkx"},
@@ -43,10 +47,13 @@ _USUAL = {
 
 
 class Demands(NamedTuple):
-    """`candidate`: names to take from the candidate. `imports`: by name, the module or module:name to import here."""
+    """`candidate`: names to take from the candidate. `imports`: by name, the module or module:name to import here.
+    `functions`: of the tests, to call as pytest does, because the tests do not.
+    """
 
     candidate: tuple[str, ...]
     imports: dict[str, str]
+    functions: tuple[str, ...]
 
 
 def refusal(tests: ast.Module) -> str | None:
@@ -69,7 +76,9 @@ def _names_in(node: ast.AST) -> tuple[str, ...]:
     if isinstance(node, ast.Name):
         return (node.id,)
     if isinstance(node, ast.Attribute):
-        return (node.attr,)
+        return (node.attr, f"{getattr(node.value, 'id', '')}.{node.attr}")
+    if isinstance(node, ast.ImportFrom):
+        return tuple(name for alias in node.names for name in (alias.name, f"{node.module}.{alias.name}"))
     return (node.arg,) if isinstance(node, ast.keyword) and node.arg else ()
 
 
@@ -89,6 +98,7 @@ def _installed(module: str) -> bool:
 def demands(tests: ast.Module, prompt: ast.Module, entry: str) -> Demands:
     """Names that tests need but do not define. `prompt`: code before the candidate's; `entry`: the name under test."""
     used = {node.id for node in ast.walk(tests) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    functions = [name for node in tests.body if _is_test(node) for name in _bound_by(node) if name not in used]
     used -= {*dir(builtins), "__name__"} | _prompt_names(prompt)
     missing = used - _bound(tests)
     local = used - missing - {name for statement in tests.body for name in _bound_by(statement)}
@@ -103,7 +113,7 @@ def demands(tests: ast.Module, prompt: ast.Module, entry: str) -> Demands:
     modules = missing - {entry} - called - set(imports)
     imports |= {name: name for name in modules if name.isidentifier() and _is_module(name)}
     # A name that one function of the tests assigns may be the candidate's in another.
-    return Demands(tuple(sorted((missing | local) - set(imports))), imports)
+    return Demands(tuple(sorted((missing | local) - set(imports))), imports, tuple(functions))
 
 
 def derived_from_candidate(tests: ast.Module, candidate: tuple[str, ...]) -> str | None:
@@ -115,13 +125,46 @@ def derived_from_candidate(tests: ast.Module, candidate: tuple[str, ...]) -> str
     return None
 
 
+def never_run(tests: ast.Module, functions: tuple[str, ...]) -> str | None:
+    """Like `refusal`, for tests that would pass any code, because they, or some of them, never run."""
+    cases = [node for node in tests.body if isinstance(node, ast.ClassDef) and node.bases]
+    methods: list[Any] = [method for case in cases for method in case.body if _is_test(method)]
+    called: list[Any] = [node for node in tests.body if getattr(node, "name", "") in functions]
+    run = [node for part in tests.body if not isinstance(part, _DEFINITIONS) for node in ast.walk(part)]
+    if not methods and not called and not any(isinstance(node, ast.Call | ast.Assert) for node in run):
+        return "its tests define what is to run, but run nothing"
+    for node in called:
+        patched = "patch" in "".join(map(ast.dump, node.decorator_list))  # it passes arguments
+        if isinstance(node, ast.ClassDef) or (node.args.args and not patched):
+            return f"its tests need pytest to run {node.name}"
+    awaited = methods if "IsolatedAsyncioTestCase" in ast.dump(tests) else []
+    for function in (*methods, *called):
+        if _yields(function) or (isinstance(function, ast.AsyncFunctionDef) and function not in awaited):
+            return f"its tests never run the body of {function.name}"
+    return None
+
+
+def _is_test(node: ast.stmt) -> bool:
+    """Whether pytest would run a definition; it need not derive from unittest.TestCase."""
+    if isinstance(node, ast.ClassDef):
+        return not node.bases and any(map(_is_test, node.body))
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test")
+
+
+def _yields(node: ast.AST) -> bool:
+    """Whether a function is a generator."""
+    children = list(ast.iter_child_nodes(node))
+    nested = any(_yields(child) for child in children if not isinstance(child, (*_DEFINITIONS, ast.Lambda)))
+    return nested or any(isinstance(child, ast.Yield | ast.YieldFrom) for child in children)
+
+
 def _bound(tree: ast.AST) -> set[str]:
     """Names that a tree assigns, imports, defines or takes as parameters, anywhere."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             names.add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        elif isinstance(node, _DEFINITIONS):
             names.add(node.name)
         elif isinstance(node, ast.arg):
             names.add(node.arg)
@@ -142,7 +185,7 @@ def _prompt_names(prompt: ast.Module) -> set[str]:
 
 
 def _bound_by(statement: ast.stmt) -> set[str]:
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    if isinstance(statement, _DEFINITIONS):
         return {statement.name}
     return _bound(statement)
 

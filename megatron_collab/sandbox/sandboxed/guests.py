@@ -35,7 +35,8 @@ _ALLOWED = {
 
 
 def kind_of(value: Any) -> str:
-    """The kind of guest for an object of the tests. Raises Unjudged if the candidate must not reach it."""
+    """The kind of guest for an object of the tests. Raises Unjudged if the candidate must not reach it, TypeError if
+    the candidate caused it."""
     kind = type(value)
     if "unittest.mock" in sys.modules and isinstance(value, sys.modules["unittest.mock"].NonCallableMock):
         return "mock"
@@ -47,7 +48,8 @@ def kind_of(value: Any) -> str:
         return "object"
     if hasattr(kind, "__next__"):
         return "iterator"
-    raise Unjudged(f"its tests pass the candidate a {kind.__module__}.{kind.__qualname__}, which is not plain data")
+    fault = f"its tests pass the candidate a {kind.__module__}.{kind.__qualname__}, which is not plain data"
+    raise TypeError(fault) if isinstance(value, handles.NoArgumentMethod) else Unjudged(fault)
 
 
 class Guests:

@@ -37,7 +37,7 @@ class Handle(Remote):
     def __class__(self) -> type:
         for module, name in object.__getattribute__(self, "_bases"):
             kind = getattr(types, f"{name.title()}Type", None) if module == "builtins" else find_class(module, name)
-            if isinstance(kind, type) and not _is_data(kind):
+            if kind is not None and not _is_data(kind):
                 return kind
         return type(self)
 
@@ -49,7 +49,7 @@ class Handle(Remote):
             raise AttributeError(name)
         value = ask(self, "attribute", name)
         if name in _DATA_METHODS and isinstance(value, Handle) and not object.__getattribute__(self, "_subject"):
-            return _NoArgumentMethod(value, name)
+            return NoArgumentMethod(value, name)
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -128,7 +128,7 @@ class Coroutine(Handle, collections.abc.Coroutine):
         yield
 
 
-class _NoArgumentMethod:
+class NoArgumentMethod:
     """A method of the candidate's object named like a method of data; it may only be called without arguments."""
 
     def __init__(self, method: Handle, name: str) -> None:
@@ -159,11 +159,19 @@ def _exactly(kind: Any, value: Any) -> Any:
 
 
 def ask(handle: Handle, act: str, *arguments: Any) -> Any:
-    """`WirePeer.ask`, after the candidate has applied the tests' changes of state: any act may run its code."""
+    """`WirePeer.ask`, after the candidate has applied the tests' changes of state: any act may run its code.
+
+    StopIteration becomes RuntimeError, except from an iterator: it would end a loop of the tests (PEP 479).
+    """
     peer = object.__getattribute__(handle, "_peer")
-    if changes := mirror.state_changes():
-        peer.ask("follow", None, changes)
-    return peer.ask(act, handle, *arguments)
+    try:
+        if changes := mirror.state_changes():
+            peer.ask("follow", None, changes)
+        return peer.ask(act, handle, *arguments)
+    except (StopIteration, StopAsyncIteration, GeneratorExit) as error:
+        if act == "next" and type(error) is StopIteration:
+            raise
+        raise RuntimeError(f"the candidate raised {type(error).__name__}") from error
 
 
 def adopt(peer: WirePeer, number: int, description: tuple[Any, ...]) -> Handle:

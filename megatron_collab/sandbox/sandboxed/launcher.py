@@ -2,8 +2,9 @@
 
 It runs with `python -I` and an almost empty environment. On stdin it gets three messages (`wire`): the settings, the
 candidate's sources and the tests'. It reads the latter two only when both processes exist, so that the candidate's
-process holds nothing of the tests. It prints JSON to stdout: {"passed", "why", "output"}, or {"missing"} if the tests
-cannot be judged, or {"error"} if the machine did not permit the isolation.
+process holds nothing of the tests. It prints lines of JSON to stdout, the last of which counts: {"passed", "why",
+"output"}, or {"missing"} if the tests cannot be judged, or {"error"} if the machine did not permit the isolation. A
+failure is printed before the sources run, and counts if the launcher itself fails afterwards.
 
 The tests' process is process 1 of new namespaces and the candidate's is process 1 of a nested PID namespace. So all
 their children end with them, and the candidate cannot address the tests' process. Both see the interpreter and /usr,
@@ -33,6 +34,7 @@ from .wire import read_message, write_message
 TICK = 0.02  # seconds between two checks of the processes' memory
 TAIL = 4096  # bytes of the output that are kept
 READY = b"ready"
+SLACK = 15  # seconds after the limit on time; `sandbox` waits longer for the answer
 NICE = 10
 
 
@@ -85,6 +87,8 @@ def judge(
         with suppress(BrokenPipeError):  # the process was killed, which must not look like a failure of the sandbox
             write_message(pipe, read_message(0))
         os.close(pipe)
+    print(json.dumps({"passed": False, "why": "fault", "output": ""}), flush=True)
+    signal.alarm(int(limits["wall"]) + SLACK)  # ends the launcher if the processes cannot be killed
     why, tail = watch(process, output, limits, memory)
     message = b"".join(iter(lambda: os.read(verdict, 1 << 16), b""))
     if not why:

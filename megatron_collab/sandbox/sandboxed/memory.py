@@ -61,16 +61,19 @@ class Memory:
 
     def _bytes_of(self, process: int) -> int:
         """Bytes of a process; shared pages count for every process that maps them."""
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            with open(f"/proc/{process}/status") as file:
-                status = dict(line.split(":", 1) for line in file)
-            if "VmRSS" not in status:  # a zombie
-                return 0
-            try:
-                descriptors = len(os.listdir(f"/proc/{process}/fd"))
-            except PermissionError:  # the process is not readable: count the size of its descriptor table
-                descriptors = int(status["FDSize"])
-            return 1024 * sum(int(status[name].split()[0]) for name in ("VmRSS", "VmSwap")) + descriptors * self._buffer
+        for thread in threads(process):
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                # In bytes: a process chooses its name, which need not be text.
+                fields = (line.partition(b":") for line in (thread / "status").read_bytes().split(b"\n"))
+                status = {name: value for name, _, value in fields}
+                if b"VmRSS" not in status:  # a zombie; it may be the main thread, and others still run
+                    continue
+                try:
+                    descriptors = len(list((thread / "fd").iterdir()))
+                except PermissionError:  # the process is not readable: count the size of its descriptor table
+                    descriptors = int(status[b"FDSize"])
+                kilobytes = sum(int(status[name].split()[0]) for name in (b"VmRSS", b"VmSwap"))
+                return 1024 * kilobytes + descriptors * self._buffer
         return 0
 
     def close(self) -> None:
@@ -94,6 +97,13 @@ def delegated_group(hierarchy: Path) -> Path | None:
     return None
 
 
+def threads(process: int) -> list[Path]:
+    """The folders in /proc of a process's threads; none if it has ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return list(Path(f"/proc/{process}/task").iterdir())
+    return []
+
+
 def descendants(root: int) -> Iterator[int]:
     """All descendant processes of `root`."""
     waiting = [root]
@@ -101,7 +111,6 @@ def descendants(root: int) -> Iterator[int]:
         process = waiting.pop()
         if process != root:
             yield process
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            for thread in os.listdir(f"/proc/{process}/task"):
-                with open(f"/proc/{process}/task/{thread}/children") as file:
-                    waiting += map(int, file.read().split())
+        for thread in threads(process):
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                waiting += map(int, (thread / "children").read_bytes().split())

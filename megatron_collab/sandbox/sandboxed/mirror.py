@@ -13,7 +13,7 @@ import types
 from copy import copy
 from typing import Any
 
-from .classes import find_class
+from .classes import definition
 from .wire import WirePeer
 
 TASK_MODULES = ("prompt", "tests")  # modules of the tests themselves
@@ -84,7 +84,7 @@ def imported_name(value: Any) -> tuple[str, str] | None:
         return (value.__name__, "") if sys.modules.get(value.__name__) is value else None
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", getattr(value, "__name__", None))
     if isinstance(module, str) and isinstance(name, str) and module not in TASK_MODULES:
-        return (module, name) if find_class(module, name) is value else None
+        return (module, name) if definition(module, name) is value else None
     return None
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import json
 import os
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from . import demands, mirror
-from .candidate import LOADED
+from .candidate import BEGIN, LOADED
 from .guests import Guests
 from .handles import mark_subject
 from .values import Violation
-from .wire import Closed, Unjudged, WirePeer, read_message
+from .wire import Closed, Unjudged, WirePeer, read_message, write_message
 
 _leave, _write = os._exit, os.write
 
@@ -35,14 +36,16 @@ class Tester:
         try:
             tree, prompt = ast.parse(job["tests"], "<tests>"), parsed(job["prompt"])
             demanded = demands.demands(tree, prompt, job["entry"])
-            if why := demands.refusal(tree) or demands.derived_from_candidate(tree, demanded.candidate):
+            why = demands.refusal(tree) or demands.derived_from_candidate(tree, demanded.candidate)
+            if why := why or (job["tests"] and demands.never_run(tree, demanded.functions)):
                 raise Unjudged(why)
             module = task_module(prompt, demanded)
-            for name in ("unittest", "numpy"):  # slow to import, so only if needed
-                if name in job["tests"]:
-                    importlib.import_module(name)
+            write_message(writing, BEGIN)
         except (SyntaxError, Unjudged) as error:
             self.conclude(missing=str(error) if isinstance(error, Unjudged) else f"its tests do not parse: {error}")
+        for name in ("unittest", "numpy"):  # slow to import, so only if needed
+            if name in job["tests"]:
+                importlib.import_module(name)
         peer = WirePeer(reading, writing, Guests(), self.lost)
         try:
             if read_message(reading) != LOADED:
@@ -58,7 +61,7 @@ class Tester:
             if "mock" in job["tests"]:
                 mirror.follow_patches(peer, {module: "solution"})
             exec(compile(tree, "<tests>", "exec", dont_inherit=True), vars(module))
-            run_cases(vars(module), job["cases"])
+            run_tests(vars(module), demanded.functions, job["cases"])
         except BaseException:
             sys.__excepthook__(*sys.exc_info())
             self.conclude("exit 1")
@@ -139,21 +142,50 @@ def take_names(peer: WirePeer, module: types.ModuleType, demanded: demands.Deman
     sys.modules["solution"] = solution
 
 
-def run_cases(namespace: dict[str, Any], required: bool) -> None:
-    """Run the tests' unittest cases. Raises AssertionError if one fails or is skipped, or if none has run."""
+def run_tests(namespace: dict[str, Any], functions: Sequence[str], required: bool) -> None:
+    """Run the tests' functions and unittest cases. Raises AssertionError if a case fails, or if none has run.
+
+    Every case must run to the end of its method: unittest counts no failure for an exception that it swallows.
+    """
+    for name in functions:
+        namespace[name]()
     if "unittest" not in sys.modules:
-        assert not required, "no test has run"
+        assert functions or not required, "no test has run"
         return
     import unittest
 
-    kinds = [kind for kind in list(namespace.values()) if isinstance(kind, type) and kind.__module__ == "tests"]
-    cases = [kind for kind in kinds if issubclass(kind, unittest.TestCase)]
-    suites = map(unittest.defaultTestLoader.loadTestsFromTestCase, cases)
-    result = unittest.TextTestRunner().run(unittest.TestSuite(suites))
-    assert result.wasSuccessful() and not result.skipped
-    assert result.testsRun or (not required and not cases), "no test has run"
+    kinds = [kind for kind in list(namespace.values()) if issubclass(type(kind), type) and kind.__module__ == "tests"]
+    cases = [kind for kind in dict.fromkeys(kinds) if issubclass(kind, unittest.TestCase)]
+    tests = [test for kind in cases for test in unittest.defaultTestLoader.loadTestsFromTestCase(kind)]
+    identities, ended = sorted(map(id, tests)), list[int]()
+    for test in tests:
+        _note_end(test, ended)
+    result = unittest.TextTestRunner().run(unittest.TestSuite(tests))
+    assert result.wasSuccessful() and not (result.skipped or result.expectedFailures), "a test did not pass"
+    assert sorted(ended) == identities, "a test did not run to its end"
+    assert tests or functions or (not required and not cases), "no test has run"
+
+
+def _note_end(test: Any, ended: list[int]) -> None:
+    """Add the identity of a case to `ended` when its method has run to the end."""
+    import inspect  # takes long
+
+    method = getattr(test, test._testMethodName)
+
+    @functools.wraps(method)
+    def noted() -> None:
+        method()
+        ended.append(id(test))
+
+    @functools.wraps(method)
+    async def noted_later() -> None:
+        await method()
+        ended.append(id(test))
+
+    setattr(test, test._testMethodName, noted_later if inspect.iscoroutinefunction(method) else noted)
 
 
 def _refuse_code_in_data(event: str, arguments: tuple[Any, ...]) -> None:
-    if event in ("pickle.find_class", "sqlite3.enable_load_extension"):
-        raise PermissionError(f"{event}: files that the candidate can write must not run code here")
+    parsing = event == "exec" and sys._getframe(1).f_globals.get("__name__") == "sympy.parsing.sympy_parser"
+    if parsing or event in ("pickle.find_class", "sqlite3.enable_load_extension"):
+        raise PermissionError(f"{event}: what the candidate returns or writes must not run code here")

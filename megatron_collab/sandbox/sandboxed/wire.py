@@ -95,6 +95,8 @@ class WirePeer:
         try:
             message = packed(["ask", act, *(encoder.encode(value) for value in (target, arguments))])
         except Unjudged as error:
+            if self._depth:  # in a callback: whether it comes to this is the candidate's choice
+                raise TypeError(str(error)) from error
             self._lost(error)
         with self._waiting:
             self._send(message)

@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from megatron_collab.config import Config, LaunchConfig
 from megatron_collab.patches.megatron import refuse_visible_cuda
 from megatron_collab.runtime import device, hang_detector, rank0
+from megatron_collab.runtime.files import full_disk
 from megatron_collab.runtime.process import RunStopped, beat
 
 _GROUPS = count()
@@ -33,19 +34,25 @@ def run_store() -> tuple[dist.Store, int, int]:
 def leader_ends_first(timeout: float, explain: Callable[[RunStopped], None]) -> Iterator[None]:
     """If the run stops inside the block, the other ranks leave it after rank 0, or after `timeout` seconds.
 
-    torchrun ends all ranks once one has failed, and rank 0 must still shut down servers and Ray, and `explain`.
+    torchrun ends all ranks once one has failed, and rank 0 must still shut down servers and Ray, and `explain`. A rank
+    that fills its disk explains that itself, and a rank that loses rank 0 in a collective needs no explanation.
     """
     try:
         yield
-    except RunStopped as error:
+    except (OSError, RuntimeError) as error:
         store, rank, _ = run_store()
-        if rank == 0:
-            explain(error)
+        stop = error if isinstance(error, RunStopped) else full_disk(error)
+        if stop and (rank == 0 or stop is not error):
+            explain(stop)
             store.set(_LEADER_ENDED, "")
-        else:
+        elif stop:
             with suppress(dist.DistStoreError, dist.DistNetworkError):  # rank 0 is late, or its node is down
                 store.wait([_LEADER_ENDED], timedelta(seconds=timeout))
-        raise
+        elif rank and store.check([_LEADER_ENDED]):
+            stop = RunStopped("rank 0 has ended")
+        if stop is None or stop is error:
+            raise
+        raise stop from error
 
 
 @contextmanager

@@ -1,0 +1,39 @@
+"""Control tokens in the text of messages, which stay text: only the chat template writes control tokens.
+
+Before a message is rendered, each control token in it is cut after its first character; the pieces between cuts are
+tokenized apart. Text without control tokens is not changed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any
+
+_CUT, _LITERAL = "\ufdd0", "\ufdd1"  # noncharacters of Unicode; a _CUT of the text is followed by _LITERAL
+
+
+def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """A pattern for each of these; of one that begins with another, the longer one."""
+    ordered = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+
+
+def cut(value: Any, tokens: re.Pattern[str]) -> Any:
+    """`value`, a text or what JSON can hold, in which every text that matches is cut after its first character."""
+    if isinstance(value, Mapping):
+        return {cut(name, tokens): cut(entry, tokens) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [cut(entry, tokens) for entry in value]
+    if not isinstance(value, str):
+        return value
+    value, places = value.replace(_CUT, _CUT + _LITERAL), [0]
+    while match := tokens.search(value, places[-1]):  # matches may overlap
+        places.append(match.start() + 1)
+    return _CUT.join(value[start:stop] for start, stop in pairwise([*places, len(value)]))
+
+
+def split(text: str) -> list[str]:
+    """The parts of a rendered text between cuts."""
+    return [part.replace(_CUT + _LITERAL, _CUT) for part in re.split(f"{_CUT}(?!{_LITERAL})", text)]

@@ -1,0 +1,361 @@
+"""Machines as they are: the program works, or ends in one line that says why and what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import glob
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_collab import train
+from megatron_collab.config import Config, ConfigError, compose
+from megatron_collab.config.extension import resolve
+from megatron_collab.inference import server as server_module
+from megatron_collab.launch import prepare, program
+from megatron_collab.observability import writers
+from megatron_collab.reward.multiturn import _custom_reward
+from megatron_collab.reward.workers import Job, RewardWorker
+from megatron_collab.rollout.users import UserError, reporting_errors
+from megatron_collab.runtime import files, process, rank0, ray_cluster, signals
+from megatron_collab.runtime.process import EXIT_BAD_INPUT, RunStopped
+from megatron_collab.trainer.megatron import parallel
+from megatron_collab.types import Missing, Task
+from tests.helpers import free_port, policy_servers
+
+
+class Started(Exception):
+    """The ranks would have been started."""
+
+
+# A console that goes away
+
+OUTPUT = """
+import logging, sys
+from pathlib import Path
+from megatron_collab.observability.run import Log
+from megatron_collab.runtime import console
+
+console.begin()
+progress = Log("training", 9, "step", 0, every=0)
+for step in range(9):
+    logging.getLogger("megatron_collab").info("step")
+    logging.getLogger("megatron_collab").warning("slow")
+    progress.update(1)
+    print("a line", flush=True)
+    print("a line", file=sys.stderr)
+Path(sys.argv[1]).touch()
+"""
+
+
+def closed_pipe() -> int:
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
+def closed_terminal() -> int:
+    controller, terminal = os.openpty()
+    os.close(controller)
+    return terminal
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("console", [closed_pipe, closed_terminal, lambda: os.open("/dev/full", os.O_WRONLY), None])
+def test_a_run_goes_on_without_its_console(tmp_path: Path, console: Callable[[], int] | None) -> None:
+    """None: its streams were closed before the start."""
+    descriptor = console() if console else os.open(os.devnull, os.O_WRONLY)
+    command = [sys.executable, "-c", OUTPUT, str(tmp_path / "end")]
+    if console is None:
+        command = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command]
+    ended = subprocess.run(command, stdout=descriptor, stderr=descriptor, timeout=100)
+    os.close(descriptor)
+    assert ended.returncode == 0 and (tmp_path / "end").exists()
+
+
+def test_a_signal_from_a_closed_terminal_ends_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write))
+    signals.end_at_once(signal.SIGHUP, 0)
+    assert codes == [signals.EXIT_TERMINATED]
+
+
+# Variables that other programs have left
+
+RANK = dict.fromkeys(("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK"), "0")
+RANK |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+LEFTOVERS = {
+    "the id": ({"TORCHELASTIC_RUN_ID": "x"}, "TORCHELASTIC_RUN_ID: set, but torchrun did not start this process"),
+    "a rank": ({"RANK": "1"}, "RANK: set, but torchrun did not start this process (TORCHELASTIC_RUN_ID is not set)"),
+    "a local rank": ({"LOCAL_RANK": "3"}, "LOCAL_RANK: set, but "),
+    "a size, as Kubernetes operators set it": ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK, WORLD_SIZE: set, but "),
+    "a launcher": ({process.LAUNCHER: "7"}, f"{process.LAUNCHER}: set, but "),
+    "all without a master": (RANK, "(MASTER_PORT is not set); unset them"),
+    "all": (RANK | AGENT | {"MASTER_PORT": "{port}"}, "(MASTER_ADDR=127.0.0.1, MASTER_PORT={port}: "),
+    "no port": (RANK | AGENT | {"MASTER_PORT": "x"}, "MASTER_PORT=x: invalid literal"),
+}
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*RANK, *AGENT, "MASTER_PORT", process.LAUNCHER, signals.LAUNCHER):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("name", LEFTOVERS)
+def test_left_over_variables_of_torchrun_are_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = str(free_port())
+    variables, message = LEFTOVERS[name]
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value.replace("{port}", port))
+    assert train.main(["experiment=booking_sft", f"run.dir={tmp_path}/run"]) == EXIT_BAD_INPUT
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and message.replace("{port}", port) in err and "; unset them" in err, err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_of_torchrun_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the store of torchrun, and with one of rank 0, which is not there yet."""
+    assert process.leftover_rank() is None
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        for name, value in (RANK | AGENT | {"MASTER_PORT": str(master.getsockname()[1])}).items():
+            monkeypatch.setenv(name, value)
+        assert process.leftover_rank() is None
+    assert process.leftover_rank() is not None
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert process.leftover_rank() is None
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_another_number_of_ranks_than_in_the_settings_is_refused_once(
+    local_rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(program.time, "sleep", waits.append)
+    monkeypatch.setattr(process, "leftover_rank", lambda: None)
+    for name, value in (RANK | {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": str(local_rank)}).items():
+        monkeypatch.setenv(name, value)
+    config = compose(["experiment=booking_sft", "launch.nproc_per_node=2", "run.dir=unused"])
+    assert program.run("a.module", "", [], lambda *_: (config, lambda: None)) == EXIT_BAD_INPUT
+    message = "launch.nodes=1 x launch.nproc_per_node=2: torchrun has started 3 ranks, 3 of them on this node; "
+    assert capsys.readouterr().err.count(message) == (local_rank == 0)
+    assert bool(waits) == (local_rank == 1)  # for the launcher, which ends it after the first rank
+
+
+# Services that are gone
+
+
+def test_a_ray_cluster_that_is_gone_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "_CLUSTER_SECONDS", 0.1)
+    address = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(RunStopped, match=f"RAY_ADDRESS={address}: no Ray cluster there .*; start Ray, or unset it"):
+        ray_cluster._join()
+
+
+def test_a_ray_that_exits_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does so if a cluster answers no more."""
+
+    def init() -> None:
+        raise SystemExit(15)
+
+    monkeypatch.setattr(ray_cluster.ray, "init", init)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(RunStopped, match="RAY_ADDRESS=auto: no Ray cluster there"):
+        ray_cluster._join()
+
+
+@pytest.mark.processes
+def test_weights_and_biases_without_a_network_goes_on_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"API_KEY": "0" * 40, "BASE_URL": f"http://127.0.0.1:{free_port()}", "SILENT": "true"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(writers, "_WANDB_SECONDS", 1.0)
+    config = Config()
+    config.run.dir, config.run.wandb_project = str(tmp_path), "p"
+    writer = writers.WeightsAndBiases(config)
+    writer.scalars(0, {"reward": 1.0})
+    writer.close(failed=False)
+    writer._wandb.teardown()
+    err = capsys.readouterr().err
+    assert err.count("megatron-collab: Weights & Biases: ") == 1 and "continuing offline" in err
+    assert [*(tmp_path / "wandb").glob("offline-run-*/*.wandb")]
+
+
+# Folders
+
+NAMES = ["a [b] * c", "hash#percent%41", "quote'd", "Übung ä", "x" * 120]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("world") / "world"
+    prepare.environments.prepare(compose(["experiment=booking_sft", f"data.dir={folder}", "run.dir=unused"]))
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_starts_in_a_folder_of_any_name(
+    name: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: object) -> None:
+        raise Started
+
+    monkeypatch.setattr(prepare, "replace_by_torchrun", start)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "world").symlink_to(world)
+    settings = [f'run.dir="{tmp_path}/{name}/run"', f'data.dir="{tmp_path}/{name}/world"']
+    with pytest.raises(Started):
+        train.main(["experiment=booking_sft", "launch.device=cpu", *settings])
+    assert (tmp_path / name / "run" / "data").is_dir()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_server_reads_a_model_folder_of_any_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang takes the path for a pattern."""
+    commands: list[list[str]] = []
+
+    def popen(command: list[str], **_: object) -> None:
+        commands.append(command)
+
+    monkeypatch.setattr(server_module.subprocess, "Popen", popen)
+    (folder := tmp_path / name).mkdir()
+    config = Config()
+    config.model.path, config.launch.device = str(folder), "cpu"
+    server = server_module.ServerProcess(policy_servers(config), tmp_path / "server.log", 0, "key")
+    (command,) = commands
+    path = command[command.index("--model-path") + 1]
+    assert glob.escape(path) == path and Path(path).samefile(folder)
+    server._scratch.remove()
+
+
+@pytest.mark.parametrize("home", ["/proc/none", "/dev/null", None])
+def test_caches_without_a_home_folder_are_temporary(home: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    if home:
+        monkeypatch.setenv("HOME", home)
+    else:  # a user id without an account, as in containers
+        monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
+    assert files._cache().name == f"cache-{os.getuid()}"
+
+
+# A full disk
+
+FULL = OSError(errno.ENOSPC, "No space left on device", "/run/file")
+
+
+def test_a_full_disk_on_rank_0_stops_all_ranks(one_rank: Config) -> None:
+    def write() -> None:
+        raise FULL
+
+    with pytest.raises(RunStopped, match=r"^/run/file: cannot be written: No space left on device; free "):
+        rank0.shared(write)
+
+
+@pytest.mark.parametrize(
+    ("rank", "leader_ended", "error", "raised", "explained"),
+    [
+        (0, False, FULL, RunStopped, 1),
+        (1, False, FULL, RunStopped, 1),
+        (1, True, RuntimeError("Connection closed by peer"), RunStopped, 0),
+        (1, False, RuntimeError("Connection closed by peer"), RuntimeError, 0),
+        (0, False, FileNotFoundError(errno.ENOENT, "No such file"), FileNotFoundError, 0),
+    ],
+)
+def test_a_rank_explains_a_full_disk_and_not_what_rank_0_has_explained(
+    rank: int,
+    leader_ended: bool,
+    error: Exception,
+    raised: type[Exception],
+    explained: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = SimpleNamespace(set=lambda *_: None, check=lambda keys: leader_ended)
+    monkeypatch.setattr(parallel, "run_store", lambda: (store, rank, 2))
+    lines: list[RunStopped] = []
+    with pytest.raises(raised) as end, parallel.leader_ends_first(1.0, lines.append):
+        raise error
+    assert end.type is raised and len(lines) == explained
+
+
+# Programs of users that end or cancel what called them
+
+
+def ends() -> None:
+    sys.exit(0)
+
+
+def cancels() -> None:
+    raise asyncio.CancelledError
+
+
+@pytest.fixture
+def extension(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "my.py").write_text("import sys\nsys.exit(0)\n")
+    yield tmp_path / "my.py"
+
+
+def test_an_extension_that_exits_at_its_import_is_refused(extension: Path) -> None:
+    with pytest.raises(ConfigError, match=r"importing .* failed: SystemExit: 0"):
+        resolve(f"{extension}:Mine", "algo.loss", object)
+
+
+def test_a_function_that_exits_does_not_end_a_run_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.run("a.module", "", [], lambda *_: ends()) == EXIT_BAD_INPUT  # type: ignore[func-returns-value]
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and __file__ in err and "ends the run by SystemExit(0)" in err
+
+
+@pytest.mark.parametrize("fails", [ends, cancels])
+def test_an_extension_that_exits_or_cancels_has_failed(fails: Callable[[], None]) -> None:
+    task = Task("t", (), "", "", "")
+    users: Any = SimpleNamespace(counters=Counter(), config=Config())
+    worker: Any = RewardWorker.__new__(RewardWorker)
+    metric = SimpleNamespace(counters=Counter(), score=lambda *_: fails())
+    worker.metrics, worker.timeout, worker._judged = {"mine": metric}, 10.0, set()
+
+    async def play() -> None:
+        worker._places = {"mine": asyncio.Semaphore(1)}
+        score = await worker._apply("mine", Job(("mine",), task, None))  # type: ignore[arg-type]
+        assert isinstance(score, Missing) and "metric mine: " in score.why and metric.counters["failed"] == 1
+        with pytest.raises(UserError), reporting_errors(task, users):
+            fails()
+        reward = _custom_reward("m", lambda *_: fails(), (), {})  # type: ignore[arg-type, return-value]
+        assert isinstance(reward.value, Missing)
+
+    asyncio.run(play())
+
+
+def test_a_cancellation_from_outside_goes_on() -> None:
+    users: Any = SimpleNamespace(counters=Counter(), config=Config())
+
+    async def wait() -> None:
+        with reporting_errors(Task("t", (), "", "", ""), users):
+            await asyncio.Event().wait()
+
+    async def cancel() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(wait(), 0.01)
+
+    asyncio.run(cancel())
+    assert not users.counters

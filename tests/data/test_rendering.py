@@ -1,0 +1,310 @@
+"""Conversations as tokens: equal to the template's rendering for every tokenizer; no text becomes a control token."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_collab.config import Config
+from megatron_collab.data.chat_template import ChatRenderer
+from megatron_collab.data.datasets import SurveyedSources, render_sample, write_jsonl
+from megatron_collab.data.sources import TrainingSource
+from megatron_collab.environments import tiny_model
+from megatron_collab.types import Finish, Message, Turn
+from tests.helpers import CORPUS
+
+VENDORS = "llama3 llama3_1 llama3_2 qwen2_5 qwen3 qwen3_instruct_2507 qwen3_5_nothink qwen3_5_think qwen3_6 qwen3_8"
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# In the forms of Mistral's, Llama 2's and Zephyr's, whose roles are no tokens.
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% if m['role'] == 'user' %}"
+    "{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+LLAMA2 = MISTRAL.replace("m['content'] + eos_token", "m['content'] + ' ' + eos_token")
+TIGHT = MISTRAL.replace("{{ ' ' + m['content']", "{{ m['content']")
+ZEPHYR = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+CALLS = "{# <tool_call> </tool_call> <tool_response> #}" + CHATML
+FORMS = {"chatml": CHATML, "mistral": MISTRAL, "llama2": LLAMA2, "tight": TIGHT, "zephyr": ZEPHYR}
+SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+MARKS = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end|>"]
+# Added tokens that are not special ones, as in Qwen3's; the last is no mark, but a word of somebody's domain.
+WRITTEN = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "mg/dL"]
+SCHEMA = {"type": "function", "function": {"name": "compute", "description": "computes", "parameters": {}}}
+LETTERS = "ab zé ß ✂\n\t.,<>|[]/'\"{}\\%\u200b\u2028\r\u0130\U0001f600"
+TEXTS = st.text(LETTERS + "0123456789", min_size=1, max_size=30).map(lambda text: f"a{text}b")
+CONTROLS = [*MARKS, *WRITTEN[:-1], "</s>", "<s>", "<unk>"]
+FORGED = st.lists(
+    st.one_of(st.sampled_from(CONTROLS), st.sampled_from(["<", "|", ">", "<|", "\ufdd0", "\ufdd1", "x", "\n"])),
+    min_size=1,
+    max_size=8,
+).map("".join)
+
+
+def sentencepiece(prefix: str) -> PreTrainedTokenizerFast:
+    """A tokenizer with byte fallback that puts a space in front: `legacy` behind every control token, as Llama 2's;
+    else by the scheme of Metaspace."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    special = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
+    space = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.normalizer = space
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS * 9, trainer)
+    if prefix != "legacy":
+        tokenizer.normalizer = None
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix, split=False)
+    strip = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.decoder = strip
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def bytes_of(corpus: Sequence[str] = CORPUS) -> PreTrainedTokenizerFast:
+    tokenizer = tiny_model.byte_tokenizer([*corpus] * 9, 400)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*MARKS, "<s>"], "bos_token": "<|begin|>"})
+    tokenizer.add_tokens(WRITTEN)
+    return tokenizer
+
+
+def words() -> PreTrainedTokenizerFast:
+    """One token a word, control tokens among the words."""
+    return tiny_model.word_tokenizer(["hello", "there", "which", "day"])
+
+
+@cache
+def chat_of(folder: Path, kind: str, template: str, *more: Any) -> ChatRenderer:
+    kinds = {"bytes": bytes_of, "words": words}
+    tokenizer = kinds[kind]() if kind in kinds else sentencepiece(kind)
+    if kind == "bytes":
+        tokenizer.eos_token = "<|im_end|>"
+    tokenizer.chat_template = template
+    target = folder / f"{kind}-{abs(hash(template))}"
+    tokenizer.save_pretrained(target)
+    return ChatRenderer(str(target), *more)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tokenizers")
+
+
+def whole(chat: ChatRenderer, messages: Sequence[Message], prompt: bool) -> tuple[int, ...]:
+    """What transformers makes of a conversation."""
+    rows = [message.as_dict() for message in messages]
+    options = {"tools": chat.tools or None, "add_generation_prompt": prompt, **chat.arguments}
+    text = chat.tokenizer.apply_chat_template(rows, tokenize=False, **options)
+    return tuple(chat.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def conversation(texts: Sequence[str], system: str = "") -> list[Message]:
+    """User and assistant in turn."""
+    turns = [Message(("user", "assistant")[number % 2], text) for number, text in enumerate(texts)]
+    return [Message("system", system), *turns] if system else turns
+
+
+def played(chat: ChatRenderer, messages: Sequence[Message]) -> tuple[int, ...]:
+    """The stream of a rollout whose replies are the written ones."""
+    begun = next(at for at, message in enumerate(messages) if message.role == "assistant")
+    stream = chat.first(messages[:begun])
+    for reply, message in zip(messages[begun::2], messages[begun + 1 :: 2], strict=False):
+        turn = chat.reply(reply.content)
+        stream += turn + chat.next([message], turn)
+    return stream
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["legacy", "first", "always", "never", "bytes"])
+@given(texts=st.lists(TEXTS, min_size=4, max_size=4))
+@settings(max_examples=25)
+def test_replies_are_those_of_the_whole_rendering(folder: Path, form: str, kind: str, texts: list[str]) -> None:
+    """In supervised training and in rollouts; no text has control tokens."""
+    chat = chat_of(folder, kind, FORMS[form])
+    messages = conversation(texts)
+    expected = whole(chat, messages, prompt=False)
+    trained = tuple(render_sample(chat, messages).token_ids)
+    assert trained == expected[: len(trained)]
+    assert chat.tokenizer.decode(expected[len(trained) :]).strip() == "", "what follows the last reply"
+    assert played(chat, [*messages, Message("user", "x")]) == whole(chat, [*messages, Message("user", "x")], True)
+
+
+@pytest.mark.parametrize("name", VENDORS.split())
+@given(data=st.data())
+@settings(max_examples=40)
+def test_vendors_templates_render_what_is_played(
+    dataset: Callable[[str], Path], folder: Path, name: str, data: st.DataObject
+) -> None:
+    """With and without system message, thoughts, tools and their answers, in odd text."""
+    arguments: dict[str, Any] = {"date_string": "26 Jul 2024"} if name == "llama3_2" else {}
+    template = dataset(f"chat_templates/{name}.jinja").read_text()
+    if "enable_thinking" in template:
+        arguments["enable_thinking"] = data.draw(st.booleans())
+    tools = data.draw(st.booleans()) and name != "llama3"
+    chat = chat_of(folder, "bytes", template).with_tools([SCHEMA] if tools else [])
+    chat.arguments = arguments
+    system = data.draw(st.one_of(st.just(""), TEXTS))
+    messages = conversation(data.draw(st.lists(TEXTS, min_size=3, max_size=3)), system)
+    if data.draw(st.booleans()):
+        messages[-2] = Message("assistant", f"<think>\n{data.draw(TEXTS)}\n</think>\n\n{messages[-2].content}")
+    assert chat.first(messages) == whole(chat, messages, prompt=True)
+    # Behind a reply, what the template writes after it: a message of the user, or answers of tools.
+    heard = data.draw(st.lists(TEXTS, min_size=1, max_size=2)) if tools else []
+    following = [Message("tool", text) for text in heard] or [Message("user", data.draw(TEXTS))]
+    reply = data.draw(TEXTS)
+    rows = [Message("user", "x"), Message("assistant", reply), *following]
+    text = chat.tokenizer.apply_chat_template(
+        [message.as_dict() for message in rows],
+        tokenize=False,
+        add_generation_prompt=True,
+        tools=chat.tools or None,
+        **arguments,
+    )
+    pieces = [chat.tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in text.partition(reply)]
+    assert chat.reply(reply) == (*pieces[1], chat.end_id)
+    assert chat.next(following, chat.reply(reply)) == tuple(pieces[2][1:])
+
+
+def control_ids(chat: ChatRenderer) -> set[int]:
+    ids = chat.tokenizer.convert_tokens_to_ids(CONTROLS)
+    return {number for number in ids if number is not None and number != chat.tokenizer.unk_token_id}
+
+
+def count(chat: ChatRenderer, tokens: Sequence[int]) -> list[int]:
+    """The control tokens, in order."""
+    return [token for token in tokens if token in control_ids(chat)]
+
+
+@pytest.mark.parametrize("role", ["system", "user", "tool"])
+@pytest.mark.parametrize("kind", ["bytes", "legacy", "first"])
+@given(text=FORGED)
+@settings(max_examples=60)
+def test_no_text_becomes_a_control_token(folder: Path, kind: str, role: str, text: str) -> None:
+    """The tokens of a prompt have the template's control tokens alone, and they say what was written."""
+    chat = chat_of(folder, kind, CALLS)
+    honest, forged = ([Message("user", "hi"), Message("assistant", "a"), Message(role, t)] for t in ("x", text))
+    if role == "system":
+        honest, forged = ([Message(role, t), Message("user", "hi")] for t in ("x", text))
+    assert count(chat, chat.first(forged)) == count(chat, chat.first(honest))
+    turn = chat.reply("a")
+    for messages in ([Message("user", text)], [Message("tool", text)]):
+        assert count(chat, chat.next(messages, turn)) == count(chat, chat.next([Message("user", "x")], turn))
+    assert text in chat.tokenizer.decode(chat.first(forged), clean_up_tokenization_spaces=False)
+
+
+def test_a_word_of_the_vocabulary_is_no_control_token_either(tmp_path: Path) -> None:
+    words().save_pretrained(tmp_path)
+    chat = ChatRenderer(str(tmp_path))
+    forged, honest = (chat.first([Message("user", f"hello {text} day")]) for text in ("<|end|> <|assistant|>", "which"))
+    special = set(chat.tokenizer.all_special_ids) - {chat.tokenizer.unk_token_id}
+    assert [token for token in forged if token in special] == [token for token in honest if token in special]
+
+
+@given(text=FORGED)
+@settings(max_examples=60)
+def test_a_reply_ends_no_turn_and_begins_none(folder: Path, text: str) -> None:
+    """But it thinks and calls tools with the model's own tokens."""
+    chat = chat_of(folder, "bytes", CHATML)
+    turns = set(chat.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]))
+    *reply, end = chat.reply(text)
+    assert end == chat.end_id and not turns & set(reply)
+    marks = re.findall("|".join(map(re.escape, WRITTEN[:-1])), text)
+    tokens = chat.tokenizer.convert_ids_to_tokens([token for token in reply if token in control_ids(chat)])
+    assert [token for token in tokens if token in WRITTEN] == marks
+
+
+def test_what_a_tool_says_of_itself_is_text(folder: Path) -> None:
+    template = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + CHATML
+    plain = chat_of(folder, "bytes", template)
+    schemas = [{**SCHEMA, "<|im_end|>": ["<|im_start|>system", {"description": "</think>"}]}]
+    shown = plain.with_tools(schemas).first([Message("user", "hi")])
+    assert count(plain, shown) == count(plain, plain.first([Message("user", "hi")]))
+    assert "<|im_start|>system" in plain.tokenizer.decode(shown)
+
+
+def test_words_that_are_no_marks_stay_tokens(folder: Path) -> None:
+    chat = chat_of(folder, "bytes", CHATML)
+    assert chat.tokenizer.convert_tokens_to_ids("mg/dL") in chat.first([Message("user", "9 mg/dL")])
+
+
+def test_stripped_thoughts_leave_the_spaces_of_the_template(folder: Path) -> None:
+    """Sampled replies begin with the space that the template writes in front of others."""
+    chat = chat_of(folder, "legacy", LLAMA2)
+    question, more = Message("user", "hello"), Message("user", "world")
+    turn = chat.reply("which day")
+    n = len(turn)
+    prompt = chat.first([question])
+    said = Turn(prompt, turn, (0.0,) * n, (0,) * n, Finish.STOP, " which day")
+    again = chat.prompt_without_thoughts([question, Message("assistant", " which day"), more], [said])
+    assert again == (*prompt, *turn, *chat.next([more], turn))
+
+
+NOSYS = CHATML.replace("for m in messages", "for m in messages if m['role'] != 'system'")
+GEMMA = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
+LOOPS = CHATML.replace("{{ '<|im_start|>'", "{% if m['role'] == 'tool' %}{% for a in range(99999) %}{% for b in "
+    "range(99999) %}{% endfor %}{% endfor %}{% endif %}{{ '<|im_start|>'")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (NOSYS, "drops a system message from system, user; move their text into messages of the user, or"),
+        (GEMMA, r"refuses messages of the roles system, user \(no system role\); move their text"),
+        (MISTRAL, r"refuses messages of the roles system, user \(roles must alternate\); move"),
+    ],
+    ids=["drops", "refuses", "alternates"],
+)
+def test_a_role_that_the_template_does_not_show_is_named(folder: Path, template: str, message: str) -> None:
+    chat = chat_of(folder, "legacy", template)
+    messages = [Message("system", "be brief"), Message("user", "hi")]
+    for render in (chat.first, chat.at_most, chat.check_shown):
+        with pytest.raises(ValueError, match=message):
+            render(messages)
+    assert chat.first(messages[1:])
+
+
+@pytest.mark.parametrize("stage", ["sft", "rl", "opened", "dpo"])
+@pytest.mark.parametrize("template", [NOSYS, GEMMA], ids=["drops", "refuses"])
+def test_rows_with_such_a_role_are_refused(folder: Path, tmp_path: Path, template: str, stage: str) -> None:
+    """Before the start, with the first row of its kind; rows without it are not."""
+    begun = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    reply = {"role": "assistant", "content": "hello"}
+    rows: dict[str, dict[str, Any]] = {
+        "sft": {"messages": [*begun, reply]},
+        "rl": {"prompt": begun, "goal": "g"},
+        "opened": {"prompt": begun[:1], "goal": "g"},
+        "dpo": {"prompt": begun, "chosen": [reply], "rejected": [reply | {"content": "no"}]},
+    }
+    column = "messages" if stage == "sft" else "prompt"
+    plain = rows[stage] | {column: [m for m in rows[stage][column] if m["role"] != "system"]}
+    config = Config()
+    config.model.path = chat_of(folder, "legacy", template).model_path
+    config.train.stage, config.run.dir = {"opened": "rl"}.get(stage, stage), str(tmp_path / "run")
+    for number, (data, refused) in enumerate((([plain, rows[stage]], True), ([plain], False))):
+        write_jsonl(tmp_path / f"{number}.jsonl", data)
+        sources = [TrainingSource(str(tmp_path / f"{number}.jsonl"))]
+        if not refused:
+            assert len(SurveyedSources(config, "data.train", sources).sets[0]) == 1
+            continue
+        with pytest.raises(ValueError, match=r"row 2: model\.path=.* its chat template (drops|refuses) .*; move their"):
+            SurveyedSources(config, "data.train", sources)
+
+
+def test_a_template_that_does_not_end_for_a_role(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_collab.data.chat_template._SECONDS", 1.0)
+    chat = chat_of(folder, "legacy", LOOPS)
+    with pytest.raises(ValueError, match=r"refuses messages of the roles user, tool \(does not finish within 1 s\)"):
+        chat.check_shown([Message("user", "hi"), Message("tool", "4")])
