@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from functools import partial
+from importlib.util import find_spec
 
 from megatron_collab.config import Config, PlayConfig, nearest, require
 from megatron_collab.inference import server_args
@@ -172,9 +173,15 @@ def idle_gpus(config: Config) -> list[str]:
 
 
 def check_arguments(serving: ServingSpec) -> None:
-    """Lets SGLang check its own arguments for each model on this machine; takes seconds. Raises ConfigError."""
+    """Lets SGLang check its own arguments for each model on this machine; takes seconds. Raises ConfigError.
+
+    Raises it too if SGLang is to serve a model and is not installed.
+    """
     if not first_on_node():
         return
+    if served := next((spec for spec in serving.models if spec.placement.replicas), None):
+        message = "SGLang serves the model and is not installed; `make setup` in a checkout installs it"
+        require(find_spec("sglang") is not None, f"{served.setting}: {message}")
     on_cpu = device.select(serving.policy.host.device).type == "cpu"
     _check_conflicts(serving, on_cpu)
     for spec in serving.models:

@@ -124,7 +124,8 @@ class RunFolder:
         """Write report.html and, last, result.json, which marks the run as finished. Call on rank 0."""
         from megatron_collab.observability import report  # imports matplotlib, which takes a second
 
-        versions = {"megatron-collab": __version__, **{name: metadata.version(name) for name in VERSIONS}}
+        installed = {name: version for name in VERSIONS if (version := _installed_version(name))}
+        versions = {"megatron-collab": __version__, **installed}
         report.write(self.folder)
         replace(self.folder / FINISHED, {**result, "versions": versions})
 
@@ -164,6 +165,14 @@ class RunFolder:
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         for writer in self._writers:
             writer.scalars(step, metrics)
+
+
+def _installed_version(name: str) -> str | None:
+    """The version of a distribution; None if it is not installed, as SGLang need not be for sft and dpo."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def scores(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
 from megatron_collab.runtime.redact import redact_output
@@ -55,7 +55,7 @@ def begin(process: str = "") -> None:
     `process`: its name in brackets; "" for the first process of a program. Exits if LEVEL is set to something else.
     """
     redact_output()
-    _outlive_streams()
+    sys.stdout, sys.stderr = _outliving(sys.stdout), _outliving(sys.stderr)
     name = os.environ.get(LEVEL, "info").lower()
     if name not in LEVELS:
         print(f"megatron-collab: {LEVEL}={name}: no such level; choose one of {', '.join(LEVELS)}", file=sys.stderr)
@@ -70,17 +70,14 @@ def show(text: str, end: str = "\n") -> None:
     print(printable(text), end=end, flush=True)
 
 
-def _outlive_streams() -> None:
-    """From now on, output that cannot be written is dropped: a run outlives its pipe, its terminal and a full disk.
-
-    A stream that was closed before the start is replaced by one that drops everything.
+def _outliving(stream: TextIO | None) -> TextIO:
+    """`stream`, which from now on drops output that cannot be written: a run outlives its pipe, its terminal and a full
+    disk. A stream that was closed before the start is replaced by one that drops everything.
     """
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
-        stream = getattr(sys, name)
-        if "flush" not in vars(stream):
-            vars(stream).update({call: partial(_attempt, getattr(stream, call)) for call in ("write", "flush")})
+    stream = stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    if "flush" not in vars(stream):
+        vars(stream).update({call: partial(_attempt, getattr(stream, call)) for call in ("write", "flush")})
+    return stream
 
 
 def _attempt(call: Callable[..., Any], *arguments: Any) -> Any:

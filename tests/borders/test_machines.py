@@ -153,7 +153,7 @@ def test_another_number_of_ranks_than_in_the_settings_is_refused_once(
     for name, value in (RANK | {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": str(local_rank)}).items():
         monkeypatch.setenv(name, value)
     config = compose(["experiment=booking_sft", "launch.nproc_per_node=2", "run.dir=unused"])
-    assert program.run("a.module", "", [], lambda *_: (config, lambda: None)) == EXIT_BAD_INPUT
+    assert program.run("a.module", "", Config, [], lambda *_: (config, 2, lambda: None)) == EXIT_BAD_INPUT
     message = "launch.nodes=1 x launch.nproc_per_node=2: torchrun has started 3 ranks, 3 of them on this node; "
     assert capsys.readouterr().err.count(message) == (local_rank == 0)
     assert bool(waits) == (local_rank == 1)  # for the launcher, which ends it after the first rank
@@ -321,7 +321,7 @@ def test_an_extension_that_exits_at_its_import_is_refused(extension: Path) -> No
 
 
 def test_a_function_that_exits_does_not_end_a_run_with_0(capsys: pytest.CaptureFixture[str]) -> None:
-    assert program.run("a.module", "", [], lambda *_: ends()) == EXIT_BAD_INPUT  # type: ignore[func-returns-value]
+    assert program.run("a.module", "", Config, [], lambda *_: ends()) == EXIT_BAD_INPUT  # type: ignore[func-returns-value]
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and __file__ in err and "ends the run by SystemExit(0)" in err
 

@@ -13,6 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_collab.config import Config
+from megatron_collab.observability import folder
 from megatron_collab.observability.run import Run, Stopwatch, line, progress
 from megatron_collab.types import (
     Conversation,
@@ -281,6 +282,14 @@ def test_a_run_without_an_evaluation_has_a_result(tmp_path: Path) -> None:
         run.finish()
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["before"], result["after"], result["accuracy_after"]) == ({}, {}, None)
+
+
+def test_a_run_ends_without_a_library_that_it_does_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang is not installed with the wheel, and sft and dpo run without it."""
+    monkeypatch.setattr(folder, "VERSIONS", ("torch", "not-installed"))
+    with opened(tmp_path) as run:
+        run.finish()
+    assert json.loads((tmp_path / "result.json").read_text())["versions"].keys() == {"megatron-collab", "torch"}
 
 
 def test_the_time_of_earlier_starts_counts(tmp_path: Path) -> None:

@@ -24,11 +24,11 @@ patches.apply("megatron", "litellm")
 REGISTER = patches.register()
 NOT_HERE = ("sglang", "transformer-engine")  # libraries that a process with Megatron on a CPU does not import
 # State of the process that Python documents as variables; runtime/redact.py replaces how its streams write.
-DOCUMENTED_STATE = {"os.environ", "tempfile.tempdir", "sys.stderr.write"}
+DOCUMENTED_STATE = {"os.environ", "tempfile.tempdir", "sys.stdout", "sys.stderr", "sys.stderr.write"}
 # They import modules of their own: files of the user, TransformerEngine with the reference kernels.
 IMPORTERS = ("config/extension.py", "rehearsal/te_cpu/imports.py")
 # Names with an underscore that the language and its library document.
-DOCUMENTED = {"_exit", "_current_frames", "_replace", "_asdict"}
+DOCUMENTED = {"_exit", "_current_frames", "_getframe", "_replace", "_asdict"}
 
 
 def named(entries: list[Patch]) -> list[object]:

@@ -169,8 +169,10 @@ def run_tests(namespace: dict[str, Any], functions: Sequence[str], required: boo
 def _note_end(test: Any, ended: list[int]) -> None:
     """Add the identity of a case to `ended` when its method has run to the end."""
     import inspect  # takes long
+    import unittest
 
-    method = getattr(test, test._testMethodName)
+    name = unittest.TestCase.id(test).rpartition(".")[2]
+    method = getattr(test, name)
 
     @functools.wraps(method)
     def noted() -> None:
@@ -182,7 +184,7 @@ def _note_end(test: Any, ended: list[int]) -> None:
         await method()
         ended.append(id(test))
 
-    setattr(test, test._testMethodName, noted_later if inspect.iscoroutinefunction(method) else noted)
+    setattr(test, name, noted_later if inspect.iscoroutinefunction(method) else noted)
 
 
 def _refuse_code_in_data(event: str, arguments: tuple[Any, ...]) -> None:
