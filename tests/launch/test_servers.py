@@ -421,5 +421,5 @@ def test_models_beside_the_policy_have_gpus_of_their_own_or_the_trainers(machine
 def test_a_run_that_serves_a_model_needs_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wheel does not bring SGLang, whose own requirements name packages of CUDA."""
     monkeypatch.setattr(servers, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"rollout.server: SGLang serves the model and is not installed; `make setup`"):
+    with pytest.raises(ConfigError, match=r"rollout.server: SGLang serves the model and is not installed"):
         servers.check_arguments(server_specs.training(Config()))
