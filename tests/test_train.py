@@ -66,7 +66,7 @@ def test_a_stopped_run_prints_its_reason_in_one_line(
     monkeypatch.setattr(signals, "keep_notices", lambda rank, grace: None)
     monkeypatch.setattr(prepare, "prepare", run_spec)
     monkeypatch.setattr(train.process, "under_torchrun", lambda: True)
-    monkeypatch.setattr(train.program, "_check_ranks", lambda config: None)
+    monkeypatch.setattr(train.program, "_check_ranks", lambda nodes, ranks: None)
     code = train.main(["experiment=booking_sft", f"run.dir={tmp_path}/run", f"data.dir={tmp_path}/world"])
     assert code == train.process.EXIT_STOPPED == 3
     assert messages == ["megatron-collab: llm.budget_usd=5 is used up\n"]

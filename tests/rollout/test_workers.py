@@ -101,8 +101,9 @@ class FakeEngineWorker:
 
 
 @pytest.fixture(scope="module")
-def options() -> Config:
+def options(tmp_path_factory: pytest.TempPathFactory) -> Config:
     settings = config(max_user_turns=2)
+    settings.run.dir = str(tmp_path_factory.mktemp("run"))
     settings.reward.weights, settings.reward.metrics = dict(WEIGHTS), METRICS
     settings.train.rollouts_per_prompt = 4
     return settings
