@@ -279,7 +279,7 @@ def test_a_conversation_worker_samples_from_its_servers(
     task = replace(tasks(1)[0], user="guest")
 
     nobody = f"http://127.0.0.1:{free_port()}"
-    settings = replace(options, run=RunConfig(str(tmp_path)), model=replace(options.model, path=str(tmp_path)))
+    settings = replace(options, run=RunConfig(dir=str(tmp_path)), model=replace(options.model, path=str(tmp_path)))
     settings = replace(settings, users={"guest": {"class": booking.USER}})
     settings.rollout = replace(options.rollout, system_prompt=str(tmp_path / "system.j2"))
     settings.user = replace(options.user, model="served/helper")
