@@ -13,8 +13,8 @@ from typing import Any
 
 from safetensors.numpy import save_file
 
-from megatron_collab.inference.spec import ServedAdapters
 from megatron_collab.models import hf_config, lora
+from megatron_collab.models.lora import ServedAdapters
 from megatron_collab.runtime import hub
 
 NAME = "policy"  # of the adapters in requests

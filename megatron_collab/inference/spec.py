@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_collab.models.hf_to_sglang import ServerLayout
-from megatron_collab.models.lora import ServedAdapters as ServedAdapters
+from megatron_collab.models.lora import ServedAdapters
 
 
 class Serves(Enum):

@@ -16,13 +16,13 @@ from megatron_collab.inference.served import gives_text
 from megatron_collab.inference.spec import (
     ClientSpec,
     Placement,
-    ServedAdapters,
     ServerHost,
     ServerSpec,
     Serves,
     ServingSpec,
 )
 from megatron_collab.llm.endpoint import SERVED
+from megatron_collab.models.lora import ServedAdapters
 from megatron_collab.reward import metrics
 
 
