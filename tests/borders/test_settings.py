@@ -91,7 +91,7 @@ REFUSED = {
     "run.dir=/proc/x": "run.dir=/proc/x: cannot be used (No such file or directory: /proc); choose another run.dir",
     "llm.cache=/dev/null": "llm.cache=/dev/null: cannot be used (it is not a folder); choose another llm.cache",
     "llm.record=/dev/null/x": "llm.record=/dev/null/x: cannot be used (/dev/null is not a folder); choose another ",
-    "data.dir='~nobody/x'": "data.dir=~nobody/x: only ~/ at the beginning of an option is expanded; give the whole path",
+    "data.dir='~nobody/x'": "data.dir=~nobody/x: only ~/ at the beginning of an option is expanded; give the whole",
 }
 
 
