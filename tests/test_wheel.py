@@ -95,6 +95,7 @@ def test_the_program_runs_from_any_folder(environment: Path, tmp_path: Path) -> 
 
 def test_it_trains_from_any_folder(environment: Path, tmp_path: Path) -> None:
     settings = ["experiment=booking_sft", "launch.device=cpu", "train.steps=2", "run.dir=run", "data.dir=world"]
+    settings += ["optim.warmup_steps=0"]
     run(environment / "bin" / "megatron-collab", "train", *settings, cwd=tmp_path)
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(steps) == 2 and (tmp_path / "run" / "hf" / "model.safetensors").is_file()

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_collab.commands import ArgumentParser, positive
-from megatron_collab.config import ConfigError, read_prompt, require
+from megatron_collab.config import WRITTEN_FOLDER, ConfigError, check_path, read_prompt, require
 from megatron_collab.runtime.console import show
 
 SUMMARY = "summary.json"
@@ -43,6 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     message = f"--max-tokens={options.max_tokens}: tasks that the user opens have no prompt; remove it"
     require(options.max_tokens is None or options.to != "opened", message)
     require(options.max_tokens is None or options.max_tokens > 0, f"--max-tokens={options.max_tokens}: must be above 0")
+    check_path("--out", options.out, WRITTEN_FOLDER)
     written = (SUMMARY, *(f"{side}.{suffix}" for side in ("train", "eval") for suffix in ("jsonl", "parquet")))
     existing = [name for name in written if (options.out / name).exists()]
     require(not existing, f"--out={options.out}: holds {', '.join(existing)}; remove it, or give another folder")

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_collab.commands import ArgumentParser
+from megatron_collab.config import WRITTEN_FOLDER, check_path
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -23,6 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--compare", action="store_true", help="also train on the reward of the trained turn alone")
     parser.add_argument("overrides", nargs="*", metavar="option=value", help="settings of every run")
     options = parser.parse_args(arguments)
+    check_path("--root", options.root, WRITTEN_FOLDER)
     root = options.root / f"seed{options.seed}"
     common = [f"run.seed={options.seed}", f"data.dir={root}/world", *options.overrides]
     second_stage = ["experiment=booking", f"model.path={root}/sft/hf", *common]

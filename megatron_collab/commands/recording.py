@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_collab.commands import ArgumentParser
-from megatron_collab.config import ConfigError, require
+from megatron_collab.config import WRITTEN_FOLDER, ConfigError, check_path, require
 from megatron_collab.runtime.console import show
 from megatron_collab.runtime.redact import HIDDEN, redact
 
@@ -165,6 +165,7 @@ def _write(
     from megatron_collab.llm.recording import Shard
 
     require(options.out is not None, f"{options.action}: give the folder to write as --out=FOLDER")
+    check_path("--out", options.out, WRITTEN_FOLDER)
     require(
         not options.out.exists() or not any(options.out.iterdir()), f"--out={options.out}: is not empty; give a new one"
     )

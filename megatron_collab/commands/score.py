@@ -25,8 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_collab.commands import ArgumentParser
 from megatron_collab.config import (
+    WRITTEN_FILE,
     ConfigError,
     PlayConfig,
+    check_path,
+    check_written,
     compose_program,
     groups,
     nearest,
@@ -57,7 +60,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("option", nargs="*", help="option of the run to override")
     options = parser.parse_intermixed_args(arguments)
     require(options.step is None or options.evaluation is None, "--step and --evaluation: give one of them")
+    if options.out:
+        check_path("--out", options.out, WRITTEN_FILE)
     config, rewards = _settings(options)
+    check_written(config.llm, "llm.")
 
     # Ray and the libraries of data take seconds to import, so arguments are checked first.
     from megatron_collab.reward.comparison import group_rewards, merge_metrics

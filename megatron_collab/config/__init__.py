@@ -11,8 +11,17 @@ from megatron_collab.config.history import (
     recorded_value,
     recorded_values,
 )
+from megatron_collab.config.kind import ADDRESS, WRITTEN_FILE, WRITTEN_FOLDER, address_fault, header_fault
 from megatron_collab.config.load import COMMAND_LINE, CONF, build, compose, compose_program, groups, layers, settings
-from megatron_collab.config.option import ConfigError, check_declared, declared, option, require
+from megatron_collab.config.option import (
+    ConfigError,
+    check_declared,
+    check_path,
+    check_written,
+    declared,
+    option,
+    require,
+)
 from megatron_collab.config.programs import (
     AllOptions,
     BuildDatasetConfig,

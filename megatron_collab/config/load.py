@@ -51,11 +51,11 @@ def compose(overrides: Sequence[str], defaults: Mapping[str, Any] = {}) -> Confi
 def compose_program[Program: CallConfig](
     program: type[Program], overrides: Sequence[str], defaults: Mapping[str, Any] = {}
 ) -> Program:
-    """The settings of `program`: `conf/config.yaml` composed with Hydra overrides; launch.validate checks the values.
+    """The settings of `program`: `conf/config.yaml` composed with Hydra overrides; launch.validate checks the whole.
 
     `defaults`: values of options by dotted name, in place of the schema's.
-    Raises ConfigError for an unknown option, one that the program refuses, a value of the wrong type, or a required
-    option that is not set.
+    Raises ConfigError for an unknown option, one that the program refuses, a value of the wrong type or one that its
+    declaration rejects, or a required option that is not set.
     """
     for name in (override.lstrip("+").partition("=")[0] for override in overrides):
         group = name.partition(".")[0]
@@ -65,6 +65,7 @@ def compose_program[Program: CallConfig](
         config = _part(program, _compose_node(overrides))
     if missing := sorted(name for name, value, _ in declared(config) if value == MISSING):
         raise ConfigError(f"{missing[0]}: not set; give {missing[0]}=VALUE or an experiment=NAME that sets it")
+    check_declared(config)
     return config
 
 
@@ -175,10 +176,11 @@ def _schema_with(defaults: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _plain(overrides: Sequence[str]) -> list[str]:
-    """Overrides without + and ++ (added options would not be read), aliases resolved, and =~/ as the home folder."""
+    """Overrides without + and ++ (added options would not be read), aliases resolved, and ~ as the home folder."""
     parts = (override.lstrip("+").partition("=") for override in overrides)
     named = (f"{ALIASES.get(name, name)}{sign}{value}" for name, sign, value in parts)
-    return [re.sub(r"(?<==)~(?=/)", os.path.expanduser("~"), override, count=1) for override in named]
+    home = os.path.expanduser("~")
+    return [re.sub(r"""^([^=]*=["']?)~(?=["'/]|$)""", lambda match: match[1] + home, override) for override in named]
 
 
 def _refuse_syntax(override: str) -> None:

@@ -11,9 +11,11 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron_collab.config.hint import nearest
+from megatron_collab.config.kind import Kind, is_blank
 
 MANY = 10_000_000  # default upper bound of steps, tokens, seconds, …: more is a typing error
 _KEY = "declared"  # in the metadata of a field
@@ -48,10 +50,13 @@ class Declared:
     """Help and allowed values of an option; for a dict or a list, of every entry.
 
     `choices`: the allowed values; if `extensible`, package.module:Class is also allowed. Numbers must be finite and
-    within the bounds. `may_change`: a resumed run may change the value; `entries_may_change`: and add or remove keys.
+    within the bounds, texts of the `kind` and, unless `blank`, not blank. `may_change`: a resumed run may change the
+    value; `entries_may_change`: and add or remove keys.
     """
 
     help: str
+    kind: Kind | None = None
+    blank: bool = False
     choices: tuple[str, ...] = ()
     extensible: bool = False
     ge: float | None = None
@@ -65,6 +70,8 @@ class Declared:
         """The allowed values in words, e.g. "at least 0 and below 1"; empty if every value of the type is allowed."""
         if self.choices:
             return separator.join([*self.choices, *(["package.module:Class"] if self.extensible else [])])
+        if self.kind:
+            return self.kind.name
         bounds = ((words, getattr(self, name)) for name, (words, _) in _BOUNDS.items())
         return " and ".join(f"{words} {bound}" for words, bound in bounds if bound is not None)
 
@@ -76,6 +83,10 @@ class Declared:
             bounds = ((getattr(self, name), holds) for name, (_, holds) in _BOUNDS.items())
             within = all(bound is None or holds(value, bound) for bound, holds in bounds)
             return None if within else f"must be {self.allowed()}"
+        if isinstance(value, str) and not self.blank and is_blank(value):
+            return "is blank; give a value"
+        if isinstance(value, str) and self.kind:
+            return self.kind.fault(value) or None
         if value is None or not self.choices or value in self.choices or (self.extensible and ":" in value):
             return None
         return f"choose one of {self.allowed(', ')}{nearest(value, self.choices)}"
@@ -95,6 +106,8 @@ def option(default: Any, help: str, **declaration: Any) -> Any:
 
 
 mutable = partial(option, may_change=True)  # a resumed run may change the value
+# A time limit in seconds: what takes less than a tenth of a second needs none.
+seconds = partial(mutable, ge=0.1)
 
 
 def declared(options: Any, prefix: str = "") -> Iterator[tuple[str, Any, Declared]]:
@@ -114,14 +127,43 @@ def declared(options: Any, prefix: str = "") -> Iterator[tuple[str, Any, Declare
 
 
 def check_declared(options: Any, prefix: str = "") -> None:
-    """Raises ConfigError for the first value of the dataclass `options` that its declaration rejects, or that is ''."""
+    """Raises ConfigError for the first value of the dataclass `options` that its declaration rejects.
+
+    A text is rejected if it is blank, unless it is '' by default. Free entries of a dict may be blank, its keys not.
+    """
     defaults = {name: default for name, default, _ in declared(type(options), prefix)}
     for name, value, rule in declared(options, prefix):
-        require(value != "" or defaults[name] == "", f"{name}=: is empty; give a value")
+        if value == "" and defaults[name] == "":  # not set
+            continue
+        entries = [(name, entry) for entry in (value if isinstance(value, list) else [value])]
         if isinstance(value, dict):
-            entries = [(f"{name}.{key}", entry) for key, entry in value.items() if not isinstance(entry, dict)]
-        else:
-            entries = [(name, entry) for entry in (value if isinstance(value, list) else [value])]
+            for key in map(str, value):
+                fault = "is blank; give a name" if is_blank(key) else rule.kind and rule.kind.key_fault(key)
+                require(not fault, f"{name}.{_shown(key)}: {fault}")
+            unchecked = dict if rule.kind or rule.choices else dict | str
+            entries = [(f"{name}.{key}", entry) for key, entry in value.items() if not isinstance(entry, unchecked)]
         for setting, entry in entries:
             fault = rule.fault(entry)
-            require(fault is None, f"{setting}={entry}: {fault}")
+            require(fault is None, f"{setting}={_shown(entry)}: {fault}")
+
+
+def check_written(options: Any, prefix: str = "") -> None:
+    """Raises ConfigError for the first file or folder of the dataclass `options` that this machine cannot write."""
+    for name, value, rule in declared(options, prefix):
+        if value and rule.kind and rule.kind.write_fault:
+            check_path(name, value, rule.kind)
+
+
+def check_path(setting: str, path: Path | str, kind: Kind) -> None:
+    """Raises ConfigError, which names `setting`, if this machine cannot write `path`, of a written `kind`."""
+    assert kind.write_fault
+    label, fault = f"{setting}={_shown(path)}", Declared("", kind).fault(str(path))
+    require(fault is None, f"{label}: {fault}")
+    fault = kind.write_fault(str(path))
+    require(not fault, f"{label}: cannot be used ({fault}); choose another {setting}")
+
+
+def _shown(value: Any) -> str:
+    """The value in one line, quoted if it is blank or has control characters, without the user of an address."""
+    text = re.sub(r"(?<=://)[^/?#]*@", "***@", str(value))
+    return repr(text) if is_blank(text) or not text.isprintable() else text

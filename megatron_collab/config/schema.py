@@ -14,7 +14,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megatron_collab.config.option import MANY, mutable, option
+from megatron_collab.config.kind import ADDRESS, HEADERS, WRITTEN_FOLDER
+from megatron_collab.config.option import MANY, mutable, option, seconds
 
 # fmt: off
 TOOL_PARSERS = (  # as SGLang calls them
@@ -48,7 +49,7 @@ class SeedConfig:
 
 @dataclass
 class RunConfig(SeedConfig):
-    dir: str = mutable(MISSING, "folder of the run: metrics, transcripts, checkpoints, report")
+    dir: str = mutable(MISSING, "folder of the run: metrics, transcripts, checkpoints, report", kind=WRITTEN_FOLDER)
     wandb_project: str | None = mutable("megatron-collab", "Weights & Biases project, used if WANDB_API_KEY is set")
     wandb_name: str | None = mutable(None, "name of the run in Weights & Biases; null: a generated one")
     wandb_group: str | None = mutable(None, "group of the run in Weights & Biases")
@@ -64,13 +65,13 @@ class TrainingRunConfig(RunConfig):
 class MachineConfig:
     interface: str | None = mutable(None, "network interface between nodes, e.g. ib0; required for more than one node")
     device: str = mutable("auto", "device of the trainer and the servers", choices=("auto", "cpu", "cuda"))
-    timeout: float = mutable(600.0, "seconds without progress on any rank before the run aborts with all stacks", gt=0)
+    timeout: float = seconds(600.0, "seconds without progress on any rank before the run aborts with all stacks", ge=1)
 
 
 @dataclass
 class LaunchConfig(MachineConfig):
     nodes: int = mutable(1, "nodes of the run; if more than one, start torchrun on each", ge=1, le=10_000)
-    grace: float = mutable(25.0, "seconds from SIGTERM until the run exits, saved or not", gt=0)
+    grace: float = seconds(25.0, "seconds from SIGTERM until the run exits, saved or not")
 
 
 @dataclass
@@ -260,8 +261,8 @@ class TrainConfig(EvalTasksConfig):
 
 @dataclass
 class ServerStartConfig:
-    start_timeout: float = mutable(
-        600.0, "seconds until the servers must be healthy; on GPUs the first start compiles kernels", gt=0
+    start_timeout: float = seconds(
+        600.0, "seconds until the servers must be healthy; on GPUs the first start compiles kernels", ge=1
     )
 
 
@@ -354,20 +355,20 @@ class RolloutConfig(ContextConfig):
     turn: SamplingConfig = field(default_factory=SamplingConfig)
     future: SamplingConfig = field(default_factory=SamplingConfig)
     strip_thoughts: bool = option(False, "later turns see earlier replies without their thoughts")
-    deadline: float = mutable(900.0, "seconds one future may take; then it ends without a score", gt=0)
+    deadline: float = seconds(900.0, "seconds one future may take; then it ends without a score")
     system_prompt: str | None = option(None, "FILE.j2: system prompt of tasks and SFT conversations without one")
     tools: list[str] = option([], "tools of the policy: calculator, package.module:Class or package.module:function")
     tool_options: dict[str, dict[str, Any]] = option({}, "settings of each tool, by the name that the policy calls")
     mcp_servers: dict[str, dict[str, Any]] = option(
         {}, "MCP servers by a name of your choice, with command and args, or url"
     )
-    tool_timeout: float = mutable(60.0, "seconds one tool call may take; then the policy reads of the timeout", gt=0)
+    tool_timeout: float = seconds(60.0, "seconds one tool call may take; then the policy reads of the timeout")
     tool_parser: str = option("qwen25", "SGLang's parser of the policy's tool calls", choices=TOOL_PARSERS)
     max_tool_calls: int = option(
         8, "rounds of tool calls in one turn; the policy's next message is its reply", ge=0, le=1000
     )
     workers: int = mutable(1, "Ray ConversationWorkers", ge=1, le=10_000)
-    turn_timeout: float = mutable(300.0, "seconds one request to the server may take", gt=0)
+    turn_timeout: float = seconds(300.0, "seconds one request to the server may take")
     server: ServerConfig = field(default_factory=ServerConfig)
 
 
@@ -387,7 +388,7 @@ class EndpointConfig:
     """A language model behind LiteLLM."""
 
     model: str | None = option(None, "LiteLLM model")
-    api_base: str | None = mutable(None, "endpoint of the model; its key comes from the environment")
+    api_base: str | None = mutable(None, "endpoint of the model; its key comes from the environment", kind=ADDRESS)
     temperature: float | None = option(
         0.0, "sampling temperature; null: not sent, for models with a fixed one", ge=0, le=10
     )
@@ -396,11 +397,13 @@ class EndpointConfig:
     max_tokens: int | None = option(
         2048, "token budget of an answer; null: send extra.max_completion_tokens instead", ge=1
     )
-    headers: dict[str, str] = option({}, "HTTP headers; os.environ/NAME: the environment variable NAME, for keys")
+    headers: dict[str, str] = option(
+        {}, "HTTP headers; os.environ/NAME: the environment variable NAME, for keys", kind=HEADERS
+    )
     extra: dict[str, Any] = option({}, "other arguments of LiteLLM's completion, e.g. {seed: 1}")
     attempts: int = mutable(6, "tries until an answer is recorded as missing", ge=1, le=1000)
-    timeout: float = mutable(60.0, "seconds one try may take", gt=0)
-    deadline: float = mutable(300.0, "seconds all tries together may take", gt=0)
+    timeout: float = seconds(60.0, "seconds one try may take")
+    deadline: float = seconds(300.0, "seconds all tries together may take")
 
 
 @dataclass
@@ -474,7 +477,7 @@ class RewardConfig(JudgeConfig):
     malformed_worst: bool = option(False, "a malformed turn gets at most the worst reward of its group")
     workers: int = mutable(1, "Ray RewardWorkers", ge=1, le=10_000)
     concurrency: int = mutable(256, "scores of one metric that a RewardWorker computes at once", ge=1)
-    timeout: float = mutable(120.0, "seconds one score may take; with a judge, reward.judge.deadline applies", gt=0)
+    timeout: float = seconds(120.0, "seconds one score may take; with a judge, reward.judge.deadline applies")
     max_missing: float = mutable(
         0.2, "share of scores that may be missing in a step or an evaluation before the run stops", ge=0, le=1
     )
@@ -501,8 +504,12 @@ class LlmConfig:
     prices: dict[str, list[Any]] = mutable(
         {}, "USD per million prompt and answer tokens, e.g. {openai/m: [2.5, 10]}; other models: LiteLLM's"
     )
-    cache: str | None = mutable(None, "cache folder of the judges' answers; null: llm_cache in run.dir")
-    record: str | None = mutable(None, "folder to which all calls of users, judges and served models are recorded")
+    cache: str | None = mutable(
+        None, "cache folder of the judges' answers; null: llm_cache in run.dir", kind=WRITTEN_FOLDER
+    )
+    record: str | None = mutable(
+        None, "folder to which all calls of users, judges and served models are recorded", kind=WRITTEN_FOLDER
+    )
     replay: str | None = mutable(
         None, "folder of recorded calls to replay instead of calling models: no network, no key, no cost"
     )
@@ -532,7 +539,7 @@ class PublishConfig:
 class DataConfig:
     world: str | None = option(None, "world that creates model and data: booking, gsm8k or package.module:Class")
     world_options: dict[str, Any] = option({}, "settings of a world given as package.module:Class")
-    dir: str | None = option(None, "folder in which the world is created")
+    dir: str | None = option(None, "folder in which the world is created", kind=WRITTEN_FOLDER)
     path: str | None = option(None, "source data of the world, if it needs any (gsm8k: folder with train.jsonl)")
     eval: Any = mutable(None, "evaluation data: a source as in data.train, or a list of sets [{source: …, name: …}]")
     format: str = option("auto", "format of the rows; auto: by their columns", choices=FORMATS, extensible=True)

@@ -22,7 +22,9 @@ from megatron_collab.config import (
     ConfigError,
     PlayConfig,
     ServedConfig,
+    address_fault,
     changes,
+    check_written,
     read_settings,
     require,
 )
@@ -68,9 +70,14 @@ _OF_POLICY_LOSS = (
 
 
 def run_lock(config: PlayConfig) -> AbstractContextManager[object]:
-    """Lock run.dir for this run, in its first process and before anything else. Raises ConfigError if it is in use."""
-    first = LAUNCHER not in os.environ and global_rank() == 0  # the process that became torchrun holds it for its ranks
-    return RunLock(Path(config.run.dir)) if first else nullcontext()
+    """Lock run.dir for this run, in its first process and before anything else.
+
+    Raises ConfigError if it is in use, or if this machine cannot write a file or folder of the settings.
+    """
+    if LAUNCHER in os.environ or global_rank():  # the process that became torchrun holds it for its ranks
+        return nullcontext()
+    check_written(config)
+    return RunLock(Path(config.run.dir))
 
 
 def prepare(config: Config) -> RunSpec:
@@ -139,7 +146,7 @@ def without_effect(config: Config) -> list[str]:
 def check_nodes(config: PlayConfig, module: str, ranks: int = 1, plays: bool = True) -> None:
     """Raises ConfigError if on several nodes torchrun was not started by hand, or Ray if the program `plays`.
 
-    `ranks`: of the program on a node.
+    It raises it too if RAY_ADDRESS is none. `ranks`: of the program on a node.
     """
     nodes = config.launch.nodes
     command = f"python -m megatron_collab.launch.torchrun --nnodes {nodes} --nproc-per-node"
@@ -153,6 +160,10 @@ def check_nodes(config: PlayConfig, module: str, ranks: int = 1, plays: bool = T
         f"launch.nodes={nodes}: RAY_ADDRESS is not set, so Ray would run on one node only; start Ray on every node in "
         "this folder, and set RAY_ADDRESS to HOST:PORT of its head, or set launch.nodes=1",
     )
+    if plays and (head := os.environ.get("RAY_ADDRESS", "auto")) not in ("auto", "local"):
+        fault = address_fault(head if "://" in head else f"ray://{head}", ("ray",))
+        fault = fault or ("" if head.rpartition(":")[2].isdigit() else "has no port; give HOST:PORT of Ray's head")
+        require(not fault, f"RAY_ADDRESS={head}: {fault}, or unset it for a cluster of this run")
 
 
 def read_data(config: Config, spec: RunSpec, schemas: Sequence[Mapping[str, Any]]) -> list[SurveyedSources[Any]]:

@@ -199,6 +199,11 @@ def _check_conflicts(serving: ServingSpec, on_cpu: bool) -> None:
 def check_served(config: PlayConfig, serving: ServingSpec) -> None:
     """Checks of what is served that need neither a trainer nor this machine. Raises ConfigError."""
     _check_conflicts(serving, on_cpu=config.launch.device == "cpu")
+    # Without a policy, the context length is that of no server.
+    for spec in serving.models if serving.policy.placement.replicas else ():
+        message = f"{spec.setting}.max_total_tokens={spec.max_total_tokens}: must hold a conversation of "
+        fits = spec.max_total_tokens is None or spec.max_total_tokens >= spec.context_length
+        require(fits, f"{message}<rollout.context_length>; raise it, or lower that", config)
     scorers = {} if config.llm.offline else metrics.scorers(metrics.scored_metrics(config.reward))
     for metric, name in scorers.items():
         if name in serving.others and serving.others[name].setting == f"reward.metrics.{metric}":  # its own server

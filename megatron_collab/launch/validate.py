@@ -98,6 +98,8 @@ def check_settings(config: Config) -> RunSpec:
     unit = "pairs" if config.objective == "dpo" else "samples"
     message = f"<algo.mini_batches>: a step has at most {samples} {unit}; choose at most as many"
     check(config.algo.mini_batches <= samples, message)
+    message = "<optim.warmup_steps>: ends beyond the run, <train.steps>; lower it"
+    check(config.optim.warmup_steps <= train.steps, message)
     message = f"<rollout.routing_replay>: {train.stage} samples no tokens to replay; set it to false"
     check(train.stage == "rl" or not rollout.routing_replay, message)
     check_layout(config)
@@ -127,7 +129,7 @@ def check_options(config: PlayConfig, *extensible: str) -> None:
     """
     check = partial(require, config=config)
     refuse_keys(asdict(config))
-    check_declared(config)
+    check_declared(config)  # again: a program may have changed composed values
     message = "<launch.nodes>: needs launch.interface, the network interface between nodes, e.g. ib0"
     check(config.launch.nodes == 1 or config.launch.interface is not None, message)
     for setting in ("reward.mode", "data.world", "data.format", "rollout.player", *extensible):
@@ -278,6 +280,8 @@ def _check_algo(config: Config) -> None:
     check(algo.correction_level == "token" or config.parallel.cp == 1, message)
     message = "<algo.critic_warmup>: <algo.advantage> has no critic; set it to 0, or algo.advantage=gae"
     check(algo.advantage == "gae" or algo.critic_warmup == 0, message)
+    message = "<algo.critic_warmup>: leaves the policy none of <train.steps>; lower it"
+    check(algo.critic_warmup < config.train.steps, message)
     message = "<reward.turn_credit>: <algo.advantage> computes returns itself, from algo.gamma; set it to equal or last"
     check(algo.advantage != "gae" or config.reward.turn_credit != "reward_to_go", message)
 

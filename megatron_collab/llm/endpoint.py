@@ -8,7 +8,15 @@ import socket
 from dataclasses import replace
 from typing import Any
 
-from megatron_collab.config import ConfigError, EndpointConfig, UserConfig, nearest, require
+from megatron_collab.config import (
+    ConfigError,
+    EndpointConfig,
+    UserConfig,
+    address_fault,
+    header_fault,
+    nearest,
+    require,
+)
 from megatron_collab.config.load import leaves
 from megatron_collab.config.schema import AssistantConfig
 from megatron_collab.llm.answer import LlmError
@@ -127,6 +135,8 @@ def check_settings(endpoint: EndpointConfig, group: str, in_use: bool = True) ->
         message = f"{group}.headers.{name}={value}: no such variable in the environment"
         is_set = variable is None or variable in os.environ or not in_use
         require(is_set, message + nearest(variable or "", os.environ))
+        fault = header_fault(os.environ.get(variable or "", "unset"))
+        require(not fault, f"{group}.headers.{name}={value}: the variable {fault}")
 
 
 def check_support(endpoint: EndpointConfig, setting: str, group: str) -> None:
@@ -172,6 +182,7 @@ def check_access(endpoint: EndpointConfig, setting: str, group: str) -> None:
     label = f"{setting}={endpoint.model}"
     message = f"{label}: the address of your own server is not set; set {group}.api_base=http://HOST:PORT/v1"
     require(provider not in _SELF_HOSTED or bool(address), message)
+    _check_variables(provider, endpoint.api_base is None)
     absent = validate_environment(str(endpoint.model))["missing_keys"]
     if key or not absent or provider not in _KEYED:
         return
@@ -183,6 +194,18 @@ def check_access(endpoint: EndpointConfig, setting: str, group: str) -> None:
     out = f"; if the server needs no key, set it to any value or name the model {hosted}"
     message = f"{label}: {' or '.join(absent)} is not set{out if endpoint.api_base else '; export it'}"
     require(other_access and provider not in _KEYED_EVERYWHERE, message)
+
+
+def _check_variables(provider: str, addresses: bool) -> None:
+    """Raises ConfigError if a key of `provider` in the environment, or one of its `addresses`, cannot be sent."""
+    start = provider.partition("_")[0].upper()
+    for name, value in sorted(os.environ.items()):
+        if value and name.startswith(start) and name.endswith("_API_KEY"):
+            fault = header_fault(value)
+            require(not fault, f"{name}: {fault}")  # without its value
+        elif value and addresses and name.startswith(start) and name.endswith(("_API_BASE", "_BASE_URL")):
+            fault = address_fault(value)
+            require(not fault, f"{name}={value}: {fault}")
 
 
 def _provider(endpoint: EndpointConfig, setting: str, group: str) -> tuple[str, str, str | None, str | None]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_collab.commands import EXIT_BAD_INPUT, ArgumentParser, positive
-from megatron_collab.config import ConfigError, require
+from megatron_collab.config import WRITTEN_FOLDER, ConfigError, check_path, require
 from megatron_collab.reproduce import plan, run, study
 from megatron_collab.runtime import console
 
@@ -43,6 +43,9 @@ def main(arguments: Sequence[str]) -> int:
             options.replay,
             tuple(options.settings),
         )
+        for name in ("out", "record"):
+            if folder := getattr(options, name):
+                check_path(f"--{name}", folder, WRITTEN_FOLDER)
         stages = plan.stages(definition, study_options)
         if options.commands:
             print("\n".join(run.shell_command(stage) for stage in stages))

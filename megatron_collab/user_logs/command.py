@@ -28,10 +28,14 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_collab.commands import ArgumentParser
 from megatron_collab.config import (
+    WRITTEN_FILE,
+    WRITTEN_FOLDER,
     ConfigError,
     PlayConfig,
     PromptError,
     UsersFromLogsConfig,
+    check_path,
+    check_written,
     compose_program,
     nearest,
     read_prompt,
@@ -72,6 +76,8 @@ def main(arguments: Sequence[str]) -> int:
     require(0 <= options.eval_share < 1, f"--eval-share={options.eval_share:g}: must be at least 0 and below 1")
     require(options.step is None or options.evaluation is None, "--step and --evaluation: give one of them")
     require(options.realism is not None or options.out is not None, "--out: not set; give the folder to write")
+    if options.out:
+        check_path("--out", options.out, WRITTEN_FILE if options.realism else WRITTEN_FOLDER)
     try:
         return _compare(options) if options.realism else _make(options)
     except RunStopped as stopped:
@@ -84,6 +90,7 @@ def _make(options: argparse.Namespace) -> int:
     out = options.out
     require(not (out / "README.md").exists(), f"--out={out}: holds tasks; remove it, or give another")
     config = compose_program(UsersFromLogsConfig, options.option)
+    check_written(config)
     require(bool(config.reward.judge.model), f"{_MODEL}: not set; give the model that describes the users")
     prompt = read_prompt("--prompt", options.prompt, _PROMPT, ("conversation",))
     require("conversation" in prompt.used, f"{prompt.label}: does not contain {{{{ conversation }}}}; add it")

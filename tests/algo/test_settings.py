@@ -49,6 +49,10 @@ from tests.helpers import refused
         (["algo.overlong=1.5"], "algo.overlong=1.5: must be at least 0 and at most 1"),
         (["algo.critic_warmup=3"], "algo.critic_warmup=3: algo.advantage=grpo has no critic; set it to 0"),
         (
+            ["algo.advantage=gae", "algo.critic_warmup=9", "train.steps=9", "optim.warmup_steps=9"],
+            "algo.critic_warmup=9: leaves the policy none of train.steps=9; lower it",
+        ),
+        (
             ["algo.advantage=gae", "reward.turn_credit=reward_to_go"],
             "reward.turn_credit=reward_to_go: algo.advantage=gae computes returns itself",
         ),

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from megatron_collab.commands.__main__ import run
+from megatron_collab.reproduce.__main__ import main as reproduce
+from megatron_collab.runtime import console
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
 from tests.borders.test_data import GOOD, MODEL, started
 from tests.helpers import byte_level_tokenizer, write_weights
@@ -27,10 +31,10 @@ REFUSED = {
     "rollout.turn.temperature=inf": "rollout.turn.temperature=inf: must be finite and above 0 and at most 10",
     "rollout.server.max_running_requests=0": "rollout.server.max_running_requests=0: must be at least 1",
     "rollout.server.max_total_tokens=-5": "rollout.server.max_total_tokens=-5: must be at least 1",
-    "rollout.server.start_timeout=0": "rollout.server.start_timeout=0.0: must be above 0",
+    "rollout.server.start_timeout=0": "rollout.server.start_timeout=0.0: must be at least 1",
     "rollout.server.port=99999": "rollout.server.port=99999: must be at least 0 and at most 65535",
     "rollout.server.port=-1": "rollout.server.port=-1: must be at least 0 and at most 65535",
-    "rollout.turn_timeout=-1": "rollout.turn_timeout=-1.0: must be above 0",
+    "rollout.turn_timeout=-1": "rollout.turn_timeout=-1.0: must be at least 0.1",
     "rollout.max_tool_calls=-1": "rollout.max_tool_calls=-1: must be at least 0",
     "rollout.tool_parser=nonsense": "rollout.tool_parser=nonsense: choose one of ",
     "reward.max_missing=7": "reward.max_missing=7.0: must be at least 0 and at most 1",
@@ -63,7 +67,31 @@ REFUSED = {
     "-m": "-m: no such argument; give --help, --cfg or option=value",
     "data.train=~/no/such.jsonl": "/no/such.jsonl: no such file",
     "optim.lr=1e-3,1e-4": "optim.lr=1e-3,1e-4: sweeps are not supported; ",
-    "run.dir=/proc/x": "run.dir=/proc/x: cannot be used (No such file or directory: /proc/x); choose another run.dir",
+    "run.dir=' '": "run.dir=' ': is blank; give a value",
+    "user.stop=' '": "user.stop=' ': is blank; give a value",
+    "user.model='\u200b'": r"user.model='\u200b': is blank; give a value",
+    "model.path='\t'": r"model.path='\t': is blank; give a value",
+    "run.wandb_tags=[a, '']": "run.wandb_tags='': is blank; give a value",
+    # Seconds and steps
+    "launch.timeout=1e-9": "launch.timeout=1e-09: must be at least 1",
+    "rollout.deadline=1e-9": "rollout.deadline=1e-09: must be at least 0.1",
+    "reward.judge.timeout=1e-9": "reward.judge.timeout=1e-09: must be at least 0.1",
+    "optim.warmup_steps=101": "optim.warmup_steps=101: ends beyond the run, train.steps=100; lower it",
+    "rollout.server.max_total_tokens=10": "rollout.server.max_total_tokens=10: must hold a conversation of ",
+    # Addresses
+    "user.api_base=notaurl": "user.api_base=notaurl: must begin with http:// or https://, as http://HOST:PORT",
+    "reward.judge.api_base='http://h:99999'": "reward.judge.api_base=http://h:99999: port 99999 does not exist",
+    "user.api_base='http://user@h/v1'": "user.api_base=http://***@h/v1: contains a user or a password; remove it",
+    "users={a: {class: llm, api_base: 'file:x'}}": "users.a.api_base=file:x: must begin with http://",
+    "rollout.mcp_servers={a: {url: 'http://h:0'}}": "rollout.mcp_servers.a.url=http://h:0: port 0 does not exist",
+    "user.headers={X A: b}": "user.headers.X A: is no name of a header; use letters, digits and -",
+    "user.headers={X-A: 'é'}": "user.headers.X-A=é: must be printable ASCII",
+    # Files and folders to write
+    "run.dir=/": "run.dir=/: is the root folder; choose another",
+    "run.dir=/proc/x": "run.dir=/proc/x: cannot be used (No such file or directory: /proc); choose another run.dir",
+    "llm.cache=/dev/null": "llm.cache=/dev/null: cannot be used (it is not a folder); choose another llm.cache",
+    "llm.record=/dev/null/x": "llm.record=/dev/null/x: cannot be used (/dev/null is not a folder); choose another ",
+    "data.dir='~nobody/x'": "data.dir=~nobody/x: only ~/ at the beginning of an option is expanded; give the whole",
 }
 
 
@@ -86,6 +114,38 @@ def test_what_cannot_be_is_refused_in_one_line(
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("megatron-collab: ") and err.count("\n") == 1, err
     assert REFUSED[setting] in err
+
+
+BLOCKED = {  # by command: arguments that name what cannot be written, and the line
+    "score": (
+        "run --reward=run --out=folder",
+        "--out=folder: cannot be used (it is a folder, not a file); choose anoth",
+    ),
+    "convert": ("run file/x --model=m", "OUT=file/x: cannot be used ("),
+    "prepare-data": (
+        "rows.jsonl --to=rl --out=file",
+        "--out=file: cannot be used (it is not a folder); choose another",
+    ),
+    "users-from-logs": ("rows.jsonl --out=/", "--out=/: is the root folder; choose another"),
+    "reproduce": ("booking --record=file/x/y", "--record=file/x/y: cannot be used ("),
+    "quickstart": ("--root=~me/runs", "--root=~me/runs: only ~/ at the beginning of an option is expanded; give the "),
+}
+
+
+@pytest.mark.parametrize("command", BLOCKED)
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    arguments, message = BLOCKED[command]
+    console.begin()
+    main = reproduce if command == "reproduce" else partial(run, command)
+    assert main(arguments.split()) == EXIT_BAD_INPUT
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"megatron-collab: {message}") and err.count("\n") == 1, err
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
 
 
 def test_a_micro_batch_of_one_token_is_none_but_of_one_sequence(tmp_path: Path, model: Path) -> None:

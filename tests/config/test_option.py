@@ -7,10 +7,12 @@ import math
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_collab.config import AllOptions, ConfigError, build, check_declared, declared, option
+from megatron_collab.config import ADDRESS, AllOptions, ConfigError, build, check_declared, declared, option
+from megatron_collab.config.option import seconds
 from megatron_collab.config.schema import TOOL_PARSERS
 
 
@@ -24,6 +26,10 @@ class Options:
     count: int = option(1, "how many", le=9)
     weights: dict[str, float] = option({}, "of each", gt=0)
     names: list[str] = option([], "of all", choices=("a", "b"))
+    limit: float = seconds(60.0, "seconds it may take")
+    url: str = option("", "where", kind=ADDRESS)
+    words: list[str] = option([], "of a command", blank=True)
+    free: dict[str, Any] = option({}, "for a library")
 
 
 @pytest.mark.parametrize(
@@ -39,7 +45,15 @@ class Options:
         ("decay", 1.0, "x.decay=1.0: must be at least 0 and below 1"),
         ("count", 10, "x.count=10: must be at most 9"),
         ("weights", {"a": 1.0, "b": -1.0}, "x.weights.b=-1.0: must be above 0 and at most 10000000"),
+        ("weights", {" ": 1.0}, "x.weights.' ': is blank; give a name"),
         ("names", ["a", "c"], "x.names=c: choose one of a, b"),
+        ("names", ["a", " "], "x.names=' ': is blank; give a value"),
+        ("color", "", "x.color='': is blank; give a value"),
+        ("loss", "\n", r"x.loss='\n': is blank; give a value"),
+        ("limit", 1e-9, "x.limit=1e-09: must be at least 0.1 and at most 10000000"),
+        ("limit", 10.0**9, "x.limit=1000000000.0: must be at least 0.1 and at most 10000000"),
+        ("url", "h:80", "x.url=h:80: must begin with http:// or https://, as http://HOST:PORT"),
+        ("url", " ", "x.url=' ': is blank; give a value"),
     ],
 )
 def test_a_value_that_is_not_allowed_is_refused_by_name(name: str, value: object, message: str) -> None:
@@ -52,6 +66,7 @@ def test_allowed_values_pass() -> None:
     check_declared(
         Options(color="green", loss="my.losses:Clipped", share=1, decay=0.0, weights={"a": 2.0}, names=["b"])
     )
+    check_declared(Options(limit=0.1, url="", words=["", " "], free={"a": "", "b": None}))
 
 
 def test_declarations_are_read_from_a_class_and_from_its_objects() -> None:

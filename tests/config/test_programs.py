@@ -115,6 +115,9 @@ def refused(program: type[CallConfig], *overrides: str) -> str:
         (EvaluateConfig, "train.step=3", "train.step: no such option; the nearest is train.steps"),
         (UsersFromLogsConfig, "reward.juge.model=m", "reward.juge.model: no such option; the nearest is reward.judge"),
         (EvaluateConfig, "train.steps=0.5", "train.steps=0.5: must be a whole number"),
+        (UsersFromLogsConfig, "reward.judge.timeout=1e-9", "reward.judge.timeout=1e-09: must be at least 0.1"),
+        (UsersFromLogsConfig, "llm.cache=' '", "llm.cache=' ': is blank; give a value"),
+        (BuildDatasetConfig, "assistant.api_base=host/v1", "assistant.api_base=host/v1: must begin with http://"),
     ],
 )
 def test_options_of_another_program_or_of_none_are_refused(

@@ -33,6 +33,7 @@ SMALL = [
     "model.dtype=float32",
     "run.wandb_project=null",
     "train.steps=2",
+    "optim.warmup_steps=0",
     "train.prompts_per_step=2",
     "train.tokens_per_micro_batch=2048",
     "train.eval_tasks=1",

@@ -111,7 +111,7 @@ def test_more_servers_than_gpus(
     """Only where servers run, and on GPUs."""
     monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(available=True, detail=""))
     monkeypatch.setattr(device, "count", lambda: 3)
-    servers = ["rollout.server.tp=2", "rollout.server.replicas=2", "rollout.server.max_total_tokens=64"]
+    servers = ["rollout.server.tp=2", "rollout.server.replicas=2", "rollout.server.max_total_tokens=8192"]
     settings = overrides(tmp_path, model, [ROW], *servers, "launch.device=cuda")
     rl = [*settings, "train.stage=rl", "reward.weights={token_amount: -1}"]
     line = refused(capsys, *rl)

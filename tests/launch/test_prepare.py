@@ -41,6 +41,18 @@ def test_sampling_on_several_nodes_needs_a_ray_cluster(monkeypatch: pytest.Monke
         prepare.prepare(compose(["experiment=train_70b"]))
 
 
+def test_an_address_of_ray_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose(["experiment=booking", "run.dir=unused"])
+    for address in ("10.0.0.1:6379", "[::1]:6379", "head-0.cluster.local:6379", "ray://head:10001", "auto", "local"):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        prepare.check_nodes(config, "m")
+    for address in ("", " ", "head", "head:99999", "http://head:8265", "10.0.0.1:6379\n", "head:", ":6379", "::1:6379"):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ConfigError, match=r"^RAY_ADDRESS=.*\s*: .*, or unset it for a cluster of this run$"):
+            prepare.check_nodes(config, "m")
+        prepare.check_nodes(config, "m", plays=False)
+
+
 def test_a_finished_run_is_done_until_more_steps_are_asked_for(tmp_path: Path) -> None:
     config = compose(["experiment=booking", f"run.dir={tmp_path}", "train.steps=5"])
     assert prepare.finished_steps(config) == 0

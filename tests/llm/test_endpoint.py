@@ -233,6 +233,47 @@ def test_a_model_that_nobody_can_reach_is_refused_and_no_other(
     assert refused is None or refused.startswith(f"reward.judge.model={message}")
 
 
+@pytest.mark.parametrize(
+    ("settings", "variables", "message"),
+    [
+        (
+            {"model": "openai/m"},
+            {"OPENAI_API_KEY": "k\n"},
+            "OPENAI_API_KEY: must be printable ASCII without line breaks",
+        ),
+        ({"model": "groq/m"}, {"GROQ_API_KEY": "k\r\nX: y"}, "GROQ_API_KEY: must be printable ASCII"),
+        ({"model": "hosted_vllm/m", "api_base": BASE}, {"HOSTED_VLLM_API_KEY": " k"}, "HOSTED_VLLM_API_KEY: must be"),
+        ({"model": "together_ai/m"}, {"TOGETHER_API_KEY": "schlüssel"}, "TOGETHER_API_KEY: must be"),
+        ({"model": "openai/m"}, {"OPENAI_API_KEY": "k", "OPENAI_BASE_URL": "localhost:8000"}, "OPENAI_BASE_URL=localh"),
+        ({"model": "hosted_vllm/m"}, {"HOSTED_VLLM_API_BASE": "file:///v1"}, "HOSTED_VLLM_API_BASE=file:///v1: must"),
+        ({"model": "ollama/m"}, {"OLLAMA_API_BASE": "http://h:99999"}, "OLLAMA_API_BASE=http://h:99999: port 99999 "),
+        ({"model": "openai/m", "api_base": BASE}, {"OPENAI_API_KEY": "k", "OPENAI_BASE_URL": "unused"}, None),
+        ({"model": "openai/m"}, {"OPENAI_API_KEY": "k", "GROQ_API_KEY": "of another\n"}, None),
+    ],
+    ids=str,
+)
+def test_keys_and_addresses_of_the_environment_can_be_sent(
+    settings: dict[str, Any], variables: dict[str, str], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patches.apply("litellm")
+    for name in [name for name in os.environ if KEYS.search(name)]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    refused = refusal(check_access, settings)
+    assert refused == message or (message and str(refused).startswith(message)), refused
+    secret = variables.get("OPENAI_API_KEY", "schl")
+    assert message is None or not message.partition("=")[0].endswith("KEY") or secret not in str(refused)
+
+
+@pytest.mark.parametrize("value", ["key\n", "a\r\nX-Other: b", " key", "ключ", "\0", ""])
+def test_a_header_from_the_environment_can_be_sent(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "\0" not in value:  # which no environment can hold
+        monkeypatch.setenv("GATEWAY", value)
+        with pytest.raises(ConfigError, match=r"^reward.judge.headers.X-Key=os.environ/GATEWAY: the variable must be"):
+            check_settings(EndpointConfig(headers={"X-Key": "os.environ/GATEWAY"}), "reward.judge")
+
+
 def test_an_assistant_sends_no_temperature_and_its_budget_by_the_name_that_is_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -169,6 +169,8 @@ def test_conversations_are_spread_over_the_servers_and_go_on_where_one_is_gone()
     ("settings", "why"),
     [
         ({}, "url=: give the address of an SGLang server (http://HOST:PORT) or model"),
+        ({"url": "localhost:1"}, "reward.metrics.reward_model.url=localhost:1: must begin with http:// or https://"),
+        ({"url": "http://h:0"}, "reward.metrics.reward_model.url=http://h:0: port 0 does not exist"),
         ({"model": "m", "url": "http://x"}, "url=http://x: model=m is served by the run; give one of them"),
         ({"model": "m", "replicas": 0}, "reward.metrics.reward_model.replicas=0: must be at least 1"),
     ],

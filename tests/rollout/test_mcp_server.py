@@ -250,7 +250,7 @@ def test_over_http_with_a_key_shared_or_not(url: str) -> None:
     ("settings", "why"),
     [
         ({}, "rollout.mcp_servers.notebook: give either command or url"),
-        ({"url": "localhost:1"}, "rollout.mcp_servers.notebook: url=localhost:1: give an address"),
+        ({"url": "localhost:1"}, "rollout.mcp_servers.notebook.url=localhost:1: must begin with http://"),
         ({"cmd": "x"}, "rollout.mcp_servers.notebook.cmd: no such setting; there are command, "),
         ({"command": "x", "env": ["NOT_SET_1"]}, "environment variable NOT_SET_1 is not set; set it"),
         ({"command": "/no/such/program"}, "rollout.mcp_servers.notebook: no answer from /no/such/program"),

@@ -235,7 +235,7 @@ def test_reinforcement_learning_on_two_nodes(submit: Callable[..., Job]) -> None
 
 def test_a_run_that_stops_ends_with_its_code(submit: Callable[..., Job]) -> None:
     """Unreachable users: too many rollouts have no reward."""
-    supervised = submit("sft", *SFT, "train.steps=2")
+    supervised = submit("sft", *SFT, "train.steps=2", "optim.warmup_steps=0")
     assert supervised.code() == 0, supervised.log()
     users = ["user.name=llm", "user.model=hosted_vllm/nobody", "user.api_base=http://127.0.0.1:9/v1", "user.deadline=5"]
     job = submit("stopped", *RL, "train.steps=2", f"model.path={supervised.run}/hf", *users)
@@ -269,7 +269,7 @@ def test_a_job_that_does_not_save_in_time_is_requeued_all_the_same(submit: Calla
 
 
 def test_a_preemption_notice_before_there_are_ranks(submit: Callable[..., Job]) -> None:
-    job = submit("early", *SFT, "train.steps=2")
+    job = submit("early", *SFT, "train.steps=2", "optim.warmup_steps=0")
     job.when(lambda: (job.run / "logs/attempt-0/ray-0.log").exists())
     subprocess.run(["scancel", "--signal=USR1", "--batch", job.id], check=True)
     job.when(lambda: job.field("Restarts") == "1" and job.field("JobState") == "PENDING")

@@ -38,7 +38,9 @@ class PassRate(Metric):
         cpu_seconds: int = option(Limits.cpu, "seconds of CPU time of a program", ge=1)
         memory: int = option(Limits.memory, "memory limit of a program in bytes", ge=1, le=1 << 40)
         container: list[str] = option(
-            [], "command that starts a container with Python 3.11 or newer and no network, if namespaces are refused"
+            [],
+            "command that starts a container with Python 3.11 or newer and no network, if namespaces are refused",
+            blank=True,
         )
 
     def __init__(self, options: Options, judge: Judge) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import aiohttp
 
-from megatron_collab.config import ServedConfig, option
+from megatron_collab.config import ADDRESS, ServedConfig, header_fault, option
 from megatron_collab.data.transcript import escaped
 from megatron_collab.inference.client import EngineError, ServerGone, TransientError, post
 from megatron_collab.inference.served import score_fault
@@ -51,15 +51,18 @@ class RewardModel(Metric):
         replicas: int = option(1, "servers of model, which share the conversations", ge=1)
         tp: int = option(1, "tensor parallel size of a server of model", ge=1)
         url: str = option(
-            "", "instead of model: a server, e.g. http://10.0.0.5:30000; its key is in REWARD_MODEL_API_KEY"
+            "",
+            "instead of model: a server, e.g. http://10.0.0.5:30000; its key is in REWARD_MODEL_API_KEY",
+            kind=ADDRESS,
         )
 
         def __post_init__(self) -> None:
             if self.model and self.url:
                 raise ValueError(f"url={self.url}: model={self.model} is served by the run; give one of them")
-            if not self.model and not self.url.startswith(("http://", "https://")):
-                message = "give the address of an SGLang server (http://HOST:PORT) or model"
-                raise ValueError(f"url={self.url}: {message}")
+            if not self.model and not self.url:
+                raise ValueError("url=: give the address of an SGLang server (http://HOST:PORT) or model")
+            if self.url and (fault := header_fault(os.environ.get(KEY_VARIABLE) or "unset")):
+                raise ValueError(f"environment variable {KEY_VARIABLE} {fault}")
 
     def __init__(self, options: Any, judge: Judge) -> None:
         super().__init__(options, judge)

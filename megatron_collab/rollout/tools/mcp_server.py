@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from megatron_collab.config import ConfigError, build, nearest, option, require
+from megatron_collab.config import ADDRESS, ConfigError, build, header_fault, nearest, option, require
 from megatron_collab.patches.mcp import ServerOutput, bound_output
 from megatron_collab.rollout.tools import Schema, ToolError, ToolFailure, ToolLost, Toolset
 from megatron_collab.runtime.redact import redact
@@ -38,9 +38,11 @@ class Options:
     """The settings of a server, as rollout.mcp_servers.NAME.SETTING."""
 
     command: str = option("", "command that runs the server on its standard input and output")
-    args: list[str] = option([], "arguments of command")
+    args: list[str] = option([], "arguments of command", blank=True)
     env: list[str] = option([], "environment variables to pass to command, besides PATH, HOME and the like")
-    url: str = option("", "instead of command: address of a streamable HTTP server, e.g. http://10.0.0.5:8000/mcp")
+    url: str = option(
+        "", "instead of command: address of a streamable HTTP server, e.g. http://10.0.0.5:8000/mcp", kind=ADDRESS
+    )
     bearer: str = option("", "name of the environment variable with the bearer token for url")
     tools: list[str] = option([], "tools of the server that the policy gets; empty: all")
     shared: bool = option(False, "all conversations of a worker share a session; for servers without state")
@@ -48,11 +50,11 @@ class Options:
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):
             raise ValueError("give either command or url")
-        if self.url and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url={self.url}: give an address such as http://HOST:PORT/mcp")
         for name in (*self.env, *([self.bearer] if self.bearer else [])):
             if name not in os.environ:
                 raise ValueError(f"environment variable {name} is not set; set it")
+        if self.bearer and (fault := header_fault(os.environ[self.bearer])):
+            raise ValueError(f"environment variable {self.bearer} {fault}")
 
 
 @dataclass(frozen=True)
