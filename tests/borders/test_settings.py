@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_collab import evaluate
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
 from tests.borders.test_data import GOOD, MODEL, started
 from tests.helpers import byte_level_tokenizer, write_weights
@@ -91,3 +92,13 @@ def test_what_cannot_be_is_refused_in_one_line(
 def test_a_micro_batch_of_one_token_is_none_but_of_one_sequence(tmp_path: Path, model: Path) -> None:
     """The audit had it among what cannot be: a longer sequence goes alone, so it can."""
     assert started(tmp_path, model, "d.jsonl", GOOD, "rl", "train.tokens_per_micro_batch=1") == "started"
+
+
+def test_a_name_that_is_too_long_is_refused_in_one_line(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The system refuses to look for it."""
+    settings = ["reward.weights={token_amount: -1}", f"run.dir={tmp_path}/run", f"model.path={model}"]
+    assert evaluate.main([*settings, f"data.eval={tmp_path}/{'x' * 300}"]) == EXIT_BAD_INPUT
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "File name too long" in err

@@ -52,6 +52,7 @@ EVERY = 25
 # Modules of which an argument of the command is one, if a command starts a program of ours or Ray.
 STARTED = ("megatron_collab.train", "megatron_collab.evaluate", "megatron_collab.synthesis.build_dataset")
 COMMANDS = "megatron_collab.commands"
+SERVERS = "megatron_collab.rehearsal.servers"
 # What inputs import late, so that each process finds it imported.
 IMPORTED = (
     *("datasets", "transformers", "litellm", "sglang.srt.server_args", "presidio_analyzer", "sklearn.linear_model"),
@@ -127,7 +128,7 @@ def _watch(event: str, arguments: tuple[Any, ...]) -> None:
         _end(0)
     if event == "subprocess.Popen":
         words = [str(word) for word in arguments[1]]
-        if any("gcs_server" in word for word in words):
+        if SERVERS in words or any("gcs_server" in word for word in words):
             _end(0)
         if COMMANDS in words:
             command, *rest = words[words.index(COMMANDS) + 1 :]
@@ -195,9 +196,9 @@ def attempts(cases: Sequence[Input], folder: Path, limit: float, jobs: int) -> I
 
 
 def bad_inputs(files: Files, bases: dict[str, Input]) -> list[Input]:
-    inputs = [*options.inputs(bases), *command_lines.inputs(files, bases), *damage.inputs(files, bases)]
-    inputs += paths.inputs(files, bases)
-    return [*dict.fromkeys(inputs)]
+    bases = {name: base for name, base in bases.items() if name != "start of a run"}
+    inputs = [*paths.inputs(files, bases), *damage.inputs(files, bases), *command_lines.inputs(files, bases)]
+    return [*dict.fromkeys([*inputs, *options.inputs(bases)])]
 
 
 def prepare(files: Files, scratch: Path, smoke: bool) -> dict[str, Input]:

@@ -44,8 +44,8 @@ def inputs(files: Files, bases: dict[str, Input]) -> Iterator[Input]:
 
 def dealt(readers: Sequence[str], number: int, count: int) -> list[str]:
     """The first of the readers, and others in turn: `count` of them."""
-    others = [*readers[1:]]
-    return [readers[0], *(others[(number + at) % len(others)] for at in range(min(count - 1, len(others))))]
+    remaining = [*readers[1:]]
+    return [readers[0], *(remaining[(number + at) % len(remaining)] for at in range(min(count - 1, len(remaining))))]
 
 
 def _replaced(base: Input, name: str, source: str, copy: str) -> Input:

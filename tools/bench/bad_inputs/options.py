@@ -38,8 +38,8 @@ def inputs(bases: dict[str, Input]) -> Iterator[Input]:
 
 def chosen(bad: list[str], number: int, count: int) -> list[str]:
     """`count` of the values: the first ones, which are beyond the bounds, and another one of the others in turn."""
-    first, others = bad[: count - 1], bad[count - 1 :]
-    return [*first, *([others[number % len(others)]] if others else [])]
+    first, remaining = bad[: count - 1], bad[count - 1 :]
+    return [*first, *([remaining[number % len(remaining)]] if remaining else [])]
 
 
 def changed(base: Input, *arguments: str) -> Input:

@@ -102,9 +102,9 @@ def valid(files: Files) -> dict[str, Input]:
     trains = (run, model, "launch.device=cpu", "train.steps=1", "rollout.context_length=256", "model.dtype=float32")
     calls = ("user.model=openai/gpt-4o", f"user.api_base={CALLED}", "user.name=llm")
     planned = "experiment=train_8b"
-    made_here = (f"data.dir={files.world}", f"model.path={files.model}", "launch.device=cpu")
+    in_world = (f"data.dir={files.world}", f"model.path={files.model}", "launch.device=cpu")
     inputs = [
-        ("train", "train", ("experiment=booking", run, *made_here)),
+        ("train", "train", ("experiment=booking", run, *in_world)),
         ("train rl", "train", (run, model, rows, "train.steps=1", *_PLAYS)),
         ("train sft", "train", (*trains, "train.stage=sft", f"data.train={files.conversations}")),
         ("train dpo", "train", (*trains, "train.stage=dpo", f"data.train={files.pairs}")),
@@ -119,7 +119,7 @@ def valid(files: Files) -> dict[str, Input]:
         ("doctor llm", "doctor", ("--llm", run, model, rows, *_PLAYS, *calls)),
         ("prepare-data", "prepare-data", (str(files.conversations), "--to", "sft", "--out", f"{OUT}/rows")),
         ("plan-sync", "plan-sync", (planned,)),
-        ("rehearse", "rehearse", ("experiment=booking", run, *made_here, "--gpu-gib", "1000")),
+        ("rehearse", "rehearse", ("experiment=booking", run, *in_world, "--gpu-gib", "1000")),
         ("quickstart", "quickstart", ("--root", f"{OUT}/quickstart")),
         ("recording", "recording", ("show", str(files.recording))),
         ("scrub", "recording", ("scrub", str(files.recording), "--out", f"{OUT}/scrubbed", "--pattern", "h.")),
