@@ -47,14 +47,14 @@ class Files:
         self.world, self.run, self.recording = folder / "world", folder / "run", folder / "recording"
         self.model, self.checkpoints = self.world / "model", self.run / "checkpoints"
         self.tasks, self.conversations, self.pairs = (folder / f"{name}.jsonl" for name in ("tasks", "sft", "dpo"))
-        self.prompt = folder / "prompt.j2"
+        self.log = folder / "log.jsonl"
 
     def write(self) -> None:
         """Those that no command writes."""
-        self.tasks.write_bytes(line(ROW))
+        self.tasks.write_bytes(b"".join(line(ROW | {"id": str(number)}) for number in range(len(LOGGED))))
+        self.log.write_bytes(b"".join(line({"messages": [*SPOKEN, _said(text)]}) for text in LOGGED))
         self.conversations.write_bytes(line(CONVERSATION))
         self.pairs.write_bytes(line(PAIR))
-        self.prompt.write_text("Be brief. {{ conversation }}")
         _record(self.recording)
 
     def write_run(self, base: Input) -> None:
@@ -65,7 +65,18 @@ class Files:
         config = load([argument.replace(OUT, str(self.run)) for argument in base.arguments])
         (self.run / "config.json").write_text(json.dumps(recorded(config)))
         (self.run / "metrics.jsonl").write_bytes(line({"step": 0, "reward": 0.5, "loss": 1.0}))
-        (self.run / "transcripts.jsonl").write_bytes(line(PLAYED))
+        played = (
+            PLAYED | {"task": str(number), "messages": [*SPOKEN, _said(text)]} for number, text in enumerate(LOGGED)
+        )
+        (self.run / "transcripts.jsonl").write_bytes(b"".join(map(line, played)))
+
+
+# What users say, different enough not to be the same conversation.
+LOGGED = ("a table for two", "cancel my order", "why is the sky blue", "fix this loop", "write to my aunt", "no thanks")
+
+
+def _said(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
 
 
 PLAYED: dict[str, Any] = {
@@ -126,7 +137,7 @@ def valid(files: Files) -> dict[str, Input]:
         ("reproduce", "reproduce", ("booking", "--out", f"{OUT}/study")),
         ("report", "report", (str(files.run),)),
         ("score", "score", (str(files.run), "--reward", "run", "--out", f"{OUT}.jsonl")),
-        ("realism", "users-from-logs", (str(files.conversations), "--realism", str(files.run))),
+        ("realism", "users-from-logs", (str(files.log), "--realism", str(files.run))),
         ("evaluate run", "evaluate", (f"model.path={files.run}", *plays)),
     ]
     return {name: Input(name, command, arguments) for name, command, arguments in inputs}
