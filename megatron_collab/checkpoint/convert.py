@@ -7,6 +7,7 @@ model is never in memory. The output is read back and compared with its source.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -31,6 +32,8 @@ from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_to_megatron import LAYER, ModelShape, TensorCut, WeightEntry
 from megatron_collab.models.lora import from_state
 
+logger = logging.getLogger(__name__)
+
 EMBEDDING = "embedding.word_embeddings.weight"
 _HINT = "give the model that the run started from"
 
@@ -44,6 +47,7 @@ def to_hf(checkpoint: Path, folder: Path, source: Path, dtype: torch.dtype | Non
     part of it.
     """
     shape, stored = _read(checkpoint, folder, source)
+    logger.info(f"{folder}: converting {checkpoint}")
     dtype = dtype or stored.dtype(EMBEDDING)
     with _refusing(folder), hf.replacing(folder) as partial:
         writer = hf.HFWriter(partial, shape, dtype, file_bytes)

@@ -102,7 +102,7 @@ def find_checkpoint(path: Path) -> Path:
 def split(path: Path) -> tuple[Path, str]:
     """RUN and STEP of RUN@STEP; `path` and "" for any other path. An existing folder may have an @ in its name."""
     name, at, step = path.name.rpartition("@")
-    return (path.parent / name, step) if at and not path.is_dir() else (path, "")
+    return (path.parent / name, step) if at and step and not path.is_dir() else (path, "")
 
 
 def run_of(path: Path) -> Path | None:
@@ -129,7 +129,7 @@ def read_state(checkpoint: Path) -> dict[str, Any] | None:
         files = dict(state.get("files", {})).values()  # earlier versions recorded none
         valid = all(type(state[name]) is kind for name, kind in _PARTS.items())
         return state if valid and all([*map(type, sums)] == [int, int] for sums in files) else None
-    except (FileNotFoundError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
+    except (FileNotFoundError, IsADirectoryError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -43,6 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--pattern", action="append", default=[], metavar="REGEX", help="scrub: text to remove")
     parser.add_argument("--field", action="append", default=[], metavar="NAME", help="scrub: field to clear")
     options = parser.parse_intermixed_args(arguments)
+    require(options.calls >= 0, f"--calls={options.calls}: must be 0 or more")
     from megatron_collab.llm.recording import Recording
 
     try:

@@ -23,13 +23,14 @@ def architecture(path: str) -> str | None:
 
 
 def _model_settings(path: str) -> dict[str, Any] | None:
-    file = hub.folder(path) / "config.json"
-    try:
-        settings = json.loads(files.read_text(file)) if file.is_file() else None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: config.json cannot be read as JSON ({error}); give another model") from error
-    message = f"{path}: config.json does not describe a model; give another model"
-    require(settings is None or isinstance(settings, dict), message)
+    for name in ("generation_config.json", "config.json"):  # SGLang reads both
+        file = hub.folder(path) / name
+        try:
+            settings = json.loads(files.read_text(file)) if file.is_file() else None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: {name} cannot be read as JSON ({error}); give another model") from error
+        message = f"{path}: {name} does not describe a model; give another model"
+        require(settings is None or isinstance(settings, dict), message)
     return settings
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -37,8 +36,6 @@ from megatron_collab.rollout.llm_endpoints import NamedEndpoint
 from megatron_collab.rollout.task_requirements import task_requirements
 from megatron_collab.runtime import gpu_environment, hub, network
 from megatron_collab.runtime.process import RunStopped
-
-logger = logging.getLogger(__name__)
 
 FOLDER = "hf"  # in run.dir: the evaluated checkpoint as a Hugging Face folder
 _FILE_BYTES = 5 * 10**9
@@ -248,6 +245,5 @@ def _convert(config: EvaluateConfig, checkpoint: Path, source: Path) -> Path:
             patches.apply("megatron")
             from megatron_collab.checkpoint import convert
 
-            logger.info(f"{folder}: converting {checkpoint}")
             convert.to_hf(checkpoint, folder, source, None, _FILE_BYTES)
     return folder

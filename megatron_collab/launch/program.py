@@ -62,7 +62,7 @@ def _run(module: str, program: type[PlayConfig], arguments: list[str], prepared:
             outcome = prepared()
             if process.under_torchrun() and not isinstance(outcome, str):
                 _check_ranks(outcome[0].launch.nodes, outcome[1])
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         if process.first_on_node():  # once per node: something may be missing on this node only
             logger.error(str(error))
         else:

@@ -39,9 +39,15 @@ def check_prompts(config: PlayConfig) -> None:
     if LAUNCHER in os.environ or not first_on_node():
         return
     for setting, value in leaves(asdict(config)):
-        if isinstance(value, str) and value.endswith(SUFFIX) and prompt_file(value).is_file():
-            file = prompt_file(value)
-            _check(f"{setting}={value}", file, file.stat().st_mtime_ns)
+        if isinstance(value, str):
+            check_prompt(setting, value)
+
+
+def check_prompt(setting: str, value: str) -> None:
+    """As `check_prompts`, for one setting, if its value names a template."""
+    file = prompt_file(value)
+    if value.endswith(SUFFIX) and file.is_file():
+        _check(f"{setting}={value}", file, file.stat().st_mtime_ns)
 
 
 @cache

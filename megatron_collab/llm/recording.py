@@ -234,7 +234,7 @@ class Recording:
             first = file.readline(_LINE)
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if first else b""
         self._content.append(content)
-        if first.endswith(b"\n"):
+        if first.endswith(b"\n") or len(first) == _LINE:
             try:
                 header = json.loads(first)
                 form, run = header["format"], str(header["run"])

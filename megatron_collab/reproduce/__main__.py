@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
             print("\n".join(run.shell_command(stage) for stage in stages))
             return 0
         return run.run(definition, study_options, stages, options.budget)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         logger.error(str(error))
         return EXIT_BAD_INPUT
 

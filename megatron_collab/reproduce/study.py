@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -98,12 +98,13 @@ def read(name_or_file: str) -> Study:
         content = yaml.safe_load(files.read_text(file))
         tasks = {name: _task(entry) for name, entry in content.pop("tasks").items()}
         arms = {name: _arm(entry) for name, entry in content.pop("arms").items()}
-        study = Study(file.stem, tasks=tasks, arms=arms, **content)
-    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
+        study = _typed(Study, name=file.stem, tasks=tasks, arms=arms, **content)
+    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"STUDY={name_or_file}: {file} is not a study: {' '.join(str(error).split())}") from error
     for name, arm in arms.items():
         message = f"STUDY={name_or_file}: arms.{name}.from={arm.start}: no arm above it has that name"
         require(arm.start is None or arm.start in list(arms)[: list(arms).index(name)], message)
+    require(bool(tasks and arms), f"STUDY={name_or_file}: {file} has no tasks or no arms; give it some")
     return study
 
 
@@ -119,9 +120,23 @@ def select(names: str | None, among: Mapping[str, Any], option: str) -> list[str
 
 
 def _task(entry: dict[str, Any]) -> StudyTask:
-    return StudyTask(**{**entry, "columns": tuple(Column(**column) for column in entry["columns"])})
+    return _typed(StudyTask, **{**entry, "columns": [_typed(Column, **column) for column in entry["columns"]]})
 
 
 def _arm(entry: dict[str, Any]) -> Arm:
     entry = dict(entry)
-    return Arm(start=entry.pop("from", None), **entry)
+    return _typed(Arm, start=entry.pop("from", None), **entry)
+
+
+_KINDS: dict[Any, Any] = {Sequence: list, Mapping: dict, float: (int, float)}  # in YAML
+
+
+def _typed[Kind](kind: type[Kind], **values: Any) -> Kind:
+    """An instance of the dataclass `kind`. Raises TypeError if a value has another type than its field."""
+    for name, hint in get_type_hints(kind).items():
+        if name in values:
+            value, expected = values[name], _KINDS.get(get_origin(hint) or hint, hint)
+            texts = value if get_args(hint) == (str,) and isinstance(value, list) else []
+            if not (isinstance(value, expected) and all(isinstance(text, str) for text in texts)):
+                raise TypeError(f"{name}={value!r:.60} has another type")
+    return kind(**values)

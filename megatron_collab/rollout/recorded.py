@@ -40,6 +40,12 @@ from megatron_collab.types import (
 TRANSCRIPTS = "transcripts.jsonl"
 _TASKLESS = "no task of that id has its first messages; the data have changed since"
 Row = Mapping[str, Any]
+_COLUMNS: dict[str, Any] = {
+    **{"task": str, "rollout": int, "future": int, "reward": int | float | None},
+    **{"ending": str, "error": str, "messages": list, "scores": dict},
+}
+_OPTIONAL_COLUMNS = {"played": int, "turns": list, "cut": list, "turn_rewards": list}
+_MESSAGE = {"role", "content"}
 
 
 def played_groups(
@@ -63,7 +69,7 @@ def played_groups(
 
 def rows_of_step(folder: Path, step: int | None) -> tuple[int, list[Row]]:
     """The futures of a training step of the run in `folder`; of the last if `step` is None. Raises ConfigError."""
-    rows = [row for _, row in records.lines(folder / TRANSCRIPTS) if row is not None and records.of_step(row)]
+    rows = [row for row in _futures(folder / TRANSCRIPTS) if records.of_step(row)]
     require(bool(rows), f"{folder}: has no {TRANSCRIPTS} with futures; give the folder of a run with rewards")
     last = max(row["step"] for row in rows)
     step_rows = [row for row in rows if row["step"] == (last if step is None else step)]
@@ -76,7 +82,30 @@ def rows_of_evaluation(folder: Path, name: str) -> list[Row]:
     known = evaluations.read(folder)
     choices = f"it has {', '.join(known) or 'none'}"
     require(name in known, f"--evaluation={name}: not in {folder / evaluations.FILE}; {choices}")
-    return [row for _, row in records.lines(evaluations.file_of(folder, name)) if row is not None]
+    return _futures(evaluations.file_of(folder, name))
+
+
+def _futures(file: Path) -> list[Row]:
+    """The recorded futures in `file`, without torn lines. Raises ConfigError if a row is something else."""
+    rows = [row for _, row in records.lines(file)]
+    for number, row in enumerate(rows, 1):
+        message = "is not a future of a run; restore the file, or remove the row"
+        require(row is None or _is_future(row), f"{file} row {number}: {message}")
+    return [row for row in rows if row is not None]
+
+
+def _is_future(row: Row) -> bool:
+    """Whether the row has the columns that observability/folder.py writes, with their types."""
+    return (
+        row.keys() >= _COLUMNS.keys()
+        and all(isinstance(row[name], kind) for name, kind in (_COLUMNS | _OPTIONAL_COLUMNS).items() if name in row)
+        and row["ending"] in [*Ending]
+        and all(isinstance(message, dict) and message.keys() >= _MESSAGE for message in row["messages"])
+        and all(
+            isinstance(score, int | float) or (isinstance(score, dict) and "missing" in score)
+            for score in row["scores"].values()
+        )
+    )
 
 
 def _training_tasks(config: Config) -> list[Examples[Task]]:

@@ -42,6 +42,7 @@ from megatron_collab.config import (
     recorded_values,
     require,
 )
+from megatron_collab.launch.prompts import check_prompt
 from megatron_collab.runtime.process import EXIT_STOPPED, RunStopped
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.epilog = help_text(None, UsersFromLogsConfig)
     options = parser.parse_intermixed_args(arguments)
     require(0 <= options.eval_share < 1, f"--eval-share={options.eval_share:g}: must be at least 0 and below 1")
+    require(0 <= options.seed < 2**32, f"--seed={options.seed}: must be at least 0 and below {2**32}")
     require(options.step is None or options.evaluation is None, "--step and --evaluation: give one of them")
     require(options.realism is not None or options.out is not None, "--out: not set; give the folder to write")
     if options.out:
@@ -92,6 +94,7 @@ def _make(options: argparse.Namespace) -> int:
     config = compose_program(UsersFromLogsConfig, options.option)
     check_written(config)
     require(bool(config.reward.judge.model), f"{_MODEL}: not set; give the model that describes the users")
+    check_prompt("--prompt", options.prompt or "")
     prompt = read_prompt("--prompt", options.prompt, _PROMPT, ("conversation",))
     require("conversation" in prompt.used, f"{prompt.label}: does not contain {{{{ conversation }}}}; add it")
     _check_model(config, out)
@@ -147,7 +150,7 @@ def _read(options: argparse.Namespace, data: PersonalData) -> tuple[list[LoggedC
         raise ConfigError(" ".join(str(error).split())) from error
     logged = logs.distinct(conversations, dropped)
     people = len({conversation.person for conversation in logged})
-    whose = f" by {person}" if person else ""
+    whose = f" by {person}" if person else "; no column identifies the person (--person): each counts as another's"
     print(f"{source.source}: {len(rows)} rows, {len(logged)} conversations of {people} people{whose}")
     require(bool(logged), f"LOG={options.log}: no conversation is left: {_joined_counts(dropped)}")
     return logged, dropped, person
@@ -162,8 +165,6 @@ def _person(options: argparse.Namespace, columns: Sequence[str]) -> str | None:
     fault = f"--person={requested}: the log has no such column{hint}; it has {', '.join(columns)}"
     require(requested is None or requested in columns, fault)
     person_column: str | None = requested or next((column for column in PERSON_COLUMNS if column in columns), None)
-    if person_column is None:
-        print("no column identifies the person (--person): each conversation counts as another person's")
     return person_column
 
 

@@ -145,6 +145,11 @@ WRONG: dict[str, tuple[Damage, str]] = {
     ),
     "tokenizer cut": (cut("tokenizer.json", 0.5), "its tokenizer cannot be read ("),
     "tokenizer of nothing": (written("tokenizer.json", "{}"), "its tokenizer cannot be read (KeyError"),
+    "generation cut": (
+        written("generation_config.json", "{"),
+        "generation_config.json cannot be read as JSON (",
+    ),
+    "generation a list": (written("generation_config.json", "[]"), "generation_config.json does not describe a model"),
     "no tokenizer": (
         lambda folder: (folder / "tokenizer.json").unlink(),
         "no tokenizer.json there; save the tokenizer",

@@ -231,6 +231,9 @@ def test_a_best_checkpoint_that_is_not_named(tmp_path: Path, text: str) -> None:
 def test_a_checkpoint_whose_state_says_nothing_is_damaged(tmp_path: Path, text: str) -> None:
     (tmp_path / "state.json").write_text(text)
     assert storage.damage(tmp_path, storage.read_state(tmp_path)) == ["no valid state.json"]
+    (tmp_path / "state.json").unlink()
+    (tmp_path / "state.json").mkdir()
+    assert storage.read_state(tmp_path) is None
 
 
 STEP = {"step": 0, "reward": 0.5, "reward_se": 0.1, "score/right": 0.5, "loss": 1.0}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_collab import evaluate
 from megatron_collab.commands.__main__ import run
 from megatron_collab.reproduce.__main__ import main as reproduce
 from megatron_collab.runtime import console
@@ -151,3 +152,13 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_read(
 def test_a_micro_batch_of_one_token_is_none_but_of_one_sequence(tmp_path: Path, model: Path) -> None:
     """The audit had it among what cannot be: a longer sequence goes alone, so it can."""
     assert started(tmp_path, model, "d.jsonl", GOOD, "rl", "train.tokens_per_micro_batch=1") == "started"
+
+
+def test_a_name_that_is_too_long_is_refused_in_one_line(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The system refuses to look for it."""
+    settings = ["reward.weights={token_amount: -1}", f"run.dir={tmp_path}/run", f"model.path={model}"]
+    assert evaluate.main([*settings, f"data.eval={tmp_path}/{'x' * 300}"]) == EXIT_BAD_INPUT
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "File name too long" in err

@@ -72,6 +72,7 @@ def test_only_the_last_part_of_a_path_names_a_step_and_a_folder_of_that_name_win
     [
         ("@35", "no checkpoint of that step; it keeps those of the steps 50, 40, 30, 20, 10"),
         ("@best", "keeps no best checkpoint; train with train.keep_best"),
+        ("@", "contains no checkpoint; give a run, RUN@STEP"),
         ("/nothing", "contains no checkpoint; give a run, RUN@STEP"),
         ("/nothing@3", "no checkpoint of that step; it has no checkpoints"),
     ],

@@ -112,6 +112,7 @@ def test_scrubbed_calls_are_found_by_what_was_asked(
         (["merge", "CALLS"], "merge: give the folder to write as --out=FOLDER"),
         (["merge", "CALLS", "--out", "CALLS"], "--out=CALLS: is not empty; give a new one"),
         (["scrub", "CALLS", "--out", "OUT", "--pattern", "("], "--pattern=(: is not a regular expression (missing ), "),
+        (["show", "CALLS", "--calls", "-1"], "--calls=-1: must be 0 or more"),
         (["show", "CALLS", "--calls", "many"], "argument --calls: invalid int value: 'many'"),
     ],
 )
@@ -226,10 +227,11 @@ def test_a_call_with_other_contents_is_refused_in_a_line(
         (b"{}", b'{"format": "\\u001b[1m", "run": "r"}\n', r"has format \x1b[1m, but this version reads 1"),
         (b"{}", b"hello\n", "not a shard of a recording"),
         (b"{}", b"[" * 4000 + b"\n", "not a shard of a recording"),
+        (b"{}", b"[" * 5000, "not a shard of a recording"),
         (b"{}", b"[]\n", "not a shard of a recording"),
         (b"{}", b"\xff\xfe\n", "not a shard of a recording"),
     ],
-    ids=["list", "deep", "format", "text", "deep header", "header", "bytes"],
+    ids=["list", "deep", "format", "text", "deep header", "long header", "header", "bytes"],
 )
 def test_a_file_that_is_no_shard_is_refused_in_a_line(
     call: bytes, header: bytes, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_collab.commands.__main__ import run
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.launch import prompts
 from megatron_collab.launch.prompts import check_prompts
 from megatron_collab.launch.spec import run_spec
+from megatron_collab.runtime.process import EXIT_BAD_INPUT
 
 ENDLESS = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
@@ -79,3 +81,26 @@ def test_an_edited_template_is_tried_again(tmp_path: Path) -> None:
 def test_ranks_try_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(prompts.LAUNCHER, "1")
     check_prompts(config(tmp_path / "p.j2", LONG["constant"]))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("command", "option", "arguments"),
+    [
+        ("prepare-data", "--system-prompt", ["rows.jsonl", "--to", "sft"]),
+        ("users-from-logs", "--prompt", ["log.jsonl", "reward.judge.model=openai/m"]),
+    ],
+)
+def test_templates_of_commands_are_tried_too(
+    command: str,
+    option: str,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(prompts, "_SECONDS", 0.5)
+    file = tmp_path / "p.j2"
+    file.write_text(f"{{{{ conversation }}}}{ENDLESS['loops']}")
+    assert run(command, [*arguments, "--out", f"{tmp_path}/out", option, str(file)]) == EXIT_BAD_INPUT
+    assert f"{option}={file}: the template does not finish within 0.5 s; shorten" in capsys.readouterr().err

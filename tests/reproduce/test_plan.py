@@ -144,6 +144,11 @@ def test_calls_are_recorded_and_replayed_by_program() -> None:
         ("title: x", "is not a study: 'tasks'"),
         ("tasks: {a: {title: A, source: s, columns: [{metric: m}]}}\narms: {}", "is not a study: Column"),
         ("tasks: [", "is not a study: while parsing"),
+        ("[" * 3000, "is not a study: "),
+        ("title: x\nmodel: m\nsettings: 3\ntasks: {}\narms: {}", "is not a study: settings=3 has another type"),
+        ("title: x\nmodel: m\nbuild: [3]\ntasks: {}\narms: {}", r"is not a study: build=\[3\] has another type"),
+        ("title: x\nmodel: m\nbuild: abc\ntasks: {}\narms: {}", "is not a study: build='abc' has another type"),
+        ("title: x\nmodel: m\ntasks: {}\narms: {}", "has no tasks or no arms; give it some"),
         (
             "title: x\nmodel: m\ntasks: {}\narms: {b: {title: B, from: c}, c: {title: C}}",
             "arms.b.from=c: no arm above it has that name",

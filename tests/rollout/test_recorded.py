@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,3 +111,23 @@ def test_changed_data_and_unknown_steps_are_refused(folder: Path) -> None:
         groups_of(rows_of_step(folder, 0)[1], [load_tasks(folder / "tasks.jsonl")])
     with pytest.raises(ConfigError, match=r"--step=7: .*transcripts\.jsonl has no such step; the last one is 1"):
         rows_of_step(folder, 7)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"future": None}, {"messages": 3}, {"messages": [1]}, {"messages": [{"content": "x"}]}, {"task": [1]}),
+        *({"scores": [1]}, {"scores": {"right": "x"}}, {"reward": "x"}, {"ending": "bored"}, {"rollout": "x"}),
+        *({"cut": 3}, {"turns": 3}, {"error": None}),
+    ],
+    ids=str,
+)
+def test_a_row_that_is_no_future_is_named(folder: Path, change: dict[str, Any]) -> None:
+    """Torn lines, of a run that goes on or was killed, are left out."""
+    file = folder / "transcripts.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines, '{"step": 1, "ta']))
+    assert len(rows_of_step(folder, 1)[1]) == len(lines) // 2
+    file.write_text("\n".join([lines[0], json.dumps({**json.loads(lines[1]), **change})]))
+    with pytest.raises(ConfigError, match=r"transcripts\.jsonl row 2: is not a future of a run; restore the file"):
+        rows_of_step(folder, None)

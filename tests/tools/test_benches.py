@@ -22,7 +22,9 @@ SLOW |= {"build", "dpo", "gpu", "lora", "mutants", "rehearse", "sandbox", "step"
 # No order beats the bounds that the benches divide by, and nothing may be lost, read wrongly or played again.
 HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
     "accuracy": lambda values: values["wrong"] == values["gold_wrong"] == values["perturbed_accepted"] == 0,
-    "bad_input": lambda values: sum(values[bad] for bad in ("traceback", "accepted_nonsense", "crash")) == 0,
+    "bad_input": lambda values: (
+        sum(values[bad] for bad in ("traceback", "accepted_nonsense", "over_two_lines", "crash")) == 0
+    ),
     "build": lambda values: values["makespan_over_bound"] >= 1 and values["turns_over_bound"] >= 1,
     "dpo": lambda values: abs(values["loss_1"] - math.log(2)) <= 1e-5 and values["loss_2"] < values["loss_1"],
     "futures": lambda values: values["makespan_over_bound"] >= 1 and values["serial_over_ours"] >= 1,

@@ -261,6 +261,7 @@ def test_the_commands_of_the_page_run(model: Endpoint, monkeypatch: pytest.Monke
     [
         ([], "reward.judge.model: not set; give the model that describes the users"),
         ([*MODEL, "--eval-share", "1"], "--eval-share=1: must be at least 0 and below 1"),
+        ([*MODEL, "--seed", "-1"], "--seed=-1: must be at least 0 and below 4294967296"),
         ([*MODEL, "--prompt", "none.j2"], "--prompt=none.j2: no such file"),
         (
             [*MODEL, "--person", "user_ids"],

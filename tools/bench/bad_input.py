@@ -1,444 +1,238 @@
-"""How a run ends if its input cannot work: options, data, models and run folders, wrong in every way we know.
+"""How every command ends if its input cannot work: options, files and command lines, wrong in every way we know.
 
-`python tools/bench/bad_input.py`: for each option of the schema values below and above what it may be, nan, inf, of
-another type, and unknown choices; then damaged files of data, of a model and of a run. Each input goes through the
-whole start of a run, up to the moment when ranks would be started, and must end it with exit code 2 and one line.
+`python tools/bench/bad_input.py`: the valid command lines of all commands (bad_inputs/valid.py) with values of options
+below and above what they may be and of another type, words of other trainers, damaged files of data, models, runs and
+recordings, paths at which there is something else, and mistakes of the command line. Each input goes through the whole
+start in a process of its own, up to the moment when a process, a server or a call of a language model would be started,
+and must end it with exit code 2 and one line. The valid command lines come first; each must be accepted.
 
     inputs = how many;
     traceback = inputs that ended with a traceback or another exit code;
-    accepted_nonsense = inputs with which ranks would have been started;
+    accepted_nonsense = inputs with which the work would have been started;
     over_two_lines = inputs that printed more than two lines;
-    crash = inputs that ended the interpreter or took longer than 20 s, twice, since the machine may be busy;
+    crash = inputs that ended the interpreter or took longer than 20 s, and when tried again 60 s, as on a busy machine;
     seconds = of the slowest input.
 
---show prints what each of them printed; --smoke: every 25th. The last line is one JSON object.
+--show prints what each of them printed; --only TEXT: inputs with TEXT in their name or command; --smoke: every 25th.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import io
 import json
 import math
 import multiprocessing
+import os
+import resource
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
-from dataclasses import asdict
-from multiprocessing.connection import Connection
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib import import_module
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-LIMIT = 20.0  # seconds
-IMPORTS = 300.0  # seconds that the first input of a process may take
-Edit = Callable[[Path], object]
+from bad_inputs import command_lines, damage, options, paths
+from bad_inputs.valid import OUT, Files, Input, valid
 
-
-class Input(NamedTuple):
-    name: str
-    program: str
-    arguments: list[str]
+LIMIT, LAST_LIMIT = 20.0, 60.0  # seconds, of the first and of the second attempt
+MEMORY = 8 << 30  # bytes that an attempt may allocate
+VALID_LIMIT = 300.0  # of a valid input
+EVERY = 25
+# Modules of which an argument of the command is one, if a command starts a program of ours or Ray.
+STARTED = ("megatron_collab.train", "megatron_collab.evaluate", "megatron_collab.synthesis.build_dataset")
+COMMANDS = "megatron_collab.commands"
+SERVERS = "megatron_collab.rehearsal.servers"
+# What inputs import late, so that each process finds it imported.
+IMPORTED = (
+    *("datasets", "transformers", "litellm", "sglang.srt.server_args", "presidio_analyzer", "sklearn.linear_model"),
+    *("datasketch", "spacy", "matplotlib.figure", "huggingface_hub", "megatron_collab.user_logs.realism"),
+    *("megatron_collab.commands.convert", "megatron_collab.commands.doctor", "megatron_collab.commands.plan_sync"),
+    *("megatron_collab.commands.prepare_data", "megatron_collab.commands.score", "megatron_collab.commands.report"),
+    *("megatron_collab.commands.recording", "megatron_collab.commands.quickstart", "megatron_collab.planning.memory"),
+    *("megatron_collab.checkpoint.convert", "megatron_collab.commands.verify", "megatron_collab.rollout.recorded"),
+    *(
+        "megatron_collab.planning.weight_sync_cost",
+        "megatron_collab.launch.evaluation",
+        "megatron_collab.reward.comparison",
+    ),
+    *("megatron_collab.data.datasets", "megatron_collab.data.preparation", "megatron_collab.user_logs.descriptions"),
+    *("megatron_collab.launch.help", "megatron_collab.reward.workers", "megatron_collab.user_logs.personal"),
+    *("megatron_collab.rehearsal.command", "megatron_collab.rehearsal.run", "megatron_collab.user_logs.command"),
+    *("megatron_collab.reproduce.__main__", "megatron_collab.data.survey", "megatron_collab.data.examples", *STARTED),
+)
 
 
 class Outcome(NamedTuple):
-    """How a program ended: `code` is its exit code, "accepted", "traceback" or "crash"."""
+    """How a command ended: `code` is its exit code, "accepted" or "crash"."""
 
+    case: Input
     code: int | str
     output: str
     seconds: float
 
 
-# --- Inputs --------------------------------------------------------------------------------------------------------
+# --- One input, in a process of its own ----------------------------------------------------------------------------
 
 
-def option_inputs(base: Sequence[str]) -> Iterator[Input]:
-    from megatron_collab.config import Config, declared
-
-    for name, default, rule in declared(Config):
-        values: list[str] = []
-        number = isinstance(default, int | float) and not isinstance(default, bool)
-        if number or rule.ge is not None or rule.gt is not None:
-            low = next((bound for bound in (rule.gt, rule.ge) if bound is not None), None)
-            high = next((bound for bound in (rule.lt, rule.le) if bound is not None), None)
-            values += [] if low is None else [f"{low - (rule.gt is None)}"]
-            values += [] if high is None else [f"{high + (rule.lt is None)}"]
-            values += ["nan", "inf", "1e400", "many", "[1]", "9" * 30]
-        elif isinstance(default, bool):
-            values += ["maybe", "2", "[true]"]
-        elif isinstance(default, list | dict):
-            values += ["3", "[[[", "nonsense"]
-        if isinstance(default, dict):
-            values = [f"{{a: {value}}}" for value in values] if number else values
-        if rule.choices and not isinstance(default, list):
-            values += ["nonsense", "no.such:Class" if rule.extensible else "1"]
-        for value in values:
-            yield Input(f"{name}={value}", "train", [*base, f"{name}={value}"])
-    for text in SYNTAX:
-        yield Input(text, "train", [*base, *text.split(" ")])
-
-
-SYNTAX = [
-    *(
-        "~optim.lr",
-        "~optim",
-        "optim.lr=1e-3,1e-4",
-        "train.steps=range(1,3)",
-        "experiment=booking,gsm8k",
-        "-m",
-        "--hepl",
-    ),
-    *("--multirun", "+foo.bar=1", "++optim.lerning_rate=5", "foo.bar=1", "optim.lr", "optim.lr=", "optim=3", "=3"),
-    *(
-        "optim.lr=${nothing}",
-        "run.dir=${run.dir}",
-        "hydra.run.dir=/x",
-        "hydra/launcher=basic",
-        "experiment@foo=booking",
-    ),
-    *("run.dir=", "data.train=[[]]", "data.train=3", "data.train={}", "data.eval=[{source: a, name: b, nmae: c}]"),
-    *("model.path=", "model.path=/", "model.path=/dev/null", "data.train=/dev/null", "run.dir=/dev/null/x"),
-    *("run.dir=/proc/x", "rollout.tools=[no.such:tool]", "user.name=nobody", "user.name=no.such:Class"),
-    *("reward.weights.nonsense=1", "reward.metrics.nonsense.a=1", "users={a: {class: nobody}}"),
-    *("servers={a: {model: /none}}", "rollout.server.args={port: 3}", "rollout.server.args={no-such-argument: 3}"),
-    *("launch.interface=none0", "launch.nodes=2", "parallel.tp=3", "parallel.pp=7", "rollout.context_length=1000000"),
-    *("rollout.turn.max_new_tokens=100000", "rollout.workers=10000", "launch.nproc_per_node=1000", "algo=nonsense"),
-    *("data.format=no.such:Reader", "rollout.system_prompt=/none.j2", "user.prompt=/none.j2", "user.personas=/none"),
-]
-
-ROW: dict[str, Any] = {"id": "0", "prompt": [{"role": "user", "content": "hi"}], "goal": "g", "answer": "a"}
-ROW |= {"metadata": {"replay": ["thanks"]}}
-
-
-def line(**changed: Any) -> bytes:
-    return json.dumps(ROW | changed).encode() + b"\n"
-
-
-def turns(*roles: str) -> bytes:
-    return line(prompt=[{"role": role, "content": "hi"} for role in roles])
-
-
-GOOD = line()
-DATA: dict[str, bytes] = {
-    "empty": b"",
-    "blank": b"\n\n \n",
-    "first row null": b"null\n" + GOOD,
-    "later row null": GOOD + b"null\n",
-    "a number": b"3\n",
-    "a list": b"[]\n",
-    "a whole array of rows, cut": b"[" + GOOD.strip() + b",",
-    "cut": GOOD + GOOD[:30],
-    "no JSON": b"hello\n",
-    "NUL bytes": b"\x00" * 64,
-    "a NUL byte in a row": GOOD.replace(b"hi", b"h\x00i"),
-    "3,000 deep": b'{"prompt": ' + b"[" * 3000 + b"]" * 3000 + b"}\n",
-    "latin-1": GOOD.replace(b"hi", b"caf\xe9"),
-    "UTF-16": GOOD.decode().encode("utf-16"),
-    "gzip": gzip.compress(GOOD),
-    "parquet's first bytes": b"PAR1" + b"\x00" * 20,
-    "PNG": b"\x89PNG\r\n\x1a\n" + bytes(range(256)),
-    "no prompt": json.dumps({"goal": "g"}).encode(),
-    "prompt a number": line(prompt=3),
-    "prompt null": line(prompt=None),
-    "prompt ends with the assistant": turns("user", "assistant"),
-    "two users in a row": turns("user", "user"),
-    "a system message in the middle": turns("user", "assistant", "system", "user"),
-    "an unknown role": turns("robot"),
-    "content a number": line(prompt=[{"role": "user", "content": 3}]),
-    "content null": line(prompt=[{"role": "user", "content": None}]),
-    "a message without role": line(prompt=[{"content": "hi"}]),
-    "goal a list": line(goal=[1]),
-    "answer a dict": line(answer={"a": 1}),
-    "metadata a string": line(metadata="x"),
-    "user a number": line(user=3),
-    "columns of nothing we know": json.dumps({"colour": "red"}).encode(),
-    "a longer prompt than the context": line(prompt=[{"role": "user", "content": "hi " * 20000}]),
-}
-
-
-def data_inputs(base: Sequence[str], folder: Path) -> Iterator[Input]:
+def attempt(case: Input, folder: Path) -> NoReturn:
+    """Main function of the process: run the command with `folder` in place of OUT; output goes to `folder`/output."""
+    os.setsid()  # so that processes that it starts end with it
     folder.mkdir()
-    for number, (name, content) in enumerate(DATA.items()):
-        file = folder / f"{number}.jsonl"
-        file.write_bytes(content)
-        yield Input(f"data: {name}", "train", [*base, f"data.train={file}"])
-    for name in ("rows.parquet", "rows.json", "rows.jsonl.gz", "rows.arrow", "rows.xlsx"):
-        (folder / name).write_bytes(b"nonsense" * 10)
-        yield Input(f"data: nonsense in {name}", "train", [*base, f"data.train={folder / name}"])
-    (folder / "none").mkdir()
-    yield Input("data: a folder without files", "train", [*base, f"data.train={folder}/none"])
+    output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(folder)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")
+    sys.addaudithook(_watch)
+    arguments = [argument.replace(OUT, str(folder)) for argument in case.arguments]
+    _end(_exit_code(case.command, arguments))
 
 
-def setting(**changed: Any) -> Edit:
-    """Change settings of config.json; None removes one."""
+def _exit_code(command: str, arguments: list[str]) -> int:
+    from megatron_collab.commands.__main__ import PROGRAMS, run
+    from megatron_collab.runtime import console
 
-    def edit(model: Path) -> None:
-        file = model / "config.json"
-        config = json.loads(file.read_text()) | changed
-        file.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
-
-    return edit
-
-
-def template(text: str) -> Edit:
-    return lambda model: (model / "chat_template.jinja").write_text(text)
-
-
-def header(change: Callable[[dict[str, Any]], object]) -> Edit:
-    """Change the header of model.safetensors, which has 8 bytes of length, the header in JSON, the tensors."""
-
-    def edit(model: Path) -> None:
-        file = model / "model.safetensors"
-        content = file.read_bytes()
-        size = int.from_bytes(content[:8], "little")
-        tensors = json.loads(content[8 : 8 + size])
-        change(tensors)
-        written = json.dumps(tensors).encode()
-        file.write_bytes(len(written).to_bytes(8, "little") + written + content[8 + size :])
-
-    return edit
+    try:
+        if command not in PROGRAMS:
+            arguments = console.take_flags(arguments)
+            console.begin()
+            return run(command, arguments)
+        module = PROGRAMS[command]
+        module = f"{module}.__main__" if command == "reproduce" else module
+        return int(import_module(module).main(arguments))
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
 
 
-def index(file: str) -> Edit:
-    def edit(model: Path) -> None:
-        names = {"model.embed_tokens.weight": file}
-        (model / "model.safetensors").unlink()
-        (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
-
-    return edit
-
-
-def cut(name: str, kept: float) -> Edit:
-    def edit(model: Path) -> None:
-        content = (model / name).read_bytes()
-        (model / name).write_bytes(content[: int(len(content) * kept)])
-
-    return edit
-
-
-def written(name: str, content: bytes) -> Edit:
-    return lambda folder: (folder / name).write_bytes(content)
+def _watch(event: str, arguments: tuple[Any, ...]) -> None:
+    """An audit hook: the moment at which the work would begin. A program of ours goes on in this process."""
+    if event == "os.exec" or (event == "socket.connect" and arguments[1][:2] == ("127.0.0.1", 9)):
+        _end(0)
+    if event == "subprocess.Popen":
+        words = [str(word) for word in arguments[1]]
+        if SERVERS in words or any("gcs_server" in word for word in words):
+            _end(0)
+        if COMMANDS in words:
+            command, *rest = words[words.index(COMMANDS) + 1 :]
+            _end(_exit_code(command, rest))
+        for module in STARTED:
+            if module in words:
+                name = "build-dataset" if "build" in module else module.rpartition(".")[2]
+                _end(_exit_code(name, words[words.index(module) + 1 :]))
 
 
-def removed(name: str) -> Edit:
-    return lambda folder: (folder / name).unlink()
+def _end(code: int) -> NoReturn:
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
-EMBEDDING = "model.embed_tokens.weight"
-MODELS: dict[str, Edit] = {
-    "no config.json": removed("config.json"),
-    "config.json cut": cut("config.json", 0.5),
-    "config.json a list": written("config.json", b"[]"),
-    "config.json binary": written("config.json", bytes(range(256))),
-    "10^9 layers": setting(num_hidden_layers=10**9),
-    "no layers": setting(num_hidden_layers=0),
-    "hidden size a text": setting(hidden_size="64"),
-    "hidden size of another": setting(hidden_size=4096),
-    "vocabulary of another": setting(vocab_size=10**6),
-    "an unknown family": setting(model_type="rwkv"),
-    "another family": setting(model_type="llama"),
-    "no positions": setting(max_position_embeddings=0),
-    "no weights": removed("model.safetensors"),
-    "weights cut": cut("model.safetensors", 0.5),
-    "weights empty": written("model.safetensors", b""),
-    "weights nonsense": written("model.safetensors", b"nonsense" * 100),
-    "a header of 2^60 bytes": written("model.safetensors", (1 << 60).to_bytes(8, "little")),
-    "a tensor missing": header(lambda tensors: tensors.pop(EMBEDDING)),
-    "a tensor of another shape": header(lambda tensors: tensors[EMBEDDING].update(shape=[1, 1])),
-    "a tensor of integers": header(lambda tensors: tensors[EMBEDDING].update(dtype="I32")),
-    "a tensor beyond the file": header(lambda tensors: tensors[EMBEDDING].update(data_offsets=[0, 1 << 40])),
-    "an index to ../../etc/passwd": index("../../../../etc/passwd"),
-    "an index to /etc/passwd": index("/etc/passwd"),
-    "an index to a file that is not there": index("none.safetensors"),
-    "no tokenizer": removed("tokenizer.json"),
-    "tokenizer.json cut": cut("tokenizer.json", 0.5),
-    "tokenizer.json {}": written("tokenizer.json", b"{}"),
-    "tokenizer_config.json []": written("tokenizer_config.json", b"[]"),
-    "a template with a fault": template("{% if %}"),
-    "a template that raises": template("{{ raise_exception('no') }}"),
-    "a template without an end": template("{% for i in range(10**12) %}{% endfor %}"),
-    "a template of an unknown filter": template("{{ messages | nonsense }}"),
-    "an empty template": template(""),
-}
+class Attempt:
+    """A running attempt at an input."""
+
+    def __init__(self, case: Input, folder: Path, limit: float) -> None:
+        self.case, self.folder, self.began = case, folder, time.monotonic()
+        self.ends = self.began + limit
+        self.process: BaseProcess = multiprocessing.get_context("fork").Process(target=attempt, args=(case, folder))
+        self.process.start()
+
+    def outcome(self) -> Outcome | None:
+        """How it has ended; None while it runs. Ends it if its time is over."""
+        late = time.monotonic() > self.ends
+        if self.process.exitcode is None and not late:
+            return None
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        self.process.join()
+        code, seconds = self.process.exitcode, time.monotonic() - self.began
+        file = self.folder / "output"
+        output = file.read_text(errors="replace") if file.is_file() else ""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if code is None or code < 0:
+            return Outcome(self.case, "crash", f"{output}{'no end' if late else f'ended with {code}'}", seconds)
+        return Outcome(self.case, code or "accepted", output, seconds)
 
 
-def model_inputs(base: Sequence[str], model: Path, folder: Path) -> Iterator[Input]:
-    for number, (name, edit) in enumerate(MODELS.items()):
-        copy = folder / str(number)
-        shutil.copytree(model, copy)
-        edit(copy)
-        yield Input(f"model: {name}", "train", [*base, f"model.path={copy}"])
-
-
-def replace_by_file(run: Path) -> None:
-    shutil.rmtree(run)
-    run.write_text("x")
-
-
-def replace_settings_by_folder(run: Path) -> None:
-    (run / "config.json").unlink()
-    (run / "config.json").mkdir()
-
-
-RUNS: dict[str, Edit] = {
-    "a file": replace_by_file,
-    "config.json torn": cut("config.json", 0.5),
-    "config.json a list": written("config.json", b"[]"),
-    "config.json a text": written("config.json", b'"x"'),
-    "config.json of another run": written("config.json", json.dumps({"optim": {"lr": 0.5}}).encode()),
-    "config.json binary": written("config.json", bytes(range(256))),
-    "config.json a folder": replace_settings_by_folder,
-}
-
-
-def run_inputs(base: Sequence[str], run: Path, folder: Path) -> Iterator[Input]:
-    for number, (name, edit) in enumerate(RUNS.items()):
-        copy = folder / str(number)
-        shutil.copytree(run, copy)
-        edit(copy)
-        yield Input(f"run: {name}", "train", [*base, f"run.dir={copy}"])
-        if name != "config.json of another run":
-            yield Input(f"report: {name}", "report", [str(copy)])
-    yield Input("report: no folder", "report", [f"{folder}/none"])
-    for name, latest in {"latest binary": b"\xff\xfe\x00", "latest nonsense": b"../../x", "no latest": None}.items():
-        copy = folder / name.replace(" ", "-")
-        (copy / "checkpoints").mkdir(parents=True)
-        if latest is not None:
-            (copy / "checkpoints" / "latest").write_bytes(latest)
-        yield Input(f"convert: {name}", "convert", [str(copy), f"{copy}/hf"])
-
-
-# --- How they end --------------------------------------------------------------------------------------------------
-
-
-class Accepted(BaseException):
-    """Ranks would have been started."""
-
-
-def serve(pipe: Connection) -> None:
-    """Main function of a subprocess: run each input that comes and send back how it ended."""
-    from megatron_collab import train
-    from megatron_collab.commands.__main__ import run
-    from megatron_collab.config import Config
-    from megatron_collab.launch import program as programs
-
-    def prepared(arguments: list[str], stack: ExitStack) -> str:
-        outcome = train.prepared(arguments, stack)
-        if isinstance(outcome, str):
-            return outcome
-        raise Accepted
-
-    while True:
-        program, arguments = pipe.recv()
-        code: int | str | None = "traceback"
-        out = io.StringIO()
-        with redirect_stdout(out), redirect_stderr(out):
-            try:
-                if program == "train":
-                    code = programs.run(train.__name__, train.__doc__, Config, arguments, prepared)
+def attempts(cases: Sequence[Input], folder: Path, limit: float, jobs: int) -> Iterator[Outcome]:
+    """The outcomes of all inputs, `jobs` at a time. Those that crash are tried once more."""
+    waiting, running, retried, number = [*reversed(cases)], list[Attempt](), set[Input](), 0
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            number += 1
+            case = waiting.pop()
+            longest = max(limit, LAST_LIMIT) if case in retried else limit
+            running.append(Attempt(case, folder / f"attempt-{number}", longest))
+        wait([current.process.sentinel for current in running], timeout=1.0)
+        for current in [*running]:
+            if outcome := current.outcome():
+                running.remove(current)
+                if outcome.code == "crash" and outcome.case not in retried:
+                    retried.add(outcome.case)
+                    waiting.append(outcome.case)
                 else:
-                    code = run(program, arguments)
-            except Accepted:
-                code = "accepted"
-            except SystemExit as end:
-                code = end.code
-            except BaseException:
-                traceback.print_exc()
-        pipe.send((code, out.getvalue()))
+                    yield outcome
 
 
-class Server:
-    """The process that tries inputs; it is replaced if it crashes."""
-
-    def __init__(self) -> None:
-        self.first: Input | None = None  # tried first in each process, so that its imports are not timed
-        self._start()
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, child_end = context.Pipe()
-        self._process = context.Process(target=serve, args=(child_end,))
-        self._process.start()
-        child_end.close()
-
-    def try_input(self, case: Input) -> Outcome:
-        outcome = self._try(case, LIMIT)
-        return self._try(case, LIMIT) if outcome.code == "crash" else outcome
-
-    def accept(self, case: Input) -> None:
-        """Try a valid input whose files others need; it must be accepted."""
-        outcome = self._try(case, IMPORTS)
-        assert outcome.code == "accepted", outcome.output
-
-    def _try(self, case: Input, limit: float) -> Outcome:
-        began = time.monotonic()
-        self._pipe.send((case.program, case.arguments))
-        try:
-            if self._pipe.poll(limit):
-                code, output = self._pipe.recv()
-                return Outcome(code, output, time.monotonic() - began)
-            output = f"no end after {limit:g} s"
-        except EOFError:
-            self._process.join()
-            output = f"ended with {self._process.exitcode}"
-        seconds = time.monotonic() - began
-        self.end()
-        self._start()
-        if self.first:
-            self._try(self.first, IMPORTS)
-        return Outcome("crash", output, seconds)
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.join()
+# --- All of them ----------------------------------------------------------------------------------------------------
 
 
-def measure(server: Server, folder: Path, every: int, show: bool) -> dict[str, float]:
-    from megatron_collab.launch.validate import load
+def bad_inputs(files: Files, bases: dict[str, Input]) -> list[Input]:
+    bases = {name: base for name, base in bases.items() if name != "start of a run"}
+    inputs = [*paths.inputs(files, bases), *damage.inputs(files, bases), *command_lines.inputs(files, bases)]
+    return [*dict.fromkeys([*inputs, *options.inputs(bases)])]
 
-    world, run = folder / "world", folder / "run"
-    common = [f"run.dir={run}", f"data.dir={world}", f"model.path={world}/model", "launch.device=cpu"]
-    base = ["experiment=booking", *common]
-    server.accept(Input("base", "train", base))
-    run.mkdir(exist_ok=True)
-    (run / "config.json").write_text(json.dumps(asdict(load(base))))
-    server.accept(Input("again", "train", base))
-    # Without the generated world, which would replace data and model.
-    own_data = [
-        *common[1:],
-        f"run.dir={folder}/own",
-        "train.stage=rl",
-        "reward.weights={token_amount: -1}",
-        "user.name=replay",
-        "train.steps=1",
-    ]
-    own_data += ["rollout.context_length=256", "rollout.turn.max_new_tokens=24", "rollout.future.max_new_tokens=24"]
-    rows = folder / "good.jsonl"
-    rows.write_bytes(GOOD)
-    server.first = Input("good", "train", [*own_data, f"data.train={rows}"])
-    server.accept(server.first)
-    inputs = [*option_inputs(base), *data_inputs(own_data, folder / "data")]
-    inputs += model_inputs([*own_data, f"data.train={rows}"], world / "model", folder / "models")
-    inputs += run_inputs(base, run, folder / "runs")
+
+def prepare(files: Files, scratch: Path, smoke: bool) -> dict[str, Input]:
+    """Write the files and try the valid inputs, which make the world and the checkpoint."""
+    files.write()
+    bases = valid(files)
+    for name, case in bases.items():
+        if name == "report":
+            files.write_run(bases["train rl"])
+        if smoke and name not in ("train", "start of a run"):
+            continue
+        (outcome,) = attempts([case], scratch, VALID_LIMIT, 1)
+        assert outcome.code == "accepted", (name, outcome)
+        if not smoke:
+            print(f"valid\t{outcome.seconds:.1f} s\t{name}", flush=True)
+    return bases
+
+
+def measure(files: Files, scratch: Path, every: int, only: str, show: bool) -> dict[str, float]:
+    bases = prepare(files, scratch, smoke=every > 1)
+    inputs = bad_inputs(files, bases)
+    chosen = [case for case in inputs if only in f"{case.command} {case.name}"][::every]
     outcomes = []
-    for case in inputs[::every]:
-        outcome = server.try_input(case)
+    for outcome in attempts(chosen, scratch, LIMIT, len(os.sched_getaffinity(0))):
         outcomes.append(outcome)
-        if show or outcome.code != 2 or outcome.output.count("\n") > 1:
+        case, code, output, seconds = outcome
+        if show or code != 2 or output.count("\n") > 1:
+            text = output.strip()[-600:]
             print(
-                f"{outcome.code}\t{outcome.seconds:.1f} s\t{case.name[:80]}\t{outcome.output.strip()[-600:]}",
+                f"{code}\t{seconds:.1f} s\t{case.command}\t{case.name[:100]}\t{text}".encode(errors="replace").decode(),
                 flush=True,
             )
+    by_command = Counter(outcome.case.command for outcome in outcomes)
+    print(", ".join(f"{command} {count}" for command, count in by_command.most_common()))
     values = {
         "inputs": len(outcomes),
         "traceback": sum(outcome.code not in (2, "accepted", "crash") for outcome in outcomes),
@@ -451,13 +245,30 @@ def measure(server: Server, folder: Path, every: int, show: bool) -> dict[str, f
     return values
 
 
+def imports() -> None:
+    """Import what the inputs need. Only forks run them: a process with threads must not be forked."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched
+    os.environ.setdefault("OPENAI_API_KEY", "sk-none")
+    from megatron_collab import patches
+
+    for part in ("transformers", "megatron", "litellm"):
+        patches.apply(part)
+    for name in IMPORTED:
+        import_module(name)
+    extra = [thread.name for thread in threading.enumerate()[1:]]
+    assert not extra, extra
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="every 25th input")
+    parser.add_argument("--smoke", action="store_true", help=f"every {EVERY}th input")
+    parser.add_argument("--only", default="", metavar="TEXT", help="inputs with TEXT in their command or name")
     parser.add_argument("--show", action="store_true", help="print what every input printed")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, Server() as server:
-        values = measure(server, Path(folder), 25 if arguments.smoke else 1, arguments.show)
+    imports()
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as scratch:
+        every = EVERY if arguments.smoke else 1
+        values = measure(Files(Path(folder)), Path(scratch), every, arguments.only, arguments.show)
     print(json.dumps({"name": "bad_input", "values": values}))
     return 0
 
