@@ -426,6 +426,16 @@ def state(change: Callable[[dict[str, Any]], object]) -> Edit:
 STATE = "checkpoints/step_0/state.json"
 READ_RUNS = ("score", "realism")
 _READ_CHECKPOINTS = ("convert", "evaluate run")
+
+
+def each_weight_file(change: Callable[[Path], object]) -> Edit:
+    def edit(run: Path) -> None:
+        for file in (run / "checkpoints/step_0").glob("*.distcp"):
+            change(file)
+
+    return edit
+
+
 RUNS: dict[str, Edit] = {
     "a file": instead(b"x"),
     "config.json missing": removed("config.json"),
