@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_collab.runtime import gpu_environment, process, signals
 
@@ -27,11 +27,12 @@ if __name__ == "__main__":
 from megatron_collab import patches
 from megatron_collab.config import EvaluateConfig
 from megatron_collab.launch import evaluation, inherited, prepare, program
-from megatron_collab.launch.spec import RunSpec
+from megatron_collab.launch.spec import RunSpec, evaluation_spec
 
 if TYPE_CHECKING:
     from megatron_collab.rollout.evaluation import Evaluator
 
+MODULE = "megatron_collab.evaluate"
 # Modules that need Megatron, Ray or SGLang are imported in the function, since only ranks need them.
 
 
@@ -71,25 +72,41 @@ def evaluate(
             shutil.rmtree(Path(config.run.dir) / evaluation.FOLDER, ignore_errors=True)
 
 
-def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
-    """The checked configuration and the function that ranks run; or a message if all is done. Raises ConfigError.
+def prepared[Program: EvaluateConfig](
+    module: str,
+    load: Callable[[list[str], Mapping[str, Any]], Program],
+    settle: Callable[[Program], RunSpec],
+    work: Callable[[Program, Program, RunSpec, int], None],
+    when_done: Callable[[Program], program.Prepared | str],
+    arguments: list[str],
+    stack: ExitStack,
+) -> program.Prepared | str:
+    """The checked configuration and the function that ranks run, `work`; or `when_done`. Raises ConfigError.
 
-    Enters the lock of run.dir into `stack`.
+    Enters the lock of run.dir into `stack`. `load`, `settle`: as `evaluation.load` and `evaluation_spec`, for the
+    program's own settings.
     """
     with inherited.settings(arguments) as defaults:
-        config = evaluation.load(arguments, defaults)
+        config = load(arguments, defaults)
         stack.enter_context(prepare.run_lock(config))
-        data = evaluation.pin(config)
+        data = evaluation.pin(config, module)
         if evaluation.is_done(config, data.eval_sets):
-            model = config.assistant.model or config.model.path
-            hint = "see report.html there, or choose another run.dir"
-            return f"{config.run.dir}: all evaluations of {model} are done; {hint}"
-        serving, spec, step = evaluation.prepared(config)
-    return config, 1, partial(evaluate, config, serving, spec, step)
+            return when_done(config)
+        serving, spec, step = evaluation.prepared(config, settle)
+    return config, 1, partial(work, config, serving, spec, step)
+
+
+def _when_done(config: EvaluateConfig) -> str:
+    model = config.assistant.model or config.model.path
+    hint = "see report.html there, or choose another run.dir"
+    return f"{config.run.dir}: all evaluations of {model} are done; {hint}"
+
+
+prepared_evaluation = partial(prepared, MODULE, evaluation.load, evaluation_spec, evaluate, _when_done)
 
 
 def main(arguments: list[str]) -> int:
-    return program.run("megatron_collab.evaluate", __doc__, EvaluateConfig, arguments, prepared)
+    return program.run(MODULE, __doc__, EvaluateConfig, arguments, prepared_evaluation)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def check_evaluation[Program: EvaluateConfig](
         config.rollout.turn.temperature = config.rollout.future.temperature = assistant.temperature
 
 
-def pin(config: EvaluateConfig, module: str = "megatron_collab.evaluate") -> DataSpec:
+def pin(config: EvaluateConfig, module: str) -> DataSpec:
     """Make the world, and pin Hub names and runs in `config` to the commits and checkpoints of the evaluation's first
     start; returns the pinned data. Raises ConfigError.
     """

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_collab.config import Extension, Resolved, RolloutConfig, SamplingConfig, build, lookup, require
+from megatron_collab.config import Extension, Resolved, RolloutConfig, SamplingConfig, build, lookup
 from megatron_collab.config.schema import PLAYERS, AssistantConfig
 from megatron_collab.data.assistants import CandidateAssistant, candidate_assistants
 from megatron_collab.data.evaluation import EvaluationSet
@@ -112,9 +112,6 @@ class PlaySpec(Resolved):
     @cached_property
     def player_class(self) -> type[Player]:
         kind: type[Player] = lookup(self.player, SETTING, PLAYERS, Player)
-        missing = ", ".join(sorted(kind.__abstractmethods__))
-        message = f"{SETTING}={self.player}: the class has no {missing}; define it, or set {SETTING}=futures"
-        require(not missing, message)
         return kind
 
     @cached_property

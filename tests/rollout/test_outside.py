@@ -170,7 +170,7 @@ def test_what_is_no_player_is_refused_before_a_run(unusable: str) -> None:
     message = refused(f"rollout.player={unusable}:Neither")
     assert message == f"rollout.player={unusable}:Neither: must be a subclass of megatron_collab.rollout.player.Player"
     message = refused(f"rollout.player={unusable}:Idle")
-    assert message.endswith("the class has no play; define it, or set rollout.player=futures")
+    assert message.endswith("the class has no play; define what is missing")
     message = refused(f"rollout.player={unusable}:Wrong", "rollout.player_options.wron=empty")
     assert message.startswith("rollout.player_options.wron: no such setting; the nearest is wrong")
     assert refused("rollout.player=future").endswith("the nearest is futures")
