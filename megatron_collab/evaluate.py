@@ -58,11 +58,11 @@ def evaluate(
 
     assert spec.play and spec.serving
     with Session(serving) as session:
-        servers = session.enter(Servers(serving, spec.play, spec.serving))
+        servers = session.enter(Servers(spec.play, spec.serving))
         session.enter(connected(serving.launch))
         run = session.enter(RunFolder(config, start=step, steps=step))
         serve = partial(servers.serve_loaded, version=step)
-        evaluator = (evaluator_class or Evaluator)(serving, spec.play, spec.data.eval_sets, run, restore=serve)
+        evaluator = (evaluator_class or Evaluator)(spec.play, spec.data, run, restore=serve)
         if run.leader:
             session.enter(evaluator.standalone(servers, step))
         serve()

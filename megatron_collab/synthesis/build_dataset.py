@@ -51,16 +51,16 @@ def _when_done(config: BuildDatasetConfig) -> program.Prepared | str:
 
 
 def _build(config: BuildDatasetConfig, serving: BuildDatasetConfig, spec: RunSpec, step: int) -> None:
-    evaluate(config, serving, spec, step, _synthesis(spec))
+    evaluate(config, serving, spec, step, _synthesis(serving, spec))
     _upload(config)
 
 
-def _synthesis(spec: RunSpec) -> Callable[..., Synthesis]:
+def _synthesis(config: BuildDatasetConfig, spec: RunSpec) -> Callable[..., Synthesis]:
     """The evaluator that builds; only ranks import it, since it needs Ray."""
     patches.apply("megatron")
     from megatron_collab.synthesis.synthesis import Synthesis
 
-    return partial(Synthesis, spec)
+    return partial(Synthesis, config, spec)
 
 
 def _uploaded(config: BuildDatasetConfig) -> bool:
