@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_collab.runtime import gpu_environment, process, signals
 
@@ -29,9 +29,6 @@ from megatron_collab.config import EvaluateConfig
 from megatron_collab.launch import evaluation, inherited, prepare, program
 from megatron_collab.launch.spec import RunSpec, evaluation_spec
 
-if TYPE_CHECKING:
-    from megatron_collab.rollout.evaluation import Evaluator
-
 MODULE = "megatron_collab.evaluate"
 # Modules that need Megatron, Ray or SGLang are imported in the function, since only ranks need them.
 
@@ -41,7 +38,7 @@ def evaluate(
     serving: EvaluateConfig,
     spec: RunSpec,
     step: int,
-    evaluator_class: Callable[..., Evaluator] | None = None,
+    evaluator_class: Callable[..., Any] | None = None,
 ) -> None:
     """Evaluate the sets of data.eval that are not recorded yet; runs on every rank, and rank 0 does the work.
 
@@ -98,8 +95,7 @@ def prepared[Program: EvaluateConfig](
 
 def _when_done(config: EvaluateConfig) -> str:
     model = config.assistant.model or config.model.path
-    hint = "see report.html there, or choose another run.dir"
-    return f"{config.run.dir}: all evaluations of {model} are done; {hint}"
+    return f"{config.run.dir}: all evaluations of {model} are done; see report.html there, or choose another run.dir"
 
 
 prepared_evaluation = partial(prepared, MODULE, evaluation.load, evaluation_spec, evaluate, _when_done)

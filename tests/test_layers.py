@@ -48,8 +48,9 @@ LAZY = {
 # Rooms that take values, made of the settings in launch/spec.py, and the groups of settings that each uses whole.
 TAKE_VALUES: dict[str, tuple[str, ...]] = {
     "inference": (),
+    "checkpoint": ("LoraConfig",),
     "llm": ("EndpointConfig", "LlmConfig"),
-    "data": ("AssistantConfig", "BuildDatasetConfig", "SamplingConfig"),
+    "data": ("AssistantConfig", "SamplingConfig"),
     "reward": ("EndpointConfig", "LlmConfig", "ServedConfig"),
     "rollout": ("AssistantConfig", "EndpointConfig", "LlmConfig", "RolloutConfig", "SamplingConfig", "UserConfig"),
 }

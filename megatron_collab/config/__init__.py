@@ -25,7 +25,6 @@ from megatron_collab.config.programs import (
 from megatron_collab.config.prompt import SUFFIX, Prompt, PromptError, read_prompt
 from megatron_collab.config.schema import (
     AlgoConfig,
-    DataConfig,
     DpoConfig,
     EndpointConfig,
     LaunchConfig,
@@ -33,12 +32,10 @@ from megatron_collab.config.schema import (
     LoraConfig,
     ModelConfig,
     OptimConfig,
-    ParallelConfig,
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
     ServedConfig,
-    ServerConfig,
     TrainingModelConfig,
     TrainingRewardConfig,
     UserConfig,

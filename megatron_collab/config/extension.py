@@ -57,8 +57,7 @@ class Resolved:
 def resolve(spec: str, setting: str, base: type, *, functions: bool = False) -> Any:
     """The subclass of `base` that `spec` names. With `functions`, or if `base` is callable, it may be a function.
 
-    Raises ConfigError naming `setting` if the module or the name does not exist or is something else, or if the class
-    lacks a method that `base` requires.
+    Raises ConfigError naming `setting` if the module or the name does not exist or is something else, or lacks methods.
     """
     location, _, name = spec.rpartition(":")
     module = _load(location, f"{setting}={spec}")

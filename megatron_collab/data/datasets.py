@@ -51,12 +51,10 @@ class SurveyedSources[Read]:
         sources: Sequence[Any],  # of Source
         tools: Sequence[Mapping[str, Any]] = (),
         requirements: Callable[[Source], TaskRequirements] = lambda source: TaskRequirements(),
-        prefixes: bool = False,
         renders: bool = True,
     ) -> None:
         """`tools`: schemas shown to the policy. `requirements`: what metrics, users and tools require of the tasks of a
-        source. `prefixes`: whether to read all prefixes of a task. `renders`: whether model.path reads the examples, in
-        tokens; an endpoint of a language model refuses itself what is too long.
+        source. `renders`: whether model.path reads the examples, in tokens; an endpoint refuses what is too long.
 
         Raises ConfigError, and ValueError naming setting, file and row if the data cannot be read.
         """
@@ -71,7 +69,7 @@ class SurveyedSources[Read]:
         for source in self.sources:
             load: Any = {"rl": load_tasks, "sft": load_conversations, "dpo": load_pairs}[stage]
             examples: Examples[Any] = load(source, setting, data.format, self._folder)
-            if prefixes and stage == "rl":
+            if data.prefixes and setting == "data.train" and stage == "rl":
                 examples = at_every_depth(examples)
             if stage == "dpo" and FORMATS[examples.format].pair is None:
                 examples = pairs_of_candidates(examples)
@@ -166,7 +164,7 @@ class TrainingData[Read](SurveyedSources[Read]):
         tools: Sequence[Mapping[str, Any]] = (),
         requirements: Callable[[Source], TaskRequirements] = lambda source: TaskRequirements(),
     ) -> None:
-        super().__init__(data, "data.train", data.train, tools, requirements, data.prefixes)
+        super().__init__(data, "data.train", data.train, tools, requirements)
         pairs = list(zip(self.sources, self.sets, strict=True))
         keys = [examples.sort_keys(source.sort_by) if source.sort_by else None for source, examples in pairs]
         self._mixture = Mixture(self.sources, [len(examples) for examples in self.sets], data.per_step, keys)

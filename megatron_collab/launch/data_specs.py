@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megatron_collab.config import Config, PlayConfig, compose, compose_program, recorded_values
 from megatron_collab.data.chat_template import PromptSpec
@@ -16,20 +16,22 @@ from megatron_collab.data.spec import DataSpec
 
 def data_spec(config: Config) -> DataSpec:
     """The data of a training. Raises ConfigError naming the entry that is refused."""
-    train = config.train
-    return _data_spec(
-        config,
-        train=tuple(sources(config.data.train, "data.train", TrainingSource)),
-        stage=train.stage,
-        prefixes=config.data.prefixes,
-        steps=train.steps,
-        per_step=train.prompts_per_step,
-    )
+    run, training = config.train, tuple(sources(config.data.train, "data.train", TrainingSource))
+    data = replace(evaluation_data(config), train=training, stage=run.stage, prefixes=config.data.prefixes)
+    return replace(data, steps=run.steps, per_step=run.prompts_per_step)
 
 
 def evaluation_data(config: PlayConfig) -> DataSpec:
     """As `data_spec`, without data.train."""
-    return _data_spec(config)
+    return DataSpec(
+        all_sets=evaluation_sets(config.data.eval, config.train.eval_tasks),
+        run_dir=Path(config.run.dir),
+        format=RowFormat(config.data.format, config.data.format_options),
+        prompt=prompt_spec(config),
+        context_length=config.rollout.context_length,
+        users=None if config.user.name else tuple(config.users),
+        seed=config.run.seed,
+    )
 
 
 def recorded_data(run: Path, overrides: Sequence[str], evaluation: str | None) -> DataSpec:
@@ -45,16 +47,3 @@ def recorded_data(run: Path, overrides: Sequence[str], evaluation: str | None) -
 def prompt_spec(config: PlayConfig) -> PromptSpec:
     """How prompts of the policy are rendered."""
     return PromptSpec(config.model.path, config.model.chat_template_args, config.rollout.system_prompt)
-
-
-def _data_spec(config: PlayConfig, **more: Any) -> DataSpec:
-    return DataSpec(
-        all_sets=evaluation_sets(config.data.eval, config.train.eval_tasks),
-        run_dir=Path(config.run.dir),
-        format=RowFormat(config.data.format, config.data.format_options),
-        prompt=prompt_spec(config),
-        context_length=config.rollout.context_length,
-        users=None if config.user.name else tuple(config.users),
-        seed=config.run.seed,
-        **more,
-    )

@@ -68,15 +68,6 @@ def reward_spec(reward: RewardConfig) -> RewardSpec:
         name: ScoredMetric(name, dict(reward.metrics.get(name, {})), weight, reward.clamp.get(name))
         for name, weight in reward.weights.items()
     }
-    return RewardSpec(
-        metrics,
-        reward.mode,
-        dict(reward.mode_options),
-        reward.malformed,
-        reward.malformed_worst,
-        judge=reward.judge,
-        workers=reward.workers,
-        concurrency=reward.concurrency,
-        timeout=reward.timeout,
-        max_missing=reward.max_missing,
-    )
+    scoring = reward.judge, reward.workers, reward.concurrency, reward.timeout, reward.max_missing
+    options = dict(reward.mode_options)
+    return RewardSpec(metrics, reward.mode, options, reward.malformed, reward.malformed_worst, *scoring)

@@ -75,9 +75,7 @@ def served_entries(config: CallConfig) -> dict[str, tuple[str, ServedConfig]]:
 def served_models(config: PlayConfig) -> dict[str, tuple[str, ServedConfig]]:
     """As `served_entries`, with the models of metrics by the metric's name: all models besides the policy."""
     models = served_entries(config)
-    if config.llm.offline:
-        return {}
-    for name, metric in reward_spec(config.reward).metrics.items():
+    for name, metric in () if config.llm.offline else reward_spec(config.reward).metrics.items():
         if (model := metric.served) and not model.model.startswith(SERVED):
             message = f"servers.{name}: the servers of metric {name} have this name; choose another name"
             require(name not in models, message)

@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from megatron_collab import patches
-from megatron_collab.config import EndpointConfig, LlmConfig
+from megatron_collab.config import LlmConfig
 from megatron_collab.llm.caller import ask_as, caller
 from megatron_collab.llm.served import ServedModel
 from megatron_collab.llm.tape import open_tape
@@ -76,7 +76,7 @@ class RewardWorker:
         self._judged = {name for name, metric in scored.items() if metric.judged}
         self._tape = open_tape(llm, run_dir)
         self._cache: Cache | None = None
-        judge = self._judge(reward.judge, llm, run_dir, served) if self._judged else None
+        judge = self._judge(reward, llm, run_dir, served) if self._judged else None
         self.timeout = reward.timeout
         self.metrics = {name: metric.make(judge, self._tape) for name, metric in scored.items()}
         for name, model in scorers(scored).items() if served else ():
@@ -84,9 +84,7 @@ class RewardWorker:
         # One semaphore per metric, so that a slow metric does not delay the others.
         self._places = {name: asyncio.Semaphore(reward.concurrency) for name in scored}
 
-    def _judge(
-        self, endpoint: EndpointConfig, llm: LlmConfig, run_dir: Path, served: Mapping[str, ServedModel]
-    ) -> Judge:
+    def _judge(self, reward: RewardSpec, llm: LlmConfig, run_dir: Path, served: Mapping[str, ServedModel]) -> Judge:
         patches.apply("litellm")
         # Imported lazily: LiteLLM takes seconds to import, and most metrics do not need it.
         from megatron_collab.llm import limiter
@@ -96,7 +94,7 @@ class RewardWorker:
         self._cache = Cache(Path(llm.cache) if llm.cache else run_dir / "llm_cache")
         bound = ray.get_actor(limiter.NAME)
         client = LlmClient(bound, self._cache, served=served, prices=llm.prices, tape=self._tape)
-        return Judge(client, endpoint)
+        return Judge(client, reward.judge)
 
     async def take_counters(self) -> dict[str, float]:
         """Counts of the metrics and of replayed calls since the previous call of this method."""

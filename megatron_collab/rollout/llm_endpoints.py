@@ -40,7 +40,7 @@ def user_endpoints(users: UserDirectory, names: Iterable[str]) -> list[NamedEndp
     endpoints = dict[str, NamedEndpoint]()
     for name in names:
         user = users.find(name)
-        if endpoint := user.asks():
+        if endpoint := user.kind.asks(user.argument, user.settings):
             setting = f"user={name}: the model" if user.argument and user.group == "user" else f"{user.group}.model"
             endpoints[setting] = NamedEndpoint(setting, user.group, endpoint)
     return list(endpoints.values())

@@ -62,9 +62,8 @@ class Servers(ExitStack):
         local_count = placement.per_node if placement.nnodes == 1 else 0  # the others are started through Ray
         servers = [stack.enter_context(SGLangServer(policy, logs[index], index)) for index in range(local_count)]
         self.served += [stack.enter_context(ModelServers(spec)) for spec in self.serving.others.values()]
-        stack.enter_context(
-            ray_session(play.rollout.workers + play.reward.workers, placement.nodes, policy.host.start_timeout)
-        )
+        processes = play.rollout.workers + play.reward.workers
+        stack.enter_context(ray_session(processes, placement.nodes, policy.host.start_timeout))
         if placement.nodes > 1:
             addresses, machines = self._meet(), Machines(policy.host.interface)
             store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

@@ -64,7 +64,7 @@ class _UserRequirements:
         user = self._find(self._users.name_of(task))
         if task.unopened and not user.kind.opens:
             raise ValueError("it has no message, and this user cannot send the first; add one or choose another user")
-        user.check_task(task)
+        user.kind.check_task(task, user.argument, user.settings)
 
     def _known(self, name: str) -> ResolvedUser:
         try:

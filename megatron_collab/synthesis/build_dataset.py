@@ -13,10 +13,9 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_collab.runtime import gpu_environment, process, signals
 
@@ -35,10 +34,6 @@ from megatron_collab.runtime.redact import redact
 from megatron_collab.synthesis.built import FOLDER
 from megatron_collab.synthesis.settings import load
 
-if TYPE_CHECKING:
-    from megatron_collab.synthesis.synthesis import Synthesis
-
-
 logger = logging.getLogger("megatron_collab")  # __name__ is __main__ if this module is the program
 MODULE = "megatron_collab.synthesis.build_dataset"
 UPLOADED = "uploaded.json"  # in run.dir: the digests of the uploaded files
@@ -51,16 +46,11 @@ def _when_done(config: BuildDatasetConfig) -> program.Prepared | str:
 
 
 def _build(config: BuildDatasetConfig, serving: BuildDatasetConfig, spec: RunSpec, step: int) -> None:
-    evaluate(config, serving, spec, step, _synthesis(serving, spec))
-    _upload(config)
-
-
-def _synthesis(config: BuildDatasetConfig, spec: RunSpec) -> Callable[..., Synthesis]:
-    """The evaluator that builds; only ranks import it, since it needs Ray."""
     patches.apply("megatron")
-    from megatron_collab.synthesis.synthesis import Synthesis
+    from megatron_collab.synthesis.synthesis import Synthesis  # only in ranks, since it needs Ray
 
-    return partial(Synthesis, config, spec)
+    evaluate(config, serving, spec, step, partial(Synthesis, serving, spec))
+    _upload(config)
 
 
 def _uploaded(config: BuildDatasetConfig) -> bool:

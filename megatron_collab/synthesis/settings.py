@@ -57,7 +57,7 @@ def _resolve_assistants(config: BuildDatasetConfig) -> None:
 
     Raises ConfigError.
     """
-    by_name = assistant_configs(config)
+    by_name = assistant_configs(config.build.assistants, config.assistant)
     if not by_name:
         return
     message = f"assistant.model={config.assistant.model}: not used with build.assistants; add it to them"

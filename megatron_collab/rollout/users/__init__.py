@@ -1,17 +1,18 @@
 """Simulated users: the kinds in USERS, or classes given as package.module:Class.
 
 A task's `user` (or user.name, for all tasks) is KIND or KIND/ARGUMENT, or the name of one of the configuration's
-`users` (named.py). If it is empty, one of the named users is drawn by weight; if there are none, it is `llm`.
+`users`. If it is empty, one of the named users is drawn by weight; if there are none, it is `llm`.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,10 +24,10 @@ from megatron_collab.config import (
     UserConfig,
     build,
     lookup,
+    nearest,
     require,
 )
 from megatron_collab.config.extension import NoOptions
-from megatron_collab.rollout.users.named import named_settings, weight_of
 from megatron_collab.runtime.process import ends_caller
 from megatron_collab.types import Conversation, Message, Task
 
@@ -42,6 +43,7 @@ USERS = {
 }
 DEFAULT = "llm"
 FAILED = "user_failed"  # counter
+_SETTINGS = tuple(spec.name for spec in fields(UserConfig) if spec.name != "name")
 FINISH_SECONDS = 10.0  # minimum time for User.finish to release resources, even after rollout.deadline
 
 
@@ -191,12 +193,6 @@ class ResolvedUser:
     settings: UserConfig
     group: str = "user"
 
-    def asks(self) -> EndpointConfig | None:
-        return self.kind.asks(self.argument, self.settings)
-
-    def check_task(self, task: Task) -> None:
-        self.kind.check_task(task, self.argument, self.settings)
-
 
 @dataclass(frozen=True)
 class UserDirectory(Resolved):
@@ -215,7 +211,7 @@ class UserDirectory(Resolved):
     def settings(self) -> dict[str, UserConfig]:
         """The settings of all users by option group: `user`, and `users.NAME` for named users."""
         named = {
-            f"users.{name}": named_settings(name, dict(entry or {}), self.user) for name, entry in self.named.items()
+            f"users.{name}": _named_settings(name, dict(entry or {}), self.user) for name, entry in self.named.items()
         }
         return {"user": self.user, **named}
 
@@ -236,7 +232,7 @@ class UserDirectory(Resolved):
         requested = name.removesuffix("?")
         if name and (requested == name or requested in self.named):
             return requested
-        weights = {name: weight_of(name, entry) for name, entry in sorted(self.named.items())}
+        weights = {name: _weight_of(name, entry) for name, entry in sorted(self.named.items())}
         if not any(weights.values()):
             return ""
         return random.Random(f"{self.seed}/{task.id}/user").choices(list(weights), list(weights.values()))[0]
@@ -296,3 +292,24 @@ def options_of(kind: type[User], settings: UserConfig, group: str = "user") -> A
     """The options of users of a kind; user.options is ignored if the kind takes none."""
     options = settings.options if kind.Options is not NoOptions else {}
     return build(kind.Options, options, f"{group}.options.")
+
+
+def _weight_of(name: str, settings: Mapping[str, Any]) -> float:
+    """The weight of a named user in the draw for tasks without a user. Raises ConfigError."""
+    weight = settings.get("weight", 1.0)
+    fits = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight < float("inf")
+    require(fits, f"users.{name}.weight={weight}: must be a number of at least 0")
+    return float(weight)
+
+
+def _named_settings(name: str, settings: Mapping[str, Any], user: UserConfig) -> UserConfig:
+    """All settings of a named user, with its class as `name`; `user`: the defaults. Raises ConfigError."""
+    require(re.fullmatch(r"[\w-]+", name) is not None, f"users.{name}: name it with letters, digits, - and _")
+    for setting in settings:
+        known = ("class", "weight", *_SETTINGS)
+        choices = f"there are {', '.join(known)}"
+        require(setting in known, f"users.{name}.{setting}: no such setting{nearest(setting, known)}; {choices}")
+    _weight_of(name, settings)
+    values = {setting: getattr(user, setting) for setting in _SETTINGS if setting != "options"}
+    overrides = {setting: value for setting, value in settings.items() if setting in _SETTINGS}
+    return replace(build(UserConfig, {**values, **overrides}, f"users.{name}."), name=settings.get("class") or "llm")
