@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from megatron_collab.runtime import gpu_environment, process, signals
 
@@ -27,11 +27,9 @@ if __name__ == "__main__":
 from megatron_collab import patches
 from megatron_collab.config import EvaluateConfig
 from megatron_collab.launch import evaluation, inherited, prepare, program
-from megatron_collab.launch.spec import RunSpec
+from megatron_collab.launch.spec import RunSpec, evaluation_spec
 
-if TYPE_CHECKING:
-    from megatron_collab.rollout.evaluation import Evaluator
-
+MODULE = "megatron_collab.evaluate"
 # Modules that need Megatron, Ray or SGLang are imported in the function, since only ranks need them.
 
 
@@ -40,7 +38,7 @@ def evaluate(
     serving: EvaluateConfig,
     spec: RunSpec,
     step: int,
-    evaluator_class: Callable[..., Evaluator] | None = None,
+    evaluator_class: Callable[..., Any] | None = None,
 ) -> None:
     """Evaluate the sets of data.eval that are not recorded yet; runs on every rank, and rank 0 does the work.
 
@@ -57,11 +55,11 @@ def evaluate(
 
     assert spec.play and spec.serving
     with Session(serving) as session:
-        servers = session.enter(Servers(serving, spec.play, spec.serving))
+        servers = session.enter(Servers(spec.play, spec.serving))
         session.enter(connected(serving.launch))
         run = session.enter(RunFolder(config, start=step, steps=step))
         serve = partial(servers.serve_loaded, version=step)
-        evaluator = (evaluator_class or Evaluator)(serving, spec.play, spec.data.eval_sets, run, restore=serve)
+        evaluator = (evaluator_class or Evaluator)(spec.play, spec.data, run, restore=serve)
         if run.leader:
             session.enter(evaluator.standalone(servers, step))
         serve()
@@ -71,25 +69,40 @@ def evaluate(
             shutil.rmtree(Path(config.run.dir) / evaluation.FOLDER, ignore_errors=True)
 
 
-def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
-    """The checked configuration and the function that ranks run; or a message if all is done. Raises ConfigError.
+def prepared[Program: EvaluateConfig](
+    module: str,
+    load: Callable[[list[str], Mapping[str, Any]], Program],
+    settle: Callable[[Program], RunSpec],
+    work: Callable[[Program, Program, RunSpec, int], None],
+    when_done: Callable[[Program], program.Prepared | str],
+    arguments: list[str],
+    stack: ExitStack,
+) -> program.Prepared | str:
+    """The checked configuration and the function that ranks run, `work`; or `when_done`. Raises ConfigError.
 
-    Enters the lock of run.dir into `stack`.
+    Enters the lock of run.dir into `stack`. `load`, `settle`: as `evaluation.load` and `evaluation_spec`, for the
+    program's own settings.
     """
     with inherited.settings(arguments) as defaults:
-        config = evaluation.load(arguments, defaults)
+        config = load(arguments, defaults)
         stack.enter_context(prepare.run_lock(config))
-        data = evaluation.pin(config)
+        data = evaluation.pin(config, module)
         if evaluation.is_done(config, data.eval_sets):
-            model = config.assistant.model or config.model.path
-            hint = "see report.html there, or choose another run.dir"
-            return f"{config.run.dir}: all evaluations of {model} are done; {hint}"
-        serving, spec, step = evaluation.prepared(config)
-    return config, 1, partial(evaluate, config, serving, spec, step)
+            return when_done(config)
+        serving, spec, step = evaluation.prepared(config, settle)
+    return config, 1, partial(work, config, serving, spec, step)
+
+
+def _when_done(config: EvaluateConfig) -> str:
+    model = config.assistant.model or config.model.path
+    return f"{config.run.dir}: all evaluations of {model} are done; see report.html there, or choose another run.dir"
+
+
+prepared_evaluation = partial(prepared, MODULE, evaluation.load, evaluation_spec, evaluate, _when_done)
 
 
 def main(arguments: list[str]) -> int:
-    return program.run("megatron_collab.evaluate", __doc__, EvaluateConfig, arguments, prepared)
+    return program.run(MODULE, __doc__, EvaluateConfig, arguments, prepared_evaluation)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def train_rl(config: Config, play: PlaySpec, data: DataSpec, serving: ServingSpe
     from megatron_collab.weight_sync.sync import WeightSync
 
     with TrainingSession(config) as session:
-        servers = session.enter(Servers(config, play, serving))  # colocated ones have released the GPUs afterwards
+        servers = session.enter(Servers(play, serving))  # colocated ones have released the GPUs afterwards
         session.enter(init_parallel(config))
         trainer = PolicyTrainer(config)  # policy, reference, critic
         step = session.resume(trainer)
@@ -93,7 +93,7 @@ def train_supervised(config: Config, data: DataSpec) -> None:
 
     with TrainingSession(config) as session:
         session.enter(init_parallel(config))
-        trainer, batches = PolicyTrainer(config), SupervisedData(config, data)
+        trainer, batches = PolicyTrainer(config), SupervisedData(data)
         trainer.keep_reference(batches)  # dpo: log-probs of the first policy, before it learns
         step = session.resume(trainer)
         clock = Stopwatch()

@@ -45,8 +45,16 @@ LAZY = {
     "user_logs.command": "answers --help and wrong arguments before LiteLLM and Presidio are imported",
 }
 
-# Rooms that take frozen values, made from the settings in launch/spec.py.
-TAKE_VALUES = ("inference",)
+# Rooms that take values, made of the settings in launch/spec.py, and the groups of settings that each uses whole.
+TAKE_VALUES: dict[str, tuple[str, ...]] = {
+    "inference": (),
+    "checkpoint": ("LoraConfig",),
+    "llm": ("EndpointConfig", "LlmConfig"),
+    "data": ("AssistantConfig", "SamplingConfig"),
+    "reward": ("EndpointConfig", "LlmConfig", "ServedConfig"),
+    "rollout": ("AssistantConfig", "EndpointConfig", "LlmConfig", "RolloutConfig", "SamplingConfig", "UserConfig"),
+}
+STILL_READS = {"rollout.manager": "its steps follow the settings of the algorithm"}
 
 # Functions that read settings, and the modules that call each: one makes the frozen value, which all others take.
 # The reasons are those of the further modules.
@@ -56,35 +64,33 @@ READS_SETTINGS = {
         "launch.prepare": "names of the Hub are pinned after the checks",
     },
     "evaluation_spec": {"launch.spec": "a build of a data set is an evaluation"},
-    "data_spec": {"launch.spec": "", "rollout.recorded": "reads the data of a run that is recorded"},
+    "data_spec": {"launch.spec": "", "launch.data_specs": "the data of a run that is recorded"},
     "evaluation_data": {
         "launch.spec": "",
+        "launch.data_specs": "as for data_spec",
         "launch.evaluation": "budgets depend on the sets, and an earlier start may have had other sets",
         "synthesis.settings": "as launch.evaluation",
-        "rollout.recorded": "as for data_spec",
     },
     "sources": {
-        "data.spec": "",
+        "launch.data_specs": "",
         "data.evaluation": "the sources of data.eval are sets",
         "data.sources": "a source on a command line",
     },
-    "evaluation_sets": {"data.spec": ""},
+    "evaluation_sets": {"launch.data_specs": ""},
+    "prompt_spec": {"launch.data_specs": "", "launch.play_specs": ""},
     "play_spec": {"launch.spec": ""},
     "evaluation_play": {"launch.spec": ""},
-    "reward_spec": {"rollout.spec": "", "commands.score": "compares rewards with that of the run"},
-    "scored_metrics": {
-        "reward.spec": "",
-        "reward.metrics": "models that metrics have the run serve: the servers' settings are checked by themselves",
-        "launch.servers": "as reward.metrics",
-        "commands.score": "the metrics that a run has recorded",
+    "reward_spec": {
+        "launch.play_specs": "",
+        "launch.server_specs": "models that metrics have the run serve; servers are checked by themselves too",
+        "commands.score": "compares rewards with that of the run",
     },
     "reward_function": {"reward.spec": ""},
     "judge_endpoints": {"launch.spec": "", "commands.score": "as for reward_spec"},
     "user_endpoints": {"launch.spec": ""},
     "assistant_endpoints": {"launch.spec": "", "launch.evaluation": "budgets depend on the assistant"},
-    "UserDirectory": {"rollout.spec": ""},
-    "user_settings": {"rollout.users": ""},
-    "tool_spec": {"rollout.spec": ""},
+    "user_directory": {"launch.play_specs": ""},
+    "tool_spec": {"launch.play_specs": ""},
 }
 
 
@@ -145,15 +151,16 @@ def test_imports_of_the_package_are_at_the_top() -> None:
 
 
 def test_rooms_that_take_values_import_no_settings() -> None:
-    """Neither a class of settings nor a module that has them; errors and checks may be imported."""
+    """Neither a module that has them nor classes of settings, but those that a room uses whole; checks may be."""
     settings = re.compile(rf"{PACKAGE}\.config(\.schema|(\.\w+)*\.\w*Config)?")
     imported = [
         f"{name}: {path}"
         for name, tree in modules()
-        if name.partition(".")[0] in TAKE_VALUES
+        if (room := name.partition(".")[0]) in TAKE_VALUES and name not in STILL_READS
         for node in ast.walk(tree)
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
+        if alias.name not in TAKE_VALUES[room]
         if settings.fullmatch(path := ".".join(filter(None, (getattr(node, "module", ""), alias.name))))
     ]
     assert not imported, "\n".join(imported)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_collab import patches
 from megatron_collab.commands import GPU_GIB, ArgumentParser, positive
-from megatron_collab.config import Config, ConfigError, DataConfig, EndpointConfig, compose, make_absolute
+from megatron_collab.config import Config, ConfigError, EndpointConfig, compose, make_absolute
 from megatron_collab.runtime import device, gpu_environment, gpu_set, toolkit
 from megatron_collab.runtime.console import show
 from megatron_collab.types import Message, Task
@@ -252,7 +252,7 @@ def _endpoints(config: Config, spec: RunSpec) -> list[NamedEndpoint]:
     if spec.play is None:
         return []
     users = spec.play.users
-    surveys = _surveys(config.data, spec.data, users)
+    surveys = _surveys(spec.data, users, makes_world=config.data.world is not None)
     names = prepare.users_of_tasks(users, surveys)
     if not surveys and config.user.model:  # there are no tasks yet
         names[config.user.name or "llm"] = "user"
@@ -260,18 +260,18 @@ def _endpoints(config: Config, spec: RunSpec) -> list[NamedEndpoint]:
     return [*spec.endpoints_of(names), *spec.judges]
 
 
-def _surveys(config: DataConfig, data: DataSpec, users: UserDirectory) -> list[tuple[UserDirectory, str, Any]]:
+def _surveys(data: DataSpec, users: UserDirectory, makes_world: bool) -> list[tuple[UserDirectory, str, Any]]:
     """(users, label, survey) of the tasks of data.train and data.eval; none if the first run makes their world."""
     from megatron_collab.data.examples import load_tasks
     from megatron_collab.data.survey import survey
 
     inputs: list[tuple[UserDirectory, str, Source]] = [(users, "data.train", source) for source in data.train]
     inputs += [(users.for_set(eval_set.user), eval_set.setting, eval_set) for eval_set in data.eval_sets]
-    if config.world is not None and not all(Path(source.source).exists() for _, _, source in inputs):
+    if makes_world and not all(Path(source.source).exists() for _, _, source in inputs):
         return []
     surveys: list[tuple[UserDirectory, str, Any]] = []
     for source_users, option, source in inputs:
-        tasks = load_tasks(source, option, config)
+        tasks = load_tasks(source, option, data.format)
         report = survey(tasks, 0, lambda messages: 0, lambda task: 0)
         surveys.append((source_users, f"{option}={source.source}", report))
     return surveys

@@ -66,10 +66,12 @@ def main(arguments: Sequence[str]) -> int:
     check_written(config.llm, "llm.")
 
     # Ray and the libraries of data take seconds to import, so arguments are checked first.
+    from megatron_collab.launch.data_specs import recorded_data
     from megatron_collab.reward.comparison import group_rewards, merge_metrics
     from megatron_collab.rollout import recorded  # with the libraries of data, which take seconds
 
-    title, played = recorded.played_groups(options.run, options.option, options.step, options.evaluation)
+    data = recorded_data(options.run, options.option, options.evaluation)
+    title, played = recorded.played_groups(options.run, data, options.step, options.evaluation)
     shared = merge_metrics(rewards)
     try:
         scores = _scores(config, shared.metrics, played)
@@ -116,13 +118,13 @@ def _settings(options: argparse.Namespace) -> tuple[PlayConfig, dict[str, Reward
 def _checked(config: PlayConfig) -> RewardSpec:
     """The reward. Raises ConfigError if it cannot be computed, or needs a model that only the run serves."""
     from megatron_collab.launch import endpoints, validate
+    from megatron_collab.launch.play_specs import reward_spec
     from megatron_collab.llm.endpoint import served_by_run
-    from megatron_collab.reward.spec import reward_spec
     from megatron_collab.rollout import llm_endpoints
 
     reward = reward_spec(config.reward)
     validate.check_reward(config, reward)
-    judges = llm_endpoints.judge_endpoints(reward.metrics, config.reward.judge)
+    judges = llm_endpoints.judge_endpoints(reward)
     endpoints.check_prices(config, judges)
     for judge in judges:
         message = f"{judge.setting}={judge.endpoint.model}: only the run serves it; give another LiteLLM model"
@@ -135,23 +137,24 @@ def _checked(config: PlayConfig) -> RewardSpec:
 
 def _scores(config: PlayConfig, metrics: Mapping[str, ScoredMetric], played: Sequence[Group]) -> dict[int, Scores]:
     """Scores with `metrics` by the id() of the future. The run has recorded scores of config.reward."""
+    from megatron_collab.launch.play_specs import reward_spec
     from megatron_collab.llm import limiter
     from megatron_collab.observability.run import progress
     from megatron_collab.reward.comparison import rescore
-    from megatron_collab.reward.metrics import scored_metrics
     from megatron_collab.reward.workers import RewardWorker
     from megatron_collab.runtime.ray_cluster import ray_session
 
     with ExitStack() as stack:
         if any(metric.judged for metric in metrics.values()):  # the limiter admits the judge's calls
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            stack.enter_context(ray_session(config))
+            stack.enter_context(ray_session(config.rollout.workers + config.reward.workers))
             bound = limiter.start_limiter(config.llm, folder / "spend.json")
             stack.callback(lambda: bound)  # the limiter ends with its handle
-        worker = RewardWorker(config, metrics)
+        reward = reward_spec(config.reward)
+        worker = RewardWorker(replace(reward, metrics=metrics), config.llm, Path(config.run.dir))
         bar = progress("scoring", sum(len(rollout.futures) for group in played for rollout in group.rollouts), "future")
         stack.callback(bar.close)
-        return asyncio.run(rescore(worker, played, scored_metrics(config.reward), bar.update))
+        return asyncio.run(rescore(worker, played, reward.metrics, bar.update))
 
 
 def _print(rewards_by_name: Mapping[str, Sequence[Sequence[Reward]]]) -> None:

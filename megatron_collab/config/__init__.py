@@ -34,7 +34,6 @@ from megatron_collab.config.programs import (
 from megatron_collab.config.prompt import SUFFIX, Prompt, PromptError, read_prompt
 from megatron_collab.config.schema import (
     AlgoConfig,
-    DataConfig,
     DpoConfig,
     EndpointConfig,
     LaunchConfig,
@@ -42,12 +41,10 @@ from megatron_collab.config.schema import (
     LoraConfig,
     ModelConfig,
     OptimConfig,
-    ParallelConfig,
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
     ServedConfig,
-    ServerConfig,
     TrainingModelConfig,
     TrainingRewardConfig,
     UserConfig,

@@ -57,7 +57,7 @@ class Resolved:
 def resolve(spec: str, setting: str, base: type, *, functions: bool = False) -> Any:
     """The subclass of `base` that `spec` names. With `functions`, or if `base` is callable, it may be a function.
 
-    Raises ConfigError naming `setting` if the module or the name does not exist or is something else.
+    Raises ConfigError naming `setting` if the module or the name does not exist or is something else, or lacks methods.
     """
     location, _, name = spec.rpartition(":")
     module = _load(location, f"{setting}={spec}")
@@ -67,6 +67,8 @@ def resolve(spec: str, setting: str, base: type, *, functions: bool = False) -> 
     derived = issubclass(target, base) if isinstance(target, type) else called and callable(target)
     also = " or a function" if called else ""
     require(derived, f"{setting}={spec}: must be a subclass of {base.__module__}.{base.__name__}{also}")
+    missing = ", ".join(sorted(getattr(target, "__abstractmethods__", ())))
+    require(not missing, f"{setting}={spec}: the class has no {missing}; define what is missing")
     return target
 
 

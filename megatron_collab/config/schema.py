@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
@@ -385,7 +385,9 @@ class TrainingRolloutConfig(RolloutConfig):
 
 @dataclass
 class EndpointConfig:
-    """A language model behind LiteLLM."""
+    """A language model behind LiteLLM. `group`: where it is set, for messages."""
+
+    group: ClassVar[str] = "reward.judge"
 
     model: str | None = option(None, "LiteLLM model")
     api_base: str | None = mutable(None, "endpoint of the model; its key comes from the environment", kind=ADDRESS)
@@ -408,6 +410,8 @@ class EndpointConfig:
 
 @dataclass
 class UserConfig(EndpointConfig):
+    group = "user (or users.NAME)"
+
     name: str | None = option(None, "user of every task, instead of the task's own: KIND or package.module:Class")
     model: str | None = option(None, "LiteLLM model of the users named llm; policy: the model that is trained")
     temperature: float | None = option(1.0, "sampling temperature of the user; null: not sent", ge=0, le=10)
@@ -425,6 +429,8 @@ class UserConfig(EndpointConfig):
 @dataclass
 class AssistantConfig(EndpointConfig):
     """A model in place of the policy, only for `megatron-collab evaluate`."""
+
+    group = "assistant"
 
     model: str | None = option(None, "LiteLLM model that `megatron-collab evaluate` evaluates instead of model.path")
     temperature: float | None = option(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
-from megatron_collab.config import BuildDatasetConfig, build, require
+from megatron_collab.config import build, require
 from megatron_collab.config.schema import AssistantConfig
 
 POLICY = "policy"  # model.path
@@ -21,14 +21,14 @@ class CandidateAssistant(NamedTuple):
     proactive: bool
 
 
-def assistant_configs(config: BuildDatasetConfig) -> dict[str, AssistantConfig | None]:
+def assistant_configs(entries: Mapping[str, Any], assistant: AssistantConfig) -> dict[str, AssistantConfig | None]:
     """The config of each entry of build.assistants by name, None for the policy.
 
     Settings that an entry leaves out come from `assistant`. Raises ConfigError naming the invalid entry.
     """
     configs = dict[str, AssistantConfig | None]()
-    defaults = {setting: getattr(config.assistant, setting) for setting in _SETTINGS}
-    for name, entry in config.build.assistants.items():
+    defaults = {setting: getattr(assistant, setting) for setting in _SETTINGS}
+    for name, entry in entries.items():
         group = f"build.assistants.{name}"
         require(re.fullmatch(r"[\w-]+", name) is not None, f"{group}: name it with letters, digits, - and _")
         settings = dict(entry) if isinstance(entry, Mapping) else {"model": entry}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import dropwhile, pairwise
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from megatron_collab import patches
-from megatron_collab.config import PlayConfig, RolloutConfig, nearest, read_prompt, require
+from megatron_collab.config import SamplingConfig, nearest, read_prompt, require
 from megatron_collab.data.control_tokens import any_of, cut, split
 from megatron_collab.runtime import hub
 from megatron_collab.runtime.trial import TrialError, run_trial
@@ -174,16 +174,16 @@ class ChatRenderer:
             tokens += self.tokens(following if turn is turns[-1] else following.removesuffix(self._lead))
         return tuple(tokens)
 
-    def check_thinking(self, rollout: RolloutConfig) -> None:
-        """Raises ConfigError if the template or the tokenizer does not support what `rollout` says about thoughts."""
-        for name, sampling in (("turn", rollout.turn), ("future", rollout.future)):
+    def check_thinking(self, turn: SamplingConfig, future: SamplingConfig, strip_thoughts: bool) -> None:
+        """Raises ConfigError if the template or the tokenizer does not support what rollout sets about thoughts."""
+        for name, sampling in (("turn", turn), ("future", future)):
             if sampling.enable_thinking is not None:
                 self._check_used("enable_thinking", f"rollout.{name}.enable_thinking")
             message = f"the tokenizer of {self.model_path} has no token {THOUGHT_END}, which marks the end of a thought"
             budget = sampling.thinking_budget
             refusal = f"rollout.{name}.thinking_budget={budget}: {message}; remove it"
             require(budget is None or self.thought_end is not None, refusal)
-        if rollout.strip_thoughts:
+        if strip_thoughts:
             question = [Message("user", "x")]
             without_reply = self._render(question, add_generation_prompt=False).count(THOUGHT_BEGIN)
             before = self._render([*question, Message("assistant", _MARKER), *question]).partition(_MARKER)[0]
@@ -365,18 +365,23 @@ def _apply_template(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Mapping[s
         raise TemplateError(f"{type(error).__name__}: {error}") from error
 
 
-def policy_renderer(config: PlayConfig, tools: Sequence[Mapping[str, Any]] = (), plays: bool = True) -> ChatRenderer:
-    """The renderer of the run's policy, the same in rollouts and in supervised training. Raises ConfigError.
+@dataclass(frozen=True)
+class PromptSpec:
+    """How prompts of the policy are rendered: by the chat template of `model` with its `arguments`.
 
-    `plays`: conversations are played, so the template must know the thoughts that rollout sets.
+    `system_file`: as rollout.system_prompt.
     """
-    renderer = ChatRenderer(config.model.path, tools, config.model.chat_template_args, system_prompt(config))
-    if plays:
-        renderer.check_thinking(config.rollout)
-    return renderer
 
+    model: str
+    arguments: Mapping[str, Any]
+    system_file: str | None
 
-def system_prompt(config: PlayConfig) -> str:
-    """The text of rollout.system_prompt, empty if it is not set. Raises ConfigError or PromptError."""
-    file = config.rollout.system_prompt
-    return read_prompt("rollout.system_prompt", file, "", ()).render().strip() if file else ""
+    @property
+    def system(self) -> str:
+        """The text of rollout.system_prompt, empty if it is not set. Raises ConfigError or PromptError."""
+        file = self.system_file
+        return read_prompt("rollout.system_prompt", file, "", ()).render().strip() if file else ""
+
+    def renderer(self, tools: Sequence[Mapping[str, Any]] = ()) -> ChatRenderer:
+        """The renderer of the policy, the same in rollouts and in supervised training. Raises ConfigError."""
+        return ChatRenderer(self.model, tools, self.arguments, self.system)

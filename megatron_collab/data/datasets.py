@@ -17,9 +17,9 @@ import numpy as np
 from filelock import FileLock
 
 from megatron_collab import __version__
-from megatron_collab.config import Config, PlayConfig, nearest, require
+from megatron_collab.config import nearest, require
 from megatron_collab.data.candidates import pairs_of_candidates
-from megatron_collab.data.chat_template import ChatRenderer, policy_renderer, system_prompt, tokenizer_files
+from megatron_collab.data.chat_template import ChatRenderer, tokenizer_files
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.examples import Examples, TaskReader, load_conversations, load_pairs, load_tasks
 from megatron_collab.data.formats import FORMATS
@@ -46,25 +46,21 @@ class SurveyedSources[Read]:
 
     def __init__(
         self,
-        config: PlayConfig,
+        data: DataSpec,
         setting: str,
         sources: Sequence[Any],  # of Source
         tools: Sequence[Mapping[str, Any]] = (),
         requirements: Callable[[Source], TaskRequirements] = lambda source: TaskRequirements(),
-        stage: str = "rl",
-        prefixes: bool = False,
         renders: bool = True,
     ) -> None:
         """`tools`: schemas shown to the policy. `requirements`: what metrics, users and tools require of the tasks of a
-        source. `stage`: as train.stage; `prefixes`: as data.prefixes. `renders`: whether model.path reads the examples,
-        in tokens; an endpoint of a language model refuses itself what is too long.
+        source. `renders`: whether model.path reads the examples, in tokens; an endpoint refuses what is too long.
 
         Raises ConfigError, and ValueError naming setting, file and row if the data cannot be read.
         """
-        self._config, self._tools, self.setting = config, tools, setting
-        self._stage, self._renders = stage, renders
+        self._data, self._tools, self.setting, self._renders = data, tools, setting, renders
         self._renderer: ChatRenderer | None = None
-        self._folder = Path(config.run.dir) / FOLDER
+        self._folder, stage = data.run_dir / FOLDER, data.stage
         self._folder.mkdir(parents=True, exist_ok=True)
         self.sources = list(sources)
         self.sets: list[Examples[Read]] = []
@@ -72,8 +68,8 @@ class SurveyedSources[Read]:
         self.surveys: list[Survey] = []
         for source in self.sources:
             load: Any = {"rl": load_tasks, "sft": load_conversations, "dpo": load_pairs}[stage]
-            examples: Examples[Any] = load(source, setting, config.data, self._folder)
-            if prefixes and stage == "rl":
+            examples: Examples[Any] = load(source, setting, data.format, self._folder)
+            if data.prefixes and setting == "data.train" and stage == "rl":
                 examples = at_every_depth(examples)
             if stage == "dpo" and FORMATS[examples.format].pair is None:
                 examples = pairs_of_candidates(examples)
@@ -96,22 +92,22 @@ class SurveyedSources[Read]:
             lines.append(f"{where}: {read}{left_out}{shares}")
             notes = (result.repeated, result.unread, *self._notes(examples.source))
             lines += [f"{where}: {note}" for note in notes if note]
-            users = self._config.users
-            requested = [user[:-1] for user in result.users if user.endswith("?") and not self._config.user.name]
+            users = self._data.users or ()
+            requested = [user[:-1] for user in result.users if user.endswith("?") and self._data.users is not None]
             for user in (user for user in requested if user not in users):
                 lines.append(f"{where}: rows name the user {user}, which users lacks{nearest(user, users)}")
         return lines
 
     def _notes(self, source: Any) -> list[str]:
         """Messages about settings of a source that have no effect."""
-        return unread_settings(source, self._config.data.format)
+        return unread_settings(source, self._data.format.name)
 
     def _room(self) -> int:
         """Maximum tokens of a conversation: rollout.context_length, or the model's positions if these are fewer."""
-        context = self._config.rollout.context_length
+        context = self._data.context_length
         if not self._renders:
             return context
-        file = hub.folder(self._config.model.path) / "config.json"
+        file = hub.folder(self._data.prompt.model) / "config.json"
         positions = json.loads(file.read_text()).get("max_position_embeddings") if file.is_file() else None
         return min(context, positions or context)
 
@@ -120,8 +116,8 @@ class SurveyedSources[Read]:
         fingerprint = getattr(examples.rows, "fingerprint", None)
         if fingerprint is None:  # a user's own reader: its tasks are in memory
             return self._new_survey(examples, longest, requirements)
-        tokenizer = tokenizer_files(hub.folder(self._config.model.path))
-        prompt = [self._tools, self._config.model.chat_template_args, system_prompt(self._config)]
+        tokenizer = tokenizer_files(hub.folder(self._data.prompt.model))
+        prompt = [self._tools, self._data.prompt.arguments, self._data.prompt.system]
         requirements_key = [sorted(requirements.lacks), requirements.depends_on]
         reader = [fingerprint, examples.use, examples.format, longest]
         identity = [*reader, tokenizer, prompt, requirements_key, __version__]
@@ -136,8 +132,7 @@ class SurveyedSources[Read]:
     def _new_survey(self, examples: Examples[Read], longest: int, requirements: TaskRequirements) -> Survey:
         if not self._renders:
             return survey(examples, longest, lambda messages: 0, lambda example: 0, requirements)
-        plays = self._stage == "rl"
-        renderer = self._renderer = self._renderer or policy_renderer(self._config, self._tools, plays)
+        renderer = self._renderer = self._renderer or self._data.prompt.renderer(self._tools)
 
         def tokens(example: Any) -> int:
             texts = conversations(example) if isinstance(example, Pair) else [getattr(example, "messages", example)]
@@ -165,22 +160,19 @@ class TrainingData[Read](SurveyedSources[Read]):
 
     def __init__(
         self,
-        config: Config,
-        sources: Sequence[TrainingSource],
+        data: DataSpec,
         tools: Sequence[Mapping[str, Any]] = (),
         requirements: Callable[[Source], TaskRequirements] = lambda source: TaskRequirements(),
     ) -> None:
-        self._steps, stage = config.train.steps, config.train.stage
-        super().__init__(config, "data.train", sources, tools, requirements, stage, config.data.prefixes)
+        super().__init__(data, "data.train", data.train, tools, requirements)
         pairs = list(zip(self.sources, self.sets, strict=True))
         keys = [examples.sort_keys(source.sort_by) if source.sort_by else None for source, examples in pairs]
-        per_step = config.train.prompts_per_step
-        self._mixture = Mixture(self.sources, [len(examples) for examples in self.sets], per_step, keys)
-        empty = self._mixture.empty_step(config.train.steps, per_step)
+        self._mixture = Mixture(self.sources, [len(examples) for examples in self.sets], data.per_step, keys)
+        empty = self._mixture.empty_step(data.steps, data.per_step)
         require(empty is None, f"data.train: no source has rows for step {empty}; change from_step or until_step")
 
     def _notes(self, source: TrainingSource) -> list[str]:
-        return [*super()._notes(source), *unused_mixture(source, len(self.sources) == 1, self._steps)]
+        return [*super()._notes(source), *unused_mixture(source, len(self.sources) == 1, self._data.steps)]
 
     def at(self, position: int, seed: int) -> Read:
         """The example at a position: step * train.prompts_per_step + its index in the step."""
@@ -194,12 +186,12 @@ class SupervisedData:
     sft: one sample per conversation. dpo: two samples per pair, the chosen one first.
     """
 
-    def __init__(self, config: Config, data: DataSpec) -> None:
-        self.renderer, self.eval_sets = policy_renderer(config, plays=False), data.eval_sets
-        self.examples = TrainingData[Messages | Pair](config, data.train)
-        evaluation = SurveyedSources[Messages | Pair](config, "data.eval", self.eval_sets, stage=config.train.stage)
+    def __init__(self, data: DataSpec) -> None:
+        self.renderer, self.eval_sets = data.prompt.renderer(), data.eval_sets
+        self.examples = TrainingData[Messages | Pair](data)
+        evaluation = SurveyedSources[Messages | Pair](data, "data.eval", self.eval_sets)
         self._sets = dict(zip(self.eval_sets, evaluation.sets, strict=True))
-        self.seed, self.size = config.run.seed, config.train.prompts_per_step
+        self.seed, self.size = data.seed, data.per_step
         # Equal fingerprints mean equal `all_batches`.
         counts = [eval_set.tasks for eval_set in self.eval_sets]
         self.fingerprint = [*self.examples.fingerprints, *evaluation.fingerprints, *counts]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from megatron_collab.config import PlayConfig, option, require
+from megatron_collab.config import option, require
 from megatron_collab.data.sources import Source, sources
 
 _NAME = re.compile(r"[\w.-]+")  # part of the names of files and metrics
@@ -40,9 +40,8 @@ class EvaluationSet(Source):
         return f"data.eval[{self.name}]" if self.name else "data.eval"
 
 
-def evaluation_sets(config: PlayConfig) -> tuple[EvaluationSet, ...]:
-    """The sets of data.eval, with their numbers of tasks. Raises ConfigError naming the invalid entry."""
-    entries = config.data.eval
+def evaluation_sets(entries: Any, tasks: int) -> tuple[EvaluationSet, ...]:
+    """The sets of data.eval, each with its number of tasks, by default `tasks`. Raises ConfigError naming the entry."""
     if entries is None:
         return ()
     sets = sources(entries, "data.eval", EvaluationSet)
@@ -54,4 +53,4 @@ def evaluation_sets(config: PlayConfig) -> tuple[EvaluationSet, ...]:
         allowed = bool(_NAME.fullmatch(name)) or (not isinstance(entries, list) and not name)
         require(allowed, f"{setting}.name={name}: use letters, digits and - . _ only")
         require(names.count(name) == 1, f"data.eval: two sets are named {name}; rename one")
-    return tuple(replace(eval_set, tasks=eval_set.tasks or config.train.eval_tasks) for eval_set in sets)
+    return tuple(replace(eval_set, tasks=eval_set.tasks or tasks) for eval_set in sets)

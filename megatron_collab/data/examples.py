@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from megatron_collab.config import ConfigError, DataConfig, Extension, make, nearest, require
+from megatron_collab.config import ConfigError, Extension, make, nearest, require
 from megatron_collab.data.formats import FORMATS, Use, natural_use, recognize
 from megatron_collab.data.messages import Unfit, unread_parts
 from megatron_collab.data.readers import checked_task
@@ -118,8 +119,19 @@ def _numbers(texts: Sequence[Any]) -> list[float] | None:
         return None
 
 
+@dataclass(frozen=True)
+class RowFormat:
+    """The format of rows, as in data.format; `options`: those of a custom reader."""
+
+    name: str = "auto"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+AUTO = RowFormat()
+
+
 def load_tasks(
-    source: Source | Path | str, setting: str = "data.train", data: DataConfig | None = None, cache: Path | None = None
+    source: Source | Path | str, setting: str = "data.train", format: RowFormat = AUTO, cache: Path | None = None
 ) -> Examples[Task]:
     """The tasks of a source in its order, in any format that is read as tasks, or by the reader of data.format.
 
@@ -127,10 +139,10 @@ def load_tasks(
     or reader, ValueError if the data cannot be read.
     """
     source = source if isinstance(source, Source) else Source(source=str(source))
-    if data is None or ":" not in data.format:
-        return _examples(source, setting, data, cache, "task")
+    if ":" not in format.name:
+        return _examples(source, setting, format, cache, "task")
     where = f"{setting}={source.source}"
-    read = make(data.format, "data.format", TaskReader, data.format_options, "data.format_options.")
+    read = make(format.name, "data.format", TaskReader, format.options, "data.format_options.")
     is_on_hub = hub.parse(source.source) is not None
     path = hub.download(source.source, setting, "dataset", ["*"]) if is_on_hub else Path(source.source)
     try:
@@ -141,42 +153,40 @@ def load_tasks(
         raise ValueError(f"{where}: {error}") from error
     except BaseException as error:  # a user's reader may raise anything
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ValueError(f"{where}: data.format={data.format} fails on it ({reason}); correct one of them") from error
+        raise ValueError(f"{where}: data.format={format.name} fails on it ({reason}); correct one of them") from error
     if not tasks:
         raise ValueError(f"{where}: data.format reads no tasks from it")
 
     def at(number: int) -> str:
         return f"{where} task {number + 1}"
 
-    return Examples(source, tasks, lambda task, number: checked_task(task), at, "task", data.format, "data.format")
+    return Examples(source, tasks, lambda task, number: checked_task(task), at, "task", format.name, "data.format")
 
 
 def load_conversations(
-    source: Source | Path | str, setting: str = "data.train", data: DataConfig | None = None, cache: Path | None = None
+    source: Source | Path | str, setting: str = "data.train", format: RowFormat = AUTO, cache: Path | None = None
 ) -> Examples[tuple[Message, ...]]:
     """The conversations of a source in its order, in any format that is read as conversations. As `load_tasks`."""
     source = source if isinstance(source, Source) else Source(source=str(source))
-    return _examples(source, setting, data, cache, "conversation")
+    return _examples(source, setting, format, cache, "conversation")
 
 
 def load_any(source: Source, setting: str) -> Examples[Any]:
     """The rows of a source as what they are: pairs, else tasks if possible, else conversations. As `load_tasks`."""
-    return _examples(source, setting, None, None, None)
+    return _examples(source, setting, AUTO, None, None)
 
 
-def load_pairs(source: Source, setting: str, data: DataConfig, cache: Path | None = None) -> Examples[Any]:
+def load_pairs(source: Source, setting: str, format: RowFormat = AUTO, cache: Path | None = None) -> Examples[Any]:
     """Pairs, or conversations if the source holds scored candidates that are not paired yet. As `load_tasks`."""
-    return _examples(source, setting, data, cache, "pair")
+    return _examples(source, setting, format, cache, "pair")
 
 
-def _examples(
-    source: Source, setting: str, data: DataConfig | None, cache: Path | None, use: Use | None
-) -> Examples[Any]:
+def _examples(source: Source, setting: str, format: RowFormat, cache: Path | None, use: Use | None) -> Examples[Any]:
     rows = open_rows(source, setting, cache)
-    requested, columns, first = data.format if data else "auto", rows.column_names, rows[0]
+    columns, first = rows.column_names, rows[0]
     use = use or natural_use(columns, first)
-    format, why = recognize(requested, columns, first, use, f"{setting}={source.source}")
-    reader: Any = getattr(FORMATS[format], use) or FORMATS[format].conversation
+    name, why = recognize(format.name, columns, first, use, f"{setting}={source.source}")
+    reader: Any = getattr(FORMATS[name], use) or FORMATS[name].conversation
 
     def read(row: Any, number: int) -> Any:
         example = checked_task(reader(row, number)) if use == "task" else reader(row)
@@ -184,4 +194,4 @@ def _examples(
             raise ValueError("the prompt calls tools; such rows are read for supervised training only")
         return example
 
-    return Examples(source, rows, read, rows.at, use, format, why, rows.splits)
+    return Examples(source, rows, read, rows.at, use, name, why, rows.splits)

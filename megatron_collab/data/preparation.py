@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_collab.config import DataConfig
 from megatron_collab.data.candidates import extremes, pair_of
 from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.data.datasets import conversation_row, pair_row, render_sample, task_row
@@ -61,7 +60,7 @@ class Preparation:
         """
         load: Any = {"rl": load_tasks, "opened": load_tasks, "sft": load_conversations, "dpo": load_pairs}[to]
         # Published data is split by row: the turns of a conversation may lie in different splits.
-        self.examples: Examples[Any] = load(replace(source, split=source.split or ALL), "SOURCE", DataConfig())
+        self.examples: Examples[Any] = load(replace(source, split=source.split or ALL), "SOURCE")
         self.dropped, self.unread = Counter[str](), Counter[str]()
         self._to, self._system, self._gap = to, system, gap
         self._renderer, self._longest = renderer, longest

@@ -1,32 +1,39 @@
-"""The data of a run, settled before it starts: the sources of data.train and the sets of data.eval."""
+"""The data of a run, settled before it starts (launch/data_specs.py)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from megatron_collab.config import Config, PlayConfig
-from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
-from megatron_collab.data.sources import TrainingSource, sources
+from megatron_collab.data.chat_template import PromptSpec
+from megatron_collab.data.evaluation import EvaluationSet
+from megatron_collab.data.examples import RowFormat
+from megatron_collab.data.sources import TrainingSource
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    """The sources of data.train, and all sets of data.eval, also those of which no task is evaluated."""
+    """The sources of data.train, all sets of data.eval (also those of which no task is evaluated), how they are read.
 
-    train: tuple[TrainingSource, ...]
+    `format`: of the rows; `context_length`: tokens of the longest conversation; `users`: names of the option `users`,
+    None if user.name replaces the users of all tasks. `stage`, `prefixes`: as train.stage and data.prefixes. Training
+    takes `steps` steps of `per_step` examples, in an order drawn from `seed`.
+    """
+
     all_sets: tuple[EvaluationSet, ...]
+    run_dir: Path
+    format: RowFormat
+    prompt: PromptSpec
+    context_length: int
+    users: tuple[str, ...] | None
+    seed: int
+    train: tuple[TrainingSource, ...] = ()
+    stage: str = "rl"
+    prefixes: bool = False
+    steps: int = 0
+    per_step: int = 0
 
     @property
     def eval_sets(self) -> tuple[EvaluationSet, ...]:
         """The sets that are evaluated."""
         return tuple(eval_set for eval_set in self.all_sets if eval_set.tasks)
-
-
-def data_spec(config: Config) -> DataSpec:
-    """The data of a training. Raises ConfigError naming the entry that is refused."""
-    return DataSpec(tuple(sources(config.data.train, "data.train", TrainingSource)), evaluation_sets(config))
-
-
-def evaluation_data(config: PlayConfig) -> DataSpec:
-    """As `data_spec`, without data.train."""
-    return DataSpec((), evaluation_sets(config))

@@ -26,8 +26,9 @@ from megatron_collab.config import (
 from megatron_collab.config.extension import make_absolute
 from megatron_collab.data import sources
 from megatron_collab.data.evaluation import EvaluationSet
-from megatron_collab.data.spec import DataSpec, evaluation_data
-from megatron_collab.launch import endpoints, models, prepare, server_specs, servers, validate
+from megatron_collab.data.spec import DataSpec
+from megatron_collab.launch import endpoints, models, prepare, servers, validate
+from megatron_collab.launch.data_specs import evaluation_data
 from megatron_collab.launch.spec import RunSpec, evaluation_spec
 from megatron_collab.llm.endpoint import token_budget
 from megatron_collab.observability import evaluations, records
@@ -103,10 +104,11 @@ def check_evaluation[Program: EvaluateConfig](
         out = "but assistant.temperature=null sends none; remove one"
         require(eval_set.temperature is None, f"{message}, {out}")
     if assistant.model and assistant.temperature is not None:  # may be 0 (greedy), unlike that of a policy that learns
-        config.rollout.turn.temperature = config.rollout.future.temperature = assistant.temperature
+        sampling = replace(config.rollout.turn, temperature=assistant.temperature)
+        config.rollout = replace(config.rollout, turn=sampling, future=sampling)
 
 
-def pin(config: EvaluateConfig, module: str = "megatron_collab.evaluate") -> DataSpec:
+def pin(config: EvaluateConfig, module: str) -> DataSpec:
     """Make the world, and pin Hub names and runs in `config` to the commits and checkpoints of the evaluation's first
     start; returns the pinned data. Raises ConfigError.
     """
@@ -153,7 +155,7 @@ def prepared[Program: EvaluateConfig](
         assert spec.serving
         servers.check_gpus(config, spec.serving)
         if config.assistant.model:
-            models.check_served(server_specs.served_models(config))
+            models.check_served((model.setting, model.model) for model in spec.serving.others.values())
             servers.check_arguments(spec.serving)
             _read_data(config, spec, (), renders=False)
             return config, spec, 0
@@ -163,11 +165,11 @@ def prepared[Program: EvaluateConfig](
         assert spec.play and spec.serving
         shape = validate.read_shape(serving)
         servers.check_servers_of_model(serving, spec.serving.policy, shape, None)
-        models.check_models(serving, shape, weights=checkpoint is None)
+        models.check_models(serving, spec, shape, weights=checkpoint is None)
         servers.check_arguments(spec.serving)
         schemas = spec.tools.schemas()
         if schemas:
-            models.check_rendering(serving, schemas)
+            models.check_rendering(spec, schemas)
         _read_data(serving, spec, schemas)
         prepare.compare_tools(Path(config.run.dir), spec.tools)
     except (ValueError, OSError, RunStopped) as error:
@@ -188,8 +190,7 @@ def _read_data(
 
     assert spec.play
     requirements = partial(task_requirements, spec.play)
-    eval_sets = spec.data.eval_sets
-    data = SurveyedSources[Any](config, "data.eval", eval_sets, schemas, requirements, renders=renders)
+    data = SurveyedSources[Any](spec.data, "data.eval", spec.data.eval_sets, schemas, requirements, renders=renders)
     prepare.check_data(config, spec, [data])
 
 

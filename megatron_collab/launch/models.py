@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from megatron_collab.config import ConfigError, PlayConfig, ServedConfig, require
+from megatron_collab.config import ConfigError, PlayConfig, require
 from megatron_collab.data import chat_template
 from megatron_collab.inference.served import architecture, gives_text
-from megatron_collab.launch import server_specs
+from megatron_collab.launch.spec import RunSpec
 from megatron_collab.models import hf_config, hf_weights
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.runtime import hub
@@ -21,10 +21,10 @@ from megatron_collab.runtime.trial import TrialError, run_trial
 _SECONDS = 10.0  # an ordinary template takes a hundredth of this, with its tokenizer a tenth
 
 
-def check_models(config: PlayConfig, shape: ModelShape, weights: bool = True, plays: bool = True) -> None:
+def check_models(config: PlayConfig, spec: RunSpec, shape: ModelShape, weights: bool = True) -> None:
     """Checks model.path: `weights` of a model of `shape`, and a prompt; then the served models. Raises ConfigError.
 
-    `plays`: whether conversations are played. Runs once per node: in its first rank, or for all ranks in the process
+    Runs once per node: in its first rank, or for all ranks in the process
     that becomes their torchrun.
     """
     if not _is_checking_process():
@@ -39,33 +39,41 @@ def check_models(config: PlayConfig, shape: ModelShape, weights: bool = True, pl
     message = f"config.json: SGLang runs architectures={architecture(path)}, the trainer {expected}; correct it"
     require(architecture(path) in (expected, "none"), f"model.path={path}: {message}")
     _check_ids(path, "model.path", shape.vocab)
-    check_rendering(config, (), plays)
-    check_served(server_specs.served_models(config))
+    check_rendering(spec, ())
+    if spec.serving:
+        check_served((model.setting, model.model) for model in spec.serving.others.values())
 
 
-def check_rendering(config: PlayConfig, tools: Sequence[Mapping[str, Any]], plays: bool = True) -> None:
+def check_rendering(spec: RunSpec, tools: Sequence[Mapping[str, Any]]) -> None:
     """Raises ConfigError unless model.path's tokenizer and chat template render a prompt with these tools in time."""
     if _is_checking_process():
-        path = config.model.path
+        path = spec.data.prompt.model
         chat_template.load_tokenizer(path, "model.path")  # loads it in this process, for the data readers
-        _try(partial(chat_template.policy_renderer, config, tools, plays), f"model.path={path}", "its chat template")
+        _try(partial(_render, spec, tools), f"model.path={path}", "its chat template")
 
 
-def check_served(served: Mapping[str, tuple[str, ServedConfig]]) -> None:
-    """As `check_models`, for the models `served` beside the policy; only what SGLang requires of them."""
-    for group, model in served.values() if _is_checking_process() else ():
-        setting, folder = f"{group}.model", hub.folder(model.model)
+def _render(spec: RunSpec, tools: Sequence[Mapping[str, Any]]) -> None:
+    renderer = spec.data.prompt.renderer(tools)
+    if spec.play:  # the template must know the thoughts that rollout sets
+        rollout = spec.play.rollout
+        renderer.check_thinking(rollout.turn, rollout.future, rollout.strip_thoughts)
+
+
+def check_served(models: Iterable[tuple[str, str]]) -> None:
+    """As `check_models`, for models beside the policy: (group of its settings, model); only what SGLang requires."""
+    for group, model in models if _is_checking_process() else ():
+        setting, folder = f"{group}.model", hub.folder(model)
         try:
-            shape = hf_config.read(folder / "config.json") if gives_text(model.model) else None
+            shape = hf_config.read(folder / "config.json") if gives_text(model) else None
         except ValueError:  # a family or quantization that SGLang serves but the trainer does not support
             shape = None
         try:
             tensors = hf_weights.model_tensors(folder, shape) if shape else hf_weights.read(folder)
         except (ValueError, OSError) as error:
-            raise ConfigError(f"{setting}={model.model}: {error}") from error
+            raise ConfigError(f"{setting}={model}: {error}") from error
         if (folder / "tokenizer.json").is_file():
-            work = partial(_check_served, model.model, setting, hf_weights.embedding_rows(tensors))
-            _try(work, f"{setting}={model.model}", "its tokenizer or chat template")
+            work = partial(_check_served, model, setting, hf_weights.embedding_rows(tensors))
+            _try(work, f"{setting}={model}", "its tokenizer or chat template")
 
 
 def _check_served(path: str, setting: str, rows: int | None) -> None:

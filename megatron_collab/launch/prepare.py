@@ -94,12 +94,12 @@ def prepare(config: Config) -> RunSpec:
             return spec
         shape = check_model(config, spec)
         check_same_run(config)
-        models.check_models(config, shape, plays=spec.play is not None)
+        models.check_models(config, spec, shape)
         if spec.serving:
             check_arguments(spec.serving)
         schemas = spec.tools.schemas()
         if schemas:
-            models.check_rendering(config, schemas)
+            models.check_rendering(spec, schemas)
         data = read_data(config, spec, schemas)
         if not under_torchrun():
             network.bindable(
@@ -175,10 +175,9 @@ def read_data(config: Config, spec: RunSpec, schemas: Sequence[Mapping[str, Any]
     from megatron_collab.data import datasets
 
     requirements = partial(task_requirements, spec.play) if spec.play else lambda source: TaskRequirements()
-    data: list[SurveyedSources[Any]] = [datasets.TrainingData(config, spec.data.train, schemas, requirements)]
+    data: list[SurveyedSources[Any]] = [datasets.TrainingData(spec.data, schemas, requirements)]
     if sets := spec.data.eval_sets:
-        stage = config.train.stage
-        data.append(datasets.SurveyedSources(config, "data.eval", sets, schemas, requirements, stage))
+        data.append(datasets.SurveyedSources(spec.data, "data.eval", sets, schemas, requirements))
     if spec.play:
         check_data(config, spec, data)
     return data
@@ -225,7 +224,7 @@ def users_of_tasks(users: UserDirectory, surveyed: Iterable[tuple[UserDirectory,
 
     `surveyed`: of each source, the users it is played with, its name in messages, and its survey.
     """
-    examples: dict[str, str] = {name: f"users.{name}" for name in users.config.users}
+    examples: dict[str, str] = {name: f"users.{name}" for name in users.named}
     for source_users, place, survey in surveyed:
         for user, task in survey.users.items():
             name = source_users.name_of(Task(task, (), "", "", user))
@@ -320,7 +319,7 @@ def check_users(users: UserDirectory, examples: Mapping[str, str]) -> None:
         reason = users.fault(name)
         require(reason is None, f"{example}: {reason}")
     takes = any(users.find(name).kind.Options is not NoOptions for name in examples)
-    require(takes or not users.config.user.options, "user.options: no user of the tasks has options; remove them")
+    require(takes or not users.user.options, "user.options: no user of the tasks has options; remove them")
 
 
 def check_same_run(config: PlayConfig) -> None:

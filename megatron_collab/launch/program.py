@@ -92,8 +92,6 @@ def _check_ranks(nodes: int, ranks: int) -> None:
     `ranks`: ranks of a node.
     """
     started, local = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    require(
-        (started, local) == (nodes * ranks, ranks),
-        f"launch.nodes={nodes} x launch.nproc_per_node={ranks}: torchrun has started {started} ranks, {local} of them "
-        "on this node; give torchrun and the settings the same numbers",
-    )
+    message = f"torchrun has started {started} ranks, {local} of them on this node; start it with"
+    out = f"--nnodes={nodes} --nproc-per-node={ranks}, or change the settings"
+    require((started, local) == (nodes * ranks, ranks), f"launch.nodes={nodes}: {message} {out}")

@@ -21,9 +21,9 @@ from megatron_collab.inference.spec import (
     Serves,
     ServingSpec,
 )
+from megatron_collab.launch.play_specs import reward_spec
 from megatron_collab.llm.endpoint import SERVED
 from megatron_collab.models.lora import ServedAdapters
-from megatron_collab.reward import metrics
 
 
 def training(config: Config) -> ServingSpec:
@@ -75,10 +75,8 @@ def served_entries(config: CallConfig) -> dict[str, tuple[str, ServedConfig]]:
 def served_models(config: PlayConfig) -> dict[str, tuple[str, ServedConfig]]:
     """As `served_entries`, with the models of metrics by the metric's name: all models besides the policy."""
     models = served_entries(config)
-    if config.llm.offline:
-        return {}
-    for name, model in metrics.served_models(config.reward).items():
-        if not model.model.startswith(SERVED):
+    for name, metric in () if config.llm.offline else reward_spec(config.reward).metrics.items():
+        if (model := metric.served) and not model.model.startswith(SERVED):
             message = f"servers.{name}: the servers of metric {name} have this name; choose another name"
             require(name not in models, message)
             models[name] = f"reward.metrics.{name}", model

@@ -17,6 +17,7 @@ from megatron_collab.llm.endpoint import SERVED
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.parallel_layout import TrainerLayout
 from megatron_collab.reward import metrics
+from megatron_collab.reward.spec import RewardSpec
 from megatron_collab.runtime import device
 from megatron_collab.runtime.process import first_on_node
 from megatron_collab.weight_sync import plan
@@ -196,7 +197,7 @@ def _check_conflicts(serving: ServingSpec, on_cpu: bool) -> None:
         require(fault is None, fault or "")
 
 
-def check_served(config: PlayConfig, serving: ServingSpec) -> None:
+def check_served(config: PlayConfig, reward: RewardSpec, serving: ServingSpec) -> None:
     """Checks of what is served that need neither a trainer nor this machine. Raises ConfigError."""
     _check_conflicts(serving, on_cpu=config.launch.device == "cpu")
     # Without a policy, the context length is that of no server.
@@ -204,7 +205,7 @@ def check_served(config: PlayConfig, serving: ServingSpec) -> None:
         message = f"{spec.setting}.max_total_tokens={spec.max_total_tokens}: must hold a conversation of "
         fits = spec.max_total_tokens is None or spec.max_total_tokens >= spec.context_length
         require(fits, f"{message}<rollout.context_length>; raise it, or lower that", config)
-    scorers = {} if config.llm.offline else metrics.scorers(metrics.scored_metrics(config.reward))
+    scorers = {} if config.llm.offline else metrics.scorers(reward.metrics)
     for metric, name in scorers.items():
         if name in serving.others and serving.others[name].setting == f"reward.metrics.{metric}":  # its own server
             continue

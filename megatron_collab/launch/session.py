@@ -38,7 +38,7 @@ class Session(ExitStack):
 
     def __enter__(self) -> Self:
         imports_done()
-        self.enter(hang_detector.watch(self.config))
+        self.enter(hang_detector.watch(self.config.launch.timeout, self._folder.parent))
         self.enter(parallel.leader_ends_first(self.config.launch.timeout, self.explain))
         return self
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_collab.config import BuildDatasetConfig, Config, EvaluateConfig, PlayConfig, read_prompt
+from megatron_collab.config import BuildDatasetConfig, Config, EvaluateConfig, read_prompt
 from megatron_collab.data.assistants import assistant_configs
 from megatron_collab.data.evaluation import EvaluationSet
-from megatron_collab.data.spec import DataSpec, data_spec, evaluation_data
+from megatron_collab.data.spec import DataSpec
 from megatron_collab.inference.spec import ServingSpec
 from megatron_collab.launch import server_specs
+from megatron_collab.launch.data_specs import data_spec, evaluation_data
+from megatron_collab.launch.play_specs import evaluation_play, play_spec
 from megatron_collab.launch.prompts import check_prompts
 from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.llm_endpoints import NamedEndpoint
 from megatron_collab.rollout.player import PlaySpec
-from megatron_collab.rollout.spec import evaluation_play, play_spec
 from megatron_collab.rollout.tools.toolbox import ToolSpec
 
 
@@ -48,14 +49,16 @@ def run_spec(config: Config) -> RunSpec:
     data = data_spec(config)
     if config.train.stage != "rl":
         return RunSpec(data)
-    return _played(config, data, play_spec(config), server_specs.training(config))
+    play = play_spec(config)
+    return RunSpec(data, play, server_specs.training(config), llm_endpoints.judge_endpoints(play.reward))
 
 
 def evaluation_spec(config: EvaluateConfig) -> RunSpec:
     """As `run_spec`, for an evaluation, without a trainer."""
     check_prompts(config)
-    spec = _played(config, evaluation_data(config), evaluation_play(config), server_specs.evaluation(config))
-    return replace(spec, assistants=llm_endpoints.assistant_endpoints(config.assistant, spec.data.eval_sets))
+    data, play, serving = evaluation_data(config), evaluation_play(config), server_specs.evaluation(config)
+    assistants = llm_endpoints.assistant_endpoints(config.assistant, data.eval_sets)
+    return RunSpec(data, play, serving, llm_endpoints.judge_endpoints(play.reward), assistants)
 
 
 def building_spec(config: BuildDatasetConfig) -> RunSpec:
@@ -66,7 +69,7 @@ def building_spec(config: BuildDatasetConfig) -> RunSpec:
     play = replace(
         spec.play,
         rollouts=building.candidates,
-        assistants=assistant_configs(config) or spec.play.assistants,
+        assistants=assistant_configs(config.build.assistants, config.assistant) or spec.play.assistants,
         proactive_share=building.proactive,
         proactive_prompt=prompt.render().strip() if prompt else "",
     )
@@ -75,12 +78,8 @@ def building_spec(config: BuildDatasetConfig) -> RunSpec:
 
 def building_assistants(config: BuildDatasetConfig, eval_sets: Sequence[EvaluationSet]) -> list[NamedEndpoint]:
     """The language models that write candidates."""
-    by_name = assistant_configs(config)
+    by_name = assistant_configs(config.build.assistants, config.assistant)
     if not by_name:
         return llm_endpoints.assistant_endpoints(config.assistant, eval_sets)
     groups = ((f"build.assistants.{name}", endpoint) for name, endpoint in by_name.items() if endpoint)
     return [NamedEndpoint(f"{group}.model", group, endpoint) for group, endpoint in groups]
-
-
-def _played(config: PlayConfig, data: DataSpec, play: PlaySpec, serving: ServingSpec) -> RunSpec:
-    return RunSpec(data, play, serving, llm_endpoints.judge_endpoints(play.reward.metrics, config.reward.judge))

@@ -146,7 +146,7 @@ def check_played(config: PlayConfig, spec: RunSpec) -> None:
     assert spec.play and spec.serving
     check_reward(config, spec.play.reward)
     _check_turns(config, spec.data.eval_sets)
-    servers.check_served(config, spec.serving)
+    servers.check_served(config, spec.play.reward, spec.serving)
     endpoints.check_settings(config, spec.play.users.settings)
     _check_llm_endpoints(config, spec)
 

@@ -11,14 +11,12 @@ from typing import Any
 from megatron_collab.config import (
     ConfigError,
     EndpointConfig,
-    UserConfig,
     address_fault,
     header_fault,
     nearest,
     require,
 )
 from megatron_collab.config.load import leaves
-from megatron_collab.config.schema import AssistantConfig
 from megatron_collab.llm.answer import LlmError
 from megatron_collab.patches.litellm import be_quiet
 
@@ -74,18 +72,13 @@ def with_token_budget(endpoint: EndpointConfig, tokens: int) -> EndpointConfig:
     return replace(endpoint, max_tokens=tokens)
 
 
-def group_of(endpoint: EndpointConfig) -> str:
-    """The group of settings that `endpoint` comes from, for messages."""
-    return {AssistantConfig: "assistant", UserConfig: "user (or users.NAME)"}.get(type(endpoint), "reward.judge")
-
-
 def way_out(endpoint: EndpointConfig, refusal: str) -> str:
     """The setting to change if the server's message `refusal` rejects an argument that was sent; empty otherwise."""
     sent = [name for name in arguments(endpoint) if re.search(rf"\b{name}\b", refusal)]
     if not sent or not _UNSUPPORTED.search(refusal):
         return ""
     name = sent[0]
-    group = group_of(endpoint)
+    group = endpoint.group
     if name in _SAMPLING:
         return f"set {name}=null in {group} to leave it out"
     if name == "max_tokens":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from megatron_collab.config import EndpointConfig
-from megatron_collab.llm.endpoint import COMPLETION, group_of, token_budget
+from megatron_collab.llm.endpoint import COMPLETION, token_budget
 from megatron_collab.runtime.redact import redact
 from megatron_collab.runtime.text import one_line
 
@@ -34,7 +34,7 @@ def read_reply(endpoint: EndpointConfig, answer: Any) -> Reply:
 
 
 def _shortfall(endpoint: EndpointConfig, choice: Any) -> str:
-    message, finish, group = choice.message, choice.finish_reason, group_of(endpoint)
+    message, finish, group = choice.message, choice.finish_reason, endpoint.group
     thoughts = getattr(message, "reasoning_content", None)
     if finish == "content_filter":
         return f"finish_reason=content_filter: the provider withheld the text; {_ELSE}"

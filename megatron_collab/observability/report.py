@@ -144,7 +144,8 @@ def _svg(series: Series, errors: Series) -> str:
         for name, points in series.items():
             steps, values = zip(*points, strict=True)
             style = "-" if 2 * len(steps) > len(span) > 1 else "."  # points if most steps have no value
-            (drawn,) = axes.plot(steps, values, style, label=_label(name), linewidth=1.2)
+            label = name.encode(errors="replace").decode().replace("$", r"\$")  # else matplotlib reads a formula
+            (drawn,) = axes.plot(steps, values, style, label=label, linewidth=1.2)
             if widths := dict(errors.get(name, [])):
                 low, high = ([value + sign * widths.get(step, 0.0) for step, value in points] for sign in (-1, 1))
                 axes.fill_between(steps, low, high, alpha=0.25, color=drawn.get_color())
@@ -156,11 +157,6 @@ def _svg(series: Series, errors: Series) -> str:
         figure.savefig(stream, format="svg", metadata={"Date": None})
     text = stream.getvalue()
     return text[text.index("<svg") :]
-
-
-def _label(name: str) -> str:
-    """The name, escaped so that matplotlib does not read $ as a formula."""
-    return name.encode(errors="replace").decode().replace("$", r"\$")
 
 
 def _mean(rows: Rows, name: str) -> str:

@@ -99,17 +99,14 @@ def line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
     """Console line of a step: reward, scores, loss, KL and seconds by stage, if measured."""
     parts = [f"step {step + 1}/{steps}"]
     if "reward" in metrics:
-        parts += [f"reward {metrics['reward']:.3f}±{metrics['reward_se']:.3f}", _format_scores(scores(metrics))]
+        parts.append(f"reward {metrics['reward']:.3f}±{metrics['reward_se']:.3f}")
+        parts.append(" ".join(f"{name} {value:.3f}" for name, value in scores(metrics).items()))
     of_update = ("loss", "kl", "dpo/accuracy", "dpo/margin", "grad_norm", "lr")
     parts += [f"{name.removeprefix('dpo/')} {metrics[name]:.3g}" for name in of_update if name in metrics]
     if metrics.get("missing"):
         parts.append(f"missing scores {metrics['missing']:.0f}")
     laps = [f"{name.removeprefix('seconds/')} {value:.2f}s" for name, value in metrics.items() if "seconds/" in name]
     return " | ".join([*parts, " ".join(laps)])
-
-
-def _format_scores(values: Mapping[str, float]) -> str:
-    return " ".join(f"{name} {value:.3f}" for name, value in values.items())
 
 
 class Log:

@@ -32,11 +32,8 @@ class Contents:
             state = _OPTIMIZER_STATE.fullmatch(key)
             saved = self.written.get(key) or (self.written.get(state[1] + state[2]) if state else None)
             if saved != shape:
-                raise ValueError(f"checkpoint: rank {rank} reads {key} as {list(shape)}, of which {_describe(saved)}")
-
-
-def _describe(shape: tuple[int, ...] | None) -> str:
-    return "no rank writes anything" if shape is None else f"ranks write {list(shape)}"
+                written = "no rank writes anything" if saved is None else f"ranks write {list(saved)}"
+                raise ValueError(f"checkpoint: rank {rank} reads {key} as {list(shape)}, of which {written}")
 
 
 def save_and_load(trainer: PolicyTrainer, rank: int, contents: Contents, ledger: Ledger) -> int:

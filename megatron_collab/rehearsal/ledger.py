@@ -57,7 +57,7 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             if isinstance(args[0], FakeTensor):
-                return _nonzero(args[0].dtype)
+                return args[0].dtype is torch.bool or (1.0 if args[0].dtype.is_floating_point else 1)
             with _disable_current_modes():
                 return func(*args)
         if func is torch.ops.aten.masked_select.default and isinstance(args[0], FakeTensor):
@@ -142,7 +142,3 @@ class _Storage:
     storage: ref[torch.UntypedStorage]
     part: str
     size: int
-
-
-def _nonzero(dtype: torch.dtype) -> int | float | bool:
-    return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1

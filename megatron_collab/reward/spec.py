@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from megatron_collab.config import Resolved, RewardConfig
-from megatron_collab.reward.metrics import ScoredMetric, scored_metrics
+from megatron_collab.config import EndpointConfig, Resolved
+from megatron_collab.reward.metrics import ScoredMetric
 from megatron_collab.reward.multiturn import reward_function
 from megatron_collab.types import Future, Reward
 
@@ -17,7 +17,9 @@ from megatron_collab.types import Future, Reward
 class RewardSpec(Resolved):
     """How ended conversations are scored, by `metrics`, and what reward a turn gets for the scores of its futures.
 
-    `malformed`: reward of a malformed turn, which ends its conversation; None: the conversation is played on.
+    `malformed`: reward of a malformed turn, which ends its conversation; None: the conversation is played on. `judge`:
+    the model that judges. `workers` processes score, each `concurrency` times per metric at once; `timeout`: seconds of
+    a score. `max_missing`: share of scores that may be missing.
     """
 
     metrics: Mapping[str, ScoredMetric]
@@ -25,6 +27,11 @@ class RewardSpec(Resolved):
     mode_options: Mapping[str, Any]
     malformed: float | None
     malformed_worst: bool
+    judge: EndpointConfig
+    workers: int
+    concurrency: int
+    timeout: float
+    max_missing: float
 
     @property
     def weights(self) -> dict[str, float]:
@@ -39,9 +46,3 @@ class RewardSpec(Resolved):
     def played_on(self) -> RewardSpec:
         """The reward of conversations that a malformed turn or reward.mode=single_turn does not end."""
         return replace(self, malformed=None, mode="mr" if self.mode == "single_turn" else self.mode)
-
-
-def reward_spec(reward: RewardConfig) -> RewardSpec:
-    """Raises ConfigError naming the setting that is refused."""
-    metrics, options = scored_metrics(reward), dict(reward.mode_options)
-    return RewardSpec(metrics, reward.mode, options, reward.malformed, reward.malformed_worst)

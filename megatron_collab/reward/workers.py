@@ -17,11 +17,12 @@ import ray
 from ray.exceptions import RayActorError
 
 from megatron_collab import patches
-from megatron_collab.config import PlayConfig, RewardConfig
+from megatron_collab.config import LlmConfig
 from megatron_collab.llm.caller import ask_as, caller
 from megatron_collab.llm.served import ServedModel
 from megatron_collab.llm.tape import open_tape
-from megatron_collab.reward.metrics import Judge, ScoredMetric, scorers
+from megatron_collab.reward.metrics import Judge, scorers
+from megatron_collab.reward.spec import RewardSpec
 from megatron_collab.runtime import console, gpu_environment, keys, network, stacks
 from megatron_collab.runtime.process import ends_caller
 from megatron_collab.types import Conversation, Ending, Missing, Score, Task
@@ -54,12 +55,13 @@ class RewardWorker:
 
     def __init__(
         self,
-        config: PlayConfig,
-        scored: Mapping[str, ScoredMetric],
+        reward: RewardSpec,
+        llm: LlmConfig,
+        run_dir: Path,
         name: str | None = None,
         served: Mapping[str, ServedModel] = {},
     ) -> None:
-        """`scored`: the metrics by name. `served`: the models that the run serves, by name.
+        """`llm`: limits and recordings of judge calls. `served`: the models that the run serves, by name.
 
         `name`: name of the file for this process's stacks; None if the worker shares a process.
         """
@@ -68,13 +70,13 @@ class RewardWorker:
         if name:
             gpu_environment.enter()
             console.begin(name)
-            stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
-        reward, self.scored = config.reward, scored
+            stacks.register(run_dir / stacks.FOLDER, name)
+        self.scored = scored = reward.metrics
         # These have the judge's deadline, which does not count the time spent waiting for the rate limiter.
         self._judged = {name for name, metric in scored.items() if metric.judged}
-        self._tape = open_tape(config.llm, Path(config.run.dir))
+        self._tape = open_tape(llm, run_dir)
         self._cache: Cache | None = None
-        judge = self._judge(config, served) if self._judged else None
+        judge = self._judge(reward, llm, run_dir, served) if self._judged else None
         self.timeout = reward.timeout
         self.metrics = {name: metric.make(judge, self._tape) for name, metric in scored.items()}
         for name, model in scorers(scored).items() if served else ():
@@ -82,17 +84,17 @@ class RewardWorker:
         # One semaphore per metric, so that a slow metric does not delay the others.
         self._places = {name: asyncio.Semaphore(reward.concurrency) for name in scored}
 
-    def _judge(self, config: PlayConfig, served: Mapping[str, ServedModel]) -> Judge:
+    def _judge(self, reward: RewardSpec, llm: LlmConfig, run_dir: Path, served: Mapping[str, ServedModel]) -> Judge:
         patches.apply("litellm")
         # Imported lazily: LiteLLM takes seconds to import, and most metrics do not need it.
         from megatron_collab.llm import limiter
         from megatron_collab.llm.cache import Cache
         from megatron_collab.llm.client import LlmClient
 
-        self._cache = Cache(Path(config.llm.cache) if config.llm.cache else Path(config.run.dir) / "llm_cache")
+        self._cache = Cache(Path(llm.cache) if llm.cache else run_dir / "llm_cache")
         bound = ray.get_actor(limiter.NAME)
-        client = LlmClient(bound, self._cache, served=served, prices=config.llm.prices, tape=self._tape)
-        return Judge(client, config.reward.judge)
+        client = LlmClient(bound, self._cache, served=served, prices=llm.prices, tape=self._tape)
+        return Judge(client, reward.judge)
 
     async def take_counters(self) -> dict[str, float]:
         """Counts of the metrics and of replayed calls since the previous call of this method."""
@@ -161,10 +163,10 @@ class _Worker:
 class RewardClient:
     """Sends each conversation to the least loaded worker (a handle); conversations that end together share requests."""
 
-    def __init__(self, workers: Sequence[Any], config: RewardConfig) -> None:
-        self.names = tuple(config.weights)
-        self.deadline = 2 * config.timeout  # a worker sends something every reward.timeout unless it is stuck
-        self._places = asyncio.Semaphore(_BACKLOG * config.concurrency * len(workers))
+    def __init__(self, workers: Sequence[Any], reward: RewardSpec) -> None:
+        self.names = tuple(reward.metrics)
+        self.deadline = 2 * reward.timeout  # a worker sends something every reward.timeout unless it is stuck
+        self._places = asyncio.Semaphore(_BACKLOG * reward.concurrency * len(workers))
         self._up = deque(_Worker(handle) for handle in workers)
         self._down: set[asyncio.Task[None]] = set()  # each waits for a worker's restart
         self._gathered: _Jobs = {}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
-from megatron_collab.config import PlayConfig
 from megatron_collab.data.datasets import SurveyedSources
 from megatron_collab.data.evaluation import EvaluationSet
+from megatron_collab.data.spec import DataSpec
 from megatron_collab.observability.folder import RunFolder
 from megatron_collab.rollout.journal import Journal, WeightDigests
 from megatron_collab.rollout.player import PlaySpec
@@ -32,15 +31,14 @@ class Evaluator:
 
     def __init__(
         self,
-        config: PlayConfig,
         play: PlaySpec,
-        eval_sets: Sequence[EvaluationSet],
+        data: DataSpec,
         run: RunFolder,
         restore: Callable[[], None],
     ) -> None:
         """`restore`: if no server is available, waits until servers have the weights again; collective."""
-        self.config, self.play, self.run, self._restore = config, play, run, restore
-        self.sets = eval_sets
+        self.play, self.data, self.run, self._restore = play, data, run, restore
+        self.sets = data.eval_sets
         self._tasks: dict[EvaluationSet, list[Task]] = {}
         self._flight: Flight | None = None
 
@@ -56,7 +54,7 @@ class Evaluator:
         """On rank 0, in a run without training: `lead` with a separate journal for the weights of `step`."""
         digests = WeightDigests(keep=1)
         digests.begin(step)
-        journal = Journal(Path(self.config.run.dir) / "journal", digests)
+        journal = Journal(self.play.run_dir / "journal", digests)
         self.lead(servers, journal)
         try:
             yield
@@ -93,7 +91,7 @@ class Evaluator:
 
     def _begin(self, eval_set: EvaluationSet, name: str, step: int) -> None:
         tasks, play = self._prepared(eval_set), self.play.for_set(eval_set)
-        self._flight = Flight(self.config, play, self._workers, self._journal, self._lost_all, self._background)
+        self._flight = Flight(play, self._workers, self._journal, self._lost_all, self._background)
         stream = f"eval-{name.replace('/', '-')}"
         for index, task in enumerate(tasks):
             self._flight.begin(GroupRequest(Slot(step, 0, index), f"{stream}-{index}", task, eval_set))
@@ -107,7 +105,7 @@ class Evaluator:
             with keys.in_environment():
                 tools = self.play.tools.schemas()
             requirements, renders = partial(task_requirements, self.play), self.play.assistant is None
-            sources = SurveyedSources[Task](self.config, "data.eval", self.sets, tools, requirements, renders=renders)
+            sources = SurveyedSources[Task](self.data, "data.eval", self.sets, tools, requirements, renders=renders)
             self._tasks = {entry: tasks[: entry.tasks] for entry, tasks in zip(self.sets, sources.sets, strict=True)}
         return self._tasks[eval_set]
 
@@ -115,6 +113,6 @@ class Evaluator:
         assert self._flight is not None
         groups = list(self._flight.take().values())
         self._flight = None
-        refuse_incomplete(name, groups, self.config.reward.max_missing)
+        refuse_incomplete(name, groups, self.play.reward.max_missing)
         metrics = evaluation_summary(groups, applicable_metrics(self.play.reward.metrics))
         self.run.evaluation(name, eval_set.name, step, metrics, groups)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_collab.config import EndpointConfig, require
 from megatron_collab.config.schema import AssistantConfig
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.llm.endpoint import POLICY
-from megatron_collab.reward.metrics import ScoredMetric
+from megatron_collab.reward.spec import RewardSpec
 from megatron_collab.rollout.users import UserDirectory
 
 
@@ -22,16 +22,16 @@ class NamedEndpoint:
     endpoint: EndpointConfig
 
 
-def judge_endpoints(metrics: Mapping[str, ScoredMetric], judge: EndpointConfig) -> list[NamedEndpoint]:
+def judge_endpoints(reward: RewardSpec) -> list[NamedEndpoint]:
     """The judge and models of single metrics, if metrics use them. Raises ConfigError."""
     endpoints = dict[str, NamedEndpoint]()
-    for name, metric in metrics.items():
-        model = metric.judge_model or judge.model
+    for name, metric in reward.metrics.items():
+        model = metric.judge_model or reward.judge.model
         if metric.judged and model:
             setting = f"reward.metrics.{name}.model" if metric.judge_model else "reward.judge.model"
             message = f"{setting}={POLICY}: the policy cannot be a judge; choose another model"
             require(model != POLICY, message)
-            endpoints[setting] = NamedEndpoint(setting, "reward.judge", replace(judge, model=model))
+            endpoints[setting] = NamedEndpoint(setting, "reward.judge", replace(reward.judge, model=model))
     return list(endpoints.values())
 
 
@@ -40,7 +40,7 @@ def user_endpoints(users: UserDirectory, names: Iterable[str]) -> list[NamedEndp
     endpoints = dict[str, NamedEndpoint]()
     for name in names:
         user = users.find(name)
-        if endpoint := user.asks():
+        if endpoint := user.kind.asks(user.argument, user.settings):
             setting = f"user={name}: the model" if user.argument and user.group == "user" else f"{user.group}.model"
             endpoints[setting] = NamedEndpoint(setting, user.group, endpoint)
     return list(endpoints.values())

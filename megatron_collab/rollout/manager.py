@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,7 +61,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         self.servers = servers
         self.weights = weights
         self.run = run
-        self._evaluator = Evaluator(config, self.play, data.eval_sets, run, self._restore)
+        self._evaluator = Evaluator(self.play, data, run, self._restore)
         self.leader = dist.get_rank() == 0
         self._state = dict(state)
         self._timeout = config.launch.timeout / 2  # seconds; the other ranks wait in a collective meanwhile
@@ -72,9 +71,9 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
             self._workers, self._pool = servers.workers, servers.pool
             with keys.in_environment():
                 tools = self.play.tools.schemas()
-            self.tasks = TrainingData[Task](config, data.train, tools, partial(task_requirements, self.play))
-            self._journal = Journal(Path(config.run.dir) / "journal", self._digests)
-            self._flight = Flight(config, self.play, self._workers.conversations, self._journal, servers.lost_all)
+            self.tasks = TrainingData[Task](data, tools, partial(task_requirements, self.play))
+            self._journal = Journal(self.play.run_dir / "journal", self._digests)
+            self._flight = Flight(self.play, self._workers.conversations, self._journal, servers.lost_all)
             self._evaluator.lead(servers, self._journal, background=self._flight)
             self._pending = [Slot(*slot) for slot in state.get("in_flight", ())]
             self._next = Slot(*state["next"]) if "next" in state else None
@@ -166,7 +165,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         groups, step_groups = self._flight.take(), self._step_groups
         self.run.transcripts(step, list(groups.values()))
         step_groups.add(groups)
-        refuse_missing(step_groups.played, self.config.reward.max_missing)
+        refuse_missing(step_groups.played, self.play.reward.max_missing)
         if step_groups.lacking and step_groups.refill < step_groups.refills:
             step_groups.refill += 1
             for number in range(step_groups.lacking):

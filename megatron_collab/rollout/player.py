@@ -11,11 +11,13 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_collab.config import Extension, Resolved, RolloutConfig, SamplingConfig, build, lookup, require
+from megatron_collab.config import Extension, LlmConfig, Resolved, RolloutConfig, SamplingConfig, build, lookup
 from megatron_collab.config.schema import PLAYERS, AssistantConfig
 from megatron_collab.data.assistants import CandidateAssistant, candidate_assistants
+from megatron_collab.data.chat_template import PromptSpec
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.reward.spec import RewardSpec
 from megatron_collab.rollout.tools.toolbox import Toolbox, ToolSpec
@@ -90,19 +92,23 @@ class PlaySpec(Resolved):
     """How the groups of training are played and rewarded; `for_set` gives how those of a set of data.eval are.
 
     `rollouts`: of a task. `player`: its name or class path, with `player_settings`. `rollout`: limits and sampling of
-    conversations. `assistant`: the language model in place of the policy, if any. `assistants`: by name, the models
-    that play the rollouts in turn, None for the policy or `assistant`. `proactive_prompt`: system message of the first
-    `proactive_share` of the rollouts. `experts_of`: turns whose experts are recorded, as in rollout.train_turns.
+    conversations. `llm`: limits of the calls of all language models. `assistant`: the language model in place of the
+    policy, if any. `assistants`: by name, the models that play the rollouts in turn, None for the policy or
+    `assistant`. `proactive_prompt`: system message of the first `proactive_share` of the rollouts. `experts_of`: turns
+    whose experts are recorded, as in rollout.train_turns.
     """
 
+    run_dir: Path
     seed: int
     rollouts: int
     player: str
     player_settings: Mapping[str, Any]
     rollout: RolloutConfig
+    prompt: PromptSpec
     reward: RewardSpec
     users: UserDirectory
     tools: ToolSpec
+    llm: LlmConfig
     assistants: Mapping[str, AssistantConfig | None]
     assistant: AssistantConfig | None = None
     proactive_share: float = 0.0
@@ -112,9 +118,6 @@ class PlaySpec(Resolved):
     @cached_property
     def player_class(self) -> type[Player]:
         kind: type[Player] = lookup(self.player, SETTING, PLAYERS, Player)
-        missing = ", ".join(sorted(kind.__abstractmethods__))
-        message = f"{SETTING}={self.player}: the class has no {missing}; define it, or set {SETTING}=futures"
-        require(not missing, message)
         return kind
 
     @cached_property

@@ -9,18 +9,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import (
-    Config,
-    ConfigError,
-    PlayConfig,
-    compose,
-    compose_program,
-    recorded_values,
-    require,
-)
+from megatron_collab.config import ConfigError, require
 from megatron_collab.data.examples import Examples, load_tasks
 from megatron_collab.data.prefixes import at_every_depth
-from megatron_collab.data.spec import data_spec, evaluation_data
+from megatron_collab.data.spec import DataSpec
 from megatron_collab.observability import evaluations, records
 from megatron_collab.types import (
     Conversation,
@@ -48,21 +40,17 @@ _OPTIONAL_COLUMNS = {"played": int, "turns": list, "cut": list, "turn_rewards": 
 _MESSAGE = {"role", "content"}
 
 
-def played_groups(
-    folder: Path, overrides: Sequence[str], step: int | None, evaluation: str | None
-) -> tuple[str, list[Group]]:
+def played_groups(folder: Path, data: DataSpec, step: int | None, evaluation: str | None) -> tuple[str, list[Group]]:
     """A title and the groups that the run in `folder` played in a training step (None: the last) or an evaluation.
 
-    `overrides`: of its settings. Raises ConfigError.
+    `data`: of the training or the evaluation. Raises ConfigError.
     """
     try:
         if evaluation:
-            config = compose_program(PlayConfig, overrides, recorded_values(folder, PlayConfig))
-            rows, tasks = rows_of_evaluation(folder, evaluation), _evaluated_tasks(config, evaluation)
-            return f"evaluation {evaluation}", groups_of(rows, tasks)
+            rows = rows_of_evaluation(folder, evaluation)
+            return f"evaluation {evaluation}", groups_of(rows, _evaluated_tasks(data, evaluation))
         found_step, rows = rows_of_step(folder, step)
-        training = compose(overrides, recorded_values(folder))
-        return f"step {found_step} of training", groups_of(rows, _training_tasks(training))
+        return f"step {found_step} of training", groups_of(rows, _training_tasks(data))
     except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
 
@@ -108,17 +96,17 @@ def _is_future(row: Row) -> bool:
     )
 
 
-def _training_tasks(config: Config) -> list[Examples[Task]]:
+def _training_tasks(data: DataSpec) -> list[Examples[Task]]:
     """The tasks that a run trains on, by source."""
-    examples = [load_tasks(source, "data.train", config.data) for source in data_spec(config).train]
-    return [at_every_depth(source_examples) for source_examples in examples] if config.data.prefixes else examples
+    examples = [load_tasks(source, "data.train", data.format) for source in data.train]
+    return [at_every_depth(source_examples) for source_examples in examples] if data.prefixes else examples
 
 
-def _evaluated_tasks(config: PlayConfig, name: str) -> list[Examples[Task]]:
+def _evaluated_tasks(data: DataSpec, name: str) -> list[Examples[Task]]:
     """The tasks of the set of an evaluation, by the evaluation's name."""
-    moment, eval_sets = evaluations.moment_of(name), evaluation_data(config).eval_sets
-    named = [eval_set for eval_set in eval_sets if evaluations.name_of(eval_set.name, moment) == name]
-    return [load_tasks(eval_set, eval_set.setting, config.data) for eval_set in named]
+    moment = evaluations.moment_of(name)
+    named = [eval_set for eval_set in data.eval_sets if evaluations.name_of(eval_set.name, moment) == name]
+    return [load_tasks(eval_set, eval_set.setting, data.format) for eval_set in named]
 
 
 def groups_of(rows: Sequence[Row], tasks: Iterable[Examples[Task]]) -> list[Group]:

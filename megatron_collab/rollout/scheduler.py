@@ -11,13 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle
 from math import ceil, inf
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from megatron_collab.config import PlayConfig
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.llm.endpoint import token_budget
 from megatron_collab.observability.run import progress
@@ -111,7 +109,6 @@ class Flight:
 
     def __init__(
         self,
-        config: PlayConfig,
         play: PlaySpec,
         workers: Sequence[Any],
         journal: Journal,
@@ -125,7 +122,7 @@ class Flight:
         `background`: groups that stay in flight, with the same workers and journal, while this one is waited for.
         `follow_up`: the request to begin when a group finishes; if it returns None, the finished group is taken.
         """
-        self._config, self._play, self._background, self._follow_up = config, play, background, follow_up
+        self._play, self._background, self._follow_up = play, background, follow_up
         self._workers = cycle(enumerate(workers))
         self._servers_lost = servers_lost
         self._journal = journal
@@ -228,7 +225,7 @@ class Flight:
     def _seconds(self) -> float:
         """Upper bound, in seconds, until one more group finishes; background groups share the workers."""
         background = 0.0 if self._background is None else self._background._seconds()
-        return group_seconds(self._config, self._play, len(self._playing())) + background
+        return group_seconds(self._play, len(self._playing())) + background
 
     def _playing(self) -> list[GroupRequest]:
         return [request for request in self._requests.values() if request.group is None]
@@ -240,7 +237,7 @@ class Flight:
             self._progress = now
         if now - self._progress <= limit:
             return
-        folder = Path(self._config.run.dir) / stacks.FOLDER
+        folder = self._play.run_dir / stacks.FOLDER
         stacks.ask(folder)
         streams = [request.stream for request in playing]
         workers = sorted({f"conversation-{request.worker}" for request in playing})
@@ -261,7 +258,7 @@ def wait(flight: Flight | None, restore: Callable[[], None]) -> None:
             restore()
 
 
-def group_seconds(config: PlayConfig, play: PlaySpec, groups: int) -> float:
+def group_seconds(play: PlaySpec, groups: int) -> float:
     """Upper bound, in seconds, after which `groups` in flight without a finished one count as hung.
 
     Each of the player's phases (a trained turn and its futures are two) takes up to rollout.deadline, their users
@@ -270,7 +267,7 @@ def group_seconds(config: PlayConfig, play: PlaySpec, groups: int) -> float:
     limits of llm. The bound assumes the worst case: all conversations end at the same time, and every call uses all its
     attempts.
     """
-    rollout, reward, judge, llm = play.rollout, config.reward, config.reward.judge, config.llm
+    rollout, reward, judge, llm = play.rollout, play.reward, play.reward.judge, play.llm
     conversations = groups * play.rollouts * max(1, rollout.futures)
     judged = conversations * sum(metric.judged for metric in play.reward.metrics.values())
     places = reward.workers * reward.concurrency

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from megatron_collab.config import PlayConfig
 from megatron_collab.inference.pool import ServerPool
 from megatron_collab.inference.remote import Machines, RemoteProcess, SpreadProcess
 from megatron_collab.inference.served import ModelServers
@@ -35,9 +34,10 @@ class Servers(ExitStack):
     returns, colocated servers have released their memory to the trainer.
     """
 
-    def __init__(self, config: PlayConfig, play: PlaySpec, serving: ServingSpec) -> None:
+    def __init__(self, play: PlaySpec, serving: ServingSpec) -> None:
         super().__init__()
-        self.config, self.play, self.serving = config, play, serving
+        self.play, self.serving = play, serving
+        self._timeout = serving.policy.host.request_timeout
         self.pool: ServerPool | None = None
         self.workers: Workers | None = None
         self.served: list[ModelServers] = []
@@ -54,14 +54,16 @@ class Servers(ExitStack):
         return self
 
     def _start(self, stack: ExitStack) -> None:
-        policy, placement, began = self.serving.policy, self.serving.policy.placement, time.monotonic()
+        play, policy, placement = self.play, self.serving.policy, self.serving.policy.placement
+        began = time.monotonic()
         logs = [policy.log(index) for index in range(placement.replicas)]
         sglang = f"SGLang (log: {', '.join(map(str, logs))}) and " if logs else ""  # no logs: assistant.model is used
         logger.info(f"engine: starting {sglang}the Ray workers")
         local_count = placement.per_node if placement.nnodes == 1 else 0  # the others are started through Ray
         servers = [stack.enter_context(SGLangServer(policy, logs[index], index)) for index in range(local_count)]
         self.served += [stack.enter_context(ModelServers(spec)) for spec in self.serving.others.values()]
-        stack.enter_context(ray_session(self.config))
+        processes = play.rollout.workers + play.reward.workers
+        stack.enter_context(ray_session(processes, placement.nodes, policy.host.start_timeout))
         if placement.nodes > 1:
             addresses, machines = self._meet(), Machines(policy.host.interface)
             store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -74,7 +76,7 @@ class Servers(ExitStack):
                 servers.append(stack.enter_context(SGLangServer(policy, logs[index], index, start)))
         keys = [(server.url, server.api_key) for server in servers]
         models = {other.spec.name: other.model for other in self.served}
-        self.workers = start_workers(self.config, self.play, self.serving.client, keys, models)
+        self.workers = start_workers(play, self.serving.client, keys, models)
         self.pool = ServerPool(servers, policy, self._use)
         for pool in self._pools():
             pool.begin()
@@ -91,7 +93,7 @@ class Servers(ExitStack):
         assert self.workers
         players = enumerate(self.workers.conversations)
         calls = {f"conversation-{n} to switch servers": player.use_servers.remote(servers) for n, player in players}
-        answers(calls, self.config.launch.timeout / 2)
+        answers(calls, 2 * self._timeout)
 
     def lost_all(self) -> bool:
         """Whether the policy (since `recover`) or another model has had no server; on rank 0.
@@ -102,13 +104,13 @@ class Servers(ExitStack):
 
     def wait_for_served(self) -> None:
         """Return when every model other than the policy has a server that answers and has its memory; collective."""
-        wait_until(lambda: all(model.ready(self.config.launch.timeout / 4) for model in self.served))
+        wait_until(lambda: all(model.ready(self._timeout) for model in self.served))
 
     def serve_loaded(self, version: int) -> None:
         """Sample from the weights that servers loaded from model.path, as `version`, once one is ready; collective."""
         self.wait_for_served()
         if self.serving.policy.placement.replicas:
-            wait_until(lambda: self.pool is None or self.pool.ready(self.config.launch.timeout / 4))
+            wait_until(lambda: self.pool is None or self.pool.ready(self._timeout))
             from_leader(lambda: self.pool.serve_loaded(version) if self.pool else None)
 
     @contextmanager
@@ -124,7 +126,7 @@ class Servers(ExitStack):
             beat("the end of sampling")
             from_leader(self._release_memory)
             # The other ranks wait in a collective meanwhile.
-            wait_until(lambda: all(pool.asleep(self.config.launch.timeout / 4) for pool in self._pools()))
+            wait_until(lambda: all(pool.asleep(self._timeout) for pool in self._pools()))
         except Exception:
             for pool in self._pools():
                 pool.give_up()

@@ -13,7 +13,7 @@ from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.sources import Source
 from megatron_collab.data.survey import TaskRequirements
 from megatron_collab.reward.metrics import ScoredMetric
-from megatron_collab.rollout.spec import PlaySpec
+from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.rollout.users import ResolvedUser, User, UserDirectory
 from megatron_collab.types import Task
 
@@ -24,7 +24,7 @@ WEIGHTS = "reward.weights."
 def task_requirements(play: PlaySpec, source: Source) -> TaskRequirements:
     """The requirements on a source's tasks: by setting, what a metric or user lacks, and checks that it can be read."""
     play = play.for_set(source) if isinstance(source, EvaluationSet) else play
-    users, metrics, config = _UserRequirements(play.users), play.reward.metrics, play.users.config
+    users, metrics, directory = _UserRequirements(play.users), play.reward.metrics, play.users
     lacks = {f"{WEIGHTS}{name}": metric.lacks for name, metric in metrics.items() if metric.selective}
     lacks[USER] = users.lacks
     checks: list[tuple[str, Callable[[Task], None]]] = [(USER, users.check)]
@@ -40,9 +40,9 @@ def task_requirements(play: PlaySpec, source: Source) -> TaskRequirements:
                 owner = f"{name} {play.users.name_of(task) or 'llm'}" if name == USER else name
                 raise ValueError(f"{owner} cannot read it: {reason}") from error
 
-    rollout, reward = config.rollout, config.reward
-    inputs = [reward.weights, reward.metrics, asdict(config.user), config.users, config.run.seed]
-    inputs += [rollout.tools, rollout.tool_options]
+    settings = {name: metric.settings for name, metric in metrics.items() if metric.settings}
+    inputs = [play.reward.weights, settings, asdict(directory.user), directory.named, directory.seed]
+    inputs += [play.tools.names, play.tools.options]
     return TaskRequirements(lacks, check, [inputs, _prompt_changes(inputs)])
 
 
@@ -64,13 +64,13 @@ class _UserRequirements:
         user = self._find(self._users.name_of(task))
         if task.unopened and not user.kind.opens:
             raise ValueError("it has no message, and this user cannot send the first; add one or choose another user")
-        user.check_task(task)
+        user.kind.check_task(task, user.argument, user.settings)
 
     def _known(self, name: str) -> ResolvedUser:
         try:
             return self._users.find(name)
         except ConfigError:
-            return ResolvedUser(name, User, "", self._users.config)
+            return ResolvedUser(name, User, "", self._users.user)
 
 
 def _prompt_changes(settings: Any) -> list[tuple[str, int]]:

@@ -7,13 +7,12 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from megatron_collab import patches
-from megatron_collab.config import PlayConfig, SamplingConfig
+from megatron_collab.config import SamplingConfig
 from megatron_collab.config.schema import PLAYERS, AssistantConfig
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.reward.workers import RewardClient, RewardWorker
@@ -38,7 +37,6 @@ class ConversationWorker:
 
     def __init__(
         self,
-        config: PlayConfig,
         play: PlaySpec,
         client: ClientSpec,
         servers: list[tuple[str, str]],
@@ -56,21 +54,20 @@ class ConversationWorker:
         model_urls = [address for model in served.values() for address in model.addresses]
         os.environ |= network.without_proxy(url for url, _ in [*servers, *model_urls])
         console.begin(name)
-        stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
+        stacks.register(play.run_dir / stacks.FOLDER, name)
         gc.disable()  # imports create no cycles, and collecting takes a quarter of the import time
         patches.apply("litellm")
         # Imported here: the process that starts the workers needs neither LiteLLM nor the tokenizer.
-        from megatron_collab.data import chat_template
         from megatron_collab.inference.router import Router
         from megatron_collab.llm import limiter
         from megatron_collab.llm.client import LlmClient
         from megatron_collab.llm.tape import open_tape
 
         api_keys = {f"{url}/v1": key for url, key in servers}
-        self.config, self.play_spec, self.adapter, self.endpoints = config, play, client.adapter, list(api_keys)
-        self.tape = open_tape(config.llm, Path(config.run.dir))
+        self.play_spec, self.adapter, self.endpoints = play, client.adapter, list(api_keys)
+        self.tape = open_tape(play.llm, play.run_dir)
         self.client = LlmClient(
-            ray.get_actor(limiter.NAME), keys=api_keys, served=served, prices=config.llm.prices, tape=self.tape
+            ray.get_actor(limiter.NAME), keys=api_keys, served=served, prices=play.llm.prices, tape=self.tape
         )
         self.policy: Assistant
         self.renderer: Renderer
@@ -78,8 +75,8 @@ class ConversationWorker:
             self.policy = self.renderer = self._assistant(play.assistant)
         else:
             self.policy = Router(servers, client)
-            self.renderer = chat_template.policy_renderer(config, play.tools.schemas())
-        self.rewards = RewardClient([ray.get_actor(name) for name in reward_workers], config.reward)
+            self.renderer = play.prompt.renderer(play.tools.schemas())
+        self.rewards = RewardClient([ray.get_actor(name) for name in reward_workers], play.reward)
         self.engine = tuple(self.endpoints)
         self.players: dict[EvaluationSet | None, Player] = {}
         self._player(None)  # imports what players need
@@ -130,18 +127,17 @@ class ConversationWorker:
         """A player that samples from a model of build.assistants, with its budget and temperature."""
         from megatron_collab.llm.endpoint import token_budget
 
-        sampling = SamplingConfig(token_budget(endpoint))
-        sampling.temperature = sampling.temperature if endpoint.temperature is None else endpoint.temperature
+        temperature = SamplingConfig.temperature if endpoint.temperature is None else endpoint.temperature
+        sampling = SamplingConfig(token_budget(endpoint), temperature=temperature)
         room = 2 * sampling.max_new_tokens * play.rollout.max_assistant_turns  # as in launch/evaluation.py
         rollout = replace(play.rollout, turn=sampling, future=sampling, context_length=room)
         assistant = self._assistant(endpoint)
         return play.player_class(assistant, assistant, users, self.rewards, replace(play, rollout=rollout))
 
     def _assistant(self, endpoint: AssistantConfig) -> LlmAssistant:
-        from megatron_collab.data.chat_template import system_prompt
         from megatron_collab.rollout.llm_assistant import LlmAssistant
 
-        return LlmAssistant(endpoint, self.client, system_prompt(self.config))
+        return LlmAssistant(endpoint, self.client, self.play_spec.prompt.system)
 
 
 @dataclass(frozen=True)
@@ -159,7 +155,6 @@ class Workers:
 
 
 def start_workers(
-    config: PlayConfig,
     play: PlaySpec,
     client: ClientSpec,
     servers: list[tuple[str, str]],
@@ -172,11 +167,13 @@ def start_workers(
     """
     from megatron_collab.llm import limiter
 
-    limiter_actor = limiter.start_limiter(config.llm, Path(config.run.dir) / "spend.json")
-    names = [f"reward-{i}" for i in range(config.reward.workers)]
-    rewards = [start_actor(RewardWorker, config, play.reward.metrics, name, served, name=name) for name in names]
+    limiter_actor = limiter.start_limiter(play.llm, play.run_dir / "spend.json")
+    names = [f"reward-{i}" for i in range(play.reward.workers)]
+    rewards = [
+        start_actor(RewardWorker, play.reward, play.llm, play.run_dir, name, served, name=name) for name in names
+    ]
     players = [
-        start_actor(ConversationWorker, config, play, client, servers, names, f"conversation-{i}", served)
-        for i in range(config.rollout.workers)
+        start_actor(ConversationWorker, play, client, servers, names, f"conversation-{i}", served)
+        for i in range(play.rollout.workers)
     ]
     return Workers(players, rewards, limiter_actor)

@@ -25,7 +25,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_collab.config import PlayConfig
 from megatron_collab.runtime import process, signals, stacks
 from megatron_collab.runtime.process import EXIT_HUNG, first_on_node, global_rank
 
@@ -42,12 +41,12 @@ def collective_timeout(timeout: float) -> timedelta:
 
 
 @contextmanager
-def watch(config: PlayConfig) -> Iterator[None]:
+def watch(timeout: float, run_dir: Path) -> Iterator[None]:
     """Run the detector on this rank. Every rank must, and must reach the store that torchrun's environment names."""
-    folder = Path(config.run.dir) / stacks.FOLDER
+    folder = run_dir / stacks.FOLDER
     if first_on_node():
         stacks.clear(folder)
-    detector = _Detector(config.launch.timeout, folder)
+    detector = _Detector(timeout, folder)
     detector.start()
     try:
         yield

@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 import psutil
 import ray
 
-from megatron_collab.config import PlayConfig
 from megatron_collab.patches.ray import start_without_monitors, stay_on_loopback
 from megatron_collab.runtime import network
 from megatron_collab.runtime.files import ScratchFolder
@@ -27,12 +26,12 @@ _REQUESTS = 100_000  # concurrent ones per actor; more would wait in a hidden qu
 
 
 @contextmanager
-def ray_session(config: PlayConfig) -> Iterator[None]:
+def ray_session(processes: int, nodes: int = 1, start_timeout: float = 0.0) -> Iterator[None]:
     """Connect to the Ray cluster at RAY_ADDRESS if that is set, else start one on this machine that ends with the run.
 
-    A cluster is joined through a Ray node on this machine. Raises RunStopped if it still has fewer nodes than the run
-    after rollout.server.start_timeout seconds. Ray's ports require its token; a local cluster is on loopback with a new
-    token.
+    A cluster is joined through a Ray node on this machine. Raises RunStopped if it still has fewer than `nodes` nodes
+    after `start_timeout` seconds (rollout.server.start_timeout). Ray's ports require its token; a local cluster, which
+    prestarts `processes` workers, is on loopback with a new token.
     """
     os.environ |= network.without_proxy()  # Ray's own processes and its workers inherit it
     quiet = {"log_to_driver": False, "logging_level": "error"}
@@ -40,7 +39,7 @@ def ray_session(config: PlayConfig) -> Iterator[None]:
         if "RAY_ADDRESS" in os.environ:
             stack.callback(ray.shutdown)
             _join(**quiet)
-            _await_nodes(config)
+            _await_nodes(nodes, start_timeout)
         else:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             # By default Ray starts workers at nice 15; they would starve beside busy ranks.
@@ -48,7 +47,6 @@ def ray_session(config: PlayConfig) -> Iterator[None]:
             folder = stack.enter_context(ScratchFolder())
             stopped = stack.enter_context(ExitStack())  # exits after ray.shutdown, which a kill may interrupt
             stack.callback(ray.shutdown)
-            processes = config.rollout.workers + config.reward.workers  # Ray prestarts one process per CPU
             _start_ray(num_cpus=processes, _temp_dir=str(folder), **quiet)
             stopped.callback(_reaper().communicate, "\n")
         yield
@@ -97,9 +95,8 @@ def _answers(host: str | None, port: int | None) -> bool:
     return False
 
 
-def _await_nodes(config: PlayConfig) -> None:
+def _await_nodes(needed: int, timeout: float) -> None:
     """Return once the cluster has as many nodes as the run. Raises RunStopped after the timeout."""
-    needed, timeout = config.launch.nodes, config.rollout.server.start_timeout
 
     def alive() -> int:
         return sum(node["Alive"] for node in ray.nodes())

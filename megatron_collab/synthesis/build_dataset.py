@@ -13,11 +13,9 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_collab.runtime import gpu_environment, process, signals
 
@@ -28,53 +26,31 @@ if __name__ == "__main__":
 
 from megatron_collab import patches
 from megatron_collab.config import BuildDatasetConfig
-from megatron_collab.evaluate import evaluate
-from megatron_collab.launch import evaluation, inherited, prepare, program
+from megatron_collab.evaluate import evaluate, prepared
+from megatron_collab.launch import program
 from megatron_collab.launch.spec import RunSpec, building_spec
 from megatron_collab.runtime import files, hub, keys
 from megatron_collab.runtime.redact import redact
 from megatron_collab.synthesis.built import FOLDER
 from megatron_collab.synthesis.settings import load
 
-if TYPE_CHECKING:
-    from megatron_collab.synthesis.synthesis import Synthesis
-
-
 logger = logging.getLogger("megatron_collab")  # __name__ is __main__ if this module is the program
 MODULE = "megatron_collab.synthesis.build_dataset"
 UPLOADED = "uploaded.json"  # in run.dir: the digests of the uploaded files
 
 
-def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
-    """The checked configuration and the function that ranks run; or a message if all is done. Raises ConfigError.
-
-    Enters the lock of run.dir into `stack`.
-    """
-    with inherited.settings(arguments) as defaults:
-        config = load(arguments, defaults)
-        stack.enter_context(prepare.run_lock(config))
-        data = evaluation.pin(config, MODULE)
-        if evaluation.is_done(config, data.eval_sets):
-            if not _uploaded(config):
-                return config, 1, partial(_upload, config)
-            return (
-                f"{config.run.dir}: all conversations are built; see built/README.md there, or choose another run.dir"
-            )
-        serving, spec, step = evaluation.prepared(config, building_spec)
-    return config, 1, partial(_build, config, serving, spec, step)
+def _when_done(config: BuildDatasetConfig) -> program.Prepared | str:
+    if not _uploaded(config):
+        return config, 1, partial(_upload, config)
+    return f"{config.run.dir}: all conversations are built; see built/README.md there, or choose another run.dir"
 
 
 def _build(config: BuildDatasetConfig, serving: BuildDatasetConfig, spec: RunSpec, step: int) -> None:
-    evaluate(config, serving, spec, step, _synthesis(spec))
-    _upload(config)
-
-
-def _synthesis(spec: RunSpec) -> Callable[..., Synthesis]:
-    """The evaluator that builds; only ranks import it, since it needs Ray."""
     patches.apply("megatron")
-    from megatron_collab.synthesis.synthesis import Synthesis
+    from megatron_collab.synthesis.synthesis import Synthesis  # only in ranks, since it needs Ray
 
-    return partial(Synthesis, spec)
+    evaluate(config, serving, spec, step, partial(Synthesis, serving, spec))
+    _upload(config)
 
 
 def _uploaded(config: BuildDatasetConfig) -> bool:
@@ -109,7 +85,8 @@ def _upload(config: BuildDatasetConfig) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    return program.run(MODULE, __doc__, BuildDatasetConfig, arguments, prepared)
+    build = partial(prepared, MODULE, load, building_spec, _build, _when_done)
+    return program.run(MODULE, __doc__, BuildDatasetConfig, arguments, build)
 
 
 if __name__ == "__main__":

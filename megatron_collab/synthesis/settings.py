@@ -8,8 +8,8 @@ from typing import Any
 from megatron_collab.config import BuildDatasetConfig, read_prompt, require
 from megatron_collab.data.assistants import assistant_configs, with_all_settings
 from megatron_collab.data.evaluation import EvaluationSet
-from megatron_collab.data.spec import evaluation_data
 from megatron_collab.launch import evaluation
+from megatron_collab.launch.data_specs import evaluation_data
 from megatron_collab.launch.spec import building_assistants, building_spec
 from megatron_collab.runtime import hub
 
@@ -57,7 +57,7 @@ def _resolve_assistants(config: BuildDatasetConfig) -> None:
 
     Raises ConfigError.
     """
-    by_name = assistant_configs(config)
+    by_name = assistant_configs(config.build.assistants, config.assistant)
     if not by_name:
         return
     message = f"assistant.model={config.assistant.model}: not used with build.assistants; add it to them"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import random
-from pathlib import Path
 from typing import Any
 
 from megatron_collab.config import BuildDatasetConfig
@@ -30,15 +29,13 @@ class Synthesis(Evaluator):
     The metrics of an evaluation are recorded too, over all candidates.
     """
 
-    config: BuildDatasetConfig
-
-    def __init__(self, spec: RunSpec, *evaluator: Any, **more: Any) -> None:
+    def __init__(self, config: BuildDatasetConfig, spec: RunSpec, *evaluator: Any, **more: Any) -> None:
         """`spec`: the settled settings, with the language models that are called; the others are those of Evaluator."""
         super().__init__(*evaluator, **more)
-        self.spec = spec
+        self.config, self.spec = config, spec
 
     def _begin(self, eval_set: EvaluationSet, name: str, step: int) -> None:
-        flight = Flight(self.config, self.play, self._workers, self._journal, self._lost_all, follow_up=self._follow_up)
+        flight = Flight(self.play, self._workers, self._journal, self._lost_all, follow_up=self._follow_up)
         tasks = self._prepared(eval_set)
         self._flight = flight
         self._groups: list[list[Group]] = [[] for _ in tasks]
@@ -64,8 +61,8 @@ class Synthesis(Evaluator):
         self._flight = None
         logger.info(self._meter.line())
         groups = [group for conversation in self._groups for group in conversation]
-        refuse_incomplete(name, groups, self.config.reward.max_missing)
-        write(Path(self.config.run.dir) / FOLDER, eval_set.name or "train", self._groups, self.play, self.config)
+        refuse_incomplete(name, groups, self.play.reward.max_missing)
+        write(self.play.run_dir / FOLDER, eval_set.name or "train", self._groups, self.play, self.config)
         metrics = evaluation_summary(groups, applicable_metrics(self.play.reward.metrics))
         self.run.evaluation(name, eval_set.name, step, metrics, groups)
 

@@ -185,7 +185,7 @@ def _check_model(config: UsersFromLogsConfig, out: Path) -> None:
     endpoints.check_support(config, judges)
     served = server_specs.served_entries(config)
     prepare.fetch_models(served, config.servers, out)
-    models.check_served(served)
+    models.check_served((group, model.model) for group, model in served.values())
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -193,11 +193,13 @@ def _compare(options: argparse.Namespace) -> int:
     stage = recorded_values(options.realism)["train.stage"]
     require(stage == "rl", f"{options.realism}: its train.stage is {stage}, without users")
     config = compose_program(PlayConfig, options.option, recorded_values(options.realism, PlayConfig))
+    from megatron_collab.launch.data_specs import recorded_data
     from megatron_collab.rollout import recorded
     from megatron_collab.user_logs import realism
     from megatron_collab.user_logs.personal import PersonalData
 
-    title, groups = recorded.played_groups(options.realism, options.option, options.step, options.evaluation)
+    data = recorded_data(options.realism, options.option, options.evaluation)
+    title, groups = recorded.played_groups(options.realism, data, options.step, options.evaluation)
     personal = PersonalData(options.spacy)
     logged, *_ = _read(options, personal)
     simulated = realism.run_messages(groups, config.user.stop, personal)

@@ -154,7 +154,7 @@ def test_another_number_of_ranks_than_in_the_settings_is_refused_once(
         monkeypatch.setenv(name, value)
     config = compose(["experiment=booking_sft", "launch.nproc_per_node=2", "run.dir=unused"])
     assert program.run("a.module", "", Config, [], lambda *_: (config, 2, lambda: None)) == EXIT_BAD_INPUT
-    message = "launch.nodes=1 x launch.nproc_per_node=2: torchrun has started 3 ranks, 3 of them on this node; "
+    message = "launch.nodes=1: torchrun has started 3 ranks, 3 of them on this node; start it with --nnodes=1 "
     assert capsys.readouterr().err.count(message) == (local_rank == 0)
     assert bool(waits) == (local_rank == 1)  # for the launcher, which ends it after the first rank
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from megatron_collab.commands.__main__ import run
-from megatron_collab.config import DataConfig
 from megatron_collab.config.prompt import PROMPTS
 from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.data.examples import load_conversations, load_pairs, load_tasks
@@ -138,7 +137,7 @@ def test_pairs_are_the_best_against_the_worst_with_a_gap(tmp_path: Path, capsys:
     write_jsonl(tmp_path / "rows.jsonl", rows)
     summary = prepared(tmp_path / "rows.jsonl", "dpo", tmp_path / "dpo", "--eval-share", "0")
     assert summary["dropped"] == {"pairs whose scores differ by less than 0.02": 1, "turns with one candidate": 1}
-    pairs = list(load_pairs(Source(source=str(tmp_path / "dpo" / "train.jsonl")), "x", DataConfig()))
+    pairs = list(load_pairs(Source(source=str(tmp_path / "dpo" / "train.jsonl")), "x"))
     assert [(pair.chosen[0].content, pair.rejected[0].content, pair.scores) for pair in pairs] == [
         ("reply 1 to 1", "reply 2 to 1", (0.9, 0.1)),
         ("reply 1 to 3", "reply 2 to 3", (0.9, 0.1)),

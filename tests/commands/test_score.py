@@ -13,6 +13,7 @@ from aiohttp import web
 from megatron_collab.commands.__main__ import run
 from megatron_collab.config import ConfigError, EvaluateConfig, recorded
 from megatron_collab.data.datasets import task_row, write_jsonl
+from megatron_collab.launch.data_specs import recorded_data
 from megatron_collab.observability.folder import append, rows_of
 from megatron_collab.rollout.recorded import played_groups
 from megatron_collab.types import Group
@@ -123,7 +124,7 @@ def test_an_evaluation_without_training_has_all_that_its_conversations_need(tmp_
     (tmp_path / "config.json").write_text(json.dumps(recorded(config)))
     (tmp_path / "evaluations.json").write_text(json.dumps({"model": {"step": 0, "set": ""}}))
     append(tmp_path / "eval_model.jsonl", rows_of(groups))
-    title, played = played_groups(tmp_path, [], None, "model")
+    title, played = played_groups(tmp_path, recorded_data(tmp_path, [], "model"), None, "model")
     assert title == "evaluation model" and [group.task.id for group in played] == [group.task.id for group in groups]
     with pytest.raises(ConfigError, match=r"has no transcripts\.jsonl with futures; give the folder of a run"):
-        played_groups(tmp_path, [], None, None)
+        played_groups(tmp_path, recorded_data(tmp_path, [], "model"), None, None)

@@ -15,12 +15,11 @@ from megatron_collab.config import (
     AlgoConfig,
     Config,
     ConfigError,
-    DataConfig,
     RolloutConfig,
     make_absolute,
     resolve,
 )
-from megatron_collab.data.examples import load_tasks
+from megatron_collab.data.examples import RowFormat, load_tasks
 from megatron_collab.launch.validate import check_settings
 from megatron_collab.reward import metrics
 from megatron_collab.reward.metrics import Metric
@@ -148,13 +147,13 @@ def test_a_world(tmp_path: Path) -> None:
 def test_a_reader_of_tasks(tmp_path: Path) -> None:
     file = tmp_path / "lines.txt"
     file.write_text("hello\nhi\n")
-    reader = DataConfig(format="collab_extras:Lines", format_options={"user": "replay"})
+    reader = RowFormat("collab_extras:Lines", {"user": "replay"})
     tasks = load_tasks(file, "data.eval", reader)
     assert [(loaded.messages[0].content, loaded.user) for loaded in tasks] == [("hello", "replay"), ("hi", "replay")]
     with pytest.raises(ValueError, match=r"data.eval=.* task 1: the prompt ends with a message of the assistant"):
-        list(load_tasks(file, "data.eval", DataConfig(format="collab_extras:replies_only")))
+        list(load_tasks(file, "data.eval", RowFormat("collab_extras:replies_only")))
     with pytest.raises(ConfigError, match=r"data.format_options: .* is a function, which takes no options"):
-        load_tasks(file, "data.eval", DataConfig(format="collab_extras:replies_only", format_options={"x": 1}))
+        load_tasks(file, "data.eval", RowFormat("collab_extras:replies_only", {"x": 1}))
 
 
 def test_a_reward_function() -> None:

@@ -33,13 +33,13 @@ def test_candidates_are_dealt_in_turn_and_the_first_share_is_proactive() -> None
 def test_an_entry_inherits_the_settings_of_assistant_and_keeps_them() -> None:
     entries = {"cold": {"model": "openai/m", "temperature": 0.1}, "warm": "openai/m", "policy": "policy"}
     config = config_with(entries, assistant__max_tokens=77)
-    configs = assistant_configs(config)
+    configs = assistant_configs(config.build.assistants, config.assistant)
     cold, warm = configs["cold"], configs["warm"]
     assert configs["policy"] is None and cold and warm and (cold.temperature, warm.temperature) == (0.1, 1.0)
     assert cold.max_tokens == 77 and cold.model == warm.model == "openai/m"
     config.build.assistants = with_all_settings(configs)
     config.assistant = cold
-    assert assistant_configs(config) == configs
+    assert assistant_configs(config.build.assistants, config.assistant) == configs
 
 
 @pytest.mark.parametrize(
@@ -58,5 +58,6 @@ def test_an_entry_inherits_the_settings_of_assistant_and_keeps_them() -> None:
 )
 def test_bad_entries_are_refused_in_one_line(assistants: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
-        assistant_configs(config_with(assistants))
+        config = config_with(assistants)
+        assistant_configs(config.build.assistants, config.assistant)
     assert "\n" not in str(refused.value)

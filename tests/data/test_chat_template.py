@@ -7,10 +7,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from megatron_collab.config import Config, ConfigError, RolloutConfig, SamplingConfig
-from megatron_collab.data.chat_template import ChatRenderer, policy_renderer, render_once
+from megatron_collab.data.chat_template import ChatRenderer, render_once
 from megatron_collab.data.datasets import SupervisedData, write_jsonl
-from megatron_collab.data.spec import data_spec
 from megatron_collab.environments import booking, tiny_model
+from megatron_collab.launch.data_specs import data_spec, prompt_spec
 from megatron_collab.types import Finish, Message, Turn
 from tests.helpers import byte_level_tokenizer
 
@@ -189,20 +189,22 @@ def test_the_end_of_a_thought_is_known_only_as_a_token_of_its_own(tmp_path: Path
 
 def test_a_thinking_budget_needs_a_token_that_ends_thoughts(tmp_path: Path) -> None:
     budget = RolloutConfig(future=SamplingConfig(thinking_budget=8))
-    thinker(tmp_path / "single", tiny_model.CHAT_TEMPLATE, "</think>").check_thinking(budget)
+    thinker(tmp_path / "single", tiny_model.CHAT_TEMPLATE, "</think>").check_thinking(
+        budget.turn, budget.future, budget.strip_thoughts
+    )
     without_token = thinker(tmp_path / "unknown", tiny_model.CHAT_TEMPLATE)
-    without_token.check_thinking(RolloutConfig())
+    without_token.check_thinking(SamplingConfig(), SamplingConfig(), strip_thoughts=False)
     with pytest.raises(
         ConfigError, match=r"rollout\.future\.thinking_budget=8: the tokenizer of .* has no token </think>"
     ):
-        without_token.check_thinking(budget)
+        without_token.check_thinking(budget.turn, budget.future, budget.strip_thoughts)
 
 
 def test_enable_thinking_is_refused_for_a_template_without_it(tmp_path: Path) -> None:
     silent = RolloutConfig(turn=SamplingConfig(enable_thinking=False))
-    renderer(tmp_path / "thinking", THINKING).check_thinking(silent)
+    renderer(tmp_path / "thinking", THINKING).check_thinking(silent.turn, silent.future, silent.strip_thoughts)
     with pytest.raises(ConfigError, match=r"rollout\.turn\.enable_thinking: the chat template of .* does not use it"):
-        renderer(tmp_path / "plain", QWEN).check_thinking(silent)
+        renderer(tmp_path / "plain", QWEN).check_thinking(silent.turn, silent.future, silent.strip_thoughts)
 
 
 STRICT = (
@@ -285,8 +287,8 @@ def test_supervised_training_sees_the_prompt_of_rollouts(tmp_path: Path) -> None
     config.rollout.system_prompt, config.train.prompts_per_step = str(tmp_path / "system.j2"), 1
     config.run.dir, config.train.stage = str(tmp_path / "run"), "sft"
     plain = renderer(tmp_path, THINKING)
-    (sample,) = SupervisedData(config, data_spec(config)).batch(0).samples
-    prompt = policy_renderer(config).first(MESSAGES[:1])
+    (sample,) = SupervisedData(data_spec(config)).batch(0).samples
+    prompt = prompt_spec(config).renderer().first(MESSAGES[:1])
     assert (*prompt, *plain.reply(MESSAGES[1].content)) == tuple(sample.token_ids)
     shown = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nplease book"
     assert plain.tokenizer.decode(prompt).startswith(shown)

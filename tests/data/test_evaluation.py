@@ -6,7 +6,7 @@ import pytest
 
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.data.evaluation import EvaluationSet
-from megatron_collab.data.spec import data_spec
+from megatron_collab.launch.data_specs import data_spec
 
 
 def config_with(sets: Any, eval_tasks: int = 8) -> Config:

@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_collab.config import ConfigError, DataConfig
+from megatron_collab.config import ConfigError
 from megatron_collab.config.schema import FORMATS as NAMES
 from megatron_collab.data.answers import final_answer
 from megatron_collab.data.datasets import write_jsonl
-from megatron_collab.data.examples import load_conversations, load_tasks
+from megatron_collab.data.examples import AUTO, RowFormat, load_conversations, load_tasks
 from megatron_collab.data.formats import FORMATS, recognize
 from megatron_collab.data.messages import Unfit
 from megatron_collab.environments import gsm8k
@@ -63,9 +63,9 @@ BIG_CODE_BENCH = {
 }
 
 
-def loaded(folder: Path, load, *rows: dict, data: DataConfig | None = None):
+def loaded(folder: Path, load, *rows: dict, format: RowFormat = AUTO):
     write_jsonl(folder / "rows.jsonl", rows)
-    return load(folder / "rows.jsonl", data=data)
+    return load(folder / "rows.jsonl", format=format)
 
 
 def texts(messages: tuple[Message, ...]) -> list[tuple[str, str]]:
@@ -101,7 +101,7 @@ def test_a_published_row_is_a_task(tmp_path: Path, format: str, row: dict, goal:
     assert task.user == ("collabllm?" if format == "recipe" else "")
     if format != "sharegpt" and answer is not None:
         assert task.answer == answer
-    forced = loaded(tmp_path, load_tasks, row, data=DataConfig(format=format))
+    forced = loaded(tmp_path, load_tasks, row, format=RowFormat(format))
     assert list(forced) == [task] and forced.why == f"data.format={format}"
 
 

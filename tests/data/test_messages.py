@@ -24,8 +24,8 @@ from megatron_collab.data.examples import load_any
 from megatron_collab.data.messages import ToolConversation, Unfit, unread_parts
 from megatron_collab.data.readers import completion_conversation, messages_conversation
 from megatron_collab.data.sources import Source
-from megatron_collab.data.spec import data_spec
 from megatron_collab.data.survey import survey
+from megatron_collab.launch.data_specs import data_spec
 from megatron_collab.types import Conversation, Finish, Message, ToolCall, Turn
 from tests.data.test_chat_template import renderer
 
@@ -160,7 +160,7 @@ def test_messages_that_the_template_cannot_render_are_refused(
     config.run.dir, config.model.path = str(tmp_path / "run"), str(tmp_path)
     config.train.stage, config.data.train = "sft", str(tmp_path / "rows.jsonl")
     with pytest.raises(ValueError, match=f"^data.train=.*rows.jsonl row 2: model.path=.*{fault}"):
-        TrainingData(config, data_spec(config).train)
+        TrainingData(data_spec(config))
     if template == LLAMA:
         sample = render_sample(ChatRenderer(str(tmp_path)), messages_conversation(row(calling("1"), tools=[SCHEMA])))
         assert sample.loss_mask.sum() > 0

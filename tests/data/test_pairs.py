@@ -11,7 +11,7 @@ import pytest
 from megatron_collab.data.datasets import SupervisedData, pair_row, write_jsonl
 from megatron_collab.data.messages import Unfit
 from megatron_collab.data.pairs import pair
-from megatron_collab.data.spec import data_spec
+from megatron_collab.launch.data_specs import data_spec
 from megatron_collab.types import Sample
 from tests.data.test_chat_template import renderer
 from tests.data.test_messages import QWEN, SCHEMA, calling
@@ -38,7 +38,7 @@ def test_replies_after_the_shared_prompt_count_and_users_never_do(tmp_path: Path
     ]
     config = configured(tmp_path, rows, "dpo", 256)
     config.train.prompts_per_step = 3
-    data = SupervisedData(config, data_spec(config))
+    data = SupervisedData(data_spec(config))
     order = [texts(data, data.batch(0).samples[at : at + 2]) for at in (0, 2, 4)]
     assert sorted(order) == [["fine|", "bad|rain|"], ["fine|rain|", "fine|rain|"], ["hello|", "no|"]]
     assert sum(len(batch.samples) for batch in data.all_batches(2)) == 6
@@ -53,7 +53,7 @@ def test_a_pair_may_call_tools(tmp_path: Path) -> None:
     assert pair(pair_row(read)) == read
     config = configured(tmp_path, [row], "dpo", 512)
     config.train.prompts_per_step = 1
-    data = SupervisedData(config, data_spec(config))
+    data = SupervisedData(data_spec(config))
     chosen, rejected = data.batch(0).samples
     assert "compute" in chat.tokenizer.decode(rejected.token_ids), "the prompt has the schema"
     first, second = texts(data, (chosen, rejected))
@@ -121,13 +121,13 @@ def test_a_set_for_evaluation_is_known_beforehand_too(tmp_path: Path) -> None:
     config = configured(tmp_path, [{"prompt": "hi", "chosen": "a", "rejected": "b"}] * 2, "dpo")
     write_jsonl(tmp_path / "eval.jsonl", [{"prompt": "ho", "chosen": "c", "rejected": "d"}])
     config.data.eval = str(tmp_path / "eval.jsonl")
-    data = SupervisedData(config, data_spec(config))
+    data = SupervisedData(data_spec(config))
     (eval_set,) = data_spec(config).eval_sets
     (batch,) = data.validation(eval_set)
     assert texts(data, batch.samples) == ["c|", "d|"]
     assert [len(batch.samples) for batch in data.all_batches(4)] == [4, 2]
     config.train.eval_tasks += 1
-    assert SupervisedData(config, data_spec(config)).fingerprint != data.fingerprint
+    assert SupervisedData(data_spec(config)).fingerprint != data.fingerprint
 
 
 def test_equal_messages_with_other_scores_are_no_pair() -> None:

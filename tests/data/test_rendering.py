@@ -19,6 +19,7 @@ from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.data.datasets import SurveyedSources, render_sample, write_jsonl
 from megatron_collab.data.sources import TrainingSource
 from megatron_collab.environments import tiny_model
+from megatron_collab.launch.data_specs import evaluation_data
 from megatron_collab.types import Finish, Message, Turn
 from tests.helpers import CORPUS
 
@@ -297,10 +298,10 @@ def test_rows_with_such_a_role_are_refused(folder: Path, tmp_path: Path, templat
         write_jsonl(tmp_path / f"{number}.jsonl", data)
         sources = [TrainingSource(str(tmp_path / f"{number}.jsonl"))]
         if not refused:
-            assert len(SurveyedSources(config, "data.train", sources).sets[0]) == 1
+            assert len(SurveyedSources(evaluation_data(config), "data.train", sources).sets[0]) == 1
             continue
         with pytest.raises(ValueError, match=r"row 2: model\.path=.* its chat template (drops|refuses) .*; move their"):
-            SurveyedSources(config, "data.train", sources)
+            SurveyedSources(evaluation_data(config), "data.train", sources)
 
 
 def test_a_template_that_does_not_end_for_a_role(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

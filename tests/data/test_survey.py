@@ -10,7 +10,7 @@ import pytest
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.data import datasets
 from megatron_collab.data.datasets import SupervisedData, SurveyedSources, TrainingData, render_sample, write_jsonl
-from megatron_collab.data.spec import data_spec
+from megatron_collab.launch.data_specs import data_spec
 from tests.helpers import byte_level_tokenizer
 
 
@@ -37,8 +37,13 @@ def configured(folder: Path, rows: list[dict], stage: str = "rl", context: int =
     return config
 
 
+def evaluation_sources(config: Config) -> SurveyedSources[Any]:
+    data = data_spec(config)
+    return SurveyedSources[Any](data, "data.eval", data.eval_sets)
+
+
 def training_data(config: Config) -> TrainingData[Any]:
-    return TrainingData[Any](config, data_spec(config).train)
+    return TrainingData[Any](data_spec(config))
 
 
 def test_an_unknown_user_of_rows_is_reported(tmp_path: Path) -> None:
@@ -91,7 +96,7 @@ def test_a_prompt_that_just_leaves_room_for_a_token_is_taken(tmp_path: Path) -> 
 def test_overlong_conversations_are_left_out(tmp_path: Path) -> None:
     rows = [{"messages": [user("hi"), assistant(text)]} for text in ("yes", "z" * 400, "no")]
     config = configured(tmp_path, rows, "sft")
-    data = SupervisedData(config, data_spec(config))
+    data = SupervisedData(data_spec(config))
     batches = [data.batch(step) for step in range(3)]
     assert all(len(sample.token_ids) <= 64 for batch in batches for sample in batch.samples)
     expected = [render_sample(data.renderer, messages).token_ids.tolist() for messages in data.examples.sets[0]]
@@ -140,7 +145,7 @@ def test_a_run_trains_on_every_prefix_of_a_task_once(tmp_path: Path) -> None:
     ]
     (line,) = data.lines()
     assert ": 2 rows, read as task (it has prompt, goal, every prefix of 3 rows); left out: 1 of more than 63" in line
-    (whole,) = SurveyedSources[Any](config, "data.eval", data_spec(config).eval_sets).sets
+    (whole,) = evaluation_sources(config).sets
     assert [row.id for row in whole] == ["x", "y"], "an evaluation plays tasks as they are"
     config.data.train = [{"source": str(tmp_path / "rows.jsonl"), "sort_by": "-level"}]
     sorted_data = training_data(config)
@@ -200,7 +205,7 @@ def test_several_sources_are_mixed_and_sets_for_evaluation_are_apart(tmp_path: P
     with pytest.raises(ConfigError, match="sort_by=level: its values must be all numbers or all texts, without a gap"):
         training_data(config)
     config.data.eval = [f"{tmp_path}/rows.jsonl", f"{tmp_path}/more.jsonl"]
-    assert [len(rows) for rows in SurveyedSources[Any](config, "data.eval", data_spec(config).eval_sets).sets] == [3, 4]
+    assert [len(rows) for rows in evaluation_sources(config).sets] == [3, 4]
 
 
 def test_a_bad_row_is_refused_whichever_it_is(tmp_path: Path) -> None:

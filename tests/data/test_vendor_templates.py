@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from megatron_collab.algo.credit import sample
-from megatron_collab.config import ConfigError, RolloutConfig
+from megatron_collab.config import ConfigError, SamplingConfig
 from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.environments import tiny_model
 from megatron_collab.types import Conversation, Finish, Message, Turn
@@ -149,7 +149,7 @@ def test_the_stream_is_what_the_template_renders(
     if name == "llama3_2":
         arguments["date_string"] = "26 Jul 2024"  # the default is the date of the day
     chat = renderer(name, arguments, tools=call is not None)
-    chat.check_thinking(RolloutConfig(strip_thoughts=strip))
+    chat.check_thinking(SamplingConfig(), SamplingConfig(), strip)
     conversation, seen = play(chat, call, thinks, strip)
     difference = stripped if strip else kept
     for stream, whole, last in seen:
@@ -178,7 +178,7 @@ def test_a_template_that_keeps_thoughts_is_refused_if_they_are_stripped(renderer
     chat = renderer("qwen3_8", {})
     why = "rollout.strip_thoughts=true: the chat template of .* keeps the thoughts of earlier turns; set it to false, "
     with pytest.raises(ConfigError, match=f"{why}or model.chat_template_args.preserve_thinking=false"):
-        chat.check_thinking(RolloutConfig(strip_thoughts=True))
+        chat.check_thinking(SamplingConfig(), SamplingConfig(), strip_thoughts=True)
 
 
 def test_the_first_of_llama_3_knows_no_tools(renderer: Renderer) -> None:

@@ -16,7 +16,6 @@ import pytest
 import ray
 from torch.distributed import TCPStore
 
-from megatron_collab.config import Config
 from megatron_collab.inference.remote import Machines, RemoteProcess, SpreadProcess
 from megatron_collab.inference.server import ServerError, ServerProcess, SGLangServer
 from megatron_collab.inference.spec import Placement, ServerSpec
@@ -36,7 +35,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ServerSpec:
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[Machines]:
-    with ray_session(Config()):
+    with ray_session(2):
         yield Machines(None)
 
 

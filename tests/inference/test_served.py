@@ -171,7 +171,7 @@ try:
         prepare._pin(config)
     else:
         config = evaluation.load(sys.argv[2:])
-        evaluation.pin(config)
+        evaluation.pin(config, "a.module")
     ((_, model),) = server_specs.served_models(config).values()
     print(model.model, *sorted(file.name for file in hub.folder(model.model).iterdir()))
 except ConfigError as error:

@@ -43,7 +43,7 @@ def overrides(tmp_path: Path, tasks: Path, *more: str) -> list[str]:
 def prepared(arguments: list[str]) -> object:
     """As one start of the program, which then ends."""
     with ExitStack() as stack:
-        return evaluate.prepared(arguments, stack)
+        return evaluate.prepared_evaluation(arguments, stack)
 
 
 def refused(arguments: list[str]) -> str:
@@ -175,7 +175,7 @@ def test_an_evaluation_goes_on_with_the_checkpoint_that_it_found(tmp_path: Path,
 
     def pinned(name: str, out: str = "out") -> str:
         config = evaluation.load([*overrides(tmp_path, tasks, f"model.path={name}"), f"run.dir={tmp_path}/{out}"])
-        evaluation.pin(config)
+        evaluation.pin(config, "a.module")
         return config.model.path
 
     assert pinned(f"{run}") == pinned(f"{run}/checkpoints") == f"{run}@20"
@@ -197,7 +197,7 @@ def test_a_world_is_made_before_its_tasks_are_looked_for(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     config = evaluation.load(["experiment=booking", "run.dir=out", "data.dir=world", "assistant.model=openai/m"])
-    evaluation.pin(config)
+    evaluation.pin(config, "a.module")
     assert config.data.eval == "world/eval.jsonl" and not Path("out").exists()
     assert "data.eval=world/evil.jsonl: no such file" in refused(
         [

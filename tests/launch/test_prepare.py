@@ -12,8 +12,8 @@ from megatron_collab.config import Config, ConfigError, compose
 from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.data.survey import Survey
 from megatron_collab.launch import prepare
+from megatron_collab.launch.play_specs import user_directory
 from megatron_collab.launch.spec import run_spec
-from megatron_collab.rollout.users import UserDirectory
 from megatron_collab.runtime import process
 from tests.helpers import byte_level_tokenizer
 
@@ -95,7 +95,7 @@ def test_a_name_that_only_other_programs_know_asks_for_no_user_of_that_name() ->
     def examples(**named: dict) -> dict[str, str]:
         config = compose(["experiment=booking"])
         config.users = named
-        users = UserDirectory(config)
+        users = user_directory(config)
         return prepare.users_of_tasks(users, [(users, option, survey) for survey, option in surveys])
 
     assert examples() == {"": "data.train, task 7", "calm": "data.train, task 8"}

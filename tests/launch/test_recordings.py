@@ -9,8 +9,8 @@ import pytest
 from megatron_collab.commands.__main__ import run
 from megatron_collab.config import ConfigError, compose
 from megatron_collab.launch import endpoints, server_specs, validate
+from megatron_collab.launch.play_specs import reward_spec
 from megatron_collab.llm.recording import Call, CallKey, Shard, Usage
-from megatron_collab.reward.metrics import scored_metrics
 from megatron_collab.rollout import llm_endpoints
 
 REPLAYED = ["experiment=gsm8k", "user.name=llm", "user.model=served/gone", "servers={gone: {model: /no/such/model}}"]
@@ -82,7 +82,7 @@ def test_where_recorded_calls_answer_no_model_key_or_variable_is_needed(
     config = compose(settings)
     validate.check_settings(config)
     assert server_specs.served_models(config) == {}
-    judges = llm_endpoints.judge_endpoints(scored_metrics(config.reward), config.reward.judge)
+    judges = llm_endpoints.judge_endpoints(reward_spec(config.reward))
     assert endpoints.check_prices(config, judges) == []
     endpoints.check_support(config, judges)
     with pytest.raises(ConfigError, match=r"^reward\.weights\.good: /no/such/folder: no config\.json there"):

@@ -56,18 +56,16 @@ signals.begin()
 rank = int(os.environ["RANK"])
 signals.keep_notices(rank, 60.0)
 import torch.distributed as dist
-from megatron_collab.config import Config
+from pathlib import Path
 from megatron_collab.runtime import hang_detector
 from megatron_collab.runtime.process import Interrupted, Preempted
 from megatron_collab.runtime.rank0 import check_preemption
 
 dist.init_process_group("gloo")
-config = Config()
-config.run.dir = sys.argv[1]
 if rank == 1:
     os.kill(os.getpid(), getattr(signal, sys.argv[2]))
 code = 1
-with hang_detector.watch(config):
+with hang_detector.watch(600.0, Path(sys.argv[1])):
     try:
         while True:
             check_preemption()

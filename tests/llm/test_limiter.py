@@ -314,7 +314,7 @@ def test_a_limiter_that_is_killed_is_started_again_and_goes_on_from_its_ledger(a
 def cluster() -> Iterator[None]:
     config = Config()
     config.rollout.workers = config.reward.workers = 1
-    with ray_session(config):
+    with ray_session(2):
         yield
 
 

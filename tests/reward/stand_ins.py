@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import ray
 
-from megatron_collab.config import Config, RewardConfig
+from megatron_collab.config import LlmConfig, RewardConfig
+from megatron_collab.launch.play_specs import reward_spec
 from megatron_collab.llm.limiter import BudgetSpent
-from megatron_collab.reward.metrics import Metric, scored_metrics
+from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.workers import RewardClient, RewardWorker, Scores
 from megatron_collab.types import Conversation, Ending, Finish, Message, Score, Task, Turn
 
@@ -104,7 +106,7 @@ class Asker:
     """Requests scores from a Ray actor, as a ConversationWorker does."""
 
     def __init__(self, workers: list[str], config: RewardConfig) -> None:
-        self.client = RewardClient([ray.get_actor(name) for name in workers], config)
+        self.client = RewardClient([ray.get_actor(name) for name in workers], reward_spec(config))
 
     async def score(self, text: str) -> Scores:
         return await self.client.score(TASK, ended(text))
@@ -117,4 +119,4 @@ def settings(*names: str, **options: Any) -> RewardConfig:
 
 
 def worker_of(reward: RewardConfig, **more: Any) -> RewardWorker:
-    return RewardWorker(Config(reward=reward), scored_metrics(reward), **more)
+    return RewardWorker(reward_spec(reward), LlmConfig(), Path("unused"), **more)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import Config, RewardConfig
+from megatron_collab.config import LlmConfig, RewardConfig
+from megatron_collab.launch.play_specs import reward_spec
 from megatron_collab.reward.comparison import agreement, group_rewards, merge_metrics, rescore
-from megatron_collab.reward.metrics import scored_metrics
-from megatron_collab.reward.spec import reward_spec
 from megatron_collab.reward.workers import RewardWorker
 from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Missing, Reward, Rollout, Score, Turn
 from tests.reward.fakes import about
@@ -34,9 +35,9 @@ def values(reward: RewardConfig, *rollouts: Rollout, run_reward: RewardConfig | 
     """The rewards of a group, scored again; `run_reward`: the reward settings of the run."""
     group, formula = Group(TASK, rollouts), reward_spec(reward)
     shared = merge_metrics({"one": formula})
-    worker = RewardWorker(Config(reward=reward), shared.metrics)
+    worker = RewardWorker(replace(formula, metrics=shared.metrics), LlmConfig(), Path("unused"))
     done: list[int] = []
-    scores = asyncio.run(rescore(worker, [group], scored_metrics(run_reward or reward), done.append))
+    scores = asyncio.run(rescore(worker, [group], reward_spec(run_reward or reward).metrics, done.append))
     scores_by_future = {future: shared.scores_of("one", metric_scores) for future, metric_scores in scores.items()}
     return [outcome.value for outcome in group_rewards(group, scores_by_future, formula)]
 

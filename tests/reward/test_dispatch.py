@@ -7,15 +7,16 @@ import os
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from megatron_collab.config import Config, RewardConfig
+from megatron_collab.config import LlmConfig, RewardConfig
+from megatron_collab.launch.play_specs import reward_spec
 from megatron_collab.llm.limiter import BudgetSpent
-from megatron_collab.reward.metrics import scored_metrics
 from megatron_collab.reward.workers import Job, RewardClient, Scores
 from megatron_collab.runtime.ray_cluster import start_actor
 from megatron_collab.types import Ending, Missing, Score
@@ -26,7 +27,7 @@ ALL = settings("length", "process", "slow", concurrency=4)
 
 @pytest.fixture(scope="module")
 def started(session: None) -> list[Any]:
-    return [start_actor(TestingWorker, Config(reward=ALL), scored_metrics(ALL)) for _ in range(2)]
+    return [start_actor(TestingWorker, reward_spec(ALL), LlmConfig(), Path("unused")) for _ in range(2)]
 
 
 @pytest.fixture
@@ -76,14 +77,14 @@ class LocalWorker:
 
 def test_conversations_that_end_together_share_requests_and_keep_their_scores() -> None:
     workers, texts = [LocalWorker(), LocalWorker()], ["x" * n for n in range(1, 41)]
-    client = RewardClient(workers, settings("slow", "length"))
+    client = RewardClient(workers, reward_spec(settings("slow", "length")))
     assert ask_all(client, *texts) == [dict.fromkeys(("length", "slow"), n) for n in range(1, 41)]
     assert [[len(request) for request in worker.requests] for worker in workers] == [[20], [20]]
 
 
 def test_no_more_is_sent_than_the_workers_make_within_four_rounds() -> None:
     worker = LocalWorker(silent=True)
-    client = RewardClient([worker], settings("length", concurrency=2))
+    client = RewardClient([worker], reward_spec(settings("length", concurrency=2)))
 
     async def scores() -> None:
         waiting = [asyncio.create_task(client.score(TASK, ended(str(i)))) for i in range(20)]
@@ -97,7 +98,7 @@ def test_no_more_is_sent_than_the_workers_make_within_four_rounds() -> None:
 
 def test_half_a_conversation_has_no_scores_and_costs_no_call() -> None:
     worker = LocalWorker()
-    client = RewardClient([worker], RewardConfig(weights=WEIGHTS))
+    client = RewardClient([worker], reward_spec(RewardConfig(weights=WEIGHTS)))
     scores = asyncio.run(client.score(TASK, ended("why?", Ending.ERROR, "user is down")))
     assert scores == {"asks": Missing("user is down"), "token_amount": Missing("user is down")}
     assert worker.requests == []
@@ -105,7 +106,7 @@ def test_half_a_conversation_has_no_scores_and_costs_no_call() -> None:
 
 def test_the_worker_with_the_least_to_do_gets_the_next_request() -> None:
     busy, idle = LocalWorker(silent=True), LocalWorker()
-    client = RewardClient([busy, idle], settings("slow"))
+    client = RewardClient([busy, idle], reward_spec(settings("slow")))
 
     async def scores() -> None:
         waiting = asyncio.create_task(client.score(TASK, ended("first")))
@@ -120,7 +121,7 @@ def test_the_worker_with_the_least_to_do_gets_the_next_request() -> None:
 
 def test_idle_workers_take_turns() -> None:
     three = [LocalWorker(), LocalWorker(), LocalWorker()]
-    client = RewardClient(three, RewardConfig(weights=WEIGHTS))
+    client = RewardClient(three, reward_spec(RewardConfig(weights=WEIGHTS)))
 
     async def scores() -> None:
         for text in "abcdef":
@@ -138,7 +139,7 @@ def test_idle_workers_take_turns() -> None:
     ],
 )
 def test_without_a_worker_scores_are_missing(worker: LocalWorker, why: str) -> None:
-    client = RewardClient([worker], RewardConfig(weights=WEIGHTS, timeout=0.05))
+    client = RewardClient([worker], reward_spec(RewardConfig(weights=WEIGHTS, timeout=0.05)))
     (scores,) = ask_all(client, "one")
     assert set(scores) == set(WEIGHTS)
     assert all(isinstance(score, Missing) and why in score.why for score in scores.values())
@@ -146,7 +147,7 @@ def test_without_a_worker_scores_are_missing(worker: LocalWorker, why: str) -> N
 
 def test_a_stuck_worker_gets_no_more_requests() -> None:
     stuck, other = LocalWorker(silent=True), LocalWorker()
-    client = RewardClient([stuck, other], RewardConfig(weights=WEIGHTS, timeout=0.05))
+    client = RewardClient([stuck, other], reward_spec(RewardConfig(weights=WEIGHTS, timeout=0.05)))
 
     async def scores() -> list[Scores]:
         return [await client.score(TASK, ended(text)) for text in ("one", "two", "three", "four")]
@@ -162,7 +163,7 @@ def test_a_stuck_worker_gets_no_more_requests() -> None:
 @pytest.mark.processes
 def test_a_slow_judge_does_not_block_other_scores(workers: list[Any]) -> None:
     """Not even the scores that were requested in the same call."""
-    client = RewardClient(workers, settings("length", "slow", concurrency=4))
+    client = RewardClient(workers, reward_spec(settings("length", "slow", concurrency=4)))
 
     async def scores() -> tuple[list[Scores], bool]:
         slow = asyncio.create_task(client.score(TASK, ended("never")))
@@ -178,9 +179,9 @@ def test_a_slow_judge_does_not_block_other_scores(workers: list[Any]) -> None:
 @pytest.mark.parametrize("for_good", [False, True])
 def test_the_work_of_a_worker_that_dies_is_done_elsewhere(workers: list[Any], for_good: bool) -> None:
     """One of two workers is killed while it holds half of the work: every score arrives, from the living one."""
-    dies = start_actor(TestingWorker, Config(reward=ALL), scored_metrics(ALL)) if for_good else workers[0]
+    dies = start_actor(TestingWorker, reward_spec(ALL), LlmConfig(), Path("unused")) if for_good else workers[0]
     doomed, other = ray.get([worker.pid.remote() for worker in (dies, workers[1])], timeout=60)
-    client = RewardClient([dies, workers[1]], settings("process", concurrency=4))
+    client = RewardClient([dies, workers[1]], reward_spec(settings("process", concurrency=4)))
 
     async def scores() -> list[Scores]:
         tasks = [asyncio.create_task(client.score(TASK, ended(str(i)))) for i in range(80)]
@@ -200,7 +201,7 @@ def test_the_work_of_a_worker_that_dies_is_done_elsewhere(workers: list[Any], fo
 @pytest.mark.processes
 def test_a_worker_that_ray_starts_again_is_waited_for(workers: list[Any]) -> None:
     alone = workers[:1]
-    client = RewardClient(alone, settings("length", concurrency=4))
+    client = RewardClient(alone, reward_spec(settings("length", concurrency=4)))
     before = ray.get(alone[0].pid.remote())
     os.kill(before, signal.SIGKILL)
     assert ask_all(client, "a", "bb") == [{"length": 1.0}, {"length": 2.0}]
@@ -209,7 +210,7 @@ def test_a_worker_that_ray_starts_again_is_waited_for(workers: list[Any]) -> Non
 
 @pytest.mark.processes
 def test_a_paused_worker_gets_requests_again_once_it_resumes(workers: list[Any]) -> None:
-    client = RewardClient(workers, settings("process", timeout=1.0))
+    client = RewardClient(workers, reward_spec(settings("process", timeout=1.0)))
     still, other = ray.get([worker.pid.remote() for worker in workers])
 
     async def scores() -> tuple[list[Scores], set[Score]]:
@@ -231,7 +232,7 @@ def test_a_paused_worker_gets_requests_again_once_it_resumes(workers: list[Any])
 def test_a_spent_budget_reaches_the_trainer(session: None) -> None:
     """From the RewardWorker through the ConversationWorker; it does not count as a failure of one task."""
     config = settings("length", "broke")
-    scorer = start_actor(TestingWorker, Config(reward=config), scored_metrics(config), name="scores-broke")
+    scorer = start_actor(TestingWorker, reward_spec(config), LlmConfig(), Path("unused"), name="scores-broke")
     asker = start_actor(Asker, ["scores-broke"], config)
     with pytest.raises(BudgetSpent, match=r"llm\.budget_usd=1 is used up"):
         ray.get(asker.score.remote("one"), timeout=60)

@@ -12,7 +12,6 @@ import pytest
 import ray
 
 from megatron_collab import sandbox
-from megatron_collab.config import Config
 from megatron_collab.reward import metrics
 from megatron_collab.reward.metrics.pass_rate import PassRate, extract
 from megatron_collab.runtime.ray_cluster import ray_session
@@ -332,7 +331,7 @@ def test_a_machine_that_cannot_isolate_refuses_the_metric(monkeypatch: pytest.Mo
 @pytest.fixture
 def local_ray() -> Iterator[None]:
     assert sandbox.unavailable() is None  # before a fork bomb is tried
-    with ray_session(Config()):
+    with ray_session(2):
         yield
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import Config, LlmConfig, RewardConfig
-from megatron_collab.config.schema import RunConfig
+from megatron_collab.config import LlmConfig, RewardConfig
+from megatron_collab.launch.play_specs import reward_spec
 from megatron_collab.llm import limiter
 from megatron_collab.llm.served import ServedModel
-from megatron_collab.reward.metrics import Metric, scored_metrics
+from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.workers import Job, RewardWorker, Scores
 from megatron_collab.runtime.ray_cluster import start_actor
 from megatron_collab.types import Conversation, Missing, Score, Task
@@ -113,8 +113,7 @@ def test_whatever_a_metric_raises_is_a_missing_score_and_the_others_stand(text: 
 @pytest.mark.processes
 def test_a_judge_keeps_to_the_limiter_and_remembers(session: None, tmp_path: Path) -> None:
     keeps_alive = limiter.start_limiter(LlmConfig(), tmp_path / "spend.json")
-    config = Config(reward=settings("judged"), run=RunConfig(dir=str(tmp_path)))
-    worker = start_actor(TestingWorker, config, scored_metrics(config.reward))
+    worker = start_actor(TestingWorker, reward_spec(settings("judged")), LlmConfig(), tmp_path)
 
     async def scores() -> list[Any]:
         stream = worker.score.remote([Job(("judged",), TASK, ended("one"))])

@@ -13,7 +13,8 @@ import numpy as np
 
 from megatron_collab.config import Config, RolloutConfig, SamplingConfig
 from megatron_collab.config.schema import UserConfig
-from megatron_collab.rollout.tools.toolbox import Toolbox, tool_spec
+from megatron_collab.launch.play_specs import tool_spec, user_directory
+from megatron_collab.rollout.tools.toolbox import Toolbox
 from megatron_collab.rollout.users import UserReply
 from megatron_collab.types import Conversation, Finish, Message, Task, ToolCall, Turn
 
@@ -162,7 +163,7 @@ class FakeUsers:
         self.reply = reply
         self.opens: Callable[[str], str] = "opened by {}".format  # by the name of the sample
         self.by_sample: dict[str, FakeUser] = {}
-        self.config, self.counters = config(), Counter[str]()
+        self.directory, self.counters = user_directory(config()), Counter[str]()
 
     def make(self, task: Task, sample: str) -> FakeUser:
         assert sample not in self.by_sample

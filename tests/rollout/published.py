@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_collab.config import Config, compose, read_prompt
+from megatron_collab.launch.play_specs import play_spec, reward_spec
 from megatron_collab.llm.answer import Field
-from megatron_collab.reward.metrics import scored_metrics
 from megatron_collab.rollout.conversation import FuturesPlayer
-from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.users import UserReply
 from megatron_collab.types import Conversation, Group, Message, Score, Task
 from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy
@@ -116,7 +115,7 @@ class Scores:
 
     def __init__(self, config: Config) -> None:
         judge: Any = Judge()
-        self.metrics = {name: metric.make(judge) for name, metric in scored_metrics(config.reward).items()}
+        self.metrics = {name: metric.make(judge) for name, metric in reward_spec(config.reward).metrics.items()}
 
     async def score(self, task: Task, conversation: Conversation) -> dict[str, Score]:
         scores = {name: await metric.score(task, conversation) for name, metric in self.metrics.items()}

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from megatron_collab.config import Config
 from megatron_collab.data.evaluation import EvaluationSet
-from megatron_collab.data.spec import data_spec
+from megatron_collab.launch.data_specs import data_spec
+from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.observability.evaluations import Evaluations
 from megatron_collab.rollout.manager import RolloutManager
-from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.workers import Workers
 from megatron_collab.types import (
     Batch,

@@ -12,10 +12,10 @@ from jinja2 import TemplateError
 from megatron_collab.algo.credit import conversation_sample, sample
 from megatron_collab.config import TrainingRewardConfig
 from megatron_collab.inference.client import EngineError
+from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.rollout import conversation as conversation_module
 from megatron_collab.rollout.conversation import FuturesPlayer, RolloutPlace, seed_of
-from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.users import UserError, UserReply
 from megatron_collab.types import Conversation, Ending, Finish, Group, Message, Missing, Reward, Rollout, Task, Turn
 from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUser, FakeUsers, config, decode, encode

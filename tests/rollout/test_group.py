@@ -10,8 +10,8 @@ import pytest
 
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.inference.client import EngineError
+from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.rollout.conversation import FuturesPlayer
-from megatron_collab.rollout.spec import play_spec
 from megatron_collab.types import Conversation, Ending, Failed, Group, Message, Missing, Score, Task
 from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUsers, config, encode
 

@@ -17,11 +17,11 @@ import pytest
 from aiohttp import web
 
 from megatron_collab.config import ConfigError, RolloutConfig
+from megatron_collab.launch.play_specs import play_spec, tool_spec
 from megatron_collab.launch.prepare import compare_tools
 from megatron_collab.rollout.conversation import FuturesPlayer
-from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.tools import ToolFailure
-from megatron_collab.rollout.tools.toolbox import LONGEST_RESULT, Toolbox, tool_spec
+from megatron_collab.rollout.tools.toolbox import LONGEST_RESULT, Toolbox
 from megatron_collab.runtime.process import wait_for
 from tests.helpers import free_port, listening
 from tests.llm.endpoint import Endpoint, in_thread

@@ -18,10 +18,10 @@ from megatron_collab.algo.credit import samples_of
 from megatron_collab.config import Config
 from megatron_collab.config.history import changes, recorded
 from megatron_collab.data.evaluation import EvaluationSet
+from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.rollout.player import Player
 from megatron_collab.rollout.scheduler import group_seconds
-from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.workers import ConversationWorker
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import Conversation, Ending, Group, Message, Missing, Score, Task
@@ -118,7 +118,7 @@ def test_a_run_waits_for_as_many_phases_as_it_has(two_turns: str) -> None:
     seconds = []
     for player in ("futures", two_turns):
         options = configure(player, deadline=1000.0)
-        seconds.append(group_seconds(options, play_spec(options), 1))
+        seconds.append(group_seconds(play_spec(options), 1))
     assert seconds[1] - seconds[0] == pytest.approx(2 * 1000.0, rel=0.1)
 
 
@@ -170,7 +170,7 @@ def test_what_is_no_player_is_refused_before_a_run(unusable: str) -> None:
     message = refused(f"rollout.player={unusable}:Neither")
     assert message == f"rollout.player={unusable}:Neither: must be a subclass of megatron_collab.rollout.player.Player"
     message = refused(f"rollout.player={unusable}:Idle")
-    assert message.endswith("the class has no play; define it, or set rollout.player=futures")
+    assert message.endswith("the class has no play; define what is missing")
     message = refused(f"rollout.player={unusable}:Wrong", "rollout.player_options.wron=empty")
     assert message.startswith("rollout.player_options.wron: no such setting; the nearest is wrong")
     assert refused("rollout.player=future").endswith("the nearest is futures")

@@ -12,7 +12,7 @@ import pytest
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.config.prompt import PROMPTS
 from megatron_collab.config.schema import UserConfig
-from megatron_collab.data import chat_template
+from megatron_collab.launch.data_specs import prompt_spec
 from megatron_collab.reward import metrics
 from megatron_collab.rollout.users.llm import system_prompt
 from megatron_collab.types import Conversation, Message, Missing, Task
@@ -110,7 +110,7 @@ def test_the_prompts_of_the_published_setting_are_named_without_a_folder() -> No
     assert "Be vague at first" in user_prompt and "Make a mistake now and then" in user_prompt
     config = Config()
     config.rollout.system_prompt = "collaborator.j2"
-    assert chat_template.system_prompt(config) == (PROMPTS / "collaborator.j2").read_text().rstrip("\n")
+    assert prompt_spec(config).system == (PROMPTS / "collaborator.j2").read_text().rstrip("\n")
 
 
 def test_every_prompt_is_tested() -> None:

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from ray.exceptions import RayTaskError
 
 from megatron_collab.config import Config
+from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.rollout import scheduler
 from megatron_collab.rollout.journal import Journal, WeightDigests
 from megatron_collab.rollout.scheduler import Flight, Slot, group_seconds, window
-from megatron_collab.rollout.spec import play_spec
 from megatron_collab.runtime.process import Hung, RunStopped
 from megatron_collab.types import Ending, Group, Message, Missing, Task
 from tests.helpers import configured
@@ -377,7 +377,7 @@ def settings(**more: object) -> Config:
 
 
 def bound(config: Config, groups: int) -> float:
-    return group_seconds(config, play_spec(config), groups)
+    return group_seconds(play_spec(config), groups)
 
 
 def test_the_bound_is_twice_the_time_of_a_turn_its_futures_and_their_scores() -> None:
@@ -477,7 +477,6 @@ class Simulated:
         config = settings(run__dir=str(self.folder))
         worker = SimpleNamespace(play=Method(self.play))
         return Flight(
-            config,
             play_spec(config),
             [worker],
             Journal(self.folder / "journal", self.digests),

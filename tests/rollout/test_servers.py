@@ -16,8 +16,8 @@ from megatron_collab.inference.served import ModelServers
 from megatron_collab.inference.server import ServerError
 from megatron_collab.inference.spec import Placement, ServerSpec, Serves
 from megatron_collab.launch import server_specs
+from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.rollout.servers import Servers
-from megatron_collab.rollout.spec import play_spec
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.weight_sync.sync import PublishError, WeightSync
 from tests.ranks import run_ranks
@@ -67,7 +67,7 @@ class Stage:
         serving = server_specs.training(config)
         self.servers = [Recorded(serving.policy, folder, index, self.events) for index in range(replicas)]
         self.model_servers: list[Recorded] = []  # of models beside the policy
-        self.of_run = Servers(config, play_spec(config), serving)
+        self.of_run = Servers(play_spec(config), serving)
         self.pool = self.of_run.pool = ServerPool(self.servers, serving.policy, self.tell)
         self.weights = Recording(config, serving.policy, self.pool, self.events)
 

@@ -13,10 +13,10 @@ import pytest
 
 from megatron_collab.config import ConfigError, RolloutConfig
 from megatron_collab.inference.client import UnreadableCall
+from megatron_collab.launch.play_specs import play_spec, tool_spec
 from megatron_collab.rollout.conversation import FuturesPlayer
-from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.tools import ToolFailure
-from megatron_collab.rollout.tools.toolbox import Toolbox, check_call, find_tool, tool_spec
+from megatron_collab.rollout.tools.toolbox import Toolbox, check_call, find_tool
 from megatron_collab.types import Ending, Group, Message, Task, ToolCall
 from tests.rollout.fakes import CharacterRenderer, FakePolicy, FakeUsers, config, toolbox_of
 

@@ -27,17 +27,16 @@ from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.environments import booking, tiny_model
 from megatron_collab.inference.client import EngineError
 from megatron_collab.launch import server_specs
+from megatron_collab.launch.play_specs import play_spec, reward_spec, user_directory
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.llm.served import ServedModel
-from megatron_collab.reward.metrics import scored_metrics
 from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout import scheduler
 from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.rollout.journal import Journal, WeightDigests
 from megatron_collab.rollout.scheduler import Flight, GroupRequest, Slot, answers, available_results, worker_error
-from megatron_collab.rollout.spec import play_spec
-from megatron_collab.rollout.users import UserDirectory, Users
+from megatron_collab.rollout.users import Users
 from megatron_collab.rollout.workers import start_workers
 from megatron_collab.runtime.process import Hung
 from megatron_collab.runtime.ray_cluster import ray_session, start_actor
@@ -89,8 +88,8 @@ class FakeEngineWorker:
 
     def __init__(self, config: Config, reward_worker: str) -> None:
         policy = FakePolicy(answer, wait=0.01)
-        rewards = RewardClient([ray.get_actor(reward_worker)], config.reward)
-        users = Users(UserDirectory(config), LlmClient())
+        rewards = RewardClient([ray.get_actor(reward_worker)], reward_spec(config.reward))
+        users = Users(user_directory(config), LlmClient())
         self.player = FuturesPlayer(policy, CharacterRenderer(), users, rewards, play_spec(config))
 
     async def play(self, task: Task, stream: str, eval_set: EvaluationSet | None = None) -> Group:
@@ -121,7 +120,7 @@ def proxy() -> Iterator[RecordingProxy]:
 @pytest.fixture(scope="module")
 def session(options: Config, proxy: RecordingProxy) -> Iterator[None]:
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    with ray_session(options):
+    with ray_session(2):
         yield
     remaining = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
     _, alive = psutil.wait_procs(remaining, timeout=10)
@@ -130,7 +129,7 @@ def session(options: Config, proxy: RecordingProxy) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def rewards(session: None, options: Config) -> Any:
-    return start_actor(RewardWorker, options, scored_metrics(options.reward), name="scores")
+    return start_actor(RewardWorker, reward_spec(options.reward), options.llm, Path(options.run.dir), name="scores")
 
 
 @pytest.fixture(scope="module")
@@ -285,7 +284,7 @@ def test_a_conversation_worker_samples_from_its_servers(
     settings.user = replace(options.user, model="served/helper")
     served = {"helper": ServedModel("/models/helper", ((f"http://{OTHER_NODE}:{helper.port}", KEY),))}
     client = server_specs.training(settings).client
-    workers = start_workers(settings, play_spec(settings), client, [(nobody, KEY), (server, KEY)], served)
+    workers = start_workers(play_spec(settings), client, [(nobody, KEY), (server, KEY)], served)
     (worker,) = workers.conversations
     ray.get(worker.use_servers.remote([1]), timeout=60)
     group = ray.get(worker.play.remote(task, "train-0-0"), timeout=60)
@@ -336,7 +335,7 @@ def gives_up_on_a_worker_that_hangs(worker: Any, task: Task, config: Config) -> 
         digests = WeightDigests(keep=1)
         digests.begin(0)
         journal = Journal(Path(config.run.dir) / "journal", digests)
-        flight = Flight(config, play_spec(config), [worker], journal, lambda: False)
+        flight = Flight(play_spec(config), [worker], journal, lambda: False)
         for number in range(2):
             slot = Slot(7, 0, number)
             flight.begin(GroupRequest(slot, slot.stream, task))

@@ -42,10 +42,8 @@ def run(case: str, root: Path) -> None:
     """Run on a rank of `case`; its output is in said-RANK.txt."""
     rank, folder = int(os.environ["RANK"]), root / case
     os.dup2(os.open(folder / f"said-{rank}.txt", os.O_WRONLY | os.O_CREAT), 2)
-    config = Config()
-    config.run.dir, config.launch.timeout = str(folder), TIMEOUT
     dist.init_process_group("gloo", timeout=hang_detector.collective_timeout(TIMEOUT))
-    with hang_detector.watch(config):
+    with hang_detector.watch(TIMEOUT, folder):
         CASES[case][0](rank, folder)
         dist.barrier()
 

@@ -135,7 +135,7 @@ def test_workers_take_the_keys_and_rays_own_processes_have_none(tmp_path: Path) 
         keys.put_away()
         config = Config(reward=RewardConfig(workers=1))
         config.run.dir = sys.argv[1]
-        with ray_cluster.ray_session(config):
+        with ray_cluster.ray_session(2):
             bound = limiter.start_limiter(config.llm, Path(sys.argv[1]) / "spend.json")
             worker = ray_cluster.start_actor(Worker, config, {}, "reward-0")
             ray.get(bound.spend.remote())

@@ -13,7 +13,6 @@ import psutil
 import pytest
 import ray
 
-from megatron_collab.config import Config, RewardConfig
 from megatron_collab.runtime import ray_cluster
 from megatron_collab.runtime.process import RunStopped
 from tests.helpers import listening
@@ -64,7 +63,7 @@ def before() -> Sockets:
 
 @pytest.fixture(scope="module")
 def session(before: Sockets) -> Iterator[None]:
-    with ray_cluster.ray_session(Config(reward=RewardConfig(workers=1))):
+    with ray_cluster.ray_session(2):
         yield
 
 

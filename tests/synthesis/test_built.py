@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron_collab.config import BuildDatasetConfig, DataConfig
+from megatron_collab.config import BuildDatasetConfig
 from megatron_collab.data.assistants import CandidateAssistant
 from megatron_collab.data.examples import load_conversations, load_pairs, load_tasks
 from megatron_collab.data.preparation import Preparation
@@ -71,7 +71,7 @@ def test_built_data_is_read_in_every_stage(tmp_path: Path) -> None:
     assert tasks[0].user == "llm", "who played the user"
     assert [len(task.messages) for task in tasks] == [1, 1, 3]
     assert [message.content for message in load_conversations(source)[2]][-1] == "done : 2"
-    assert load_pairs(source, "SOURCE", DataConfig()).format == "collabllm"
+    assert load_pairs(source, "SOURCE").format == "collabllm"
     (pair,) = [prepared.row for prepared in Preparation(source, "dpo", gap=0.1)]
     assert pair["chosen"][-1]["content"] == "how many ?" and pair["rejected"][-1]["content"] == "done : 3"
     card = (tmp_path / "README.md").read_text()

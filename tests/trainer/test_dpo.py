@@ -14,7 +14,7 @@ from megatron_collab import train
 from megatron_collab.checkpoint.checkpointer import Checkpoints
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import write_jsonl
-from megatron_collab.data.spec import data_spec
+from megatron_collab.launch.data_specs import data_spec
 from megatron_collab.runtime import hang_detector
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer

@@ -111,6 +111,14 @@ class Half(Transport):
         return {}
 
 
+class Deaf(Half):
+    def bytes_held(self):
+        return 0
+
+    def carry(self, *_):
+        pass
+
+
 class Other:
     pass
 """
@@ -121,7 +129,8 @@ def test_what_is_no_transport_is_refused_before_a_run(transport: str, tmp_path: 
     message = refused(f"publish.transport={tmp_path}/none.py:Other")
     assert message.startswith("publish.transport=") and "must be a subclass of" in message
     message = refused(f"publish.transport={tmp_path}/none.py:Half")
-    assert message.endswith("the class has no bytes_held, carry, receiver; define them, or set it to auto")
+    assert message.endswith("the class has no bytes_held, carry; define what is missing")
+    assert refused(f"publish.transport={tmp_path}/none.py:Deaf").endswith("the class has no receiver; define it")
     message = refused(f"publish.transport={transport}", "publish.transport_options.folde=/x")
     assert message.startswith("publish.transport_options.folde: no such setting; the nearest is folder")
     assert refused("publish.transport_options.folder=/x").startswith("publish.transport_options: ")

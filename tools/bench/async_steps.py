@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import task_row, write_jsonl
-from megatron_collab.data.spec import data_spec
 from megatron_collab.environments import tiny_model
+from megatron_collab.launch.data_specs import data_spec
+from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.rollout.manager import RolloutManager
-from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.workers import Workers
 from megatron_collab.runtime.ray_cluster import ray_session, start_actor
 from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Message, Reward, Rollout, Task, Turn
@@ -105,7 +105,7 @@ def main() -> None:
     config = Config()
     config.rollout.workers = WORKERS
     results: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
-    with TemporaryDirectory() as folder, ray_session(config):
+    with TemporaryDirectory() as folder, ray_session(config.rollout.workers + config.reward.workers):
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         workers = [start_actor(Worker) for _ in range(WORKERS)]
         ray.get([worker.spend.remote() for worker in workers])

@@ -163,7 +163,7 @@ def build(config: BuildDatasetConfig) -> tuple[float, list[list[Group]]]:
     servers: Any = SimpleNamespace(workers=Workers(workers, [], workers[0]), pool=pool, lost_all=lambda: False)
     run: Any = SimpleNamespace(evaluation_due=lambda *_: "model", evaluation=lambda *_: None, complete=True)
     spec = building_spec(config)
-    synthesis = Timed(spec, config, spec.play, spec.data.eval_sets, run, restore=lambda: None)
+    synthesis = Timed(config, spec, spec.play, spec.data, run, restore=lambda: None)
     with synthesis.standalone(servers, 0):
         (eval_set,) = synthesis.sets
         synthesis._prepared(eval_set)  # reads the tasks, which takes longer than everything else here
@@ -189,7 +189,7 @@ def main() -> None:
     over_bound, in_turns = [], []
     config = PlayConfig()
     config.rollout.workers = WORKERS
-    with TemporaryDirectory() as folder, ray_session(config):
+    with TemporaryDirectory() as folder, ray_session(config.rollout.workers + config.reward.workers):
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         for seed in arguments.seeds[:1] if arguments.smoke else arguments.seeds:
             with TemporaryDirectory() as seed_folder:

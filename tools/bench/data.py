@@ -67,13 +67,13 @@ def check_rates(file: Path) -> dict[str, float]:
     from megatron_collab.data.examples import load_tasks
     from megatron_collab.data.sources import Source
     from megatron_collab.data.survey import survey
-    from megatron_collab.rollout.spec import play_spec
+    from megatron_collab.launch.play_specs import play_spec
     from megatron_collab.rollout.task_requirements import task_requirements
 
     config = Config()
     config.reward.weights = {"accuracy": 1.0, "token_amount": -0.1}
     began = time.perf_counter()
-    tasks = load_tasks(file, "bench", None, file.parent / "cache")
+    tasks = load_tasks(file, "bench", cache=file.parent / "cache")
     parsed = time.perf_counter()
     survey(tasks, 8192, lambda messages: 0, lambda task: 0, task_requirements(play_spec(config), Source()))
     seconds = time.perf_counter() - parsed
@@ -92,7 +92,7 @@ def one_pass(way: str, file: Path) -> dict[str, float]:
         rows: Any = library_rows(file)
         order = random.Random(0).sample(range(len(rows)), min(RANDOM_ROWS, len(rows)))
     else:
-        rows = load_tasks(file, "bench", None, cache)
+        rows = load_tasks(file, "bench", cache=cache)
         mixture = Mixture([TrainingSource(source=str(file))], [len(rows)], per_step=16)
         order = [mixture.place(position, seed=0).row for position in range(min(RANDOM_ROWS, len(rows)))]
     began = time.perf_counter()

@@ -25,8 +25,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from megatron_collab.config import Config, SamplingConfig
+from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.rollout.conversation import FuturesPlayer, RolloutPlace
-from megatron_collab.rollout.spec import play_spec
 from megatron_collab.rollout.users import UserReply
 from megatron_collab.types import Conversation, Finish, Message, Score, Task, Turn
 

@@ -48,7 +48,7 @@ from megatron_collab.config import Config
 from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.environments import booking, tiny_model
 from megatron_collab.launch import server_specs
-from megatron_collab.rollout.spec import play_spec
+from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.rollout.workers import start_workers
 from megatron_collab.runtime.process import die_with_parent
 from megatron_collab.runtime.ray_cluster import ray_session
@@ -255,9 +255,9 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         config = configure(Path(folder))
         engine = Engine(replies(ChatRenderer(folder)), options.turn_seconds)
-        with serving(engine) as (url, process), ray_session(config):
+        with serving(engine) as (url, process), ray_session(config.rollout.workers + config.reward.workers):
             client = server_specs.training(config).client
-            workers = start_workers(config, play_spec(config), client, [(url, "no key is asked for")], {})
+            workers = start_workers(play_spec(config), client, [(url, "no key is asked for")], {})
             load = play(workers.conversations[0], (engine, process), options.conversations, 60 * options.minutes)
     print(json.dumps({"name": "in_flight", "values": values(load)}))
 

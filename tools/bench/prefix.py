@@ -35,10 +35,10 @@ from megatron_collab.environments import tiny_model
 from megatron_collab.inference.router import Router
 from megatron_collab.inference.server import SGLangServer
 from megatron_collab.launch import server_specs
+from megatron_collab.launch.play_specs import play_spec, reward_spec, user_directory
 from megatron_collab.reward.workers import RewardClient
 from megatron_collab.rollout.conversation import FuturesPlayer, RolloutPlace
-from megatron_collab.rollout.spec import play_spec
-from megatron_collab.rollout.users import User, UserDirectory, UserReply, Users
+from megatron_collab.rollout.users import User, UserReply, Users
 from megatron_collab.types import Conversation, Message, Task
 
 SERVERS, FUTURES, USER_TURNS = 2, 3, 2
@@ -58,7 +58,7 @@ class RandomUsers(Users):
     """Users seeded by the name of their conversation, or by that of its trained turn if they are `alike`."""
 
     def __init__(self, config: Config, alike: bool) -> None:
-        super().__init__(UserDirectory(config), client=None)  # type: ignore[arg-type]  # these users ask nobody
+        super().__init__(user_directory(config), client=None)  # type: ignore[arg-type]  # these users ask nobody
         self.alike = alike
 
     def make(self, task: Task, sample: str) -> User:
@@ -103,7 +103,7 @@ async def measure(
 ) -> dict[str, float]:
     """Play `counts` (prompts, turns) at once; `name` makes their texts differ from those the servers have seen."""
     router = Router(endpoints, server_specs.training(config).client, unpublished=True)
-    rewards = RewardClient([], config.reward)  # nothing is scored
+    rewards = RewardClient([], reward_spec(config.reward))  # nothing is scored
     users = RandomUsers(config, alike)
     player = FuturesPlayer(router, ChatRenderer(config.model.path), users, rewards, play_spec(config))
     prompts, turns = map(range, counts)

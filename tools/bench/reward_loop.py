@@ -17,7 +17,8 @@ from pathlib import Path
 import ray
 
 from megatron_collab.config import Config, TrainingRewardConfig
-from megatron_collab.reward.metrics import Metric, ScoredMetric
+from megatron_collab.launch.play_specs import reward_spec
+from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.runtime.ray_cluster import ray_session, start_actor
 from megatron_collab.types import Conversation, Ending, Finish, Message, Score, Task, Turn
@@ -57,13 +58,14 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a few futures: shows that it runs, no figures")
     count = SMOKE_FUTURES if parser.parse_args().smoke else FUTURES
     config = Config(reward=TrainingRewardConfig(weights={"waits": 1.0}, workers=WORKERS, concurrency=CONCURRENCY))
-    metrics = {"waits": ScoredMetric("waits", {"metric": f"{Path(__file__).resolve()}:Waits"})}
+    config.reward.metrics = {"waits": {"metric": f"{Path(__file__).resolve()}:Waits"}}
+    reward = reward_spec(config.reward)
     futures = [future(number) for number in range(count)]
-    with ray_session(config):
-        workers = [start_actor(RewardWorker, config, metrics) for _ in range(WORKERS)]
+    with ray_session(WORKERS + 1):
+        workers = [start_actor(RewardWorker, reward, config.llm, Path("unused")) for _ in range(WORKERS)]
         ray.get([worker.ready.remote() for worker in workers])
         began = time.monotonic()
-        asyncio.run(score_all(RewardClient(workers, config.reward), futures))
+        asyncio.run(score_all(RewardClient(workers, reward), futures))
         seconds = time.monotonic() - began
     ideal = count * Waits.seconds / (WORKERS * CONCURRENCY)
     print(f"{count} scores in {seconds:.2f} s; {ideal:.2f} s at best")

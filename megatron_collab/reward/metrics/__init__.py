@@ -18,7 +18,6 @@ from megatron_collab.config import (
     Prompt,
     PromptError,
     Resolved,
-    RewardConfig,
     ServedConfig,
     build,
     lookup,
@@ -180,22 +179,6 @@ class ScoredMetric(Resolved):
         metric = self.kind(self.options, judge)
         metric.name, metric.tape = self.name, tape
         return metric
-
-
-def scored_metrics(reward: RewardConfig) -> dict[str, ScoredMetric]:
-    """The metrics of reward.weights by name. Raises ConfigError naming the setting that is refused."""
-    return {
-        name: ScoredMetric(name, dict(reward.metrics.get(name, {})), weight, reward.clamp.get(name))
-        for name, weight in reward.weights.items()
-    }
-
-
-def served_models(reward: RewardConfig) -> dict[str, ServedConfig]:
-    """By metric of reward.weights, the model that it has the run serve, or an entry of `servers` as served/NAME.
-
-    Raises ConfigError as `scored_metrics` does.
-    """
-    return {name: model for name, metric in scored_metrics(reward).items() if (model := metric.served)}
 
 
 def scorers(metrics: Mapping[str, ScoredMetric]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema
 
-from megatron_collab.config import ConfigError, Resolved, RolloutConfig, build, lookup, nearest, require
+from megatron_collab.config import ConfigError, Resolved, build, lookup, nearest, require
 from megatron_collab.inference.client import UnreadableCall
 from megatron_collab.rollout.tools import Schema, Tool, ToolFailure, ToolLost, ToolResult, Toolset, run
 from megatron_collab.rollout.tools.function import tool_of
@@ -86,11 +86,6 @@ def _check_schema(schema: Schema) -> None:
     except jsonschema.SchemaError as error:
         message = f"tool {schema['name']}: parameters are not a JSON schema ({error.json_path}: {error.message})"
         raise ConfigError(f"{message}; correct them, or leave the tool out") from error
-
-
-def tool_spec(rollout: RolloutConfig) -> ToolSpec:
-    """Raises ConfigError for invalid settings."""
-    return ToolSpec([*rollout.tools], {**rollout.tool_options}, {**rollout.mcp_servers})
 
 
 class Toolbox:

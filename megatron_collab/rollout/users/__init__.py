@@ -1,16 +1,18 @@
 """Simulated users: the kinds in USERS, or classes given as package.module:Class.
 
 A task's `user` (or user.name, for all tasks) is KIND or KIND/ARGUMENT, or the name of one of the configuration's
-`users` (named.py). If it is empty, one of the named users is drawn by weight; if there are none, it is `llm`.
+`users`. If it is empty, one of the named users is drawn by weight; if there are none, it is `llm`.
 """
 
 from __future__ import annotations
 
+import random
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,15 +20,14 @@ from megatron_collab.config import (
     ConfigError,
     EndpointConfig,
     Extension,
-    PlayConfig,
     Resolved,
     UserConfig,
     build,
     lookup,
+    nearest,
     require,
 )
 from megatron_collab.config.extension import NoOptions
-from megatron_collab.rollout.users.named import user_of, user_settings
 from megatron_collab.runtime.process import ends_caller
 from megatron_collab.types import Conversation, Message, Task
 
@@ -42,6 +43,7 @@ USERS = {
 }
 DEFAULT = "llm"
 FAILED = "user_failed"  # counter
+_SETTINGS = tuple(spec.name for spec in fields(UserConfig) if spec.name != "name")
 FINISH_SECONDS = 10.0  # minimum time for User.finish to release resources, even after rollout.deadline
 
 
@@ -59,7 +61,7 @@ def reporting_errors(task: Task, users: Users) -> Iterator[None]:
             raise
         users.counters[FAILED] += 1
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise UserError(f"user {user_of(task, users.config) or DEFAULT}: {reason}") from error
+        raise UserError(f"user {users.directory.name_of(task) or DEFAULT}: {reason}") from error
 
 
 @dataclass(frozen=True)
@@ -86,16 +88,16 @@ class User(Extension):
     opens: ClassVar[bool] = False
 
     def __init__(self, task: Task, argument: str, sample: str, users: Users) -> None:
-        super().__init__(options_of(type(self), users.config, users.group))
+        super().__init__(options_of(type(self), users.settings, users.group))
         self.task, self.argument, self.sample, self.users = task, argument, sample, users
 
     @classmethod
-    def unavailable(cls, argument: str, config: PlayConfig) -> str | None:
+    def unavailable(cls, argument: str, settings: UserConfig) -> str | None:
         """Why this user cannot be used, and how to fix it; checked before a run starts. May raise ConfigError."""
         return f"takes no argument, but got {argument!r}" if argument else None
 
     @classmethod
-    def asks(cls, argument: str, config: PlayConfig) -> EndpointConfig | None:
+    def asks(cls, argument: str, settings: UserConfig) -> EndpointConfig | None:
         """The language model that these users call, checked before a run starts; None if they call none."""
         return None
 
@@ -105,10 +107,10 @@ class User(Extension):
         return None
 
     @classmethod
-    def check_task(cls, task: Task, argument: str, config: PlayConfig) -> None:
+    def check_task(cls, task: Task, argument: str, settings: UserConfig) -> None:
         """Raises ValueError, saying how to fix it, if these users cannot read the task; called before a run starts.
 
-        `config` has these users' settings in `user`; `argument` is as in `unavailable`.
+        `settings`: those of these users, as in `unavailable`.
         """
 
     async def open(self) -> str:
@@ -131,14 +133,13 @@ class User(Extension):
 
     def says(self, text: str, reward: float = 0.0, credits: Mapping[int, float] = {}) -> UserReply:
         """`text` as a reply; it ends the conversation if it contains user.stop."""
-        return UserReply(Message("user", text), self.users.config.user.stop in text, reward, credits)
+        return UserReply(Message("user", text), self.users.settings.stop in text, reward, credits)
 
 
 class Users:
     """Creates the users of a process. `counters` counts replies, and replies that the guardrails rejected.
 
-    Each named user has a separate Users object, whose `config` has that user's settings in `user`; they share client,
-    engine and counters.
+    Each named user has a separate Users object with that user's `settings`; they share client, engine and counters.
     """
 
     def __init__(
@@ -146,11 +147,11 @@ class Users:
     ) -> None:
         """For user.model=policy, `engine`: the api_base of each of the run's SGLang servers (PolicyProvider.add);
         `adapter`: name of the adapters to sample with, None: without."""
-        self.directory, self.config, self.group = directory, directory.config, "user"
+        self.directory, self.settings, self.group = directory, directory.user, "user"
         self.client, self.adapter = client, adapter
         self._engine = list(engine)
         self.counters: Counter[str] = Counter()
-        self._named = {name: self._named_users(name) for name in self.config.users}
+        self._named = {name: self._named_users(name) for name in directory.named}
 
     @property
     def engine(self) -> Sequence[str]:
@@ -175,7 +176,7 @@ class Users:
 
     def _named_users(self, name: str) -> Users:
         users, user = copy(self), self.directory.find(name)
-        users.config, users.group, users._named = user.config, user.group, {}
+        users.settings, users.group, users._named = user.settings, user.group, {}
         return users
 
 
@@ -183,32 +184,36 @@ class Users:
 class ResolvedUser:
     """The users with a name: their class, the argument in their name, and their settings.
 
-    `config` has the settings in `user`; `group` (user or users.NAME) is the group of options that they come from.
+    `group`: the group of options that the settings come from, user or users.NAME.
     """
 
     name: str
     kind: type[User]
     argument: str
-    config: PlayConfig
+    settings: UserConfig
     group: str = "user"
-
-    def asks(self) -> EndpointConfig | None:
-        return self.kind.asks(self.argument, self.config)
-
-    def check_task(self, task: Task) -> None:
-        self.kind.check_task(task, self.argument, self.config)
 
 
 @dataclass(frozen=True)
 class UserDirectory(Resolved):
-    """The users of a run by the names in tasks: those of the option `users`, and kinds of users."""
+    """The users of a run by the names in tasks: those of the option `users` (`named`), and kinds of users.
 
-    config: PlayConfig
+    `user`: the settings of kinds. `seed`: of the draw of a task's user. `template_args`: arguments of the policy's chat
+    template, for user.model=policy.
+    """
+
+    user: UserConfig
+    named: Mapping[str, Mapping[str, Any]]
+    seed: int
+    template_args: Mapping[str, Any]
 
     @cached_property
     def settings(self) -> dict[str, UserConfig]:
         """The settings of all users by option group: `user`, and `users.NAME` for named users."""
-        return user_settings(self.config)
+        named = {
+            f"users.{name}": _named_settings(name, dict(entry or {}), self.user) for name, entry in self.named.items()
+        }
+        return {"user": self.user, **named}
 
     @cached_property
     def _resolved(self) -> dict[str, ResolvedUser]:
@@ -216,32 +221,42 @@ class UserDirectory(Resolved):
 
     def for_set(self, user: str | None) -> UserDirectory:
         """The users of a set of data.eval with this setting `user`."""
-        return replace(self, config=replace(self.config, user=replace(self.config.user, name=user))) if user else self
+        return replace(self, user=replace(self.user, name=user)) if user else self
 
     def name_of(self, task: Task) -> str:
-        """The name of the user of `task`."""
-        return user_of(task, self.config)
+        """The name of the user of `task`: user.name, or the task's user, or one of `users` drawn by weight, or empty.
+
+        A name with a trailing ? applies if it is one of `users`. The draw is seeded with run.seed and the task's id.
+        """
+        name = self.user.name or task.user
+        requested = name.removesuffix("?")
+        if name and (requested == name or requested in self.named):
+            return requested
+        weights = {name: _weight_of(name, entry) for name, entry in sorted(self.named.items())}
+        if not any(weights.values()):
+            return ""
+        return random.Random(f"{self.seed}/{task.id}/user").choices(list(weights), list(weights.values()))[0]
 
     def find(self, name: str) -> ResolvedUser:
         """The users with that name. Raises ConfigError if there are none, or they do not take their options."""
         if name not in self._resolved:
-            self._resolved[name] = self._named(name) if name in self.config.users else self._of_kind(name)
+            self._resolved[name] = self._named(name) if name in self.named else self._of_kind(name)
         return self._resolved[name]
 
     def fault(self, name: str) -> str | None:
         """Why no user with that name can be used, and how to fix it; None if it can."""
         try:
             user = self.find(name)
-            reason = user.kind.unavailable(user.argument, user.config)
+            reason = user.kind.unavailable(user.argument, user.settings)
         except ConfigError as error:
             return str(error)
         return reason and f"user {name or DEFAULT}: {reason}"
 
     def _of_kind(self, name: str) -> ResolvedUser:
         kind, argument = split_user(name)
-        user_class = find_user(kind, "user", self.config.users)
-        options_of(user_class, self.config)
-        return ResolvedUser(name, user_class, argument, self.config)
+        user_class = find_user(kind, "user", self.named)
+        options_of(user_class, self.user)
+        return ResolvedUser(name, user_class, argument, self.user)
 
     def _named(self, name: str) -> ResolvedUser:
         group, settings = f"users.{name}", self.settings[f"users.{name}"]
@@ -250,9 +265,8 @@ class UserDirectory(Resolved):
         user_class = find_user(kind, f"{group}.class")
         accepts = user_class.Options is not NoOptions or not settings.options
         require(accepts, f"{group}.options: {kind} has no options; remove them")
-        config = replace(self.config, user=settings)
-        options_of(user_class, config, group)
-        return ResolvedUser(name, user_class, argument, config, group)
+        options_of(user_class, settings, group)
+        return ResolvedUser(name, user_class, argument, settings, group)
 
 
 def find_user(kind: str, setting: str = "user", named: Iterable[str] = ()) -> type[User]:
@@ -274,7 +288,28 @@ def split_user(name: str) -> tuple[str, str]:
     return f"{module}:{class_name}", argument
 
 
-def options_of(kind: type[User], config: PlayConfig, group: str = "user") -> Any:
+def options_of(kind: type[User], settings: UserConfig, group: str = "user") -> Any:
     """The options of users of a kind; user.options is ignored if the kind takes none."""
-    options = config.user.options if kind.Options is not NoOptions else {}
+    options = settings.options if kind.Options is not NoOptions else {}
     return build(kind.Options, options, f"{group}.options.")
+
+
+def _weight_of(name: str, settings: Mapping[str, Any]) -> float:
+    """The weight of a named user in the draw for tasks without a user. Raises ConfigError."""
+    weight = settings.get("weight", 1.0)
+    fits = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight < float("inf")
+    require(fits, f"users.{name}.weight={weight}: must be a number of at least 0")
+    return float(weight)
+
+
+def _named_settings(name: str, settings: Mapping[str, Any], user: UserConfig) -> UserConfig:
+    """All settings of a named user, with its class as `name`; `user`: the defaults. Raises ConfigError."""
+    require(re.fullmatch(r"[\w-]+", name) is not None, f"users.{name}: name it with letters, digits, - and _")
+    for setting in settings:
+        known = ("class", "weight", *_SETTINGS)
+        choices = f"there are {', '.join(known)}"
+        require(setting in known, f"users.{name}.{setting}: no such setting{nearest(setting, known)}; {choices}")
+    _weight_of(name, settings)
+    values = {setting: getattr(user, setting) for setting in _SETTINGS if setting != "options"}
+    overrides = {setting: value for setting, value in settings.items() if setting in _SETTINGS}
+    return replace(build(UserConfig, {**values, **overrides}, f"users.{name}."), name=settings.get("class") or "llm")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_collab.config import SUFFIX, ConfigError, PlayConfig, PromptError, option, read_prompt
+from megatron_collab.config import SUFFIX, ConfigError, PromptError, UserConfig, option, read_prompt
 from megatron_collab.reward.metrics.accuracy import Verdict, compare
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
 from megatron_collab.types import Conversation, Missing, Task
@@ -31,14 +31,14 @@ class FeedbackUser(User):
         self.checked = 0  # number of the policy's turns that have been rewarded
 
     @classmethod
-    def unavailable(cls, argument: str, config: PlayConfig) -> str | None:
-        text = config.user.options.get("text")
+    def unavailable(cls, argument: str, settings: UserConfig) -> str | None:
+        text = settings.options.get("text")
         try:
             if text is None or text.endswith(SUFFIX):
                 read_prompt("text", text, "feedback", VARIABLES)
         except ConfigError as error:
             return str(error)
-        return super().unavailable(argument, config)
+        return super().unavailable(argument, settings)
 
     @classmethod
     def lacks(cls, task: Task) -> str | None:
@@ -51,7 +51,7 @@ class FeedbackUser(User):
     async def reply(self, conversation: Conversation) -> UserReply:
         self.users.counters["user_replies"] += 1
         if await self._right(conversation):
-            return self.says(f"{RIGHT} {self.users.config.user.stop}", self.options.right)
+            return self.says(f"{RIGHT} {self.users.settings.stop}", self.options.right)
         self.attempt += 1
         return self.says(self._correction(conversation), self.options.wrong)
 

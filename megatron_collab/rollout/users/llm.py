@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import ConfigError, EndpointConfig, PlayConfig, Prompt, PromptError, UserConfig, read_prompt
+from megatron_collab.config import ConfigError, EndpointConfig, Prompt, PromptError, UserConfig, read_prompt
 from megatron_collab.data.transcript import render
 from megatron_collab.llm.answer import Field, LlmError, MalformedAnswer
 from megatron_collab.llm.endpoint import POLICY, SERVED
@@ -40,18 +40,18 @@ class LlmUser(User):
 
     def __init__(self, task: Task, argument: str, sample: str, users: Users) -> None:
         super().__init__(task, argument, sample, users)
-        config = users.config
-        self.model = argument or config.user.model
-        pool, draw = config.user.personas, random.Random(f"{config.run.seed}/{task.id}")  # the same in every process
+        self.model = argument or users.settings.model
+        pool = users.settings.personas
+        draw = random.Random(f"{users.directory.seed}/{task.id}")  # the same in every process
         self.persona = draw.choice(read_personas(pool)) if pool else str(task.metadata.get("persona") or "")
 
     @classmethod
-    def unavailable(cls, argument: str, config: PlayConfig) -> str | None:
-        if not (argument or config.user.model):
+    def unavailable(cls, argument: str, settings: UserConfig) -> str | None:
+        if not (argument or settings.model):
             return "user.model is not set; set it to a LiteLLM model or to policy, or choose a user in user.name"
         try:
-            users_prompt(config.user)
-            if (file := config.user.personas) and not (Path(file).is_file() and read_personas(file)):
+            users_prompt(settings)
+            if (file := settings.personas) and not (Path(file).is_file() and read_personas(file)):
                 return f"personas={file}: no such file, or it has no lines; write one persona per line, or remove it"
         except ConfigError as error:
             return str(error)
@@ -60,17 +60,17 @@ class LlmUser(User):
         return None
 
     @classmethod
-    def asks(cls, argument: str, config: PlayConfig) -> EndpointConfig | None:
-        return replace(config.user, model=argument or config.user.model)
+    def asks(cls, argument: str, settings: UserConfig) -> EndpointConfig | None:
+        return replace(settings, model=argument or settings.model)
 
     @classmethod
-    def check_task(cls, task: Task, argument: str, config: PlayConfig) -> None:
-        if config.user.prompt:  # the built-in prompt fits every task
-            system_prompt(config.user, task)
+    def check_task(cls, task: Task, argument: str, settings: UserConfig) -> None:
+        if settings.prompt:  # the built-in prompt fits every task
+            system_prompt(settings, task)
 
     async def open(self) -> str:
         text = await self._say(())
-        if self.users.config.user.stop in text:
+        if self.users.settings.stop in text:
             raise UserError(f"user {self.model}: ended the conversation before it began: {text[:200]!r}")
         return text
 
@@ -79,7 +79,7 @@ class LlmUser(User):
 
     async def _say(self, messages: Sequence[Message]) -> str:
         """The user's next message. Each attempt has the endpoint's retries and deadline."""
-        config, complaint, reason = self.users.config.user, list[dict[str, str]](), ""
+        config, complaint, reason = self.users.settings, list[dict[str, str]](), ""
         try:
             system = system_prompt(config, self.task, self.persona)
             goalless_task = replace(self.task, goal="", metadata={**self.task.metadata, "task_desc": ""})
@@ -114,7 +114,7 @@ class LlmUser(User):
 
     def _endpoints(self) -> list[EndpointConfig]:
         """The endpoints to try in order; for user.model=policy the servers in use, the next if one fails."""
-        config = self.users.config.user
+        config = self.users.settings
         if self.model != POLICY:
             served_by_run = str(self.model).startswith(SERVED)
             return [replace(config, model=f"{self.model}/{self.sample}" if served_by_run else self.model)]
@@ -124,7 +124,7 @@ class LlmUser(User):
             return random.Random(f"{api_base.removesuffix('/v1')} {self.task.id}").random()
 
         engine = sorted(self.users.engine, key=rank)
-        arguments, adapter = self.users.config.model.chat_template_args, self.users.adapter
+        arguments, adapter = self.users.directory.template_args, self.users.adapter
         engine_arguments: dict[str, Any] = {"chat_template_kwargs": arguments} if arguments else {}
         engine_arguments |= {"lora_path": adapter} if adapter else {}
         config = replace(config, extra={**engine_arguments, **config.extra})

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_collab import environments
-from megatron_collab.config import PlayConfig
+from megatron_collab.config import UserConfig
 from megatron_collab.data import answers
 from megatron_collab.data.transcript import visible_messages
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
@@ -47,12 +47,12 @@ class ScriptedUser(User):
         self.script = environments.find_script(argument)
 
     @classmethod
-    def unavailable(cls, argument: str, config: PlayConfig) -> str | None:
+    def unavailable(cls, argument: str, settings: UserConfig) -> str | None:
         environments.find_script(argument)
         return None
 
     @classmethod
-    def check_task(cls, task: Task, argument: str, config: PlayConfig) -> None:
+    def check_task(cls, task: Task, argument: str, settings: UserConfig) -> None:
         if check := environments.find_goal_check(argument):
             check(task.goal)
 
@@ -70,7 +70,7 @@ class ReplayUser(User):
     opens = True
 
     @classmethod
-    def check_task(cls, task: Task, argument: str, config: PlayConfig) -> None:
+    def check_task(cls, task: Task, argument: str, settings: UserConfig) -> None:
         recorded_of(task)
 
     async def start(self, conversation: Conversation) -> None:
@@ -83,7 +83,7 @@ class ReplayUser(User):
         task_messages = len(self.task.original.messages)
         sent = sum(message.role == "user" for message in conversation.messages[task_messages:])
         remaining = self._recorded()[sent:]
-        return self.says(remaining[0] if remaining else self.users.config.user.stop)
+        return self.says(remaining[0] if remaining else self.users.settings.stop)
 
     def _recorded(self) -> Sequence[str]:
         try:
@@ -104,7 +104,7 @@ class RevealUser(User):
     opens = True
 
     @classmethod
-    def check_task(cls, task: Task, argument: str, config: PlayConfig) -> None:
+    def check_task(cls, task: Task, argument: str, settings: UserConfig) -> None:
         facts_of(task)
 
     async def start(self, conversation: Conversation) -> None:
@@ -125,7 +125,7 @@ class RevealUser(User):
     async def reply(self, conversation: Conversation) -> UserReply:
         text = conversation.messages[-1].content
         if _ANSWERED.search(text):
-            return self.says(f"Thank you. {self.users.config.user.stop}")
+            return self.says(f"Thank you. {self.users.settings.stop}")
         questions = _QUESTION.findall(text)
         if not questions:
             return self.says(ASK_ME)

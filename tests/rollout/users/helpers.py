@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_collab.config import Config, ConfigError
+from megatron_collab.launch.play_specs import user_directory
 from megatron_collab.llm.client import LlmClient
-from megatron_collab.rollout.users import UserDirectory, Users
+from megatron_collab.rollout.users import Users
 from megatron_collab.types import Conversation, Message, Task
 
 STOP = "[[TERMINATE CHAT]]"
@@ -21,13 +22,13 @@ def make_users(engine: Sequence[tuple[str, str]] = (), **options: Any) -> Users:
     for name, value in options.items():
         setattr(config.user, name, value)
     keys = {f"{url}/v1": key for url, key in engine}
-    return Users(UserDirectory(config), LlmClient(keys=keys), list(keys))
+    return Users(user_directory(config), LlmClient(keys=keys), list(keys))
 
 
 def check_user(name: str, config: Config) -> str | None:
     """Why no user with that name can be used."""
     try:
-        return UserDirectory(config).fault(name)
+        return user_directory(config).fault(name)
     except ConfigError as error:
         return str(error)
 

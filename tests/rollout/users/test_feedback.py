@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from megatron_collab.config import Config
+from megatron_collab.launch.play_specs import play_spec, user_directory
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.rollout.conversation import FuturesPlayer, RolloutPlace
-from megatron_collab.rollout.spec import play_spec
-from megatron_collab.rollout.users import UserDirectory, UserError, Users
+from megatron_collab.rollout.users import UserError, Users
 from megatron_collab.types import Conversation, Ending, Task
 from tests.rollout.fakes import CharacterRenderer, FakePolicy, config
 from tests.rollout.users.helpers import STOP, check_user, dialogue, task
@@ -24,7 +24,7 @@ def play(replies: list[str], answer: str = "42", turns: int = 5, **options: Any)
     """A conversation with the user feedback; the policy says `replies` in turn and repeats the last one."""
     settings = config(max_user_turns=turns, max_assistant_turns=turns + 1)
     settings.user.options = options
-    users = Users(UserDirectory(settings), LlmClient())
+    users = Users(user_directory(settings), LlmClient())
     policy = FakePolicy(lambda prompt, seed: replies[min(prompt.count("<assistant>"), len(replies)) - 1])
     player = FuturesPlayer(policy, CharacterRenderer(), users, None, play_spec(settings))  # type: ignore[arg-type]
 
@@ -59,7 +59,7 @@ def test_the_last_turn_has_its_reward_too_and_the_text_can_be_set(tmp_path: Path
 def test_an_answer_that_cannot_be_checked_ends_in_an_error() -> None:
     played, _ = play(["x"], answer="maybe tomorrow")
     assert played.ending is Ending.ERROR and "cannot read the answer of task t" in played.error
-    nothing = Users(UserDirectory(Config()), LlmClient()).make(Task("t", (), "g", " ", "feedback"), "s")
+    nothing = Users(user_directory(Config()), LlmClient()).make(Task("t", (), "g", " ", "feedback"), "s")
     with pytest.raises(UserError, match="task t has no answer to check against"):
         asyncio.run(nothing.start(dialogue("hi", "x")))
 

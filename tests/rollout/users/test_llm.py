@@ -14,10 +14,11 @@ from aiohttp import web
 from megatron_collab.config import Config, EndpointConfig, UserConfig
 from megatron_collab.data.transcript import render
 from megatron_collab.inference import adapters
+from megatron_collab.launch.play_specs import user_directory
 from megatron_collab.llm import client as clients
 from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.llm.recording import Usage
-from megatron_collab.rollout.users import UserDirectory, UserError, UserReply, Users
+from megatron_collab.rollout.users import UserError, UserReply, Users
 from megatron_collab.rollout.users.llm import FIELDS, OPEN, LlmUser, system_prompt
 from megatron_collab.types import Conversation, Message, Task
 from tests.conftest import Served
@@ -197,7 +198,7 @@ def test_a_spent_budget_is_not_an_error_of_the_user() -> None:
 
     config = Config()
     config.user.model = "openai/m"
-    user = Users(UserDirectory(config), Broke()).make(task("llm"), "s")  # type: ignore[arg-type]
+    user = Users(user_directory(config), Broke()).make(task("llm"), "s")  # type: ignore[arg-type]
     with pytest.raises(BudgetSpent):
         asyncio.run(user.reply(dialogue("hi", "hello")))
 
@@ -243,7 +244,7 @@ def test_without_a_file_of_personas_a_task_brings_its_own(tmp_path: Path) -> Non
     ):
         user = users.make(hurried_task, "s/0")
         assert isinstance(user, LlmUser) and user.persona == persona
-        assert f"Who you are: {persona}\n" in system_prompt(users.config.user, hurried_task, user.persona)
+        assert f"Who you are: {persona}\n" in system_prompt(users.settings, hurried_task, user.persona)
     plain = make_users(model="openai/m").make(task("llm"), "s/0")
     assert isinstance(plain, LlmUser) and plain.persona == ""
 
@@ -313,9 +314,9 @@ def test_requests_to_the_trained_model_have_its_template_arguments_and_adapter()
     async def play() -> list[Any]:
         async with Endpoint(answer("yes")) as endpoint:
             users = make_users([(endpoint.config().api_base.removesuffix("/v1"), "secret")], model="policy", attempts=1)
-            users.config.model.chat_template_args = {"enable_thinking": False}
+            users.directory = replace(users.directory, template_args={"enable_thinking": False})
             await users.make(task("llm"), "s").reply(dialogue("hi", "hello"))
-            users.config.user.extra = {"chat_template_kwargs": {"enable_thinking": True}}
+            users.settings.extra = {"chat_template_kwargs": {"enable_thinking": True}}
             await users.make(task("llm"), "s").reply(dialogue("hi", "hello"))
             users.adapter = adapters.NAME
             await users.make(task("llm"), "s").reply(dialogue("hi", "hello"))

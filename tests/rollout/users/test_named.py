@@ -11,12 +11,11 @@ import pytest
 
 from megatron_collab.config import Config, ConfigError, changes
 from megatron_collab.launch import endpoints
+from megatron_collab.launch.play_specs import play_spec, user_directory
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.scheduler import group_seconds
-from megatron_collab.rollout.spec import play_spec
-from megatron_collab.rollout.users import UserDirectory, Users
-from megatron_collab.rollout.users.named import user_of, user_settings
+from megatron_collab.rollout.users import Users
 from megatron_collab.types import Conversation, Ending, Message, Task
 from tests.llm.endpoint import Endpoint, says
 from tests.rollout.users.helpers import check_user, dialogue, task
@@ -40,7 +39,7 @@ def test_a_named_users_settings_override_those_of_user(monkeypatch: pytest.Monke
             strict = {"class": "llm/openai/strict", "prompt": str(tmp_path / "strict.j2"), "stop": "BYE"}
             patient = {"model": "openai/patient", "temperature": 0.25, "personas": str(tmp_path / "people.txt")}
             config = configured({"patient": patient, "strict": strict}, model=at.model, api_base=at.api_base)
-            users = Users(UserDirectory(config), LlmClient())
+            users = Users(user_directory(config), LlmClient())
             done = []
             for name in ("llm", "patient", "strict"):
                 done.append((await users.make(task(name, "buy milk"), "s").reply(dialogue("hi", "hello"))).done)
@@ -58,31 +57,36 @@ def test_a_named_users_settings_override_those_of_user(monkeypatch: pytest.Monke
 def test_tasks_without_a_user_draw_one_by_weight_and_seed() -> None:
     config = configured({"often": {"weight": 3}, "seldom": {}, "never": {"weight": 0}})
     tasks = [Task(str(i), (), "g", "", "") for i in range(4000)]
-    drawn = [user_of(unassigned, config) for unassigned in tasks]
-    assert drawn == [user_of(unassigned, config) for unassigned in tasks]
+    drawn = [*map(user_directory(config).name_of, tasks)]
+    assert drawn == [*map(user_directory(config).name_of, tasks)]
     counts = Counter(drawn)
     assert set(counts) == {"often", "seldom"} and abs(counts["often"] / 4000 - 0.75) < 0.03
     config.run.seed = 1
-    assert drawn != [user_of(unassigned, config) for unassigned in tasks]
-    assert user_of(Task("0", (), "g", "", "never"), config) == "never"
-    assert user_of(tasks[0], configured({"a": {"weight": 0}})) == "" == user_of(tasks[0], Config())
-    optional_tasks = [Task("0", (), "g", "", f"{name}?") for name in ("never", "collabllm")]
-    assert [user_of(optional, config) for optional in optional_tasks] == ["never", user_of(tasks[0], config)], (
-        "unknown optional names are ignored"
+    assert drawn != [*map(user_directory(config).name_of, tasks)]
+    assert user_directory(config).name_of(Task("0", (), "g", "", "never")) == "never"
+    assert (
+        user_directory(configured({"a": {"weight": 0}})).name_of(tasks[0])
+        == ""
+        == user_directory(Config()).name_of(tasks[0])
     )
+    optional_tasks = [Task("0", (), "g", "", f"{name}?") for name in ("never", "collabllm")]
+    assert [*map(user_directory(config).name_of, optional_tasks)] == [
+        "never",
+        user_directory(config).name_of(tasks[0]),
+    ], "unknown optional names are ignored"
     config.user.name = "reveal"
-    assert user_of(tasks[0], config) == user_of(optional_tasks[0], config) == "reveal"
+    assert user_directory(config).name_of(tasks[0]) == user_directory(config).name_of(optional_tasks[0]) == "reveal"
 
 
 def test_named_users_see_replaced_servers() -> None:
-    users = Users(UserDirectory(configured({"self": {"model": "policy"}})), LlmClient(), ["http://a/v1"])
+    users = Users(user_directory(configured({"self": {"model": "policy"}})), LlmClient(), ["http://a/v1"])
     user = users.make(task("self"), "s")
     users.engine = ["http://b/v1"]
     assert list(user.users.engine) == ["http://b/v1"]
 
 
 def test_conversations_are_counted_by_the_name_of_their_user() -> None:
-    users = Users(UserDirectory(configured({"calm": {"class": "replay"}})), LlmClient())
+    users = Users(user_directory(configured({"calm": {"class": "replay"}})), LlmClient())
     users.make(task("calm", replay=["x"]), "s").users.counters["user_replies"] += 1
     played = Conversation((Message("user", "hi"), Message("assistant", "a"), Message("user", "x")), ())
     users.ended(task("calm"), played.end(Ending.USER_DONE))
@@ -126,15 +130,17 @@ def test_invalid_named_users_are_refused_in_one_line(users: dict[str, Any], name
 
 def test_an_invalid_name_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"users\.a/b: name it with letters"):
-        user_settings(configured({"a/b": {}}))
+        user_directory(configured({"a/b": {}}))
 
 
 def test_limits_prices_and_settings_know_every_user(monkeypatch: pytest.MonkeyPatch) -> None:
     config = configured({"slow": {"attempts": 30, "max_tokens": 5000, "model": "openai/o3", "class": "llm"}}, model="m")
     config.llm.requests_per_minute = 1
     plain = Config(user=config.user, llm=config.llm)
-    assert group_seconds(config, play_spec(config), 1) > 5 * group_seconds(plain, play_spec(plain), 1)
-    user_endpoints = llm_endpoints.user_endpoints(UserDirectory(config), ["llm", "slow", "llm/openai/gpt-4o", "replay"])
+    assert group_seconds(play_spec(config), 1) > 5 * group_seconds(play_spec(plain), 1)
+    user_endpoints = llm_endpoints.user_endpoints(
+        user_directory(config), ["llm", "slow", "llm/openai/gpt-4o", "replay"]
+    )
     settings = [(entry.setting, entry.group, entry.endpoint.model) for entry in user_endpoints]
     assert settings == [
         ("user.model", "user", "m"),
@@ -143,8 +149,8 @@ def test_limits_prices_and_settings_know_every_user(monkeypatch: pytest.MonkeyPa
     ]
     config.users["slow"]["extra"] = {"stream": True}
     with pytest.raises(ConfigError, match=r"users\.slow\.extra\.stream: is not passed on"):
-        endpoints.check_settings(config, user_settings(config))
-    assert user_settings(config)["users.slow"].timeout == config.user.timeout
+        endpoints.check_settings(config, user_directory(config).settings)
+    assert user_directory(config).settings["users.slow"].timeout == config.user.timeout
 
 
 def test_a_resumed_run_may_change_a_named_users_endpoint_but_not_its_model(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pickle
 
 from megatron_collab.config import Config
 from megatron_collab.data.evaluation import EvaluationSet
-from megatron_collab.rollout.spec import play_spec
+from megatron_collab.launch.play_specs import play_spec
 
 
 def test_a_set_has_its_budgets_or_those_of_training() -> None:
@@ -15,14 +15,14 @@ def test_a_set_has_its_budgets_or_those_of_training() -> None:
     training = play_spec(config)
     same = training.for_set(EvaluationSet("e.jsonl"))
     assert (same.rollout.turn, same.rollout.future) == (config.rollout.turn, config.rollout.future)
-    assert (same.rollout.max_user_turns, same.users.config.user.name, same.rollouts) == (5, "reveal", 1)
+    assert (same.rollout.max_user_turns, same.users.user.name, same.rollouts) == (5, "reveal", 1)
     assert same.reward.malformed is None and same.rollout.futures == 1
     changed = training.for_set(
         EvaluationSet("e.jsonl", samples=4, temperature=0, user="llm", max_user_turns=1, max_new_tokens=7)
     )
     assert (changed.rollout.turn.temperature, changed.rollout.future.max_new_tokens) == (0, 7)
-    assert (changed.rollout.max_user_turns, changed.users.config.user.name, changed.rollouts) == (1, "llm", 4)
-    assert (training.rollout.turn.max_new_tokens, training.users.config.user.name) == (100, "reveal")
+    assert (changed.rollout.max_user_turns, changed.users.user.name, changed.rollouts) == (1, "llm", 4)
+    assert (training.rollout.turn.max_new_tokens, training.users.user.name) == (100, "reveal")
     assert training.reward.malformed == -1.0
 
 
