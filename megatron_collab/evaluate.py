@@ -49,6 +49,7 @@ def evaluate(
     hands in its own.
     """
     patches.apply("megatron")
+    from megatron_collab.data.inputs import record_inputs
     from megatron_collab.launch.session import Session
     from megatron_collab.observability.folder import RunFolder
     from megatron_collab.rollout.evaluation import Evaluator
@@ -63,6 +64,7 @@ def evaluate(
         serve = partial(servers.serve_loaded, version=step)
         evaluator = (evaluator_class or Evaluator)(serving, spec.play, spec.data.eval_sets, run, restore=serve)
         if run.leader:
+            record_inputs(run.folder)
             session.enter(evaluator.standalone(servers, step))
         serve()
         evaluator.evaluate(step)

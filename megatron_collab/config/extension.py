@@ -8,6 +8,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ from megatron_collab.config.option import ConfigError, require
 from megatron_collab.config.prompt import prompt_file
 
 _FILE = re.compile(r"(?P<before>(?:scripted/)?)(?P<file>[^:]+\.py)(?P<name>:\w+(?:/.*)?)")
+_MODULE = re.compile(r"(?:scripted/)?(?P<module>[A-Za-z_][\w.]*):[A-Za-z_]\w*(?:/.*)?")
 _PROMPT = re.compile(r"[^{}\n]+\.j2")
 
 
@@ -100,6 +102,22 @@ def make_absolute(value: Any) -> Any:
     if isinstance(value, str) and _PROMPT.fullmatch(value):
         return str(prompt_file(value).resolve())
     return value
+
+
+def module_file(spec: str) -> Path | None:
+    """The file of the module in `spec`, without executing it; None for any other text, and for modules of this package.
+
+    Parents of a module are imported.
+    """
+    if match := _FILE.fullmatch(spec):
+        return Path(match["file"])
+    match = _MODULE.fullmatch(spec)
+    if match is None or match["module"].startswith("megatron_collab."):
+        return None
+    with suppress(ImportError, ValueError):
+        module = importlib.util.find_spec(match["module"])
+        return Path(module.origin) if module and module.origin and module.has_location else None
+    return None
 
 
 def _load(location: str, label: str) -> ModuleType:

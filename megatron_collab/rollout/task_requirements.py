@@ -43,7 +43,8 @@ def task_requirements(play: PlaySpec, source: Source) -> TaskRequirements:
     rollout, reward = config.rollout, config.reward
     inputs = [reward.weights, reward.metrics, asdict(config.user), config.users, config.run.seed]
     inputs += [rollout.tools, rollout.tool_options]
-    return TaskRequirements(lacks, check, [inputs, _prompt_changes(inputs)])
+    trials = {f"{WEIGHTS}{name}": metric.unscorable for name, metric in metrics.items()}
+    return TaskRequirements(lacks, check, trials, [inputs, _prompt_changes(inputs)])
 
 
 def applicable_metrics(metrics: Mapping[str, ScoredMetric]) -> Callable[[Task], set[str]]:

@@ -11,12 +11,15 @@ import faulthandler
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -32,6 +35,8 @@ from megatron_collab.types import Conversation, Missing, Score, Task
 SOFT_LIMIT = 2.0  # CPU seconds of one step of math-verify; then the answer counts as not equal
 HARD_LIMIT = 20.0  # seconds of one answer; then the child exits
 MEMORY_LIMIT = 4 << 30  # bytes
+TRIAL_LIMIT = 20.0  # seconds for the answers of a source before a run
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")  # math-verify reads it
 
 _FIELDS = (THOUGHT, Field("accuracy", int, choices=(0, 1), help="1 if it is right, else 0"))
 
@@ -119,6 +124,18 @@ class Accuracy(Metric):
     def lacks(cls, options: Any, task: Task) -> str | None:
         return None if task.answer else "an answer"
 
+    @classmethod
+    def unscorable(cls, options: Any, tasks: Sequence[Task]) -> Mapping[int, str]:
+        answers = {number: as_math(task.answer) for number, task in enumerate(tasks) if not options.judge}
+        deadline, reasons = time.monotonic() + TRIAL_LIMIT, {}
+        with closing(Checker()) as checker:
+            for number, answer in answers.items():
+                if not _NUMBER.fullmatch(answer) and time.monotonic() < deadline:
+                    verdict = checker.compare(answer, "")
+                    if verdict is Verdict.NO_TRUTH or isinstance(verdict, Missing):
+                        reasons[number] = _unread(tasks[number])
+        return reasons
+
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         if self.lacks(self.options, task):
             return None
@@ -132,8 +149,12 @@ class Accuracy(Metric):
             answer = await self.ask_judge(judges_prompt(self.options.prompt, "accuracy"), task, conversation, _FIELDS)
             return answer if isinstance(answer, Missing) else float(answer["accuracy"])
         if verdict is Verdict.NO_TRUTH:
-            return Missing(f"math-verify cannot read the answer {task.answer[:80]!r}; set the metric's judge=true")
+            return Missing(_unread(task))
         return verdict if isinstance(verdict, Missing) else 0.0
+
+
+def _unread(task: Task) -> str:
+    return f"math-verify cannot read the answer {task.answer[:80]!r}; set the metric's judge=true"
 
 
 def _serve(hard_limit: float) -> None:
