@@ -20,6 +20,7 @@ from pathlib import Path
 
 from megatron_collab.commands import ArgumentParser, positive
 from megatron_collab.config import ConfigError, read_prompt, require
+from megatron_collab.launch.prompts import try_prompt
 from megatron_collab.runtime.console import show
 
 SUMMARY = "summary.json"
@@ -47,6 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     existing = [name for name in written if (options.out / name).exists()]
     require(not existing, f"--out={options.out}: holds {', '.join(existing)}; remove it, or give another folder")
     file = options.system_prompt
+    if file:
+        try_prompt("--system-prompt", file)
     system = read_prompt("--system-prompt", file, "", ()) if file else None
 
     # Hugging Face's libraries take seconds to import, so arguments are checked first.
