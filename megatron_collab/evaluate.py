@@ -82,7 +82,7 @@ def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
         config = evaluation.load(arguments, defaults)
         stack.enter_context(prepare.run_lock(config))
         data = evaluation.pin(config)
-        if evaluation.is_done(config, data.eval_sets):
+        if evaluation.is_done(config, data):
             model = config.assistant.model or config.model.path
             hint = "see report.html there, or choose another run.dir"
             return f"{config.run.dir}: all evaluations of {model} are done; {hint}"

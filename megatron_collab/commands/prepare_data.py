@@ -48,8 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     existing = [name for name in written if (options.out / name).exists()]
     require(not existing, f"--out={options.out}: holds {', '.join(existing)}; remove it, or give another folder")
     file = options.system_prompt
-    if file:
-        try_prompt("--system-prompt", file)
+    try_prompt("--system-prompt", file or "")
     system = read_prompt("--system-prompt", file, "", ()) if file else None
 
     # Hugging Face's libraries take seconds to import, so arguments are checked first.

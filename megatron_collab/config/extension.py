@@ -21,7 +21,7 @@ from megatron_collab.config.option import ConfigError, require
 from megatron_collab.config.prompt import prompt_file
 
 _FILE = re.compile(r"(?P<before>(?:scripted/)?)(?P<file>[^:]+\.py)(?P<name>:\w+(?:/.*)?)")
-_MODULE = re.compile(r"(?:scripted/)?(?P<module>[A-Za-z_][\w.]*):[A-Za-z_]\w*(?:/.*)?")
+_MODULE = re.compile(r"(?:scripted/)?(?P<module>(?!megatron_collab\.)[A-Za-z_][\w.]*):[A-Za-z_]\w*(?:/.*)?")
 _PROMPT = re.compile(r"[^{}\n]+\.j2")
 
 
@@ -105,19 +105,14 @@ def make_absolute(value: Any) -> Any:
 
 
 def module_file(spec: str) -> Path | None:
-    """The file of the module in `spec`, without executing it; None for any other text, and for modules of this package.
-
-    Parents of a module are imported.
-    """
+    """The file of the module in `spec`, which is not executed; None for other texts and modules of this package."""
     if match := _FILE.fullmatch(spec):
         return Path(match["file"])
     match = _MODULE.fullmatch(spec)
-    if match is None or match["module"].startswith("megatron_collab."):
-        return None
+    module = None
     with suppress(ImportError, ValueError):
-        module = importlib.util.find_spec(match["module"])
-        return Path(module.origin) if module and module.origin and module.has_location else None
-    return None
+        module = importlib.util.find_spec(match["module"]) if match else None
+    return Path(module.origin) if module and module.origin and module.has_location else None
 
 
 def _load(location: str, label: str) -> ModuleType:

@@ -91,10 +91,6 @@ class _Instrumented(NodeTransformer):
         return nodes.Call(nodes.Name(_JOINED, "load"), node.nodes, [], None, None)
 
 
-def _joined(*parts: Any) -> str:
-    return "".join(map(str, parts))
-
-
 def _clock(deadline: float) -> None:
     if time.thread_time() > deadline:
         raise PromptLimit(f"takes more than {SECONDS:g} s")
@@ -133,7 +129,10 @@ class Prompt:
     def render(self, **values: str | int | Mapping[str, Any]) -> str:
         """The rendered text. Raises PromptError if the template fails on these values or exceeds its bounds."""
         room = LONGEST + 4 * sum(len(str(value)) for value in values.values())
-        helpers = {_CLOCK: partial(_clock, time.thread_time() + SECONDS), _JOINED: _joined}
+        helpers = {
+            _CLOCK: partial(_clock, time.thread_time() + SECONDS),
+            _JOINED: lambda *parts: "".join(map(str, parts)),
+        }
         pieces = list[str]()
         try:
             for piece in self._template.generate(**values, **helpers):

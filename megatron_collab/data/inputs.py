@@ -15,17 +15,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from megatron_collab.config import SUFFIX, Config, ConfigError, PlayConfig, declared, module_file, require
 from megatron_collab.config.load import leaves
 from megatron_collab.data.rows import chosen_files
-from megatron_collab.data.sources import Source
-from megatron_collab.data.spec import data_spec, evaluation_data
+from megatron_collab.data.spec import DataSpec
 from megatron_collab.runtime import files, hub
 from megatron_collab.runtime.process import LAUNCHER, global_rank
 
@@ -38,7 +36,7 @@ _TIMES = ("size", "mtime_ns", "ctime_ns")
 _Fingerprints = dict[str, dict[str, dict[str, Any]]]
 
 
-def check_inputs(config: PlayConfig) -> None:
+def check_inputs(config: PlayConfig, data: DataSpec) -> None:
     """Raises ConfigError if a file has other content than when the run in run.dir began; drafts the record.
 
     Does nothing in processes that start after the one that has checked.
@@ -48,10 +46,13 @@ def check_inputs(config: PlayConfig) -> None:
     folder = Path(config.run.dir)
     recorded, draft = _read(folder / INPUTS), _read(folder / _DRAFT)
     try:
-        current = {name: _fingerprints(root, paths, [recorded, draft], name) for name, root, paths in _inputs(config)}
+        current = {
+            name: _fingerprints(root, paths, (draft | recorded).get(name, {}))
+            for name, root, paths in _inputs(config, data)
+        }
     except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    for name in recorded.keys() & current.keys():
+    for name in sorted(recorded.keys() & current.keys()):
         for file in sorted(recorded[name].keys() | current[name].keys()):
             old, new = (version[name].get(file, {}).get("sha256") for version in (recorded, current))
             reason = "is new" if old is None else "is missing" if new is None else "has changed"
@@ -68,36 +69,34 @@ def record_inputs(run_dir: Path) -> None:
         (run_dir / _DRAFT).replace(run_dir / INPUTS)
 
 
-def _inputs(config: PlayConfig) -> Iterator[tuple[str, Path, list[Path]]]:
+def _inputs(config: PlayConfig, data: DataSpec) -> Iterator[tuple[str, Path, list[Path]]]:
     """(setting and value, folder, files) of each setting that names local files."""
-    data = data_spec(config) if isinstance(config, Config) else evaluation_data(config)
     for setting, sources in (("data.train", data.train), ("data.eval", data.eval_sets)):
-        for source in sources:
-            if hub.parse(source.source) is None:
-                parts = "".join(f" {key}={value}" for key in ("subset", "split") if (value := getattr(source, key)))
-                yield f"{setting}={source.source}{parts}", *_rows(source, setting, ":" in config.data.format)
+        for source in (source for source in sources if hub.parse(source.source) is None):
+            parts = "".join(f" {key}={value}" for key in ("subset", "split") if (value := getattr(source, key)))
+            path = Path(source.source)
+            if ":" in config.data.format:  # a reader of the user's
+                paths = [*path.rglob("*")] if path.is_dir() else [path]
+            else:
+                paths = [Path(file) for names in chosen_files(source, setting).values() for file in names]
+            yield f"{setting}={source.source}{parts}", path if path.is_dir() else path.parent, paths
     # What may change on a resume does not decide the run's numbers.
     skipped = {"data.train", *(name for name, _, rule in declared(type(config)) if rule.may_change)}
-    named = [(name, value) for name, value in leaves(asdict(config)) if name not in skipped]
-    for setting, value in [*named, ("reward.weights", [*config.reward.weights])]:
-        for text in value if isinstance(value, list) else [value]:
-            is_program = setting.endswith(".command")  # of the machine
-            path = _path(setting, text) if isinstance(text, str) and not is_program else None
-            if path and path.is_dir():
-                patterns = hub.MODEL_FILES
-                model = [file for file in path.iterdir() if any(fnmatch(file.name, pattern) for pattern in patterns)]
-                yield f"{setting}={text}", path, model
-            elif path:
-                yield f"{setting}={text}", path.parent, [path]
+    settings = {name: value for name, value in leaves(asdict(config)) if name not in skipped}
+    for name, path in named_files(settings | {"reward.weights": [*config.reward.weights]}):
+        if path.is_dir():
+            yield name, path, [file for pattern in hub.MODEL_FILES for file in path.glob(pattern)]
+        else:
+            yield name, path.parent, [path]
 
 
-def _rows(source: Source, setting: str, custom: bool) -> tuple[Path, list[Path]]:
-    """The folder and the files of a source; `custom`: a reader of the user's reads them."""
-    path = Path(source.source)
-    root = path if path.is_dir() else path.parent
-    if custom:
-        return root, [*path.rglob("*")] if path.is_dir() else [path]
-    return root, [Path(file) for paths in chosen_files(source, setting).values() for file in paths]
+def named_files(settings: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
+    """(setting and value, path) of each file, module and folder of a model that `settings` name."""
+    for setting, value in leaves(settings):
+        texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+        for text in texts if not setting.endswith(".command") else ():  # a program of the machine
+            if path := _path(setting, text):
+                yield f"{setting}={text}", path
 
 
 def _path(setting: str, text: str) -> Path | None:
@@ -109,22 +108,15 @@ def _path(setting: str, text: str) -> Path | None:
     return Path(text) if is_model or is_file else None
 
 
-def _fingerprints(
-    root: Path, paths: Iterable[Path], known: Iterable[_Fingerprints], name: str
-) -> dict[str, dict[str, Any]]:
+def _fingerprints(root: Path, paths: Iterable[Path], known: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """By name below `root`, the fingerprint of each file; an equal state in `known` spares its hash."""
     result = {}
-    for path in paths:
-        if not path.is_file():
-            continue
+    for path in filter(Path.is_file, paths):
         file, status = os.path.relpath(path, root), path.stat()
         entry: dict[str, Any] = {key: getattr(status, f"st_{key}") for key in _TIMES}
-        before = [version.get(name, {}).get(file, {}) for version in known]
-        same = (old["sha256"] for old in before if all(old.get(key) == entry[key] for key in _TIMES))
-        entry["sha256"] = next(same, None) or _digest(path, status.st_size)
-        if path.suffix == SUFFIX:
-            entry["text"] = path.read_bytes()[:WHOLE].decode(errors="replace")
-        result[file] = entry
+        same = entry.items() <= known.get(file, {}).items()
+        entry["sha256"] = known[file]["sha256"] if same else _digest(path, status.st_size)
+        result[file] = entry | ({"text": path.read_text(errors="replace")} if path.suffix == SUFFIX else {})
     return result
 
 

@@ -129,18 +129,14 @@ def _unscorable(
     """`Survey.unscorable` of a sample: numbers, tasks and what they lack. Raises ValueError if a trial fails."""
     counts = {}
     for setting, trial in requirements.trials.items():
-        numbers, tasks = [], []
-        for number, task, task_lacks in sample:
-            if setting not in task_lacks:
-                numbers.append(number)
-                tasks.append(task)
+        tried = [(number, task) for number, task, task_lacks in sample if setting not in task_lacks]
         try:
-            reasons = trial(tasks)
+            reasons = trial([task for _, task in tried])
         except BaseException as error:  # a metric may raise anything
             raise ValueError(f"{setting} cannot be tried: {type(error).__name__}: {error}") from error
         if reasons:
             first = min(reasons)
-            counts[setting] = len(reasons), len(tasks), f"{at(numbers[first])}: {reasons[first]}"
+            counts[setting] = len(reasons), len(tried), f"{at(tried[first][0])}: {reasons[first]}"
     return counts
 
 

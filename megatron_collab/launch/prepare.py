@@ -31,6 +31,7 @@ from megatron_collab.config.load import leaves
 from megatron_collab.data import sources
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.inputs import check_inputs
+from megatron_collab.data.spec import DataSpec
 from megatron_collab.data.survey import TaskRequirements
 from megatron_collab.inference.served import score_fault
 from megatron_collab.launch import endpoints, models, server_specs
@@ -87,7 +88,7 @@ def prepare(config: Config) -> RunSpec:
         if LAUNCHER in os.environ:  # a rank: the process that became its torchrun has done the rest
             return spec
         shape = check_model(config, spec)
-        check_same_run(config)
+        check_same_run(config, spec.data)
         models.check_models(config, shape, plays=spec.play is not None)
         if spec.serving:
             check_arguments(spec.serving)
@@ -318,12 +319,12 @@ def check_users(users: UserDirectory, examples: Mapping[str, str]) -> None:
     require(takes or not users.config.user.options, "user.options: no user of the tasks has options; remove them")
 
 
-def check_same_run(config: PlayConfig) -> None:
+def check_same_run(config: PlayConfig, data: DataSpec) -> None:
     """Raises ConfigError if run.dir has a run with incompatible settings or inputs, or its files are damaged."""
     for change in changes(config):
         reason = f"holds a run with {change.setting}={change.before}, not {change.after}"
         require(change.allowed, f"run.dir={config.run.dir}: {reason}; choose another run.dir, or remove that folder")
-    check_inputs(config)
+    check_inputs(config, data)
     folder = Path(config.run.dir)
     for file in folder.glob("*.json*"):
         require(file.is_file(), f"{file}: is not a file, but a run writes one; remove it, or choose another run.dir")

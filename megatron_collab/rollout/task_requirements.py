@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import SUFFIX, ConfigError
+from megatron_collab.config import ConfigError
 from megatron_collab.data.evaluation import EvaluationSet
+from megatron_collab.data.inputs import named_files
 from megatron_collab.data.sources import Source
 from megatron_collab.data.survey import TaskRequirements
 from megatron_collab.reward.metrics import ScoredMetric
@@ -41,10 +41,12 @@ def task_requirements(play: PlaySpec, source: Source) -> TaskRequirements:
                 raise ValueError(f"{owner} cannot read it: {reason}") from error
 
     rollout, reward = config.rollout, config.reward
-    inputs = [reward.weights, reward.metrics, asdict(config.user), config.users, config.run.seed]
-    inputs += [rollout.tools, rollout.tool_options]
+    inputs: dict[str, Any] = {"weights": [*reward.weights], "metrics": reward.metrics, "users": config.users}
+    inputs |= {"user": asdict(config.user), "seed": config.run.seed}
+    inputs |= {"tools": rollout.tools, "options": rollout.tool_options}
+    changes = [(name, path.stat().st_mtime_ns) for name, path in named_files(inputs) if path.exists()]
     trials = {f"{WEIGHTS}{name}": metric.unscorable for name, metric in metrics.items()}
-    return TaskRequirements(lacks, check, trials, [inputs, _prompt_changes(inputs)])
+    return TaskRequirements(lacks, check, trials, [inputs, changes])
 
 
 def applicable_metrics(metrics: Mapping[str, ScoredMetric]) -> Callable[[Task], set[str]]:
@@ -72,14 +74,3 @@ class _UserRequirements:
             return self._users.find(name)
         except ConfigError:
             return ResolvedUser(name, User, "", self._users.config)
-
-
-def _prompt_changes(settings: Any) -> list[tuple[str, int]]:
-    """The prompt files named in settings, with their modification times (ns)."""
-    if isinstance(settings, Mapping):
-        settings = list(settings.values())
-    if isinstance(settings, str):
-        exists = settings.endswith(SUFFIX) and Path(settings).is_file()
-        return [(settings, Path(settings).stat().st_mtime_ns)] if exists else []
-    listed = settings if isinstance(settings, Sequence) else ()
-    return [change for entry in listed for change in _prompt_changes(entry)]

@@ -54,7 +54,7 @@ def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
         config = load(arguments, defaults)
         stack.enter_context(prepare.run_lock(config))
         data = evaluation.pin(config, MODULE)
-        if evaluation.is_done(config, data.eval_sets):
+        if evaluation.is_done(config, data):
             if not _uploaded(config):
                 return config, 1, partial(_upload, config)
             return (

@@ -86,8 +86,7 @@ def _make(options: argparse.Namespace) -> int:
     require(not (out / "README.md").exists(), f"--out={out}: holds tasks; remove it, or give another")
     config = compose_program(UsersFromLogsConfig, options.option)
     require(bool(config.reward.judge.model), f"{_MODEL}: not set; give the model that describes the users")
-    if options.prompt:
-        try_prompt("--prompt", options.prompt)
+    try_prompt("--prompt", options.prompt or "")
     prompt = read_prompt("--prompt", options.prompt, _PROMPT, ("conversation",))
     require("conversation" in prompt.used, f"{prompt.label}: does not contain {{{{ conversation }}}}; add it")
     _check_model(config, out)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import Config, ConfigError, EvaluateConfig
+from megatron_collab.config import Config, ConfigError, EvaluateConfig, PlayConfig
 from megatron_collab.data import inputs
-from megatron_collab.data.inputs import check_inputs, record_inputs
+from megatron_collab.data.inputs import record_inputs
+from megatron_collab.data.spec import data_spec, evaluation_data
 from megatron_collab.runtime.process import LAUNCHER
 
 ROWS = [json.dumps({"messages": [{"role": "user", "content": f"hello {number}"}]}) + "\n" for number in range(4)]
@@ -48,7 +49,11 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     return config
 
 
-def begun(config: Config) -> None:
+def check_inputs(config: PlayConfig) -> None:
+    inputs.check_inputs(config, data_spec(config) if isinstance(config, Config) else evaluation_data(config))
+
+
+def begun(config: PlayConfig) -> None:
     check_inputs(config)
     record_inputs(Path(config.run.dir))
 

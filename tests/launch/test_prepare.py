@@ -10,6 +10,7 @@ import pytest
 
 from megatron_collab.config import Config, ConfigError, compose
 from megatron_collab.data.datasets import write_jsonl
+from megatron_collab.data.spec import DataSpec
 from megatron_collab.data.survey import Survey
 from megatron_collab.launch import prepare
 from megatron_collab.launch.spec import run_spec
@@ -55,15 +56,13 @@ def test_a_finished_run_is_done_until_more_steps_are_asked_for(tmp_path: Path) -
 
 
 def test_a_run_goes_on_with_more_servers_but_not_with_other_numbers(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "rows.jsonl", [{}])
-    data = [f"data.{name}={tmp_path}/rows.jsonl" for name in ("train", "eval")]
-    config = compose(["experiment=booking", f"run.dir={tmp_path}", *data])
+    config = compose(["experiment=booking", f"run.dir={tmp_path}"])
     (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
     config.rollout.max_staleness, config.rollout.server.replicas = 2, 8
-    prepare.check_same_run(config)
+    prepare.check_same_run(config, DataSpec((), ()))
     config.optim.weight_decay = 0.5
     with pytest.raises(ConfigError, match=r"holds a run with optim\.weight_decay=0\.0, not 0\.5; choose another run"):
-        prepare.check_same_run(config)
+        prepare.check_same_run(config, DataSpec((), ()))
 
 
 def test_a_rank_does_not_check_again_what_its_launcher_has(

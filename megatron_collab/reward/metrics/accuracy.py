@@ -126,14 +126,13 @@ class Accuracy(Metric):
 
     @classmethod
     def unscorable(cls, options: Any, tasks: Sequence[Task]) -> Mapping[int, str]:
-        answers = {number: as_math(task.answer) for number, task in enumerate(tasks) if not options.judge}
         deadline, reasons = time.monotonic() + TRIAL_LIMIT, {}
         with closing(Checker()) as checker:
-            for number, answer in answers.items():
-                if not _NUMBER.fullmatch(answer) and time.monotonic() < deadline:
+            for number, task in enumerate(tasks if not options.judge else ()):
+                if not _NUMBER.fullmatch(answer := as_math(task.answer)) and time.monotonic() < deadline:
                     verdict = checker.compare(answer, "")
                     if verdict is Verdict.NO_TRUTH or isinstance(verdict, Missing):
-                        reasons[number] = _unread(tasks[number])
+                        reasons[number] = _unread(task)
         return reasons
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
