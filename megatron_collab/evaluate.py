@@ -47,6 +47,7 @@ def evaluate(
     hands in its own.
     """
     patches.apply("megatron")
+    from megatron_collab.launch.inputs import record_inputs
     from megatron_collab.launch.session import Session
     from megatron_collab.observability.folder import RunFolder
     from megatron_collab.rollout.evaluation import Evaluator
@@ -61,6 +62,7 @@ def evaluate(
         serve = partial(servers.serve_loaded, version=step)
         evaluator = (evaluator_class or Evaluator)(spec.play, spec.data, run, restore=serve)
         if run.leader:
+            record_inputs(run.folder)
             session.enter(evaluator.standalone(servers, step))
         serve()
         evaluator.evaluate(step)
@@ -87,7 +89,7 @@ def prepared[Program: EvaluateConfig](
         config = load(arguments, defaults)
         stack.enter_context(prepare.run_lock(config))
         data = evaluation.pin(config, module)
-        if evaluation.is_done(config, data.eval_sets):
+        if evaluation.is_done(config, data):
             return when_done(config)
         serving, spec, step = evaluation.prepared(config, settle)
     return config, 1, partial(work, config, serving, spec, step)

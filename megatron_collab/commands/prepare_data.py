@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megatron_collab.commands import ArgumentParser, positive
 from megatron_collab.config import WRITTEN_FOLDER, ConfigError, check_path, read_prompt, require
-from megatron_collab.launch.prompts import check_prompt
+from megatron_collab.launch.prompts import try_prompt
 from megatron_collab.runtime.console import show
 
 SUMMARY = "summary.json"
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     existing = [name for name in written if (options.out / name).exists()]
     require(not existing, f"--out={options.out}: holds {', '.join(existing)}; remove it, or give another folder")
     file = options.system_prompt
-    check_prompt("--system-prompt", file or "")
+    try_prompt("--system-prompt", file or "")
     system = read_prompt("--system-prompt", file, "", ()) if file else None
 
     # Hugging Face's libraries take seconds to import, so arguments are checked first.

@@ -1,6 +1,14 @@
 """Settings: groups of options (schema.py), those of each program (programs.py), composition, changes on resume."""
 
-from megatron_collab.config.extension import Extension, Resolved, lookup, make, make_absolute, resolve
+from megatron_collab.config.extension import (
+    Extension,
+    Resolved,
+    lookup,
+    make,
+    make_absolute,
+    named_files,
+    resolve,
+)
 from megatron_collab.config.hint import nearest
 from megatron_collab.config.history import (
     SETTINGS,

@@ -1,13 +1,15 @@
-"""Loads the extensions that settings name as `package.module:Class` or `./file.py:Class`."""
+"""Finds and loads the extensions and files that settings name, such as `package.module:Class` or `./file.py:Class`."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 import importlib.util
+import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,11 +17,12 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from megatron_collab.config.hint import nearest
-from megatron_collab.config.load import build
+from megatron_collab.config.load import build, leaves
 from megatron_collab.config.option import ConfigError, require
 from megatron_collab.config.prompt import prompt_file
 
 _FILE = re.compile(r"(?P<before>(?:scripted/)?)(?P<file>[^:]+\.py)(?P<name>:\w+(?:/.*)?)")
+_MODULE = re.compile(r"(?:scripted/)?(?P<module>(?!megatron_collab\.)[A-Za-z_][\w.]*):[A-Za-z_]\w*(?:/.*)?")
 _PROMPT = re.compile(r"[^{}\n]+\.j2")
 
 
@@ -102,6 +105,35 @@ def make_absolute(value: Any) -> Any:
     if isinstance(value, str) and _PROMPT.fullmatch(value):
         return str(prompt_file(value).resolve())
     return value
+
+
+def module_file(spec: str) -> Path | None:
+    """The file of the module in `spec`, which is not executed; None for other texts and modules of this package."""
+    if match := _FILE.fullmatch(spec):
+        return Path(match["file"])
+    match = _MODULE.fullmatch(spec)
+    module = None
+    with suppress(ImportError, ValueError):
+        module = importlib.util.find_spec(match["module"]) if match else None
+    return Path(module.origin) if module and module.origin and module.has_location else None
+
+
+def named_files(settings: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
+    """(setting and value, path) of each file, module and folder of a model that `settings` name."""
+    for setting, value in leaves(settings):
+        texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+        for text in texts if not setting.endswith(".command") else ():  # a program of the machine
+            if path := _named_file(setting, text):
+                yield f"{setting}={text}", path
+
+
+def _named_file(setting: str, text: str) -> Path | None:
+    """The file, or the folder of a model, that a setting's value names."""
+    if module := module_file(text):
+        return module
+    is_model = setting.endswith((".model", "model.path")) and os.path.isfile(os.path.join(text, "config.json"))
+    is_file = ("." in text or "/" in text) and os.path.isfile(text)  # False for texts that cannot be paths
+    return Path(text) if is_model or is_file else None
 
 
 def _load(location: str, label: str) -> ModuleType:

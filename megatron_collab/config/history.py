@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -13,9 +12,8 @@ from typing import Any, NamedTuple
 from omegaconf import MISSING
 
 from megatron_collab.config.load import leaves
-from megatron_collab.config.option import ConfigError, declared, require
+from megatron_collab.config.option import declared, require
 from megatron_collab.config.programs import Config, PlayConfig
-from megatron_collab.config.prompt import SUFFIX
 from megatron_collab.config.schema import ServedConfig
 
 # Earlier versions located every metric by its name alone; their runs resume with the same metric from another module.
@@ -24,8 +22,7 @@ _OF_USERS = re.compile(r"^users\.[^.]+\.")
 _OF_ASSISTANTS = re.compile(r"^build\.assistants\.[^.]+\.")
 _OF_SERVERS = re.compile(r"^servers\.[^.]+\.")
 SETTINGS = "config.json"  # in run.dir: the settings of the run's last start
-# Its keys for the program, missing in earlier versions, and for the prompts that the settings name, with their text.
-_PROGRAM, _PROMPTS = "program", "prompts"
+_PROGRAM = "program"  # its key for the program, missing in earlier versions
 
 
 class Change(NamedTuple):
@@ -38,8 +35,8 @@ class Change(NamedTuple):
 
 
 def recorded(config: PlayConfig) -> dict[str, Any]:
-    """The content of SETTINGS: program, settings, each prompt's SHA-256 and text by the setting that names it."""
-    return {_PROGRAM: config.program, **asdict(config), _PROMPTS: _prompts(asdict(config))}
+    """The content of SETTINGS: program and settings."""
+    return {_PROGRAM: config.program, **asdict(config)}
 
 
 def read_settings(run_dir: Path) -> dict[str, Any] | None:
@@ -49,11 +46,9 @@ def read_settings(run_dir: Path) -> dict[str, Any] | None:
         return None
     try:
         settings = json.loads(file.read_text())
-        valid = isinstance(settings, dict) and all("sha256" in prompt for prompt in settings.get(_PROMPTS, {}).values())
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise _damage_error(file) from error
-    if not valid:
-        raise _damage_error(file)
+    except (OSError, ValueError, RecursionError):
+        settings = None
+    require(isinstance(settings, dict), f"{file}: contains no run settings; restore it, or choose another run.dir")
     return settings
 
 
@@ -73,10 +68,6 @@ def recorded_value(settings: Any, name: str, default: Any) -> Any:
     return settings
 
 
-def _damage_error(file: Path) -> ConfigError:
-    return ConfigError(f"{file}: contains no run settings; restore it, or choose another run.dir")
-
-
 def changes(config: PlayConfig) -> list[Change]:
     """Changes to the settings of the run in run.dir, if there is one.
 
@@ -89,7 +80,6 @@ def changes(config: PlayConfig) -> list[Change]:
     message = f"run.dir={config.run.dir}: holds a run of `megatron-collab {program}`; choose another run.dir"
     require(program == config.program, message)
     before = _flat(settings)
-    prompts = settings.get(_PROMPTS, {})  # earlier versions recorded none
     after = _flat(asdict(config))
     if credit := re.fullmatch(r"reward_to_go\((.+)\)", str(before.get("reward.turn_credit"))):  # of earlier versions
         before |= {"reward.turn_credit": "reward_to_go", "reward.turn_gamma": float(credit[1])}
@@ -113,20 +103,7 @@ def changes(config: PlayConfig) -> list[Change]:
         # An entry of an option, e.g. the weight of a metric, may change, but usually not be added or removed.
         stays = canonical == owner or rule.entries_may_change or None not in (old, new)
         differences.append(Change(name, old, new, rule.may_change and stays))
-    for name, prompt in _prompts(asdict(config)).items():
-        if prompt["sha256"] != prompts.get(name, prompt)["sha256"] and before.get(name) == after[name]:
-            old, new = (f"{after[name]} with SHA-256 {version['sha256'][:12]}…" for version in (prompts[name], prompt))
-            differences.append(Change(name, old, new, allowed=False))
     return differences
-
-
-def _prompts(tree: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    files = {name: Path(value) for name, value in leaves(tree) if isinstance(value, str) and value.endswith(SUFFIX)}
-    contents = {name: file.read_bytes() for name, file in files.items() if file.is_file()}
-    return {
-        name: {"sha256": hashlib.sha256(content).hexdigest(), "text": content.decode(errors="replace")}
-        for name, content in contents.items()
-    }
 
 
 def _owner(name: str, options: Iterable[str]) -> str | None:

@@ -32,6 +32,7 @@ _FOLDERS = [folder / "conf" for folder in Path(__file__).resolve().parents[1:3]]
 CONF = next((folder for folder in _FOLDERS if folder.is_dir()), _FOLDERS[0])
 
 COMMAND_LINE = "command line"
+_LONGEST = 1 << 20  # bytes of a file under conf/
 
 # Aliases of options on the command line: a dataclass field cannot have the name of a Python keyword.
 ALIASES = {"run.from": "run.fork"}
@@ -86,7 +87,7 @@ def settings(overrides: Sequence[str], program: type[CallConfig] = Config) -> li
 def layers(overrides: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Sources of settings beside the schema (files under conf/, COMMAND_LINE) with the options they set; later wins."""
     overrides = _plain(overrides)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with _conf():
         loader = GlobalHydra.instance().config_loader()
         default_files = loader.compute_defaults_list("config", overrides, RunMode.RUN).defaults
     for default in default_files:
@@ -137,12 +138,22 @@ def _compose_node(overrides: Sequence[str]) -> DictConfig:
     overrides = _plain(overrides)
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
+        with _conf():
             node = hydra.compose("config", overrides=overrides)
         OmegaConf.resolve(node)
         return node
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{_reason(error, overrides)} (all options: --help)") from error
+
+
+@contextmanager
+def _conf() -> Iterator[None]:
+    """Hydra reads conf/ inside. Raises ConfigError for a file that may never end, or is too long to be settings."""
+    for file in CONF.rglob("*.yaml"):
+        message = f"conf/{file.relative_to(CONF)}: must be a file of at most {_LONGEST} bytes; shorten it, or remove it"
+        require(file.is_file() and file.stat().st_size <= _LONGEST, message)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield
 
 
 def _part[Options](kind: type[Options], node: DictConfig) -> Options:

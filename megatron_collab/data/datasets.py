@@ -90,7 +90,11 @@ class SurveyedSources[Read]:
             shares = "".join(_share(setting, counts, len(examples)) for setting, counts in result.lacking.items())
             where = f"{self.setting}={examples.source.source}"
             lines.append(f"{where}: {read}{left_out}{shares}")
-            notes = (result.repeated, result.unread, *self._notes(examples.source))
+            unscorable = [
+                f"{setting}: gives {count} of {tried} tasks tried no score; {example}"
+                for setting, (count, tried, example) in result.unscorable.items()
+            ]
+            notes = (result.repeated, result.unread, *unscorable, *self._notes(examples.source))
             lines += [f"{where}: {note}" for note in notes if note]
             users = self._data.users or ()
             requested = [user[:-1] for user in result.users if user.endswith("?") and self._data.users is not None]

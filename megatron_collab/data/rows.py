@@ -84,20 +84,7 @@ def open_rows(source: Source, setting: str, cache: Path | None = None) -> Rows:
     Raises ConfigError, and ValueError if the data cannot be read; both name `setting` and the source.
     """
     where = f"{setting}={source.source}"
-    path = Path(source.source)
-    if hub.parse(source.source):
-        path = _download(source, setting)
-    if path.is_dir():
-        splits = _saved_files(path, source, where) or _files_of_splits(path, source, where)
-    else:
-        paths = [str(path)] if path.is_file() else sorted(glob.glob(source.source, recursive=True))
-        data_files = [file for file in paths if not Path(file).is_dir()]
-        require(bool(data_files), f"{where}: no such file")
-        message = f"{where}: files have no subsets, and no split but train; remove the setting, or give a folder"
-        split_name = source.split if source.split not in (None, ALL) else "train"
-        require(source.subset is None and split_name.partition("[")[0] == "train" and "+" not in split_name, message)
-        splits = {split_name: data_files}
-    single = path.is_file()
+    splits, single = chosen_files(source, setting), Path(source.source).is_file()
     parts = list[FilePart]()
     with ExitStack() as stack:  # memory-mapped files stay readable when their folder is removed
         folder = cache or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -107,6 +94,21 @@ def open_rows(source: Source, setting: str, cache: Path | None = None) -> Rows:
     if not any(map(len, parts)):
         raise ValueError(f"{where}: has no rows; give a source with some")
     return Rows(parts, list(splits))
+
+
+def chosen_files(source: Source, setting: str) -> dict[str, list[str]]:
+    """The files of each chosen split of `source`. Raises as `open_rows`."""
+    where = f"{setting}={source.source}"
+    path = _download(source, setting) if hub.parse(source.source) else Path(source.source)
+    if path.is_dir():
+        return _saved_files(path, source, where) or _files_of_splits(path, source, where)
+    paths = [str(path)] if path.is_file() else sorted(glob.glob(source.source, recursive=True))
+    data_files = [file for file in paths if not Path(file).is_dir()]
+    require(bool(data_files), f"{where}: no such file")
+    message = f"{where}: files have no subsets, and no split but train; remove the setting, or give a folder"
+    split_name = source.split if source.split not in (None, ALL) else "train"
+    require(source.subset is None and split_name.partition("[")[0] == "train" and "+" not in split_name, message)
+    return {split_name: data_files}
 
 
 def _open(file: str, where: str, cache: Path) -> FilePart:

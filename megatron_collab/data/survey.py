@@ -21,6 +21,7 @@ from megatron_collab.data.parsing import NAMED, refusal
 from megatron_collab.data.readers import Candidate
 from megatron_collab.types import Task
 
+_SAMPLE = 100  # tasks of a source that metrics try, evenly spread
 Lacks = Callable[[Task], str | None]  # what a task lacks for a metric or a user; None: nothing
 
 
@@ -33,11 +34,13 @@ class TaskRequirements:
     """The requirements on every task.
 
     `lacks`, by setting: what a task lacks for the metric to apply, or for the user to play. `check` raises ValueError
-    if the task's user, a metric or a tool cannot read it. `depends_on`: the settings behind both, as JSON.
+    if the task's user, a metric or a tool cannot read it. `trials`, by setting: of tasks that lack nothing for it, by
+    place the reasons why the metric could not score them. `depends_on`: the settings behind all, as JSON.
     """
 
     lacks: Mapping[str, Lacks] = field(default_factory=dict)
     check: Callable[[Task], None] = _accept
+    trials: Mapping[str, Callable[[Sequence[Task]], Mapping[int, str]]] = field(default_factory=dict)
     depends_on: Any = None
 
 
@@ -48,7 +51,8 @@ _NO_REQUIREMENTS = TaskRequirements()
 class Survey:
     """The result for a source. `left_out`: numbers of the rows left out; `dropped`: how many for which reason; `users`:
     for each user that tasks name, the id of the first such task; `lacking`: by setting, how many of the tasks taken
-    lack what; `repeated`: a message about ids that several tasks have; `unread`: one about unread parts.
+    lack what; `repeated`: a message about ids that several tasks have; `unread`: one about unread parts; `unscorable`:
+    by setting, how many of the tasks tried a metric cannot score, how many were tried, and the first with its reason.
     """
 
     left_out: Sequence[int] = ()
@@ -57,6 +61,7 @@ class Survey:
     lacking: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     repeated: str = ""
     unread: str = ""
+    unscorable: Mapping[str, tuple[int, int, str]] = field(default_factory=dict)
 
 
 def unread_note(unread: Mapping[str, int]) -> str:
@@ -80,6 +85,7 @@ def survey(
     left_out, dropped, users, unread = list[int](), Counter[str](), dict[str, str](), Counter[str]()
     bad, first_bad = list[int](), ""
     lacking = {setting: Counter[str]() for setting in requirements.lacks}
+    sample, every = list[tuple[int, Task, Mapping[str, str]]](), -(-len(examples.rows) // _SAMPLE)
     ids = _TaskIds()
     format = FORMATS.get(examples.format)
     chosen = _chosen_candidates(examples, format) if format and format.candidate and not examples.distinct else None
@@ -104,13 +110,34 @@ def survey(
             if isinstance(example, Task):
                 ids.add(example.id, number)
                 users.setdefault(example.user, example.id)
+                if number % every == 0 and requirements.trials:
+                    sample.append((number, example, task_lacks))
                 for setting, requirement in task_lacks.items():
                     lacking[setting][requirement] += 1
     if bad:
         next_rows = [examples.at(number).rpartition(" ")[2] for number in bad[1:NAMED]]
         raise ValueError(refusal(first_bad, next_rows, len(bad), len(examples.rows)))
     lacking_counts = {setting: dict(counts) for setting, counts in lacking.items() if counts}
-    return Survey(left_out, dict(dropped), users, lacking_counts, ids.message(examples), unread_note(unread))
+    unscorable = _unscorable(requirements, sample, examples.at)
+    notes = ids.message(examples), unread_note(unread)
+    return Survey(left_out, dict(dropped), users, lacking_counts, *notes, unscorable)
+
+
+def _unscorable(
+    requirements: TaskRequirements, sample: Sequence[tuple[int, Task, Mapping[str, str]]], at: Callable[[int], str]
+) -> dict[str, tuple[int, int, str]]:
+    """`Survey.unscorable` of a sample: numbers, tasks and what they lack. Raises ValueError if a trial fails."""
+    counts = {}
+    for setting, trial in requirements.trials.items():
+        tried = [(number, task) for number, task, task_lacks in sample if setting not in task_lacks]
+        try:
+            reasons = trial([task for _, task in tried])
+        except BaseException as error:  # a metric may raise anything
+            raise ValueError(f"{setting} cannot be tried: {type(error).__name__}: {error}") from error
+        if reasons:
+            first = min(reasons)
+            counts[setting] = len(reasons), len(tried), f"{at(tried[first][0])}: {reasons[first]}"
+    return counts
 
 
 class _TaskIds:

@@ -25,7 +25,6 @@ from megatron_collab.config import (
 )
 from megatron_collab.config.extension import make_absolute
 from megatron_collab.data import sources
-from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.spec import DataSpec
 from megatron_collab.launch import endpoints, models, prepare, servers, validate
 from megatron_collab.launch.data_specs import evaluation_data
@@ -194,20 +193,20 @@ def _read_data(
     prepare.check_data(config, spec, [data])
 
 
-def is_done(config: EvaluateConfig, eval_sets: Sequence[EvaluationSet]) -> bool:
+def is_done(config: EvaluateConfig, data: DataSpec) -> bool:
     """Whether the sets are evaluated already. Raises ConfigError if run.dir has an evaluation with other settings."""
-    prepare.check_same_run(config)
+    prepare.check_same_run(config, data)
     folder = Path(config.run.dir)
     recorded = evaluations.read(folder)
     if not recorded:
         return False
     before = replace(config.data, eval=(read_settings(folder) or {"data": {"eval": None}})["data"]["eval"])
     known = {eval_set.name: eval_set for eval_set in evaluation_data(replace(config, data=before)).eval_sets}
-    for eval_set in eval_sets:
+    for eval_set in data.eval_sets:
         message = f"{eval_set.setting}: run.dir={folder} has this set with other settings"
         out = "rename the set, or choose another run.dir"
         require(known.get(eval_set.name, eval_set) == eval_set, f"{message}; {out}")
-    names = {evaluations.name_of(eval_set.name, evaluations.MODEL) for eval_set in eval_sets}
+    names = {evaluations.name_of(eval_set.name, evaluations.MODEL) for eval_set in data.eval_sets}
     complete = {name for name, record in recorded.items() if evaluations.is_complete(record)}
     return names <= complete and records.finished(folder)
 

@@ -32,10 +32,12 @@ from megatron_collab.config.extension import NoOptions
 from megatron_collab.config.load import leaves
 from megatron_collab.data import sources
 from megatron_collab.data.evaluation import EvaluationSet
+from megatron_collab.data.spec import DataSpec
 from megatron_collab.data.survey import TaskRequirements
 from megatron_collab.inference.served import score_fault
 from megatron_collab.launch import endpoints, models, server_specs
 from megatron_collab.launch.fork import fork
+from megatron_collab.launch.inputs import check_inputs
 from megatron_collab.launch.servers import check_arguments, idle_gpus
 from megatron_collab.launch.spec import RunSpec, run_spec
 from megatron_collab.launch.validate import check_model
@@ -93,7 +95,7 @@ def prepare(config: Config) -> RunSpec:
         if LAUNCHER in os.environ:  # a rank: the process that became its torchrun has done the rest
             return spec
         shape = check_model(config, spec)
-        check_same_run(config)
+        check_same_run(config, spec.data)
         models.check_models(config, spec, shape)
         if spec.serving:
             check_arguments(spec.serving)
@@ -241,6 +243,11 @@ def check_needs(config: PlayConfig, data: SurveyedSources[Any], trained: bool) -
     # By setting: the sources in which no task meets its requirements, with what the tasks lack.
     unmet: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for source, tasks, survey in surveyed:
+        for setting, (count, tried, example) in survey.unscorable.items():
+            weight = config.reward.weights.get(setting.removeprefix(WEIGHTS), 0)
+            message = f"{setting}={weight:g}: gives no task of {data.setting}={source.source} a score ({tried} tried)"
+            scores = count < tried or (trained and not weight)
+            require(scores, f"{message}; {example}, or give other tasks or another metric")
         for setting, lacking in survey.lacking.items():
             if sum(lacking.values()) == len(tasks):
                 unmet[setting].append((source.source, " or ".join(lacking)))
@@ -322,11 +329,12 @@ def check_users(users: UserDirectory, examples: Mapping[str, str]) -> None:
     require(takes or not users.user.options, "user.options: no user of the tasks has options; remove them")
 
 
-def check_same_run(config: PlayConfig) -> None:
-    """Raises ConfigError if run.dir has a run with incompatible settings, or its files or evaluations are damaged."""
+def check_same_run(config: PlayConfig, data: DataSpec) -> None:
+    """Raises ConfigError if run.dir has a run with incompatible settings or inputs, or its files are damaged."""
     for change in changes(config):
         reason = f"holds a run with {change.setting}={change.before}, not {change.after}"
         require(change.allowed, f"run.dir={config.run.dir}: {reason}; choose another run.dir, or remove that folder")
+    check_inputs(config, data)
     folder = Path(config.run.dir)
     for file in folder.glob("*.json*"):
         require(file.is_file(), f"{file}: is not a file, but a run writes one; remove it, or choose another run.dir")

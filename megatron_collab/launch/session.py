@@ -16,6 +16,7 @@ from megatron_collab.checkpoint.hf import save_hf
 from megatron_collab.checkpoint.storage import LATEST
 from megatron_collab.config import Config, PlayConfig
 from megatron_collab.data.datasets import SupervisedData
+from megatron_collab.launch.inputs import record_inputs
 from megatron_collab.observability.run import Run
 from megatron_collab.runtime import hang_detector, hub, rank0, signals
 from megatron_collab.runtime.process import Preempted, RunStopped, imports_done
@@ -73,6 +74,8 @@ class TrainingSession(Session):
         self._start, self._resumed = self.checkpoints.load_latest(trainer.checkpointed) or (0, {})
         trainer.step = self._start
         self.run = self.enter(Run(self.config, self._start, self._resumed, environments.result_names(self.config)))
+        if self.run.leader:
+            record_inputs(self.run.folder)
         return self._start
 
     def state(self, part: str) -> dict[str, Any]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import SUFFIX, ConfigError
+from megatron_collab.config import ConfigError, named_files
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.sources import Source
 from megatron_collab.data.survey import TaskRequirements
@@ -41,9 +40,12 @@ def task_requirements(play: PlaySpec, source: Source) -> TaskRequirements:
                 raise ValueError(f"{owner} cannot read it: {reason}") from error
 
     settings = {name: metric.settings for name, metric in metrics.items() if metric.settings}
-    inputs = [play.reward.weights, settings, asdict(directory.user), directory.named, directory.seed]
-    inputs += [play.tools.names, play.tools.options]
-    return TaskRequirements(lacks, check, [inputs, _prompt_changes(inputs)])
+    inputs: dict[str, Any] = {"weights": [*play.reward.weights], "metrics": settings, "users": directory.named}
+    inputs |= {"user": asdict(directory.user), "seed": directory.seed}
+    inputs |= {"tools": play.tools.names, "options": play.tools.options}
+    changes = [(name, path.stat().st_mtime_ns) for name, path in named_files(inputs) if path.exists()]
+    trials = {f"{WEIGHTS}{name}": metric.unscorable for name, metric in metrics.items()}
+    return TaskRequirements(lacks, check, trials, [inputs, changes])
 
 
 def applicable_metrics(metrics: Mapping[str, ScoredMetric]) -> Callable[[Task], set[str]]:
@@ -71,14 +73,3 @@ class _UserRequirements:
             return self._users.find(name)
         except ConfigError:
             return ResolvedUser(name, User, "", self._users.user)
-
-
-def _prompt_changes(settings: Any) -> list[tuple[str, int]]:
-    """The prompt files named in settings, with their modification times (ns)."""
-    if isinstance(settings, Mapping):
-        settings = list(settings.values())
-    if isinstance(settings, str):
-        exists = settings.endswith(SUFFIX) and Path(settings).is_file()
-        return [(settings, Path(settings).stat().st_mtime_ns)] if exists else []
-    listed = settings if isinstance(settings, Sequence) else ()
-    return [change for entry in listed for change in _prompt_changes(entry)]

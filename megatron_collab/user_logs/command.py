@@ -42,7 +42,7 @@ from megatron_collab.config import (
     recorded_values,
     require,
 )
-from megatron_collab.launch.prompts import check_prompt
+from megatron_collab.launch.prompts import try_prompt
 from megatron_collab.runtime.process import EXIT_STOPPED, RunStopped
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _make(options: argparse.Namespace) -> int:
     config = compose_program(UsersFromLogsConfig, options.option)
     check_written(config)
     require(bool(config.reward.judge.model), f"{_MODEL}: not set; give the model that describes the users")
-    check_prompt("--prompt", options.prompt or "")
+    try_prompt("--prompt", options.prompt or "")
     prompt = read_prompt("--prompt", options.prompt, _PROMPT, ("conversation",))
     require("conversation" in prompt.used, f"{prompt.label}: does not contain {{{{ conversation }}}}; add it")
     _check_model(config, out)

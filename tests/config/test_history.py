@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import SETTINGS, Change, Config, ConfigError, changes, compose, recorded
-from megatron_collab.launch.prepare import check_same_run
+from megatron_collab.config import SETTINGS, Change, Config, ConfigError, changes, compose
 
 
 def began(folder: Path, *overrides: str) -> dict[str, Any]:
@@ -122,28 +120,6 @@ def test_settings_that_cannot_be_read_are_named(tmp_path: Path, text: str) -> No
     config.run.dir = str(tmp_path)
     with pytest.raises(ConfigError, match=r"config\.json: contains no run settings; restore it, or choose another"):
         changes(config)
-
-
-def test_a_prompt_that_was_edited_is_another_setting(tmp_path: Path) -> None:
-    """It changes the samples; what the run began with can be read in its folder."""
-    prompts = [tmp_path / f"{name}.j2" for name in ("user", "strict", "system")]
-    for prompt in prompts:
-        prompt.write_text("Be brief.")
-    named = [f"user.prompt={prompts[0]}", f"users.strict.prompt={prompts[1]}", f"rollout.system_prompt={prompts[2]}"]
-    config = compose(["experiment=gsm8k", f"run.dir={tmp_path}", *(f"++{setting}" for setting in named)])
-    (tmp_path / SETTINGS).write_text(json.dumps(recorded(config)))
-    assert changes(config) == []
-    prompts[1].write_text("Be long.")
-    (change,) = changes(config)
-    assert change.setting == "users.strict.prompt" and not change.allowed
-    assert [value.partition("…")[0] for value in (change.before, change.after)] == [
-        f"{prompts[1]} with SHA-256 {hashlib.sha256(text).hexdigest()[:12]}" for text in (b"Be brief.", b"Be long.")
-    ]
-    assert json.loads((tmp_path / SETTINGS).read_text())["prompts"]["users.strict.prompt"]["text"] == "Be brief."
-    with pytest.raises(ConfigError, match=f"^run.dir={tmp_path}: holds a run with users.strict.prompt={prompts[1]}"):
-        check_same_run(config)
-    (tmp_path / SETTINGS).write_text(json.dumps(asdict(config)))
-    assert changes(config) == [], "a run of an earlier version, which recorded none"
 
 
 def test_servers_may_change_but_not_what_they_serve(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import AlgoConfig, compose, groups, settings
+from megatron_collab.config import CONF, AlgoConfig, ConfigError, compose, groups, settings
 from megatron_collab.launch.validate import load
 from tests.helpers import refused
 
@@ -213,3 +216,19 @@ def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["collabllm_math", "qwen3_0_6b", "train_70b", "train_8b"])
 def test_experiments_for_gpus_never_fall_back_to_a_cpu(name: str) -> None:
     assert compose([f"experiment={name}"]).launch.device == "cuda"
+
+
+def test_a_file_of_conf_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    conf = shutil.copytree(CONF, tmp_path / "conf")
+    monkeypatch.setattr("megatron_collab.config.load.CONF", conf)
+    mine = conf / "experiment" / "mine.yaml"
+    mine.write_text("# @package _global_\nrun: {seed: 3}\n")
+    assert compose(["experiment=gsm8k"]).run.seed == 0
+    mine.write_text("#" * (1 << 20) + "\n")
+    message = r"^conf/experiment/mine\.yaml: must be a file of at most 1048576 bytes; shorten it, or remove it$"
+    with pytest.raises(ConfigError, match=message):
+        compose(["experiment=gsm8k"])
+    mine.unlink()
+    os.mkfifo(mine)
+    with pytest.raises(ConfigError, match=message):
+        settings(["experiment=gsm8k"])

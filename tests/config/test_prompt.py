@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import ConfigError, PromptError, compose, read_prompt
+from megatron_collab.config import ConfigError, PromptError, compose, prompt, read_prompt
 from megatron_collab.config.extension import make_absolute
-from megatron_collab.config.prompt import PROMPTS
+from megatron_collab.config.prompt import PROMPTS, PromptLimit
 
 VARIABLES = ("conversation", "goal", "metadata")
 
@@ -88,3 +88,43 @@ def test_a_name_without_a_folder_that_is_no_file_here_is_one_of_ours(
     config = compose(["experiment=collabllm_code"])
     assert (config.user.prompt, config.rollout.system_prompt) == ("user_published.j2", "collaborator.j2")
     assert compose(["experiment=collabllm_code_sft"]).rollout.system_prompt == "collaborator.j2"
+
+
+GROWS = "{% set ns = namespace(x='ab') %}{% for a in range(99) %}{% set "
+TOO_MUCH = {
+    "rounds": ("{% for a in range(99999) %}{% for b in range(99999) if not b %}{% endfor %}{% endfor %}", "takes more"),
+    "calls": ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", "takes"),
+    "output": ("{% for a in goal %}{{ goal }}{% endfor %}", "gives too many characters"),
+    "times": ("{{ goal * 10**6 }}", "computes"),
+    "power": ("{{ 9 ** 99999999 }}", "computes"),
+    "a width": ("{{ goal | center(10**10) }}{{ goal.ljust(10**10) }}", "computes"),
+    "a width of a method": ("{{ goal.ljust(10**10) }}", "computes"),
+    "sums": (GROWS + "ns.x = ns.x + ns.x %}{% endfor %}", "computes"),
+    "joined texts": (GROWS + "ns.x = ns.x ~ ns.x %}{% endfor %}", "computes"),
+    "replacements": (GROWS + "ns.x = ns.x.replace('a', 'aa') %}{% endfor %}", "computes"),
+    "blocks": (GROWS + "ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}{% endfor %}", "computes"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), TOO_MUCH.values(), ids=TOO_MUCH.keys())
+def test_rendering_is_bounded_in_a_run_too(
+    tmp_path: Path, text: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For values that are longer than those of the trial."""
+    monkeypatch.setattr(prompt, "SECONDS", 0.2)
+    template = read_prompt("p", written(tmp_path, text), "", VARIABLES)
+    assert template.used <= {"goal"}
+    with pytest.raises(PromptLimit, match=message):
+        template.render(goal="x" * 2000)
+
+
+def test_bounds_leave_ordinary_templates_as_they_are(tmp_path: Path) -> None:
+    text = (
+        "{% macro tag(n) %}<{{ n ~ '|' ~ 2 }}>{{ caller() if caller is defined }}{% endmacro %}{{ tag(1) }}"
+        "{% for x in range(3) if x %}{{ loop.index }}{{ x * 2 + 1 }}{% else %}none{% endfor %}"
+        "{% call tag('a') %}in{% endcall %}{{ ('ab' * 2) | upper | center(6) }}{{ [1] + [2] }}{{ 2 ** 5 }}"
+    )
+    prompt = read_prompt("p", written(tmp_path, text), "", VARIABLES)
+    assert prompt.render() == "<1|2>1325<a|2>in ABAB [1, 2]32"
+    long = "x" * (5 << 20)
+    assert read_prompt("q", written(tmp_path, "{{ goal }}"), "", VARIABLES).render(goal=long) == long

@@ -12,6 +12,7 @@ from megatron_collab.config import Config, ConfigError, compose
 from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.data.survey import Survey
 from megatron_collab.launch import prepare
+from megatron_collab.launch.data_specs import data_spec
 from megatron_collab.launch.play_specs import user_directory
 from megatron_collab.launch.spec import run_spec
 from megatron_collab.runtime import process
@@ -70,10 +71,10 @@ def test_a_run_goes_on_with_more_servers_but_not_with_other_numbers(tmp_path: Pa
     config = compose(["experiment=booking", f"run.dir={tmp_path}"])
     (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
     config.rollout.max_staleness, config.rollout.server.replicas = 2, 8
-    prepare.check_same_run(config)
+    prepare.check_same_run(config, data_spec(config))
     config.optim.weight_decay = 0.5
     with pytest.raises(ConfigError, match=r"holds a run with optim\.weight_decay=0\.0, not 0\.5; choose another run"):
-        prepare.check_same_run(config)
+        prepare.check_same_run(config, data_spec(config))
 
 
 def test_a_rank_does_not_check_again_what_its_launcher_has(
@@ -126,3 +127,51 @@ def test_each_metric_picks_its_tasks_from_the_sources_and_its_share_is_said(tmp_
         ConfigError, match=r"data\.train=.*none\.jsonl: none of its tasks has an answer, which its user"
     ):
         prepare.read_data(config, run_spec(config), ())
+
+
+@pytest.mark.processes
+def test_a_metric_that_can_score_no_task_is_refused_before_the_start(tmp_path: Path) -> None:
+    """A metric of the user's says it in the same way, and so does one that fails."""
+    byte_level_tokenizer(300).save_pretrained(tmp_path / "model")
+    row = {"prompt": [{"role": "user", "content": "capital?"}], "goal": "g", "user": "replay"}
+    row |= {"metadata": {"replay": ["so"]}}
+    rows, metrics = tmp_path / "rows.jsonl", tmp_path / "mine.py"
+    metrics.write_text(
+        "from megatron_collab.reward.metrics import Metric\n"
+        "class Mine(Metric):\n"
+        "    @classmethod\n"
+        "    def unscorable(cls, options, tasks):\n"
+        "        return {n: 'bring a map' for n, task in enumerate(tasks) if task.goal == 'g'}\n"
+        "class Broken(Metric):\n"
+        "    @classmethod\n"
+        "    def unscorable(cls, options, tasks):\n"
+        "        raise SystemExit\n"
+    )
+    config = Config()
+    config.run.dir, config.model.path, config.train.stage = f"{tmp_path}/run", f"{tmp_path}/model", "rl"
+    config.data.train = str(rows)
+
+    def lines(weights: dict[str, float], *answers: str) -> list[str]:
+        write_jsonl(rows, [{**row, "answer": answer} for answer in answers])
+        config.reward.weights = weights
+        (train,) = prepare.read_data(config, run_spec(config), ())
+        return train.lines()
+
+    unread = rf"{rows} row 1: math-verify cannot read the answer 'Paris'; set the metric's judge=true"
+    with pytest.raises(ConfigError) as refused:
+        lines({"accuracy": 1.0}, *["Paris"] * 5)
+    message = f"reward.weights.accuracy=1: gives no task of data.train={rows} a score (5 tried)"
+    assert str(refused.value) == f"{message}; data.train={unread}, or give other tasks or another metric"
+    assert lines({"accuracy": 1.0}, "Paris", "7")[1:] == [
+        f"data.train={rows}: reward.weights.accuracy: gives 1 of 2 tasks tried no score; data.train={unread}"
+    ]
+    assert len(lines({"accuracy": 1.0}, "7", "8")) == 1
+    assert len(lines({"accuracy": 0.0, "asks": 1.0}, "Paris", "Paris")) == 2, "shown only"
+    config.data.eval, config.data.train = config.data.train, [str(rows)]
+    with pytest.raises(ConfigError, match=r"accuracy=0: gives no task of data\.eval="):
+        lines({"accuracy": 0.0, "asks": 1.0}, "Paris", "Paris")
+    config.data.eval = None
+    with pytest.raises(ConfigError, match=r"mine.py:Mine=1: .* row 1: bring a map, or give other tasks"):
+        lines({f"{metrics}:Mine": 1.0}, "7", "8")
+    with pytest.raises(ValueError, match=r"mine.py:Broken cannot be tried: SystemExit"):
+        lines({f"{metrics}:Broken": 1.0}, "7", "8")

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_collab.config import ConfigError
+from megatron_collab.reward.metrics import accuracy
 from megatron_collab.types import Missing
-from tests.reward.fakes import FakeJudge, about, play, score
+from tests.reward.fakes import FakeJudge, about, metric, play, score
 
 
 @pytest.mark.processes
@@ -98,3 +99,22 @@ def test_a_conversation_without_a_reply_holds_no_answer() -> None:
 def test_it_does_not_apply_to_a_task_without_an_answer() -> None:
     task = about("")
     assert score("accuracy", task, play(task, "18")) is None
+
+
+@pytest.mark.processes
+def test_tasks_whose_answers_cannot_be_read_are_known_before_the_run() -> None:
+    answers = ["Paris", "18", "-2.5", r"\frac{1}{2}", "(3, 4)", "", "know it", "1,250", "12 apples", "$x^2$", "no idea"]
+    tasks = [about(answer) for answer in answers]
+    reasons = metric("accuracy").unscorable(metric("accuracy").options, tasks)
+    assert [answers[number] for number in reasons] == ["Paris", "", "know it", "no idea"]
+    assert reasons[0] == "math-verify cannot read the answer 'Paris'; set the metric's judge=true"
+    assert not metric("accuracy", judge=True).unscorable(metric("accuracy", judge=True).options, tasks)
+    for number, task in enumerate(tasks):
+        missing = isinstance(score("accuracy", task, play(task, "It is 7.")), Missing)
+        assert missing == (number in reasons) or not task.answer
+
+
+def test_numbers_are_known_without_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy.Checker, "compare", lambda *_: pytest.fail("started"))
+    tasks = [about("18"), about("$1,250.5"), about("-3.5")]
+    assert metric("accuracy").unscorable(metric("accuracy").options, tasks) == {}

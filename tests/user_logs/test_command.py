@@ -263,6 +263,7 @@ def test_the_commands_of_the_page_run(model: Endpoint, monkeypatch: pytest.Monke
         ([*MODEL, "--eval-share", "1"], "--eval-share=1: must be at least 0 and below 1"),
         ([*MODEL, "--seed", "-1"], "--seed=-1: must be at least 0 and below 4294967296"),
         ([*MODEL, "--prompt", "none.j2"], "--prompt=none.j2: no such file"),
+        ([*MODEL, "--prompt", "long.j2"], "--prompt=long.j2: the template line 1: computes a value of more than"),
         (
             [*MODEL, "--person", "user_ids"],
             "--person=user_ids: the log has no such column; the nearest is user_id; it has",
@@ -278,6 +279,7 @@ def test_the_commands_of_the_page_run(model: Endpoint, monkeypatch: pytest.Monke
 def test_what_cannot_be_is_refused_in_one_line_before_anything_is_asked(
     arguments: list[str], message: str, model: Endpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    Path("long.j2").write_text("{{ conversation * 10**9 }}")
     assert run("users-from-logs", ["log.jsonl", "--out", "out", *arguments]) == 2
     printed = capsys.readouterr().err
     assert printed.startswith(f"megatron-collab: {message}") and printed.count("\n") == 1, printed

@@ -90,6 +90,14 @@ class Metric(Extension):
     def check_task(cls, options: Any, task: Task) -> None:
         """Raises ValueError, with the remedy, if the metric cannot read the task; called before a run starts."""
 
+    @classmethod
+    def unscorable(cls, options: Any, tasks: Sequence[Task]) -> Mapping[int, str]:
+        """By place in `tasks`, why no conversation of the task would get a score, with the remedy.
+
+        Called before a run starts with a sample of each source's tasks; the run is refused if it is all of them.
+        """
+        return {}
+
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         """The score of the complete conversation, including the policy's last reply; its first turn is the trained one.
 
@@ -170,6 +178,9 @@ class ScoredMetric(Resolved):
 
     def check_task(self, task: Task) -> None:
         self.kind.check_task(self.options, task)
+
+    def unscorable(self, tasks: Sequence[Task]) -> Mapping[int, str]:
+        return self.kind.unscorable(self.options, tasks)
 
     def same_as(self, other: ScoredMetric) -> bool:
         """Whether both give the same scores."""

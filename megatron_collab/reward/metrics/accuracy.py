@@ -11,12 +11,14 @@ import faulthandler
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -32,6 +34,8 @@ from megatron_collab.types import Conversation, Missing, Score, Task
 SOFT_LIMIT = 2.0  # CPU seconds of one step of math-verify; then the answer counts as not equal
 HARD_LIMIT = 20.0  # seconds of one answer; then the child exits
 MEMORY_LIMIT = 4 << 30  # bytes
+TRIAL_LIMIT = 5.0  # seconds of one answer of a task before a run
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")  # math-verify reads it
 
 _FIELDS = (THOUGHT, Field("accuracy", int, choices=(0, 1), help="1 if it is right, else 0"))
 
@@ -119,6 +123,17 @@ class Accuracy(Metric):
     def lacks(cls, options: Any, task: Task) -> str | None:
         return None if task.answer else "an answer"
 
+    @classmethod
+    def unscorable(cls, options: Any, tasks: Sequence[Task]) -> Mapping[int, str]:
+        reasons = {}
+        with closing(Checker(TRIAL_LIMIT)) as checker:
+            for number, task in enumerate(tasks if not options.judge else ()):
+                if not _NUMBER.fullmatch(answer := as_math(task.answer)):
+                    verdict = checker.compare(answer, "")
+                    if verdict is Verdict.NO_TRUTH or isinstance(verdict, Missing):
+                        reasons[number] = _unread(task)
+        return reasons
+
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         if self.lacks(self.options, task):
             return None
@@ -132,8 +147,12 @@ class Accuracy(Metric):
             answer = await self.ask_judge(judges_prompt(self.options.prompt, "accuracy"), task, conversation, _FIELDS)
             return answer if isinstance(answer, Missing) else float(answer["accuracy"])
         if verdict is Verdict.NO_TRUTH:
-            return Missing(f"math-verify cannot read the answer {task.answer[:80]!r}; set the metric's judge=true")
+            return Missing(_unread(task))
         return verdict if isinstance(verdict, Missing) else 0.0
+
+
+def _unread(task: Task) -> str:
+    return f"math-verify cannot read the answer {task.answer[:80]!r}; set the metric's judge=true"
 
 
 def _serve(hard_limit: float) -> None:

@@ -52,7 +52,7 @@ class Files:
     def write(self) -> None:
         """Those that no command writes."""
         self.tasks.write_bytes(b"".join(line(ROW | {"id": str(number)}) for number in range(len(LOGGED))))
-        self.log.write_bytes(b"".join(line({"messages": [*SPOKEN, _said(text)]}) for text in LOGGED))
+        self.log.write_bytes(b"".join(line({"messages": [*SPOKEN, _answer(text)]}) for text in LOGGED))
         self.conversations.write_bytes(line(CONVERSATION))
         self.pairs.write_bytes(line(PAIR))
         _record(self.recording)
@@ -66,7 +66,7 @@ class Files:
         (self.run / "config.json").write_text(json.dumps(recorded(config)))
         (self.run / "metrics.jsonl").write_bytes(line({"step": 0, "reward": 0.5, "loss": 1.0}))
         played = (
-            PLAYED | {"task": str(number), "messages": [*SPOKEN, _said(text)]} for number, text in enumerate(LOGGED)
+            PLAYED | {"task": str(number), "messages": [*SPOKEN, _answer(text)]} for number, text in enumerate(LOGGED)
         )
         (self.run / "transcripts.jsonl").write_bytes(b"".join(map(line, played)))
 
@@ -75,7 +75,7 @@ class Files:
 LOGGED = ("a table for two", "cancel my order", "why is the sky blue", "fix this loop", "write to my aunt", "no thanks")
 
 
-def _said(text: str) -> dict[str, str]:
+def _answer(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
