@@ -22,6 +22,7 @@ LAUNCHER = "MEGATRON_COLLAB_TORCHRUN"  # process id of torchrun, which replaced 
 FINISHED = "result.json"  # written last: its presence in a run folder means that the run has finished
 _OF_RANK = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OF_MASTER = ("MASTER_ADDR", "MASTER_PORT")
+_OF_TORCHRUN = "PET_"  # PET_NNODES=2 stands for torchrun's --nnodes=2, and would change the ranks of a run
 _MASTER_SECONDS = 10.0  # time for the store of torchrun to answer
 BEST = "best.json"  # in a run folder: the step whose checkpoint is kept for train.keep_best, and its value
 
@@ -64,12 +65,13 @@ def under_torchrun() -> bool:
 
 
 def leftover_rank() -> str | None:
-    """Why this process is no rank although it has a rank's variables, left over from another program; else None.
+    """Why this process is no rank although it has variables of a rank or of torchrun, left over; else None.
 
     A rank has all of them, and torchrun, which has met the other nodes, answers at the master's address. If torchrun
     lets rank 0 hold the store, nothing answers there yet.
     """
-    present = [name for name in (*_OF_RANK, LAUNCHER, signals.LAUNCHER) if name in os.environ]
+    defaults = sorted(name for name in os.environ if name.startswith(_OF_TORCHRUN))
+    present = [name for name in (*_OF_RANK, LAUNCHER, signals.LAUNCHER, *defaults) if name in os.environ]
     if not present:
         return None
     missing = [name for name in (*_OF_RANK, *_OF_MASTER) if name not in os.environ]

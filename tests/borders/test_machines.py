@@ -105,6 +105,11 @@ LEFTOVERS = {
     "a local rank": ({"LOCAL_RANK": "3"}, "LOCAL_RANK: set, but "),
     "a size, as Kubernetes operators set it": ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK, WORLD_SIZE: set, but "),
     "a launcher": ({process.LAUNCHER: "7"}, f"{process.LAUNCHER}: set, but "),
+    "torchrun's number of nodes": ({"PET_NNODES": "2"}, "PET_NNODES: set, but torchrun did not start this process"),
+    "torchrun's other defaults": (
+        {"PET_NPROC_PER_NODE": "4", "PET_MODULE": "1", "PET_RDZV_BACKEND": "c10d"},
+        "PET_MODULE, PET_NPROC_PER_NODE, PET_RDZV_BACKEND: set, but ",
+    ),
     "all without a master": (RANK, "(MASTER_PORT is not set); unset them"),
     "all": (RANK | AGENT | {"MASTER_PORT": "{port}"}, "(MASTER_ADDR=127.0.0.1, MASTER_PORT={port}: "),
     "no port": (RANK | AGENT | {"MASTER_PORT": "x"}, "MASTER_PORT=x: invalid literal"),
@@ -113,7 +118,8 @@ LEFTOVERS = {
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*RANK, *AGENT, "MASTER_PORT", process.LAUNCHER, signals.LAUNCHER):
+    defaults = [name for name in os.environ if name.startswith("PET_")]
+    for name in (*RANK, *AGENT, *defaults, "MASTER_PORT", process.LAUNCHER, signals.LAUNCHER):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -132,10 +138,10 @@ def test_left_over_variables_of_torchrun_are_refused(
 
 
 def test_a_rank_of_torchrun_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the store of torchrun, and with one of rank 0, which is not there yet."""
+    """With the store of torchrun, and with one of rank 0, which is not there yet; also if PET_NNODES is a setting."""
     assert process.leftover_rank() is None
     with socket.create_server(("127.0.0.1", 0)) as master:
-        for name, value in (RANK | AGENT | {"MASTER_PORT": str(master.getsockname()[1])}).items():
+        for name, value in (RANK | AGENT | {"MASTER_PORT": str(master.getsockname()[1]), "PET_NNODES": "1"}).items():
             monkeypatch.setenv(name, value)
         assert process.leftover_rank() is None
     assert process.leftover_rank() is not None
