@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ FINISHED = "result.json"  # written last: its presence in a run folder means tha
 _OF_RANK = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OF_MASTER = ("MASTER_ADDR", "MASTER_PORT")
 _OF_TORCHRUN = "PET_"  # PET_NNODES=2 stands for torchrun's --nnodes=2, and would change the ranks of a run
+_REASON_LENGTH = 400  # characters of Ray's errors, which may have stacks
 _MASTER_SECONDS = 10.0  # time for the store of torchrun to answer
 BEST = "best.json"  # in a run folder: the step whose checkpoint is kept for train.keep_best, and its value
 
@@ -57,6 +59,18 @@ def ends_caller(error: BaseException) -> bool:
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0
     return isinstance(error, RunStopped | GeneratorExit)
+
+
+def lost_process(error: BaseException) -> RunStopped | None:
+    """What `error` means if Ray has lost a worker for good, or a process of its cluster; None for any other error.
+
+    An error that a worker itself has raised is another one.
+    """
+    ray = sys.modules.get("ray.exceptions")  # slow to import, and only rank 0 uses it
+    if ray is None or not isinstance(error, ray.RayError) or isinstance(error, ray.RayTaskError):
+        return None
+    reason = " ".join(str(error).split())[:_REASON_LENGTH]
+    return RunStopped(f"Ray has lost a process of the run; the same command resumes from the last checkpoint: {reason}")
 
 
 def under_torchrun() -> bool:

@@ -50,7 +50,7 @@ def ray_session(config: PlayConfig) -> Iterator[None]:
             stack.callback(ray.shutdown)
             processes = config.rollout.workers + config.reward.workers  # Ray prestarts one process per CPU
             _start_ray(num_cpus=processes, _temp_dir=str(folder), **quiet)
-            stopped.callback(_reaper().communicate, "\n")
+            stopped.callback(_reaper().communicate)
         yield
 
 
@@ -112,7 +112,7 @@ def _await_nodes(config: PlayConfig) -> None:
 
 
 def _reaper() -> subprocess.Popen[str]:
-    """A process that kills Ray's agents if its input ends without a line; otherwise they would live for another minute.
+    """A process that kills Ray's agents when its input ends; without their raylet they would live for another minute.
 
     The raylet starts the agents in the background: on a busy machine ray.init returns before they run.
     """
@@ -127,7 +127,7 @@ def _reaper() -> subprocess.Popen[str]:
         return len(agents) == _AGENTS
 
     wait_for(agents_running, _AGENTS_START)
-    command = ["sh", "-c", 'read line || kill -9 "$@"', "reaper", *agents]
+    command = ["sh", "-c", 'read line; kill -9 "$@" 2>/dev/null', "reaper", *agents]
     return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
 
 
