@@ -13,9 +13,9 @@ Hub, settings as '{source: NAME, subset: NAME, split: NAME}', or a list of these
 source which format it is in and why, how many rows are taken and left out, and five of them: as pairs, as tasks, or as
 conversations if they are neither.
 
-`megatron-collab doctor --model FOLDER` reads a model (a folder or a name of the Hub) as training reads it, prints its sizes,
-vocabulary, rotary embedding and chat template, and compares log-probabilities of random tokens with those of transformers,
-in float32 on the CPU. Exit code 1 if one differs by more than 2e-4, 2 for a model that cannot be trained.
+`megatron-collab doctor --model FOLDER` reads a model (a folder or a name of the Hub) as training reads it, prints its
+sizes, vocabulary, rotary embedding and chat template, and compares log-probabilities of random tokens with those of
+transformers, in float32 on the CPU. Exit code 1 if one differs by more than 2e-4, 2 for a model that cannot be trained.
 
 `megatron-collab doctor --llm experiment=NAME [option=value …]` makes one real call to each language model that the run
 would call (users, judge, metrics' own), and prints latency, tokens and price. Exit code 1 if one does not answer.

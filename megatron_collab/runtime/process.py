@@ -24,6 +24,7 @@ FINISHED = "result.json"  # written last: its presence in a run folder means tha
 _OF_RANK = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OF_MASTER = ("MASTER_ADDR", "MASTER_PORT")
 _OF_TORCHRUN = "PET_"  # PET_NNODES=2 stands for torchrun's --nnodes=2, and would change the ranks of a run
+RESUMES = "the same command resumes from the last checkpoint"
 _REASON_LENGTH = 400  # characters of Ray's errors, which may have stacks
 _MASTER_SECONDS = 10.0  # time for the store of torchrun to answer
 BEST = "best.json"  # in a run folder: the step whose checkpoint is kept for train.keep_best, and its value
@@ -70,7 +71,7 @@ def lost_process(error: BaseException) -> RunStopped | None:
     if ray is None or not isinstance(error, ray.RayError) or isinstance(error, ray.RayTaskError):
         return None
     reason = " ".join(str(error).split())[:_REASON_LENGTH]
-    return RunStopped(f"Ray has lost a process of the run; the same command resumes from the last checkpoint: {reason}")
+    return RunStopped(f"Ray has lost a process of the run; {RESUMES}: {reason}")
 
 
 def under_torchrun() -> bool:

@@ -18,12 +18,14 @@ from megatron_collab.config import PlayConfig
 from megatron_collab.patches.ray import start_without_monitors, stay_on_loopback
 from megatron_collab.runtime import network
 from megatron_collab.runtime.files import ScratchFolder
-from megatron_collab.runtime.process import Preempted, RunStopped, beat, raise_if_preempted, wait_for
+from megatron_collab.runtime.process import RESUMES, Preempted, RunStopped, beat, raise_if_preempted, wait_for
 
 STARTS = 3  # consecutive failures to start Ray that end the run
 _AGENTS, _AGENTS_START = 2, 30.0  # dashboard and runtime environments; timeout in seconds
 _CLUSTER_SECONDS = 30.0  # time for the cluster at RAY_ADDRESS to answer
+_CLUSTER = ("gcs_server", "raylet")  # processes that a cluster of this machine cannot lose
 _REQUESTS = 100_000  # concurrent ones per actor; more would wait in a hidden queue
+_cluster: dict[psutil.Process, str] = {}  # those of the cluster that this process has started, with their names
 
 
 @contextmanager
@@ -46,6 +48,7 @@ def ray_session(config: PlayConfig) -> Iterator[None]:
             # By default Ray starts workers at nice 15; they would starve beside busy ranks.
             os.environ.setdefault("RAY_worker_niceness", "0")
             folder = stack.enter_context(ScratchFolder())
+            stack.callback(_cluster.clear)
             stopped = stack.enter_context(ExitStack())  # exits after ray.shutdown, which a kill may interrupt
             stack.callback(ray.shutdown)
             processes = config.rollout.workers + config.reward.workers  # Ray prestarts one process per CPU
@@ -64,6 +67,8 @@ def _start_ray(**options: Any) -> None:
         raise_if_preempted()
         try:
             ray.init("local", include_dashboard=False, **options)
+            names = {child: child.name() for child in set(psutil.Process().children()) - children_before}
+            _cluster.update({child: name for child, name in names.items() if name in _CLUSTER})
             return
         except Exception as error:  # Ray has no specific type
             ray.shutdown()
@@ -71,6 +76,16 @@ def _start_ray(**options: Any) -> None:
                 child.kill()
             if not remaining:
                 raise RunStopped(f"Ray did not start, {STARTS} times in a row: {error}") from error
+
+
+def raise_if_lost() -> None:
+    """Raise RunStopped if a process of the cluster that this process has started has ended; cheap.
+
+    Ray itself would end this process, but a minute later and without a reason.
+    """
+    for process, name in _cluster.items():
+        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+            raise RunStopped(f"Ray has lost a process of the run, {name}; {RESUMES}")
 
 
 def _join(**options: Any) -> None:

@@ -418,9 +418,9 @@ def test_a_run_on_an_odd_machine(name: str, tmp_path: Path, temporary: Path) -> 
     if "long" in name:
         folder, rights = tmp_path.joinpath(*["long " + "x" * 240] * 8), 0o600
         within = (*NO_HOST[:-2], 'hostname no-such-host.invalid; umask 077; exec "$@"', "sh")
-        tmpdir = temporary / ("deep" * 30)  # sockets there would be too long
+        tmpdir = temporary / ("deep" * 30)  # sockets there would be too long, so runs use /tmp
         tmpdir.mkdir()
-        shutil.move(temporary / "mgcollab-leftover", tmpdir)
+        shutil.rmtree(temporary / "mgcollab-leftover")
     with in_thread(Endpoint(says("hello"))) as endpoint:
         settings = evaluation_of(endpoint, folder)
         log = tmp_path / "log"
