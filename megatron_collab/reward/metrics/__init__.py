@@ -235,7 +235,7 @@ def prompt(rubric: Prompt | str, task: Task, conversation: Conversation, fields:
     `question` the task's last message, `task_desc` its description (from the metadata, else empty). The texts are
     `quoted`, and placeholders inside them are not filled. Raises PromptError.
     """
-    values = {
+    values: dict[str, Any] = {
         "goal": task.goal,
         "answer": task.answer,
         "question": task.messages[-1].content if task.messages else "",  # empty if the user opens the task
