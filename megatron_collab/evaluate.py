@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 from megatron_collab import patches
 from megatron_collab.config import EvaluateConfig
-from megatron_collab.launch import evaluation, inherited, prepare, program
+from megatron_collab.launch import evaluation, inherited, inputs, prepare, program
 from megatron_collab.launch.spec import RunSpec, evaluation_spec
 
 MODULE = "megatron_collab.evaluate"
@@ -47,7 +47,6 @@ def evaluate(
     hands in its own.
     """
     patches.apply("megatron")
-    from megatron_collab.launch.inputs import record_inputs
     from megatron_collab.launch.session import Session
     from megatron_collab.observability.folder import RunFolder
     from megatron_collab.rollout.evaluation import Evaluator
@@ -62,7 +61,7 @@ def evaluate(
         serve = partial(servers.serve_loaded, version=step)
         evaluator = (evaluator_class or Evaluator)(spec.play, spec.data, run, restore=serve)
         if run.leader:
-            record_inputs(run.folder)
+            inputs.record_inputs(run.folder)
             session.enter(evaluator.standalone(servers, step))
         serve()
         evaluator.evaluate(step)
@@ -92,6 +91,7 @@ def prepared[Program: EvaluateConfig](
         if evaluation.is_done(config, data):
             return when_done(config)
         serving, spec, step = evaluation.prepared(config, settle)
+        inputs.draft_inputs(config, data)
     return config, 1, partial(work, config, serving, spec, step)
 
 

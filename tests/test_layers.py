@@ -70,6 +70,7 @@ READS_SETTINGS = {
         "launch.data_specs": "as for data_spec",
         "launch.evaluation": "budgets depend on the sets, and an earlier start may have had other sets",
         "synthesis.settings": "as launch.evaluation",
+        "commands.doctor": "a model without a run",
     },
     "sources": {
         "launch.data_specs": "",

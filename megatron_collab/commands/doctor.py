@@ -13,6 +13,10 @@ Hub, settings as '{source: NAME, subset: NAME, split: NAME}', or a list of these
 source which format it is in and why, how many rows are taken and left out, and five of them: as pairs, as tasks, or as
 conversations if they are neither.
 
+`megatron-collab doctor --model FOLDER` reads a model (a folder or a name of the Hub) as training reads it, prints its
+sizes, vocabulary, rotary embedding and chat template, and compares log-probabilities of random tokens with those of
+transformers, in float32 on the CPU. Exit code 1 if one differs by more than 2e-4, 2 for a model that cannot be trained.
+
 `megatron-collab doctor --llm experiment=NAME [option=value …]` makes one real call to each language model that the run
 would call (users, judge, metrics' own), and prints latency, tokens and price. Exit code 1 if one does not answer.
 """
@@ -21,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -50,12 +55,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--plan", nargs="+", metavar="OPTION=VALUE", help="print the GPU memory that this run needs")
     parser.add_argument("--gpu-gib", type=positive, default=GPU_GIB, help=f"memory of a GPU in GiB [{GPU_GIB}]")
     parser.add_argument("--data", metavar="SOURCE", help="print how these rows are read")
+    parser.add_argument("--model", metavar="FOLDER", help="compare this model's log-probs with transformers'")
     parser.add_argument("--llm", nargs="+", metavar="OPTION=VALUE", help="call the users and judges of this run once")
     options = parser.parse_args(arguments)
     if options.data is not None:
         return print_data(options.data)
     if options.llm is not None:
         return print_endpoints(options.llm)
+    if options.model is not None:
+        return print_model(options.model)
     return print_probes() if options.plan is None else print_plan(options.plan, options.gpu_gib)
 
 
@@ -204,6 +212,37 @@ def _print_texts(messages: Sequence[Message]) -> None:
     for message in messages:
         text = " ".join(message.content.split())
         show(f"  {message.role + ':':10} {text if len(text) <= _WIDTH else text[:_WIDTH] + ' …'}")
+
+
+def print_model(path: str) -> int:
+    """Print the facts of a model that often are not as expected, and how far its log-probs are from transformers'."""
+    patches.apply("megatron")
+    from megatron_collab.checkpoint import hf
+    from megatron_collab.commands import verify
+    from megatron_collab.launch import models
+    from megatron_collab.launch.data_specs import evaluation_data
+    from megatron_collab.launch.spec import RunSpec
+    from megatron_collab.models.hf_to_megatron import hf_shapes
+    from megatron_collab.runtime import hub
+
+    folder = hub.download(path, "--model") if hub.parse(path) else Path(path)
+    shape, config = hf.read_shape(folder), Config()
+    config.model.path = str(folder)
+    spec = RunSpec(evaluation_data(config))
+    models.check_models(config, spec, shape)
+    dtype, renderer = hf.HFTensors(folder, shape).dtype, spec.data.prompt.renderer(())
+    parameters, tokenizer = sum(map(math.prod, hf_shapes(shape).values())), renderer.tokenizer
+    scaling = "".join(f", {name} {value}" for name, value in (shape.rope.scaling or {}).items())
+    _print_table(
+        [
+            ("model", f"{shape.family}, {shape.layers} layers, {parameters:,} parameters, stored in {dtype}"),
+            ("output layer", "the embedding (tied)" if shape.tied else "separate"),
+            ("rotary embedding", f"theta {shape.rope.theta:g}{scaling}; up to {shape.max_positions} positions"),
+            ("vocabulary", f"{shape.vocab} rows for {len(tokenizer)} tokens of the tokenizer"),
+            ("chat template", f"ends a turn with {tokenizer.decode([renderer.end_id])!r}"),
+        ]
+    )
+    return verify.report(folder)
 
 
 def print_endpoints(overrides: Sequence[str]) -> int:

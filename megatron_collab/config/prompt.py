@@ -1,9 +1,9 @@
 """Prompts: Jinja templates, built-in ones in megatron_collab/prompts or a file that a setting names as FILE.j2.
 
 A setting may also name a built-in prompt by its file name without a folder, e.g. collaborator.j2.
-Templates are sandboxed, and nothing is escaped. Only the file is template code: values, such as a conversation, are
-inserted as text. Every rendering is bounded: the rounds of its loops in CPU time, the values that it computes and its
-output in length.
+Templates are sandboxed, and nothing is escaped here: callers quote what comes from outside (data/transcript.py). Only
+the file is template code: values, such as a conversation, are inserted as text. Every rendering is bounded: the rounds
+of its loops in CPU time, the values that it computes and its output in length.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ class ChatRenderer:
     `end_id`: the template's end-of-turn token, which follows the assistant's content, apart from spaces. `tools`:
     schemas shown in the prompt. `arguments`: template arguments. `system`: put in front of conversations without a
     system message. `thinking` of a method: the template's enable_thinking; None: as in `arguments`. `thought_end`: the
-    token `</think>`, None if that is not a single token.
+    token `</think>`, None if that is not a single token. `plain_mark`: a mark of a turn that is no control token, so
+    that any text can imitate it, as `[INST]`; None if there is none.
 
     Raises ValueError, naming `setting`, if there is no tokenizer.json, or if the template changes or drops assistant
     messages or ends them with anything but one special token, because nothing can be appended to these.
@@ -64,6 +65,7 @@ class ChatRenderer:
         # Control tokens that a message of the assistant may not write, and those that no other message may.
         self._turn_tokens = self._control_tokens = re.compile(r"(?!)")
         self._header = self._lead = self._trail = ""
+        self.plain_mark: str | None = None
         try:
             self._read_frame()
             end = self._tail([Message("user", "x")])[:1]
@@ -233,6 +235,8 @@ class ChatRenderer:
         lead, trail = before.removeprefix(prompt), after[: len(after) - len(after.lstrip())]
         self._lead = lead if lead.isspace() and before.startswith(prompt) else ""
         self._trail = trail if self._control_tokens.match(after, len(trail)) else ""
+        beside = self._control_tokens.sub(" ", after).replace(THOUGHT_BEGIN, "").replace(THOUGHT_END, "")
+        self.plain_mark = mark[0] if (mark := re.search(r"\S*[^\w\s]\S*", beside)) else None
 
     def _reply(self, text: str) -> tuple[int, ...]:
         return (*self.tokens(self._lead + text + self._trail), self.end_id)

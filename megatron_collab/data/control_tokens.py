@@ -7,7 +7,7 @@ tokenized apart. Text without control tokens is not changed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -20,18 +20,25 @@ def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
 
 
+def each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """`value`, a text or what JSON can hold, with `change` applied to every text in it."""
+    if isinstance(value, Mapping):
+        return {each_text(name, change): each_text(entry, change) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [each_text(entry, change) for entry in value]
+    return change(value) if isinstance(value, str) else value
+
+
 def cut(value: Any, tokens: re.Pattern[str]) -> Any:
     """`value`, a text or what JSON can hold, in which every text that matches is cut after its first character."""
-    if isinstance(value, Mapping):
-        return {cut(name, tokens): cut(entry, tokens) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [cut(entry, tokens) for entry in value]
-    if not isinstance(value, str):
-        return value
-    value, places = value.replace(_CUT, _CUT + _LITERAL), [0]
-    while match := tokens.search(value, places[-1]):  # matches may overlap
-        places.append(match.start() + 1)
-    return _CUT.join(value[start:stop] for start, stop in pairwise([*places, len(value)]))
+
+    def cut_text(text: str) -> str:
+        text, places = text.replace(_CUT, _CUT + _LITERAL), [0]
+        while match := tokens.search(text, places[-1]):  # matches may overlap
+            places.append(match.start() + 1)
+        return _CUT.join(text[start:stop] for start, stop in pairwise([*places, len(text)]))
+
+    return each_text(value, cut_text)
 
 
 def split(text: str) -> list[str]:

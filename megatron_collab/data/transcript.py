@@ -6,28 +6,40 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, zip_longest
+from typing import Any
 
+from megatron_collab.data.control_tokens import each_text
 from megatron_collab.types import Message, visible
 
 # In text as `_plain` returns it; a backslash is put at the empty group.
 _BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _ROLE = rf"(?<![^{_BREAKS}])[^\S{_BREAKS}]*()\\*\*\*(?:user|assistant|tool)\*\*\s*:"
-_TOKEN = r"<()\\*(?:\||/?\s*(?:conversation|s|bos|eos|(?:start|end)_of_turn)\s*>)|\[()\\*/?inst\]"
+_TOKEN = (
+    r"<()\\*(?:\||/?\s*(?:conversation|problem|correct_answer|s|bos|eos|(?:start|end)_of_turn)\s*>)|\[()\\*/?inst\]"
+)
 _BLANK = "\u115f\u1160\u2800"  # letters and signs that show nothing
 
 
 def render(messages: Sequence[Message], *, tools: bool = False) -> str:
     """`**Role**: content` for each of the `visible_messages`.
 
-    If a content has such a mark at the start of a line, the tag around the conversation in prompts, or a control token
-    of common chat templates, it gets a backslash, so that no message can speak for the other side. Characters that show
-    nothing, look alike or break lines otherwise hide none of these.
+    Contents are `quoted`, so that no message can speak for the other side.
     """
     return "\n".join(
-        f"**{message.role.capitalize()}**: " + escaped(message.content, f"{_ROLE}|{_TOKEN}")
+        f"**{message.role.capitalize()}**: {quoted(message.content)}"
         for message in visible_messages(messages, tools=tools)
     )
+
+
+def quoted(value: Any) -> Any:
+    """`value`, a text or what JSON can hold, for a prompt that a judge or a simulated user reads.
+
+    A role's mark at the start of a line, a tag of the built-in prompts, and a control token of common chat templates
+    get a backslash. Characters that show nothing, look alike or break lines otherwise hide none of these.
+    """
+    return each_text(value, partial(escaped, pattern=f"{_ROLE}|{_TOKEN}"))
 
 
 def escaped(text: str, pattern: str = _TOKEN) -> str:

@@ -37,21 +37,14 @@ _Fingerprints = dict[str, dict[str, dict[str, Any]]]
 
 
 def check_inputs(config: PlayConfig, data: DataSpec) -> None:
-    """Raises ConfigError if a file has other content than when the run in run.dir began; drafts the record.
+    """Raises ConfigError if a file has other content than when the run in run.dir began.
 
-    Does nothing in processes that start after the one that has checked.
+    Does nothing in processes that start after the one that has checked, as `draft_inputs`.
     """
-    if LAUNCHER in os.environ or global_rank() != 0:
-        return
     folder = Path(config.run.dir)
-    recorded, draft = _read(folder / INPUTS), _read(folder / _DRAFT)
-    try:
-        current = {
-            name: _fingerprints(root, paths, (draft | recorded).get(name, {}))
-            for name, root, paths in _inputs(config, data)
-        }
-    except (ValueError, OSError) as error:
-        raise ConfigError(" ".join(str(error).split())) from error
+    if not _is_first() or not (recorded := _read(folder / INPUTS)):
+        return
+    current = _current(config, data, recorded)
     for name in sorted(recorded.keys() & current.keys()):
         for file in sorted(recorded[name].keys() | current[name].keys()):
             old, new = (version[name].get(file, {}).get("sha256") for version in (recorded, current))
@@ -59,8 +52,27 @@ def check_inputs(config: PlayConfig, data: DataSpec) -> None:
             out = "restore it, or choose another run.dir"
             out += f" (run.from={folder} continues from its checkpoint there)" if isinstance(config, Config) else ""
             require(old == new, f"run.dir={folder}: {name}: {file} {reason} since the run began; {out}")
-    folder.mkdir(parents=True, exist_ok=True)
-    files.replace(folder / _DRAFT, json.dumps(recorded | current, indent=1) + "\n")
+
+
+def draft_inputs(config: PlayConfig, data: DataSpec) -> None:
+    """Write the draft of the record, when all else is checked. Raises ConfigError if a file cannot be read."""
+    if _is_first():
+        folder = Path(config.run.dir)
+        recorded, draft = _read(folder / INPUTS), _read(folder / _DRAFT)
+        current = _current(config, data, draft | recorded)
+        folder.mkdir(parents=True, exist_ok=True)
+        files.replace(folder / _DRAFT, json.dumps(recorded | current, indent=1) + "\n")
+
+
+def _is_first() -> bool:
+    return LAUNCHER not in os.environ and global_rank() == 0
+
+
+def _current(config: PlayConfig, data: DataSpec, known: _Fingerprints) -> _Fingerprints:
+    try:
+        return {name: _fingerprints(root, paths, known.get(name, {})) for name, root, paths in _inputs(config, data)}
+    except (ValueError, OSError) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
 
 
 def record_inputs(run_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -17,6 +18,8 @@ from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.runtime import hub
 from megatron_collab.runtime.process import LAUNCHER, first_on_node
 from megatron_collab.runtime.trial import TrialError, run_trial
+
+logger = logging.getLogger(__name__)
 
 _SECONDS = 10.0  # an ordinary template takes a hundredth of this, with its tokenizer a tenth
 
@@ -40,6 +43,9 @@ def check_models(config: PlayConfig, spec: RunSpec, shape: ModelShape, weights: 
     require(architecture(path) in (expected, "none"), f"model.path={path}: {message}")
     _check_ids(path, "model.path", shape.vocab)
     check_rendering(spec, ())
+    if mark := spec.data.prompt.renderer(()).plain_mark:
+        text = "text of users, tools and tasks that contains it can imitate a turn (docs/security.md)"
+        logger.warning(f"model.path={path}: its chat template marks turns by plain text such as {mark!r}: {text}")
     if spec.serving:
         check_served((model.setting, model.model) for model in spec.serving.others.values())
 

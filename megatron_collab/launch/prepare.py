@@ -37,7 +37,7 @@ from megatron_collab.data.survey import TaskRequirements
 from megatron_collab.inference.served import score_fault
 from megatron_collab.launch import endpoints, models, server_specs
 from megatron_collab.launch.fork import fork
-from megatron_collab.launch.inputs import check_inputs
+from megatron_collab.launch.inputs import check_inputs, draft_inputs
 from megatron_collab.launch.servers import check_arguments, idle_gpus
 from megatron_collab.launch.spec import RunSpec, run_spec
 from megatron_collab.launch.validate import check_model
@@ -111,6 +111,7 @@ def prepare(config: Config) -> RunSpec:
         raise ConfigError(" ".join(str(error).split())) from error
     compare_tools(Path(config.run.dir), spec.tools)
     fork(config)
+    draft_inputs(config, spec.data)
     if global_rank() == 0:
         logger.info("\n".join([line for dataset in data for line in dataset.lines()] + remarks(config)))
     return spec

@@ -166,7 +166,7 @@ def local_limiter(config: LlmConfig, ledger: Path) -> Any:
     return SimpleNamespace(talk=SimpleNamespace(remote=limiter.talk), write=limiter.write)
 
 
-class LimiterDied(RuntimeError):
+class LimiterDied(RunStopped):
     """The limiter and its account of costs are lost, so the run ends."""
 
 

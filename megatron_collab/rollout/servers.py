@@ -20,7 +20,7 @@ from megatron_collab.rollout.workers import Workers, start_workers
 from megatron_collab.runtime import network
 from megatron_collab.runtime.process import beat, global_rank
 from megatron_collab.runtime.rank0 import from_leader, wait_until
-from megatron_collab.runtime.ray_cluster import ray_session
+from megatron_collab.runtime.ray_cluster import raise_if_lost, ray_session
 from megatron_collab.trainer.megatron.parallel import run_store
 
 logger = logging.getLogger(__name__)
@@ -98,8 +98,9 @@ class Servers(ExitStack):
     def lost_all(self) -> bool:
         """Whether the policy (since `recover`) or another model has had no server; on rank 0.
 
-        Restarts servers that have ended. Cheap.
+        Restarts servers that have ended. Cheap. Raises RunStopped if Ray's own processes have ended.
         """
+        raise_if_lost()
         return any([pool.lost_all() for pool in self._pools()])  # a list, so that every pool is checked
 
     def wait_for_served(self) -> None:

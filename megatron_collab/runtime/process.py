@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,9 @@ LAUNCHER = "MEGATRON_COLLAB_TORCHRUN"  # process id of torchrun, which replaced 
 FINISHED = "result.json"  # written last: its presence in a run folder means that the run has finished
 _OF_RANK = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OF_MASTER = ("MASTER_ADDR", "MASTER_PORT")
+_OF_TORCHRUN = "PET_"  # PET_NNODES=2 stands for torchrun's --nnodes=2, and would change the ranks of a run
+RESUMES = "the same command resumes from the last checkpoint"
+_REASON_LENGTH = 400  # characters of Ray's errors, which may have stacks
 _MASTER_SECONDS = 10.0  # time for the store of torchrun to answer
 BEST = "best.json"  # in a run folder: the step whose checkpoint is kept for train.keep_best, and its value
 
@@ -58,18 +62,31 @@ def ends_caller(error: BaseException) -> bool:
     return isinstance(error, RunStopped | GeneratorExit)
 
 
+def lost_process(error: BaseException) -> RunStopped | None:
+    """What `error` means if Ray has lost a worker for good, or a process of its cluster; None for any other error.
+
+    An error that a worker itself has raised is another one.
+    """
+    ray = sys.modules.get("ray.exceptions")  # slow to import, and only rank 0 uses it
+    if ray is None or not isinstance(error, ray.RayError) or isinstance(error, ray.RayTaskError):
+        return None
+    reason = " ".join(str(error).split())[:_REASON_LENGTH]
+    return RunStopped(f"Ray has lost a process of the run; {RESUMES}: {reason}")
+
+
 def under_torchrun() -> bool:
     """Whether torchrun started this process; see `leftover_rank`."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def leftover_rank() -> str | None:
-    """Why this process is no rank although it has a rank's variables, left over from another program; else None.
+    """Why this process is no rank although it has variables of a rank or of torchrun, left over; else None.
 
     A rank has all of them, and torchrun, which has met the other nodes, answers at the master's address. If torchrun
     lets rank 0 hold the store, nothing answers there yet.
     """
-    present = [name for name in (*_OF_RANK, LAUNCHER, signals.LAUNCHER) if name in os.environ]
+    defaults = sorted(name for name in os.environ if name.startswith(_OF_TORCHRUN))
+    present = [name for name in (*_OF_RANK, LAUNCHER, signals.LAUNCHER, *defaults) if name in os.environ]
     if not present:
         return None
     missing = [name for name in (*_OF_RANK, *_OF_MASTER) if name not in os.environ]

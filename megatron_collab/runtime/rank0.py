@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_collab.runtime.files import full_disk
-from megatron_collab.runtime.process import Hung, Interrupted, Preempted, RunStopped, beat, raise_if_preempted
+from megatron_collab.runtime.process import (
+    Hung,
+    Interrupted,
+    Preempted,
+    RunStopped,
+    beat,
+    lost_process,
+    raise_if_preempted,
+)
 
 # Type of a failure of rank 0 on the other ranks: the first that it is an instance of, else RuntimeError.
 _KINDS = (Interrupted, Preempted, Hung, RunStopped)
@@ -98,7 +106,7 @@ def shared(make: Callable[[], Any], preemptible: bool = False) -> Any:
                 raise_if_preempted()
             box[0] = make()
         except Exception as raised:
-            failure = error = full_disk(raised) or raised
+            failure = error = full_disk(raised) or lost_process(raised) or raised
             kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
             box[1] = kind(f"rank 0 failed: {type(error).__name__}: {error}")
     dist.broadcast_object_list(box, src=0, group=_group)

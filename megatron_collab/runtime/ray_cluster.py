@@ -17,12 +17,14 @@ import ray
 from megatron_collab.patches.ray import start_without_monitors, stay_on_loopback
 from megatron_collab.runtime import network
 from megatron_collab.runtime.files import ScratchFolder
-from megatron_collab.runtime.process import Preempted, RunStopped, beat, raise_if_preempted, wait_for
+from megatron_collab.runtime.process import RESUMES, Preempted, RunStopped, beat, raise_if_preempted, wait_for
 
 STARTS = 3  # consecutive failures to start Ray that end the run
 _AGENTS, _AGENTS_START = 2, 30.0  # dashboard and runtime environments; timeout in seconds
 _CLUSTER_SECONDS = 30.0  # time for the cluster at RAY_ADDRESS to answer
+_CLUSTER = ("gcs_server", "raylet")  # processes that a cluster of this machine cannot lose
 _REQUESTS = 100_000  # concurrent ones per actor; more would wait in a hidden queue
+_cluster: dict[psutil.Process, str] = {}  # those of the cluster that this process has started, with their names
 
 
 @contextmanager
@@ -45,10 +47,11 @@ def ray_session(processes: int, nodes: int = 1, start_timeout: float = 0.0) -> I
             # By default Ray starts workers at nice 15; they would starve beside busy ranks.
             os.environ.setdefault("RAY_worker_niceness", "0")
             folder = stack.enter_context(ScratchFolder())
+            stack.callback(_cluster.clear)
             stopped = stack.enter_context(ExitStack())  # exits after ray.shutdown, which a kill may interrupt
             stack.callback(ray.shutdown)
             _start_ray(num_cpus=processes, _temp_dir=str(folder), **quiet)
-            stopped.callback(_reaper().communicate, "\n")
+            stopped.callback(_reaper().communicate)
         yield
 
 
@@ -62,6 +65,8 @@ def _start_ray(**options: Any) -> None:
         raise_if_preempted()
         try:
             ray.init("local", include_dashboard=False, **options)
+            names = {child: child.name() for child in set(psutil.Process().children()) - children_before}
+            _cluster.update({child: name for child, name in names.items() if name in _CLUSTER})
             return
         except Exception as error:  # Ray has no specific type
             ray.shutdown()
@@ -69,6 +74,16 @@ def _start_ray(**options: Any) -> None:
                 child.kill()
             if not remaining:
                 raise RunStopped(f"Ray did not start, {STARTS} times in a row: {error}") from error
+
+
+def raise_if_lost() -> None:
+    """Raise RunStopped if a process of the cluster that this process has started has ended; cheap.
+
+    Ray itself would end this process, but a minute later and without a reason.
+    """
+    for process, name in _cluster.items():
+        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+            raise RunStopped(f"Ray has lost a process of the run, {name}; {RESUMES}")
 
 
 def _join(**options: Any) -> None:
@@ -109,7 +124,7 @@ def _await_nodes(needed: int, timeout: float) -> None:
 
 
 def _reaper() -> subprocess.Popen[str]:
-    """A process that kills Ray's agents if its input ends without a line; otherwise they would live for another minute.
+    """A process that kills Ray's agents when its input ends; without their raylet they would live for another minute.
 
     The raylet starts the agents in the background: on a busy machine ray.init returns before they run.
     """
@@ -124,7 +139,7 @@ def _reaper() -> subprocess.Popen[str]:
         return len(agents) == _AGENTS
 
     wait_for(agents_running, _AGENTS_START)
-    command = ["sh", "-c", 'read line || kill -9 "$@"', "reaper", *agents]
+    command = ["sh", "-c", 'read line; kill -9 "$@" 2>/dev/null', "reaper", *agents]
     return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -15,6 +16,7 @@ from megatron_collab.config import ConfigError
 from megatron_collab.runtime.process import under_torchrun
 
 FILE = ".lock"
+_LONGEST = 4096 - 256  # bytes: Linux allows 4,096 for a path, and the files of a run are below its folder
 
 
 class RunLock:
@@ -30,6 +32,8 @@ class RunLock:
 
     def __enter__(self) -> Self:
         try:
+            if len(os.fsencode(self._folder.absolute())) > _LONGEST:
+                raise OSError(errno.ENAMETOOLONG, f"{os.strerror(errno.ENAMETOOLONG)}, the files in it included")
             self._created = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
             while (descriptor := self._acquire()) is None:
                 pass  # its last holder has removed it meanwhile

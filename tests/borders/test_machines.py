@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import glob
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,10 +32,12 @@ from megatron_collab.reward.multiturn import _custom_reward
 from megatron_collab.reward.workers import Job, RewardWorker
 from megatron_collab.rollout.users import UserError, reporting_errors
 from megatron_collab.runtime import files, process, rank0, ray_cluster, signals
-from megatron_collab.runtime.process import EXIT_BAD_INPUT, RunStopped
+from megatron_collab.runtime.process import EXIT_BAD_INPUT, EXIT_HUNG, EXIT_STOPPED, RunStopped
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.types import Missing, Task
+from tests.e2e.test_booking import Program
 from tests.helpers import free_port, policy_servers
+from tests.llm.endpoint import Endpoint, hangs, in_thread, says
 
 
 class Started(Exception):
@@ -105,6 +111,11 @@ LEFTOVERS = {
     "a local rank": ({"LOCAL_RANK": "3"}, "LOCAL_RANK: set, but "),
     "a size, as Kubernetes operators set it": ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK, WORLD_SIZE: set, but "),
     "a launcher": ({process.LAUNCHER: "7"}, f"{process.LAUNCHER}: set, but "),
+    "torchrun's number of nodes": ({"PET_NNODES": "2"}, "PET_NNODES: set, but torchrun did not start this process"),
+    "torchrun's other defaults": (
+        {"PET_NPROC_PER_NODE": "4", "PET_MODULE": "1", "PET_RDZV_BACKEND": "c10d"},
+        "PET_MODULE, PET_NPROC_PER_NODE, PET_RDZV_BACKEND: set, but ",
+    ),
     "all without a master": (RANK, "(MASTER_PORT is not set); unset them"),
     "all": (RANK | AGENT | {"MASTER_PORT": "{port}"}, "(MASTER_ADDR=127.0.0.1, MASTER_PORT={port}: "),
     "no port": (RANK | AGENT | {"MASTER_PORT": "x"}, "MASTER_PORT=x: invalid literal"),
@@ -113,7 +124,8 @@ LEFTOVERS = {
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*RANK, *AGENT, "MASTER_PORT", process.LAUNCHER, signals.LAUNCHER):
+    defaults = [name for name in os.environ if name.startswith("PET_")]
+    for name in (*RANK, *AGENT, *defaults, "MASTER_PORT", process.LAUNCHER, signals.LAUNCHER):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -132,10 +144,10 @@ def test_left_over_variables_of_torchrun_are_refused(
 
 
 def test_a_rank_of_torchrun_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the store of torchrun, and with one of rank 0, which is not there yet."""
+    """With the store of torchrun, and with one of rank 0, which is not there yet; also if PET_NNODES is a setting."""
     assert process.leftover_rank() is None
     with socket.create_server(("127.0.0.1", 0)) as master:
-        for name, value in (RANK | AGENT | {"MASTER_PORT": str(master.getsockname()[1])}).items():
+        for name, value in (RANK | AGENT | {"MASTER_PORT": str(master.getsockname()[1]), "PET_NNODES": "1"}).items():
             monkeypatch.setenv(name, value)
         assert process.leftover_rank() is None
     assert process.leftover_rank() is not None
@@ -359,3 +371,131 @@ def test_a_cancellation_from_outside_goes_on() -> None:
 
     asyncio.run(cancel())
     assert not users.counters
+
+
+# A whole run, without SGLang: an evaluation of a model behind an endpoint, with torchrun and Ray
+
+NO_HOST = ("unshare", "--uts", "sh", "-c", 'hostname no-such-host.invalid; exec "$@"', "sh")
+ONLY_IPV6 = ("unshare", "--net", "sh", "-c", 'ip link set lo up && ip addr del 127.0.0.1/8 dev lo; exec "$@"', "sh")
+root_only = pytest.mark.skipif(os.getuid() != 0, reason="needs root, for namespaces of its own")
+
+
+def evaluation_of(endpoint: Endpoint, folder: Path, *more: str) -> list[str]:
+    """Settings of a short evaluation in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    row = {"prompt": "hi", "goal": "g", "user": "replay", "metadata": {"replay": ["go on"]}}
+    (folder / "tasks.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
+    model = ["assistant.model=openai/m", f"assistant.api_base=http://127.0.0.1:{endpoint.port}/v1"]
+    prices = ["llm.prices={openai/m: [0, 0]}", "reward.weights={token_amount: -1}", "launch.device=cpu"]
+    workers = ["rollout.workers=1", "reward.workers=1"]
+    return [f'run.dir="{folder}/run"', f'data.eval="{folder}/tasks.jsonl"', *model, *prices, *workers, *more]
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A temporary folder with a short path, in which killed runs and other programs have left something."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        leftover = Path(folder) / "mgcollab-leftover"
+        (leftover / "session_1" / "sockets").mkdir(parents=True)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(leftover / "session_1" / "sockets" / "raylet"))
+        (leftover / "session_latest").symlink_to("nowhere")
+        (Path(folder) / "mgcollab-file").touch()
+        yield Path(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@root_only
+@pytest.mark.parametrize("name", ["no host, private, long", "umask 000"])
+def test_a_run_on_an_odd_machine(name: str, tmp_path: Path, temporary: Path) -> None:
+    """No host has this machine's name, nobody else may read, and paths are longer than a socket's; or all may write.
+
+    What killed runs have left in the temporary folder is removed, and what is not of runs stays.
+    """
+    folder, within, rights = tmp_path, ("sh", "-c", 'umask 000; exec "$@"', "sh"), 0o666
+    tmpdir = temporary
+    if "long" in name:
+        folder, rights = tmp_path.joinpath(*["long " + "x" * 240] * 8), 0o600
+        within = (*NO_HOST[:-2], 'hostname no-such-host.invalid; umask 077; exec "$@"', "sh")
+        tmpdir = temporary / ("deep" * 30)  # sockets there would be too long, so runs use /tmp
+        tmpdir.mkdir()
+        shutil.rmtree(temporary / "mgcollab-leftover")
+    with in_thread(Endpoint(says("hello"))) as endpoint:
+        settings = evaluation_of(endpoint, folder)
+        log = tmp_path / "log"
+        program = Program(
+            settings, log, "megatron_collab.evaluate", within=within, OPENAI_API_KEY="k", TMPDIR=str(tmpdir)
+        )
+        try:
+            program.finish()
+            assert program.gone() == []
+        finally:
+            program.end()
+    run = folder / "run"
+    assert (run / "result.json").stat().st_mode & 0o777 == rights
+    assert "Traceback" not in log.read_text() and len(endpoint.requests) == 4
+    assert (temporary / "mgcollab-file").exists()
+    assert [*temporary.rglob("mgcollab-*")] == [temporary / "mgcollab-file"], "leftovers are removed"
+
+
+@pytest.mark.processes
+@root_only
+def test_a_machine_without_ipv4_is_refused(tmp_path: Path) -> None:
+    with in_thread(Endpoint(says("hello"))) as endpoint:
+        command = [sys.executable, "-m", "megatron_collab.evaluate", *evaluation_of(endpoint, tmp_path)]
+    ended = subprocess.run([*ONLY_IPV6, *command], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == EXIT_BAD_INPUT and ended.stderr.count("\n") == 1, ended.stderr
+    assert "launch.interface=lo: no interface with an IPv4 address" in ended.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("x" * 256, "File name too long"), ("/".join(["x" * 200] * 20), "File name too long")]
+)
+def test_a_run_folder_with_too_long_a_name_is_refused(
+    name: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(["experiment=booking_sft", f"run.dir={tmp_path}/{name}", f"data.dir={tmp_path}/w"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and f"({reason}" in err and "choose another run.dir" in err
+    assert not [*tmp_path.iterdir()]
+
+
+# The process, its signal, how the run ends and what its last line says.
+LOST = {
+    "the node": ("raylet", signal.SIGKILL, EXIT_STOPPED, "Ray has lost a process of the run"),
+    "an agent": ("DashboardAgent", signal.SIGKILL, EXIT_STOPPED, "Ray has lost a process of the run"),
+    "the store": ("gcs_server", signal.SIGKILL, EXIT_STOPPED, "Ray has lost a process of the run"),
+    "a worker": ("ConversationWorker", signal.SIGSTOP, EXIT_HUNG, "rank 0 has waited"),
+    "the limiter": ("Limiter", signal.SIGSTOP, EXIT_HUNG, "rank 0 has waited"),
+}
+QUICK = ["launch.timeout=20", "rollout.deadline=4", "reward.timeout=3", "rollout.tool_timeout=1", "user.deadline=4"]
+QUICK += ["assistant.deadline=4", "assistant.attempts=1"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("name", LOST)
+def test_a_process_of_ray_that_is_lost_or_frozen_ends_the_run(name: str, tmp_path: Path) -> None:
+    """In one line, within the time that a group may take, and without leaving a process."""
+    part, number, code, line = LOST[name]
+    with in_thread(Endpoint(hangs(600.0))) as endpoint, tempfile.TemporaryDirectory(dir="/tmp") as temporary:
+        more = QUICK if number == signal.SIGSTOP else ["assistant.deadline=600", "rollout.deadline=600"]
+        settings = evaluation_of(endpoint, tmp_path, *more)
+        program = Program(settings, tmp_path / "log", "megatron_collab.evaluate", OPENAI_API_KEY="k", TMPDIR=temporary)
+        try:
+            program.when(lambda: bool(endpoint.requests))
+            (victim,) = [p for p in program.processes() if part in p.name() or part in " ".join(p.cmdline()[:1])]
+            victim.send_signal(number)
+            began = time.monotonic()
+            assert program.wait() == code, program.log.read_text()[-3000:]
+            assert time.monotonic() - began < 120
+            if number == signal.SIGSTOP and victim.is_running():
+                victim.send_signal(signal.SIGCONT)
+            assert program.gone() == []
+            assert os.listdir(temporary) == []
+        finally:
+            program.end()
+    log = program.log.read_text()
+    assert "Traceback" not in log and [text for text in log.splitlines() if text][-1].count(line) == 1, log[-3000:]

@@ -98,6 +98,22 @@ def test_a_model_that_is_whole(tmp_path: Path, model: Path, change: Damage) -> N
         main(supervised(tmp_path, model))
 
 
+PLAIN = (
+    "{% for m in messages %}{{ '[' + m.role + '] ' + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def test_marks_that_any_text_can_imitate_are_named_once(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template(PLAIN)(model)
+    with pytest.raises(Started):
+        main(supervised(tmp_path, model))
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "marks turns by plain text such as" in line]
+    assert f"model.path={model}: " in line and "'[user]'" in line
+
+
 def test_code_in_the_folder_of_a_model_is_not_run(tmp_path: Path, model: Path) -> None:
     """Which config.json and tokenizer_config.json name as transformers has it, and which Python would find."""
     ran = tmp_path / "ran"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
@@ -21,7 +22,12 @@ from megatron_collab.commands import doctor
 from megatron_collab.commands.__main__ import run
 from megatron_collab.config import CONF
 from megatron_collab.data.datasets import write_jsonl
+from megatron_collab.models import hf_to_megatron
+from megatron_collab.models.hf_to_megatron import ModelShape, WeightEntry
 from megatron_collab.runtime.device import Probe, probes
+from megatron_collab.runtime.process import EXIT_BAD_INPUT
+from tests.checkpoint.test_model_folders import BOUND, EQUAL, REFUSED, SMALL
+from tests.helpers import make_model
 from tests.llm.endpoint import Endpoint, fails, says
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -273,3 +279,70 @@ def test_the_users_of_an_evaluation_are_asked_too(
 def test_a_run_that_asks_no_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("doctor", ["--llm", "experiment=gsm8k", "data.train=none.jsonl"]) == 0
     assert capsys.readouterr().out == "This run calls no language model.\n"
+
+
+VARIANTS = [
+    "tied",
+    "head_dim apart from hidden_size",
+    "one key head",
+    "epsilon",
+    "theta in two places",
+    "two groups",
+    "linear of old",
+    "yarn, mscale",
+    "a window of the whole context",
+    "norms in float32",
+    "files",
+    "more rows than tokens",
+]
+
+
+@pytest.fixture
+def rank_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables of the only rank, which the comparison leaves in the environment."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
+
+
+def test_models_as_training_reads_them_equal_transformers(
+    rank_variables: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for number, name in enumerate(VARIANTS):
+        family, arguments, change = EQUAL[name]
+        change(folder := make_model(tmp_path / str(number), family=family, **(SMALL | arguments)))
+        assert run("doctor", ["--model", str(folder)]) == 0, capfd.readouterr()
+        out = capfd.readouterr().out
+        assert f"{family}, 2 layers, " in out and ", within 0.0002" in out, f"{name}: {out}"
+        assert float(out.split("log-probs: ")[1].split(",")[0]) < BOUND
+        assert ("the embedding (tied)" in out) == (name == "tied")
+    assert "461 rows for " in out and "ends a turn with '<|im_end|>'" in out
+
+
+def test_a_model_that_differs_from_transformers(
+    rank_variables: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """gate and up change places in the table of weights."""
+    table = hf_to_megatron.table
+
+    def wrong(shape: ModelShape) -> tuple[WeightEntry, ...]:
+        entries = table(shape)
+        return tuple(
+            replace(entry, hf=entry.hf[::-1]) if "linear_fc1" in entry.megatron else entry for entry in entries
+        )
+
+    monkeypatch.setattr(hf_to_megatron, "table", wrong)
+    assert run("doctor", ["--model", str(make_model(tmp_path / "model", **SMALL))]) == 1
+    assert ", ABOVE 0.0002" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["tied by the settings alone", "a stale index", "activation", "fp8", "no folder"])
+def test_a_model_that_cannot_be_trained(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    if name != "no folder":
+        family, arguments, change, _ = REFUSED[name]
+        change(make_model(folder, family=family, **(SMALL | arguments)))
+    capsys.readouterr()
+    assert run("doctor", ["--model", str(folder)]) == EXIT_BAD_INPUT
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and str(folder) in err and "; " in err

@@ -179,6 +179,23 @@ def test_vendors_templates_render_what_is_played(
     assert chat.next(following, chat.reply(reply)) == tuple(pieces[2][1:])
 
 
+MARKED = {"chatml": None, "mistral": "[INST]", "llama2": "[INST]", "tight": "[INST]", "zephyr": "<|user|>"}
+COLONS = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}{{ 'assistant:' }}"
+
+
+def test_marks_that_any_text_can_imitate_are_known(folder: Path) -> None:
+    assert {name: chat_of(folder, "legacy", template).plain_mark for name, template in FORMS.items()} == MARKED
+    assert chat_of(folder, "legacy", COLONS).plain_mark == "user:"
+    words().save_pretrained(folder / "words")
+    assert ChatRenderer(str(folder / "words")).plain_mark is None
+
+
+@pytest.mark.parametrize("name", VENDORS.split())
+def test_marks_of_vendors_are_control_tokens(dataset: Callable[[str], Path], folder: Path, name: str) -> None:
+    template = dataset(f"chat_templates/{name}.jinja").read_text()
+    assert chat_of(folder, "bytes", template).plain_mark is None
+
+
 def control_ids(chat: ChatRenderer) -> set[int]:
     ids = chat.tokenizer.convert_tokens_to_ids(CONTROLS)
     return {number for number in ids if number is not None and number != chat.tokenizer.unk_token_id}

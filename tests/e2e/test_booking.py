@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +43,10 @@ RANDOM = ["reward.malformed=null", "reward.weights.token_amount=-0.01"]  # a ran
 
 
 class Program:
-    """One start of the program in its own session, which finds all its processes by a mark in their environment."""
+    """One start of the program in its own session, which finds all its processes by a mark in their environment.
+
+    `within`: a command that changes its environment and then runs the rest of its arguments.
+    """
 
     def __init__(
         self,
@@ -51,6 +54,7 @@ class Program:
         log: Path,
         module: str = "megatron_collab.train",
         defaults: str = "INT,HUP",
+        within: Sequence[str] = (),
         **environment: str,
     ) -> None:
         self.mark = f"e2e-{os.getpid()}-{time.monotonic_ns()}"
@@ -61,7 +65,7 @@ class Program:
         with log.open("w") as stream:
             self.process = subprocess.Popen(
                 # Tests in the background inherit an ignored SIGINT, tests under nohup an ignored SIGHUP.
-                ["env", f"--default-signal={defaults}", sys.executable, "-m", module, *arguments],
+                ["env", f"--default-signal={defaults}", *within, sys.executable, "-m", module, *arguments],
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

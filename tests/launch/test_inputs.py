@@ -50,7 +50,9 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 
 def check_inputs(config: PlayConfig) -> None:
-    inputs.check_inputs(config, data_spec(config) if isinstance(config, Config) else evaluation_data(config))
+    data = data_spec(config) if isinstance(config, Config) else evaluation_data(config)
+    inputs.check_inputs(config, data)
+    inputs.draft_inputs(config, data)
 
 
 def begun(config: PlayConfig) -> None:

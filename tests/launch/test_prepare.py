@@ -68,7 +68,9 @@ def test_a_finished_run_is_done_until_more_steps_are_asked_for(tmp_path: Path) -
 
 
 def test_a_run_goes_on_with_more_servers_but_not_with_other_numbers(tmp_path: Path) -> None:
-    config = compose(["experiment=booking", f"run.dir={tmp_path}"])
+    (tmp_path / "rows.jsonl").write_text("{}")
+    data = f"{tmp_path}/rows.jsonl"
+    config = compose(["experiment=booking", f"run.dir={tmp_path}", f"data.train={data}", f"data.eval={data}"])
     (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
     config.rollout.max_staleness, config.rollout.server.replicas = 2, 8
     prepare.check_same_run(config, data_spec(config))

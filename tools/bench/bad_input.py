@@ -131,8 +131,8 @@ def _watch(event: str, arguments: tuple[Any, ...]) -> None:
         if SERVERS in words or any("gcs_server" in word for word in words):
             _end(0)
         if COMMANDS in words:
-            command, *arguments = words[words.index(COMMANDS) + 1 :]
-            _end(_exit_code(command, arguments))
+            command, *words = words[words.index(COMMANDS) + 1 :]
+            _end(_exit_code(command, words))
         for module in STARTED:
             if module in words:
                 name = "build-dataset" if "build" in module else module.rpartition(".")[2]

@@ -24,7 +24,7 @@ from megatron_collab.config import (
     read_prompt,
     require,
 )
-from megatron_collab.data.transcript import render
+from megatron_collab.data.transcript import quoted, render
 from megatron_collab.llm.answer import Field, LlmError, how_to_answer
 from megatron_collab.llm.endpoint import SERVED
 from megatron_collab.types import Conversation, Missing, Score, Task
@@ -226,18 +226,19 @@ def prompt(rubric: Prompt | str, task: Task, conversation: Conversation, fields:
     """The filled `rubric` (a template with VARIABLES, or text with {PLACEHOLDERS}) and how to answer with `fields`.
 
     `conversation` is the complete conversation with tools, `goal` what the user wants, `answer` the task's answer,
-    `question` the task's last message, `task_desc` its description (from the metadata, else empty). Placeholders inside
-    the values are not filled. Raises PromptError.
+    `question` the task's last message, `task_desc` its description (from the metadata, else empty). The texts are
+    `quoted`, and placeholders inside them are not filled. Raises PromptError.
     """
-    values = {
-        "conversation": render(conversation.messages, tools=True),
+    values: dict[str, Any] = {
         "goal": task.goal,
         "answer": task.answer,
         "question": task.messages[-1].content if task.messages else "",  # empty if the user opens the task
+        "task_desc": str(task.metadata.get("task_desc") or ""),
+        "metadata": task.metadata,
     }
+    values = {"conversation": render(conversation.messages, tools=True), **quoted(values)}
     if isinstance(rubric, Prompt):
-        description = str(task.metadata.get("task_desc") or "")
-        filled = rubric.render(**values, task_desc=description, metadata=task.metadata)
+        filled = rubric.render(**values)
     else:
         filled = PLACEHOLDER.sub(lambda match: values[match[1]], rubric)
     return f"{filled}\n\n{how_to_answer(fields)}"

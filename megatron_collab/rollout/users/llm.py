@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_collab.config import ConfigError, EndpointConfig, Prompt, PromptError, UserConfig, read_prompt
-from megatron_collab.data.transcript import render
+from megatron_collab.data.transcript import quoted, render
 from megatron_collab.llm.answer import Field, LlmError, MalformedAnswer
 from megatron_collab.llm.endpoint import POLICY, SERVED
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
@@ -139,8 +139,8 @@ def users_prompt(config: UserConfig, setting: str = "prompt") -> Prompt:
 def system_prompt(config: UserConfig, task: Task, persona: str = "") -> str:
     """The user's instructions: the rendered prompt and the answer format. Raises PromptError."""
     task_description = str(task.metadata.get("task_desc") or "")
-    values = {"goal": task.goal, "task_desc": task_description, "persona": persona, "stop": config.stop}
-    instructions = users_prompt(config).render(**values, metadata=task.metadata)
+    values = {"goal": task.goal, "task_desc": task_description, "persona": persona, "metadata": task.metadata}
+    instructions = users_prompt(config).render(**quoted(values), stop=config.stop)
     answer = "{" + ", ".join(f'"{field.name}": {field.help}' for field in FIELDS) + "}"
     return f"{instructions}\n\nAnswer with one JSON object and nothing else:\n{answer}\nAll three values are strings."
 

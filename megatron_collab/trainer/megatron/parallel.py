@@ -18,7 +18,7 @@ from megatron_collab.config import Config, LaunchConfig
 from megatron_collab.patches.megatron import refuse_visible_cuda
 from megatron_collab.runtime import device, hang_detector, rank0
 from megatron_collab.runtime.files import full_disk
-from megatron_collab.runtime.process import RunStopped, beat
+from megatron_collab.runtime.process import RunStopped, beat, lost_process
 
 _GROUPS = count()
 _LEADER_ENDED = "leader_ended"  # a key of the store
@@ -39,9 +39,9 @@ def leader_ends_first(timeout: float, explain: Callable[[RunStopped], None]) -> 
     """
     try:
         yield
-    except (OSError, RuntimeError) as error:
+    except Exception as error:
         store, rank, _ = run_store()
-        stop = error if isinstance(error, RunStopped) else full_disk(error)
+        stop = error if isinstance(error, RunStopped) else full_disk(error) or lost_process(error)
         if stop and (rank == 0 or stop is not error):
             explain(stop)
             store.set(_LEADER_ENDED, "")
