@@ -269,6 +269,7 @@ def test_nothing_of_a_run_listens_beyond_loopback(supervised: Path, addresses: d
     assert [hosts for hosts in addresses.values() if hosts] == [{"127.0.0.1"}] * 3
 
 
+@pytest.mark.slow
 def test_supervised_training_that_is_killed_ends_with_the_same_parameters(
     root: Path, supervised: Path, temporary: Path, start: Callable[..., Program]
 ) -> None:
