@@ -8,6 +8,8 @@ takes part, except with delayed scaling, which refuses it: nothing would scale i
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +44,7 @@ CASES = [
     *((2, recipe) for recipe in RECIPES),
     *(pytest.param(1, recipe, marks=[pytest.mark.slow] * (recipe != EXPERTS[1])) for recipe in RECIPES),
 ]
-every_case = pytest.mark.parametrize(("rank_results", "recipe"), CASES, indirect=["rank_results"], scope="module")
+every_case = pytest.mark.parametrize(("ranks", "recipe"), CASES)
 # The shards of two ranks then meet inside a block, in row 192 of a feed-forward layer's first matrix.
 SIZES = WIDE | {"layers": 1, "ffn": 384}
 STEPS = 3
@@ -70,12 +72,25 @@ class Lived(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def rank_results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("kept")
-    make_model(folder / "qwen3", family="qwen3", seed=0, **SIZES)
-    make_model(folder / "qwen3_moe", family="qwen3_moe", seed=0, moe_intermediate_size=128, **SIZES)
-    recipes = [recipe for ranks, recipe in selected(request, "rank_results", "recipe") if ranks == request.param]
-    return run_ranks(live, request.param, folder, recipes, engine=True)
+def lives(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], list[dict[str, Any]]]:
+    """Results of so many ranks, each measured once."""
+
+    @cache
+    def of_ranks(ranks: int) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("kept")
+        make_model(folder / "qwen3", family="qwen3", seed=0, **SIZES)
+        make_model(folder / "qwen3_moe", family="qwen3_moe", seed=0, moe_intermediate_size=128, **SIZES)
+        recipes = [recipe for number, recipe in selected(request, "ranks", "recipe") if number == ranks]
+        return run_ranks(live, ranks, folder, recipes, engine=True)
+
+    return of_ranks
+
+
+@pytest.fixture
+def rank_results(lives: Callable[[int], list[dict[str, Any]]], ranks: int) -> list[dict[str, Any]]:
+    return lives(ranks)
 
 
 def live(folder: Path, recipes: list[str]) -> dict[str, Any]:
