@@ -28,7 +28,8 @@ test-fast: setup
 test: setup
 	$(PYTEST) -m "not gpu and not slurm and not slow"
 
-# The wide matrices, the injected faults, the long runs; with PART=1/2 every second of them.
+# The wide matrices, the injected faults, the long runs; with PART=1/2 every second of them, or of files whose tests
+# share a fixture.
 test-exhaustive: setup
 	$(PYTEST) -m "slow and not gpu and not slurm" $(if $(PART),--part $(PART))
 

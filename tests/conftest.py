@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 from megatron_collab.config import Config
 from megatron_collab.inference import ROW_BY_ROW
@@ -33,17 +36,43 @@ settings.register_profile("busy", deadline=None)  # no time limit per example: t
 settings.load_profile("busy")
 
 
+# Test files with such a text share what takes many seconds of a session: both servers, a fork server, a large import.
+SHARING = {
+    "servers": r"servers: dict\[str, Served\]",
+    "engine": r"run_ranks\(.*engine=True",
+    "user_logs": r"megatron_collab\.user_logs",
+}
+
 DATASETS = Path(__file__).resolve().parents[2] / "shared" / "data"  # absent beside a clone
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-report", type=Path, help="where to write results, seconds and figures of the tests")
-    parser.addoption("--part", default="1/1", help="K/N: every N-th of the selected tests, from the K-th on")
+    parser.addoption("--part", default="1/1", help="K/N: every N-th of the selected tests or files, from the K-th on")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if path := config.getoption("--gpu-report"):
         config.pluginmanager.register(gpus.Report(path))
+
+
+class BySharing(LoadFileScheduling):
+    """Schedules tests by files; files that share something run on one worker, which starts it once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return sharing(super()._split_scope(nodeid))
+
+
+@cache
+def sharing(file: str) -> str:
+    """What the tests of the file share with other files, or the file."""
+    text = (Path(__file__).parent.parent / file).read_text()
+    return next((name for name, shared in SHARING.items() if re.search(shared, text)), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling | None:
+    return BySharing(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -91,16 +120,33 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Long files run first, so that no worker starts the longest one last; of the selected tests one --part runs."""
+    """Long files run first, so that no worker starts the longest one last; of the selected tests one --part runs.
+
+    Tests of a file that share its fixtures are in the same part: a fixture of a module may start servers for them all.
+    """
     for item in items:
         if "dataset" in getattr(item, "fixturenames", ()):
             item.add_marker("dataset")
     yield
     items.sort(key=lambda item: {"e2e", "tools", "test_signals.py"}.isdisjoint(item.path.parts))
     number, parts = map(int, config.getoption("--part").split("/"))
-    chosen = items[number - 1 :: parts]
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    chosen = part(items, number, parts)
+    kept = set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = chosen
+
+
+def part(items: list[pytest.Item], number: int, parts: int) -> list[pytest.Item]:
+    """Every `parts`-th test from number `number` on, counted from 1; tests that share fixtures count as one."""
+    units = [item.path if shares_fixtures(item) else item for item in items]
+    chosen = set(list(dict.fromkeys(units))[number - 1 :: parts])
+    return [item for item, unit in zip(items, units, strict=True) if unit in chosen]
+
+
+def shares_fixtures(item: pytest.Item) -> bool:
+    """Whether the test takes a fixture that its file makes once for all its tests."""
+    fixtures = [definition for definitions in item._fixtureinfo.name2fixturedefs.values() for definition in definitions]
+    return any(entry.scope == "module" and entry.func.__module__ == item.module.__name__ for entry in fixtures)
 
 
 @pytest.fixture(scope="session")

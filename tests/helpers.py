@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
@@ -23,6 +23,7 @@ from megatron_collab.models.hf_to_megatron import hf_shapes
 from megatron_collab.runtime.network import bindable
 
 if TYPE_CHECKING:
+    from _pytest.mark import ParameterSet
     from transformers import PreTrainedTokenizerFast  # which takes seconds to import
 
 CHAT_TEMPLATE = (
@@ -40,6 +41,29 @@ CORPUS = [
 def policy_servers(config: Config) -> ServerSpec:
     """The servers of the policy in a training run."""
     return server_specs.training(config).policy
+
+
+def in_turn(rows: Iterable[str], columns: Sequence[str], each: int = 1) -> list[ParameterSet]:
+    """All combinations of two parameters; `each` of every row, in turn, are fast, the others are marked slow.
+
+    The longer one comes first: then some combination of every column is fast, too.
+    """
+    slow = pytest.mark.slow
+    return [
+        pytest.param(row, column, marks=[slow] * ((place - number) % len(columns) >= each))
+        for number, row in enumerate(rows)
+        for place, column in enumerate(columns)
+    ]
+
+
+def selected(request: pytest.FixtureRequest, *parameters: str) -> list[tuple[str, ...]]:
+    """The distinct values of these parameters in the selected tests of the file, for a fixture that measures them all.
+
+    Tests that have only some of the parameters do not count.
+    """
+    calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    values = [call.params for call in calls if call is not None]
+    return list(dict.fromkeys(tuple(of[name] for name in parameters) for of in values if of.keys() >= set(parameters)))
 
 
 def configured[Options: CallConfig](config: Options, settings: Mapping[str, object]) -> Options:

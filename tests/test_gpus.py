@@ -16,16 +16,20 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.processes
-def test_every_gpu_test_without_a_gpu_names_what_it_lacks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tests", "least"),
+    [("tests/trainer/test_trainer.py", 8), pytest.param("tests", 25, marks=pytest.mark.slow)],
+)
+def test_every_gpu_test_without_a_gpu_names_what_it_lacks(tmp_path: Path, tests: str, least: int) -> None:
     page = tmp_path / "report.md"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", tests]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(
         [*command, "--gpu-report", str(page)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
     rows = [line.split(" | ") for line in page.read_text().splitlines() if line.startswith("| `tests/")]
-    assert len(rows) >= 25
+    assert len(rows) >= least
     assert {row[2] for row in rows} == {"skipped"}
     assert all(row[4].startswith("needs ") and " GPU" in row[4] for row in rows)
 

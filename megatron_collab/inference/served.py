@@ -6,7 +6,7 @@ import json
 from contextlib import ExitStack
 from typing import Any
 
-from megatron_collab.config import ConfigError, require
+from megatron_collab.config import ConfigError
 from megatron_collab.inference.pool import ServerPool
 from megatron_collab.inference.server import SGLangServer
 from megatron_collab.inference.spec import ServerSpec
@@ -16,32 +16,28 @@ from megatron_collab.runtime import files, hub
 _SCORES = ("ForRewardModel", "ForSequenceClassification")  # suffixes of architectures that return no text
 
 
-def architecture(path: str) -> str | None:
-    """The model's architecture; None if its folder has no config.json, as before a download. Raises ConfigError."""
-    settings = _model_settings(path)
-    return None if settings is None else str(next(iter(settings.get("architectures") or ["none"])))
+def architecture(path: str, setting: str) -> str | None:
+    """The model's architecture; None if its folder has no config.json, as before a download.
+
+    Raises ConfigError naming `setting` if its files describe no model.
+    """
+    try:
+        return _architecture(path)
+    except ValueError as error:
+        raise ConfigError(f"{setting}={path}: {error}; give another model") from error
 
 
-def _model_settings(path: str) -> dict[str, Any] | None:
-    for name in ("generation_config.json", "config.json"):  # SGLang reads both
-        file = hub.folder(path) / name
-        try:
-            settings = json.loads(files.read_text(file)) if file.is_file() else None
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: {name} cannot be read as JSON ({error}); give another model") from error
-        message = f"{path}: {name} does not describe a model; give another model"
-        require(settings is None or isinstance(settings, dict), message)
-    return settings
-
-
-def gives_text(path: str) -> bool:
-    """Whether the model returns text; True if it is not downloaded yet."""
-    return not (architecture(path) or "").endswith(_SCORES)
+def gives_text(path: str, setting: str) -> bool:
+    """Whether the model returns text; True if it is not downloaded yet. Raises ConfigError as `architecture`."""
+    return not (architecture(path, setting) or "").endswith(_SCORES)
 
 
 def score_fault(path: str) -> str | None:
     """Why the model does not return one score, and how to fix it; None if it does, or is not downloaded yet."""
-    kind = architecture(path)
+    try:
+        kind, settings = _architecture(path), _model_settings(path) or {}
+    except ValueError as error:
+        return f"{path}: {error}; give another model"
     if kind is None:
         out = "give the folder of a Hugging Face model, or OWNER/NAME of the Hub"
         return None if hub.parse(path) else f"{path}: no config.json there; {out}"
@@ -49,10 +45,27 @@ def score_fault(path: str) -> str | None:
         return f"{path}: architecture {kind} has no score; give a ForSequenceClassification or ForRewardModel"
     if kind.endswith("ForRewardModel"):
         return None
-    settings = _model_settings(path) or {}
     outputs = len(settings.get("id2label") or range(settings.get("num_labels", 2)))  # transformers' default
     message = f"{path}: the model has {outputs} outputs; a reward model has one (num_labels in config.json)"
     return None if outputs == 1 else message
+
+
+def _architecture(path: str) -> str | None:
+    settings = _model_settings(path)
+    return None if settings is None else str(next(iter(settings.get("architectures") or ["none"])))
+
+
+def _model_settings(path: str) -> dict[str, Any] | None:
+    """The content of config.json, if it is there. Raises ValueError."""
+    for name in ("generation_config.json", "config.json"):  # SGLang reads both
+        file = hub.folder(path) / name
+        try:
+            settings = json.loads(files.read_text(file)) if file.is_file() else None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{name} cannot be read as JSON ({error})") from error
+        if not isinstance(settings, dict | None):
+            raise ValueError(f"{name} does not describe a model")
+    return settings
 
 
 class ModelServers(ExitStack):

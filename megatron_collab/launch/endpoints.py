@@ -71,7 +71,8 @@ def check_served(config: CallConfig, language_models: Sequence[NamedEndpoint]) -
         out = available if config.servers else f"set servers.{name}.model to the model that the run is to serve"
         require(name in config.servers, f"{label}: servers has no {name}; {out}")
         path = server_specs.server_entries(config)[name].model
-        require(gives_text(path), f"{label}: servers.{name}.model={path} outputs scores, not text; choose another")
+        served = f"servers.{name}.model"
+        require(gives_text(path, served), f"{label}: {served}={path} outputs scores, not text; choose another")
 
 
 def check_prices(config: CallConfig, language_models: Sequence[NamedEndpoint]) -> list[str]:

@@ -39,8 +39,9 @@ def check_models(config: PlayConfig, spec: RunSpec, shape: ModelShape, weights: 
     except (ValueError, OSError) as error:
         raise ConfigError(f"model.path={path}: {error}") from error
     expected = f"{shape.family.title().replace('_', '')}ForCausalLM"
-    message = f"config.json: SGLang runs architectures={architecture(path)}, the trainer {expected}; correct it"
-    require(architecture(path) in (expected, "none"), f"model.path={path}: {message}")
+    served = architecture(path, "model.path")
+    message = f"config.json: SGLang runs architectures={served}, the trainer {expected}; correct it"
+    require(served in (expected, "none"), f"model.path={path}: {message}")
     _check_ids(path, "model.path", shape.vocab)
     check_rendering(spec, ())
     if mark := spec.data.prompt.renderer(()).plain_mark:
@@ -69,8 +70,9 @@ def check_served(models: Iterable[tuple[str, str]]) -> None:
     """As `check_models`, for models beside the policy: (group of its settings, model); only what SGLang requires."""
     for group, model in models if _is_checking_process() else ():
         setting, folder = f"{group}.model", hub.folder(model)
+        text = gives_text(model, setting)
         try:
-            shape = hf_config.read(folder / "config.json") if gives_text(model) else None
+            shape = hf_config.read(folder / "config.json") if text else None
         except ValueError:  # a family or quantization that SGLang serves but the trainer does not support
             shape = None
         try:

@@ -157,7 +157,7 @@ def _other(
         max_total_tokens=model.max_total_tokens,
         ep=model.ep,
         seed=config.run.seed,
-        serves=Serves.TEXT if gives_text(model.model) else Serves.SCORES,
+        serves=Serves.TEXT if gives_text(model.model, f"{setting}.model") else Serves.SCORES,
         name=name,
         args=model.args,
     )

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from megatron_collab.llm.endpoint import POLICY, SERVED
+from megatron_collab.patches.litellm import be_quiet
 
 _MILLION = 10**6
 _BYTES_PER_TOKEN = 2  # lower bound for common languages; English has four
@@ -52,6 +53,7 @@ def _listed(model: str) -> tuple[float, float] | None:
     """LiteLLM's USD per prompt token and per answer token; the higher rates if long prompts have their own."""
     import litellm  # which takes seconds
 
+    be_quiet()
     try:
         prompt, answer = litellm.cost_per_token(model=model, prompt_tokens=_MILLION, completion_tokens=_MILLION)
     except Exception:  # LiteLLM has no specific error for a model that is not in its table

@@ -15,6 +15,8 @@ from megatron_collab import evaluate
 from megatron_collab.checkpoint.convert import to_checkpoint
 from megatron_collab.config import ConfigError, compose
 from megatron_collab.launch import models, prepare
+from megatron_collab.launch.data_specs import data_spec
+from megatron_collab.launch.spec import RunSpec
 from megatron_collab.models import hf_config
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
 from megatron_collab.runtime.trial import TrialError, run_trial
@@ -132,9 +134,10 @@ def test_what_a_model_costs_to_check(model: Path) -> None:
     """Less than its imports, which come with any run."""
     config = compose(["train.stage=sft", "data.train=unused", f"model.path={model}", "run.dir=unused"])
     shape = hf_config.read(model / "config.json")
-    models.check_models(config, shape)  # imports
+    spec = RunSpec(data_spec(config))
+    models.check_models(config, spec, shape)  # imports
     began = time.monotonic()
-    models.check_models(config, shape)
+    models.check_models(config, spec, shape)
     assert time.monotonic() - began < 1.0
 
 

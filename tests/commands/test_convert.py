@@ -26,7 +26,7 @@ from megatron_collab.models import hf_to_megatron
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from tests.conftest import serving_config
-from tests.helpers import make_model, policy_servers
+from tests.helpers import in_turn, make_model, policy_servers
 from tests.ranks import HF, make_config, run_ranks
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
@@ -83,8 +83,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layout"), in_turn(FAMILIES, [*LAYOUTS]))
 def test_round_trip_is_bit_equal(folder: Path, tmp_path: Path, family: str, layout: str) -> None:
     source = folder / family / "source"
     out = tmp_path / "out"

@@ -273,35 +273,25 @@ def test_nothing_of_a_run_listens_beyond_loopback(supervised: Path, addresses: d
     assert [hosts for hosts in addresses.values() if hosts] == [{"127.0.0.1"}] * 3
 
 
-def test_supervised_training_that_is_killed_ends_with_the_same_parameters(
+def test_a_fork_that_is_killed_ends_with_the_parameters_of_the_run_that_it_continues(
     root: Path, supervised: Path, temporary: Path, start: Callable[..., Program]
 ) -> None:
-    """It also leaves nothing in the temporary folder."""
-    arguments = [*SFT, f"run.dir={root}/sft_killed", f"data.dir={root}/world"]
-    run = root / "sft_killed"
-    between_checkpoints = start(arguments, TMPDIR=str(temporary))
-    between_checkpoints.when(lambda: steps_done(run) >= 47)
-    kill(between_checkpoints)
+    """To the last bit, with the same settings; it leaves nothing in the temporary folder."""
+    run, shared = root / "forked", supervised / "checkpoints" / "step_40" / "__0_0.distcp"
+    arguments = [*SFT, "train.checkpoint_every=10", f"run.from={supervised}@40", f"run.dir={run}"]
+    arguments.append(f"data.dir={root}/world")
+    killed = start(arguments, TMPDIR=str(temporary))
+    killed.when(lambda: steps_done(run) >= 11)
+    kill(killed)
     assert any(temporary.iterdir())
+    assert shared.exists() and (run / "checkpoints" / "step_40" / shared.name).samefile(shared)
     resumed = start(arguments, TMPDIR=str(temporary))
     resumed.finish()
     assert "Warning" not in resumed.log.read_text()
     assert not list(temporary.iterdir())
-    assert [line["step"] for line in lines(run / "metrics.jsonl")] == list(range(60))
-    assert parameters(run) == parameters(supervised)
-    assert (run / "evaluations.json").read_text() == (supervised / "evaluations.json").read_text()
-
-
-def test_a_fork_continues_from_the_training_state_of_another_run(
-    root: Path, supervised: Path, start: Callable[..., Program]
-) -> None:
-    """With the same settings it ends with the same parameters, to the last bit."""
-    run, shared = root / "forked", supervised / "checkpoints" / "step_40" / "__0_0.distcp"
-    start([*SFT, f"run.from={supervised}@40", f"run.dir={run}", f"data.dir={root}/world"]).finish()
     assert [line["step"] for line in lines(run / "metrics.jsonl")] == list(range(40, 60))
     assert parameters(run) == parameters(supervised)
     assert json.loads((run / "fork.json").read_text()) == {"from": str(supervised.resolve()), "step": 40}
-    assert shared.exists() and (run / "checkpoints" / "step_40" / shared.name).samefile(shared)
     evaluations = json.loads((run / "evaluations.json").read_text())
     assert {name: record["step"] for name, record in evaluations.items()} == {"before": 40, "after": 60}
 

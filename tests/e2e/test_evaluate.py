@@ -22,7 +22,7 @@ from megatron_collab.data.examples import load_tasks
 from megatron_collab.data.sources import Source
 from megatron_collab.environments import booking
 from megatron_collab.runtime.process import EXIT_STOPPED
-from tests.e2e.test_booking import Program, lines, start
+from tests.e2e.test_booking import Program, kill, lines, start
 from tests.helpers import make_reward_model
 from tests.hub import StandInHub, serving
 from tests.llm.endpoint import Endpoint, fails, says
@@ -42,6 +42,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short supervised run of the booking world, whose model ends its turns."""
     root = tmp_path_factory.mktemp("evaluate")
     sft = ["experiment=booking_sft", "train.steps=60", "train.checkpoint_every=30", "optim.warmup_steps=10"]
+    sft += ["launch.nproc_per_node=1", "parallel.tp=1"]
     program = Program([*sft, f"run.dir={root}/sft", f"data.dir={root}/world"], root / "sft.log")
     program.finish()
     rows = [row | {"prompt": []} for row in lines(root / "world" / "eval.jsonl")]
@@ -58,29 +59,16 @@ def scores(rows: list[dict[str, Any]]) -> list[tuple[str, int, dict, list]]:
     return [(row["task"], row["rollout"], row["scores"], row["messages"]) for row in rows]
 
 
-def test_a_killed_evaluation_of_a_checkpoint_resumes(root: Path, start: Callable[..., Program]) -> None:
-    """Its conversations equal those of the same weights in a Hugging Face folder, to the letter.
+def opened(root: Path, name: str, model: str) -> list[str]:
+    """The user opens the conversations of one set."""
+    sets = SETS.replace("eval.jsonl, name: sampled", "unopened.jsonl, name: sampled").replace("WORLD", f"{root}/world")
+    return arguments(root, name, f"model.path={root}/{model}", sets)
 
-    The user opens the conversations of one set.
-    """
-    run, opened = root / "checkpoint", SETS.replace("eval.jsonl, name: sampled", "unopened.jsonl, name: sampled")
-    opened = opened.replace("WORLD", f"{root}/world")
-    of_checkpoint = arguments(root, "checkpoint", f"model.path={root}/sft@60", opened)
-    killed = start(of_checkpoint, module="megatron_collab.evaluate")
-    killed.when(lambda: (run / "evaluations.json").exists())
-    killed.process.kill()
-    killed.process.wait()
-    assert killed.gone() == []
-    (first,) = json.loads((run / "evaluations.json").read_text())
-    written = (run / f"eval_{first.replace('/', '_')}.jsonl").stat().st_mtime_ns
+
+def test_a_checkpoint_is_evaluated(root: Path, start: Callable[..., Program]) -> None:
+    run, of_checkpoint = root / "checkpoint", opened(root, "checkpoint", "sft@60")
     start(of_checkpoint, module="megatron_collab.evaluate").finish()
-    assert (run / f"eval_{first.replace('/', '_')}.jsonl").stat().st_mtime_ns == written, "recorded evaluations stay"
-
-    start(arguments(root, "folder", f"model.path={root}/sft/hf", opened), module="megatron_collab.evaluate").finish()
-    for set_name, conversations in (("greedy", 6), ("sampled", 12)):
-        rows = lines(run / f"eval_{set_name}_model.jsonl")
-        assert len(rows) == conversations
-        assert scores(rows) == scores(lines(root / "folder" / f"eval_{set_name}_model.jsonl"))
+    assert len(lines(run / "eval_greedy_model.jsonl")) == 6 and len(lines(run / "eval_sampled_model.jsonl")) == 12
     sampled = lines(run / "eval_sampled_model.jsonl")
     pairs = list(zip(sampled[::2], sampled[1::2], strict=True))
     assert any(a["messages"] != b["messages"] for a, b in pairs)
@@ -88,7 +76,7 @@ def test_a_killed_evaluation_of_a_checkpoint_resumes(root: Path, start: Callable
     assert all(a["messages"][0]["content"].startswith(booking.REQUEST) for a, _ in pairs)
 
     result = json.loads((run / "result.json").read_text())
-    assert (result["step"], json.loads((root / "folder" / "result.json").read_text())["step"]) == (60, 0)
+    assert result["step"] == 60
     right = [row["scores"]["booking_right"] for row in lines(run / "eval_greedy_model.jsonl")]
     assert result["eval/greedy/booking_right"] == pytest.approx(sum(right) / 6)
     assert "eval/sampled/booking_right_se" in result
@@ -98,17 +86,36 @@ def test_a_killed_evaluation_of_a_checkpoint_resumes(root: Path, start: Callable
     assert repeated.wait() == 0 and "all evaluations of" in repeated.log.read_text()
 
 
-def test_conversations_are_built_turn_by_turn_and_resume_after_a_kill(
-    root: Path, start: Callable[..., Program]
-) -> None:
-    run, tasks = root / "built", f"data.eval={root}/world/unopened.jsonl"
+@pytest.mark.slow
+def test_a_killed_evaluation_of_a_checkpoint_resumes(root: Path, start: Callable[..., Program]) -> None:
+    """Its conversations equal those of the same weights in a Hugging Face folder, to the letter."""
+    run, of_checkpoint = root / "killed", opened(root, "killed", "sft@60")
+    killed = start(of_checkpoint, module="megatron_collab.evaluate")
+    killed.when(lambda: (run / "evaluations.json").exists())
+    kill(killed)
+    (first,) = json.loads((run / "evaluations.json").read_text())
+    written = (run / f"eval_{first.replace('/', '_')}.jsonl").stat().st_mtime_ns
+    start(of_checkpoint, module="megatron_collab.evaluate").finish()
+    assert (run / f"eval_{first.replace('/', '_')}.jsonl").stat().st_mtime_ns == written, "recorded evaluations stay"
+
+    start(opened(root, "folder", "sft/hf"), module="megatron_collab.evaluate").finish()
+    for set_name, conversations in (("greedy", 6), ("sampled", 12)):
+        rows = lines(run / f"eval_{set_name}_model.jsonl")
+        assert len(rows) == conversations
+        assert scores(rows) == scores(lines(root / "folder" / f"eval_{set_name}_model.jsonl"))
+    assert json.loads((root / "folder" / "result.json").read_text())["step"] == 0
+
+
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "killed"])
+def test_conversations_are_built_turn_by_turn(root: Path, start: Callable[..., Program], killed: bool) -> None:
+    """Also if the first start is killed."""
+    run, tasks = root / f"built-{killed}", f"data.eval={root}/world/unopened.jsonl"
     more = (tasks, "train.eval_tasks=6", "build.candidates=3", "rollout.futures=2", "rollout.max_messages=6")
-    command = arguments(root, "built", f"model.path={root}/sft/hf", *more)
-    killed = start(command, module="megatron_collab.synthesis.build_dataset")
-    killed.when(lambda: any(file.stat().st_size for file in run.glob("journal/*.groups")))
-    killed.process.kill()
-    killed.process.wait()
-    assert killed.gone() == []
+    command = arguments(root, run.name, f"model.path={root}/sft/hf", *more)
+    if killed:
+        first = start(command, module="megatron_collab.synthesis.build_dataset")
+        first.when(lambda: any(file.stat().st_size for file in run.glob("journal/*.groups")))
+        kill(first)
     resumed = start(command, module="megatron_collab.synthesis.build_dataset")
     resumed.finish()
     # 6 tasks, 3 turns, 3 candidates, 2 futures with 2, 1 and 0 messages of the user.

@@ -57,6 +57,7 @@ def wait_until(holds: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_server_elsewhere_starts_and_ends_as_one_here(spec: ServerSpec, machines: Machines, tmp_path: Path) -> None:
     automatic = replace(spec, host=replace(spec.host, device="auto"))
     process = RemoteProcess(machines, HOST, automatic, tmp_path / "log", 0, "key")

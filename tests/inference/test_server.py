@@ -445,22 +445,17 @@ def test_a_busy_port_is_one_line_that_names_the_setting(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_server_that_dies_shows_its_last_words(tmp_path: Path) -> None:
-    with SGLangServer(policy_servers(serving_config(tmp_path / "no-model")), tmp_path / "log") as server:
-        with pytest.raises(
-            ServerError, match=r"SGLang server 0: it ended with code 1; the end of .*log:(.|\n)*no-model"
-        ):
-            server.wait_healthy(120.0)
-        assert not server.alive()
-
-
-@pytest.mark.processes
-def test_temporary_files_of_sglang_are_removed_with_the_server(tmp_path: Path) -> None:
+def test_a_server_that_dies_shows_its_last_words_and_leaves_no_files(tmp_path: Path) -> None:
     with SGLangServer(policy_servers(serving_config(tmp_path / "no-model")), tmp_path / "log") as server:
         process = psutil.Process(server.process.pid)
         assert wait_until(process.environ, 30), "the kernel shows none until the program has been loaded"
         folder = Path(process.environ()["TMPDIR"])
         (folder / "left").touch()
+        with pytest.raises(
+            ServerError, match=r"SGLang server 0: it ended with code 1; the end of .*log:(.|\n)*no-model"
+        ):
+            server.wait_healthy(120.0)
+        assert not server.alive()
     assert not folder.exists()
 
 

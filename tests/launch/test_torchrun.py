@@ -127,7 +127,9 @@ def test_a_signal_before_the_first_line_is_heeded(tmp_path: Path) -> None:
         assert ended(process)[0] == EXIT_PREEMPTED
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGUSR1", 75), ("SIGTERM", 75), ("SIGINT", 130)])
+@pytest.mark.parametrize(
+    ("name", "code"), [("SIGUSR1", 75), pytest.param("SIGTERM", 75, marks=pytest.mark.slow), ("SIGINT", 130)]
+)
 def test_a_signal_that_reaches_one_other_rank_alone_ends_the_run_everywhere(
     tmp_path: Path, name: str, code: int
 ) -> None:
@@ -162,7 +164,11 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path: Path, cod
 
 @pytest.mark.parametrize(
     ("options", "address"),
-    [([], "127.0.0.1"), (["--standalone"], "127.0.0.1"), (["--master-addr=127.0.0.2"], "127.0.0.2")],
+    [
+        ([], "127.0.0.1"),
+        pytest.param(["--standalone"], "127.0.0.1", marks=pytest.mark.slow),
+        (["--master-addr=127.0.0.2"], "127.0.0.2"),
+    ],
 )
 def test_it_listens_on_one_address(tmp_path: Path, options: list[str], address: str) -> None:
     """torchrun would listen on all of them, and unpickle what anybody has put into the store of a single node."""

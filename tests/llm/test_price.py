@@ -15,6 +15,14 @@ def test_a_price_is_known_where_it_is_given_or_litellm_has_one() -> None:
     assert prices.at_most("openai/n", 1000, 100) is None
 
 
+def test_a_model_of_no_provider_has_no_price_and_prints_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(litellm, "suppress_debug_info", False)
+    assert not Prices().known("a-model-of-no-provider")
+    assert capsys.readouterr().out == ""
+
+
 def test_the_runs_own_models_cost_nothing() -> None:
     assert [Prices().at_most(model, 10**6, 10**6) for model in ("policy/a-0", "served/judge/a-0")] == [0, 0]
 

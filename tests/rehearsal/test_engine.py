@@ -42,9 +42,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         [*BFLOAT16, "parallel.cp=2", "parallel.tp=1", "parallel.sequence_parallel=false", NO_SERVERS],
     ),
 }
-# Each is a separate process of about a minute of CPU; in one process they would come near its time limit.
+# Each is a separate process of at most a minute of CPU; in one process they would come near its time limit.
 GROUPS = {
-    "bfloat16": ["bfloat16", "virtual stages", "contexts", "critic"],
+    "bfloat16": ["bfloat16"],
+    "of stages and slices": ["virtual stages", "contexts", "critic"],
     "fp8": ["blocks", "tensors", "experts"],
     "kept": ["kept in blocks", "kept experts"],
 }
@@ -60,7 +61,7 @@ class ClassMemory(NamedTuple):
 
 
 @pytest.mark.parametrize(
-    "group", ["bfloat16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8", "kept"))]
+    "group", [pytest.param(name, marks=[pytest.mark.slow] * (name != "bfloat16")) for name in GROUPS]
 )
 def test_every_class_holds_what_the_plan_says(tmp_path: Path, group: str) -> None:
     [results] = run_ranks(rehearse_all, 1, tmp_path, GROUPS[group], engine=True)

@@ -109,7 +109,9 @@ def test_every_class_holds_what_the_plan_says(options: list[str]) -> None:
         )
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "recompute", ["none", *(pytest.param(v, marks=pytest.mark.slow) for v in ("selective", "full"))]
+)
 def test_virtual_stages(tmp_path: Path, recompute: str) -> None:
     """In a small model, tensors waiting between them take as much memory as its layers."""
     path = folder(tmp_path, {"intermediate_size": 512})
@@ -123,7 +125,7 @@ def test_virtual_stages(tmp_path: Path, recompute: str) -> None:
         assert of_activations[0] == pytest.approx(1, abs=0.01), memory.kind.stage
 
 
-@pytest.mark.parametrize("serve", ["merged", "adapters"])
+@pytest.mark.parametrize("serve", [pytest.param("merged", marks=pytest.mark.slow), "adapters"])
 def test_adapters(options: list[str], monkeypatch: pytest.MonkeyPatch, serve: str) -> None:
     """In a whole run: frozen weights, no reference, memory of adapters, and what is sent to the servers."""
     monkeypatch.setattr(servers, "rehearse", lambda order: [servers.ServerMemory(0)])

@@ -32,6 +32,7 @@ from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
+from tests.helpers import selected
 from tests.ranks import learn, make_config, make_model, make_samples, run_ranks
 
 pytestmark = pytest.mark.processes
@@ -55,6 +56,9 @@ LAYOUTS: dict[str, tuple[str, dict[str, object]]] = {
     "dp2": ("qwen3", {}),
     "experts-tp2-sp-ep2": ("experts", {**SEQUENCE, "parallel.ep": 2}),
 }
+# Without those whose parts are in others.
+FAST = ("tp2", "pp2-vpp2", "some-tp2-sp", "experts-tp2-sp-ep2")
+EVERY_LAYOUT = [pytest.param(layout, marks=[pytest.mark.slow] * (layout not in FAST)) for layout in LAYOUTS]
 
 
 def configure(folder: Path, name: str, settings: dict[str, object]) -> Config:
@@ -99,14 +103,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def rank_results(folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(measure, 2, folder)
+def rank_results(folder: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    layouts = {"tp2"} | {layout for (layout,) in selected(request, "layout")}
+    return run_ranks(measure, 2, folder, [layout for layout in LAYOUTS if layout in layouts])
 
 
-def measure(folder: Path) -> dict[str, Any]:
+def measure(folder: Path, layouts: list[str]) -> dict[str, Any]:
     """As one of two ranks: by layout, log-probs, gradients and exported adapters."""
     results: dict[str, Any] = {}
-    for layout, (name, settings) in LAYOUTS.items():
+    for layout in layouts:
+        name, settings = LAYOUTS[layout]
         config = configure(folder, name, settings)
         with parallel.init_parallel(config):
             results[layout] = in_layout(config, folder, layout, name)
@@ -203,7 +209,7 @@ def factors_of(trainer: PolicyTrainer) -> list[torch.nn.Parameter]:
     return [p for chunk in trainer.chunks for p in chunk.parameters() if hasattr(p, "factor")]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_log_probs_equal_peft_before_and_after_three_steps(
     folder: Path, rank_results: list[dict[str, Any]], layout: str
 ) -> None:
@@ -216,7 +222,7 @@ def test_log_probs_equal_peft_before_and_after_three_steps(
     assert np.abs(before - base).max() > 0.1
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "dp2"])
+@pytest.mark.parametrize("layout", [layout for layout in EVERY_LAYOUT if "dp2" not in layout.values])
 def test_gradients_equal_peft(folder: Path, rank_results: list[dict[str, Any]], layout: str) -> None:
     references = load_file(folder / "peft" / LAYOUTS[layout][0] / "gradients.safetensors")
     seen = set()
@@ -231,7 +237,7 @@ def test_gradients_equal_peft(folder: Path, rank_results: list[dict[str, Any]], 
     assert seen == references.keys()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_three_steps_equal_peft_and_are_exported_in_its_format(folder: Path, layout: str, rank_results: object) -> None:
     expected = load_file(folder / "peft" / LAYOUTS[layout][0] / "trained.safetensors")
     ours = load_file(folder / "out" / layout / "peft" / "adapter_model.safetensors")
@@ -242,7 +248,7 @@ def test_three_steps_equal_peft_and_are_exported_in_its_format(folder: Path, lay
         assert (ours[name] - expected[name]).abs().max() < TOLERANCE, name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_a_run_exports_its_merged_checkpoint(folder: Path, layout: str, rank_results: object) -> None:
     run, converted = (load_file(folder / "out" / layout / name / "model.safetensors") for name in ("hf", "merged"))
     base = load_file(folder / LAYOUTS[layout][0] / "model.safetensors")
@@ -252,7 +258,7 @@ def test_a_run_exports_its_merged_checkpoint(folder: Path, layout: str, rank_res
     assert all((run[name] - converted[name]).abs().max() < 1e-6 for name in base)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_at_the_start_the_model_is_the_base(rank_results: list[dict[str, Any]], layout: str) -> None:
     for results in rank_results:
         assert all(map(np.array_equal, results[layout]["first"], results[layout]["base"]))

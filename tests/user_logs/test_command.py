@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import spacy
 from aiohttp import web
 
 from megatron_collab.commands.__main__ import run
@@ -235,6 +234,8 @@ def test_a_spent_budget_is_said_and_a_larger_one_goes_on(model: Endpoint, capsys
 def test_with_a_model_of_names_none_is_sent(model: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a log that does not say whose its conversations are, which the card admits."""
     Path("log.jsonl").write_text("".join(json.dumps({"messages": row["messages"]}) + "\n" for row in made_log()))
+    import spacy  # which takes seconds
+
     pipeline = spacy.blank("en")
     names = [{"label": "PERSON", "pattern": name} for name in FRIENDS]
     pipeline.add_pipe("entity_ruler").add_patterns(names)

@@ -13,7 +13,6 @@ from megatron_collab.user_logs.descriptions import NoDescription, describe_user
 from megatron_collab.user_logs.logs import LoggedConversation
 from megatron_collab.user_logs.personal import PersonalData, Placeholders
 
-DATA = PersonalData()
 NOTHING = [
     *("none", "None.", "NONE", "n/a", "N/A.", "NA", "unknown", "Unknown", "not given", "Not specified.", "-", "null"),
     *("no names", "There are none.", "nothing", "", " ", "anonymous", "keine", "нет", "неизвестно", "empty", "nobody"),
@@ -42,7 +41,7 @@ class Model:
 
 
 def described(text: str, **answer: Any) -> Task:
-    logged = LoggedConversation("p", (Message("user", text),), Placeholders(DATA))
+    logged = LoggedConversation("p", (Message("user", text),), Placeholders(PersonalData()))
     client: Any = Model(**answer)
     return asyncio.run(describe_user(client, EndpointConfig(model="m"), "?", logged))
 

@@ -14,8 +14,6 @@ from megatron_collab.data.sources import Source
 from megatron_collab.user_logs.logs import LoggedConversation, distinct, read_log
 from megatron_collab.user_logs.personal import PersonalData
 
-DATA = PersonalData()
-
 
 def turns(*texts: str) -> list[dict[str, str]]:
     """Messages of user and assistant, alternating."""
@@ -26,7 +24,7 @@ def read(folder: Path, rows: list[Any], person: str | None = None) -> tuple[list
     file = folder / "log.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     dropped = Counter[str]()
-    return read_log(open_rows(Source(source=str(file)), "LOG"), DATA, person, dropped), dropped
+    return read_log(open_rows(Source(source=str(file)), "LOG"), PersonalData(), person, dropped), dropped
 
 
 def test_only_messages_of_user_and_assistant_count(tmp_path: Path) -> None:

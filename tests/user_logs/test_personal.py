@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import spacy
 
 from megatron_collab.config import ConfigError
 from megatron_collab.user_logs.personal import PersonalData, Placeholders
@@ -149,6 +148,8 @@ def test_added_texts_are_replaced_as_whole_words_and_placeholders_stay(data: Per
 
 
 def test_a_model_of_spacy_finds_names_that_nothing_introduces(tmp_path: Path) -> None:
+    import spacy  # which takes seconds
+
     pipeline = spacy.blank("en")
     pipeline.add_pipe("entity_ruler").add_patterns(
         [{"label": "PERSON", "pattern": "Zoe"}, {"label": "GPE", "pattern": "Rome"}]

@@ -28,6 +28,7 @@ from megatron_collab.trainer.megatron import config as megatron_config
 from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.network import Trainable
+from tests.helpers import in_turn, selected
 from tests.ranks import run_ranks
 from tests.trainer import test_parity as parity
 from tests.trainer.shapes import QWEN3
@@ -87,12 +88,13 @@ class Part(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def rank_results() -> list[dict[str, Any]]:
-    return run_ranks(measure, RANKS, engine=True)
+def rank_results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    cases = {case for kind in ("layout", "same", "recompute") for case in selected(request, kind, "recipe")}
+    return run_ranks(measure, RANKS, cases | {("dp2", recipe) for _, recipe in cases}, engine=True)
 
 
-def measure() -> dict[str, Any]:
-    """As one of the ranks: results by "model engine-or-local precision"."""
+def measure(cases: set[tuple[str, str]]) -> dict[str, Any]:
+    """As one of the ranks: results by "model engine-or-local precision"; in layouts and recomputed, of these cases."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     config = Config()
@@ -117,12 +119,11 @@ def measure() -> dict[str, Any]:
             if layout == "dp2":
                 results["dp2 float32"] = in_layout(config, False, "float32")
                 results["dp2 bfloat16"] = in_layout(config, True, "bfloat16")
-            for recipe in FP8:
-                results[f"{layout} {recipe}"] = in_layout(config, True, "bfloat16", recipe)
-            for recompute in RECOMPUTED if layout == "dp2" else ():
-                config.parallel.recompute = recompute
-                for recipe in FP8:
-                    results[f"{recompute} {recipe}"] = in_layout(config, True, "bfloat16", recipe)
+            for recompute in (None, *RECOMPUTED) if layout == "dp2" else (None,):
+                config.parallel.recompute = recompute or "none"
+                for case in ((recompute or layout, recipe) for recipe in FP8):
+                    if case in cases:
+                        results[" ".join(case)] = in_layout(config, True, "bfloat16", case[1])
     return results
 
 
@@ -314,9 +315,9 @@ def test_fp8_errs_by_its_own_precision(rank_results: list[dict[str, Any]], model
     ("layout", "recipe", "same"),
     [
         ("pp2", "tensorwise", "dp2"),
-        ("pp2", "blockwise", "dp2"),
-        ("pp2-vpp2", "tensorwise", "dp2"),
-        ("pp2-vpp2", "blockwise", "dp2"),
+        pytest.param("pp2", "blockwise", "dp2", marks=pytest.mark.slow),
+        pytest.param("pp2-vpp2", "tensorwise", "dp2", marks=pytest.mark.slow),
+        pytest.param("pp2-vpp2", "blockwise", "dp2", marks=pytest.mark.slow),
         ("pp2-vpp2", "delayed", "pp2"),
         ("ep2", "blockwise", "dp2"),
     ],
@@ -334,8 +335,7 @@ def test_a_layout_that_changes_no_scale_changes_nothing_in_fp8(
     assert error(gradients, exact) < 2e-6
 
 
-@pytest.mark.parametrize("recipe", FP8)
-@pytest.mark.parametrize("recompute", RECOMPUTED)
+@pytest.mark.parametrize(("recipe", "recompute"), in_turn(FP8, RECOMPUTED))
 def test_recomputed_activations_are_the_same_in_fp8(
     rank_results: list[dict[str, Any]], recompute: str, recipe: str
 ) -> None:
@@ -348,8 +348,7 @@ def test_recomputed_activations_are_the_same_in_fp8(
         assert not different
 
 
-@pytest.mark.parametrize("recipe", FP8)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "recipe"), in_turn(LAYOUTS, ["delayed", "blockwise", "tensorwise"]))
 def test_in_fp8_every_layout_errs_as_data_parallelism_does(
     rank_results: list[dict[str, Any]], layout: str, recipe: str
 ) -> None:

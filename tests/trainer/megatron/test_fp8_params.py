@@ -8,6 +8,8 @@ takes part, except with delayed scaling, which refuses it: nothing would scale i
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +31,7 @@ from megatron_collab.weight_sync.node_routing import written
 from megatron_collab.weight_sync.plan import plan_sync, trainer_layout
 from megatron_collab.weight_sync.sender import Sender
 from megatron_collab.weight_sync.transports.registry import places_of
-from tests.helpers import make_model, policy_servers
+from tests.helpers import make_model, policy_servers, selected
 from tests.ranks import learn, make_config, make_samples, run_ranks
 from tests.trainer.test_precision import WIDE, fp8
 
@@ -38,6 +40,11 @@ pytestmark = pytest.mark.processes
 RECIPES = ["blockwise", "tensorwise", "delayed"]
 # By number of ranks: the recipe whose model has experts; delayed scaling does not support them.
 EXPERTS = {1: "blockwise", 2: "tensorwise", 4: "tensorwise"}
+CASES = [
+    *((2, recipe) for recipe in RECIPES),
+    *(pytest.param(1, recipe, marks=[pytest.mark.slow] * (recipe != EXPERTS[1])) for recipe in RECIPES),
+]
+every_case = pytest.mark.parametrize(("ranks", "recipe"), CASES)
 # The shards of two ranks then meet inside a block, in row 192 of a feed-forward layer's first matrix.
 SIZES = WIDE | {"layers": 1, "ffn": 384}
 STEPS = 3
@@ -64,20 +71,34 @@ class Lived(NamedTuple):
     sent: tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def rank_results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("kept")
-    make_model(folder / "qwen3", family="qwen3", seed=0, **SIZES)
-    make_model(folder / "qwen3_moe", family="qwen3_moe", seed=0, moe_intermediate_size=128, **SIZES)
-    return run_ranks(live, request.param, folder, engine=True)
+@pytest.fixture(scope="module")
+def lives(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], list[dict[str, Any]]]:
+    """Results of so many ranks, each measured once."""
+
+    @cache
+    def of_ranks(ranks: int) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("kept")
+        make_model(folder / "qwen3", family="qwen3", seed=0, **SIZES)
+        make_model(folder / "qwen3_moe", family="qwen3_moe", seed=0, moe_intermediate_size=128, **SIZES)
+        recipes = [recipe for number, recipe in selected(request, "ranks", "recipe") if number == ranks]
+        return run_ranks(live, ranks, folder, recipes, engine=True)
+
+    return of_ranks
 
 
-def live(folder: Path) -> dict[str, Any]:
+@pytest.fixture
+def rank_results(lives: Callable[[int], list[dict[str, Any]]], ranks: int) -> list[dict[str, Any]]:
+    return lives(ranks)
+
+
+def live(folder: Path, recipes: list[str]) -> dict[str, Any]:
     """As one of the data parallel ranks: by recipe, the runs with and without such parameters, and resumed ones."""
     megatron_config._engine = lambda dtype: dtype.itemsize == 2
     os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"  # as runtime/gpu_environment.py has it on GPUs
     results: dict[str, Any] = {}
-    for recipe in RECIPES:
+    for recipe in recipes:
         for kept in (True, False):
             results[f"{recipe} {kept}"] = one_run(folder, recipe, kept)
         for name, (saved, kept) in RESUMED.items():
@@ -170,7 +191,7 @@ def sent(trainer: PolicyTrainer) -> tuple[list[torch.Tensor], list[torch.Tensor]
     return both[0], both[1]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@every_case
 def test_masters_begin_with_what_was_loaded(rank_results: list[dict[str, Any]], recipe: str) -> None:
     """Not with the FP8 rounding of it."""
     for rank in rank_results:
@@ -182,7 +203,7 @@ def test_masters_begin_with_what_was_loaded(rank_results: list[dict[str, Any]], 
         )
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@every_case
 def test_parameters_are_their_masters_in_fp8(rank_results: list[dict[str, Any]], recipe: str) -> None:
     """Bit for bit after a step: bytes by rows and by columns, and their scales; in every linear layer."""
     for rank in rank_results:
@@ -194,7 +215,7 @@ def test_parameters_are_their_masters_in_fp8(rank_results: list[dict[str, Any]],
                 assert torch.equal(here, expected), name
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@every_case
 def test_the_run_is_the_one_without(rank_results: list[dict[str, Any]], recipe: str) -> None:
     for rank in rank_results:
         kept, plain = rank[f"{recipe} True"], rank[f"{recipe} False"]
@@ -205,7 +226,7 @@ def test_the_run_is_the_one_without(rank_results: list[dict[str, Any]], recipe: 
         assert not torch.equal(kept.masters[0][NORM], kept.masters[-1][NORM])
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@every_case
 @pytest.mark.parametrize("way", RESUMED)
 def test_a_checkpoint_resumes(rank_results: list[dict[str, Any]], recipe: str, way: str) -> None:
     """Runs with and without parameters in FP8 resume each other with the same next step."""
@@ -223,7 +244,7 @@ def same_metrics(actual: list[dict[str, float]], expected: list[dict[str, float]
         assert metrics["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-6)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@every_case
 def test_servers_get_the_values_that_parameters_encode(rank_results: list[dict[str, Any]], recipe: str) -> None:
     for rank in rank_results:
         kept, values = rank[f"{recipe} True"].sent

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_collab.trainer.megatron import config as megatron_config
-from tests.helpers import make_model
+from tests.helpers import make_model, selected
 from tests.ranks import run_ranks
 from tests.trainer.megatron.test_fp8_params import NORM, SIZES, one_run, resumed, same_metrics
 
@@ -21,17 +21,18 @@ LAYOUTS = {
     "blockwise": {"tp": 2, "pp": 2, "sequence_parallel": True},
     "tensorwise": {"tp": 2, "ep": 2, "sequence_parallel": True},
 }
+RECIPES = ["blockwise", pytest.param("tensorwise", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")
-def rank_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def rank_results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("cut")
     make_model(folder / "qwen3", family="qwen3", seed=0, **SIZES | {"layers": 2})
     make_model(folder / "qwen3_moe", family="qwen3_moe", seed=0, moe_intermediate_size=128, **SIZES)
-    return run_ranks(live, 4, folder, engine=True)
+    return run_ranks(live, 4, folder, [recipe for (recipe,) in selected(request, "recipe")], engine=True)
 
 
-def live(folder: Path) -> dict[str, Any]:
+def live(folder: Path, recipes: list[str]) -> dict[str, Any]:
     """By recipe, the runs with and without such parameters, and the first one resumed."""
     megatron_config._engine = lambda dtype: dtype.itemsize == 2
     return {
@@ -40,10 +41,11 @@ def live(folder: Path) -> dict[str, Any]:
             resumed(folder, recipe, True, True, **layout),
         )
         for recipe, layout in LAYOUTS.items()
+        if recipe in recipes
     }
 
 
-@pytest.mark.parametrize("recipe", LAYOUTS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_the_run_is_the_one_without(rank_results: list[dict[str, Any]], recipe: str) -> None:
     """Bit for bit, on every rank: log-probs, loss, masters; parameters are the masters in FP8, and servers get them."""
     for rank in rank_results:
@@ -62,7 +64,7 @@ def test_the_run_is_the_one_without(rank_results: list[dict[str, Any]], recipe: 
     assert changed and all(not torch.equal(masters[0][NORM], masters[-1][NORM]) for masters in changed)
 
 
-@pytest.mark.parametrize("recipe", LAYOUTS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_checkpoint_resumes(rank_results: list[dict[str, Any]], recipe: str) -> None:
     for rank in rank_results:
         lived, _, (log_probs, metrics, weights) = rank[recipe]

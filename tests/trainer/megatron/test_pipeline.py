@@ -17,6 +17,7 @@ from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.microbatches import MicroBatch
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
+from tests.helpers import selected
 from tests.ranks import learn, make_config, make_model, make_samples, run_ranks
 
 pytestmark = pytest.mark.processes
@@ -33,14 +34,21 @@ LAYOUTS: dict[str, dict[str, object]] = {
 Trained = dict[str, Any]
 
 
+# Without those whose parts are in others.
+EVERY_LAYOUT = [pytest.param(layout, marks=[pytest.mark.slow] * (layout in ("pp2", "pp2-vpp4"))) for layout in LAYOUTS]
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Trained]]]:
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, dict[str, Trained]]]:
     """On every rank, by layout, the results of `train` with planned and with exchanged shapes."""
     folder = make_model(tmp_path_factory.mktemp("pipeline") / "model", num_hidden_layers=8)
-    return run_ranks(train_in_layouts, RANKS, folder, engine=True)  # context parallelism needs the engine
+    layouts = [layout for (layout,) in selected(request, "layout")]
+    return run_ranks(train_in_layouts, RANKS, folder, layouts, engine=True)  # context parallelism needs the engine
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_planned_shapes_train_bit_for_bit_like_exchanged_ones(
     trained: list[dict[str, dict[str, Trained]]], layout: str
 ) -> None:
@@ -54,7 +62,7 @@ def test_planned_shapes_train_bit_for_bit_like_exchanged_ones(
             assert torch.equal(ours, stock) and ours.any()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_no_shape_is_exchanged_and_no_stage_waits_for_its_device(
     trained: list[dict[str, dict[str, Trained]]], layout: str
 ) -> None:
@@ -64,11 +72,13 @@ def test_no_shape_is_exchanged_and_no_stage_waits_for_its_device(
         assert calls["shapes"] == calls["waits"] > 0  # otherwise the counters do not work
 
 
-def train_in_layouts(folder: Path) -> dict[str, dict[str, Trained]]:
+def train_in_layouts(folder: Path, layouts: Sequence[str]) -> dict[str, dict[str, Trained]]:
     """As one of the ranks."""
     results = {}
-    for layout, settings in LAYOUTS.items():
-        settings = {"train.tokens_per_micro_batch": 30} | settings  # some micro-batches have one sequence, some more
+    for layout in layouts:
+        settings = {"train.tokens_per_micro_batch": 30} | LAYOUTS[
+            layout
+        ]  # some micro-batches have one sequence, some more
         with parallel.init_parallel(make_config(folder, settings)):
             planned = train(folder, settings, network.PlannedCommunicator)
             results[layout] = {"planned": planned, "exchanged": train(folder, settings, stock)}
