@@ -250,7 +250,7 @@ PATCHES = (
         "the server's temporary folder it is removed with it.",
         upstream="sglang/srt/managers/load_snapshot.py:303",
         until="SGLang unlinks it, or takes its folder from a setting",
-        test="tests/inference/test_server.py::test_temporary_files_of_sglang_are_removed_with_the_server",
+        test="tests/inference/test_server.py::test_a_server_that_dies_shows_its_last_words_and_leaves_no_files",
         uses=("sglang.srt.managers.load_snapshot.shm_path_for",),
     ),
     _sglang(

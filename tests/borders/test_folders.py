@@ -163,10 +163,10 @@ TORN: dict[str, tuple[str, str, str]] = {
     "settings cut": ("config.json", '{"run": {', "contains no run settings; restore it, or choose another run.dir"),
     "settings a list": ("config.json", "[]", "contains no run settings"),
     "settings deep": ("config.json", "[" * 100_000, "contains no run settings"),
-    "prompts a list": ("config.json", '{"prompts": [1]}', "contains no run settings"),
     "evaluations cut": ("evaluations.json", '{"before": {"st', "cannot be read as JSON"),
     "evaluations a list": ("evaluations.json", "[1]", "holds a list, not evaluations; restore it, or remove it"),
     "evaluations foreign": ("evaluations.json", '{"a": {"score": 1}}', "'a' is not an evaluation record"),
+    "inputs a list": ("inputs.json", "[1]", "contains no fingerprints; restore it, or remove it"),
     "pins cut": ("hub.json", "{", "is not a JSON object of commits; restore it, or remove it"),
 }
 

@@ -341,7 +341,7 @@ def test_a_function_that_exits_does_not_end_a_run_with_0(capsys: pytest.CaptureF
 @pytest.mark.parametrize("fails", [ends, cancels])
 def test_an_extension_that_exits_or_cancels_has_failed(fails: Callable[[], None]) -> None:
     task = Task("t", (), "", "", "")
-    users: Any = SimpleNamespace(counters=Counter(), config=Config())
+    users: Any = SimpleNamespace(counters=Counter(), directory=SimpleNamespace(name_of=lambda _: ""))
     worker: Any = RewardWorker.__new__(RewardWorker)
     metric = SimpleNamespace(counters=Counter(), score=lambda *_: fails())
     worker.metrics, worker.timeout, worker._judged = {"mine": metric}, 10.0, set()
@@ -359,7 +359,7 @@ def test_an_extension_that_exits_or_cancels_has_failed(fails: Callable[[], None]
 
 
 def test_a_cancellation_from_outside_goes_on() -> None:
-    users: Any = SimpleNamespace(counters=Counter(), config=Config())
+    users: Any = SimpleNamespace(counters=Counter(), directory=SimpleNamespace(name_of=lambda _: ""))
 
     async def wait() -> None:
         with reporting_errors(Task("t", (), "", "", ""), users):

@@ -294,7 +294,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixt
     capsys.readouterr()
     assert tool(tmp_path / "model", tmp_path / "file" / "out", "--to-megatron") == 2
     error = capsys.readouterr().err
-    assert "out: cannot be written (" in error and "give another folder" in error and error.count("\n") == 1, error
+    assert "out: cannot be used (" in error and "choose another OUT" in error and error.count("\n") == 1, error
 
 
 @pytest.mark.parametrize("to_megatron", [True, False])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_collab.config import ConfigError
-from megatron_collab.data.evaluation import evaluation_sets
+from megatron_collab.launch.data_specs import evaluation_data
 from megatron_collab.reproduce.__main__ import main
 from megatron_collab.reproduce.plan import BUILD, EVALUATE, PREPARE, TRAIN, Stage, StudyOptions, stages
 from megatron_collab.reproduce.study import Study, known, read, select
@@ -71,7 +71,7 @@ def test_the_paper_is_trained_and_evaluated_as_its_tables_say() -> None:
     assert planned["code/ppo"].config.model.path == "out/code/sft/hf"  # section 4
     assert planned["code/online_dpo"].config.model.path == "out/code/offline_dpo/hf"
     evaluated = planned["code/base_eval"].config
-    sets = evaluation_sets(evaluated)
+    sets = evaluation_data(evaluated).eval_sets
     assert [(eval_set.name, eval_set.tasks, eval_set.max_messages, eval_set.max_user_turns) for eval_set in sets] == [
         (f"seed{seed}", 600, 14, 7) for seed in range(3)
     ]

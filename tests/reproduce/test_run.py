@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,10 +56,17 @@ class Programs:
         if folder.name == self.failing:
             return 7
         for seed in range(2):
-            rows = [{"task": f"t{n}", "scores": {"right": (n + seed) % 2, "interactivity": 0.9}} for n in range(4)]
+            rows = [future(f"t{n}", right=(n + seed) % 2, interactivity=0.9) for n in range(4)]
             write_jsonl(folder / f"eval_seed{seed}_model.jsonl", rows)
         record_evaluations(folder)
         return 0
+
+
+def future(task: str, **scores: float | None) -> dict[str, Any]:
+    """A row of a transcript; a score of None is missing."""
+    recorded = {name: {"missing": "failed"} if score is None else score for name, score in scores.items()}
+    ended = {"reward": None, "ending": "user_done", "error": "", "messages": []}
+    return {"task": task, "rollout": 0, "future": 0, "scores": recorded, **ended}
 
 
 def record_evaluations(folder: Path) -> None:
@@ -147,8 +155,8 @@ def test_means_are_over_problems_and_seeds(tmp_path: Path) -> None:
     record_evaluations(folder)
     scores = [[1, 0, 1, None], [1, 0, 0, 1]]
     for seed, row in enumerate(scores):
-        rows = [{"task": f"t{n}", "scores": {"right": s, "interactivity": 0.8}} for n, s in enumerate(row)]
-        write_jsonl(folder / f"eval_seed{seed}_model.jsonl", [*rows, {"task": "other", "scores": {}}])
+        rows = [future(f"t{n}", right=score, interactivity=0.8) for n, score in enumerate(row)]
+        write_jsonl(folder / f"eval_seed{seed}_model.jsonl", [*rows, future("other")])
     right, itr = estimates(tmp_path, small(), "sums", "base", 2) or ()
     # Means of the problems 1, 0, 0.5, 1: 0.625, with a standard error of sqrt(0.2292 / 4).
     assert right == Estimate(

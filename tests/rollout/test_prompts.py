@@ -18,9 +18,10 @@ from megatron_collab.rollout.users.llm import system_prompt
 from megatron_collab.types import Conversation, Message, Missing, Task
 from tests.reward.fakes import FakeJudge, about, metric, play
 
-# SHA-256 of the prompts for TASK and PLAYED in the last version whose prompts were not files.
+# SHA-256 of the prompts for TASK and PLAYED in the last version whose prompts were not files; of `accuracy` since its
+# problem and answer are in tags.
 EARLIER = {
-    "accuracy": "50f1c929f1641f41c7ef1470cb25aa3ab58d6edc0358930bae49eef7c0f3c438",
+    "accuracy": "b6e810fe5391e80a3f579e445ec598e2a9d8a0246701d351de133b35b35da2e9",
     "bleu": "9361767ddfbddcc1df12bef3e8248ee1cd6ded32edffe55f4e14b3678e5cc92b",
     "holistic": "75825ed5daee97be66c8e9f50a70e7a5d660f68a9a34acd861024ddf9996b38f",
     "parts": "5cb6bfeeaf24a808e976a21865980fccdc9f770bb6d171b3342cc3886e776c30",
