@@ -310,7 +310,7 @@ def test_a_conversation_worker_samples_from_its_servers(
     assert proxy.requests == [], "requests to the run's servers, on any node, go through no proxy"
     assert KEY not in json.dumps(ray.get_runtime_context().runtime_env)
     assert_secret(KEY, os.environ["RAY_AUTH_TOKEN"])
-    monkeypatch.setattr(scheduler, "group_seconds", lambda config, play, groups: 2.0 * groups)
+    monkeypatch.setattr(scheduler, "group_seconds", lambda play, groups: 2.0 * groups)
     gives_up_on_a_worker_that_hangs(worker, task, settings)
 
 

@@ -124,6 +124,7 @@ def test_workers_take_the_keys_and_rays_own_processes_have_none(tmp_path: Path) 
         import ray
 
         from megatron_collab.config import Config, RewardConfig
+        from megatron_collab.launch.play_specs import reward_spec
         from megatron_collab.llm import limiter
         from megatron_collab.reward.workers import RewardWorker
         from megatron_collab.runtime import keys, ray_cluster
@@ -133,11 +134,10 @@ def test_workers_take_the_keys_and_rays_own_processes_have_none(tmp_path: Path) 
                 return os.environ.get("OPENAI_API_KEY")
 
         keys.put_away()
-        config = Config(reward=RewardConfig(workers=1))
-        config.run.dir = sys.argv[1]
+        config, folder = Config(reward=RewardConfig(workers=1)), Path(sys.argv[1])
         with ray_cluster.ray_session(2):
-            bound = limiter.start_limiter(config.llm, Path(sys.argv[1]) / "spend.json")
-            worker = ray_cluster.start_actor(Worker, config, {}, "reward-0")
+            bound = limiter.start_limiter(config.llm, folder / "spend.json")
+            worker = ray_cluster.start_actor(Worker, reward_spec(config.reward), config.llm, folder, "reward-0")
             ray.get(bound.spend.remote())
             print(ray.get(worker.has.remote()))
             for process in psutil.Process().children(recursive=True):

@@ -64,7 +64,7 @@ RUNS: dict[str, dict[str, object]] = {
 def run_all(folder: Path) -> None:
     """As the only rank, without torchrun's store."""
     with (
-        mock.patch.object(hang_detector, "watch", lambda config: nullcontext()),
+        mock.patch.object(hang_detector, "watch", lambda timeout, run_dir: nullcontext()),
         mock.patch.object(parallel, "leader_ends_first", lambda timeout, explain: nullcontext()),
     ):
         config = configure(folder, "resumed", {"train.steps": 3})
