@@ -44,7 +44,7 @@ def read_shape(folder: Path) -> ModelShape:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: contains no config.json; give the folder of a Hugging Face model")
     try:
-        return hf_config.read(folder / "config.json")
+        return hf_config.read_policy(folder / "config.json")
     except ValueError as error:
         raise ConfigError(f"{folder}: {error}; give another model") from error
 

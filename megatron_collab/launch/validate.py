@@ -322,7 +322,7 @@ def read_shape(config: PlayConfig, described: Path | None = None) -> ModelShape:
     out = "give the folder of a Hugging Face model, or OWNER/NAME of the Hub"
     require(file.is_file(), f"model.path={path}: no config.json there; {out}{hint}")
     try:
-        return hf_config.read(file)
+        return hf_config.read_policy(file)
     except ValueError as error:
         raise ConfigError(f"model.path={path}: {error}; give another model") from error
 

@@ -141,13 +141,28 @@ class ModelShape:
 
 def read(file: Path) -> ModelShape:
     """The shape in `file`, a config.json; raises a one-line ValueError if it is unreadable or not supported."""
+    return ModelShape.from_hf(_settings_in(file))
+
+
+def read_policy(file: Path) -> ModelShape:
+    """As `read`, for a model that is trained and served: raises ValueError also if SGLang runs another architecture."""
+    hf = _settings_in(file)
+    shape, architectures = ModelShape.from_hf(hf), _collection(hf, "architectures", list, "list")
+    trained = f"{shape.family.title().replace('_', '')}ForCausalLM"
+    if architectures and architectures[0] != trained:
+        message = f"SGLang runs architectures={architectures[0]}, the trainer {trained}; correct it"
+        raise ValueError(f"config.json: {message}")
+    return shape
+
+
+def _settings_in(file: Path) -> dict[str, Any]:
     try:
         hf = json.loads(files.read_text(file))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"config.json: cannot be read as JSON ({error})") from error
     if not isinstance(hf, dict):
         raise ValueError(f"config.json: holds a {type(hf).__name__}, not the settings of a model")
-    return ModelShape.from_hf(hf)
+    return hf
 
 
 def _value(settings: Mapping[str, Any], name: str, default: Any, group: str = "") -> Any:

@@ -129,7 +129,7 @@ WRONG: dict[str, tuple[Damage, str]] = {
     ),
     "another family": (
         described(model_type="llama"),
-        "k_norm.weight is unexpected; give a folder that fits its config",
+        "SGLang runs architectures=Qwen3ForCausalLM, the trainer LlamaForCausalLM; correct it",
     ),
     "another architecture": (
         described(architectures=["Qwen3ForSequenceClassification"]),

@@ -67,9 +67,17 @@ def no_metadata(folder: Path) -> None:
 
 
 FOREIGN: dict[str, tuple[Damage, dict[str, object], str]] = {
-    "family": (lambda folder: None, {"model_type": "llama"}, "has family=llama, and the model in the checkpoint"),
+    "family": (
+        lambda folder: None,
+        {"model_type": "llama", "architectures": None},
+        "has family=llama, and the model in the checkpoint",
+    ),
     "scaling": (lambda folder: None, {"rms_norm_eps": 0.5}, "has norm_eps=0.5, and the model in the checkpoint"),
-    "old, family": (old, {"model_type": "llama"}, "all or part of decoder.layers.self_attention.k_layernorm.weight"),
+    "old, family": (
+        old,
+        {"model_type": "llama", "architectures": None},
+        "all or part of decoder.layers.self_attention.k_layernorm.weight",
+    ),
     "old, layers": (old, {"num_hidden_layers": 2}, "has 2 layers, the checkpoint has more"),
     "old, more layers": (old, {"num_hidden_layers": 4}, "in the checkpoint it is missing"),
     "old, width": (old, {"intermediate_size": 64}, "has shape (128, 64); in the checkpoint it has shape"),
