@@ -30,6 +30,7 @@ SETTINGS = [
     "data.train=${data.dir}/greetings.txt",
     "data.eval=${data.dir}/greetings.txt",
     "data.format=collab_extras:Lines",
+    "user.name=collab_extras:TerseUser",
     "user.options.word=yes",
     "rollout.player=collab_extras:Counting",
     "rollout.player_options.name=greetings",

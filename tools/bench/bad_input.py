@@ -13,7 +13,7 @@ and must end it with exit code 2 and one line. The valid command lines come firs
     crash = inputs that ended the interpreter or took longer than 20 s, and when tried again 60 s, as on a busy machine;
     seconds = of the slowest input.
 
---show prints what each of them printed; --only TEXT: inputs with TEXT in their name or command; --smoke: every 25th.
+--show prints what each of them printed; --only TEXT: inputs with TEXT in their name or command; --smoke: every 60th.
 The last line is one JSON object.
 """
 
@@ -48,7 +48,7 @@ from bad_inputs.valid import OUT, Files, Input, valid
 LIMIT, LAST_LIMIT = 20.0, 60.0  # seconds, of the first and of the second attempt
 MEMORY = 8 << 30  # bytes that an attempt may allocate
 VALID_LIMIT = 300.0  # of a valid input
-EVERY = 25
+EVERY = 60
 # Modules of which an argument of the command is one, if a command starts a program of ours or Ray.
 STARTED = ("megatron_collab.train", "megatron_collab.evaluate", "megatron_collab.synthesis.build_dataset")
 COMMANDS = "megatron_collab.commands"

@@ -96,7 +96,7 @@ class Lines(TaskReader):
 
     @dataclass(frozen=True)
     class Options:
-        user: str = option("collab_extras:TerseUser", "user of every task")
+        user: str = option("", "user of every task; empty: the one of the settings")
 
     def __call__(self, path: Path) -> Iterator[Task]:
         for number, line in enumerate(path.read_text().splitlines()):
