@@ -42,6 +42,10 @@ class UsersFromLogsConfig(CallConfig):
     """Options of users-from-logs."""
 
     program = "users-from-logs"
+    refused: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("algo", "data", "optim", "parallel", "train", "user", "users"), "train"),
+        **{"assistant": "evaluate", "build": "build-dataset"},
+    }
 
 
 @dataclass

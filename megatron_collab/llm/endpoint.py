@@ -110,6 +110,8 @@ def question_of(endpoint: EndpointConfig) -> dict[str, Any]:
 def check_settings(endpoint: EndpointConfig, group: str, in_use: bool = True) -> None:
     """Raises ConfigError for invalid headers and extra arguments of `group`; not `in_use`: variables may be unset."""
     out = f"set {group}.headers.NAME={ENVIRONMENT}VARIABLE, which is read when a request is sent"
+    named = not (endpoint.model or "").endswith("/")
+    require(named, f"{group}.model={endpoint.model}: names no model after the provider; give PROVIDER/MODEL")
     budget = endpoint.extra.get(COMPLETION)
     message = f"{group}.extra.{COMPLETION}={budget}: must be a whole number of at least 1"
     valid = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1

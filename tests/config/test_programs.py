@@ -114,6 +114,7 @@ def refused(program: type[CallConfig], *overrides: str) -> str:
         (EvaluateConfig, "bild.candidates=3", "bild.candidates: no such option; the nearest is build.candidates"),
         (EvaluateConfig, "train.step=3", "train.step: no such option; the nearest is train.steps"),
         (UsersFromLogsConfig, "reward.juge.model=m", "reward.juge.model: no such option; the nearest is reward.judge"),
+        (UsersFromLogsConfig, "optim.lr=1", "optim.lr: is only for `megatron-collab train`; remove it"),
         (EvaluateConfig, "train.steps=0.5", "train.steps=0.5: must be a whole number"),
         (UsersFromLogsConfig, "reward.judge.timeout=1e-9", "reward.judge.timeout=1e-09: must be at least 0.1"),
         (UsersFromLogsConfig, "llm.cache=' '", "llm.cache=' ': is blank; give a value"),

@@ -152,6 +152,7 @@ def test_the_key_of_an_answer_has_every_setting_that_changes_it_and_earlier_keys
             {"headers": {"X-Api-Key": "os.environ/HOEM"}},
             "reward.judge.headers.X-Api-Key=os.environ/HOEM: no such variable in the environment; the nearest is HOME",
         ),
+        ({"model": "openai/"}, "reward.judge.model=openai/: names no model after the provider; give PROVIDER/MODEL"),
     ],
 )
 def test_what_is_no_matter_of_extra_and_keys_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -110,7 +110,7 @@ WORDS: dict[tuple[str, ...], tuple[str, ...]] = {
             "algo=nonsense",
         ),
         *("data.eval=[{source: a, name: b, nmae: c}]", "launch.nodes=2", "parallel.tp=3", "parallel.pp=7"),
-        *("parallel.cp=2", "parallel.ep=2", "parallel.vpp=2", "parallel.sequence_parallel=true", "train.stage=ppo"),
+        *("parallel.cp=2", "parallel.ep=2", "parallel.vpp=2", "train.stage=ppo"),
         *("rollout.context_length=1000000", "rollout.turn.max_new_tokens=100000", "rollout.workers=100000"),
         *(
             "launch.nproc_per_node=2000",
