@@ -221,11 +221,11 @@ WORDS: dict[tuple[str, ...], tuple[str, ...]] = {
         *("user.stop=' '", "user.api_base=notaurl user.name=llm user.model=openai/gpt-4o"),
         *("user.api_base=http://h:99999 user.name=llm user.model=openai/gpt-4o",),
         *("user.api_base=file:///etc/passwd user.name=llm user.model=openai/gpt-4o",),
-        *('user.headers={a: "x\\r\\nb: c"} user.name=llm user.model=openai/gpt-4o', "run.wandb_project=' '"),
+        *('user.headers={a:"x\r\nb:c"} user.name=llm user.model=openai/gpt-4o', "run.wandb_project=' '"),
     ): PROGRAMS,
     ("optim.warmup_steps=1000 train.steps=10", "launch.grace=1e-9", "launch.timeout=1e-9"): TRAINING,
     (
         *("reward.judge.api_base=notaurl", "reward.judge.api_base=http://h:99999", "llm.cache=/dev/null"),
-        *("reward.judge.api_base=file:///etc/passwd", "reward.judge.timeout=1e-9", 'reward.judge.headers={a: "x\\nb"}'),
+        *("reward.judge.api_base=file:///etc/passwd", "reward.judge.timeout=1e-9", 'reward.judge.headers={a:"x\nb"}'),
     ): ("users-from-logs",),
 }
