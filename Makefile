@@ -43,9 +43,11 @@ test-clone: setup
 test-slurm: setup
 	.venv/bin/python -m pytest -m slurm tests/slurm
 
-# On a node of GPUs, in the environment that is there. What needs more devices than it has is skipped.
+# On a node of GPUs, in the environment that is there. What needs more devices than it has is skipped. The wheels' libraries
+# come first, as in a run: TransformerEngine loads parts of cuDNN by name, and would take those of the system.
 test-gpu:
-	.venv/bin/python -m pytest -m gpu tests --gpu-report build/gpu-report.md
+	LD_LIBRARY_PATH="$$(.venv/bin/python -c 'import os; from megatron_collab.runtime import toolkit; print(toolkit.library_path(os.environ.get("LD_LIBRARY_PATH")))')" \
+		.venv/bin/python -m pytest -m gpu tests --gpu-report build/gpu-report.md
 
 # The packages for GPUs in an environment of its own, where there is no GPU: what only they can show, then the tests on
 # CPU. The first time they are installed, and one is compiled. With the library that stands in for the driver's, and

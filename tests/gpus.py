@@ -29,7 +29,10 @@ def lacking(devices: int = 1, capability: tuple[int, int] = (0, 0), engine: bool
 
 
 class Report:
-    """A pytest plugin that writes every test's result, seconds and figures (record_property) as a page."""
+    """A pytest plugin that writes every test's result, seconds and figures (record_property) as a page.
+
+    The page is written after every test: a session that is killed leaves what it has.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.began = path, time.monotonic()
@@ -48,11 +51,17 @@ class Report:
             if report.skipped and isinstance(report.longrepr, tuple)
             else ""
         )
-        figures = why or ", ".join(f"{name} {value}" for name, value in report.user_properties) or before
+        if report.failed:
+            why = " ".join(report.longreprtext.strip().splitlines()[-1:]).replace("|", "/")[:300]
+        figures = (
+            ", ".join(filter(None, [why, *(f"{name} {value}" for name, value in report.user_properties)])) or before
+        )
         outcome = result if report.passed else report.outcome
         self.results[report.nodeid] = (outcome, seconds + report.duration, figures)
+        if report.when == "teardown":
+            self.write()
 
-    def pytest_sessionfinish(self) -> None:
+    def write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(self.page())
 

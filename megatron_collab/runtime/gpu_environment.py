@@ -62,8 +62,7 @@ def _rank_variables(config: Config) -> dict[str, str]:
     """Variables of a trainer rank on GPUs.
 
     Before Blackwell, a single hardware queue is needed to keep a collective and the matrix product that overlaps it
-    in Megatron's launch order (megatron/core/tensor_parallel/layers.py). Context parallelism uses cuDNN's attention:
-    FlashAttention would need a second list of lengths, with padding, which packed micro-batches lack.
+    in Megatron's launch order (megatron/core/tensor_parallel/layers.py).
     TransformerEngine loads the history of delayed scaling, a pickle, only if that is allowed; it is safe here because a
     run reads its own checkpoints.
     """
@@ -72,8 +71,6 @@ def _rank_variables(config: Config) -> dict[str, str]:
     parallel, variables = config.parallel, dict[str, str]()
     if max(parallel.tp, parallel.cp) > 1 and (device.capability() or (0, 0)) < (10, 0):
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    if parallel.cp > 1:
-        variables["NVTE_FLASH_ATTN"] = "0"
     if config.model.fp8 and config.model.fp8_recipe == "delayed":
         variables["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"
     return variables

@@ -83,8 +83,10 @@ def quantize(weights: Tensor) -> tuple[Tensor, Tensor]:
     *_, rows, columns = fp8_scales(weights.shape)
     blocks = torch.nn.functional.pad(weights.float(), (0, columns * FP8_BLOCK - k, 0, rows * FP8_BLOCK - n))
     blocks = blocks.view(*leading, rows, FP8_BLOCK, columns, FP8_BLOCK)
-    # The scale of a block of zeros must not be 0: it is a divisor.
-    scale_inv = (blocks.abs().amax(dim=(-3, -1)) / FP8_LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+    largest = blocks.abs().amax(dim=(-3, -1))
+    # By a tensor: on GPUs torch multiplies by the reciprocal of a number, which rounds twice, unlike a CPU.
+    scale_inv = largest / torch.full_like(largest, FP8_LARGEST)
+    scale_inv = scale_inv.clamp(min=torch.finfo(torch.float32).tiny)  # of a block of zeros: it is a divisor
     quantized = (blocks / scale_inv[..., :, None, :, None]).to(torch.float8_e4m3fn)
     return quantized.view(*leading, rows * FP8_BLOCK, columns * FP8_BLOCK)[..., :n, :k], scale_inv
 

@@ -13,10 +13,14 @@ import pytest
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.launch import prepare, server_specs, servers, validate
 from megatron_collab.launch.spec import run_spec
+from megatron_collab.models import hf_config
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.runtime import device
 from megatron_collab.weight_sync import plan
 from tests import helpers
+from tests.e2e import test_gpu
+from tests.helpers import make_model
+from tests.weight_sync import test_families
 
 DENSE = {
     "model_type": "qwen3",
@@ -323,6 +327,17 @@ def test_what_servers_with_adapters_cannot_go_with() -> None:
 )
 def test_a_model_that_cannot_be_cut_like_that(model: dict[str, Any], settings: dict[str, Any], message: str) -> None:
     assert message in refused(check_of_model, configure(**settings), ModelShape.from_hf(model))
+
+
+@pytest.mark.parametrize("sizes", [test_gpu.SIZES, test_families.SIZES])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_the_models_of_gpu_tests_can_be_cut_for_fp8(tmp_path: Path, family: str, sizes: dict[str, Any]) -> None:
+    """No machine without a GPU runs these tests, and a refusal would be seen on one only."""
+    folder = tmp_path / "model"
+    make_model(folder, family=family, **sizes, **({"moe_intermediate_size": 256} if family == "qwen3_moe" else {}))
+    config = configure(fp8=True)
+    config.rollout.context_length = 2048
+    check_of_model(config, hf_config.read(folder / "config.json"))
 
 
 def test_experts_are_replayed_of_models_that_have_some() -> None:

@@ -73,7 +73,7 @@ def test_a_process_enters_it(monkeypatch: pytest.MonkeyPatch, wheels: Path) -> N
         ({}, (9, 0), {}),
         ({"parallel.tp": 2}, (9, 0), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
         ({"parallel.tp": 2}, (10, 0), {}),
-        ({"parallel.cp": 2}, (10, 0), {"NVTE_FLASH_ATTN": "0"}),
+        ({"parallel.cp": 2}, (10, 0), {}),  # Megatron refuses a choice of attention by variables
         ({"model.fp8": "hybrid", "model.fp8_recipe": "delayed"}, (9, 0), {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}),
         ({"parallel.tp": 2, "launch.device": "cpu"}, (9, 0), {}),
     ],

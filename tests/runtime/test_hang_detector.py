@@ -176,6 +176,8 @@ def test_with_nccl_the_oldest_open_operation_is_named(one_rank: Config) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_operation_that_waits_is_named(one_gpu: Config) -> None:
+    dist.all_reduce(torch.zeros(1, device="cuda"))  # the first waits for the GPU while it starts NCCL
+    torch.cuda.synchronize()
     torch.cuda._sleep(10**10)  # cycles
     dist.all_reduce(torch.zeros(1, device="cuda"))
     assert hang_detector.nccl_operation().startswith("nccl:all_reduce of ")

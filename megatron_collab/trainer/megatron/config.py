@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -67,6 +68,9 @@ def transformer_config(config: Config, shape: ModelShape) -> TransformerConfig:
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
         pipeline_model_parallel_layout=uneven,
         context_parallel_size=parallel.cp,
+        # Context parallelism uses cuDNN's attention: FlashAttention would need a second list of lengths, with padding,
+        # which packed micro-batches lack. Megatron sets TransformerEngine's variables and refuses those set before.
+        attention_backend=AttnBackend.fused if parallel.cp > 1 else AttnBackend.auto,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=1,
         # Packed micro-batches differ in length; pipeline.py knows the lengths. Megatron then requires alltoall, even

@@ -22,6 +22,8 @@ from megatron_collab.runtime.process import RunStopped, beat, lost_process
 
 _GROUPS = count()
 _LEADER_ENDED = "leader_ended"  # a key of the store
+# By which Megatron chooses TransformerEngine's attention for a model. It refuses a model that needs other values.
+_ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 @cache
@@ -94,7 +96,12 @@ def init_parallel(config: Config) -> Iterator[None]:
 
 @contextmanager
 def layout_groups(config: Config, timeout: timedelta) -> Iterator[None]:
-    """The layout's process groups and the seeds, in torch's default group."""
+    """The layout's process groups and the seeds, in torch's default group.
+
+    The choice of attention for an earlier layout, or by the shell, is forgotten: the configuration decides it.
+    """
+    for name in _ATTENTION_VARIABLES:
+        os.environ.pop(name, None)
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.parallel.tp,
