@@ -154,7 +154,7 @@ def check_played(config: PlayConfig, spec: RunSpec) -> None:
 def refuse_keys(settings: Mapping[str, Any]) -> None:
     """Raises ConfigError for a setting that contains a key; it names the setting without its value."""
     options = dict(leaves(settings))
-    if redacted(options) == options:  # all at once, since reading the keys of the environment takes longer than a search
+    if redacted(options) == options:  # all at once: finding the keys in the environment takes longer
         return
     for name, value in options.items():
         require(

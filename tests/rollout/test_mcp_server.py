@@ -283,8 +283,8 @@ def test_a_server_whose_tools_have_changed_since_the_run_began_is_named(
     assert warnings[2].endswith(": environment, nothing\n")
 
 
-def test_two_tools_of_one_name_are_refused(notebook: Path) -> None:
-    both = {"one": by_stdio(notebook), "two": by_stdio(notebook)}
+def test_two_tools_of_one_name_are_refused(notebook: Path, url: str) -> None:
+    both = {"notebook": by_stdio(notebook), "two": {"url": url, "bearer": BEARER}}
     with pytest.raises(ConfigError, match=r"^tool note: two of rollout.tools and rollout.mcp_servers have this name"):
         tool_spec(RolloutConfig(mcp_servers=both)).schemas()
 
