@@ -33,7 +33,7 @@ BEARER = "MEGATRON_COLLAB_TEST_BEARER"
 
 # The process keeps the words. `python notebook.py PORT` serves HTTP, which requires the key.
 NOTEBOOK = """
-import asyncio, os, sys
+import asyncio, os, sys, time
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
@@ -66,8 +66,10 @@ async def note(word: str) -> str:
         flood(b"x\\n" * 99)
     if word == "one line":
         flood(b"x" * 65536)
-    while word == "mutter":
-        print("\\x1b[31mno" * 99, file=sys.stderr)
+    if word == "mutter":  # 14 MB, which no pipe holds
+        for _ in range(20_000):
+            print("\\x1b[31mno" * 99, file=sys.stderr)
+        time.sleep(60)
     words.append(word)
     return " ".join(words)
 
