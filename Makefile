@@ -20,7 +20,7 @@ setup:
 WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 PYTEST := .venv/bin/python -m pytest tests $(WORKERS) --durations=40 --durations-min=10
 
-# Unit tests without processes.
+# Unit tests without processes, and without single ones that take seconds (marked `processes` as well).
 test-fast: setup
 	$(PYTEST) -m "not gpu and not slurm and not slow and not processes"
 

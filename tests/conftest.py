@@ -100,8 +100,8 @@ def no_process_survives() -> Iterator[None]:
     end_fork_servers()
     if accuracy := sys.modules.get("megatron_collab.reward.metrics.accuracy"):
         accuracy._CHECKER.close()
-    alive = [f"{test} left {process.pid}: {process.cmdline()}" for process, test in processes.alive(30).items()]
-    assert not alive, "\n".join(alive)
+    alive = processes.alive(processes.END_SECONDS).items()
+    assert not alive, "\n".join(f"{test} left {process.pid}: {process.cmdline()}" for process, test in alive)
 
 
 @pytest.hookimpl(wrapper=True)

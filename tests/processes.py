@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import psutil
 
+END_SECONDS = 30.0  # in which what a session has started must have ended after its last test
 _MARK = "MEGATRON_COLLAB_TEST_SESSION"
 _TEST = "PYTEST_CURRENT_TEST"  # pytest sets it
 

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import grimp
@@ -95,11 +96,21 @@ READS_SETTINGS = {
 }
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    """The modules by their names within the package."""
-    for file in sorted((ROOT / PACKAGE).rglob("*.py")):
-        name = ".".join(file.relative_to(ROOT / PACKAGE).with_suffix("").parts)
-        yield name.removesuffix(".__init__"), ast.parse(file.read_text())
+@cache
+def modules() -> list[tuple[str, ast.Module]]:
+    """The modules by their names within the package, parsed once for the tests of this file."""
+    files = sorted((ROOT / PACKAGE).rglob("*.py"))
+    names = (".".join(file.relative_to(ROOT / PACKAGE).with_suffix("").parts) for file in files)
+    return [
+        (name.removesuffix(".__init__"), ast.parse(file.read_text())) for name, file in zip(names, files, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parsed_trees() -> Iterator[None]:
+    """They take 77 MB, which the tests of other files need not hold."""
+    yield
+    modules.cache_clear()
 
 
 @pytest.mark.processes

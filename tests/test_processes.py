@@ -17,6 +17,10 @@ ROOT = Path(__file__).resolve().parents[1]
 LEAVES = """
 import subprocess
 
+from tests import processes
+
+processes.END_SECONDS = 2.0
+
 
 def test_that_fails():
     subprocess.run(["setsid", "--fork", "tail", "--follow", __file__])

@@ -1,15 +1,17 @@
 """Builds the settings of a program from overrides, without cross-checks.
 
-Hydra composes the options of all programs, `conf/` and the command line; a program takes its own.
+Hydra composes the options of all programs and `conf/`, once per choice of files in a process, since that takes a tenth
+of a second; the settings of the command line are merged into a copy. A program takes its own options.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, fields, is_dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -42,6 +45,7 @@ for _name, _value, _ in declared(AllOptions):
     if isinstance(_value, dict):  # its keys are names that may be added
         OmegaConf.set_struct(OmegaConf.select(_schema, _name), False)
 ConfigStore.instance().store(name="schema", node=_schema)
+_PICKLED_SCHEMA = pickle.dumps(_schema)
 
 
 def compose(overrides: Sequence[str], defaults: Mapping[str, Any] = {}) -> Config:
@@ -62,8 +66,7 @@ def compose_program[Program: CallConfig](
         group = name.partition(".")[0]
         message = f"{name}: is only for `megatron-collab {program.refused.get(group)}`; remove it"
         require(group not in program.refused, message)
-    with _schema_with(defaults):
-        config = _part(program, _compose_node(overrides))
+    config = _part(program, _compose_node(overrides, defaults))
     if missing := sorted(name for name, value, _ in declared(config) if value == MISSING):
         raise ConfigError(f"{missing[0]}: not set; give {missing[0]}=VALUE or an experiment=NAME that sets it")
     check_declared(config)
@@ -87,15 +90,8 @@ def settings(overrides: Sequence[str], program: type[CallConfig] = Config) -> li
 def layers(overrides: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Sources of settings beside the schema (files under conf/, COMMAND_LINE) with the options they set; later wins."""
     overrides = _plain(overrides)
-    with _conf():
-        loader = GlobalHydra.instance().config_loader()
-        default_files = loader.compute_defaults_list("config", overrides, RunMode.RUN).defaults
-    for default in default_files:
-        path = f"{default.config_path}.yaml"
-        if (CONF / path).is_file():
-            prefix = f"{default.package}." if default.package else ""
-            content: Any = OmegaConf.to_container(OmegaConf.load(CONF / path))
-            yield f"conf/{path}", [prefix + leaf for leaf, _ in leaves(content)]
+    choices, _ = _choices_and_settings(overrides)
+    yield from _layers_of_files(choices, _conf_files())
     names = (override.partition("=")[0].lstrip("~") for override in overrides)
     yield COMMAND_LINE, [name for name in names if name not in groups()]
 
@@ -131,29 +127,77 @@ def build[Options](kind: type[Options], values: Mapping[str, Any], prefix: str) 
     return options
 
 
-def _compose_node(overrides: Sequence[str]) -> DictConfig:
+# Path of a file under conf/, time of its last change in nanoseconds, size in bytes.
+ConfFile = tuple[str, int, int]
+
+
+def _compose_node(overrides: Sequence[str], defaults: Mapping[str, Any] = {}) -> DictConfig:
     """The composed node with interpolations resolved. Raises ConfigError if Hydra or the schema rejects an override."""
     for override in overrides:
         _refuse_syntax(override)
     overrides = _plain(overrides)
-    GlobalHydra.instance().clear()
+    files, schema = _conf_files(), _schema_with(defaults)
     try:
-        with _conf():
-            node = hydra.compose("config", overrides=overrides)
+        choices, parsed = _choices_and_settings(overrides)
+        node: DictConfig = pickle.loads(_compose_files(choices, files, schema))
+        for override in parsed:
+            _merge(node, override)
         OmegaConf.resolve(node)
         return node
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{_reason(error, overrides)} (all options: --help)") from error
 
 
-@contextmanager
-def _conf() -> Iterator[None]:
-    """Hydra reads conf/ inside. Raises ConfigError for a file that may never end, or is too long to be settings."""
-    for file in CONF.rglob("*.yaml"):
-        message = f"conf/{file.relative_to(CONF)}: must be a file of at most {_LONGEST} bytes; shorten it, or remove it"
-        require(file.is_file() and file.stat().st_size <= _LONGEST, message)
+def _choices_and_settings(overrides: Sequence[str]) -> tuple[tuple[str, ...], list[Override]]:
+    """The overrides that choose a file of a group of conf/, and the parsed others. Raises HydraException."""
+    parsed, names = OverridesParser.create().parse_overrides(list(overrides)), groups()
+    chooses = [override.key_or_group in names and not isinstance(override.value(), dict) for override in parsed]
+    choices = (line for line, choice in zip(overrides, chooses, strict=True) if choice)
+    return tuple(choices), [override for override, choice in zip(parsed, chooses, strict=True) if not choice]
+
+
+def _merge(node: DictConfig, override: Override) -> None:
+    try:
+        OmegaConf.update(node, override.key_or_group, override.value(), merge=True)
+    except OmegaConfBaseException as error:
+        raise HydraException(override.input_line) from error
+
+
+@lru_cache(maxsize=64)
+def _compose_files(choices: tuple[str, ...], files: tuple[ConfFile, ...], schema: bytes) -> bytes:
+    """The pickled node that `files` give with `choices` over the pickled `schema`; unpickling is the cheapest copy."""
+    ConfigStore.instance().store(name="schema", node=pickle.loads(schema))
+    GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        yield
+        return pickle.dumps(hydra.compose("config", overrides=list(choices)))
+
+
+@lru_cache(maxsize=64)
+def _layers_of_files(choices: tuple[str, ...], files: tuple[ConfFile, ...]) -> list[tuple[str, list[str]]]:
+    """The chosen ones of `files` in the order in which they are merged, with the options that each sets."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        default_files = loader.compute_defaults_list("config", list(choices), RunMode.RUN).defaults
+    chosen = []
+    for default in default_files:
+        path = f"{default.config_path}.yaml"
+        if (CONF / path).is_file():
+            prefix = f"{default.package}." if default.package else ""
+            content: Any = OmegaConf.to_container(OmegaConf.load(CONF / path))
+            chosen.append((f"conf/{path}", [prefix + leaf for leaf, _ in leaves(content)]))
+    return chosen
+
+
+def _conf_files() -> tuple[ConfFile, ...]:
+    """The files under conf/. Raises ConfigError for one that may never end, or is too long to be settings."""
+    files = []
+    for file in sorted(CONF.rglob("*.yaml")):
+        status = file.stat() if file.is_file() else None
+        if status is None or status.st_size > _LONGEST:
+            name = file.relative_to(CONF)
+            raise ConfigError(f"conf/{name}: must be a file of at most {_LONGEST} bytes; shorten it, or remove it")
+        files.append((str(file), status.st_mtime_ns, status.st_size))
+    return tuple(files)
 
 
 def _part[Options](kind: type[Options], node: DictConfig) -> Options:
@@ -169,21 +213,17 @@ def _part[Options](kind: type[Options], node: DictConfig) -> Options:
     return kind(**values)
 
 
-@contextmanager
-def _schema_with(defaults: Mapping[str, Any]) -> Iterator[None]:
-    if not defaults:  # storing a schema copies it, which takes a quarter of the time of compose
-        yield
-        return
+def _schema_with(defaults: Mapping[str, Any]) -> bytes:
+    """The pickled schema with other values of options. Raises ConfigError for a value of the wrong type."""
+    if not defaults:
+        return _PICKLED_SCHEMA
     node = _schema.copy()
     try:
         for name, value in defaults.items():
             OmegaConf.update(node, name, value, merge=False)
-        ConfigStore.instance().store(name="schema", node=node)
-        yield
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
-    finally:
-        ConfigStore.instance().store(name="schema", node=_schema)
+    return pickle.dumps(node)
 
 
 def _plain(overrides: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,11 +30,12 @@ class Started(Exception):
     """All was well, and the ranks would have been started."""
 
 
+def start(*_: object) -> None:
+    raise Started
+
+
 @pytest.fixture(autouse=True)
 def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(*_: object) -> None:
-        raise Started
-
     monkeypatch.setattr(prepare, "replace_by_torchrun", start)
 
 
@@ -59,12 +61,20 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return err
 
 
-@pytest.fixture
-def run(world: Path, tmp_path: Path) -> Path:
-    """A run that was started once."""
-    folder = tmp_path / "run"
-    with pytest.raises(Started):
+@pytest.fixture(scope="module")
+def started(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was started once, without its settings."""
+    folder = tmp_path_factory.mktemp("started") / "run"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Started):
+        patch.setattr(prepare, "replace_by_torchrun", start)
         main(settings(world, folder))
+    return folder
+
+
+@pytest.fixture
+def run(world: Path, started: Path, tmp_path: Path) -> Path:
+    """A run that was started once, with its settings."""
+    folder = Path(shutil.copytree(started, tmp_path / "run"))
     config = compose(settings(world, folder))
     (folder / "config.json").write_text(json.dumps(recorded(config)))
     return folder

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import CONF, AlgoConfig, ConfigError, compose, groups, settings
+from megatron_collab.config import CONF, AlgoConfig, Config, ConfigError, compose, groups, settings
 from megatron_collab.launch.validate import load
 from tests.helpers import refused
 
@@ -232,3 +232,20 @@ def test_a_file_of_conf_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     os.mkfifo(mine)
     with pytest.raises(ConfigError, match=message):
         settings(["experiment=gsm8k"])
+
+
+def test_what_is_composed_once_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither with other settings, nor with other defaults, nor with another content of a file under conf/."""
+    conf = shutil.copytree(CONF, tmp_path / "conf")
+    monkeypatch.setattr("megatron_collab.config.load.CONF", conf)
+    file, chosen = conf / "experiment" / "mine.yaml", ["experiment=mine", "run.dir=unused", "model.path=unused"]
+    file.write_text("# @package _global_\ndata: {train: a}\nreward: {weights: {asks: 1}}\n")
+    changed = compose([*chosen, "reward.weights.asks=2", "reward.weights.accuracy=3"])
+    changed.reward.weights["asks"] = 4.0
+    assert changed.reward.weights == {"asks": 4.0, "accuracy": 3.0}
+    assert compose(chosen, {"optim.lr": 0.5}).optim.lr == 0.5
+    whole = compose(chosen)
+    assert whole.reward.weights == {"asks": 1.0} and whole.optim.lr == Config().optim.lr
+    file.write_text("# @package _global_\ndata: {train: a}\nreward: {weights: {asks: 1}}\nrun: {seed: 3}\n")
+    assert compose(chosen).run.seed == 3
+    assert ("run.seed", 3, "conf/experiment/mine.yaml") in settings(chosen)

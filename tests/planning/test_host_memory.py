@@ -15,7 +15,10 @@ from megatron_collab.trainer.network import Trainable
 LOCAL = ["launch.device=cpu", "model.fp8=null", "model.fp8_recipe=delayed", "rollout.server.fp8=false"]
 
 
-@pytest.mark.parametrize("experiment", ["train_8b", "train_70b", "qwen3_0_6b"])
+LONG = [pytest.param(name, marks=pytest.mark.processes) for name in ("train_8b", "qwen3_0_6b")]
+
+
+@pytest.mark.parametrize("experiment", ["train_70b", *LONG])
 def test_a_node_pins_what_is_planned(experiment: str) -> None:
     """What torch's allocator reserves for the storages of the run's own optimizer, first the masters alone."""
     config, shape = memory.read_run([f"experiment={experiment}", *LOCAL])

@@ -125,6 +125,7 @@ def test_virtual_stages(tmp_path: Path, recompute: str) -> None:
         assert of_activations[0] == pytest.approx(1, abs=0.01), memory.kind.stage
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("serve", [pytest.param("merged", marks=pytest.mark.slow), "adapters"])
 def test_adapters(options: list[str], monkeypatch: pytest.MonkeyPatch, serve: str) -> None:
     """In a whole run: frozen weights, no reference, memory of adapters, and what is sent to the servers."""
@@ -148,6 +149,7 @@ def test_pairs(options: list[str]) -> None:
     assert all("reference" in {part.name for part in memory.parts} for memory in memories)
 
 
+@pytest.mark.processes
 def test_a_critic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With tiles so small that values of hidden states take more memory than log-probs."""
     monkeypatch.setattr(logprobs, "TILE", dict.fromkeys(logprobs.TILE, 1 << 15))
@@ -162,6 +164,7 @@ def test_a_critic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [training_ratios[name] for name in names] == pytest.approx([1] * len(names), abs=0.01), training_ratios
 
 
+@pytest.mark.processes
 def test_classes_that_differ_in_what_they_save_share_a_step(tmp_path: Path) -> None:
     path = folder(tmp_path, EXPERTS | {"num_experts": 8})
     layout = ["parallel.tp=1", "parallel.pp=1", "parallel.sequence_parallel=false", "parallel.ep=2"]

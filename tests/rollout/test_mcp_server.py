@@ -33,7 +33,7 @@ BEARER = "MEGATRON_COLLAB_TEST_BEARER"
 
 # The process keeps the words. `python notebook.py PORT` serves HTTP, which requires the key.
 NOTEBOOK = """
-import asyncio, os, sys
+import asyncio, os, sys, time
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
@@ -66,8 +66,10 @@ async def note(word: str) -> str:
         flood(b"x\\n" * 99)
     if word == "one line":
         flood(b"x" * 65536)
-    while word == "mutter":
-        print("\\x1b[31mno" * 99, file=sys.stderr)
+    if word == "mutter":  # 14 MB, which no pipe holds
+        for _ in range(20_000):
+            print("\\x1b[31mno" * 99, file=sys.stderr)
+        time.sleep(60)
     words.append(word)
     return " ".join(words)
 
@@ -283,8 +285,8 @@ def test_a_server_whose_tools_have_changed_since_the_run_began_is_named(
     assert warnings[2].endswith(": environment, nothing\n")
 
 
-def test_two_tools_of_one_name_are_refused(notebook: Path) -> None:
-    both = {"one": by_stdio(notebook), "two": by_stdio(notebook)}
+def test_two_tools_of_one_name_are_refused(notebook: Path, url: str) -> None:
+    both = {"notebook": by_stdio(notebook), "two": {"url": url, "bearer": BEARER}}
     with pytest.raises(ConfigError, match=r"^tool note: two of rollout.tools and rollout.mcp_servers have this name"):
         tool_spec(RolloutConfig(mcp_servers=both)).schemas()
 
