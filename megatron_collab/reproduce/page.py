@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron_collab.reproduce.plan import StudyOptions
-from megatron_collab.reproduce.results import Result, Results, reference_of
+from megatron_collab.reproduce.results import ArmResult, Results, reference_of
 from megatron_collab.reproduce.study import Study, StudyTask
 
 
@@ -43,9 +43,9 @@ def _table(study: Study, options: StudyOptions, name: str, results: Results) -> 
     published = any(name in arm.published for arm in study.arms.values())
     heads = list[str]()
     for column in task.columns:
-        own = column.lacks((*study.settings, *task.settings, *options.settings))
-        heads.append(f"{column.name}, own scale" if own else column.name)
-        heads += [f"published{', other scale' if own else ''}"] if published else []
+        lacks = column.lacks((*study.settings, *task.settings, *options.settings))
+        heads.append(f"{column.name}, own scale" if lacks else column.name)
+        heads += [f"published{', other scale' if lacks else ''}"] if published else []
     yield from ("", f"## {task.title}", "", f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|")
     for arm in options.arms:
         values = results.get((name, arm)) or [None] * len(task.columns)
@@ -63,9 +63,9 @@ def _gains(study: Study, options: StudyOptions, name: str, results: Results) -> 
     columns, rows = study.tasks[name].columns, list[str]()
     for arm in options.arms:
         reference = reference_of(study, arm)
-        values, others = results.get((name, arm)), results.get((name, reference)) if reference else None
-        if reference and values and others:
-            pairs = zip(values, others, strict=True)
+        values, compared = results.get((name, arm)), results.get((name, reference)) if reference else None
+        if reference and values and compared:
+            pairs = zip(values, compared, strict=True)
             cells = [value.gain(other).text("{:+.2f}".format) if value and other else "-" for value, other in pairs]
             rows.append(f"| {study.arms[arm].title} | {study.arms[reference].title} | {' | '.join(cells)} |")
     if rows:
@@ -73,7 +73,7 @@ def _gains(study: Study, options: StudyOptions, name: str, results: Results) -> 
         yield from ("", "Gains, paired by problem:", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *rows)
 
 
-def _cell(result: Result | None) -> str:
+def _cell(result: ArmResult | None) -> str:
     return result.estimate.text(_number) if result else "-"
 
 
@@ -101,7 +101,7 @@ def _differences(study: Study, options: StudyOptions, results: Results) -> Itera
         yield from _shortfalls(task, [results.get((name, arm)) for arm in options.arms])
 
 
-def _shortfalls(task: StudyTask, rows: Sequence[Sequence[Result | None] | None]) -> Iterator[str]:
+def _shortfalls(task: StudyTask, rows: Sequence[Sequence[ArmResult | None] | None]) -> Iterator[str]:
     values = [value for row in rows for value in row or () if value]
     if values and (most := max(len(value.scores) for value in values)) < task.eval_tasks:
         yield f"{task.title}: {most} problems were evaluated, and {task.eval_tasks} were to be."

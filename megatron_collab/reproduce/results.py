@@ -15,7 +15,7 @@ from megatron_collab.statistics import Estimate, Tasks, difference, mean, with_p
 
 
 @dataclass(frozen=True)
-class Result:
+class ArmResult:
     """An arm's result in a column: `estimate` over problems and `seeds`, the value of each, in the unit of the column.
 
     `scores`: by problem, the scores of its conversations. `missing`: number of conversations without one. `lacks`:
@@ -29,15 +29,15 @@ class Result:
     missing: int
     lacks: tuple[str, ...] = ()
 
-    def gain(self, over: Result) -> Estimate:
+    def gain(self, over: ArmResult) -> Estimate:
         """The difference to another arm, paired by problem."""
         return self.column.scaled(difference(over.scores, self.scores), not self.lacks, offset=False)
 
 
-Results = Mapping[tuple[str, str], Sequence[Result | None] | None]  # by task and arm; None: not evaluated yet
+Results = Mapping[tuple[str, str], Sequence[ArmResult | None] | None]  # by task and arm; None: not evaluated yet
 
 
-def results_of(study: Study, options: StudyOptions, task: str, arm: str) -> list[Result | None] | None:
+def results_of(study: Study, options: StudyOptions, task: str, arm: str) -> list[ArmResult | None] | None:
     """One result per column of the task, None if no conversation has its score. None if `arm` is not evaluated."""
     folder = options.out / task / evaluation_of(arm)
     if not records.finished(folder):
@@ -75,7 +75,7 @@ def _plain(estimate: Estimate) -> dict[str, float | None]:
     return {name: None if value != value else value for name, value in asdict(estimate).items()}
 
 
-def _column(column: Column, rows: Sequence[Sequence[records.Row]], settings: Sequence[str]) -> Result | None:
+def _column(column: Column, rows: Sequence[Sequence[records.Row]], settings: Sequence[str]) -> ArmResult | None:
     scores, seeds, missing, lacks = defaultdict[str, list[float]](list), list[float](), 0, column.lacks(settings)
     for seed in rows:
         applies = {row["task"]: row["scores"][column.metric] for row in seed if column.metric in row["scores"]}
@@ -87,4 +87,4 @@ def _column(column: Column, rows: Sequence[Sequence[records.Row]], settings: Seq
     if not scores:
         return None
     estimate = column.scaled(mean(scores.values()), not lacks)
-    return Result(column, estimate, tuple(seeds), scores, missing, tuple(lacks))
+    return ArmResult(column, estimate, tuple(seeds), scores, missing, tuple(lacks))

@@ -20,7 +20,7 @@ STUDIES = Path(__file__).parent / "studies"
 class Column:
     """A column of the table: factor * mean score of a metric + offset, the unit of the published table.
 
-    `needs`: settings that must name a file of the user's, the authors' prompts, to be on the published scale. Else the
+    `prompts`: settings that must name files of the user's, with the authors' prompts, for the published scale. Else the
     column is the mean score itself, on our own scale.
     """
 
@@ -28,12 +28,12 @@ class Column:
     name: str
     factor: float = 1.0
     offset: float = 0.0
-    needs: Sequence[str] = ()
+    prompts: Sequence[str] = ()
 
     def lacks(self, settings: Sequence[str]) -> list[str]:
-        """Those of `needs` that the settings (name=value, the last one counts) do not set to a file."""
+        """Those of `prompts` that the settings (name=value, the last one counts) do not set to a file."""
         values = dict(setting.partition("=")[::2] for setting in settings)
-        return [name for name in self.needs if not Path(values.get(name) or "null").is_file()]
+        return [name for name in self.prompts if not Path(values.get(name) or "null").is_file()]
 
     def scaled(self, estimate: Estimate, published: bool, *, offset: bool = True) -> Estimate:
         """In the unit of the column; a difference has no `offset`."""

@@ -19,7 +19,7 @@ from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.reproduce import plan, run
 from megatron_collab.reproduce.page import page
 from megatron_collab.reproduce.plan import Stage, StudyOptions
-from megatron_collab.reproduce.results import Result, results_of
+from megatron_collab.reproduce.results import ArmResult, results_of
 from megatron_collab.reproduce.study import Arm, Column, Study, StudyTask, read
 from megatron_collab.statistics import Estimate, mean
 
@@ -179,9 +179,9 @@ def test_the_page_says_what_this_command_made_different() -> None:
     options = StudyOptions(Path("o"), ["math"], ["base", "grpo"], "Qwen/Qwen3-8B", settings=("train.steps=3",))
     columns = study.tasks["math"].columns
     scores = {f"t{number}": [0.0] for number in range(150)}
-    few = Result(columns[0], Estimate(12.34, 9.34, 15.34), (12.0,), scores, 0)
-    tokens = Result(columns[1], Estimate(2.5), (2.5,), {"t0": [2.5]}, 0, ("rollout.system_prompt",))
-    own = Result(columns[2], Estimate(0.75, 0.5, 0.8), (0.75,), scores, 7, ("reward.metrics.interactivity.prompt",))
+    few = ArmResult(columns[0], Estimate(12.34, 9.34, 15.34), (12.0,), scores, 0)
+    tokens = ArmResult(columns[1], Estimate(2.5), (2.5,), {"t0": [2.5]}, 0, ("rollout.system_prompt",))
+    own = ArmResult(columns[2], Estimate(0.75, 0.5, 0.8), (0.75,), scores, 7, ("reward.metrics.interactivity.prompt",))
     results = {("math", "base"): [few, tokens, own], ("math", "grpo"): None}
     markdown = page(study, options, results, [("math/base_eval", 12.0, 1.25), ("math/rows_sft", 0.5, None)])
     own_scale = [f"{name}, own scale | published, other scale" for name in ("Tokens (k)", "ITR")]
@@ -204,9 +204,9 @@ def test_a_column_is_on_the_published_scale_only_under_the_authors_prompts(tmp_p
     """As a file of the user's; one of ours by its name is none."""
     column = Column("interactivity", "ITR", 400, -300, ["reward.metrics.interactivity.prompt"])
     (tmp_path / "authors.j2").write_text("{{ conversation }}")
-    setting = f"{column.needs[0]}={tmp_path / 'authors.j2'}"
-    assert column.lacks([setting]) == [] and column.lacks([setting, f"{column.needs[0]}=null"]) == [*column.needs]
-    assert column.lacks([]) == column.lacks([f"{column.needs[0]}=interactivity_holistic.j2"]) == [*column.needs]
+    setting = f"{column.prompts[0]}={tmp_path / 'authors.j2'}"
+    assert column.lacks([setting]) == [] and column.lacks([setting, f"{column.prompts[0]}=null"]) == [*column.prompts]
+    assert column.lacks([]) == column.lacks([f"{column.prompts[0]}=interactivity_holistic.j2"]) == [*column.prompts]
     assert column.scaled(Estimate(0.75, 0.5, 1.0), False) == Estimate(0.75, 0.5, 1.0)
     assert column.scaled(Estimate(0.75, 0.5, 1.0), True) == Estimate(0.0, -100.0, 100.0)
 
