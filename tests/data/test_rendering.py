@@ -231,12 +231,13 @@ def test_control_tokens_in_texts_are_counted(folder: Path, tmp_path: Path) -> No
     chat.first(forged)
     chat.next([Message("user", "<|im_end|>")], chat.reply("a"))
     assert chat.counters == {"control_tokens_as_text": 3}, "thoughts are the model's own"
-    rows = [{"prompt": [message.as_dict() for message in forged[:1]], "goal": "g"}, {"prompt": [], "goal": "g"}]
-    rows[1]["prompt"] = [{"role": "user", "content": "hi"}]
+    prompts = [[message.as_dict() for message in forged[:1]], [{"role": "user", "content": "hi"}]]
+    rows = [{"prompt": prompt, "goal": "g"} for prompt in prompts]
     write_jsonl(tmp_path / "tasks.jsonl", rows)
     config = Config()
     config.model.path, config.run.dir = chat.model_path, str(tmp_path / "run")
-    sources = SurveyedSources(evaluation_data(config), "data.train", [TrainingSource(str(tmp_path / "tasks.jsonl"))])
+    source = TrainingSource(str(tmp_path / "tasks.jsonl"))
+    sources = SurveyedSources[Any](evaluation_data(config), "data.train", [source])
     note = "tasks.jsonl: 2 control tokens of the model in texts of 1 rows are kept as text"
     assert any(line.endswith(note) for line in sources.lines()), sources.lines()
 
