@@ -38,6 +38,7 @@ CPU = [
     "mcp",
     "httpx2",
     "numpy",
+    "scipy",
     "Jinja2",
     "matplotlib",
     "tensorboard",

@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_collab import statistics
 from megatron_collab.commands import ArgumentParser
 from megatron_collab.config import (
     WRITTEN_FILE,
@@ -158,23 +159,37 @@ def _scores(config: PlayConfig, metrics: Mapping[str, ScoredMetric], played: Seq
 
 
 def _print(rewards_by_name: Mapping[str, Sequence[Sequence[Reward]]]) -> None:
-    """Print a column per reward: its mean, those of its parts, and how often it ranks turns as the first one does."""
+    """Print a column per reward: its mean over tasks, with its interval, those of its parts, and its agreement.
+
+    The agreement is how often it ranks turns as the first one does.
+    """
     from megatron_collab.reward.comparison import agreement
-    from megatron_collab.rollout.summary import mean, standard_error
     from megatron_collab.types import Missing
 
     first = next(iter(rewards_by_name))
     columns: dict[str, dict[str, float]] = {}
     for name, by_task in rewards_by_name.items():
-        rewards = [reward for rewards in by_task for reward in rewards]
-        scored = [(float(reward.value), reward.parts) for reward in rewards if not isinstance(reward.value, Missing)]
-        values, metrics = [value for value, _ in scored], sorted({metric for _, parts in scored for metric in parts})
+        scored = [
+            [(float(reward.value), reward.parts) for reward in rewards if not isinstance(reward.value, Missing)]
+            for rewards in by_task
+        ]
+        metrics = sorted({metric for rewards in scored for _, parts in rewards for metric in parts})
+        values_by_label = {
+            "reward": [[value for value, _ in rewards] for rewards in scored],
+            **{
+                f"  of {metric}": [[parts.get(metric, 0.0) for _, parts in task] for task in scored]
+                for metric in metrics
+            },
+            # Malformed turns have no parts.
+            "  of malformed turns": [[0.0 if parts else value for value, parts in rewards] for rewards in scored],
+        }
+        estimates = {label: statistics.mean(values) for label, values in values_by_label.items()}
         columns[name] = {
-            "reward": mean(values),
-            "  standard error": standard_error(values),
-            **{f"  of {metric}": mean([parts.get(metric, 0.0) for _, parts in scored]) for metric in metrics},
-            "  of malformed turns": mean([0.0 if parts else value for value, parts in scored]),  # which have no parts
-            "turns without a reward": len(rewards) - len(scored),
+            "reward": estimates["reward"].value,
+            "  95 % from": estimates["reward"].low,
+            "  95 % to": estimates["reward"].high,
+            **{label: estimate.value for label, estimate in estimates.items() if label != "reward"},
+            "turns without a reward": sum(map(len, by_task)) - sum(map(len, scored)),
             f"ranked as by {first}": agreement(rewards_by_name[first], by_task),
         }
     labels = list(dict.fromkeys(label for column in columns.values() for label in column))

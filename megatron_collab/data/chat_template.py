@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # set by every call
 # Stands in for a sampled reply when the template is asked what follows it.
 _MARKER = "SAMPLED7REPLY"
+CONTROL_TOKENS = "control_tokens_as_text"  # counter
 _SHOWN = "move their text into messages of the user, or give a model whose template shows them"
 _SECONDS = 10.0  # for the first messages of each role; an ordinary template takes a thousandth of this
 
@@ -37,7 +39,8 @@ class ChatRenderer:
     schemas shown in the prompt. `arguments`: template arguments. `system`: put in front of conversations without a
     system message. `thinking` of a method: the template's enable_thinking; None: as in `arguments`. `thought_end`: the
     token `</think>`, None if that is not a single token. `plain_mark`: a mark of a turn that is no control token, so
-    that any text can imitate it, as `[INST]`; None if there is none.
+    that any text can imitate it, as `[INST]`; None if there is none. `counters`: control tokens in texts of prompts,
+    which are rendered as text.
 
     Raises ValueError, naming `setting`, if there is no tokenizer.json, or if the template changes or drops assistant
     messages or ends them with anything but one special token, because nothing can be appended to these.
@@ -53,6 +56,7 @@ class ChatRenderer:
     ) -> None:
         self.model_path, self._setting = model_path, setting
         self.tools = list(tools)
+        self.counters = Counter[str]()
         self.arguments = dict(arguments)
         self.system = system
         # Bytes of the template around messages of these roles, or why it cannot show them.
@@ -96,9 +100,16 @@ class ChatRenderer:
 
         Raises ValueError if the template refuses or drops one of them.
         """
+        self.counters[CONTROL_TOKENS] += self.control_tokens(messages)
         messages = self._with_system(messages)
         self._frame_bytes(messages)
         return self._beginning(self._render(messages, thinking))
+
+    def control_tokens(self, messages: Sequence[Message]) -> int:
+        """Number of control tokens in the texts of these messages, all of which are rendered as text."""
+        tokens = {"assistant": self._turn_tokens}
+        patterns = [(message, tokens.get(message.role, self._control_tokens)) for message in messages]
+        return sum(len(pattern.findall(message.content)) for message, pattern in patterns)
 
     def opens_thought(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends with the `<think>` of the next turn."""
@@ -151,6 +162,7 @@ class ChatRenderer:
 
     def next(self, messages: Sequence[Message], turn: Sequence[int], thinking: bool | None = None) -> tuple[int, ...]:
         """The tokens after `turn`: its end-of-turn token if it lacks one, `messages`, the opening of the next turn."""
+        self.counters[CONTROL_TOKENS] += self.control_tokens(messages)
         between = self._tail(messages, thinking)[1:]
         return between if tuple(turn[-1:]) == (self.end_id,) else (self.end_id, *between)
 
@@ -165,6 +177,7 @@ class ChatRenderer:
         while any(marker in message.content for message in messages):
             marker += "7"
         replies = [at for at, message in enumerate(messages) if message.role == "assistant"][-len(turns) :]
+        self.counters[CONTROL_TOKENS] += self.control_tokens(messages[replies[-1] + 1 :])
         marked = [Message("assistant", marker) if at in replies else message for at, message in enumerate(messages)]
         before, *pieces = self._render(self._with_system(marked), thinking).split(marker)
         if len(pieces) != len(turns):

@@ -94,7 +94,7 @@ class SurveyedSources[Read]:
                 f"{setting}: gives {count} of {tried} tasks tried no score; {example}"
                 for setting, (count, tried, example) in result.unscorable.items()
             ]
-            notes = (result.repeated, result.unread, *unscorable, *self._notes(examples.source))
+            notes = (result.repeated, result.unread, result.forged, *unscorable, *self._notes(examples.source))
             lines += [f"{where}: {note}" for note in notes if note]
             users = self._data.users or ()
             requested = [user[:-1] for user in result.users if user.endswith("?") and self._data.users is not None]
@@ -156,7 +156,12 @@ class SurveyedSources[Read]:
             written = isinstance(messages, ToolConversation)  # the template decides how long calls are
             return sys.maxsize if written else renderer.at_most(messages)
 
-        return survey(examples, longest, at_most, tokens, requirements)
+        def control_tokens(example: Any) -> int:
+            if isinstance(example, Pair):
+                return sum(map(control_tokens, conversations(example)))
+            return renderer.control_tokens(getattr(example, "messages", example))
+
+        return survey(examples, longest, at_most, tokens, requirements, control_tokens)
 
 
 class TrainingData[Read](SurveyedSources[Read]):

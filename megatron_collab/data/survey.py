@@ -52,7 +52,8 @@ class Survey:
     """The result for a source. `left_out`: numbers of the rows left out; `dropped`: how many for which reason; `users`:
     for each user that tasks name, the id of the first such task; `lacking`: by setting, how many of the tasks taken
     lack what; `repeated`: a message about ids that several tasks have; `unread`: one about unread parts; `unscorable`:
-    by setting, how many of the tasks tried a metric cannot score, how many were tried, and the first with its reason.
+    by setting, how many of the tasks tried a metric cannot score, how many were tried, and the first with its reason;
+    `forged`: a message about control tokens in texts.
     """
 
     left_out: Sequence[int] = ()
@@ -62,6 +63,7 @@ class Survey:
     repeated: str = ""
     unread: str = ""
     unscorable: Mapping[str, tuple[int, int, str]] = field(default_factory=dict)
+    forged: str = ""
 
 
 def unread_note(unread: Mapping[str, int]) -> str:
@@ -76,14 +78,16 @@ def survey(
     at_most: Callable[[Any], int],
     tokens: Callable[[Any], int],
     requirements: TaskRequirements = _NO_REQUIREMENTS,
+    control_tokens: Callable[[Any], int] = lambda example: 0,
 ) -> Survey:
     """Reads every row; leaves out rows of more than `longest` tokens, and rows that nothing can be learned from.
 
-    `tokens` of an example is called only if `at_most`, an upper bound, exceeds `longest`. Raises ValueError for bad
-    rows, naming setting, file and row of the first, and how many there are.
+    `tokens` of an example is called only if `at_most`, an upper bound, exceeds `longest`. `control_tokens` of an
+    example: how many its texts have. Raises ValueError for bad rows, naming setting, file and row of the first, and how
+    many there are.
     """
     left_out, dropped, users, unread = list[int](), Counter[str](), dict[str, str](), Counter[str]()
-    bad, first_bad = list[int](), ""
+    bad, first_bad, forged = list[int](), "", list[int]()
     lacking = {setting: Counter[str]() for setting in requirements.lacks}
     sample, every = list[tuple[int, Task, Mapping[str, str]]](), -(-len(examples.rows) // _SAMPLE)
     ids = _TaskIds()
@@ -98,6 +102,8 @@ def survey(
             if all(count > longest for count in counts):
                 raise Unfit(f"of more than {longest} tokens")
             task_lacks = _missing_parts(example, requirements, examples.at, number) if isinstance(example, Task) else {}
+            if count := control_tokens(example):
+                forged.append(count)
             for part in examples.unread(row):
                 unread[part] += 1
         except Unfit as reason:
@@ -120,7 +126,8 @@ def survey(
     lacking_counts = {setting: dict(counts) for setting, counts in lacking.items() if counts}
     unscorable = _unscorable(requirements, sample, examples.at)
     notes = ids.message(examples), unread_note(unread)
-    return Survey(left_out, dict(dropped), users, lacking_counts, *notes, unscorable)
+    kept_as_text = f"{sum(forged)} control tokens of the model in texts of {len(forged)} rows are kept as text"
+    return Survey(left_out, dict(dropped), users, lacking_counts, *notes, unscorable, kept_as_text if forged else "")
 
 
 def _unscorable(

@@ -106,18 +106,18 @@ def readable(folder: Path) -> tuple[dict[str, Record], str | None]:
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The metrics of an evaluation as logged to TensorBoard and Weights & Biases: eval/[SET/]METRIC, METRIC_se."""
+    """The metrics of an evaluation as logged by the writers: eval/[SET/]METRIC, METRIC_low, METRIC_high."""
 
     def metric_values() -> Iterator[tuple[str, Any]]:
         for name, value in record.items():
             kind, _, metric = name.partition("/")
             if kind == "score":
                 yield metric, value
-            elif kind == "score_se":
-                yield f"{metric}_se", value
+            elif kind in ("score_low", "score_high"):
+                yield metric + kind.removeprefix("score"), value
             elif kind == "missing" and metric:
                 yield f"{metric}_missing", value
-            elif kind in ("reward", "reward_se", "ending", "incomplete"):
+            elif kind in ("reward", "reward_low", "reward_high", "ending", "incomplete"):
                 yield name, value
 
     start = prefix(record.get("set", ""))

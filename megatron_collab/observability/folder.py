@@ -23,6 +23,7 @@ from megatron_collab.observability.writers import CONVERSATIONS, writers
 from megatron_collab.runtime import files, keys, process
 from megatron_collab.runtime.process import BEST, FINISHED, RunStopped, global_rank
 from megatron_collab.runtime.redact import redacted
+from megatron_collab.statistics import Estimate
 from megatron_collab.types import Finish, Group, Missing, visible
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class RunFolder:
     def evaluation(
         self, name: str, set_name: str, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()
     ) -> None:
-        """Record the evaluation `name` of `set_name`: means with standard errors, and its conversations if any."""
+        """Record the evaluation `name` of `set_name`: means with intervals, and its conversations if any."""
         record = _plain({"step": step, "set": set_name, "tasks": len(groups), **metrics})
         if rows := [*rows_of(groups)]:
             file = evaluations.file_of(self.folder, name)
@@ -101,7 +102,7 @@ class RunFolder:
         self._write(step, evaluations.scalars(record))
         for writer in self._writers if rows else ():
             writer.conversations(step, evaluations.prefix(set_name), redacted(rows[:CONVERSATIONS]))
-        if scored := _with_errors(record):
+        if scored := _with_intervals(record):
             self._report_failures(f"evaluation {name}", groups)
         logger.info(f"evaluation {name} ({record['tasks']} tasks): {scored or _missing_reason(groups)}")
         if self._keep_best and not evaluations.is_complete(record):
@@ -180,16 +181,14 @@ def scores(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name.removeprefix("score/"): value for name, value in metrics.items() if name.startswith("score/")}
 
 
-def _with_errors(record: Mapping[str, Any]) -> str:
+def _with_intervals(record: Mapping[str, Any]) -> str:
     texts = []
     for name, value in scores(record).items():
         if value is not None:
-            error, missing = record.get(f"score_se/{name}"), record.get(f"missing/{name}")
-            texts.append(
-                f"{name} {value:.3f}"
-                + (f"±{error:.3f}" if error is not None else "")
-                + (f" ({missing:.0f} missing)" if missing else "")
-            )
+            low, high = (record.get(f"score_{end}/{name}") for end in ("low", "high"))
+            estimate = Estimate(value) if low is None or high is None else Estimate(value, low, high)
+            missing = record.get(f"missing/{name}")
+            texts.append(f"{name} {estimate.text()}" + (f" ({missing:.0f} missing)" if missing else ""))
     return " ".join(texts)
 
 

@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
@@ -20,10 +19,12 @@ from megatron_collab.observability.evaluations import AFTER, BEFORE
 from megatron_collab.observability.records import lines, number, of_step, unreadable_lines
 from megatron_collab.observability.writers import CONVERSATIONS, Rows
 from megatron_collab.runtime import files
+from megatron_collab.statistics import difference, with_passes
 
 logger = logging.getLogger(__name__)
 
 Series = dict[str, list[tuple[int, float]]]
+Bands = dict[str, dict[int, tuple[float, float]]]  # by series and step: low, high
 
 
 def write(folder: Path) -> Path:
@@ -41,7 +42,7 @@ def write(folder: Path) -> Path:
         steps=len(metrics),
         config=settings.read_text(errors="replace") if (settings := folder / SETTINGS).is_file() else "",
         sets=[*comparisons(folder, records)],
-        curves=[(title, _svg(series, errors)) for title, series, errors in curves(metrics, records)],
+        curves=[(title, _svg(series, bands)) for title, series, bands in curves(metrics, records)],
     )
     report = folder / "report.html"
     files.replace(report, html.encode(errors="replace").decode())  # without halves of surrogate pairs
@@ -70,10 +71,33 @@ def comparisons(folder: Path, records: Mapping[str, evaluations.Record]) -> Iter
         }
 
 
-def table(before: Rows, after: Rows) -> list[tuple[str, str, str]]:
-    """(metric, before, after): means over the tasks of an evaluation, with standard errors."""
+def table(before: Rows, after: Rows) -> list[tuple[str, str, str, str]]:
+    """(metric, before, after, paired change): means over the tasks of an evaluation, with 95 % intervals.
+
+    With several samples of a task, shares also have rows for pass@k and pass^k.
+    """
     names = sorted({name for row in (*before, *after) for name in row["scores"]})
-    return [(name, _mean(before, name), _mean(after, name)) for name in names]
+    return [row for name in names for row in _metric_rows(name, before, after)]
+
+
+def _metric_rows(name: str, before: Rows, after: Rows) -> Iterator[tuple[str, str, str, str]]:
+    sides = [[*_scores_by_task(rows, name)] for rows in (before, after)]
+    estimates = [with_passes(name, [values for _, values in side]) for side in sides]
+    for label in dict.fromkeys((*estimates[0], *estimates[1])):
+        cells = []
+        for rows, columns in zip((before, after), estimates, strict=True):
+            estimate = columns.get(label)
+            shown = "\u2013" if estimate is None or math.isnan(estimate.value) else estimate.text()
+            lacking = sum(isinstance(row["scores"].get(name), Mapping) for row in rows) if label == name else 0
+            cells.append(shown + (f" ({lacking} missing)" if lacking else ""))
+        change = difference(*map(dict, sides)).text("{:+.3f}".format) if label == name and all(sides) else "\u2013"
+        yield label, cells[0], cells[1], change
+
+
+def _scores_by_task(rows: Rows, name: str) -> Iterator[tuple[str, list[float]]]:
+    for task in _by_task(rows):
+        if values := [score for row in task if number(score := row["scores"].get(name)) is not None]:
+            yield task[0]["task"], values
 
 
 def pairs(before: Rows, after: Rows) -> list[dict[str, Any]]:
@@ -91,22 +115,32 @@ def pairs(before: Rows, after: Rows) -> list[dict[str, Any]]:
     return matched[:CONVERSATIONS]
 
 
-def curves(metrics: Rows, records: Mapping[str, evaluations.Record] = {}) -> list[tuple[str, Series, Series]]:
-    """The plots: title, the series that share a pair of axes, and their standard errors if they have any.
+def curves(metrics: Rows, records: Mapping[str, evaluations.Record] = {}) -> list[tuple[str, Series, Bands]]:
+    """The plots: title, the series that share a pair of axes, and the bands around those that have one.
 
     Plots without data are left out.
     """
-    scores, errors = _series(metrics, "score/"), _series(metrics, "reward_se")
+    scores, rewards = _series(metrics, "score/"), _series(metrics, "reward")
+    errors = dict(_series(metrics, "reward_se").get("reward_se", []))
+    reward_band = {
+        step: (value - errors[step], value + errors[step])
+        for step, value in rewards.get("reward", [])
+        if step in errors
+    }
     tested = _series([{"step": record["step"], **evaluations.scalars(record)} for record in records.values()], "eval/")
-    test_errors = {name: tested[f"{name}_se"] for name in tested if f"{name}_se" in tested}
-    excluded = {f"{name}_se" for name in test_errors} | {name for name in tested if "ending/" in name}
-    means = {name: points for name, points in tested.items() if name not in excluded}
+    bands: Bands = {}
+    for name in tested:
+        low, high = (dict(tested.get(f"{name}_{end}", [])) for end in ("low", "high"))
+        if low and high:
+            bands[name] = {step: (low[step], high[step]) for step in low if step in high}
+    excluded = {f"{name}_{end}" for name in bands for end in ("low", "high")}
+    means = {name: points for name, points in tested.items() if name not in excluded and "ending/" not in name}
     plots = [
-        *_by_scale("Evaluation, with standard errors", means, test_errors),
+        *_by_scale("Evaluation, with 95 % intervals", means, bands),
         (
             "Reward of the trained turn, with the standard error from its futures",
-            _series(metrics, "reward"),
-            {"reward": errors.get("reward_se", [])},
+            rewards,
+            {"reward": reward_band},
         ),
         *_by_scale("Scores of the rollouts", scores, {}),
         ("Loss", _series(metrics, "loss"), {}),
@@ -114,16 +148,16 @@ def curves(metrics: Rows, records: Mapping[str, evaluations.Record] = {}) -> lis
         ("Tokens of the trained turn", _series(metrics, "turn_tokens"), {}),
         ("Seconds by stage", _series(metrics, "seconds/"), {}),
     ]
-    return [(title, series, errors) for title, series, errors in plots if series]
+    return [(title, series, bands) for title, series, bands in plots if series]
 
 
-def _by_scale(title: str, scores: Series, errors: Series) -> Iterator[tuple[str, Series, Series]]:
+def _by_scale(title: str, scores: Series, bands: Bands) -> Iterator[tuple[str, Series, Bands]]:
     """Series between 0 and 1 share axes; every other series has its own."""
     rates = {name: points for name, points in scores.items() if all(0 <= value <= 1 for _, value in points)}
-    yield title, rates, errors
+    yield title, rates, bands
     for name in scores:
         if name not in rates:
-            yield f"{title}: {name}", {name: scores[name]}, errors
+            yield f"{title}: {name}", {name: scores[name]}, bands
 
 
 def _series(metrics: Rows, name: str) -> Series:
@@ -136,7 +170,7 @@ def _series(metrics: Rows, name: str) -> Series:
     return series
 
 
-def _svg(series: Series, errors: Series) -> str:
+def _svg(series: Series, bands: Bands) -> str:
     span = {step for points in series.values() for step, _ in points}
     with rc_context({"svg.fonttype": "none", "font.size": 8}):
         figure = Figure(figsize=(6, 2.6), layout="constrained")
@@ -146,8 +180,8 @@ def _svg(series: Series, errors: Series) -> str:
             style = "-" if 2 * len(steps) > len(span) > 1 else "."  # points if most steps have no value
             label = name.encode(errors="replace").decode().replace("$", r"\$")  # else matplotlib reads a formula
             (drawn,) = axes.plot(steps, values, style, label=label, linewidth=1.2)
-            if widths := dict(errors.get(name, [])):
-                low, high = ([value + sign * widths.get(step, 0.0) for step, value in points] for sign in (-1, 1))
+            if band := bands.get(name):
+                low, high = ([band.get(step, (value, value))[end] for step, value in points] for end in (0, 1))
                 axes.fill_between(steps, low, high, alpha=0.25, color=drawn.get_color())
         if len(series) > 1:
             axes.legend(frameon=False, fontsize=7)
@@ -157,22 +191,6 @@ def _svg(series: Series, errors: Series) -> str:
         figure.savefig(stream, format="svg", metadata={"Date": None})
     text = stream.getvalue()
     return text[text.index("<svg") :]
-
-
-def _mean(rows: Rows, name: str) -> str:
-    """Mean over tasks of the mean over a task's conversations, which are not independent of one another.
-
-    With its standard error, and the number of conversations that lack this score.
-    """
-    lacking = sum(isinstance(row["scores"].get(name), Mapping) for row in rows)
-    missing = f" ({lacking} missing)" if lacking else ""
-    tasks = ([row["scores"].get(name) for row in task] for task in _by_task(rows))
-    numbers = ([score for score in scores if number(score) is not None] for scores in tasks)
-    values = [fmean(task_scores) for task_scores in numbers if task_scores]
-    if not values:
-        return f"\u2013{missing}"
-    error = f" \u00b1 {stdev(values) / math.sqrt(len(values)):.3f}" if len(values) > 1 else ""
-    return f"{fmean(values):.3f}{error}{missing}"
 
 
 def _by_task(rows: Rows) -> list[list[Mapping[str, Any]]]:

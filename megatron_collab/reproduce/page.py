@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron_collab.reproduce.plan import StudyOptions
-from megatron_collab.reproduce.results import Estimate
+from megatron_collab.reproduce.results import ArmResult, Results, reference_of
 from megatron_collab.reproduce.study import Study, StudyTask
-
-Results = Mapping[tuple[str, str], Sequence[Estimate | None] | None]  # by task and arm; None: not evaluated yet
 
 
 def page(
@@ -25,9 +22,11 @@ def _lines(
     yield f"# {study.title}"
     yield ""
     seeds = f"{options.seeds} seed{'s' * (options.seeds > 1)}"
-    yield f"Model: `{options.model}`. Each problem is played with {seeds}; intervals of 95 % are over problems."
+    yield f"Model: `{options.model}`. Each problem is played with {seeds}; intervals of 95 % are over problems:"
+    yield "Wilson's of a share, a bootstrap of other means, paired by problem of gains."
     for name in options.tasks:
         yield from _table(study, options, name, results)
+        yield from _gains(study, options, name, results)
     if study.equal:
         yield from ("", "## What is equal, where no setting below changes it", "")
         yield from (f"- {line}" for line in study.equal)
@@ -42,7 +41,11 @@ def _lines(
 def _table(study: Study, options: StudyOptions, name: str, results: Results) -> Iterator[str]:
     task = study.tasks[name]
     published = any(name in arm.published for arm in study.arms.values())
-    heads = [head for column in task.columns for head in (column.name, *(["published"] if published else []))]
+    heads = list[str]()
+    for column in task.columns:
+        lacks = column.lacks((*study.settings, *task.settings, *options.settings))
+        heads.append(f"{column.name}, own scale" if lacks else column.name)
+        heads += [f"published{', other scale' if lacks else ''}"] if published else []
     yield from ("", f"## {task.title}", "", f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|")
     for arm in options.arms:
         values = results.get((name, arm)) or [None] * len(task.columns)
@@ -55,10 +58,23 @@ def _table(study: Study, options: StudyOptions, name: str, results: Results) -> 
         yield f"| {study.arms[arm].title} | {' | '.join(cells)} |"
 
 
-def _cell(value: Estimate | None) -> str:
-    if value is None:
-        return "-"
-    return _number(value.value) if math.isnan(value.half) else f"{_number(value.value)} ± {_number(value.half)}"
+def _gains(study: Study, options: StudyOptions, name: str, results: Results) -> Iterator[str]:
+    """Differences to the arm that each one starts from, where both are evaluated."""
+    columns, rows = study.tasks[name].columns, list[str]()
+    for arm in options.arms:
+        reference = reference_of(study, arm)
+        values, compared = results.get((name, arm)), results.get((name, reference)) if reference else None
+        if reference and values and compared:
+            pairs = zip(values, compared, strict=True)
+            cells = [value.gain(other).text("{:+.2f}".format) if value and other else "-" for value, other in pairs]
+            rows.append(f"| {study.arms[arm].title} | {study.arms[reference].title} | {' | '.join(cells)} |")
+    if rows:
+        heads = ["", "over", *(column.name for column in columns)]
+        yield from ("", "Gains, paired by problem:", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *rows)
+
+
+def _cell(result: ArmResult | None) -> str:
+    return result.estimate.text(_number) if result else "-"
 
 
 def _number(value: float) -> str:
@@ -77,12 +93,17 @@ def _differences(study: Study, options: StudyOptions, results: Results) -> Itera
     if options.build and not all(study.tasks[name].build for name in options.tasks):
         yield "Training data were built anew, by the program of `build-dataset`, and are not the published ones."
     for name in options.tasks:
-        yield from _shortfalls(study.tasks[name], [results.get((name, arm)) for arm in options.arms])
+        task = study.tasks[name]
+        for column in task.columns:
+            if lacks := column.lacks((*study.settings, *task.settings, *options.settings)):
+                settings = " and ".join(f"`{setting}=AUTHORS.j2`" for setting in lacks)
+                yield f"{task.title}: {column.name} is on our own scale; the published one needs {settings}."
+        yield from _shortfalls(task, [results.get((name, arm)) for arm in options.arms])
 
 
-def _shortfalls(task: StudyTask, rows: Sequence[Sequence[Estimate | None] | None]) -> Iterator[str]:
+def _shortfalls(task: StudyTask, rows: Sequence[Sequence[ArmResult | None] | None]) -> Iterator[str]:
     values = [value for row in rows for value in row or () if value]
-    if values and (most := max(value.problems for value in values)) < task.eval_tasks:
+    if values and (most := max(len(value.scores) for value in values)) < task.eval_tasks:
         yield f"{task.title}: {most} problems were evaluated, and {task.eval_tasks} were to be."
     for column in range(len(task.columns)):
         missing = sum(value.missing for row in rows if row and (value := row[column]))

@@ -174,10 +174,26 @@ class _TaskPlan:
         if self.options.pilot:
             yield self._stage(PILOT, EVALUATE, f"model.path={self.options.model}", self._sets(1, self.options.pilot))
 
-    def _stage(self, name: str, module: str, *overrides: str, rows: str | None = None, epochs: float = 1.0) -> Stage:
+    def _stage(
+        self,
+        name: str,
+        module: str,
+        *overrides: str,
+        rows: str | None = None,
+        epochs: float = 1.0,
+        last: Sequence[str] = (),
+    ) -> Stage:
+        """`last`: settings that those of the command line do not change."""
         folder = self.folder / name
         options = self.options
-        settings = (*self.study.settings, *self.task.settings, *overrides, *options.settings, f"run.dir={folder}")
+        settings = (
+            *self.study.settings,
+            *self.task.settings,
+            *overrides,
+            *options.settings,
+            *last,
+            f"run.dir={folder}",
+        )
         arguments = tuple(map(self._expand, settings))
         config = compose_program(_PROGRAMS[module][0], arguments)
         calls = None
@@ -206,8 +222,8 @@ class _TaskPlan:
             evaluation_of(name),
             EVALUATE,
             f"model.path={model}",
-            *arm.evaluate,
             self._sets(self.options.seeds, self.task.eval_tasks),
+            last=arm.evaluate,  # they define the arm, such as base without a system prompt
         )
 
     def _sets(self, seeds: int, tasks: int) -> str:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from megatron_collab.config import ConfigError, require
 from megatron_collab.reproduce import forecast
 from megatron_collab.reproduce.page import page
 from megatron_collab.reproduce.plan import PILOT, Stage, StudyOptions
-from megatron_collab.reproduce.results import estimates
+from megatron_collab.reproduce.results import json_rows, results_of
 from megatron_collab.reproduce.study import Study
 from megatron_collab.runtime import files
 from megatron_collab.runtime.process import EXIT_STOPPED, die_with_parent
@@ -157,14 +156,10 @@ def _record(out: Path, stage: Stage, minutes: float) -> None:
 
 def _write(study: Study, options: StudyOptions, stages: Sequence[Stage]) -> None:
     pairs = [(task, arm) for task in options.tasks for arm in options.arms]
-    results = {pair: estimates(options.out, study, *pair, options.seeds) for pair in pairs}
+    results = {pair: results_of(study, options, *pair) for pair in pairs}
     programs = _read_programs(options.out)
     costs = [
         (stage.title, programs[stage.title]["minutes"], _spent(stage)) for stage in stages if stage.title in programs
     ]
     files.replace(options.out / PAGE, page(study, options, results, costs))
-    rows: list[dict[str, Any]] = []
-    for (task, arm), values in results.items():
-        for column, value in zip(study.tasks[task].columns, values or (), strict=False):
-            rows.append({"task": task, "arm": arm, "column": column.name, **(asdict(value) if value else {})})
-    files.replace(options.out / RESULTS, json.dumps(rows, indent=1))
+    files.replace(options.out / RESULTS, json.dumps([*json_rows(study, results)], indent=1))

@@ -11,21 +11,33 @@ import yaml
 
 from megatron_collab.config import ConfigError, nearest, require
 from megatron_collab.runtime import files
+from megatron_collab.statistics import Estimate
 
 STUDIES = Path(__file__).parent / "studies"
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: factor * mean score of a metric + offset, the unit of the published table."""
+    """A column of the table: factor * mean score of a metric + offset, the unit of the published table.
+
+    `prompts`: settings that must name files of the user's, with the authors' prompts, for the published scale. Else the
+    column is the mean score itself, on our own scale.
+    """
 
     metric: str
     name: str
     factor: float = 1.0
     offset: float = 0.0
+    prompts: Sequence[str] = ()
 
-    def value(self, mean: float) -> float:
-        return self.factor * mean + self.offset
+    def lacks(self, settings: Sequence[str]) -> list[str]:
+        """Those of `prompts` that the settings (name=value, the last one counts) do not set to a file."""
+        values = dict(setting.partition("=")[::2] for setting in settings)
+        return [name for name in self.prompts if not Path(values.get(name) or "null").is_file()]
+
+    def scaled(self, estimate: Estimate, published: bool, *, offset: bool = True) -> Estimate:
+        """In the unit of the column; a difference has no `offset`."""
+        return estimate.scaled(self.factor, self.offset * offset) if published else estimate
 
 
 @dataclass(frozen=True)

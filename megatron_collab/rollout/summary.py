@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from megatron_collab import statistics
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import Group, Missing, Rollout, Task
 
@@ -45,28 +45,29 @@ def summary(groups: Sequence[Group], applicable_metrics: ApplicableMetrics) -> d
 
 
 def evaluation_summary(groups: Sequence[Group], applicable_metrics: ApplicableMetrics) -> dict[str, float]:
-    """Means over the tasks of an evaluation, with their standard errors (`reward_se`, `score_se/METRIC`).
+    """Means over the tasks of an evaluation, with their intervals (`reward_low`, `score_high/METRIC`: see statistics).
 
-    The conversations of a task are not independent, so they are averaged first. The standard error is that of the mean
-    over tasks: std(ddof=1) / sqrt(n) for the n tasks with a score; NaN if n < 2. `incomplete` is the number of rollouts
-    that lack a score, `missing/METRIC` the number of those that lack this one.
+    With several samples of a task, shares also have pass@k and pass^k. `incomplete` is the number of rollouts that lack
+    a score, `missing/METRIC` the number of those that lack this one.
     """
     metrics = summary(groups, applicable_metrics)
+    del metrics["reward_se"]  # of a turn's reward over its futures
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     metrics["incomplete"] = float(sum(bool(rollout.failures) for rollout in rollouts))
     for rollout in rollouts:
         all_scores = [item for future in rollout.futures for item in future.scores.items()]
         for name in {name for name, score in all_scores if isinstance(score, Missing)}:
             metrics[f"missing/{name}"] = metrics.get(f"missing/{name}", 0.0) + 1
-    by_task: dict[str, list[float]] = defaultdict(list)
+    by_task, rewards = defaultdict[str, list[list[float]]](list), list[list[float]]()
     for group in groups:
-        by_task["reward"] += _mean_of_any(_rewards(group.rollouts))
+        rewards.append(_rewards(group.rollouts))
         for name, scored in scores(group, applicable_metrics).items():
-            by_task[f"score/{name}"] += _mean_of_any(scored)
-    for name, values in sorted(by_task.items()):
-        metrics[name] = mean(values)
-        prefix, slash, metric = name.partition("/")
-        metrics[f"{prefix}_se{slash}{metric}"] = standard_error(values)
+            by_task[name].append(scored)
+    metrics |= statistics.mean(rewards).metrics("reward")
+    for name, tasks in sorted(by_task.items()):
+        if any(tasks):
+            for label, estimate in statistics.with_passes(name, tasks).items():
+                metrics |= estimate.metrics("score", label)
     return metrics
 
 
@@ -115,11 +116,6 @@ def _refuse(reasons: Sequence[str], lacking: str, allowed: float, max_missing: f
 
 def mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if values else float("nan")
-
-
-def standard_error(values: Sequence[float]) -> float:
-    """Standard error of the mean of independent values; NaN if there are fewer than two."""
-    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else float("nan")
 
 
 def _mean_of_any(values: Sequence[float]) -> list[float]:

@@ -71,11 +71,13 @@ class ConversationWorker:
         )
         self.policy: Assistant
         self.renderer: Renderer
+        self._rendered = Counter[str]()
         if play.assistant:
             self.policy = self.renderer = self._assistant(play.assistant)
         else:
             self.policy = Router(servers, client)
-            self.renderer = play.prompt.renderer(play.tools.schemas())
+            renderer = play.prompt.renderer(play.tools.schemas())
+            self.renderer, self._rendered = renderer, renderer.counters
         self.rewards = RewardClient([ray.get_actor(name) for name in reward_workers], play.reward)
         self.engine = tuple(self.endpoints)
         self.players: dict[EvaluationSet | None, Player] = {}
@@ -98,8 +100,10 @@ class ConversationWorker:
                 player.users.engine = self.engine
 
     async def take_counters(self) -> dict[str, float]:
-        """Counters of users, tools, connections to servers and replayed calls since the last call."""
+        """Counters of users, tools, prompts, connections to servers and replayed calls since the last call."""
         totals: Counter[str] = Counter(self.policy.take_counters())
+        totals.update(+self._rendered)
+        self._rendered.clear()
         totals.update(self.tape.take_counters() if self.tape else {})
         players = [player for base in self.players.values() for player in (base, *base.candidate_players.values())]
         for player in players:  # shared counters are empty the second time

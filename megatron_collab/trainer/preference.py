@@ -6,7 +6,6 @@ pair is two consecutive samples of a micro-batch, the chosen one first.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_collab import statistics
 from megatron_collab.config import DpoConfig
 from megatron_collab.trainer.losses import Head, Objective, Report, report
 from megatron_collab.trainer.microbatches import MicroBatch
@@ -109,7 +109,7 @@ def _over_context(sums: Tensor) -> Tensor:
 def validation_metrics(
     masks: Sequence[np.ndarray], log_probs: Sequence[np.ndarray], reference: Sequence[np.ndarray], dpo: DpoConfig
 ) -> dict[str, float]:
-    """Loss, accuracy and margin of pairs as metrics of a set, with the standard errors of their means.
+    """Loss, accuracy and margin of pairs as metrics of a set, with intervals over the pairs.
 
     The rows are [S], two per pair, 0 for tokens that are not trained.
     """
@@ -119,7 +119,7 @@ def validation_metrics(
     terms = pair_terms(ratios, tokens, dpo)
     margin = terms.chosen - terms.rejected
     metrics = {"loss": terms.loss, "accuracy": (margin > 0).double(), "margin": margin}
-    n = len(margin)
-    scores = {f"score/{name}": float(values.mean()) for name, values in metrics.items()}
-    errors = {f"score_se/{name}": float(values.std()) / math.sqrt(n) for name, values in metrics.items() if n > 1}
-    return {"tasks": n, "tokens": float(tokens.sum()), **scores, **errors}
+    scores: dict[str, float] = {}
+    for name, values in metrics.items():
+        scores |= statistics.mean(values[:, None].tolist()).metrics("score", name)
+    return {"tasks": len(margin), "tokens": float(tokens.sum()), **scores}

@@ -6,7 +6,6 @@ tokens of the (mini-)batch, so it depends neither on the layout nor on the micro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_collab import statistics
 from megatron_collab.algo.advantages import token_weights
 from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.checkpoint.sharded_state import Checkpointable
@@ -196,9 +196,7 @@ class PolicyTrainer:
         """Loss per trained token over all `batches`, without a gradient, as metrics of a set; collective.
 
         For pairs see preference.validation_metrics.
-        `score_se/loss` is the standard error over the conversations, for a ratio of means: with the loss L of n
-        conversations of s_i nats and t_i tokens, sqrt(n / (n - 1) sum_i (s_i - L t_i)^2) / sum_i t_i. May raise
-        Preempted, like `score`.
+        Its interval is over conversations, each with its nats and tokens. May raise Preempted, like `score`.
         """
         beat(f"the validation of step {self.step}")
         if self.objective == "dpo":
@@ -209,10 +207,8 @@ class PolicyTrainer:
             rows = self.log_probs(self.policy.chunks, batch)
             nats += [-float(row.sum(dtype=np.float64)) for row in rows]
             tokens += [float(sample.loss_mask.sum()) for sample in batch.samples]
-        n, loss = len(nats), sum(nats) / sum(tokens)
-        squares = sum((s - loss * t) ** 2 for s, t in zip(nats, tokens, strict=True))
-        error = math.sqrt(n / (n - 1) * squares) / sum(tokens) if n > 1 else math.nan
-        return {"tasks": n, "tokens": sum(tokens), "score/loss": loss, "score_se/loss": error}
+        loss = statistics.ratio(nats, tokens).metrics("score", "loss")
+        return {"tasks": len(nats), "tokens": sum(tokens), **loss}
 
     def _validate_pairs(self, batches: Iterable[Batch]) -> dict[str, float]:
         masks, rows, reference = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()

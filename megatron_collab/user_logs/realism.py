@@ -25,12 +25,12 @@ from sklearn.model_selection import StratifiedGroupKFold, cross_val_predict
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from megatron_collab.statistics import bootstrap
 from megatron_collab.types import Group
 from megatron_collab.user_logs.logs import LoggedConversation
 from megatron_collab.user_logs.personal import PersonalData, Placeholders
 
 FOLDS = 5
-_DRAWS = 1000  # bootstrap samples
 _SHOWN = 10  # features in the report
 _COMMON = 50  # most common words, each a feature
 _COVERED_WORDS = ("please", "thank", "thanks")  # words that other features cover
@@ -136,7 +136,7 @@ def compare(real: Sequence[UserMessages], simulated: Sequence[UserMessages], see
     order = np.argsort(-np.abs(weights), kind="stable")[:_SHOWN]
     return {
         "accuracy": _accuracy(correct, label_array),
-        "interval": _interval(correct, label_array, group_numbers, seed),
+        "interval": _interval(correct, label_array, group_numbers),
         "messages": [int((label_array == label).sum()) for label in (0, 1)],
         "features": [
             {
@@ -236,16 +236,20 @@ def _accuracy(correct: np.ndarray, labels: np.ndarray) -> float:
     return float(np.mean([correct[labels == label].mean() for label in (0, 1)]))
 
 
-def _interval(correct: np.ndarray, labels: np.ndarray, group: np.ndarray, seed: int) -> list[float]:
-    """The 2.5 and 97.5 percentiles of the accuracy over bootstrap samples of each side's groups."""
-    draws = np.random.default_rng(seed)
-    shares = []
+def _interval(correct: np.ndarray, labels: np.ndarray, group: np.ndarray) -> list[float]:
+    """The interval of the accuracy over each side's groups."""
+    sides = []
     for label in (0, 1):
         group_numbers = np.unique(group[labels == label], return_inverse=True)[1]
-        hits, messages = (np.bincount(group_numbers, weights) for weights in (correct[labels == label], None))
-        drawn = (draws.integers(len(messages), size=len(messages)) for _ in range(_DRAWS))
-        shares.append([hits[sample].sum() / messages[sample].sum() for sample in drawn])
-    return [float(np.quantile(np.mean(shares, axis=0), share)) for share in (0.025, 0.975)]
+        sides.append([np.bincount(group_numbers, weights) for weights in (correct[labels == label], None)])
+
+    def accuracy(*groups: np.ndarray) -> np.ndarray:
+        shares = [
+            hits[drawn].sum(-1) / sizes[drawn].sum(-1) for (hits, sizes), drawn in zip(sides, groups, strict=True)
+        ]
+        return np.mean(shares, axis=0)
+
+    return list(bootstrap([len(hits) for hits, _ in sides], accuracy))
 
 
 def _number(value: float) -> float | None:

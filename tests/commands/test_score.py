@@ -72,6 +72,9 @@ def test_the_same_futures_under_every_published_reward(
     assert shown[2].split() == ["paper", "collabllm", "verl", "run"]
     means = [sum(row[name]["reward"] for row in rows) / 4 for name in ("paper", "collabllm", "verl", "run")]
     assert shown[3].split() == ["reward", *(f"{mean:.4f}" for mean in means)]
+    ends = [line.split()[3:] for line in shown if line.startswith("  95 %")]
+    for mean, low, high in zip(means, *ends, strict=True):
+        assert float(low) < mean < float(high)
     malformed = next(line.split() for line in shown if "of malformed turns" in line)
     assert malformed[-4:] == ["0.0000", "0.0000", "-0.2500", "0.0000"], "the parts add up to the reward"
     requests = len(judge.requests)

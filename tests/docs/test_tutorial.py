@@ -113,7 +113,7 @@ def test_from_a_data_set_of_the_hub_to_a_trained_model(endpoint: str, tmp_path: 
     assert len(accuracies) == 3 and best["value"] == max(accuracies[1:])
     results = [json.loads((runs / name / "result.json").read_text()) for name in ("trained", "before")]
     assert [result["step"] for result in results] == [best["step"], 0]
-    assert compared.count("eval/accuracy_se") == 2
+    assert compared.count("eval/accuracy_low") == 2
     assert "models/math: written from" in exported and (tmp_path / "models/math/tokenizer.json").is_file()
     assert "eval/accuracy" in (runs / "rl" / "report.html").read_text()
 

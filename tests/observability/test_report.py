@@ -91,40 +91,59 @@ def test_what_is_drawn(run: Path) -> None:
     assert report.write(run).read_text().count("<svg") == len(drawn)
 
 
-def test_means_and_standard_errors_of_the_table() -> None:
-    before = [conversation(0, "", 0.0), conversation(1, "", 1.0), {"scores": {"right": {"missing": "down"}}}]
-    assert report.table(before, [conversation(0, "", 1.0)]) == [("right", "0.500 \u00b1 0.500 (1 missing)", "1.000")]
-    assert report.table([], before)[0][1] == "\u2013"
+def test_means_and_intervals_of_the_table() -> None:
+    failed = {"task": "t-2", "scores": {"right": {"missing": "down"}}}
+    before = [conversation(0, "", 0.0), conversation(1, "", 1.0), failed]
+    (row,) = report.table(before, [conversation(0, "", 1.0)])
+    assert row == ("right", "0.500 [0.095, 0.905] (1 missing)", "1.000", "+1.000"), "a task is no interval"
+    assert report.table([], before)[0][1:] == ("\u2013", row[1], "\u2013")
+
+
+def test_nothing_right_in_twenty_tasks_is_no_certainty() -> None:
+    wrong = [conversation(number, "", 0.0) for number in range(20)]
+    (row,) = report.table(wrong, wrong)
+    assert row == ("right", "0.000 [0.000, 0.161]", "0.000 [0.000, 0.161]", "+0.000 [-0.161, +0.161]")
+
+
+def test_a_change_is_paired_by_task() -> None:
+    before = [conversation(number, "", float(number % 2)) for number in range(40)]
+    after = [*before[:1], conversation(0, "", 1.0), *before[1:]][1:]
+    (row,) = report.table(before, after)
+    assert row[1].startswith("0.500 [0.352, 0.648]") and row[3].startswith("+0.025 [")
+    low, high = map(float, row[3].partition("[")[2].removesuffix("]").split(","))
+    assert -0.1 < low < 0.025 < high < 0.15
 
 
 def test_conversations_about_one_task_are_one_piece_of_evidence() -> None:
-    """Two tasks of two conversations each."""
+    """Two tasks of two conversations each, which agree."""
     rows = [{**conversation(i // 2, "", float(i < 2)), "rollout": i % 2} for i in range(4)]
-    assert report.table(rows, []) == [("right", "0.500 \u00b1 0.500", "\u2013")]
+    cells = {row[0]: row[1:] for row in report.table(rows, [])}
+    interval = "0.500 [0.095, 0.905]"
+    assert cells == dict.fromkeys(["right", "right_pass@2", "right_pass^2"], (interval, "\u2013", "\u2013"))
 
 
-def test_evaluations_between_steps_are_curves_with_errors_and_sets_have_tables_of_their_own(run: Path) -> None:
+def test_evaluations_between_steps_are_curves_with_bands_and_sets_have_tables_of_their_own(run: Path) -> None:
     records: dict[str, dict] = {}
     for name in ("math", "code"):
         for step, moment in enumerate(("before", "step_1", "after")):
-            scores = {"score/right": 0.25 * step, "score_se/right": 0.1, "score/tokens": 20.0, "score_se/tokens": 2.0}
+            scores = {"score/right": 0.25 * step, "score_low/right": 0.1, "score_high/right": 0.6, "score/tokens": 20.0}
             records[f"{name}/{moment}"] = {"step": step, "set": name, "tasks": 12, **scores}
             write(run / f"eval_{name}_{moment}.jsonl", [conversation(0, f"{name} {moment}", 0.5)])
     (run / "evaluations.json").write_text(json.dumps(records))
-    drawn = {title: (series, errors) for title, series, errors in report.curves([], records)}
-    series, errors = drawn["Evaluation, with standard errors"]
+    drawn = {title: (series, bands) for title, series, bands in report.curves([], records)}
+    series, bands = drawn["Evaluation, with 95 % intervals"]
     assert series == {f"{name}/right": [(0, 0.0), (1, 0.25), (2, 0.5)] for name in ("math", "code")}
-    assert errors["code/right"] == [(0, 0.1), (1, 0.1), (2, 0.1)]
-    assert "Evaluation, with standard errors: math/tokens" in drawn
+    assert bands == {f"{name}/right": dict.fromkeys(range(3), (0.1, 0.6)) for name in ("math", "code")}
+    assert "Evaluation, with 95 % intervals: math/tokens" in drawn
     html = report.write(run).read_text()
     assert html.count("<table>") == 2 and "Evaluation math" in html and "math after" in html
     assert "math step_1" not in html, "the first and the last stand side by side"
 
 
-def test_a_set_of_one_task_has_a_curve_without_an_error() -> None:
-    record = {"step": 0, "set": "one", "tasks": 1, "score/loss": 0.5, "score_se/loss": None, "ending/length": 1.0}
-    ((title, series, errors),) = report.curves([], {"one/before": record})
-    assert (title, series, errors) == ("Evaluation, with standard errors", {"one/loss": [(0, 0.5)]}, {})
+def test_a_set_of_one_task_has_a_curve_without_a_band() -> None:
+    record = {"step": 0, "set": "one", "tasks": 1, "score/loss": 0.5, "score_low/loss": None, "ending/length": 1.0}
+    ((title, series, bands),) = report.curves([], {"one/before": record})
+    assert (title, series, bands) == ("Evaluation, with 95 % intervals", {"one/loss": [(0, 0.5)]}, {})
 
 
 def test_conversations_that_changed_come_first() -> None:

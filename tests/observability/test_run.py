@@ -123,11 +123,12 @@ def test_an_evaluation_without_a_score_says_why(tmp_path: Path, capsys: pytest.C
 
 
 def test_missing_scores_are_counted_in_every_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    metrics = {"score/right": 0.5, "score_se/right": 0.25, "missing/right": 14.0, "incomplete": 14.0}
+    metrics = {"score/right": 0.5, "score_low/right": 0.25, "score_high/right": 0.75}
+    metrics |= {"missing/right": 14.0, "incomplete": 14.0}
     with opened(tmp_path) as run:
         run.evaluation("after", "", 4, metrics, [group(Missing("judge is down")), group(0.5)])
         run.finish()
-    assert "evaluation after (2 tasks): right 0.500±0.250 (14 missing)\n" in capsys.readouterr().out
+    assert "evaluation after (2 tasks): right 0.500 [0.250, 0.750] (14 missing)\n" in capsys.readouterr().out
     assert json.loads((tmp_path / "result.json").read_text())["incomplete"] == {"after": 14.0}
     assert "0.500 (1 missing)" in (tmp_path / "report.html").read_text()
     scalars = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]
@@ -183,24 +184,24 @@ def evaluate(run: Run, eval_set: str, step: int, right: float) -> str | None:
     """The set's evaluation at `step`, if it is due."""
     name = run.evaluation_due(eval_set, step)
     if name:
-        metrics = {"score/right": right, "score_se/right": 0.125, "ending/malformed": 0.5, "missing": 1.0}
+        metrics = {"score/right": right, "score_low/right": 0.125, "score_high/right": 0.875}
+        metrics |= {"ending/malformed": 0.5, "missing": 1.0}
         run.evaluation(name, eval_set, step, metrics, [group(right)])
     return name
 
 
-def test_an_evaluation_is_in_every_place_with_its_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_is_in_every_place_with_its_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with opened(tmp_path) as run:
         assert [evaluate(run, eval_set, 0, 0.5) for eval_set in ("math", "code")] == ["math/before", "code/before"]
         run.finish()
-    assert "evaluation math/before (1 tasks): right 0.500±0.125" in capsys.readouterr().out
+    assert "evaluation math/before (1 tasks): right 0.500 [0.125, 0.875]" in capsys.readouterr().out
     records = json.loads((tmp_path / "evaluations.json").read_text())
-    assert records["math/before"]["score_se/right"] == 0.125 and records["math/before"]["set"] == "math"
+    assert records["math/before"]["score_low/right"] == 0.125 and records["math/before"]["set"] == "math"
     assert [row["task"] for row in rows(tmp_path / "eval_code_before.jsonl")] == ["t-1"]
     assert json.loads((tmp_path / "result.json").read_text())["before"] == {"math/right": 0.5, "code/right": 0.5}
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    names = {
-        f"eval/{eval_set}/{name}" for eval_set in ("math", "code") for name in ("right", "right_se", "ending/malformed")
-    }
+    metrics = ("right", "right_low", "right_high", "ending/malformed")
+    names = {f"eval/{eval_set}/{name}" for eval_set in ("math", "code") for name in metrics}
     assert set(events.Tags()["scalars"]) == names
     assert events.Tags()["tensors"] == ["eval/math/t-1/text_summary", "eval/code/t-1/text_summary"]
     (text,) = events.Tensors("eval/math/t-1/text_summary")
@@ -359,7 +360,7 @@ def test_weights_and_biases_gets_one_run_over_all_starts(tmp_path: Path, monkeyp
         tables += [json.loads(table.read_text()) for table in file.parent.glob("files/media/table/eval/math/*.json")]
     assert len(ids) == 1 and codes == [1, 0]
     assert all(METRICS.items() <= scalars[step].items() for step in (0, 1))
-    assert (scalars[0]["eval/math/right"], scalars[0]["eval/math/right_se"]) == (0.5, 0.125)
+    assert (scalars[0]["eval/math/right"], scalars[0]["eval/math/right_low"]) == (0.5, 0.125)
     (table,) = tables
     assert table["columns"] == ["step", "task", "conversation", "ending", "reward", "scores"]
     (row,) = table["data"]

@@ -77,6 +77,11 @@ def test_the_paper_is_trained_and_evaluated_as_its_tables_say() -> None:
     ]
     assert evaluated.rollout.system_prompt is None and evaluated.model.path == study.model
     assert planned["code/proactive_eval"].config.rollout.system_prompt == "collaborator.j2"
+    prompted = options(study, tasks=["code"], settings=("rollout.system_prompt=mine.j2",))
+    changed = by_name(stages(study, prompted))
+    assert changed["code/base_eval"].config.rollout.system_prompt is None, "which makes it the base"
+    assert changed["code/proactive_eval"].config.rollout.system_prompt == "mine.j2"
+    assert evaluated.reward.metrics["pass_rate"] == {"extract": "judge"}, "as published"
     medium = by_name(stages(study, options(study, tasks=["medium"])))["medium/ppo"].config
     assert medium.reward.weights["token_amount"] == -1e-4 and "accuracy" not in medium.reward.weights
 

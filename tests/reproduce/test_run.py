@@ -19,8 +19,9 @@ from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.reproduce import plan, run
 from megatron_collab.reproduce.page import page
 from megatron_collab.reproduce.plan import Stage, StudyOptions
-from megatron_collab.reproduce.results import Estimate, estimates
+from megatron_collab.reproduce.results import ArmResult, results_of
 from megatron_collab.reproduce.study import Arm, Column, Study, StudyTask, read
+from megatron_collab.statistics import Estimate, mean
 
 
 def small() -> Study:
@@ -98,9 +99,16 @@ def test_a_study_goes_on_where_a_program_failed(
     assert len(resumed.ran) == 2 and "train.steps=4" in resumed.ran[0], "64 rows, 16 a step"
     assert "3/5 sums/base_eval: done" in capsys.readouterr().out
     table = (out / "page.md").read_text()
-    # Problem n is right in one of the two seeds: each has a mean of 0.5.
-    assert "| SFT | 50.0 ± 0.00 | 13.5 | 60.0 ± 0.00 | 58 |" in table
-    assert json.loads((out / "results.json").read_text())[0]["seeds"] == [50.0, 50.0]
+    # Problem n is right in one of the two seeds: each has a mean of 0.5, of at most 8 independent conversations. All
+    # conversations have the same ITR, which says nothing about its spread.
+    assert "| SFT | 50.0 [21.5, 78.5] | 13.5 | 60.0 | 58 |" in table
+    row = json.loads((out / "results.json").read_text())[0]
+    assert row["seeds"] == [50.0, 50.0] and row["scale"] == "published" and row["low"] == pytest.approx(21.5, abs=0.1)
+    assert row["pass@2"]["value"] == 1 and row["pass^2"] == {
+        "value": 0.0,
+        "low": 0.0,
+        "high": pytest.approx(0.49, abs=0.01),
+    }
     with pytest.raises(ConfigError, match="sums/base_eval was run with other settings; choose another folder"):
         start(monkeypatch, out, Programs(), settings=("run.seed=1",))
     assert start(monkeypatch, out, resumed, settings=("llm.max_concurrent=3",))[0] == 0 and len(resumed.ran) == 2
@@ -157,33 +165,68 @@ def test_means_are_over_problems_and_seeds(tmp_path: Path) -> None:
     for seed, row in enumerate(scores):
         rows = [future(f"t{n}", right=score, interactivity=0.8) for n, score in enumerate(row)]
         write_jsonl(folder / f"eval_seed{seed}_model.jsonl", [*rows, future("other")])
-    right, itr = estimates(tmp_path, small(), "sums", "base", 2) or ()
-    # Means of the problems 1, 0, 0.5, 1: 0.625, with a standard error of sqrt(0.2292 / 4).
-    assert right == Estimate(
-        62.5, pytest.approx(100 * 1.959964 * 0.239357, rel=1e-5), (pytest.approx(66.667, rel=1e-4), 50.0), 4, 1
-    )
-    assert itr and itr.value == pytest.approx(2 * 100 * ((1 + 2 * 0.8) - 2.5)), "2 (S - 2.5), in percent"
-    assert estimates(tmp_path, small(), "sums", "sft", 2) is None
+    study, options = small(), StudyOptions(tmp_path, ["sums"], ["base"], "models/m", seeds=2)
+    right, itr = results_of(study, options, "sums", "base") or ()
+    assert right and right.missing == 1 and right.seeds == (pytest.approx(66.667, rel=1e-4), 50.0)
+    assert right.scores == {"t0": [1, 1], "t1": [0, 0], "t2": [1, 0], "t3": [1]}
+    assert right.estimate == mean(right.scores.values()).scaled(100) and right.estimate.value == 62.5
+    assert itr and itr.estimate.value == pytest.approx(2 * 100 * ((1 + 2 * 0.8) - 2.5)), "2 (S - 2.5), in percent"
+    assert results_of(study, options, "sums", "sft") is None
 
 
 def test_the_page_says_what_this_command_made_different() -> None:
     study = read("collabllm")
     options = StudyOptions(Path("o"), ["math"], ["base", "grpo"], "Qwen/Qwen3-8B", settings=("train.steps=3",))
-    few = Estimate(12.34, 3.0, (12.0,), 150, 0)
-    results = {
-        ("math", "base"): [few, Estimate(2.5, float("nan"), (2.5,), 1, 0), replace(few, missing=7)],
-        ("math", "grpo"): None,
-    }
+    columns = study.tasks["math"].columns
+    scores = {f"t{number}": [0.0] for number in range(150)}
+    few = ArmResult(columns[0], Estimate(12.34, 9.34, 15.34), (12.0,), scores, 0)
+    tokens = ArmResult(columns[1], Estimate(2.5), (2.5,), {"t0": [2.5]}, 0, ("rollout.system_prompt",))
+    own = ArmResult(columns[2], Estimate(0.75, 0.5, 0.8), (0.75,), scores, 7, ("reward.metrics.interactivity.prompt",))
+    results = {("math", "base"): [few, tokens, own], ("math", "grpo"): None}
     markdown = page(study, options, results, [("math/base_eval", 12.0, 1.25), ("math/rows_sft", 0.5, None)])
-    assert "| | ACC | published | Tokens (k) | published | ITR | published |" in markdown
-    assert "| Base | 12.3 ± 3.00 | 11 | 2.50 | 3.4 | 12.3 ± 3.00 | 44 |" in markdown
+    own_scale = [f"{name}, own scale | published, other scale" for name in ("Tokens (k)", "ITR")]
+    assert f"| | ACC | published | {' | '.join(own_scale)} |" in markdown
+    assert "| Base | 12.3 [9.34, 15.3] | 11 | 2.50 | 3.4 | 0.75 [0.50, 0.80] | 44 |" in markdown
     assert "| GRPO-MR | - |  | - |  | - |  |" in markdown
     for line in (
         "- The model is `Qwen/Qwen3-8B`; the study's is `meta-llama/Llama-3.1-8B-Instruct`.",
         "- Settings of the command line: `train.steps=3`.",
         "- Not evaluated: Proactive Base, SFT, PPO, Offline DPO, Online DPO.",
         "- MATH-Chat: 150 problems were evaluated, and 200 were to be.",
+        "- MATH-Chat: ITR is on our own scale; the published one needs `reward.metrics.",
         "- MATH-Chat: 7 conversations have no ITR; they are left out.",
         "| all | 12.5 | 1.25 |",
     ):
         assert line in markdown
+
+
+def test_a_column_is_on_the_published_scale_only_under_the_authors_prompts(tmp_path: Path) -> None:
+    """As a file of the user's; one of ours by its name is none."""
+    column = Column("interactivity", "ITR", 400, -300, ["reward.metrics.interactivity.prompt"])
+    (tmp_path / "authors.j2").write_text("{{ conversation }}")
+    setting = f"{column.prompts[0]}={tmp_path / 'authors.j2'}"
+    assert column.lacks([setting]) == [] and column.lacks([setting, f"{column.prompts[0]}=null"]) == [*column.prompts]
+    assert column.lacks([]) == column.lacks([f"{column.prompts[0]}=interactivity_holistic.j2"]) == [*column.prompts]
+    assert column.scaled(Estimate(0.75, 0.5, 1.0), False) == Estimate(0.75, 0.5, 1.0)
+    assert column.scaled(Estimate(0.75, 0.5, 1.0), True) == Estimate(0.0, -100.0, 100.0)
+
+
+def test_gains_are_paired_by_problem(tmp_path: Path) -> None:
+    """Two of 40 problems more are solved, in both seeds."""
+    arms = {"base": [0] * 20 + [1] * 20, "sft": [0] * 18 + [1] * 22}
+    study = small()
+    for arm, scores in arms.items():
+        folder = tmp_path / "sums" / f"{arm}_eval"
+        folder.mkdir(parents=True)
+        record_evaluations(folder)
+        for seed in range(2):
+            rows = [future(f"t{n}", right=score, interactivity=0.8) for n, score in enumerate(scores)]
+            write_jsonl(folder / f"eval_seed{seed}_model.jsonl", rows)
+    options = StudyOptions(tmp_path, ["sums"], ["base", "sft"], study.model, seeds=2)
+    results = {("sums", arm): results_of(study, options, "sums", arm) for arm in arms}
+    base, sft = (columns[0] for columns in results.values() if columns)
+    assert base and sft
+    gain = sft.gain(base)
+    assert gain.value == pytest.approx(5.0) and -10 < gain.low < 5 < gain.high < 20
+    assert gain.high - gain.low < 0.7 * (sft.estimate.high - base.estimate.low - gain.value), "narrower than unpaired"
+    assert f"| SFT | Base | {gain.text('{:+.2f}'.format)} | +0.00 |" in page(study, options, results, [])

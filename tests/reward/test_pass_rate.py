@@ -13,10 +13,12 @@ import ray
 
 from megatron_collab import sandbox
 from megatron_collab.reward import metrics
-from megatron_collab.reward.metrics.pass_rate import PassRate, extract
+from megatron_collab.reward.metrics.code_blocks import extract, merged
+from megatron_collab.reward.metrics.pass_rate import PassRate
 from megatron_collab.runtime.ray_cluster import ray_session
 from megatron_collab.sandbox import SandboxError
 from megatron_collab.types import Conversation, Finish, Message, Missing, Score, Task, Turn
+from tests.reward.fakes import FakeJudge
 
 TWICE = {"test": "def check(candidate):\n    assert candidate(2) == 4\n", "entry_point": "twice"}
 CODE = "def twice(x):\n    return 2 * x\n"
@@ -30,15 +32,23 @@ def metric(**options: Any) -> PassRate:
     return PassRate(PassRate.Options(**options), judge=None)  # type: ignore[arg-type]  # it asks no judge
 
 
-def played(metadata: Mapping[str, Any], text: str) -> tuple[Task, Conversation]:
+def played(metadata: Mapping[str, Any], *replies: str) -> tuple[Task, Conversation]:
     task = Task("t", (Message("user", "hi"),), "goal", "", "llm", metadata)
-    return task, Conversation(task.messages, (1,)).add_turn(Turn((1,), (2,), (-1.0,), (0,), Finish.STOP, text))
+    conversation = Conversation(task.messages, ())
+    for number, text in enumerate(replies):
+        if number:
+            conversation = conversation.add_messages([Message("user", "go on")], ())
+        conversation = conversation.add_turn(Turn((), (), (), (), Finish.STOP, text))
+    return task, conversation
 
 
-def score(metadata: Mapping[str, Any], *texts: str) -> list[Score | None]:
+def score(metadata: Mapping[str, Any], *texts: str | Sequence[str]) -> list[Score | None]:
+    """By text, which is a conversation of one reply, or its replies."""
+    conversations = [[text] if isinstance(text, str) else text for text in texts]
+
     async def scores() -> list[Score | None]:
         pass_rate = metric()
-        return await asyncio.gather(*(pass_rate.score(*played(metadata, text)) for text in texts))
+        return await asyncio.gather(*(pass_rate.score(*played(metadata, *replies)) for replies in conversations))
 
     return asyncio.run(scores())
 
@@ -67,6 +77,76 @@ def score(metadata: Mapping[str, Any], *texts: str) -> list[Score | None]:
 )
 def test_code_is_taken_out_of_a_reply_as_it_stands(text: str, code: str) -> None:
     assert extract(text) == code
+
+
+MAIN = "def twice(x):\n    return double(x)\n"
+HELPER = "def double(x):\n    return 2 * x\n"
+RIGHT = reply(CODE)
+
+
+@pytest.mark.processes
+def test_what_follows_the_code_takes_nothing_away() -> None:
+    """In a conversation the code need not be in the last reply, nor in one block."""
+    conversations = {
+        "thanks": [RIGHT, "You're welcome!"],
+        "a word that parses": [RIGHT, "Thanks"],
+        "an example that prints": [f"{RIGHT}\n## Example usage\n\n" + reply("result = twice(21)\nprint(result)\n")],
+        "an example that fails here": [RIGHT + reply("rows = open('rows.csv').read()\nprint(twice(rows))\n")],
+        "an example inside the block": [reply(CODE + "print(twice(open))\ntwice('a' + 1)\nassert twice(1) == 3\n")],
+        "output": [RIGHT + reply("42\n", ""), reply("$ python twice.py\n", "bash")],
+        "helper and main in two blocks": [reply(HELPER) + reply(MAIN)],
+        "helper and main in two replies": [reply(HELPER), "Next?", reply(MAIN)],
+        "a repeated function alone": [reply(HELPER.replace("2", "3") + MAIN), reply(HELPER)],
+        "a constant changed": [reply("FACTOR = 3\ndef twice(x):\n    return FACTOR * x\n"), reply("FACTOR = 2\n")],
+        "a draft that fails": [reply("DATA = open('rows.csv')\ndef twice(x):\n    return 0\n"), RIGHT],
+        "a draft that does not parse": [reply("def twice(x)\n    return 2 * x\n"), RIGHT],
+        "an import of the future": [reply(HELPER), reply("from __future__ import annotations\n" + MAIN)],
+        "a fragment to look at": [RIGHT, "The line that matters:\n" + reply("    return 2 * x\n")],
+    }
+    scores = dict(zip(conversations, score(TWICE, *conversations.values()), strict=True))
+    assert scores == dict.fromkeys(conversations, 1.0)
+
+
+@pytest.mark.processes
+def test_a_later_definition_wins_also_if_it_is_wrong() -> None:
+    wrong = reply("def twice(x):\n    return x\n")
+    assert score(
+        TWICE, [RIGHT, wrong], [RIGHT, reply("def twice(x)\n    return 2 * x\n")], ["I cannot.", "Thanks"]
+    ) == [
+        0.0,
+        0.0,
+        0.0,
+    ]
+
+
+def test_code_that_is_no_definition_is_the_last_block() -> None:
+    prompt = "    return 2 * x\n"
+    assert merged(["Fill it in:\n" + reply(prompt), "You're welcome!"]) == prompt
+    assert merged([prompt]) == prompt and merged([]) == ""
+
+
+@pytest.mark.processes
+def test_the_judge_takes_the_code_out_of_the_whole_conversation() -> None:
+    """And knows the stub, since a vague user need not name the function."""
+    judge = FakeJudge({"code": CODE}, {"code": reply(CODE)}, {"code": ""}, Missing("down"))
+    pass_rate = PassRate(PassRate.Options(extract="judge", model="openai/strong"), judge)  # type: ignore[arg-type]
+    stub = {**TWICE, "prompt": "def twice(x):\n    pass\n"}
+    task, conversation = played(stub, "def double(n): return n + n", "You're welcome!")
+    scores = [asyncio.run(pass_rate.score(task, conversation)) for _ in range(4)]
+    assert scores == [1.0, 1.0, 0.0, Missing("down")]
+    shown = judge.prompts[0]
+    assert "def double(n)" in shown and "begin with this stub" in shown and stub["prompt"].strip() in shown
+    assert "assert candidate" not in shown, "the tests are not shown"
+    assert judge.models[0] == "openai/strong" and PassRate.judged(pass_rate.options)
+    assert not PassRate.judged(PassRate.Options())
+
+
+def test_the_authors_requirement_stands_in_for_the_stub() -> None:
+    judge = FakeJudge({"code": ""})
+    pass_rate = PassRate(PassRate.Options(extract="judge"), judge)  # type: ignore[arg-type]
+    metadata = {**TWICE, "prompt": "def twice(x):\n", "extraction_requirement": "Start with def twice(x)."}
+    asyncio.run(pass_rate.score(*played(metadata, "x")))
+    assert "Start with def twice(x)." in judge.prompts[0] and "begin with this stub" not in judge.prompts[0]
 
 
 @pytest.mark.parametrize("end", ["```\nThat is all.\n", "```\n```text\nout\n```\n", ""])

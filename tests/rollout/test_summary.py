@@ -6,7 +6,9 @@ import math
 
 import numpy as np
 import pytest
+from scipy.stats import binomtest
 
+from megatron_collab import statistics
 from megatron_collab.rollout import summary as numbers
 from megatron_collab.rollout.summary import refuse_incomplete, refuse_missing
 from megatron_collab.runtime.process import RunStopped
@@ -111,17 +113,22 @@ def test_a_rollout_of_several_futures_weighs_as_much_as_one_of_a_single_future()
     assert shown["ending/user_done"] == shown["ending/turn_limit"] == 0.5
 
 
-def test_the_errors_of_an_evaluation_are_over_its_tasks() -> None:
-    """Two samples a task that always agree are no more evidence than one."""
+def test_the_intervals_of_an_evaluation_are_over_its_tasks() -> None:
     values = [[1.0, 1.0], [0.0, 0.0], [1.0, 1.0], [0.0, 1.0]]
     shown = evaluated([Group(TASK, tuple(rollout(value) for value in task)) for task in values])
     means = [1.0, 0.0, 1.0, 0.5]
     assert shown["score/right"] == shown["reward"] == np.mean(means)
-    assert shown["score_se/right"] == shown["reward_se"] == pytest.approx(np.std(means, ddof=1) / 2)
+    expected = statistics.mean(values)
+    assert shown["score_low/right"] == shown["reward_low"] == expected.low > 0
+    assert shown["score_high/right"] == shown["reward_high"] == expected.high < 1
+    assert "reward_se" not in shown, "which is of a turn's reward over its futures"
+    assert shown["score/right_pass@2"] == 0.75 and shown["score/right_pass^2"] == 0.5
+    assert shown["score_low/right_pass@2"] == pytest.approx(binomtest(3, 4).proportion_ci(method="wilson").low)
 
 
-def test_a_task_without_a_score_is_not_among_those_of_an_error() -> None:
+def test_a_task_without_a_score_is_not_among_those_of_an_interval() -> None:
     groups = [Group(TASK, (rollout(value),)) for value in (1.0, 0.0, Missing("down"))]
     shown = evaluated(groups)
-    assert shown["score/right"] == 0.5 and shown["score_se/right"] == pytest.approx(0.5)
-    assert math.isnan(evaluated(groups[:1])["score_se/right"])
+    assert shown["score/right"] == 0.5
+    assert shown["score_low/right"] == pytest.approx(binomtest(1, 2).proportion_ci(method="wilson").low)
+    assert math.isnan(evaluated(groups[:1])["score_low/right"])

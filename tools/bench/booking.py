@@ -2,7 +2,8 @@
 
 `python tools/bench/booking.py [--seeds 0 1 2] [--root runs/quickstart] [--smoke]` runs the seeds that have not finished
 yet, writes docs/figures/booking.svg, prints a Markdown table of the shares, each with its 95 % interval (Wilson's, over
-the tasks it counts), and, last, one JSON object with the worst value over the seeds.
+the tasks it counts; of all seeds together, over seeds and tasks), and, last, one JSON object with the worst value over
+the seeds.
 --smoke: one seed of a few steps on one rank in a temporary folder; the picture goes there too.
 """
 
@@ -17,9 +18,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import matplotlib
-from scipy.stats import binomtest
 
-from megatron_collab.environments import booking
+from megatron_collab.observability.records import lines, number
+from megatron_collab.statistics import Estimate, Tasks, mean, mean_of_seeds
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -34,16 +35,20 @@ SMOKE: tuple[str, ...] = (
 )
 SMOKE += ("rollout.futures=2", "optim.warmup_steps=1", "reward.malformed=null")
 SMOKE += ("launch.nproc_per_node=1", "parallel.tp=1")
-# key of result.json: (the bound, whether larger is better, what it is, of which tasks it is a share)
-INCOMPLETE, COMPLETE = "incomplete", "complete"
+# key of result.json: (the bound, whether larger is better, what it is, RUN/EVALUATION/METRIC it is of)
 BOUNDS = {
-    "ask_when_missing_before": (0.45, False, "asks when something is missing, after SFT", INCOMPLETE),
-    "ask_when_missing_after": (0.90, True, "… after GRPO with MR", INCOMPLETE),
-    "single_turn_ask_after": (None, False, "… after GRPO with the reward of the turn alone", INCOMPLETE),
-    "needless_before": (None, False, "asks when nothing is missing, after SFT", COMPLETE),
-    "needless_after": (0.05, False, "… after GRPO with MR", COMPLETE),
-    "accuracy_before": (0.45, False, "right when something was missing, after SFT", INCOMPLETE),
-    "accuracy_after": (0.80, True, "… after GRPO with MR", INCOMPLETE),
+    "ask_when_missing_before": (0.45, False, "asks when something is missing, after SFT", "rl/before/ask_when_missing"),
+    "ask_when_missing_after": (0.90, True, "… after GRPO with MR", "rl/after/ask_when_missing"),
+    "single_turn_ask_after": (
+        None,
+        False,
+        "… after GRPO with the reward of the turn alone",
+        "single_turn/after/ask_when_missing",
+    ),
+    "needless_before": (None, False, "asks when nothing is missing, after SFT", "rl/before/ask_when_complete"),
+    "needless_after": (0.05, False, "… after GRPO with MR", "rl/after/ask_when_complete"),
+    "accuracy_before": (0.45, False, "right when something was missing, after SFT", "rl/before/right_when_missing"),
+    "accuracy_after": (0.80, True, "… after GRPO with MR", "rl/after/right_when_missing"),
     "train_minutes": (12.0, False, "minutes of training on this machine", None),
 }
 
@@ -70,31 +75,30 @@ def measure(seeds: list[int], root: Path, picture: Path, overrides: tuple[str, .
     results = [json.loads((folder / "result.json").read_text()) for folder in folders]
     draw(folders, picture)
 
-    counts = [tasks_of(seed, folder) for seed, folder in zip(seeds, folders, strict=True)]
-    print("\n| | bound | " + " | ".join(f"seed {seed}" for seed in seeds) + " |")
-    print("|---" * (len(results) + 2) + "|")
+    print("\n| | bound | " + " | ".join(f"seed {seed}" for seed in seeds) + " | all |")
+    print("|---" * (len(results) + 3) + "|")
     worst = {}
-    for key, (bound, larger, meaning, kind) in BOUNDS.items():
+    for key, (bound, larger, meaning, source) in BOUNDS.items():
         values = [result[key] for result in results]
         worst[key] = min(values) if larger else max(values)
         limit = "" if bound is None else f"{'≥' if larger else '≤'} {bound}"
-        shown = [share(value, n[kind]) if kind else f"{value:.1f}" for value, n in zip(values, counts, strict=True)]
-        print(f"| {meaning} | {limit} | " + " | ".join(shown) + " |")
-    print(", ".join(f"{n} {kind}" for kind, n in counts[0].items()) + " tasks a seed")
+        if source:
+            tasks = [scores(folder, *source.split("/")) for folder in folders]
+            shown = [*(mean(seed.values()) for seed in tasks), mean_of_seeds(tasks)]
+        else:
+            shown = [Estimate(value) for value in values]
+        print(f"| {meaning} | {limit} | " + " | ".join(estimate.text() for estimate in shown) + " |")
     print(json.dumps({"name": "booking", "values": worst}))
 
 
-def tasks_of(seed: int, folder: Path) -> dict[str, int]:
-    """How many tasks of each kind were evaluated."""
-    evaluated = json.loads((folder / "rl" / "evaluations.json").read_text())["after"]["tasks"]
-    incomplete = sum(bool(booking.missing(task)) for task in booking.tasks(seed, evaluated, held_out=True))
-    return {INCOMPLETE: incomplete, COMPLETE: evaluated - incomplete}
-
-
-def share(value: float, n: int) -> str:
-    """The share with its 95 % interval."""
-    interval = binomtest(round(value * n), n).proportion_ci(0.95, "wilson")
-    return f"{value:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+def scores(folder: Path, run: str, moment: str, metric: str) -> Tasks:
+    """The scores of an evaluation's conversations, by task."""
+    rows = [row for _, row in lines(folder / run / f"eval_{moment}.jsonl") if row]
+    tasks: dict[str, list[float]] = {}
+    for row in rows:
+        if (score := number(row["scores"].get(metric))) is not None:
+            tasks.setdefault(f"{folder.name}/{row['task']}", []).append(score)
+    return tasks
 
 
 def draw(folders: list[Path], picture: Path) -> None:

@@ -1,4 +1,7 @@
-"""Whether the code in the policy's last message passes the task's tests, run in the sandbox: 1 if all pass.
+"""Whether the code of the conversation passes the task's tests, run in the sandbox: 1 if all pass.
+
+The code is that of all replies with later revisions in place of earlier ones: merged block by block (code_blocks.py),
+or extracted by a judge, as in CollabLLM's paper and its authors' code, which knows the stub of the task.
 
 The tests are in the task's metadata. Either `test` defines check(candidate) and `entry_point` names the candidate, as
 in HumanEval (arXiv 2107.03374), whose `prompt` is code that precedes the policy's; or `test` has unittest cases that
@@ -10,30 +13,35 @@ missing for any code; if the code returns something that is not a plain value, t
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import os
 import re
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_collab import sandbox
 from megatron_collab.config import option
-from megatron_collab.reward.metrics import Judge, Metric
+from megatron_collab.llm.answer import Field
+from megatron_collab.reward.metrics import Judge, Metric, judges_prompt
+from megatron_collab.reward.metrics.code_blocks import extract, merged, parses
 from megatron_collab.sandbox import Limits, Program, SandboxError
 from megatron_collab.types import Conversation, Missing, Score, Task
 
-_OPENING = re.compile(r"(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\s`{]*)[^`]*")
-_PYTHON = ("python", "python3", "py")
 _CHECK = re.compile(r"^def check\b", re.MULTILINE)
-_MOST_CLOSINGS = 16  # fences inside strings of one block that are tried
+_JUDGE = "judge"
+_EXTRACT = ("blocks", _JUDGE)
+_FIELDS = (Field("code", str, help="the program"),)
 
 
 class PassRate(Metric):
     @dataclass(frozen=True)
     class Options:
+        extract: str = option(
+            "blocks", "who takes the code out of the conversation: blocks of all replies, or a judge", choices=_EXTRACT
+        )
+        model: str | None = option(None, "LiteLLM model of the judge; null: reward.judge.model")
+        prompt: str | None = option(None, "FILE.j2: the extraction prompt of the judge; null: the built-in one")
         concurrent: int = option(len(os.sched_getaffinity(0)), "programs that run at once", ge=1)
         cpu_seconds: int = option(Limits.cpu, "seconds of CPU time of a program", ge=1)
         memory: int = option(Limits.memory, "memory limit of a program in bytes", ge=1, le=1 << 40)
@@ -43,10 +51,17 @@ class PassRate(Metric):
             blank=True,
         )
 
+        def __post_init__(self) -> None:
+            judges_prompt(self.prompt, "pass_rate")
+
     def __init__(self, options: Options, judge: Judge) -> None:
         super().__init__(options, judge)
         self._limits = Limits(cpu=options.cpu_seconds, wall=3.0 * options.cpu_seconds, memory=options.memory)
         self._slots = asyncio.Semaphore(options.concurrent)
+
+    @classmethod
+    def judged(cls, options: Any) -> bool:
+        return options.extract == _JUDGE
 
     @classmethod
     def unavailable(cls, options: Any) -> str | None:
@@ -69,7 +84,14 @@ class PassRate(Metric):
             return None
         if _CHECK.search(task.metadata.get("test") or "") and not task.metadata.get("entry_point"):
             return Missing(f"task {task.id}: its metadata has test, but no entry_point to pass to check(candidate)")
-        code = extract("".join(conversation.replies[-1:]))  # without a reply to the user there is no code
+        if self.options.extract == _JUDGE:
+            rubric = judges_prompt(self.options.prompt, "pass_rate")
+            answer = await self.ask_judge(rubric, task, conversation, _FIELDS)
+            if isinstance(answer, Missing):
+                return answer
+            code = extract(answer["code"])  # fenced or not
+        else:
+            code = merged(_replies(conversation))
         try:
             async with self._slots:
                 result = await sandbox.run(program(code, task.metadata), self._limits, self.options.container)
@@ -78,56 +100,25 @@ class PassRate(Metric):
         return float(result.passed)
 
 
+def _replies(conversation: Conversation) -> list[str]:
+    """All of the assistant, also those of the task; none if the policy has replied to no user."""
+    ends = [*conversation.messages[1:], None]
+    pairs = zip(conversation.messages, ends, strict=True) if conversation.replies else ()
+    return [
+        message.content
+        for message, after in pairs
+        if message.role == "assistant" and not (after and after.role == "tool")
+    ]
+
+
 def program(code: str, metadata: Mapping[str, Any]) -> Program:
     """The program that passes if and only if `code`, complete or continuing `prompt`, passes the task's tests."""
     prompt, entry = metadata.get("prompt", ""), metadata.get("entry_point") or ""
-    if not _parses(code):
+    if not parses(code):
         sources = {"solution": prompt + code}
     else:
-        sources = {"prompt": prompt, "solution": code} if _parses(prompt) else {"solution": code}
+        sources = {"prompt": prompt, "solution": code} if parses(prompt) else {"solution": code}
     test = metadata.get("test")
     if test and _CHECK.search(test):
         return Program(sources, f"{test}\ncheck({entry})\n", prompt, entry)
     return Program(sources, test or metadata["tests"], prompt, entry, cases=bool(test))
-
-
-def extract(reply: str) -> str:
-    """The Python code of a reply: its last block fenced as Python, else its last one without a language, else all.
-
-    The fences and the indentation of the opening fence are removed; an unclosed block extends to the end.
-    """
-    blocks = [block for block in _blocks(reply.split("\n")) if block[1].strip()]
-    python = [code for language, code in blocks if language in _PYTHON]
-    plain = [code for language, code in blocks if not language]
-    return (python or plain or [reply])[-1]
-
-
-def _blocks(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Language, in lower case, and content of each fenced block (CommonMark 4.5, at any indentation).
-
-    Code may contain fences in its strings. If it does not parse up to the first fence that could close it, the block
-    ends at the first later fence, or at the end of the reply, up to which it parses.
-    """
-    at = 0
-    while at < len(lines):
-        opening = _OPENING.fullmatch(lines[at].rstrip())
-        at += 1
-        if not opening:
-            continue
-        fence, indent = opening["fence"], len(opening["indent"])
-        body = [line[min(indent, len(line) - len(line.lstrip(" \t"))) :] for line in lines[at:]]
-        marks = ((i, line.strip()) for i, line in enumerate(body))
-        closes = [i for i, mark in marks if mark.startswith(fence) and set(mark) == {fence[0]}]
-        ends = [*closes[:_MOST_CLOSINGS], len(body)]
-        end = next((end for end in ends if _parses("\n".join(body[:end]))), ends[0])
-        yield opening["language"].lower(), "\n".join(body[:end]) + "\n"
-        at += end + 1
-
-
-def _parses(code: str) -> bool:
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            ast.parse(code)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # what ast.parse raises for invalid code
-        return False
-    return True

@@ -1,0 +1,195 @@
+"""Intervals: exact where a formula is published, and of the coverage they claim on simulated data."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+from scipy.stats import binomtest
+
+from megatron_collab.statistics import (
+    Estimate,
+    bootstrap,
+    difference,
+    mean,
+    mean_of_seeds,
+    pass_at_k,
+    pass_hat_k,
+    ratio,
+    wilson,
+    with_passes,
+)
+
+SIMULATIONS = 300
+
+
+def coverage(intervals: list[Estimate], truth: float) -> float:
+    return float(np.mean([interval.low <= truth <= interval.high for interval in intervals]))
+
+
+def half(estimate: Estimate) -> float:
+    return (estimate.high - estimate.low) / 2
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(0, 20), (1, 20), (7, 20), (20, 20), (120, 1319)])
+def test_a_share_has_wilsons_interval(successes: int, trials: int) -> None:
+    expected = binomtest(successes, trials).proportion_ci(0.95, "wilson")
+    values = [[1.0]] * successes + [[0.0]] * (trials - successes)
+    for low, high in (wilson(successes / trials, trials), (mean(values).low, mean(values).high)):
+        assert (low, high) == (pytest.approx(expected.low, abs=1e-12), pytest.approx(expected.high, abs=1e-12))
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_no_success_in_twenty_tasks_is_no_certainty(samples: int) -> None:
+    """Samples of a task may have agreed, so they do not narrow it."""
+    nothing = mean([[0.0] * samples] * 20)
+    assert nothing.text("{:.2f}".format) == "0.00 [0.00, 0.16]"
+    everything = mean([[1.0] * samples] * 20)
+    assert everything.text("{:.2f}".format) == "1.00 [0.84, 1.00]"
+
+
+def test_samples_that_agree_are_no_more_evidence_than_one_and_independent_ones_are() -> None:
+    once = mean([[float(n % 2)] for n in range(40)])
+    agreeing = mean([[float(n % 2)] * 3 for n in range(40)])
+    assert (agreeing.low, agreeing.high) == pytest.approx((once.low, once.high))
+    draws = np.random.default_rng(0)
+    independent = mean(draws.integers(2, size=(40, 3)).astype(float))
+    assert half(independent) == pytest.approx(half(once) / math.sqrt(3), rel=0.2)
+    assert half(mean([[0.0, 1.0]] * 4)) > 0.25, "tasks of equal shares are still few"
+
+
+@pytest.mark.parametrize("tasks", [[], [[]], [[0.5]], [[1.0, 0.0]], [[12.0]] * 5], ids=str)
+def test_there_is_no_interval_where_the_data_determine_none(tasks: list[list[float]]) -> None:
+    estimate = mean(tasks)
+    assert math.isnan(estimate.low) and math.isnan(estimate.high) and "[" not in estimate.text()
+
+
+def test_the_clustered_bootstrap_covers() -> None:
+    """Skewed tasks of unequal numbers of conversations that depend on each other."""
+    draws = np.random.default_rng(1)
+    intervals = []
+    for _ in range(SIMULATIONS):
+        tasks = draws.gamma(2.0, 1.0, 20)
+        intervals.append(mean([task + draws.normal(0, 0.5, draws.integers(1, 4)) for task in tasks]))
+    assert 0.91 <= coverage(intervals, 2.0) <= 0.99
+
+
+def test_wilsons_interval_of_clustered_shares_covers() -> None:
+    draws = np.random.default_rng(2)
+    chances = draws.beta(0.4, 1.6, (SIMULATIONS, 60))
+    intervals = [mean((draws.random((3, 60)) < row).T.astype(float)) for row in chances]
+    assert 0.92 <= coverage(intervals, 0.2) <= 0.99
+
+
+def test_conversations_as_if_independent_would_not_cover() -> None:
+    """That the test above can fail."""
+    draws = np.random.default_rng(2)
+    chances = draws.beta(0.4, 1.6, (SIMULATIONS, 60))
+    shares = [(draws.random((3, 60)) < row).mean() for row in chances]
+    assert coverage([Estimate(share, *wilson(share, 180)) for share in shares], 0.2) < 0.9
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_paired_difference_is_narrower_than_an_unpaired_one(shares: bool) -> None:
+    draws = np.random.default_rng(3)
+    task, noise = draws.normal(0, 1, 80), draws.normal(0, 0.3, (2, 80))
+    arms = task + noise + [[0.0], [0.2]]
+    arms = (arms > 0).astype(float) if shares else arms
+    first, second = ({f"t{n}": [float(value)] for n, value in enumerate(arm)} for arm in arms)
+    paired = difference(first, second)
+    unpaired = math.hypot(*(half(mean(arm.values())) for arm in (first, second)))
+    assert paired.value == pytest.approx(arms[1].mean() - arms[0].mean())
+    assert half(paired) < 0.65 * unpaired
+
+
+def test_paired_differences_cover_and_equal_arms_are_no_certainty() -> None:
+    draws = np.random.default_rng(4)
+    intervals = []
+    for _ in range(SIMULATIONS):
+        task = draws.random(40)
+        arms = [(draws.random(40) < share).astype(float) for share in (task, 0.2 + 0.8 * task)]
+        intervals.append(difference(*({str(n): [value] for n, value in enumerate(arm)} for arm in arms)))
+    assert 0.92 <= coverage(intervals, 0.1) <= 1.0
+    for value in (0.0, 1.0):
+        same = {str(n): [value] for n in range(20)}
+        assert half(difference(same, same)) > 0.1
+    mixed = {str(n): [float(n % 2)] for n in range(20)}
+    assert 0.05 < half(difference(mixed, mixed)) < 0.2
+
+
+def test_newcombes_example_of_paired_shares() -> None:
+    """Newcombe 1998, table III: 36, 12, 2 and 0 pairs of 50 differ by 0.20, from 0.0569 to 0.3404 (method 10)."""
+    pairs = [(1, 1)] * 36 + [(1, 0)] * 12 + [(0, 1)] * 2
+    second, first = ({str(n): [float(pair[side])] for n, pair in enumerate(pairs)} for side in (0, 1))
+    estimate = difference(first, second)
+    assert (estimate.value, estimate.low, estimate.high) == pytest.approx((0.20, 0.0569, 0.3404), abs=2e-4)
+
+
+def test_only_tasks_of_both_arms_are_compared() -> None:
+    first = {"a": [0.0], "b": [1.0], "c": []}
+    assert difference(first, {"b": [1.0], "a": [1.0], "c": [1.0], "d": [0.0]}).value == 0.5
+    assert math.isnan(difference(first, {"d": [1.0]}).value)
+
+
+@pytest.mark.parametrize("samples", range(1, 6))
+def test_pass_at_k_is_the_closed_formula(samples: int) -> None:
+    """Chen et al. 2021, equation 1, and all subsets of k samples counted."""
+    for successes in range(samples + 1):
+        results = [1] * successes + [0] * (samples - successes)
+        for k in range(1, samples + 1):
+            subsets = [*combinations(results, k)]
+            closed = 1 - math.comb(samples - successes, k) / math.comb(samples, k)
+            assert pass_at_k(samples, successes, k) == pytest.approx(closed)
+            assert closed == pytest.approx(np.mean([any(subset) for subset in subsets]))
+            assert pass_hat_k(samples, successes, k) == pytest.approx(np.mean([all(subset) for subset in subsets]))
+
+
+def test_shares_of_several_samples_have_pass_at_k_and_others_do_not() -> None:
+    estimates = with_passes("right", [[1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0]])
+    assert list(estimates) == ["right", "right_pass@2", "right_pass^2", "right_pass@3", "right_pass^3"]
+    assert estimates["right_pass@2"].value == pytest.approx((2 / 3 + 1 + 0) / 3)
+    assert estimates["right_pass^3"].value == 0.5, "the third task has only two samples"
+    assert list(with_passes("right", [[1.0], [0.0]])) == ["right"]
+    assert list(with_passes("tokens", [[3.0, 4.0], [5.0, 6.0]])) == ["tokens"]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_interval_over_seeds_covers_where_one_seed_does_not(shared: bool) -> None:
+    """A seed differs from another by more than tasks explain; each plays the same tasks or tasks of its own."""
+    draws = np.random.default_rng(5)
+    over_seeds, over_tasks = [], []
+    for _ in range(60):
+        hardness = draws.normal(0, 0.5, 30)
+        seeds = []
+        for number, effect in enumerate(draws.normal(0, 0.3, 5)):
+            tasks = hardness if shared else draws.normal(0, 0.5, 30)
+            values = effect + tasks + draws.normal(0, 0.3, 30)
+            seeds.append({f"{0 if shared else number}-{n}": [float(value)] for n, value in enumerate(values)})
+        over_seeds.append(mean_of_seeds(seeds))
+        over_tasks.append(mean([value for seed in seeds for value in seed.values()]))
+    assert coverage(over_seeds, 0.0) >= 0.9 and coverage(over_tasks, 0.0) < 0.8
+
+
+def test_seeds_that_all_failed_are_no_certainty() -> None:
+    failed = {str(n): [0.0] for n in range(20)}
+    assert mean_of_seeds([failed, failed]).high == pytest.approx(mean(failed.values()).high)
+    assert mean_of_seeds([failed]) == mean(failed.values())
+    assert mean_of_seeds([{"a": [1.0, 0.0]}, {"a": [1.0, 1.0], "b": [0.0]}]).value == 0.5
+
+
+def test_a_ratio_is_of_sums() -> None:
+    estimate = ratio([1.0, 8.0, 3.0], [2.0, 2.0, 4.0])
+    assert estimate.value == 1.5 and 0.5 <= estimate.low < 1.5 < estimate.high <= 4
+    assert math.isnan(ratio([1.0, 2.0], [2.0, 4.0]).low)
+
+
+def test_the_same_data_give_the_same_interval() -> None:
+    data = np.random.default_rng(6).normal(size=30)
+    first, second = (bootstrap([30], lambda units: data[units].mean(-1)) for _ in range(2))
+    assert first == second
+
+
+def test_a_scale_that_turns_the_order_turns_the_interval() -> None:
+    assert Estimate(0.5, 0.25, 1.0).scaled(-2, 1) == Estimate(0.0, -1.0, 0.5)
