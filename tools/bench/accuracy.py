@@ -30,7 +30,8 @@ from pathlib import Path
 
 from accuracy_cases import Case, formulas, numbers
 
-from megatron_collab.reward.metrics.accuracy import Verdict, compare
+from megatron_collab.reward.metrics.accuracy import compare
+from megatron_collab.reward.metrics.equality import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
@@ -52,8 +53,8 @@ def perturbed(number: int, draw: random.Random) -> int:
 
 def decided(answer: str, replies: Sequence[str]) -> bool | None:
     """Whether the replies surely state the answer or surely another one; None: a judge would be asked."""
-    verdict, sure = asyncio.run(compare(answer, replies))
-    return verdict is Verdict.EQUAL if sure and verdict in (Verdict.EQUAL, Verdict.DIFFERENT) else None
+    verdict = asyncio.run(compare(answer, replies))
+    return verdict is Verdict.EQUAL if verdict in (Verdict.EQUAL, Verdict.DIFFERENT) else None
 
 
 def count_cases(counts: Counter[str]) -> None:

@@ -206,9 +206,27 @@ UNITS = (
     *(("${n}", "€{n}"), ("{n} apples", "{n} pears"), (r"{n}\text{{ cm}}", r"{n}\text{{ m}}"), ("{n}%", "{n}‰")),
     *((r"{n}^\circ", r"{n}\text{{ rad}}"), ("{n} square meters", "{n} meters"), ("{n} per day", "{n} per week")),
 )
-ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
-ONES += "seventeen eighteen nineteen".split()
-TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".split()
+ONES = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+]
+ONES += ["seventeen", "eighteen", "nineteen"]
+TENS = ["zero", "ten", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 
 Numbers = Mapping[str, int]  # n: the right number, m: a wrong one
 
@@ -223,9 +241,10 @@ def in_words(number: int) -> str:
 
 
 def cases(solutions: Sequence[tuple[str, int]], size: int, draw: random.Random) -> list[Case]:
-    """`size` cases of solutions with their numbers, all kinds equally often. Half of the replies that state something begin with the work.
+    """`size` cases of solutions with their numbers, all kinds equally often.
 
-    Of numbers below 10 some changes change nothing (1² = 1), so they are not used.
+    Half of the replies that state something begin with the work. Of numbers below 10 some changes change nothing
+    (1² = 1), so they are not used.
     """
     kinds = [*CHANGES]
     pool = [(work, number) for work, number in solutions if number >= 10]
