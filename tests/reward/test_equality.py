@@ -42,6 +42,7 @@ EQUAL_FORMULAS = [
     ("x - 2y + 5 = 0", "2x + 10 = 4y"),
     ("2x + 3", "f(x) = 3 + 2x"),
     ("10", "4 + 6 = 10"),
+    ("c + 2m", "c + m + 1m"),
     (MATRIX, r"\begin{pmatrix}1\\2\end{pmatrix}"),
     ("1, 2", r"\{2, 1\}"),
     ("3, -3", r"x = 3 \text{ or } x = -3"),
@@ -96,10 +97,9 @@ UNCLEAR_FORMULAS = [
     (MATRIX, "2"),
     ("(1, 2)", r"\{1, 2\}"),
     (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}"),  # which math-verify calls equal
-    ("c + 2m", "c + m + 1m"),  # of which math-verify reads a part
     ("7r + t", "7r + T"),
     ("5", r"5 + garbage \foo"),
-    ("18", r"9^{9^{9^{9}}} + \text{x}"),
+    ("18", "9^{9^{9^{9}}}"),
 ]
 
 

@@ -10,7 +10,7 @@
 - perturbed: replies made from GSM8K's numbers and from answers of a grammar by changes with a known effect
   (accuracy_cases/). sure_and_wrong: how many wrong replies are surely accepted, or decided though they state nothing;
   it must be 0. right_refused: share of the right replies that surely count as wrong, at most 0.02. right_to_judge and
-  wrong_to_judge: shares of the right and wrong replies that are left to a judge; without one they count as unclear.
+  wrong_to_judge: shares of the right and wrong replies that are left to a judge; without one they are unclear.
 
 A list of the kinds of changes with most faults and undecided right replies comes first. GSM8K is read from
 ../shared/data or --gsm8k. --smoke: every fortieth problem of GSM8K and a tenth of the perturbed replies.
@@ -64,7 +64,7 @@ def count_cases(counts: Counter[str]) -> None:
         counts["cases"] += 1
         counts["to_judge"] += right is None
         if right is not None and right != bool(case["verdict"]):
-            counts["wrong"] += 1
+            counts["cases_wrong"] += 1
             print(f"wrong: {right} for {case}")
 
 
@@ -141,8 +141,8 @@ def main() -> None:
         "right_to_judge": counts["right_to_judge"] / counts["right"],
         "wrong_to_judge": counts["wrong_to_judge"] / counts["wrong"],
     }
-    names = ("cases", "wrong", "gsm8k", "gold_wrong", "perturbed_accepted", "sure_and_wrong")
-    values = {name: counts[name] for name in names} | {"perturbed": 2 * half}
+    names = ("cases", "gsm8k", "gold_wrong", "perturbed_accepted", "sure_and_wrong")
+    values = {name: counts[name] for name in names} | {"wrong": counts["cases_wrong"], "perturbed": 2 * half}
     print(json.dumps({"name": "accuracy", "values": values | {name: round(x, 4) for name, x in shares.items()}}))
 
 

@@ -21,9 +21,9 @@ _NAME = r"\\vec\s*\{\w\}|[a-zA-Z](?:_\{?\w+\}?)?'*(?:\([a-zA-Z](?:,\s*[a-zA-Z])*
 _NAMED = re.compile(rf"({_NAME})\s*(?:=|\\in(?![a-zA-Z]))\s*([^=]+)")
 _EQUALS = re.compile(r"(?<![<>!\\:])=")
 # What the parser of math-verify drops or takes for something else: digits with an index, ranges, a list of numbers that
-# looks like thousands, times, ratios, words.
+# looks like thousands, times, ratios, words; and towers of powers, which fill the memory.
 _UNREAD = re.compile(
-    r"\d\s*_|~|^[\d.,]+!$|^\d+(?:[.,]\d+)*-\d+(?:[.,]\d+)*$|(?<=[({\[,])-?\d{1,3},\d{3}(?!\d)|:|'|%|\\(?:text|overline|bar|approx|sim|l?dots|mid|circ|hat|tilde|underline|pmod|mod)\b|[\u0080-\uffff]"
+    r"\d\s*_|~|^[\d.,]+!$|^\d+(?:[.,]\d+)*-\d+(?:[.,]\d+)*$|(?<=[({\[,])-?\d{1,3},\d{3}(?!\d)|:|'|%|\d\s*\^\{\d+\s*\^|\\(?:text|overline|bar|approx|sim|l?dots|mid|circ|hat|tilde|underline|pmod|mod)\b|[\u0080-\uffff]"
 )
 
 
@@ -254,5 +254,5 @@ def _values(*sides: Any) -> list[list[Any]]:
     for _ in range(_POINTS if symbols else 1):
         point: dict[Any, Any] = {symbol: sympy.Rational(draw.randint(101, 999), 101) for symbol in symbols}
         point |= {symbol: sympy.I for symbol in symbols if str(symbol) == "i"}
-        points.append([sympy.N(side.subs(point).doit(), _DIGITS) for side in sides])
+        points.append([sympy.N(side.subs(point) if point else side, _DIGITS) for side in sides])
     return [values for values in points if all(value.is_number for value in values)]
