@@ -23,7 +23,8 @@ _EQUALS = re.compile(r"(?<![<>!\\:])=")
 # What the parser of math-verify drops or takes for something else: digits with an index, ranges, a list of numbers that
 # looks like thousands, times, ratios, words; and towers of powers, which fill the memory.
 _UNREAD = re.compile(
-    r"\d\s*_|~|^[\d.,]+!$|^\d+(?:[.,]\d+)*-\d+(?:[.,]\d+)*$|(?<=[({\[,])-?\d{1,3},\d{3}(?!\d)|:|'|%|\d\s*\^\{\d+\s*\^|\\(?:text|overline|bar|approx|sim|l?dots|mid|circ|hat|tilde|underline|pmod|mod)\b|[\u0080-\uffff]"
+    r"\d\s*_|~|^[\d.,]+!$|^\d+(?:[.,]\d+)*-\d+(?:[.,]\d+)*$|(?<=[({\[,])-?\d{1,3},\d{3}(?!\d)|:|'|%"
+    r"|\d\s*\^\{\d+\s*\^|\\(?:text|overline|bar|approx|sim|l?dots|mid|circ|hat|tilde|underline|pmod|mod)\b|[\u0080-\uffff]"
 )
 
 
