@@ -13,8 +13,9 @@ from tests.reward.fakes import FakeJudge, about, metric, play, score
     ("reply", "expected"),
     [
         ("So the answer is 1,250.", 1.0),
-        (r"3 boxes, so \boxed{2500/2} in all", 1.0),
-        ("$1250.00", 1.0),
+        (r"3 boxes, so \boxed{2500/2}.", 1.0),
+        ("That makes $1250.00", 1.0),
+        ("$1250.00", 0.0),
         ("What do you know?", 0.0),
         ("The answer is 1251", 0.0),
         ("", 0.0),
@@ -40,7 +41,7 @@ def test_the_judge_decides_what_is_not_clearly_stated(verdict: int) -> None:
         ["There are 18 eggs."],
         ["It is 18 or 20."],
         ["Are there 18?"],
-        ["The answer is 18.", "ok", "Fine!"],
+        ["The answer is 18.", "ok", "Fine, on page 7."],
     ):
         judge = FakeJudge({"thought": "", "accuracy": verdict})
         assert score("accuracy", task, play(task, *replies), judge, judge=True) == verdict
@@ -69,6 +70,15 @@ def test_a_reply_without_an_answer_is_put_to_the_judge_or_wrong() -> None:
     asking = play(task, "What do you mean?")
     assert score("accuracy", task, asking) == 0.0
     assert score("accuracy", task, asking, FakeJudge({"thought": "", "accuracy": 1}), judge=True) == 1.0
+
+
+def test_an_unclear_answer_is_missing_if_asked_for() -> None:
+    task = about("18")
+    assert score("accuracy", task, play(task, "It is at least 18.")) == 0.0
+    value = score("accuracy", task, play(task, "It is at least 18."), unclear="missing")
+    assert isinstance(value, Missing) and "judge=true" in value.why
+    assert score("accuracy", task, play(task, "It is 18."), unclear="missing") == 1.0
+    assert score("accuracy", task, play(task, "It is 19."), unclear="missing") == 0.0
 
 
 def test_a_truth_that_cannot_be_read_is_missing_without_a_judge() -> None:

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from megatron_collab.reward.metrics import accuracy as checkers
-from megatron_collab.reward.metrics.accuracy import Checker, Verdict
+from megatron_collab.reward.metrics.accuracy import Checker
+from megatron_collab.reward.metrics.equality import Verdict
 from megatron_collab.types import Missing
 
 pytestmark = pytest.mark.processes
 
-HOPELESS = r"\boxed{9^{9^{9^{9}}}}"
+HOPELESS = "9^{9^{9^{9}}}"
+ENDLESS = "7 + 9^{9999999999}"  # in C code, which no signal interrupts
 
 
 @pytest.fixture
@@ -32,25 +34,24 @@ def end(checker: Checker) -> int:
 
 
 def test_an_answer_that_takes_too_long_ends_the_child_and_no_other_score(checker: Checker) -> None:
-    allowed, checker.hard_limit = checker.hard_limit, 1.0  # less than math-verify takes to give up
-    score = checker.compare("18", HOPELESS)
+    allowed, checker.hard_limit = checker.hard_limit, 1.0
+    score = checker.compare("18", ENDLESS)
     assert isinstance(score, Missing)
-    assert HOPELESS in score.why
+    assert ENDLESS in score.why
     checker.hard_limit = allowed
-    assert checker.compare("18", r"\boxed{18}") is Verdict.EQUAL
+    assert checker.compare("18", "9 + 9 = 18") is Verdict.EQUAL
 
 
 def test_it_gives_up_before_that() -> None:
     patient = Checker(hard_limit=300.0)
-    assert patient.compare("18", HOPELESS) is Verdict.DIFFERENT
+    assert patient.compare("18", HOPELESS) is Verdict.UNCLEAR
     end(patient)
 
 
 def test_undecided_is_distinguished_from_different(checker: Checker) -> None:
-    assert checker.compare("18", "19 apples") is Verdict.DIFFERENT
-    assert checker.compare("18", "How many do you have?") is Verdict.NO_ANSWER
+    assert checker.compare("18", "2 \\cdot 10") is Verdict.DIFFERENT
+    assert checker.compare("18", "How many do you have?") is Verdict.UNCLEAR
     assert checker.compare("Paris", "18") is Verdict.NO_TRUTH
-    assert checker.compare("Paris", "Paris") is Verdict.NO_TRUTH
 
 
 @pytest.fixture

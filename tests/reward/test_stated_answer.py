@@ -1,8 +1,7 @@
-"""The rules that extract an answer from a conversation, by example and against a careful human reader.
+"""The rules that find the answer that a conversation surely states, by example and against a careful human reader.
 
 accuracy_cases.jsonl: conversations, each with the question, the task's answer, what policy and user said in turns, and
-the verdict of a careful reader: 1 if the last answer that the policy commits to is right. With `judge`, no rule
-reads the answer, for example if it is in words; then the score is the judge's, and 0 without one.
+the verdict of a careful reader: 1 if the last answer that the policy commits to is right.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.reward.metrics.stated_answer import StatedAnswer, as_math, stated_answer
+from megatron_collab.reward.metrics.stated_answer import stated_answer
 from tests.reward.fakes import FakeJudge, about, play, score
 
 CASES: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -26,73 +25,72 @@ for line in (Path(__file__).parent / "accuracy_cases.jsonl").read_text().splitli
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", CASES)
 def test_a_careful_reader_agrees(kind: str) -> None:
-    """Without a judge if a rule reads the answer, and with one in every case; the judge decides unclear cases."""
+    """Whatever the rules decide, and the judge the others."""
     for case in CASES[kind]:
-        task = about(case["answer"], case["question"])
-        played, reader = play(task, *case["said"]), FakeJudge({"thought": "", "accuracy": case["verdict"]})
-        assert case.get("judge") or score("accuracy", task, played) == case["verdict"], case
-        assert score("accuracy", task, played, reader, judge=True) == case["verdict"], case
+        task, reader = about(case["answer"], case["question"]), FakeJudge({"thought": "", "accuracy": case["verdict"]})
+        assert score("accuracy", task, play(task, *case["said"]), reader, judge=True) == case["verdict"], case
 
 
 @pytest.mark.processes
-def test_the_judge_is_needed_in_the_marked_cases() -> None:
-    """Otherwise they would be excluded from the evaluation of the rules."""
-    cases = [case for kind in CASES.values() for case in kind if case.get("judge")]
-    tasks = [(case, about(case["answer"], case["question"])) for case in cases]
-    pairs = [(score("accuracy", task, play(task, *case["said"])), case["verdict"]) for case, task in tasks]
-    assert sum(value != verdict for value, verdict in pairs) > len(cases) / 2
+def test_the_rules_decide_many_cases() -> None:
+    """Otherwise the judge would decide everything."""
+    decided = sum(not unclear(case["answer"], *case["said"]) for kind in CASES.values() for case in kind)
+    assert decided > 90
 
 
-CLEAR = [  # the last reply states it
-    (r"3 boxes, so \boxed{2500/2} in all", "$2500/2$"),
-    ("#### 1,250", "1250"),
-    ("The answer is 42, not 48. There are 7 in each of the 6 boxes.", "42"),
-    ("**Answer:**\n\n$$x = 150$$", "150"),
-    ("In total: 2 + 1 = 3 bolts. Shall I go on with number 4?", "3"),
+def unclear(answer: str, *said: str) -> bool:
+    task = about(answer)
+    return not isinstance(score("accuracy", task, play(task, *said), unclear="missing"), float)
+
+
+STATED = [
+    (r"3 boxes, so \boxed{2500/2}", "2500/2"),
+    ("#### 1,250", "1,250"),
+    ("**Answer:**\n\n$$x = 150$$", "$$x = 150$$"),
+    ("**Final Answer**\n\n$$5$$", "$$5$$"),
+    ("After 3 steps, the final answer is \\(5\\).", r"\(5\)."),
+    ("It is a common mistake to say 48. The answer is 42.", "42."),
+    (r"\boxed{48} Wait, it is 42.", "42."),
+    (r"So $3 + 4 = \boxed{7}$.", "7"),
+    ("Therefore, the number of possible values of x is 5.", "5."),
+    ("So it is 42. Shall I go on with number 4?", "42."),
+    ("The answer is 42. Next steps: try it with 2.3 instead.", "42."),
+    ("The answer is 42. You can verify that 6 * 7 = 42.", "42."),
+    ("So 2x - y = 3.", "2x - y = 3."),
+    ("Die Antwort ist 7.", "7."),
+    ("La réponse est 7.", "7."),
+    ("La respuesta es 7.", "7."),
+    ("答案是42。", "42。"),
+    ("答えは 42 です。", " 42 "),
+    ("The answer is at least 5.", "at least 5."),  # which equals no number
+    ("The answer is 5 million.", "5 million."),
 ]
-UNSURE = [
-    ("You get 42 apples. Do you want me to solve part 2 next?", "42"),  # a fact may be no answer
-    ("The answer is 16 or 18.", "$16, 18$"),
-    ("So 4 boxes hold 28", "28"),
-]
 
 
-@pytest.mark.parametrize(("reply", "value"), CLEAR + UNSURE)
-def test_what_a_reply_states(reply: str, value: str) -> None:
-    assert stated_answer([reply]) == StatedAnswer(value, clear=(reply, value) in CLEAR)
+@pytest.mark.parametrize(("reply", "answer"), STATED)
+def test_what_a_reply_states(reply: str, answer: str) -> None:
+    stated = stated_answer([reply])
+    assert stated is not None and stated.strip() == answer.strip()
 
 
 @pytest.mark.parametrize(
     "reply",
-    ["", "Are there 18 eggs?", "It might be 18.", "It is not 18.", "If he eats 3, 18 are left.", r"Is it \boxed{18}?"],
+    [
+        *("", "Are there 18 eggs?", "It might be 18.", "If he eats 3, 18 are left.", r"Is it \boxed{18}?", "So 18."),
+        *("Maybe the answer is 18.", "Someone might say that the answer is 18.", "The wrong answer is 18."),
+        *("You said 18.", "Step 18 is the last.", "So far we have 18.", "So the first part is 18."),
+        *(r"at least \boxed{18}", r"$-\boxed{18}$", r"$\boxed{18}^2$", r"\boxed{18} million", r"$\boxed{18}!$"),
+        *(r"$x^2 + \boxed{18}$", r"$x > \boxed{18}$", r"\boxed{18} or \boxed{20}", r"It is not \boxed{18}."),
+        *("The answer is 18. Wait, that is wrong, I have to start again.", r"\boxed{18} No, that is wrong."),
+        *("So it is 18. The year was 2018.", "Ist die Antwort 18?"),
+    ],
 )
-def test_what_states_nothing(reply: str) -> None:
+def test_what_states_nothing_surely(reply: str) -> None:
     assert stated_answer([reply]) is None
 
 
-def test_an_earlier_reply_counts_unless_it_is_withdrawn() -> None:
-    assert stated_answer(["The answer is 42.", "You're welcome!"]) == StatedAnswer("42", False)
-    assert stated_answer(["The answer is 42.", "So it is 48."]) == StatedAnswer("48", True)
+def test_an_earlier_reply_counts_before_a_closing() -> None:
+    assert stated_answer(["The answer is 42.", "You're welcome!"]) == "42."
+    assert stated_answer(["The answer is 42.", "So it is 48."]) == "48."
+    assert stated_answer(["The answer is 42.", "See page 7."]) is None
     assert stated_answer(["The answer is 42.", "Sorry, that was wrong. Which box is full?"]) is None
-    assert stated_answer([r"\boxed{48} Wait, it is 42."]) == StatedAnswer("42", False)
-    assert stated_answer(["It is a common mistake to say 48. The answer is 42."]) == StatedAnswer("42", True)
-
-
-@pytest.mark.parametrize(
-    ("answer", "read"),
-    [
-        (r"2\sqrt{3}", r"$2\sqrt{3}$"),  # which math-verify would read as 2
-        ("(2, 5)", "$(2, 5)$"),
-        ("$1,250.00", "1250.00"),
-        ("1, 250", "$1, 250$"),
-        (r"25\%", "25%"),
-        ("2 1/2", r"$2\frac{1}{2}$"),
-        (r"\(x = 3\)", "3"),
-        ("x = 3 or x = -3", "$x = 3, x = -3$"),
-        ("18 litres", "18 litres"),
-        (r"5\text{ cm}", r"$5\text{ cm}$"),
-        ("\u22125", "-5"),
-    ],
-)
-def test_an_answer_as_math_verify_reads_it(answer: str, read: str) -> None:
-    assert as_math(answer) == read

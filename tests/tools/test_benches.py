@@ -23,7 +23,10 @@ SLOW |= {"accuracy", "data", "personal", "replay", "reward_loop"}
 SLOW |= {"build", "dpo", "gpu", "lora", "mutants", "rehearse", "sandbox", "step", "store", "train_turns", "tree"}
 # No order beats the bounds that the benches divide by, and nothing may be lost, read wrongly or played again.
 HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
-    "accuracy": lambda values: values["wrong"] == values["gold_wrong"] == values["perturbed_accepted"] == 0,
+    "accuracy": lambda values: (
+        sum(values[fault] for fault in ("wrong", "gold_wrong", "perturbed_accepted", "sure_and_wrong")) == 0
+        and values["right_refused"] <= 0.02
+    ),
     "bad_input": lambda values: (
         sum(values[bad] for bad in ("traceback", "accepted_nonsense", "over_two_lines", "crash")) == 0
     ),

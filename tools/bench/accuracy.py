@@ -1,16 +1,19 @@
-"""Does the metric `accuracy` give the verdict of a careful reader?
+"""Does the metric `accuracy` give the verdict of a careful reader, wherever it decides without a judge?
 
-`python tools/bench/accuracy.py` scores, without a judge:
+`python tools/bench/accuracy.py` compares answers as the metric does and asks no judge:
 
 - cases: the conversations of tests/reward/accuracy_cases.jsonl, each with the verdict of a careful reader; wrong: how
-  many scores differ, which must be none. to_judge: how many of them are left to a judge if there is one. unread: how
-  many state their answer in a way that no rule reads (in words, by a yes to the user's number); they are in no other
-  count, and a judge decides them.
+  many are surely decided otherwise, which must be none. to_judge: share that is left to a judge.
 - gsm8k: the problems of GSM8K's test set; their worked solutions, followed by the answer stated in five ways.
-  gold_wrong: how many right answers did not score 1; perturbed_accepted: how many with another number, stated in the
-  same ways, did not score 0. Both must be none. GSM8K is read from ../shared/data or --gsm8k.
+  gold_wrong: how many right answers are surely refused; perturbed_accepted: how many other numbers, stated in the same
+  ways, are surely accepted. Both must be none. gsm8k_to_judge: share left to a judge.
+- perturbed: replies made from GSM8K's numbers and from answers of a grammar by changes with a known effect
+  (accuracy_cases/). sure_and_wrong: how many wrong replies are surely accepted, or decided though they state nothing;
+  it must be 0. right_refused: share of the right replies that surely count as wrong, at most 0.02. right_to_judge and
+  wrong_to_judge: shares of the right and wrong replies that are left to a judge; without one they are unclear.
 
---smoke: every fortieth problem of GSM8K.
+A list of the kinds of changes with most faults and undecided right replies comes first. GSM8K is read from
+../shared/data or --gsm8k. --smoke: every fortieth problem of GSM8K and a tenth of the perturbed replies.
 """
 
 from __future__ import annotations
@@ -25,11 +28,15 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_collab.reward.metrics.accuracy import Verdict, compare
+from accuracy_cases import Case, formulas, numbers
+
+from megatron_collab.reward.metrics.accuracy import compare
+from megatron_collab.reward.metrics.equality import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
 CASES = ROOT / "tests" / "reward" / "accuracy_cases.jsonl"
+PERTURBED = 2000
 WAYS = (  # to state a number behind a worked solution, as the policy's replies
     ("{solution}\nThe answer is {number}.",),
     ("{solution}\n\n$$\\boxed{{{number}}}$$\n\nLet me know if you have 2 more minutes for part 2!",),
@@ -44,52 +51,99 @@ def perturbed(number: int, draw: random.Random) -> int:
     return draw.choice([n for n in (number + 1, number - 1, 10 * number, 2 * number, -number) if n != number])
 
 
-async def scored(answer: str, replies: Sequence[str]) -> tuple[float, bool]:
-    """The score without a judge, and whether it is sure: a judge would not be asked."""
-    verdict, sure = await compare(answer, replies)
-    return float(verdict is Verdict.EQUAL), sure
+def decided(answer: str, replies: Sequence[str]) -> bool | None:
+    """Whether the replies surely state the answer or surely another one; None: a judge would be asked."""
+    verdict = asyncio.run(compare(answer, replies))
+    return verdict is Verdict.EQUAL if verdict in (Verdict.EQUAL, Verdict.DIFFERENT) else None
 
 
 def count_cases(counts: Counter[str]) -> None:
     for line in CASES.read_text().splitlines():
         case = json.loads(line)
-        score, sure = asyncio.run(scored(case["answer"], case["said"][::2]))
-        counts["unread" if case.get("judge") else "cases"] += 1
-        counts["to_judge"] += not sure
-        if score != case["verdict"] and (sure or not case.get("judge")):
-            counts["wrong"] += 1
-            print(f"wrong: {score} for {case}")
+        right = decided(case["answer"], case["said"][::2])
+        counts["cases"] += 1
+        counts["to_judge"] += right is None
+        if right is not None and right != bool(case["verdict"]):
+            counts["cases_wrong"] += 1
+            print(f"wrong: {right} for {case}")
 
 
-def count_gsm8k(file: Path, every: int, counts: Counter[str]) -> None:
-    draw = random.Random(0)
-    for line in file.read_text().splitlines()[::every]:
+def solutions(file: Path) -> list[tuple[str, int]]:
+    """Worked solutions of GSM8K without its calculator marks, and their numbers."""
+    pairs = []
+    for line in file.read_text().splitlines():
         solution, _, gold = json.loads(line)["answer"].partition("\n#### ")
-        solution, number = re.sub(r"<<.*?>>", "", solution), int(gold.replace(",", ""))
+        pairs.append((re.sub(r"<<.*?>>", "", solution), int(gold.replace(",", ""))))
+    return pairs
+
+
+def count_gsm8k(pairs: Sequence[tuple[str, int]], counts: Counter[str]) -> None:
+    draw = random.Random(0)
+    for solution, number in pairs:
         counts["gsm8k"] += 1
         for way in WAYS:
-            for stated, name, expected in (
-                (number, "gold_wrong", 1),
-                (perturbed(number, draw), "perturbed_accepted", 0),
+            for stated, name, fault in (
+                (number, "gold_wrong", False),
+                (perturbed(number, draw), "perturbed_accepted", True),
             ):
                 replies = [reply.format(solution=solution, number=stated) for reply in way]
-                if asyncio.run(scored(gold, replies))[0] != expected:
+                right = decided(str(number), replies)
+                counts["gsm8k_to_judge"] += right is None
+                if right is fault:
                     counts[name] += 1
-                    print(f"{name}: {gold}: {replies}")
+                    print(f"{name}: {number}: {replies}")
+
+
+def count_perturbed(cases: Sequence[Case], counts: Counter[str], examples: int) -> None:
+    """Count the faults, print up to `examples` of each kind of change, and then the kinds with most of them."""
+    kinds: dict[str, Counter[str]] = {}
+    for case in cases:
+        right = decided(case.answer, case.replies)
+        kind = kinds.setdefault(case.kind, Counter())
+        outcomes = [case.truth]
+        if right is None:
+            outcomes.append(f"{case.truth}_to_judge")
+        elif case.truth == "open" or (case.truth == "wrong" and right):
+            outcomes.append("sure_and_wrong")
+        elif case.truth == "right" and not right:
+            outcomes.append("right_refused")
+        counts.update(outcomes)
+        kind.update(outcomes)
+        for fault in {"sure_and_wrong", "right_refused"}.intersection(outcomes):
+            if kind[fault] <= examples:
+                print(f"{fault}: {case.kind}: {right} for {case.answer!r}: {[reply[-120:] for reply in case.replies]}")
+    names = ("sure_and_wrong", "right_refused", "right_to_judge")
+    for name, kind in sorted(kinds.items(), key=lambda item: [-item[1][fault] for fault in names]):
+        if any(kind[fault] for fault in names):
+            faults = ", ".join(f"{fault} {kind[fault]}" for fault in names if kind[fault])
+            print(f"{name}: {kind['right']} right, {kind['wrong']} wrong, {kind['open']} open: {faults}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="some of GSM8K's problems: shows that it runs")
+    parser.add_argument("--smoke", action="store_true", help="a small part of the cases: shows that it runs")
     parser.add_argument("--gsm8k", type=Path, default=GSM8K, help="test.jsonl")
+    parser.add_argument("--seed", type=int, default=0, help="of the perturbed replies")
+    parser.add_argument("--examples", type=int, default=3, help="of each kind of change that are printed")
     arguments = parser.parse_args()
     if not arguments.gsm8k.is_file():
         sys.exit(f"--gsm8k={arguments.gsm8k}: no such file; give GSM8K's test.jsonl")
     counts: Counter[str] = Counter()
+    pairs, draw = solutions(arguments.gsm8k), random.Random(arguments.seed)
+    half = PERTURBED // (20 if arguments.smoke else 2)
     count_cases(counts)
-    count_gsm8k(arguments.gsm8k, 40 if arguments.smoke else 1, counts)
-    names = ("cases", "wrong", "gold_wrong", "perturbed_accepted", "to_judge", "unread", "gsm8k")
-    print(json.dumps({"name": "accuracy", "values": {name: counts[name] for name in names}}))
+    count_gsm8k(pairs[:: 40 if arguments.smoke else 1], counts)
+    count_perturbed([*numbers.cases(pairs, half, draw), *formulas.cases(half, draw)], counts, arguments.examples)
+    shares = {
+        "to_judge": counts["to_judge"] / counts["cases"],
+        "gsm8k_to_judge": counts["gsm8k_to_judge"] / (counts["gsm8k"] * len(WAYS) * 2),
+        "right_refused": counts["right_refused"] / counts["right"],
+        "right_to_judge": counts["right_to_judge"] / counts["right"],
+        "wrong_to_judge": counts["wrong_to_judge"] / counts["wrong"],
+    }
+    names = ("cases", "gsm8k", "gold_wrong", "perturbed_accepted", "sure_and_wrong")
+    values = {name: counts[name] for name in names} | {"wrong": counts["cases_wrong"], "perturbed": 2 * half}
+    print(json.dumps({"name": "accuracy", "values": values | {name: round(x, 4) for name, x in shares.items()}}))
 
 
 if __name__ == "__main__":

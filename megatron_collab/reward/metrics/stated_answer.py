@@ -1,201 +1,215 @@
-"""The answer that a conversation states, extracted by rules from the text of the policy's replies.
+"""The answer that a conversation surely states: the one place that decides it, from the text of the policy's replies.
 
-1. A reply is read sentence by sentence. A sentence that asks, offers, hedges, denies, checks or sets a condition states
-   nothing; one that takes something back withdraws everything stated before it, also in earlier replies.
-2. A reply's answer is in its last box, or after its last "####" or "answer is". Without these it is in the last
-   sentence that states a value, before any offer: the value after the last "is" or "=", else the last value.
-3. Values joined by "or" and "and" are one answer. A reason ("because …"), text in parentheses, an approximation
-   ("or about …") and an excluded value ("not 48") are not part of it.
-4. The answer of a conversation is that of the last reply that states one.
-5. It is clear if that reply is the conversation's last and it names one value in a box, after "####" or "answer is", or
-   in a sentence that begins with "so", "therefore" or "in total".
+1. Where it stands. In a reply, the last of: a box; a line after "####"; a sentence that says what "the answer" is; a
+   conclusion ("so", "in total", or a sentence about "it" or "the result") that ends in "is", "=", "has" and a value.
+   Sentences that ask count for nothing, and neither do those that begin with a hedge, a condition or a check.
+2. How sure it is. All that follows the verb up to the end of the sentence is the answer ("at least 5", "5 million"), so
+   it is compared as a whole (equality.py). A box is all of its formula, but for "x =" before it, behind a verb, and
+   nothing but punctuation follows it. Hedges within the subject ("the number of possible values is") change nothing.
+3. What may follow. Questions, offers, checks and sentences without digits; of a marked answer (box, "####",
+   "answer") all but another one. A reply that takes something back withdraws all before it.
+4. Which reply. The last one, or the one before a closing such as "You're welcome!".
+
+Whatever is stated in another way, e.g. in a plain sentence without a conclusion, is not surely stated.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_collab.data.answers import LONGEST, boxed, marked_line
 
 
 def _any_of(*phrases: str) -> re.Pattern[str]:
-    """Matches any of the phrases (patterns) as whole words."""
-    return re.compile("|".join(rf"\b{phrase}\b" for phrase in phrases), re.IGNORECASE)
+    """Matches any of the phrases (patterns) as whole words; those of scripts without spaces anywhere."""
+    return re.compile("|".join(phrase if phrase[0] > "\u2e80" else rf"\b{phrase}\b" for phrase in phrases), re.I)
 
-
-_PLAIN = str.maketrans({"\u2212": "-", "\u2019": "'"})  # the minus sign and the apostrophe of typesetters
 
 # Sentences that state nothing.
-_ASKS = re.compile(r"\?\W*$")
+_ASKS = re.compile(r"[?\uff1f][^\w?]*$")
 _OFFERS = _any_of(
-    *("let me know", "feel free", "tell me", "happy to", "shall (?:i|we)", "should (?:i|we)", "want to"),
-    *("want me to", "would you", "i (?:can|could) (?:also|then|help|show|explain|draw|give you|go)"),
+    *("let me know", "feel free", "tell me", "happy to", "glad to", "shall (?:i|we)", "should (?:i|we)", "want to"),
+    *("want me to", "would you", "i (?:can|could|will|would) (?:also|then|help|show|explain|draw|give you|go)"),
+    *("next steps?", "if you (?:had|like|want|prefer|need)", "you (?:can|could)", "we (?:can|could)"),
 )
-_SILENT = _any_of(
-    *("maybe", "perhaps", r"possib\w+", "might", "may", "could be", "not sure", "unsure", "guess", "either"),
-    *(r"depend\w*", "unknown", r"candidates?", "would(?! be)", "not", "cannot", r"\w+n't", "never", "neither"),
-    *("wrong", "incorrect", "if", "unless", "suppose", "for example", "an example", "please", "we can", "we could"),
-    *("let's", "good luck"),
+_ASIDE = re.compile(
+    r"^\W*(?:(?:let's |let us |let me |to |a |quick )*(?:(?:double-?)?check|verif\w*|sanity|proof|probe|zur probe)"
+    r"|you (?:asked|said|wrote)|for (?:comparison|example|instance)|note|remember)\b",
+    re.IGNORECASE,
 )
-_ASIDE = re.compile(r"^\W*(?:(?:to )?(?:check|verify|verification)|you (?:asked|said|wrote))\b", re.IGNORECASE)
+_HEDGED = re.compile(  # at the beginning of a clause
+    r"^\W*(?:(?:and|but|so|then|well|also|therefore|thus|hence),? )*"
+    r"(?:maybe|perhaps|possibly|probably|if|unless|suppose|assum(?:ing|e)|whether|not|someone|some|many|a common|let"
+    r"|say|i (?:guess|first|thought|believe|doubt|suspect|am not)|i'm not|one (?:might|could|may)|what if|imagine"
+    r"|you (?:said|asked|wrote)|vielleicht|wenn|falls|tal vez|quiz\S+|si|peut-\S+)\b",
+    re.IGNORECASE,
+)
 _WITHDRAWS = _any_of(
     *("wait(?! for)", "hold on", "scratch that", "oops", "i meant", "good catch", "i forgot", "correction(?=:)"),
-    *("let me (?:redo|correct|fix|recalculate)", "my mistake", "made an? (?:mistake|error)", r"apologi[sz]e"),
-    *("(?:that|this|it|i) (?:is|was) (?:wrong|incorrect|mistaken|a (?:mistake|slip))", r"(?<!\w )actually"),
-    "(?:that|this|it) can(?:'t|not) be right",
+    *("let me (?:redo|correct|fix|recalculate|recompute|reconsider|start)", "my mistake", "made an? (?:mistake|error)"),
+    "(?:that|this|it|i) (?:is|was|am) (?:wrong|incorrect|mistaken|a (?:mistake|slip)|not (?:right|correct))",
+    *(r"apologi[sz]e", r"(?<!\w )actually", "(?:that|this|it) can(?:'t|not) be right", "start (?:again|over)", "sorry"),
+    *("not true", "das (?:ist|war) falsch", "moment", "espera", "perd\u00f3n", "lo siento", "es incorrecto"),
+    *("不对", "错了", "抱歉"),
+)
+_CLOSES = _any_of(
+    *("welcome", "glad", "happy", "pleasure", "no problem", "any ?time", "good luck", "great day", "bye"),
+    *("good question", "take care", "have fun", "enjoy", "congratulations", "well done", "gern", "de nada", "不客气"),
 )
 
-# Length limits keep the time linear in the reply's length. Dollars that enclose a formula touch it, as in Pandoc;
-# this distinguishes them from the dollars of amounts.
-_DISPLAYED = rf"\$\$.{{1,{LONGEST}}}?\$\$|\\\[.{{1,{LONGEST}}}?\\\]"
-_FORMULA = (
-    rf"{_DISPLAYED}|(?<!\\)\$(?=[^\s$^])[^$]{{1,{LONGEST}}}?(?<=\S)\$(?!\d)|\\\(.{{1,{LONGEST}}}?\\\)"
-    r"|-?\\[dt]?frac\{[^{}]*\}\{[^{}]*\}|-?\\sqrt\{[^{}]*\}"
+# Sentences that state an answer.
+_SO = (
+    r"(?:and |but |so|therefore|thus|hence|then|finally|altogether|overall|in total|in all|in conclusion|in summary"
+    r"|all in all|also|daher|entonces|por lo tanto|donc|所以|因此|那么)"
 )
-_TUPLE = r"[(\[]\s*-?[\d./]+(?:\s*,\s*-?[\d./]+)+\s*[)\]]"
-_NUMBER = r"(?:(?<![\w)])-)?[$€£]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?!\d|,\d{3})(?!(?:st|nd|rd|th)\b)"
-_VALUE = re.compile(rf"{_FORMULA}|{_TUPLE}|\d+ \d+/\d+|(?<![\w.^]){_NUMBER}(?:\s?/\s?\d+)?(?:\s?\\?%)?", re.DOTALL)
+_START = rf"^\W*(?:{_SO}[,:]?\s*)*"
+_WHOSE = r"(?:(?:i think |we see |we conclude |this means |which means )?(?:that )?(?:the|my|our|your)\s+)?"
+_ADJECTIVES = r"(?:(?:final|correct|right|exact|numerical|required|desired|overall|total|whole|simplified)\s+)*"
+_OF_TASK = r"(?:\s+(?:to|for|of) (?:the|this|your) (?:problem|question|exercise|task))?"
+_ANSWER = re.compile(  # group 1 comes before the subject, the other one that matches is the answer
+    rf"{_START}(?:([^,=]{{0,80}}),\s+)?(?:"
+    rf"{_WHOSE}{_ADJECTIVES}answer\b{_OF_TASK}[\s*]*(?:is|are|stays|remains|:|=)+(.*)"
+    r"|(?:die )?(?:richtige |endg\u00fcltige )?antwort\s*(?:ist|lautet|:)+(.*)"
+    r"|la (?:respuesta|r\u00e9ponse)(?: correcta| final| finale| correcte)?\s*(?:est|es|:)+(.*)"
+    r"|(?:最终|正确)?答案(?:是|为|\s*[:=])(.*)"
+    r"|答えは(.*?)(?:です|である)?\W*$)",
+    re.IGNORECASE | re.DOTALL,
+)
+_VERB = r"(?:is|are|was|equals?|has|have|had|gets?|makes?|pays?|earns?|needs?|=)"
+_CONCLUDES = re.compile(
+    rf"^\W*(?:{_SO}[,:]?\s*)+(?P<subject>(?:[^=]*?\W)??)(?P<verb>{_VERB})(?P<value>(?:\W.*))$"
+    r"|^\W*(?P<it>it|that|this|the (?:final )?(?:result|total|sum|value))(?:'s| (?:is|equals|makes))(?P<of_it>\W.*)$",
+    re.IGNORECASE | re.DOTALL,
+)
+_OF_A_PART = _any_of(  # subjects of which something is stated that is no answer
+    *("first", "second", "third", "part", "one", "each", "step", "other", "another", "half", "rest", "remaining"),
+    *("previous", "next", "last", "earlier", "far", "said", "example", "factors?", "exercise", "page", "problem"),
+    *("wrong", "incorrect", "depends?", "unknown", "if", "unless", "suppose", "when", "while", "whether", "let"),
+    *("case", r"for \d+", "you", "your", "year", "chapter", "guess", "maybe", "perhaps", "probably", "estimate", "not"),
+    "never",
+)
+_LEADS_TO_BOX = re.compile(  # the end of the text before a box
+    r"(?:^|[:=,#]|\b(?:is|are|was|be|equals?|to|gets?|obtain|gives?|yields?|have|has|therefore|thus|hence|so|then|answer"
+    r"|find|conclude|that|there|makes?|of|needs?|pays?|earns?|ist|lautet|es|est|sind|son)|[是为]|答えは)[\s$\\(\[{*]*$",
+    re.IGNORECASE,
+)
+_HIDES_BOX = _any_of(
+    *("not", r"\w+n't", "maybe", "perhaps", "possibly", "if", "suppose", "might", "could", "may", "least", "most"),
+    *("whether", "negative", "minus"),
+)
+_AFTER_BOX = re.compile(
+    r"(?:[\s$\\)\]}.,;:*。]|!(?![\s}]*(?:\$|\\[)\]])))*(?:(?:is|as) (?:the|our|my) (?:final |correct )?answer\W*)?"
+)
+_OF_A_FORMULA = re.compile(r"(?:^|[^\\])(?:\$\$?|\\\(|\\\[)(?P<inner>[^$]*)$")
 
-# What surrounds a value.
-_UNBROKEN = re.compile(rf"{_DISPLAYED}|\\begin\{{(\w+\*?)\}}.{{1,{LONGEST}}}?\\end\{{\1\}}", re.DOTALL)
+_UNBROKEN = re.compile(
+    rf"\$\$.{{1,{LONGEST}}}?\$\$|\\\[.{{1,{LONGEST}}}?\\\]|\\begin\{{(\w+\*?)\}}.{{1,{LONGEST}}}?\\end\{{\1\}}",
+    re.DOTALL,
+)
 _BOUNDARY = re.compile(  # of sentences, and of offers within one
-    r"(?<!e\.g)(?<!i\.e)(?<!vs)[.!?][\"'\u201d)*_$\\\]]*(?P<gap>\s+)|\n|;"
+    r"(?<!e\.g)(?<!i\.e)(?<!vs)[.!?][\"'\u201d)*_$\\\]]*(?P<gap>\s+)(?!m\b|am\b|pm\b)|(?<=[。！？])(?P<cjk>\s*)|\n|;(?!\\)"
     r"|[,\u2013\u2014]?\s+-{0,2}\s*(?=(?:would you|do you|want me|let me know|feel free|tell me)\b)",
     re.IGNORECASE,
 )
-_CLAUSE = re.compile(r",\s+(?=(?:but|so|therefore|thus|hence|then)\b)", re.IGNORECASE)
-_ANSWER = re.compile(
-    r"####|\bfinal answer\b|\banswers?\b(?:\W{0,3}[:=]|[^.:=]{0,80}?\b(?:is|are|stays|remains)\b:?)", re.IGNORECASE
-)
-_CONCLUDES = re.compile(r"^\W*(?:and )?(?:so|therefore|thus|hence|altogether|in total|in all|total)\b", re.IGNORECASE)
-_BE = re.compile(r"\b(?:is|are|was|were|equals)\b:?(?=\s)", re.IGNORECASE)
-_OR = re.compile(r"[^.,;]{0,12},?\s+or\s+(?:maybe\s+|possibly\s+)?(?:[a-z]\s*=\s*)?")
-_AND = re.compile(rf"\s*(?:,|,?\s+and)\s+|{_OR.pattern}")
-_REASON = re.compile(r"(?<=\w),?\s+(?:because|since|as|where|given that)\b.*", re.IGNORECASE | re.DOTALL)
-_EXCLUDED = re.compile(
-    rf",?\s+(?:(?:and\s+)?not|or\s+(?:about|approximately|roughly))\s+(?:{_VALUE.pattern})"
-    rf"|\bnot\s+(?:{_VALUE.pattern})\s+but\b|(?<=[\w.])\s+\([^()]*[a-z]{{3}}[^()]*\)",
-    re.IGNORECASE | re.DOTALL,
-)
+_CLAUSE = re.compile(r",\s+(?=(?:but|so|therefore|thus|hence|then|which means)\b)", re.IGNORECASE)
+_PLAIN = str.maketrans({"\u2019": "'", "\uff0c": ",", "\uff1a": ":"})
 
 
-@dataclass(frozen=True)
-class StatedAnswer:
-    """An answer as text that math-verify reads, and whether it is clearly the final one."""
+class Reading(NamedTuple):
+    """What a reply states: an answer, or None; whether it takes earlier answers back, and only closes the talk."""
 
-    value: str
-    clear: bool
-
-
-def stated_answer(replies: Sequence[str]) -> StatedAnswer | None:
-    """The answer of the last reply that states one, by the rules above."""
-    final: StatedAnswer | None = None
-    for reply in replies:
-        answer, withdrawn = _read(reply.translate(_PLAIN))
-        if answer or withdrawn:
-            final = answer
-        elif final:
-            final = replace(final, clear=False)
-    return final
+    answer: str | None
+    withdraws: bool
+    closes: bool
 
 
-def as_math(answer: str) -> str:
-    """An answer as math-verify reads it: formulas between dollars, numbers and texts with words without dollars."""
-    text = answer.translate(_PLAIN).strip()
-    for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
-        if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening + closing):
-            text = text[len(opening) : -len(closing)].strip()
-            break
-    text = re.sub(r"(?<!\{),?\s+(?:or|and)\s+", ", ", text.rstrip(" ."))
-    sides = re.split(r"(?<![<>!\\])=", text)
-    if len(sides) == 2 or not re.search(r"[,;]|\\text", text):  # these separate several equations
-        text = sides[-1].strip()
-    if amount := re.fullmatch(r"(-?)\\?[$€£]?(\d{1,3}(?:,\d{3})+|\d*)(\.\d+)?(?:\s?\\?(%))?", text):
-        return "".join(part or "" for part in amount.groups()).replace(",", "")
-    if mixed := re.fullmatch(r"(\d+) (\d+)/(\d+)", text):
-        return rf"${mixed[1]}\frac{{{mixed[2]}}}{{{mixed[3]}}}$"
-    return text if has_words(re.sub(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}", " ", text)) else f"${text}$"
+def stated_answer(replies: Sequence[str]) -> str | None:
+    """The answer that the replies surely state, by the rules above; None if there is none or it is not sure."""
+    for reply in reversed(replies):
+        reading = _read(reply.translate(_PLAIN))
+        if reading.answer is not None or reading.withdraws or not reading.closes:
+            return reading.answer
+    return None
 
 
-def has_words(answer: str) -> bool:
-    """Whether an answer has words, e.g. units, other than LaTeX commands."""
-    return re.search(r"[^\W\d_]{2,}", re.sub(r"\\[a-zA-Z]+", " ", answer)) is not None
-
-
-def _read(reply: str) -> tuple[StatedAnswer | None, bool]:
-    """The answer that a reply states, and whether the reply withdraws earlier answers."""
-    answer: StatedAnswer | None = None
-    value: StatedAnswer | None = None
-    withdrawn = offered = False
+def _read(reply: str) -> Reading:
+    marked: str | None = None  # after a mark: box, ####, "answer"
+    concluded: str | None = None
+    unsure = withdraws = False
     for sentence in _sentences(reply):
         if withdrawal := _WITHDRAWS.search(sentence):
-            answer, value, withdrawn = None, None, True
-            sentence = sentence[withdrawal.start() :]
-        offered = offered or _OFFERS.search(sentence) is not None
+            marked = concluded = None
+            withdraws, unsure = True, False
+            sentence = sentence[withdrawal.end() :]
         if _ASKS.search(sentence):
             continue
-        if text := boxed(sentence) or _hashed(sentence):
-            answer = StatedAnswer(as_math(text), True)
-            continue
-        for clause in _CLAUSE.split(sentence):
-            clause = _EXCLUDED.sub("", clause)
-            if _SILENT.search(clause) or _ASIDE.search(clause):
-                continue
-            clause = _REASON.sub("", clause)
-            *_, mark = [None, *_ANSWER.finditer(clause)]
-            if mark and (marked := _first(clause[mark.end() :])):
-                answer = marked
-            elif not offered and (last := _last(clause)):
-                value = last
-    return answer or value, withdrawn
+        if boxed(sentence):
+            marked = _box(sentence)
+            unsure = marked is None
+        elif sentence.lstrip().startswith("####"):
+            line = marked_line(sentence)
+            if line and not re.search(r"[a-z]{3,} [a-z]{2,}", re.sub(r"\\\w+\{[^{}]*\}", "", line)):
+                marked, unsure = line, False
+        elif not (_ASIDE.search(sentence) or _OFFERS.search(sentence)):
+            for clause in _CLAUSE.split(sentence):
+                if _HEDGED.search(clause):
+                    continue
+                if statement := _ANSWER.match(clause):
+                    marked = _marked(statement)
+                    unsure = not marked
+                elif re.search(r"\d", clause) or (_CONCLUDES.match(clause) and not _WITHDRAWS.search(clause)):
+                    concluded = _conclusion(clause)
+    closes = not re.search(r"\d|\\boxed", reply) and len(reply.split()) <= 40 and _CLOSES.search(reply) is not None
+    return Reading(None if unsure else marked or concluded, withdraws, closes)
 
 
-def _hashed(sentence: str) -> str | None:
-    """The line after `####` if it has neither words, as a heading has, nor an aside in parentheses."""
-    line = marked_line(sentence) if sentence.lstrip().startswith("####") else None
-    return None if line is None or has_words(line) or " (" in line else line
+def _marked(statement: re.Match[str]) -> str | None:
+    """What a sentence says of "the answer", unless the words before that say that it is not the task's."""
+    if statement[1] and _OF_A_PART.search(statement[1]):
+        return None
+    return next(group for group in statement.groups()[1:] if group is not None).strip(" :")
+
+
+def _conclusion(clause: str) -> str | None:
+    statement = _CONCLUDES.match(clause)
+    if not statement:
+        return None
+    if statement["it"]:
+        return statement["of_it"].strip() if re.search(r"\d|[\\$]", statement["of_it"]) else None
+    if _OF_A_PART.search(statement["subject"]):
+        return None
+    return clause[statement.start("subject" if statement["verb"] == "=" else "value") :].strip()
+
+
+def _box(sentence: str) -> str | None:
+    """The only box of a sentence, if it is all of its formula and follows a verb or nothing."""
+    boxes = [*re.finditer(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*", sentence)]
+    content = boxed(sentence)
+    before = sentence[: boxes[0].start()]
+    after = sentence[boxes[-1].end() :].partition(content or "")[2]
+    nested = len(boxes) > 1 and sentence[boxes[0].end() :].lstrip("{ ").startswith("\\boxed")
+    if (len(boxes) > 1 and not nested) or _HIDES_BOX.search(before) or _HEDGED.search(before):
+        return None
+    if not _AFTER_BOX.fullmatch(after):
+        return None
+    formula = _OF_A_FORMULA.search(before)
+    inner = formula["inner"].strip() if formula else ""
+    if inner and not re.search(r"(?<![<>!])=$", inner):
+        return None
+    return content if inner or _LEADS_TO_BOX.search(before) else None
 
 
 def _sentences(reply: str) -> Iterator[str]:
     """The sentences of a reply, without list and emphasis markup; a label and the line after it are one sentence."""
     text = _UNBROKEN.sub(lambda formula: " ".join(formula[0].split()), reply)
     text = re.sub(r"(?m)^[ \t]*(?:[-•*]|\d+[.)])[ \t]+(?=\S)", "", text).replace("**", "").replace("`", "")
-    text = re.sub(r"(?i)(:|\banswer|####)[ \t]*\n\s*", r"\1 ", text)
+    text = re.sub(r"(?i)(\banswer)[ \t]*\n\s*", r"\1: ", text)
+    text = re.sub(r"(:|####)[ \t]*\n\s*", r"\1 ", text)
     begin = 0
     for boundary in _BOUNDARY.finditer(text):
-        yield text[begin : boundary.start("gap") if boundary["gap"] else boundary.start()]
+        gap = "gap" if boundary["gap"] else "cjk" if boundary["cjk"] is not None else 0
+        yield text[begin : boundary.start(gap)]
         begin = boundary.end()
     yield text[begin:]
-
-
-def _last(clause: str) -> StatedAnswer | None:
-    """The value after the last "is" of a clause, else its last value; clear if the clause is a conclusion."""
-    *_, verb = [None, *_BE.finditer(clause)]
-    answer = _first(clause[verb.end() :]) if verb else None
-    if answer is None:
-        values = [match for match in _VALUE.finditer(clause) if re.search(r"\d|\\pi|\\infty", match[0])]
-        if not values:
-            return None
-        if len(values) > 1 and _OR.fullmatch(clause, values[-2].end(), values[-1].start()):
-            return _joined(values[-2:])
-        unambiguous = len(values) == 1 or clause[: values[-1].start()].rstrip().endswith("=")
-        answer = StatedAnswer(as_math(values[-1][0]), unambiguous)
-    return replace(answer, clear=answer.clear and _CONCLUDES.search(clause) is not None)
-
-
-def _first(text: str) -> StatedAnswer | None:
-    """The first value of the text after "is", or the last of a chain of equations; clear if it is the only value."""
-    values = [match for match in _VALUE.finditer(text) if re.search(r"\d|\\[a-z]", match[0])]
-    if len(values) < 2:
-        return StatedAnswer(as_math(values[0][0]), True) if values else None
-    if _AND.fullmatch(text, values[0].end(), values[1].start()):
-        return _joined(values[:2])
-    if text[: values[-1].start()].rstrip().endswith("="):
-        return StatedAnswer(as_math(values[-1][0]), True)
-    return StatedAnswer(as_math(values[0][0]), False)
-
-
-def _joined(values: Sequence[re.Match[str]]) -> StatedAnswer:
-    return StatedAnswer(f"${', '.join(as_math(value[0]).strip('$') for value in values)}$", False)

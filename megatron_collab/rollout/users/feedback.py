@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_collab.config import SUFFIX, ConfigError, PromptError, UserConfig, option, read_prompt
-from megatron_collab.reward.metrics.accuracy import Verdict, compare
+from megatron_collab.reward.metrics.accuracy import compare
+from megatron_collab.reward.metrics.equality import Verdict
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
 from megatron_collab.types import Conversation, Missing, Task
 
@@ -67,7 +68,7 @@ class FeedbackUser(User):
 
     async def _right(self, conversation: Conversation) -> bool:
         self.checked = len(conversation.turns)
-        verdict, _ = await compare(self.task.answer, [conversation.messages[-1].content])
+        verdict = await compare(self.task.answer, [conversation.messages[-1].content])
         if isinstance(verdict, Missing):
             raise UserError(f"user feedback: {verdict.why}")
         if verdict is Verdict.NO_TRUTH:

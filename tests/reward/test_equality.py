@@ -1,0 +1,127 @@
+"""Answers that are equal, different, or neither surely."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_collab.reward.metrics.equality import Verdict, of_texts
+from megatron_collab.reward.metrics.formulas import verdict
+
+MATRIX = r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"
+EQUAL = [
+    ("1250", "1,250"),
+    ("1250", r"\$1,250.00"),
+    ("1250", "**1250**."),
+    ("0.5", "½"),
+    ("3.5", "3½"),
+    ("1e-05", "0.00001"),
+    ("1e+16", "10000000000000000"),
+    ("12", "\uff11\uff12"),
+    ("-5", "\u22125"),
+    ("3 hours", "3 hours."),
+    ("10 a.m.", "10 a.m."),
+    ("18", "$18"),
+    (r"5\text{ cm}", r"5\,\mathrm{cm}"),
+    (r"60^\circ", "60°"),
+    ("B", "(B)"),
+    (r"\text{(B)}", "B"),
+    (r"\text{Friday}", "Friday."),
+    ("2:3", "2 : 3"),
+    ("2516_8", "2516_{8}"),
+    ("2 1/2", "5/2"),
+]
+EQUAL_FORMULAS = [
+    ("1e+22", "$10^{22}$"),
+    ("6.02e23", r"6.02 \times 10^{23}"),
+    ("300000", "3\u00d710^5"),
+    (r"2\sqrt{3}", r"\sqrt{12}"),
+    (r"9\pi", "9π"),
+    ("x^2", "x²"),
+    ("y = 2x + 3", "2x - y + 3 = 0"),
+    ("y = 2x + 3", "2x + 3"),
+    ("x - 2y + 5 = 0", "2x + 10 = 4y"),
+    ("2x + 3", "f(x) = 3 + 2x"),
+    ("10", "4 + 6 = 10"),
+    ("c + 2m", "c + m + 1m"),
+    (MATRIX, r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    ("1, 2", r"\{2, 1\}"),
+    ("3, -3", r"x = 3 \text{ or } x = -3"),
+    ("[1, 3)", r"1 \le x < 3"),
+    (r"1-\frac{1}{\mathrm{e}}", r"\frac{e-1}{e}"),
+]
+DIFFERENT = [
+    ("1250", "1251"),
+    ("0.0000001", "0.0000002"),
+    ("0.001", "0.002"),
+    ("3 hours", "4 hours"),
+    ("1024", "-1024"),
+    ("B", "C"),
+]
+DIFFERENT_FORMULAS = [
+    (r"1-\frac{1}{\mathrm{e}}", r"1+\frac{1}{\mathrm{e}}"),
+    ("5", "5²"),
+    ("2", "2π"),
+    (MATRIX, r"\begin{pmatrix} 7 \\ 2 \end{pmatrix}"),
+    (r"\{1, 2\}", r"\{1, 3\}"),
+    ("(1, 2, 3)", "(1, 2, 4)"),
+    ("[1, 3)", "[1, 3]"),
+    ("x^2 + 1", "x^2 - 1"),
+]
+UNCLEAR = [
+    ("5", "at least 5"),
+    ("5", "5 million"),
+    ("5", "negative 5"),
+    ("5", "5 minutes"),
+    ("3 hours", "3 minutes"),
+    ("10 a.m.", "10 p.m."),
+    ("25%", "0.25"),
+    ("25", "25%"),
+    ("18", "18.5"),
+    ("\u20ac5", "$5"),
+    (r"\text{Friday}", "Monday"),
+    ("18", "x" * 501),
+]
+UNCLEAR_FORMULAS = [
+    ("5", "x^2 + 5"),
+    ("5", "5i"),
+    ("5", "~5"),
+    ("5", "1\u20135"),
+    ("5", "5!"),
+    ("5", "5 or 6"),
+    ("2516_8", "2516_9"),
+    ("2:3", "3:2"),
+    ("x - 2y + 5 = 0", "3x + y - 7 = 0"),
+    ("x - 2y + 5 = 0", "q^7 + 123 = 0"),
+    ("x = 5", "y = 5"),
+    ("y = 2x + 3", "z = 2x + 3"),
+    (MATRIX, "2"),
+    ("(1, 2)", r"\{1, 2\}"),
+    (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}"),  # which math-verify calls equal
+    ("7r + t", "7r + T"),
+    ("5", r"5 + garbage \foo"),
+    ("18", "9^{9^{9^{9}}}"),
+]
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer", "expected"),
+    [
+        *((*pair, Verdict.EQUAL) for pair in EQUAL),
+        *((*pair, Verdict.DIFFERENT) for pair in DIFFERENT),
+        *((*pair, Verdict.UNCLEAR) for pair in UNCLEAR),
+        *((truth, "5", Verdict.NO_TRUTH) for truth in ("", "Paris", "know it", "eighteen apples")),
+    ],
+)
+def test_texts_are_compared_without_sympy(truth: str, answer: str, expected: Verdict) -> None:
+    assert of_texts(truth, answer) is expected
+
+
+def test_formulas_are_compared_as_wholes() -> None:
+    """In one test, since the first formula imports sympy."""
+    for expected, pairs in (
+        (Verdict.EQUAL, EQUAL_FORMULAS),
+        (Verdict.DIFFERENT, DIFFERENT_FORMULAS),
+        (Verdict.UNCLEAR, UNCLEAR_FORMULAS),
+    ):
+        for truth, answer in pairs:
+            assert (truth, answer, verdict(truth, answer)) == (truth, answer, expected)
