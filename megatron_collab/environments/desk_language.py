@@ -36,12 +36,15 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
     "subscription": ("amount", "plan"),
     "repair": ("item", "version", "device", "region"),
 }
-ACTIONS: Mapping[str, tuple[str, ...]] = {
-    "cancel": ("date",),
-    "change": ("item",),
-    "fix": ("version", "device"),
-    "refund": ("amount",),
-    "explain": ("language",),
+ACTIONS: Mapping[str, str] = {
+    "change": "item",
+    "cancel": "date",
+    "refund": "amount",
+    "fix": "version",
+    "move": "region",
+    "explain": "language",
+    "check": "device",
+    "upgrade": "plan",
 }
 Kind = tuple[str, str]
 KINDS: tuple[Kind, ...] = tuple((action, topic) for action in ACTIONS for topic in TOPICS)
@@ -70,7 +73,7 @@ BACK, NEEDLESS = "forget the {slot} .", "the {slot} can be any ."
 
 def needed(kind: Kind) -> tuple[str, ...]:
     """The slots that a kind of request needs, in the order of the world."""
-    slots = {*ACTIONS[kind[0]], *TOPICS[kind[1]]}
+    slots = {ACTIONS[kind[0]], *TOPICS[kind[1]]}
     return tuple(slot for slot in MODEL.slots if slot in slots)
 
 

@@ -58,14 +58,11 @@ class DeskGame:
         self.model, self.cost = model, cost
         self.prior: Belief = tuple((user in users) / len(users) for user in USERS)
         self._likelihoods: dict[tuple[DeskState, Questions], dict[DeskReply, Belief]] = {}
-        self._rights: dict[DeskState, Belief] = {}
         self._best: dict[tuple[DeskState, Belief], tuple[float, Action]] = {}
 
     def right(self, state: DeskState, belief: Belief) -> float:
         """The expected chance that the best guess is right."""
-        if state not in self._rights:
-            self._rights[state] = tuple(chance_right(self.model, user, state) for user in USERS)
-        return sum(b * chance for b, chance in zip(belief, self._rights[state], strict=True))
+        return sum(b * chance_right(self.model, user, state) for user, b in zip(USERS, belief, strict=True) if b)
 
     def actions(self, state: DeskState) -> list[Questions]:
         """The messages that ask for unknown slots; any other question costs and shows nothing."""
@@ -112,27 +109,20 @@ class DeskGame:
         """The optimal policy."""
         return {self.best(state, belief)[1]: 1.0}
 
-    def asks_all(self, threshold: float) -> DeskPolicy:
-        """Asks for all unknown slots while the chance of being right is below `threshold`.
+    def asks(self, threshold: float, everything: bool) -> DeskPolicy:
+        """Asks while the chance of being right is below `threshold`: for all unknown slots, or for one at random.
 
-        The best reply for a reward of the turn alone that adds a bonus per question to the chance of being right.
+        The best reply for a reward of the turn alone, the chance of being right plus a bonus for asking: all slots if
+        each question gets the bonus, one if each message that asks does.
         """
-
-        def policy(state: DeskState, belief: Belief) -> Mapping[Action, float]:
-            asks = self.actions(state) and self.right(state, belief) < threshold
-            return {Questions(state.guessable, state.open) if asks else None: 1.0}
-
-        return policy
-
-    def asks_any(self, threshold: float) -> DeskPolicy:
-        """As `asks_all`, but for a single unknown slot at random: the same with a bonus per message that asks."""
 
         def policy(state: DeskState, belief: Belief) -> Mapping[Action, float]:
             if not self.actions(state) or self.right(state, belief) >= threshold:
                 return {None: 1.0}
+            if everything:
+                return {Questions(state.guessable, state.open): 1.0}
             unknown = state.guessable + state.open
-            chances = {Questions(1, 0): state.guessable / unknown, Questions(0, 1): state.open / unknown}
-            return {questions: chance for questions, chance in chances.items() if chance}
+            return {Questions(1, 0): state.guessable / unknown, Questions(0, 1): state.open / unknown}
 
         return policy
 
@@ -146,6 +136,8 @@ class DeskGame:
                 return values[state, belief]
             right = asked_for = 0.0
             for action, share in policy(state, belief).items():
+                if share == 0:
+                    continue
                 if action is None:
                     right += share * chance_right(self.model, user, state)
                     continue
@@ -177,13 +169,13 @@ class DeskPredictions:
     @cached_property
     def policies(self) -> dict[str, DeskPolicy]:
         """POLICIES; of the reward of the turn alone sort and size of the bonus are tuned."""
-        candidates = [kind(bonus) for bonus in THRESHOLDS for kind in (self.game.asks_all, self.game.asks_any)]
+        candidates = [self.game.asks(bonus, everything) for bonus in THRESHOLDS for everything in (True, False)]
         myopic = max(candidates, key=lambda policy: self._mean(policy, self.users, self.starts).utility(self.cost))
         return {
             OPTIMAL: self.game.optimal,
             MYOPIC: myopic,
-            ALWAYS: self.game.asks_all(2.0),  # more than any chance
-            NOW: self.game.asks_all(0.0),
+            ALWAYS: self.game.asks(2.0, everything=True),  # more than any chance
+            NOW: self.game.asks(0.0, everything=True),
         }
 
     def value(self, name: str, users: Sequence[str], starts: Starts) -> DeskValue:

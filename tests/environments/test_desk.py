@@ -6,9 +6,16 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
+from megatron_collab.config import compose
+from megatron_collab.config.extension import NoOptions
+from megatron_collab.data.chat_template import ChatRenderer
+from megatron_collab.data.examples import load_conversations, load_tasks
 from megatron_collab.environments import desk, desk_language, desk_user
 from megatron_collab.environments.desk_language import GRAMMAR, HELD_OUT, KINDS, MODEL, TRAINED
 from megatron_collab.environments.desk_user import DeskGoal
+from megatron_collab.launch.play_specs import reward_spec
 from megatron_collab.types import Task
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "desk.md"
@@ -34,7 +41,7 @@ def test_tasks_come_from_their_seed() -> None:
 def test_each_set_holds_out_one_thing() -> None:
     trained = goals(TRAINING)
     kinds, users = {goal.kind for goal in trained}, {goal.user for goal in trained}
-    assert len(kinds) == 24 and users == set(MODEL.seen_users) and {goal.phrasing for goal in trained} == {TRAINED}
+    assert len(kinds) == 38 and users == set(MODEL.seen_users) and {goal.phrasing for goal in trained} == {TRAINED}
     known = {values_of(goal) for goal in trained}
     for split, tasks in EVALUATED.items():
         held_out = goals(tasks)
@@ -120,6 +127,35 @@ def test_every_word_is_in_the_vocabulary() -> None:
         message.content for tasks in (TRAINING, *EVALUATED.values()) for task in tasks for message in task.messages
     ]
     assert words.issuperset(" ".join(texts).split())
+
+
+def test_the_world_is_a_model_data_and_predictions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for size in ("TASKS", "EVALUATED", "CONVERSATIONS"):
+        monkeypatch.setattr(desk, size, 40)
+    with caplog.at_level("INFO"):
+        desk.Desk(NoOptions()).make(tmp_path, 3, None)
+    assert desk.predictions(3) == (tmp_path / "predictions.md").read_text() and "| optimal |" in caplog.text
+    assert list(load_tasks(tmp_path / "train.jsonl")) == desk.tasks(3, 40)
+    for split in desk.SPLITS:
+        assert list(load_tasks(tmp_path / f"{split}.jsonl")) == desk.tasks(3, 40, split)
+    chat = ChatRenderer(str(tmp_path / "model"))
+    conversations = load_conversations(tmp_path / "sft.jsonl")
+    assert len(conversations) == 40
+    ids = [token for messages in CONVERSATIONS for token in chat.first(messages)]
+    assert max(len(chat.first(messages)) for messages in CONVERSATIONS) < desk.CONTEXT * 0.7
+    assert chat.tokenizer.unk_token_id not in ids
+
+
+def test_the_experiment_plays_and_scores_what_is_predicted() -> None:
+    config = compose(["experiment=desk", "reward.metrics.desk_utility.cost=0.2"])
+    assert (config.rollout.max_user_turns, config.rollout.max_assistant_turns) == (MODEL.turns, MODEL.turns + 1)
+    metrics = reward_spec(config.reward).metrics
+    assert metrics["desk_utility"].options.cost == metrics["desk_utility_incomplete"].options.cost == 0.2
+    assert [source["source"].rpartition("/")[2] for source in config.data.eval] == [f"{s}.jsonl" for s in desk.SPLITS]
+    names = {name.partition("/") for name in desk.Desk.result_names.values()}
+    assert {name[0] for name in names} == {desk.GOALS} and {name[2] for name in names} <= metrics.keys()
 
 
 def test_the_page_shows_the_predictions_that_are_computed() -> None:

@@ -13,7 +13,7 @@ from megatron_collab.types import Message
 
 def test_a_request_needs_two_to_five_slots() -> None:
     numbers = [len(language.needed(kind)) for kind in KINDS]
-    assert len(KINDS) == 30 and set(numbers) == {2, 3, 4, 5}
+    assert len(KINDS) == 48 and set(numbers) == {2, 3, 4, 5}
     assert all(set(language.needed(kind)) <= set(MODEL.slots) for kind in KINDS)
 
 
