@@ -50,6 +50,9 @@ def test_each_kind_answers_by_its_rule() -> None:
     assert all(stated("wrong", seed, "which region ?") == {"region": "europe"} for seed in range(50))
     ends = [language.STOP in reply(goal("leaves"), messages(REQUEST, question), str(seed)) for seed in range(400)]
     assert 0.17 < sum(ends) / 400 < 0.31
+    later = messages(REQUEST, "which plan ?", "the plan can be any .", "which item ?", "item chair .", question)
+    ends = [language.STOP in reply(goal("leaves"), later, str(seed)) for seed in range(400)]
+    assert 0.33 < sum(ends) / 400 < 0.47
 
 
 def test_a_user_who_changes_its_mind_takes_back_an_answer_and_then_has_another() -> None:
