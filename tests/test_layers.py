@@ -34,6 +34,7 @@ LAZY = {
     "launch.evaluation": "as launch.prepare; only a checkpoint needs torch, to be converted",
     "launch.prepare": "datasets and transformers take seconds, and bad settings are refused without them",
     "trainer.megatron.config": "the attention of TransformerEngine's layers can be imported only where it is",
+    "environments.desk": "as booking",
     "environments.booking": "the script and the metrics of the world need neither torch nor a tokenizer",
     "inference.cpu.serve": "the attention of CPU servers is imported in the process that computes",
     "observability.folder": "what draws the report takes a second to import, and the run is over by then",

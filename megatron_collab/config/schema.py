@@ -543,7 +543,7 @@ class PublishConfig:
 
 @dataclass
 class DataConfig:
-    world: str | None = option(None, "world that creates model and data: booking, gsm8k or package.module:Class")
+    world: str | None = option(None, "world that creates model and data: booking, desk, gsm8k or package.module:Class")
     world_options: dict[str, Any] = option({}, "settings of a world given as package.module:Class")
     dir: str | None = option(None, "folder in which the world is created", kind=WRITTEN_FOLDER)
     path: str | None = option(None, "source data of the world, if it needs any (gsm8k: folder with train.jsonl)")

@@ -13,7 +13,11 @@ from filelock import FileLock
 from megatron_collab.config import Extension, PlayConfig, lookup, make, require
 from megatron_collab.types import Message
 
-WORLDS = {"booking": f"{__name__}.booking:Booking", "gsm8k": f"{__name__}.gsm8k:Gsm8k"}
+WORLDS = {
+    "booking": f"{__name__}.booking:Booking",
+    "desk": f"{__name__}.desk:Desk",
+    "gsm8k": f"{__name__}.gsm8k:Gsm8k",
+}
 SCRIPTS = {"booking": f"{__name__}.booking:reply"}
 GOAL_CHECKS = {"booking": f"{__name__}.booking:check_goal"}
 

@@ -321,7 +321,8 @@ def read_shape(config: PlayConfig, described: Path | None = None) -> ModelShape:
     """The shape of model.path, from its config.json or from the file `described`. Raises ConfigError."""
     path = config.model.path
     file = described or hub.folder(path) / "config.json"
-    hint = "; experiment=booking_sft trains the model booking starts from" if config.data.world == "booking" else ""
+    world = config.data.world
+    hint = f"; experiment={world}_sft trains the model {world} starts from" if world in ("booking", "desk") else ""
     out = "give the folder of a Hugging Face model, or OWNER/NAME of the Hub"
     require(file.is_file(), f"model.path={path}: no config.json there; {out}{hint}")
     try:

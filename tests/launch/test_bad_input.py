@@ -233,7 +233,7 @@ def test_a_dataset_row_without_a_prompt(capsys: pytest.CaptureFixture[str], tmp_
 def test_a_task_that_nobody_plays(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "user": "nobody"}]
     line = refused(capsys, *overrides(tmp_path, model, rows, "train.stage=rl", "reward.weights={token_amount: -1}"))
-    known = "no such name; known are feedback, llm, replay"
+    known = "no such name; known are desk, feedback, llm, replay"
     assert f"data.train={tmp_path}/data.jsonl, task 0: user=nobody: {known}" in line
     played = tmp_path / "played.jsonl"
     played.write_text(json.dumps(rows[0] | {"user": "replay", "metadata": {"replay": ["so"]}}) + "\n")

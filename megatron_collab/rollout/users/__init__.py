@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # LiteLLM takes seconds to import, and checking a name needs 
     from megatron_collab.llm.client import LlmClient
 
 USERS = {
+    "desk": f"{__name__}.desk:DeskUser",
     "feedback": f"{__name__}.feedback:FeedbackUser",
     "llm": f"{__name__}.llm:LlmUser",
     "replay": f"{__name__}.scripts:ReplayUser",

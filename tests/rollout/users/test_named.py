@@ -106,7 +106,7 @@ def test_conversations_are_counted_by_the_name_of_their_user() -> None:
         (
             {"strict": {}},
             "strct",
-            "user=strct: no such name; known are feedback, llm, replay, reveal, scripted, strict, or",
+            "user=strct: no such name; known are desk, feedback, llm, replay, reveal, scripted, strict, or",
         ),
         ({"strict": {}}, "strct", "the nearest is strict"),
         ({"strict": {"modl": "x"}}, "strict", "users.strict.modl: no such setting; the nearest is model; there are "),
@@ -114,7 +114,7 @@ def test_conversations_are_counted_by_the_name_of_their_user() -> None:
         (
             {"strict": {"class": "nobody"}},
             "strict",
-            "users.strict.class=nobody: no such name; known are feedback, llm, ",
+            "users.strict.class=nobody: no such name; known are desk, feedback, llm, ",
         ),
         ({"strict": {}}, "strict", "user strict: user.model is not set; set it"),
         ({"strict": {"weight": -1}}, "strict", "users.strict.weight=-1: must be a number of at least 0"),

@@ -1,0 +1,116 @@
+"""Metrics of the desk world; they do not apply to tasks of other worlds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron_collab.config import option
+from megatron_collab.environments import desk_language as language
+from megatron_collab.environments.desk import USER, unknown
+from megatron_collab.environments.desk_language import MODEL
+from megatron_collab.environments.desk_user import DeskGoal, chance_right, read_goal
+from megatron_collab.reward.metrics import Metric
+from megatron_collab.types import Conversation, Score, Task
+
+
+def right_of(goal: DeskGoal, conversation: Conversation) -> float:
+    """The chance that the guess in the policy's last message is right: a draw would only add noise."""
+    return chance_right(goal, conversation.messages, language.guess(conversation.replies[-1]))
+
+
+def questions_of(conversation: Conversation) -> int:
+    """How many questions the policy asked; a slot counts as often as it is asked for."""
+    return sum(len(language.slots_asked(reply)) for reply in conversation.replies)
+
+
+class DeskMetric(Metric):
+    """Base class: `measure` gets the goal, the task and the conversation."""
+
+    async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        if self.lacks(self.options, task):
+            return None
+        return self.measure(read_goal(task.goal), task, conversation)
+
+    @classmethod
+    def lacks(cls, options: Any, task: Task) -> str | None:
+        return None if task.user == USER else "the user of the desk world"
+
+    @classmethod
+    def check_task(cls, options: Any, task: Task) -> None:
+        if task.user == USER:
+            read_goal(task.goal)
+
+    def measure(self, goal: DeskGoal, task: Task, conversation: Conversation) -> float | None:
+        raise NotImplementedError
+
+
+class DeskRight(DeskMetric):
+    """`right_of` the conversation."""
+
+    def measure(self, goal: DeskGoal, task: Task, conversation: Conversation) -> float:
+        return right_of(goal, conversation)
+
+
+class DeskQuestions(DeskMetric):
+    """`questions_of` the conversation."""
+
+    def measure(self, goal: DeskGoal, task: Task, conversation: Conversation) -> float:
+        return float(questions_of(conversation))
+
+
+class DeskNeedless(DeskMetric):
+    """How many questions were for slots that the request does not need, or that the user had stated."""
+
+    def measure(self, goal: DeskGoal, task: Task, conversation: Conversation) -> float:
+        needless = 0
+        for i, message in enumerate(conversation.messages):
+            if i >= len(task.messages) and message.role == "assistant":
+                useful = unknown(goal, conversation.messages[:i])
+                slots = language.slots_asked(message.content)
+                needless += len(slots) - len(set(slots) & set(useful))
+        return float(needless)
+
+
+@dataclass(frozen=True)
+class DeskUtilityOptions:
+    """Options of `DeskUtility`."""
+
+    cost: float = option(MODEL.costs[0], "cost of a question, of the reward 1 for a right guess", ge=0)
+
+
+class DeskUtility(DeskMetric):
+    """What desk_optimum.py predicts: the chance of being right, less the cost of the questions."""
+
+    Options: ClassVar[type] = DeskUtilityOptions
+
+    def measure(self, goal: DeskGoal, task: Task, conversation: Conversation) -> float:
+        return right_of(goal, conversation) - self.options.cost * questions_of(conversation)
+
+
+class DeskUtilityIncomplete(DeskUtility):
+    """The same over the tasks whose messages leave something unknown."""
+
+    @classmethod
+    def lacks(cls, options: Any, task: Task) -> str | None:
+        lacking = super().lacks(options, task)
+        complete = not lacking and not unknown(read_goal(task.goal), task.messages)
+        return "a slot that is left unknown" if complete else lacking
+
+
+class DeskAsksOpen(DeskMetric):
+    """Share of the unknown open slots that the trained turn asks for, over the tasks that have any."""
+
+    slots: ClassVar[Sequence[str]] = MODEL.open
+
+    def measure(self, goal: DeskGoal, task: Task, conversation: Conversation) -> float | None:
+        useful = {slot for slot in unknown(goal, task.messages) if slot in self.slots}
+        slots = language.slots_asked(conversation.replies[0])
+        return len(useful & set(slots)) / len(useful) if useful else None
+
+
+class DeskAsksGuessable(DeskAsksOpen):
+    """The same for guessable slots."""
+
+    slots: ClassVar[Sequence[str]] = MODEL.guessable

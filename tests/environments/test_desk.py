@@ -1,0 +1,165 @@
+"""Tasks and conversations of the desk world, and what training must not show."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megatron_collab.config import compose
+from megatron_collab.config.extension import NoOptions
+from megatron_collab.data.chat_template import ChatRenderer
+from megatron_collab.data.examples import load_conversations, load_tasks
+from megatron_collab.environments import desk, desk_language, desk_user
+from megatron_collab.environments.desk_language import GRAMMAR, HELD_OUT, KINDS, MODEL, TRAINED
+from megatron_collab.environments.desk_user import DeskGoal
+from megatron_collab.launch.play_specs import reward_spec
+from megatron_collab.types import Task
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "desk.md"
+TRAINING = desk.tasks(0, 1024)
+EVALUATED = {split: desk.tasks(0, desk.EVALUATED, split) for split in desk.SPLITS}
+CONVERSATIONS = desk.conversations(0, 1024)
+
+
+def goals(tasks: list[Task]) -> list[DeskGoal]:
+    return [desk_user.read_goal(task.goal) for task in tasks]
+
+
+def values_of(goal: DeskGoal) -> tuple:
+    return goal.kind, *sorted(goal.values.items())
+
+
+def test_tasks_come_from_their_seed() -> None:
+    assert desk.tasks(1, 50) == desk.tasks(1, 50) != desk.tasks(2, 50)
+    assert desk.tasks(1, 50, desk.GOALS) == desk.tasks(1, 80, desk.GOALS)[:50]
+    assert desk.conversations(1, 50) == desk.conversations(1, 50) != desk.conversations(2, 50)
+
+
+def test_each_set_holds_out_one_thing() -> None:
+    trained = goals(TRAINING)
+    kinds, users = {goal.kind for goal in trained}, {goal.user for goal in trained}
+    assert len(kinds) == 38 and users == set(MODEL.seen_users) and {goal.phrasing for goal in trained} == {TRAINED}
+    known = {values_of(goal) for goal in trained}
+    for split, tasks in EVALUATED.items():
+        held_out = goals(tasks)
+        assert (
+            not kinds & {goal.kind for goal in held_out}
+            if split == desk.REQUESTS
+            else kinds >= {goal.kind for goal in held_out}
+        )
+        assert {goal.user for goal in held_out} == set(MODEL.unseen_users if split == desk.PEOPLE else MODEL.seen_users)
+        assert {goal.phrasing for goal in held_out} == {HELD_OUT if split == desk.PHRASINGS else TRAINED}
+        shared = sum(values_of(goal) in known for goal in held_out) / len(held_out)
+        assert shared == 0 if split in (desk.GOALS, desk.REQUESTS) else shared > 0.5, (split, shared)
+
+
+def test_the_supervised_conversations_show_nothing_that_is_held_out() -> None:
+    kinds = {" ".join(kind) for kind in desk.kinds(held_out=True)}
+    texts = [" ".join(message.content for message in messages) for messages in CONVERSATIONS]
+    assert not [text for text in texts for kind in kinds if re.search(f"{kind.replace(' ', ' (my|the|this) ')} ", text)]
+    for production in GRAMMAR["statement"][HELD_OUT]:
+        pattern = re.compile(r"\b" + production.format(slot="(item|date|plan|region)", value="(lamp|monday|pro|asia)"))
+        assert not [text for text in texts if pattern.search(text)]
+        assert [task for task in EVALUATED[desk.PHRASINGS] if pattern.search(task.messages[0].content)]
+
+
+def test_the_supervised_conversations_show_no_held_out_goal() -> None:
+    """Goals are read from conversations whose user has stated everything."""
+    complete = 0
+    for messages in CONVERSATIONS:
+        values = desk_language.heard(messages).values
+        kind = next(kind for kind in KINDS if set(kind) <= set(messages[0].content.split()))
+        if set(values) == set(desk_language.needed(kind)):
+            complete += 1
+            assert not desk.is_held_out(kind, values)
+    assert complete > 100
+
+
+def test_every_second_evaluated_task_is_complete_with_all_users() -> None:
+    for tasks in EVALUATED.values():
+        assert all(len(task.messages) == 1 for task in tasks)
+        complete = [not desk.unknown(goal, task.messages) for goal, task in zip(goals(tasks), tasks, strict=True)]
+        assert complete == [True, False] * 512
+        assert len(set(Counter(goal.user for goal in goals(tasks)).values())) == 1
+
+
+def test_each_action_topic_and_value_occurs_in_training() -> None:
+    text = " ".join(message.content for task in TRAINING for message in task.messages)
+    words = {
+        *desk_language.ACTIONS,
+        *desk_language.TOPICS,
+        *(v for slot in MODEL.slots for v in desk_language.VALUES[slot]),
+    }
+    assert words <= set(text.split())
+
+
+def test_guessable_slots_keep_their_chances_in_training() -> None:
+    values = [goal.values for goal in goals(TRAINING)]
+    likeliest = [
+        goal[slot] == desk_language.VALUES[slot][0] for goal in values for slot in MODEL.guessable if slot in goal
+    ]
+    assert 0.93 < sum(likeliest) / len(likeliest) < 0.97
+
+
+def test_a_fifth_of_the_training_tasks_begins_later_and_none_ends() -> None:
+    later = [task for task in TRAINING if len(task.messages) == 3]
+    assert 0.15 < len(later) / len(TRAINING) < 0.27
+    assert all(task.messages[-1].role == "user" for task in TRAINING)
+    assert not any(desk_language.STOP in task.messages[-1].content for task in TRAINING)
+
+
+def test_the_supervised_conversations_guess_more_often_than_they_ask() -> None:
+    asks = sum(len(messages) > 2 for messages in CONVERSATIONS) / len(CONVERSATIONS)
+    assert 0.15 < asks < 0.35
+    ends = [messages[-1].content for messages in CONVERSATIONS]
+    assert sum(map(desk_language.is_final, ends)) / len(ends) > 0.95
+    assert all(desk_language.guess(text) or desk_language.slots_asked(text) for text in ends)
+
+
+def test_every_word_is_in_the_vocabulary() -> None:
+    words = set(desk_language.words())
+    assert len(words) < 100
+    texts = [message.content for messages in CONVERSATIONS for message in messages]
+    texts += [
+        message.content for tasks in (TRAINING, *EVALUATED.values()) for task in tasks for message in task.messages
+    ]
+    assert words.issuperset(" ".join(texts).split())
+
+
+def test_the_world_is_a_model_data_and_predictions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for size in ("TASKS", "EVALUATED", "CONVERSATIONS"):
+        monkeypatch.setattr(desk, size, 40)
+    with caplog.at_level("INFO"):
+        desk.Desk(NoOptions()).make(tmp_path, 3, None)
+    assert desk.predictions(3) == (tmp_path / "predictions.md").read_text() and "| optimal |" in caplog.text
+    assert list(load_tasks(tmp_path / "train.jsonl")) == desk.tasks(3, 40)
+    for split in desk.SPLITS:
+        assert list(load_tasks(tmp_path / f"{split}.jsonl")) == desk.tasks(3, 40, split)
+    chat = ChatRenderer(str(tmp_path / "model"))
+    conversations = load_conversations(tmp_path / "sft.jsonl")
+    assert len(conversations) == 40
+    ids = [token for messages in CONVERSATIONS for token in chat.first(messages)]
+    assert max(len(chat.first(messages)) for messages in CONVERSATIONS) < desk.CONTEXT * 0.7
+    assert chat.tokenizer.unk_token_id not in ids
+
+
+def test_the_experiment_plays_and_scores_what_is_predicted() -> None:
+    config = compose(["experiment=desk", "reward.metrics.desk_utility.cost=0.2"])
+    assert (config.rollout.max_user_turns, config.rollout.max_assistant_turns) == (MODEL.turns, MODEL.turns + 1)
+    metrics = reward_spec(config.reward).metrics
+    assert metrics["desk_utility"].options.cost == metrics["desk_utility_incomplete"].options.cost == 0.2
+    assert [source["source"].rpartition("/")[2] for source in config.data.eval] == [f"{s}.jsonl" for s in desk.SPLITS]
+    names = {name.partition("/") for name in desk.Desk.result_names.values()}
+    assert {name[0] for name in names} == {desk.GOALS} and {name[2] for name in names} <= metrics.keys()
+
+
+def test_the_page_shows_the_predictions_that_are_computed() -> None:
+    text = PAGE.read_text()
+    by_set, by_user = desk.predictions(0).strip().split("\n\n")
+    assert by_set in text and "| policy | cost | all |" in by_user
+    assert len(re.findall(r"\w\S*", text)) <= 600
