@@ -53,9 +53,8 @@ class Report:
         )
         if report.failed:
             why = " ".join(report.longreprtext.strip().splitlines()[-1:]).replace("|", "/")[:300]
-        figures = (
-            ", ".join(filter(None, [why, *(f"{name} {value}" for name, value in report.user_properties)])) or before
-        )
+        measured = [f"{name} {value}" for name, value in report.user_properties]
+        figures = ", ".join(filter(None, [why, *measured])) or before
         outcome = result if report.passed else report.outcome
         self.results[report.nodeid] = (outcome, seconds + report.duration, figures)
         if report.when == "teardown":
