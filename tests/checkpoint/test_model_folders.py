@@ -25,7 +25,8 @@ from megatron_collab.models import hf_config
 from megatron_collab.trainer.megatron import model as policies
 from tests.helpers import make_model
 
-SEQUENCES, LENGTH, BOUND = 4, 64, 2e-5
+# BOUND, in nats: float32 kernels of two kinds of CPU gave differences of up to 9e-6 and 2.5e-5.
+SEQUENCES, LENGTH, BOUND = 4, 64, 5e-5
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ABSENT = object()  # in place of a field of config.json
 SMALL = {"layers": 2, "hidden": 32, "ffn": 48, "head_dim": 8, "vocab": 300}

@@ -59,7 +59,7 @@ def test_a_published_reward_is_one_word(mode: str, tokens: float, count: str, ru
         (["reward.metrics.bleu.level=token"], "reward.metrics.bleu: not in reward.weights"),
         (
             ["reward.metrics.accuracy.level=token"],
-            "reward.metrics.accuracy.level: no such setting; there are judge, verify, model",
+            "reward.metrics.accuracy.level: no such setting; there are judge, verify, unclear, model",
         ),
         (
             ["reward.weights.nice=1", "reward.metrics.nice.metric=kindness"],

@@ -117,4 +117,5 @@ def test_the_prompts_of_the_published_setting_are_named_without_a_folder() -> No
 def test_every_prompt_is_tested() -> None:
     names = {file.stem for file in PROMPTS.iterdir()}
     users = {"user", "user_published", "feedback", "user_of_log"}
-    assert names == {"accuracy", "bleu", "interactivity_holistic", "interactivity_parts", "collaborator"} | users
+    judges = {"accuracy", "bleu", "interactivity_holistic", "interactivity_parts"}
+    assert names == judges | {"collaborator", "pass_rate"} | users  # pass_rate: tests/reward/test_pass_rate.py

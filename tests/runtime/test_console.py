@@ -26,6 +26,7 @@ PRINTS = {
     "launch/torchrun.py": "a handler of the second SIGINT",
     "launch/slurm.py": "the answer to a script",
     "launch/program.py": "the answers of --help and --cfg",
+    "environments/desk.py": "the answer of a program: what is predicted",
     "runtime/driver.py": "the answer to the process that started it",
     "inference/cpu/serve.py": "the answer to the process that started it",
     "reward/metrics/accuracy.py": "the answer to the process that started it",

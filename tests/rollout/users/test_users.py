@@ -115,13 +115,20 @@ def test_counters_are_reset_when_they_are_taken() -> None:
     other.users, training.candidate_players = training.users, {"ours": training, "other": other}  # as build.assistants
     worker.players = {None: training, EvaluationSet("e.jsonl"): evaluation}
     worker.policy, worker.tape = SimpleNamespace(take_counters=lambda: {"servers_lost": 0}), None
+    worker._rendered = Counter({"control_tokens_as_text": 1})
     training.users.counters["user_leak"] += 2
     evaluation.users.counters["user_leak"] += 3
     training.tools.counters["tool_calls"] += 1
     training.counters["reward_failed"] += 1
     other.counters["reward_failed"] += 3
     counts = asyncio.run(worker.take_counters())
-    assert counts == {"user_leak": 5, "tool_calls": 1, "reward_failed": 4, "servers_lost": 0}
+    assert counts == {
+        "user_leak": 5,
+        "tool_calls": 1,
+        "reward_failed": 4,
+        "servers_lost": 0,
+        "control_tokens_as_text": 1,
+    }
     assert asyncio.run(worker.take_counters()) == {"servers_lost": 0}
 
 
