@@ -19,6 +19,7 @@ LEVEL = 0.95
 _SIDE = (1 + LEVEL) / 2
 _Z = NormalDist().inv_cdf(_SIDE)
 _DRAWS = 2000  # bootstrap samples
+_FEW = 5  # units, below which percentiles of bootstrap samples end too soon
 _BATCH = 1 << 22  # values of bootstrap samples that are in memory at once
 
 Tasks = Mapping[str, Sequence[float]]  # by task, a value of each of its conversations
@@ -44,7 +45,9 @@ class Estimate:
         return {f"{kind}{path}": self.value, f"{kind}_low{path}": self.low, f"{kind}_high{path}": self.high}
 
     def text(self, number: Callable[[float], str] = "{:.3f}".format) -> str:
-        """As `0.500 [0.299, 0.701]`; without the interval if there is none."""
+        """As `0.500 [0.299, 0.701]`; without the interval if there is none, a dash if there is no value."""
+        if math.isnan(self.value):
+            return "\u2013"
         interval = "" if math.isnan(self.low) else f" [{number(self.low)}, {number(self.high)}]"
         return number(self.value) + interval
 
@@ -76,8 +79,8 @@ def with_passes(name: str, tasks: Sequence[Sequence[float]]) -> dict[str, Estima
     if most > 1 and is_share(tasks):
         for k in sorted({*(1 << power for power in range(1, most.bit_length())), most}):
             counts = [(len(task), round(sum(task))) for task in tasks if len(task) >= k]
-            estimates[f"{name}_pass@{k}"] = mean([[pass_at_k(*count, k)] for count in counts])
-            estimates[f"{name}_pass^{k}"] = mean([[pass_hat_k(*count, k)] for count in counts])
+            estimates[f"{name}_pass@{k}"] = _of_chances(mean([[pass_at_k(*count, k)] for count in counts]))
+            estimates[f"{name}_pass^{k}"] = _of_chances(mean([[pass_hat_k(*count, k)] for count in counts]))
     return estimates
 
 
@@ -125,7 +128,7 @@ def mean_of_seeds(seeds: Sequence[Tasks]) -> Estimate:
     """Mean over training seeds of the mean over the tasks of each; the interval is over seeds and tasks.
 
     Hierarchical bootstrap: seeds are drawn, and of each the tasks, the same ones for seeds that share tasks, since a
-    hard task is hard for every seed (Owen 2007, 0712.1111). A few seeds give a wide interval.
+    hard task is hard for every seed (Owen 2007, 0712.1111). A few seeds give a wide interval, a single task gives none.
     """
     names = list(dict.fromkeys(task for tasks in seeds for task, values in tasks.items() if len(values)))
     scored = [tasks for tasks in seeds if any(len(values) for values in tasks.values())]
@@ -135,6 +138,8 @@ def mean_of_seeds(seeds: Sequence[Tasks]) -> Estimate:
     for row, tasks in zip(means, scored, strict=True):
         row[:] = [np.mean(tasks[name]) if len(tasks.get(name, ())) else math.nan for name in names]
     value = float(np.nanmean(means, axis=1).mean())
+    if len(names) < 2:
+        return Estimate(value)
     if np.nanmin(means) == np.nanmax(means):
         return Estimate(value, *wilson(value, len(names))) if value in (0, 1) else Estimate(value)
 
@@ -145,7 +150,8 @@ def mean_of_seeds(seeds: Sequence[Tasks]) -> Estimate:
         weights = counts > 0  # a seed none of whose tasks was drawn
         return (totals / np.maximum(counts, 1)).sum(-1) / np.maximum(weights.sum(-1), 1)
 
-    return Estimate(value, *bootstrap(means.shape, statistic, scale=math.prod(means.shape)))
+    estimate = Estimate(value, *bootstrap(means.shape, statistic, scale=math.prod(means.shape)))
+    return _of_chances(estimate) if is_share(values for tasks in scored for values in tasks.values()) else estimate
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
@@ -176,22 +182,32 @@ def bootstrap(sizes: Sequence[int], statistic: Callable[..., np.ndarray], scale:
     `sizes`: number of units of each independent sample. `statistic` gets, for each sample, indices of drawn units
     [draws, size] and returns [draws]. `scale`: values that it needs for a draw, if more than the indices. A percentile
     interval is too narrow for few units, so its level is that of t with the sample's variance (Hesterberg 2015,
-    1411.5279, section 4.2.2). Draws have a fixed seed: the same data give the same interval.
+    1411.5279, section 4.2.2). No sample exceeds the largest unit, so that of fewer than 5 units is that of t itself
+    with the bootstrap's standard error. Draws have a fixed seed: the same data give the same interval.
     """
     from scipy import stats
 
-    n = min(sizes)
-    level = 2 * stats.norm.cdf(math.sqrt(n / (n - 1)) * stats.t.ppf(_SIDE, n - 1)) - 1
-    interval = stats.bootstrap(
-        [np.arange(size) for size in sizes],
-        lambda *units, axis: statistic(*units),
+    n, units = min(sizes), [np.arange(size) for size in sizes]
+    deviations = math.sqrt(n / (n - 1)) * stats.t.ppf(_SIDE, n - 1)
+    result = stats.bootstrap(
+        units,
+        lambda *drawn, axis: statistic(*drawn),
         n_resamples=_DRAWS,
         batch=max(1, _BATCH // max(*sizes, scale)),
-        confidence_level=level,
+        confidence_level=2 * stats.norm.cdf(deviations) - 1,
         method="percentile",
         rng=np.random.default_rng(0),
-    ).confidence_interval
-    return float(interval.low), float(interval.high)
+    )
+    if n < _FEW:
+        center, width = float(statistic(*(side[None] for side in units))[0]), deviations * result.standard_error
+        return float(center - width), float(center + width)
+    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+
+
+def _of_chances(estimate: Estimate) -> Estimate:
+    """With an interval that ends at 0 and 1."""
+    low, high = np.clip((estimate.low, estimate.high), 0.0, 1.0)
+    return Estimate(estimate.value, float(low), float(high))
 
 
 def _of_means(means: np.ndarray) -> tuple[float, float]:

@@ -76,6 +76,14 @@ def test_the_clustered_bootstrap_covers() -> None:
     assert 0.91 <= coverage(intervals, 2.0) <= 0.99
 
 
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_the_interval_of_very_few_tasks_covers(number: int) -> None:
+    """It may exceed the largest value: two tasks lie on the same side of the mean half of the time."""
+    draws = np.random.default_rng(7)
+    intervals = [mean(draws.normal(size=(number, 1))) for _ in range(SIMULATIONS)]
+    assert coverage(intervals, 0.0) >= 0.91
+
+
 def test_wilsons_interval_of_clustered_shares_covers() -> None:
     draws = np.random.default_rng(2)
     chances = draws.beta(0.4, 1.6, (SIMULATIONS, 60))
@@ -130,7 +138,7 @@ def test_newcombes_example_of_paired_shares() -> None:
 def test_only_tasks_of_both_arms_are_compared() -> None:
     first = {"a": [0.0], "b": [1.0], "c": []}
     assert difference(first, {"b": [1.0], "a": [1.0], "c": [1.0], "d": [0.0]}).value == 0.5
-    assert math.isnan(difference(first, {"d": [1.0]}).value)
+    assert difference(first, {"d": [1.0]}).text("{:+.3f}".format) == "\u2013"
 
 
 @pytest.mark.parametrize("samples", range(1, 6))
@@ -150,6 +158,7 @@ def test_shares_of_several_samples_have_pass_at_k_and_others_do_not() -> None:
     estimates = with_passes("right", [[1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0]])
     assert list(estimates) == ["right", "right_pass@2", "right_pass^2", "right_pass@3", "right_pass^3"]
     assert estimates["right_pass@2"].value == pytest.approx((2 / 3 + 1 + 0) / 3)
+    assert all(0 <= estimate.low < estimate.high <= 1 for estimate in estimates.values())
     assert estimates["right_pass^3"].value == 0.5, "the third task has only two samples"
     assert list(with_passes("right", [[1.0], [0.0]])) == ["right"]
     assert list(with_passes("tokens", [[3.0, 4.0], [5.0, 6.0]])) == ["tokens"]
@@ -172,6 +181,19 @@ def test_an_interval_over_seeds_covers_where_one_seed_does_not(shared: bool) -> 
     assert coverage(over_seeds, 0.0) >= 0.9 and coverage(over_tasks, 0.0) < 0.8
 
 
+def test_an_interval_over_two_seeds_exceeds_both() -> None:
+    seeds = [{str(n): [value + n % 2] for n in range(20)} for value in (1.0, 3.0)]
+    estimate = mean_of_seeds(seeds)
+    assert estimate.value == 2.5 and estimate.low < 0 and estimate.high > 5
+    shares = [{str(n): [float(n < right)] for n in range(20)} for right in (8, 12)]
+    assert 0 <= mean_of_seeds(shares).low < mean_of_seeds(shares).high <= 1
+
+
+def test_a_single_task_has_no_interval_over_seeds() -> None:
+    estimate = mean_of_seeds([{"a": [0.0]}, {"a": [1.0]}])
+    assert estimate.value == 0.5 and math.isnan(estimate.low)
+
+
 def test_seeds_that_all_failed_are_no_certainty() -> None:
     failed = {str(n): [0.0] for n in range(20)}
     assert mean_of_seeds([failed, failed]).high == pytest.approx(mean(failed.values()).high)
@@ -180,7 +202,7 @@ def test_seeds_that_all_failed_are_no_certainty() -> None:
 
 
 def test_a_ratio_is_of_sums() -> None:
-    estimate = ratio([1.0, 8.0, 3.0], [2.0, 2.0, 4.0])
+    estimate = ratio([1.0, 8.0, 3.0] * 2, [2.0, 2.0, 4.0] * 2)
     assert estimate.value == 1.5 and 0.5 <= estimate.low < 1.5 < estimate.high <= 4
     assert math.isnan(ratio([1.0, 2.0], [2.0, 4.0]).low)
 

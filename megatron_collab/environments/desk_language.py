@@ -7,6 +7,7 @@ several productions, some held out from training; these contain no word that the
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -145,6 +146,7 @@ class Heard:
         return {**self.first, **self.answered}
 
 
+_TAKEN_BACK = re.compile(BACK.format(slot=f"({'|'.join(MODEL.slots)})").replace(".", r"\."))
 _SLOT_OF = {value: slot for slot, values in VALUES.items() for value in values}
 
 
@@ -154,12 +156,10 @@ def heard(messages: Iterable[Message]) -> Heard:
     answered: dict[str, str] = {}
     back: set[str] = set()
     for text in (message.content for message in messages if message.role == "user"):
-        words = text.split()
-        stated = {_SLOT_OF[word]: word for word in words if word in _SLOT_OF}
-        for i, word in enumerate(words):
-            if word == "forget":
-                answered.pop(words[i + 2], None)
-                back.add(words[i + 2])
+        stated = {_SLOT_OF[word]: word for word in text.split() if word in _SLOT_OF}
+        for slot in _TAKEN_BACK.findall(text):
+            answered.pop(slot, None)
+            back.add(slot)
         if first is None:
             first = stated
         else:

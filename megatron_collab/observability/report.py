@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -87,7 +86,7 @@ def _metric_rows(name: str, before: Rows, after: Rows) -> Iterator[tuple[str, st
         cells = []
         for rows, columns in zip((before, after), estimates, strict=True):
             estimate = columns.get(label)
-            shown = "\u2013" if estimate is None or math.isnan(estimate.value) else estimate.text()
+            shown = estimate.text() if estimate else "\u2013"
             lacking = sum(isinstance(row["scores"].get(name), Mapping) for row in rows) if label == name else 0
             cells.append(shown + (f" ({lacking} missing)" if lacking else ""))
         change = difference(*map(dict, sides)).text("{:+.3f}".format) if label == name and all(sides) else "\u2013"

@@ -25,7 +25,7 @@ from sklearn.model_selection import StratifiedGroupKFold, cross_val_predict
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from megatron_collab.statistics import bootstrap
+from megatron_collab.statistics import bootstrap, wilson
 from megatron_collab.types import Group
 from megatron_collab.user_logs.logs import LoggedConversation
 from megatron_collab.user_logs.personal import PersonalData, Placeholders
@@ -237,11 +237,20 @@ def _accuracy(correct: np.ndarray, labels: np.ndarray) -> float:
 
 
 def _interval(correct: np.ndarray, labels: np.ndarray, group: np.ndarray) -> list[float]:
-    """The interval of the accuracy over each side's groups."""
+    """The interval of the accuracy over each side's groups.
+
+    If all messages are classified alike, bootstrap samples do not differ. The interval then is that of the mean of two
+    independent shares (Zou and Donner 2008), each with Wilson's interval of its number of groups.
+    """
     sides = []
     for label in (0, 1):
         group_numbers = np.unique(group[labels == label], return_inverse=True)[1]
         sides.append([np.bincount(group_numbers, weights) for weights in (correct[labels == label], None)])
+
+    if correct.min() == correct.max():
+        share = float(correct[0])
+        widths = [abs(share - end) for hits, _ in sides for end in wilson(share, len(hits)) if end != share]
+        return sorted((share, abs(share - math.hypot(*widths) / 2)))
 
     def accuracy(*groups: np.ndarray) -> np.ndarray:
         shares = [

@@ -56,6 +56,13 @@ def test_later_statements_replace_earlier_ones() -> None:
     assert (memory.first, memory.answered, memory.back) == ({}, {"date": "thursday", "plan": "pro"}, {"item"})
 
 
+def test_a_message_of_another_wording_takes_nothing_back() -> None:
+    """Tasks may have messages that the grammar does not make."""
+    texts = ["i want to cancel my delivery", "item lamp .", "i forget", "forget the rest .", "please forget it"]
+    memory = language.heard([Message("user", text) for text in texts])
+    assert memory.answered == {"item": "lamp"} and not memory.back
+
+
 def test_questions_are_read_in_their_order() -> None:
     assert language.ask(["date", "item"]) == "which date and which item ?"
     assert language.slots_asked("which date and which item ? which date which my") == ["date", "item", "date"]

@@ -82,6 +82,22 @@ def test_code_is_taken_out_of_a_reply_as_it_stands(text: str, code: str) -> None
 MAIN = "def twice(x):\n    return double(x)\n"
 HELPER = "def double(x):\n    return 2 * x\n"
 RIGHT = reply(CODE)
+PROD = "def twice(x):\n    return prod([2, x])\n"
+METHOD = """from dataclasses import dataclass
+@dataclass
+class Numbers:
+    factor: int = 2
+    def twice(self, x):
+        return self.factor * x
+twice = Numbers().twice
+"""
+OWN_TESTS = """import unittest
+from solution import twice
+class TestTwice(unittest.TestCase):
+    def test_it(self):
+        self.assertEqual(twice(2), 4)
+unittest.main()
+"""
 
 
 @pytest.mark.processes
@@ -98,6 +114,19 @@ def test_what_follows_the_code_takes_nothing_away() -> None:
         "helper and main in two replies": [reply(HELPER), "Next?", reply(MAIN)],
         "a repeated function alone": [reply(HELPER.replace("2", "3") + MAIN), reply(HELPER)],
         "a constant changed": [reply("FACTOR = 3\ndef twice(x):\n    return FACTOR * x\n"), reply("FACTOR = 2\n")],
+        "a constant that is computed, of a draft": [
+            reply("import re\nTWO = re.compile('2')\nDIGITS = [TWO.pattern]\ndef twice(x):\n    return 0\n"),
+            reply("def twice(x):\n    return int(DIGITS[0]) * x\n"),
+        ],
+        "an example in several steps": [RIGHT + reply("rows = twice([1])\nfirst = rows[0]\nprint(first)\n")],
+        "an example by a module of its own": [RIGHT + reply("from your_module import twice\nprint(twice(2))\n")],
+        "tests by a module of its own": [RIGHT, reply(OWN_TESTS)],
+        "an example of a method": [reply(CODE + "class Twice:\n    pass\nTwice().of(2)\n")],
+        "an example of a coroutine": [reply("import asyncio\nasync def f():\n    1 / 0\nasyncio.run(f())\n" + CODE)],
+        "an import of a draft": [reply("from math import prod\ndef twice(x):\n    return 0\n"), reply(PROD)],
+        "a decorated class": [reply(METHOD), reply("print(Numbers().twice(2))\n")],
+        "a name of another number of arguments": [reply("def twice(x, y):\n    return x + y\n" + HELPER), reply(MAIN)],
+        "code of another language": [reply("def twice(x)\n  3 * x\nend\n", "ruby") + reply(CODE, "")],
         "a draft that fails": [reply("DATA = open('rows.csv')\ndef twice(x):\n    return 0\n"), RIGHT],
         "a draft that does not parse": [reply("def twice(x)\n    return 2 * x\n"), RIGHT],
         "an import of the future": [reply(HELPER), reply("from __future__ import annotations\n" + MAIN)],
@@ -117,6 +146,11 @@ def test_a_later_definition_wins_also_if_it_is_wrong() -> None:
         0.0,
         0.0,
     ]
+
+
+def test_code_that_is_too_deep_to_be_written_again_is_merged() -> None:
+    deep = HELPER + "X = f" + "()" * 400 + "\nf" + "()" * 400 + "\n"
+    assert HELPER in merged([reply(MAIN), reply(deep), reply("Y = 1\nprint(Y)\n")])
 
 
 def test_code_that_is_no_definition_is_the_last_block() -> None:

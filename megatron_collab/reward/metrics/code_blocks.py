@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
+import symtable
+import sys
 import warnings
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 _OPENING = re.compile(r"(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\s`{]*)[^`]*")
 _PYTHON = ("python", "python3", "py")
 _DEFINITION = re.compile(r"^(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MULTILINE)
+_SHOWS = ("print", "unittest.main")  # whose calls are examples
 _MOST_CLOSINGS = 16  # fences inside strings of one block that are tried
 
 
@@ -26,32 +29,37 @@ class _Block:
 def merged(replies: Sequence[str]) -> str:
     """The code of all replies: definitions, later ones in place of earlier ones, with what their blocks do besides.
 
-    Examples of use are left out: what is printed, asserted or called at the top level, and blocks that define nothing
-    but constants without calls. Of a block whose definitions are all replaced later, imports and such constants stay. A
-    definition that does not parse stays too, unless it is replaced. If no block defines a function or a class, the code
-    is the last block of the last reply with one, which may continue the code of the task; without a block it is the
-    last reply.
+    Examples of use are left out: what is printed, asserted or calls a definition at the top level, and imports of a
+    definition from a module that is not Python's own. Of a block that defines nothing, or whose definitions are all
+    replaced later, only those imports and assignments stay that the remaining code reads. A definition that does not
+    parse stays too, unless it is replaced. If no block defines a function or a class, the code is the last block of the
+    last reply with one, which may continue the code of the task; without a block it is the last reply.
     """
     blocks = [_read(text) for reply in replies for text in _blocks(reply) or filter(parses, [reply])]
     defined_by = {name: number for number, block in enumerate(blocks) for name in block.names}
     if not defined_by:
         fenced = [reply for reply in replies if _blocks(reply)]
         return extract([*replies, *fenced][-1]) if replies else ""
+    current, names = {*defined_by.values()}, defined_by.keys()
+    kept = {
+        number: [statement for statement in blocks[number].body or () if not _example(statement, names)]
+        for number in current
+    }
+    reads = {name for number in current for name in _reads(_source(kept[number], blocks[number].text))} - names
+    for number in sorted({*range(len(blocks))} - current, reverse=True):  # what is read is assigned before
+        kept[number] = []
+        for statement in reversed(blocks[number].body or ()):
+            if not reads.isdisjoint(_binds(statement)):
+                kept[number].insert(0, statement)
+                reads |= _reads(_source([statement], blocks[number].text)) - names
     imports, pieces = dict[str, None](), list[str]()
     for number, block in enumerate(blocks):
-        current = any(defined_by[name] == number for name in block.names)
         if block.body is None:
-            pieces += [block.text] if current else []
+            pieces += [block.text] if number in current else []
             continue
-        future = [statement for statement in block.body if _of_future(statement)]
-        imports |= dict.fromkeys(map(ast.unparse, future))
-        kept = [
-            statement
-            for statement in block.body
-            if not _of_future(statement)
-            and (_constant(statement) or (current and not _example(statement, defined_by.keys())))
-        ]
-        pieces.append(block.text if len(kept) == len(block.body) else _source(kept, block.text))
+        imports |= dict.fromkeys(map(ast.unparse, filter(_of_future, block.body)))
+        statements = [statement for statement in kept[number] if not _of_future(statement)]
+        pieces.append(block.text if len(statements) == len(block.body) else _source(statements, block.text))
     return "".join([*(f"{statement}\n" for statement in imports), *filter(None, pieces)])
 
 
@@ -72,12 +80,31 @@ def _read(text: str) -> _Block:
     return _Block(text, body, frozenset(statement.name for statement in body if isinstance(statement, kinds)))
 
 
-def _constant(statement: ast.stmt) -> bool:
-    """Whether it is an import, or assigns a value that calls nothing."""
+def _binds(statement: ast.stmt) -> set[str]:
+    """The names that an import binds (`*`: all of a module), or that an assignment binds or changes; of others none."""
     if isinstance(statement, ast.Import | ast.ImportFrom):
-        return True
-    assigns = isinstance(statement, ast.Assign | ast.AnnAssign | ast.TypeAlias)
-    return assigns and not any(isinstance(node, ast.Call | ast.Await) for node in ast.walk(statement))
+        return {alias.asname or alias.name.partition(".")[0] for alias in statement.names}
+    if isinstance(statement, ast.Assign):
+        targets: Sequence[ast.expr] = statement.targets
+    elif isinstance(statement, ast.AnnAssign | ast.AugAssign):
+        targets = [statement.target]
+    else:
+        return {statement.name.id} if isinstance(statement, ast.TypeAlias) else set()
+    return {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+
+
+def _reads(code: str) -> set[str]:
+    """The global names that the code reads, and `*`; all its words if it is no program."""
+    try:
+        tables, names = [symtable.symtable(code, "code", "exec")], {"*"}
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return {"*", *re.findall(r"\w+", code)}
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        symbols = [symbol for symbol in table.get_symbols() if symbol.is_referenced()]
+        names |= {symbol.get_name() for symbol in symbols if symbol.is_global() or table.get_type() == "module"}
+    return names
 
 
 def _of_future(statement: ast.stmt) -> bool:
@@ -85,12 +112,29 @@ def _of_future(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
 
 
-def _example(statement: ast.stmt, names: Container[str]) -> bool:
-    if isinstance(statement, ast.Assert):
-        return True
-    call = statement.value if isinstance(statement, ast.Expr) else None
-    called = call.func if isinstance(call, ast.Call) else None
-    return isinstance(called, ast.Name) and (called.id == "print" or called.id in names)
+def _example(statement: ast.stmt, names: Collection[str]) -> bool:
+    """Whether it only shows or checks the definitions `names`."""
+    if isinstance(statement, ast.ImportFrom):
+        library = not statement.level and (statement.module or "").partition(".")[0] in sys.stdlib_module_names
+        return not library and _binds(statement) <= {*names}
+    if not isinstance(statement, ast.Expr):
+        return isinstance(statement, ast.Assert)
+    calls = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    return any(_root(function) in names or _named(function) in _SHOWS for function in calls)
+
+
+def _named(function: ast.expr) -> str | None:
+    """`name`, or `name.attribute`; None if the function is another expression."""
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        return f"{function.value.id}.{function.attr}"
+    return function.id if isinstance(function, ast.Name) else None
+
+
+def _root(function: ast.expr) -> str | None:
+    """The name that a called function is taken from: `a` of `a.b().c`."""
+    while isinstance(function, ast.Attribute | ast.Call):
+        function = function.value if isinstance(function, ast.Attribute) else function.func
+    return function.id if isinstance(function, ast.Name) else None
 
 
 def _source(statements: Sequence[ast.stmt], text: str) -> str:
