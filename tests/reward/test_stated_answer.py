@@ -64,6 +64,16 @@ STATED = [
     ("答えは 42 です。", " 42 "),
     ("The answer is at least 5.", "at least 5."),  # which equals no number
     ("The answer is 5 million.", "5 million."),
+    ("The answer is indeed 5.", "5."),
+    ("Die Antwort ist also 5.", "5."),
+    ("La réponse est donc 5.", "5."),
+    ("It is tempting to say 15, but the answer is 12.", "12."),
+    ("The answer is 15, but that is before tax.", "15, but that is before tax."),  # which equals no number either
+    ("The answer is 2**10.", "2**10."),
+    ("ANSWER: 18\n\n(16 - 3 - 4 = 9; 9 * 2 = 18)", "18"),
+    ("The answer is **5**. So each of them gets 5 apples. I hope this helps!", "5."),  # a number is repeated
+    ("The answer is 5. Double-check: 2 * 5 = 10.", "5."),
+    ("The answer is 8. That's not right, though. So it is 6.", "6."),
 ]
 
 
@@ -83,6 +93,25 @@ def test_what_a_reply_states(reply: str, answer: str) -> None:
         *(r"$x^2 + \boxed{18}$", r"$x > \boxed{18}$", r"\boxed{18} or \boxed{20}", r"It is not \boxed{18}."),
         *("The answer is 18. Wait, that is wrong, I have to start again.", r"\boxed{18} No, that is wrong."),
         *("So it is 18. The year was 2018.", "Ist die Antwort 18?"),
+        # another number or a statement follows
+        *(
+            "So the number of boys is 5. That leaves eight girls.",
+            "So the discriminant is -4. There is no real solution.",
+        ),
+        *("So the sum is 15.\n\nHowever, we need the average.", "So the total is 15. Now subtract the broken ones."),
+        *("The answer is 8. No, it's 6.", "The answer is 8. It should be six.", "The answer is 8.\n\nEDIT: 6."),
+        *("The answer is 8. We still need to subtract the 2: 6.", "The answer is 8. Stop, 8 - 2 = 6."),
+        *("The answer is 8. Hmm, that doesn't seem right. 8 - 2 = 6.", "答案是8。应该是6。"),
+        "The number of boys is $\\boxed{5}$.\n\nTherefore, the number of girls is 8.",
+        # only a step, or somebody else's
+        *("The answer is 15, but I didn't subtract 2 yet. That gives 13."),
+        *("Your answer is 15, but you forgot to subtract 2.", "So your answer is 15. Subtract the broken ones."),
+        *(
+            "The answer is 8. It must be 6, not 8.",
+            "It's wrong that the answer is 15.",
+            "Without tax, the answer is 15.",
+            "Before the discount, the answer is 15.",
+        ),
     ],
 )
 def test_what_states_nothing_surely(reply: str) -> None:
@@ -93,4 +122,5 @@ def test_an_earlier_reply_counts_before_a_closing() -> None:
     assert stated_answer(["The answer is 42.", "You're welcome!"]) == "42."
     assert stated_answer(["The answer is 42.", "So it is 48."]) == "48."
     assert stated_answer(["The answer is 42.", "See page 7."]) is None
+    assert stated_answer(["The answer is 8.", "Good luck! You see, you need six."]) is None
     assert stated_answer(["The answer is 42.", "Sorry, that was wrong. Which box is full?"]) is None

@@ -82,10 +82,12 @@ def of_texts(truth: str, answer: str) -> Verdict | None:
     a, b = number(expected.value), number(stated.value)
     if b is None and _SENTENCE.search(stated.value):
         return Verdict.UNCLEAR
+    if a == b and a is not None:
+        return Verdict.EQUAL
+    if a is not None and a == _continental(stated.value):
+        return Verdict.UNCLEAR
     if a is None or b is None:
         return None
-    if a == b:
-        return Verdict.EQUAL
     if _rounded(expected.value, stated.value, abs(a - b)) or (expected.unit and not stated.unit):
         return Verdict.UNCLEAR
     return Verdict.DIFFERENT
@@ -151,6 +153,13 @@ def number(text: str) -> Fraction | None:
     if not re.search(r"\d", text) or not _PLAIN.fullmatch(text):
         return None
     return Fraction(text.replace(",", ""))
+
+
+def _continental(text: str) -> Fraction | None:
+    """The value of a number with a decimal comma, or with points or spaces between thousands."""
+    if not re.fullmatch(r"[-+]?(?:\d{1,3}(?:[. ]\d{3})+|\d+)(?:,\d+)?", text):
+        return None
+    return Fraction(re.sub("[. ]", "", text).replace(",", "."))
 
 
 def measured(answer: str) -> Measured:

@@ -6,8 +6,9 @@
 2. How sure it is. All that follows the verb up to the end of the sentence is the answer ("at least 5", "5 million"), so
    it is compared as a whole (equality.py). A box is all of its formula, but for "x =" before it, behind a verb, and
    nothing but punctuation follows it. Hedges within the subject ("the number of possible values is") change nothing.
-3. What may follow. Questions, offers, checks and sentences without digits; of a marked answer (box, "####",
-   "answer") all but another one. A reply that takes something back withdraws all before it.
+3. What may follow. Questions, offers and checks; of a marked answer (box, "####", "answer") also sentences without
+   numbers; of those with numbers, the last repeats the answer's. A reply that takes something back withdraws all
+   before it.
 4. Which reply. The last one, or the one before a closing such as "You're welcome!".
 
 Whatever is stated in another way, e.g. in a plain sentence without a conclusion, is not surely stated.
@@ -27,6 +28,11 @@ def _any_of(*phrases: str) -> re.Pattern[str]:
     return re.compile("|".join(phrase if phrase[0] > "\u2e80" else rf"\b{phrase}\b" for phrase in phrases), re.I)
 
 
+_NUMBER = re.compile(
+    r"\d|\b(?:zero|none|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|(?:twen|thir|fif)ty|dozen)\b",
+    re.I,
+)
+
 # Sentences that state nothing.
 _ASKS = re.compile(r"[?\uff1f][^\w?]*$")
 _OFFERS = _any_of(
@@ -42,14 +48,16 @@ _ASIDE = re.compile(
 _HEDGED = re.compile(  # at the beginning of a clause
     r"^\W*(?:(?:and|but|so|then|well|also|therefore|thus|hence),? )*"
     r"(?:maybe|perhaps|possibly|probably|if|unless|suppose|assum(?:ing|e)|whether|not|someone|some|many|a common|let"
-    r"|say|i (?:guess|first|thought|believe|doubt|suspect|am not)|i'm not|one (?:might|could|may)|what if|imagine"
-    r"|you (?:said|asked|wrote)|vielleicht|wenn|falls|tal vez|quiz\S+|si|peut-\S+)\b",
+    r"|that the|say|i (?:guess|first|thought|believe|doubt|suspect|am not)|i'm not|one (?:might|could|may)|what if"
+    r"|imagine|you (?:said|asked|wrote)|vielleicht|wenn|falls|tal vez|quiz\S+|si|peut-\S+)\b",
     re.IGNORECASE,
 )
 _WITHDRAWS = _any_of(
     *("wait(?! for)", "hold on", "scratch that", "oops", "i meant", "good catch", "i forgot", "correction(?=:)"),
-    *("let me (?:redo|correct|fix|recalculate|recompute|reconsider|start)", "my mistake", "made an? (?:mistake|error)"),
-    "(?:that|this|it|i) (?:is|was|am) (?:wrong|incorrect|mistaken|a (?:mistake|slip)|not (?:right|correct))",
+    *("my mistake", "made an? (?:mistake|error)"),
+    "let me (?:redo|correct|fix|recalculate|recompute|reconsider|revise|start)",
+    "(?:that|this|it|i)(?: is| was| am|'s|'m) (?:wrong|incorrect|mistaken|a (?:mistake|slip)|not (?:right|correct))",
+    "(?:that|this|it) does(?:n't| not) (?:seem|look|sound) (?:right|correct)",
     *(r"apologi[sz]e", r"(?<!\w )actually", "(?:that|this|it) can(?:'t|not) be right", "start (?:again|over)", "sorry"),
     *("not true", "das (?:ist|war) falsch", "moment", "espera", "perd\u00f3n", "lo siento", "es incorrecto"),
     *("不对", "错了", "抱歉"),
@@ -65,14 +73,15 @@ _SO = (
     r"|all in all|also|daher|entonces|por lo tanto|donc|所以|因此|那么)"
 )
 _START = rf"^\W*(?:{_SO}[,:]?\s*)*"
-_WHOSE = r"(?:(?:i think |we see |we conclude |this means |which means )?(?:that )?(?:the|my|our|your)\s+)?"
+_WHOSE = r"(?:(?:i think |we see |we conclude |this means |which means )?(?:that )?(?:the|my|our)\s+)?"
 _ADJECTIVES = r"(?:(?:final|correct|right|exact|numerical|required|desired|overall|total|whole|simplified)\s+)*"
 _OF_TASK = r"(?:\s+(?:to|for|of) (?:the|this|your) (?:problem|question|exercise|task))?"
 _ANSWER = re.compile(  # group 1 comes before the subject, the other one that matches is the answer
     rf"{_START}(?:([^,=]{{0,80}}),\s+)?(?:"
-    rf"{_WHOSE}{_ADJECTIVES}answer\b{_OF_TASK}[\s*]*(?:is|are|stays|remains|:|=)+(.*)"
-    r"|(?:die )?(?:richtige |endg\u00fcltige )?antwort\s*(?:ist|lautet|:)+(.*)"
-    r"|la (?:respuesta|r\u00e9ponse)(?: correcta| final| finale| correcte)?\s*(?:est|es|:)+(.*)"
+    rf"{_WHOSE}{_ADJECTIVES}answer\b{_OF_TASK}[\s*]*(?:is|are|stays|remains|:|=)+"
+    r"(?:\s+(?:indeed|therefore|thus|simply|just)\b)?(.*)"
+    r"|(?:die )?(?:richtige |endg\u00fcltige )?antwort\s*(?:ist|lautet|:)+(?:\s+(?:also|daher|somit)\b)?(.*)"
+    r"|la (?:respuesta|r\u00e9ponse)(?: correcta| final| finale| correcte)?\s*(?:est|es|:)+(?:\s+donc\b)?(.*)"
     r"|(?:最终|正确)?答案(?:是|为|\s*[:=])(.*)"
     r"|答えは(.*?)(?:です|である)?\W*$)",
     re.IGNORECASE | re.DOTALL,
@@ -88,14 +97,14 @@ _OF_A_PART = _any_of(  # subjects of which something is stated that is no answer
     *("previous", "next", "last", "earlier", "far", "said", "example", "factors?", "exercise", "page", "problem"),
     *("wrong", "incorrect", "depends?", "unknown", "if", "unless", "suppose", "when", "while", "whether", "let"),
     *("case", r"for \d+", "you", "your", "year", "chapter", "guess", "maybe", "perhaps", "probably", "estimate", "not"),
-    "never",
+    *("never", "without", "before", "instead"),
 )
 _LEADS_TO_BOX = re.compile(  # the end of the text before a box
     r"(?:^|[:=,#]|\b(?:is|are|was|be|equals?|to|gets?|obtain|gives?|yields?|have|has|therefore|thus|hence|so|then|answer"
     r"|find|conclude|that|there|makes?|of|needs?|pays?|earns?|ist|lautet|es|est|sind|son)|[是为]|答えは)[\s$\\(\[{*]*$",
     re.IGNORECASE,
 )
-_HIDES_BOX = _any_of(
+_DENIES = _any_of(
     *("not", r"\w+n't", "maybe", "perhaps", "possibly", "if", "suppose", "might", "could", "may", "least", "most"),
     *("whether", "negative", "minus"),
 )
@@ -113,7 +122,7 @@ _BOUNDARY = re.compile(  # of sentences, and of offers within one
     r"|[,\u2013\u2014]?\s+-{0,2}\s*(?=(?:would you|do you|want me|let me know|feel free|tell me)\b)",
     re.IGNORECASE,
 )
-_CLAUSE = re.compile(r",\s+(?=(?:but|so|therefore|thus|hence|then|which means)\b)", re.IGNORECASE)
+_CLAUSE = re.compile(r",\s+(?=(?:but(?=[^,]*\banswer)|so|therefore|thus|hence|then|which means)\b)", re.IGNORECASE)
 _PLAIN = str.maketrans({"\u2019": "'", "\uff0c": ",", "\uff1a": ":"})
 
 
@@ -159,9 +168,13 @@ def _read(reply: str) -> Reading:
                 if statement := _ANSWER.match(clause):
                     marked = _marked(statement)
                     unsure = not marked
-                elif re.search(r"\d", clause) or (_CONCLUDES.match(clause) and not _WITHDRAWS.search(clause)):
+                elif _NUMBER.search(clause):
                     concluded = _conclusion(clause)
-    closes = not re.search(r"\d|\\boxed", reply) and len(reply.split()) <= 40 and _CLOSES.search(reply) is not None
+                    unsure = unsure if marked is None else not _repeats(clause, marked)
+                elif re.search(r"\w", clause) and not _CLOSES.search(clause):
+                    concluded = _conclusion(clause)
+    numberless = not (_NUMBER.search(reply) or boxed(reply))
+    closes = numberless and len(reply.split()) <= 40 and _CLOSES.search(reply) is not None
     return Reading(None if unsure else marked or concluded, withdraws, closes)
 
 
@@ -170,6 +183,14 @@ def _marked(statement: re.Match[str]) -> str | None:
     if statement[1] and _OF_A_PART.search(statement[1]):
         return None
     return next(group for group in statement.groups()[1:] if group is not None).strip(" :")
+
+
+def _repeats(clause: str, answer: str) -> bool:
+    """Whether a clause, or the last side of an equation, has all numbers of an answer; of one without, all words."""
+    sides = [text.rpartition("=")[2] for text in (answer, clause)]
+    word = r"\d+(?:[.,]\d+)*" if re.search(r"\d", sides[0]) else r"[^\W\d_]+"
+    needed, present = (set(re.findall(word, side)) for side in sides)
+    return needed <= present and not _DENIES.search(clause)
 
 
 def _conclusion(clause: str) -> str | None:
@@ -190,7 +211,7 @@ def _box(sentence: str) -> str | None:
     before = sentence[: boxes[0].start()]
     after = sentence[boxes[-1].end() :].partition(content or "")[2]
     nested = len(boxes) > 1 and sentence[boxes[0].end() :].lstrip("{ ").startswith("\\boxed")
-    if (len(boxes) > 1 and not nested) or _HIDES_BOX.search(before) or _HEDGED.search(before):
+    if (len(boxes) > 1 and not nested) or _DENIES.search(before) or _HEDGED.search(before):
         return None
     if not _AFTER_BOX.fullmatch(after):
         return None
@@ -204,7 +225,8 @@ def _box(sentence: str) -> str | None:
 def _sentences(reply: str) -> Iterator[str]:
     """The sentences of a reply, without list and emphasis markup; a label and the line after it are one sentence."""
     text = _UNBROKEN.sub(lambda formula: " ".join(formula[0].split()), reply)
-    text = re.sub(r"(?m)^[ \t]*(?:[-•*]|\d+[.)])[ \t]+(?=\S)", "", text).replace("**", "").replace("`", "")
+    text = re.sub(r"(?m)^[ \t]*(?:[-•*]|\d+[.)])[ \t]+(?=\S)", "", text).replace("`", "")
+    text = re.sub(r"(?<![a-zA-Z0-9)])\*\*|\*\*(?![a-zA-Z0-9(])", "", text)  # no powers
     text = re.sub(r"(?i)(\banswer)[ \t]*\n\s*", r"\1: ", text)
     text = re.sub(r"(:|####)[ \t]*\n\s*", r"\1 ", text)
     begin = 0
