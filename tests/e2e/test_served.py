@@ -107,7 +107,9 @@ def test_a_model_of_the_runs_own_is_user_and_judge(tmp_path: Path, device_type: 
 def test_a_served_model_describes_the_users_of_a_log(tmp_path: Path) -> None:
     """Its answers have the requested form, since the server allows no other."""
     texts = [f"I want table {number} at the window of room {3 * number}" for number in range(12)]
-    log = [{"user_id": text, "messages": [{"role": "user", "content": text}]} for text in texts]
+    log = [
+        {"user_id": f"u{number}", "messages": [{"role": "user", "content": text}]} for number, text in enumerate(texts)
+    ]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
     settings = [
         *ON["cpu"],
