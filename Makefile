@@ -1,6 +1,7 @@
 # make quickstart: the environment, then the main job. make test: the environment, then the tests.
 
 SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 SEED ?= 0
 
 # Several processes share the cores; each computes in one thread.
@@ -11,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 # The set-up leaves byte-compiling to the first import; without a cache every process would compile again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup test-fast test test-exhaustive test-clone test-slurm test-gpu test-gpu-set quickstart quickstart-compare lint docs
+.PHONY: setup test-fast test test-exhaustive test-clone test-slurm test-gpu test-gpu-set quickstart quickstart-compare demo evidence lint docs
 
 # Its settings: PYTHON=, GPU=1, TORCH_INDEX=, MAX_JOBS=.
 setup:
@@ -67,6 +68,20 @@ test-gpu-set:
 
 quickstart: setup
 	.venv/bin/megatron-collab quickstart --seed $(SEED)
+
+# Five arms of the desk study with one seed and one cost, and the reward's estimator; ends with runs/demo/page.md.
+demo: setup
+	.venv/bin/megatron-collab reproduce desk --out runs/demo --seeds 1 --pilot 0 --jobs 2 --train-seeds 1 \
+		--tasks cost_0.10 --arms sft,bonus,window_1,window_3,online_dpo
+	.venv/bin/python tools/bench/estimator.py
+
+# The whole study, in hours; the same command continues it. Then docs/evidence.md has its results.
+evidence: setup
+	mkdir -p docs/evidence
+	.venv/bin/megatron-collab reproduce desk --seeds 1 --pilot 0 --jobs 2
+	.venv/bin/python tools/bench/estimator.py | tee /dev/stderr | tail -n 1 > docs/evidence/estimator.json
+	.venv/bin/python tools/bench/sentinels.py | tee /dev/stderr | tail -n 1 > docs/evidence/sentinels.json
+	.venv/bin/python tools/bench/evidence.py --runs runs/desk
 
 quickstart-compare: setup
 	.venv/bin/megatron-collab quickstart --seed $(SEED) --compare

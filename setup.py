@@ -27,6 +27,7 @@ CPU = [
     "hydra-core",
     "omegaconf",
     "datasets",
+    "pyarrow",
     "huggingface_hub",
     "httpx",
     "PyYAML",
@@ -42,13 +43,15 @@ CPU = [
     "Jinja2",
     "matplotlib",
     "tensorboard",
-    "tqdm",
+    "rich",
     "filelock",
     "packaging",
     "zstandard",
+    "starlette",
+    "uvicorn",
 ]
 LOGS = ["presidio-analyzer", "scikit-learn", "datasketch"]  # for users-from-logs alone; Presidio brings spaCy
-DEV = ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "import-linter"]
+DEV = ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "import-linter", "playwright", "axe-playwright-python"]
 
 
 def lines(name: str) -> list[str]:
@@ -88,7 +91,7 @@ setup(
     ],
     python_requires=">=3.12,<3.14",
     packages=find_packages(include=["megatron_collab*"]),
-    package_data={"megatron_collab": ["**/*.j2", "**/*.yaml", "py.typed"]},
+    package_data={"megatron_collab": ["**/*.j2", "**/*.yaml", "view/static/*", "py.typed"]},
     cmdclass={"build_py": BuildWithConf},
     entry_points={"console_scripts": ["megatron-collab = megatron_collab.commands.__main__:main"]},
     extras_require={

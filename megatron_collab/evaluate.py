@@ -50,6 +50,7 @@ def evaluate(
     from megatron_collab.launch.session import Session
     from megatron_collab.observability.folder import RunFolder
     from megatron_collab.rollout.evaluation import Evaluator
+    from megatron_collab.rollout.lead import Lead
     from megatron_collab.rollout.servers import Servers
     from megatron_collab.trainer.megatron.parallel import connected
 
@@ -59,10 +60,11 @@ def evaluate(
         session.enter(connected(serving.launch))
         run = session.enter(RunFolder(config, start=step, steps=step))
         serve = partial(servers.serve_loaded, version=step)
-        evaluator = (evaluator_class or Evaluator)(spec.play, spec.data, run, restore=serve)
+        lead = Lead.standalone(servers, step)
+        evaluator = (evaluator_class or Evaluator)(spec.play, spec.data, run, serve, lead)
         if run.leader:
             inputs.record_inputs(run.folder)
-            session.enter(evaluator.standalone(servers, step))
+            session.enter(evaluator.standalone())
         serve()
         evaluator.evaluate(step)
         if run.leader:

@@ -1,17 +1,18 @@
 """Means and differences with 95 % intervals. Every interval that the package prints or records is computed here.
 
 A task is played by several conversations, which are not independent of one another: they are averaged first, and tasks
-are the units that intervals are over. Shares (all values 0 or 1) have Wilson's interval (1927), for several
-conversations a task with the effective number of independent ones, which also is an interval where nothing or all
-succeeded. Other means have a bootstrap over tasks. scipy is imported when it is needed, which takes a second.
+are the units that intervals are over. Shares (all values 0 or 1) have Wilson's interval (1927), which also exists if
+all or none succeeded. If tasks have several conversations, its trials are the effective number of independent ones.
+Other means have a bootstrap over tasks. scipy is imported only when it is needed, since its import takes a second.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 
 import numpy as np
 
@@ -19,7 +20,7 @@ LEVEL = 0.95
 _SIDE = (1 + LEVEL) / 2
 _Z = NormalDist().inv_cdf(_SIDE)
 _DRAWS = 2000  # bootstrap samples
-_FEW = 5  # units, below which percentiles of bootstrap samples end too soon
+_FEW = 5  # units; with fewer, percentiles of bootstrap samples are too close to the mean
 _BATCH = 1 << 22  # values of bootstrap samples that are in memory at once
 
 Tasks = Mapping[str, Sequence[float]]  # by task, a value of each of its conversations
@@ -124,34 +125,83 @@ def difference(first: Tasks, second: Tasks) -> Estimate:
     return Estimate(value, low, value + width(after.high - after.value, before.value - before.low))
 
 
+def unpaired_difference(first: Iterable[Sequence[float]], second: Iterable[Sequence[float]]) -> Estimate:
+    """Mean of `second` less that of `first`, which have different tasks; each item has the values of a task.
+
+    Of shares, Newcombe's interval for independent shares (1998, method 10), of Wilson's of both. Of others, the
+    bootstrap of the tasks of both sides.
+    """
+    sides = [[np.asarray(task, float) for task in side if len(task)] for side in (first, second)]
+    a, b = (mean(side) for side in sides)
+    value = b.value - a.value
+    if min(map(len, sides)) < 2:
+        return Estimate(value)
+    if is_share([*sides[0], *sides[1]]):
+        low = value - math.hypot(b.value - b.low, a.high - a.value)
+        return Estimate(value, low, value + math.hypot(b.high - b.value, a.value - a.low))
+    before, after = (np.array([task.mean() for task in side]) for side in sides)
+    if not np.ptp(before) and not np.ptp(after):
+        return Estimate(value)
+    return Estimate(value, *bootstrap([len(before), len(after)], lambda x, y: after[y].mean(-1) - before[x].mean(-1)))
+
+
 def mean_of_seeds(seeds: Sequence[Tasks]) -> Estimate:
     """Mean over training seeds of the mean over the tasks of each; the interval is over seeds and tasks.
 
-    Hierarchical bootstrap: seeds are drawn, and of each the tasks, the same ones for seeds that share tasks, since a
-    hard task is hard for every seed (Owen 2007, 0712.1111). A few seeds give a wide interval, a single task gives none.
+    Seeds may share their tasks, or each have its own. The variance is that of the seeds' means plus that of drawing the
+    tasks. A shared task is drawn once for all seeds, since a hard task is hard for every seed (conservative: Owen 2007,
+    0712.1111). If each seed has its own tasks, their draw counts twice, and an interval is up to 1.5 times too wide.
+    Student's t has Satterthwaite's degrees of freedom (1946), which are few only if seeds differ. A single task gives
+    no interval.
     """
-    names = list(dict.fromkeys(task for tasks in seeds for task, values in tasks.items() if len(values)))
     scored = [tasks for tasks in seeds if any(len(values) for values in tasks.values())]
     if len(scored) < 2:
         return mean([values for tasks in scored for values in tasks.values()])
-    means = np.full((len(scored), len(names)), math.nan)
-    for row, tasks in zip(means, scored, strict=True):
-        row[:] = [np.mean(tasks[name]) if len(tasks.get(name, ())) else math.nan for name in names]
-    value = float(np.nanmean(means, axis=1).mean())
+    estimate = _over_seeds([{task: fmean(row) for task, row in tasks.items() if len(row)} for tasks in scored])
+    if not is_share(values for tasks in scored for values in tasks.values()):
+        return estimate
+    if math.isnan(estimate.low) and estimate.value in (0, 1) and (number := len(set().union(*scored))) > 1:
+        return Estimate(estimate.value, *wilson(estimate.value, number))
+    return _of_chances(estimate)
+
+
+def difference_of_seeds(first: Sequence[Tasks], second: Sequence[Tasks]) -> Estimate:
+    """Like `difference`, of arms with several training seeds, in the same order: paired by task within a seed.
+
+    The interval is over seeds and tasks, as that of `mean_of_seeds`.
+    """
+    pairs = [(a, b) for a, b in zip(first, second, strict=True) if any(a[task] and b.get(task) for task in a)]
+    if len(pairs) < 2:
+        return difference(*pairs[0]) if pairs else Estimate(math.nan)
+    return _over_seeds(
+        [{task: fmean(b[task]) - fmean(a[task]) for task in a if a[task] and b.get(task)} for a, b in pairs]
+    )
+
+
+def _over_seeds(seeds: Sequence[Mapping[str, float]]) -> Estimate:
+    """The mean of at least two seeds' means over tasks; no interval for a single task, nor if the variance is 0.
+
+    It is 0 if all seeds have the same mean and all tasks too, as when each of two seeds solves a different one of two
+    tasks.
+    """
+    from scipy import stats
+
+    names = list(dict.fromkeys(task for tasks in seeds for task in tasks))
+    values = np.array([[tasks.get(name, math.nan) for name in names] for tasks in seeds])
+    means = np.nanmean(values, axis=1)
+    value = float(means.mean())
     if len(names) < 2:
         return Estimate(value)
-    if np.nanmin(means) == np.nanmax(means):
-        return Estimate(value, *wilson(value, len(names))) if value in (0, 1) else Estimate(value)
-
-    def statistic(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        drawn = means[rows[..., :, None], columns[..., None, :]]
-        played = ~np.isnan(drawn)
-        totals, counts = np.where(played, drawn, 0.0).sum(-1), played.sum(-1)
-        weights = counts > 0  # a seed none of whose tasks was drawn
-        return (totals / np.maximum(counts, 1)).sum(-1) / np.maximum(weights.sum(-1), 1)
-
-    estimate = Estimate(value, *bootstrap(means.shape, statistic, scale=math.prod(means.shape)))
-    return _of_chances(estimate) if is_share(values for tasks in scored for values in tasks.values()) else estimate
+    counts = (~np.isnan(values)).sum(1, keepdims=True)
+    influences = np.nansum((values - means[:, None]) / counts, axis=0) / len(means)  # of each task on the value
+    of_seeds = float(means.var(ddof=1)) / len(means)
+    of_tasks = float((influences**2).sum()) * len(names) / (len(names) - 1)
+    variance = of_seeds + of_tasks
+    if variance <= (1e-12 * float(np.nanmax(np.abs(values)))) ** 2:  # rounding
+        return Estimate(value)
+    freedom = variance**2 / (of_seeds**2 / (len(means) - 1) + of_tasks**2 / (len(names) - 1))
+    width = float(stats.t.ppf(_SIDE, freedom)) * math.sqrt(variance)
+    return Estimate(value, value - width, value + width)
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
@@ -161,6 +211,57 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimat
     if len(a) < 2 or np.all(a * b[0] == b * a[0]):
         return Estimate(value)
     return Estimate(value, *bootstrap([len(a)], lambda units: a[units].sum(-1) / b[units].sum(-1)))
+
+
+def sign_evidence(wins: int, losses: int) -> float:
+    """Evidence against equal sides, an e-value: the sign test's likelihood ratio with the chance to win mixed over
+    Beta(1/2, 1/2), which is B(wins + 1/2, losses + 1/2) / B(1/2, 1/2) * 2^(wins + losses).
+
+    If both sides are equal, it ever reaches 1 / a with a probability of at most a, however often it is looked at and
+    whenever one stops (Ville 1939; Robbins 1970, doi:10.1214/aoms/1177696786; Grunwald et al. 2024, 1906.07801).
+    """
+    return math.exp(min(_log_mixture(wins, losses) + (wins + losses) * math.log(2), 700.0))
+
+
+def share_at_any_time(wins: int, losses: int) -> Estimate:
+    """The share of wins, with an interval that has 95 % confidence at all times at once, so that one may peek.
+
+    It has the chances p that the mixture of `sign_evidence` does not refute at 1 / 20 (Robbins 1970).
+    """
+    number = wins + losses
+    if not number:
+        return Estimate(math.nan)
+    share, limit = wins / number, _log_mixture(wins, losses) + math.log(1 - LEVEL)
+
+    def is_refuted(p: float) -> bool:
+        likely = (wins * math.log(p) if wins else 0.0) + (losses * math.log1p(-p) if losses else 0.0)
+        return likely < limit
+
+    def end(inside: float, outside: float) -> float:
+        for _ in range(50):
+            middle = (inside + outside) / 2
+            inside, outside = (inside, middle) if is_refuted(middle) else (middle, outside)
+        return inside
+
+    return Estimate(share, end(share, 0.0) if wins else 0.0, end(share, 1.0) if losses else 1.0)
+
+
+def _log_mixture(wins: int, losses: int) -> float:
+    """The logarithm of B(wins + 1/2, losses + 1/2) / B(1/2, 1/2)."""
+    parts = math.lgamma(wins + 0.5) + math.lgamma(losses + 0.5) - math.lgamma(wins + losses + 1)
+    return parts - math.log(math.pi)
+
+
+def kappa(pairs: Sequence[tuple[str, str]]) -> float:
+    """Agreement of two raters beyond chance (Cohen 1960), of the two verdicts on each item; nan if chance explains all.
+
+    1: they always agree; 0: as often as by chance.
+    """
+    number = len(pairs)
+    agreed = sum(a == b for a, b in pairs)
+    counts = [Counter(side) for side in zip(*pairs, strict=True)] or [Counter()]
+    chance = sum(counts[0][verdict] * counts[-1][verdict] for verdict in counts[0]) / max(number, 1)
+    return (agreed - chance) / (number - chance) if chance < number else math.nan
 
 
 def is_share(tasks: Iterable[Sequence[float]]) -> bool:
@@ -176,14 +277,14 @@ def wilson(share: float, trials: float) -> tuple[float, float]:
     return (0.0 if share == 0 else max(0.0, center - half)), (1.0 if share == 1 else min(1.0, center + half))
 
 
-def bootstrap(sizes: Sequence[int], statistic: Callable[..., np.ndarray], scale: int = 0) -> tuple[float, float]:
+def bootstrap(sizes: Sequence[int], statistic: Callable[..., np.ndarray]) -> tuple[float, float]:
     """Expanded percentile interval of `statistic` of units that are drawn with replacement.
 
     `sizes`: number of units of each independent sample. `statistic` gets, for each sample, indices of drawn units
-    [draws, size] and returns [draws]. `scale`: values that it needs for a draw, if more than the indices. A percentile
-    interval is too narrow for few units, so its level is that of t with the sample's variance (Hesterberg 2015,
-    1411.5279, section 4.2.2). No sample exceeds the largest unit, so that of fewer than 5 units is that of t itself
-    with the bootstrap's standard error. Draws have a fixed seed: the same data give the same interval.
+    [draws, size] and returns [draws]. A percentile interval is too narrow for few units, so its level is that of t with
+    the sample's variance (Hesterberg 2015, 1411.5279, section 4.2.2). As no bootstrap mean exceeds the largest unit,
+    fewer than 5 units have the interval of t itself, with the bootstrap's standard error. Draws have a fixed seed: the
+    same data give the same interval.
     """
     from scipy import stats
 
@@ -193,7 +294,7 @@ def bootstrap(sizes: Sequence[int], statistic: Callable[..., np.ndarray], scale:
         units,
         lambda *drawn, axis: statistic(*drawn),
         n_resamples=_DRAWS,
-        batch=max(1, _BATCH // max(*sizes, scale)),
+        batch=max(1, _BATCH // max(sizes)),
         confidence_level=2 * stats.norm.cdf(deviations) - 1,
         method="percentile",
         rng=np.random.default_rng(0),
@@ -205,13 +306,13 @@ def bootstrap(sizes: Sequence[int], statistic: Callable[..., np.ndarray], scale:
 
 
 def _of_chances(estimate: Estimate) -> Estimate:
-    """With an interval that ends at 0 and 1."""
+    """The estimate of a probability, whose interval ends at 0 and 1."""
     low, high = np.clip((estimate.low, estimate.high), 0.0, 1.0)
     return Estimate(estimate.value, float(low), float(high))
 
 
 def _of_means(means: np.ndarray) -> tuple[float, float]:
-    """The bootstrap interval of the mean of independent values; nan if all are the same, which says nothing of it."""
+    """The bootstrap interval of the mean of independent values; nan if all are equal, as they determine none."""
     if np.ptp(means) <= 1e-12 * np.abs(means).max():
         return math.nan, math.nan
     return bootstrap([len(means)], lambda units: means[units].mean(-1))
@@ -221,8 +322,8 @@ def _independent(means: np.ndarray, conversations: int) -> float:
     """The number of independent trials with the variance that the mean of the tasks' shares has.
 
     As in surveys (Korn and Graubard 1998): p (1 - p) / variance, at most the number of conversations. With one
-    conversation a task it is the number of tasks; also where all failed or all succeeded, since conversations of a task
-    may then have agreed.
+    conversation a task it is the number of tasks. It is also if all failed or all succeeded, since conversations of a
+    task may then have agreed.
     """
     p, variance = float(means.mean()), float(means.var()) / len(means)
     if p in (0, 1):

@@ -19,10 +19,12 @@ if __name__ == "__main__":
 
 from megatron_collab import patches
 from megatron_collab.algo.advantages import with_advantages
+from megatron_collab.algo.credit import CreditSpec
 from megatron_collab.config import Config
 from megatron_collab.data.spec import DataSpec
 from megatron_collab.inference.spec import ServingSpec
 from megatron_collab.launch import prepare, program
+from megatron_collab.launch.trainer_specs import sync_spec, trainer_spec
 from megatron_collab.launch.validate import load
 from megatron_collab.observability.run import Stopwatch
 from megatron_collab.rollout.player import PlaySpec
@@ -33,24 +35,28 @@ from megatron_collab.rollout.player import PlaySpec
 def train_rl(config: Config, play: PlaySpec, data: DataSpec, serving: ServingSpec) -> None:
     """Sample from the policy, score, update: from the last checkpoint in run.dir, or model.path, to train.steps."""
     patches.apply("megatron")
-    from megatron_collab.launch.session import TrainingSession
+    from megatron_collab.launch.session import Session, TrainingRun
     from megatron_collab.rollout.manager import RolloutManager
     from megatron_collab.rollout.servers import Servers
     from megatron_collab.trainer.megatron.parallel import init_parallel
     from megatron_collab.trainer.trainer import PolicyTrainer
     from megatron_collab.weight_sync.sync import WeightSync
 
-    with TrainingSession(config) as session:
+    with Session(config) as session:
         servers = session.enter(Servers(play, serving))  # colocated ones have released the GPUs afterwards
-        session.enter(init_parallel(config))
-        trainer = PolicyTrainer(config)  # policy, reference, critic
-        step = session.resume(trainer)
-        weights = session.enter(WeightSync(config, serving.policy, trainer.chunks, trainer.shape, servers.pool))
-        rollouts = RolloutManager(config, data, servers, weights, session.run, session.state("collector"))
+        spec = trainer_spec(config)
+        session.enter(init_parallel(config.launch, spec.network))
+        trainer = PolicyTrainer(spec)  # policy, reference, critic
+        training = TrainingRun(config, session, trainer)  # from the newest checkpoint
+        step = training.start
+        sync, policy = sync_spec(config), serving.policy
+        weights = session.enter(WeightSync(sync, policy, trainer.chunks, trainer.shape, servers.pool))
+        credit, state = CreditSpec(config.algo, config.reward, config.rollout), training.state("collector")
+        rollouts = RolloutManager(config.train, credit, data, servers, weights, training.run, state)
         session.enter(rollouts)
         clock = Stopwatch()
         while step < config.train.steps:
-            with session.save_if_stopped(step, trainer, collector=rollouts.state()):
+            with training.save_if_stopped(step, trainer, collector=rollouts.state()):
                 # 1. Sample: the optimizer leaves the devices, the servers take them
                 with trainer.offloaded(), servers.awake():
                     weights.sync(version=step)
@@ -68,52 +74,54 @@ def train_rl(config: Config, play: PlaySpec, data: DataSpec, serving: ServingSpe
                 clock.lap("update")
             # 3. Record
             rollouts.learned(stats)
-            session.record(step, {**batch.metrics, **stats, **servers.take_counters(), **clock.read()})
+            training.record(step, {**batch.metrics, **stats, **servers.take_counters(), **clock.read()})
             step += 1
-            if session.save_due(step):
-                session.save(step, trainer, collector=rollouts.state())
-                rollouts.forget(session.checkpoints.on_disk)
+            if training.save_due(step):
+                training.save(step, trainer, collector=rollouts.state())
+                rollouts.forget(training.checkpoints.on_disk)
                 clock.lap("save")
 
-        session.checkpoints.finish()
+        training.checkpoints.finish()
         if rollouts.evaluation_due(step):
             with trainer.offloaded(), servers.awake():
                 weights.sync(version=step)
                 rollouts.evaluate(step)
-        session.finish(trainer)
+        training.finish(trainer)
 
 
 def train_supervised(config: Config, data: DataSpec) -> None:
     """Train on conversations (sft) or pairs (dpo), from the last checkpoint or from model.path to train.steps."""
     patches.apply("megatron")
     from megatron_collab.data.datasets import SupervisedData
-    from megatron_collab.launch.session import TrainingSession
+    from megatron_collab.launch.session import Session, TrainingRun
     from megatron_collab.trainer.megatron.parallel import init_parallel
     from megatron_collab.trainer.trainer import PolicyTrainer
 
-    with TrainingSession(config) as session:
-        session.enter(init_parallel(config))
-        trainer, batches = PolicyTrainer(config), SupervisedData(data)
+    with Session(config) as session:
+        spec = trainer_spec(config)
+        session.enter(init_parallel(config.launch, spec.network))
+        trainer, batches = PolicyTrainer(spec), SupervisedData(data)
         trainer.keep_reference(batches)  # dpo: log-probs of the first policy, before it learns
-        step = session.resume(trainer)
+        training = TrainingRun(config, session, trainer)  # from the newest checkpoint
+        step = training.start
         clock = Stopwatch()
 
         while step < config.train.steps:
-            with session.save_if_stopped(step, trainer):
-                if session.validate(step, trainer, batches):
+            with training.save_if_stopped(step, trainer):
+                if training.validate(step, trainer, batches):
                     clock.lap("evaluation")
                 scored = trainer.score(batches.batch(step))  # dpo: reference log-probs
                 stats = trainer.update(scored)
             clock.lap("update")
-            session.record(step, {**stats, **clock.read()})
+            training.record(step, {**stats, **clock.read()})
             step += 1
-            if session.save_due(step):
-                session.save(step, trainer)
+            if training.save_due(step):
+                training.save(step, trainer)
                 clock.lap("save")
 
-        session.checkpoints.finish()
-        session.validate(step, trainer, batches)
-        session.finish(trainer)
+        training.checkpoints.finish()
+        training.validate(step, trainer, batches)
+        training.finish(trainer)
 
 
 def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:

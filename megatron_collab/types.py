@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 THOUGHT_BEGIN, THOUGHT_END = "<think>", "</think>"
-_THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+_THOUGHT = re.compile(r"<think>.*?(?:</think>\s*|\Z)", re.DOTALL)  # an unmatched mark is looked at once
 
 
 def visible(text: str) -> str:
@@ -30,6 +30,29 @@ def visible(text: str) -> str:
     if "</think>" in text:
         text = text.rpartition("</think>")[2].lstrip()
     return text.partition("<think>")[0]
+
+
+class _Empty(Mapping[str, Any]):
+    """A mapping without keys, as the default of a field.
+
+    It stays on the class, unlike the result of a default factory, so that records which an earlier version pickled
+    without the field have it too. Dataclasses take it since it can be hashed.
+    """
+
+    def __getitem__(self, key: str) -> Any:
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def __hash__(self) -> int:
+        return 0
+
+
+EMPTY = _Empty()
 
 
 @dataclass(frozen=True)
@@ -45,13 +68,16 @@ class Message:
     """One message of a conversation: `role` is system, user, assistant or tool.
 
     `tool_calls` is set in messages from the data; in messages that the policy samples, calls are part of the content.
-    `trained` is False for a reply in data that supervised training shows, but does not learn.
+    `trained` is False for a reply in data that supervised training shows, but does not learn. `private`: notes of the
+    user who wrote the message, such as its thought, by name. They are only recorded: policy, tools, metrics and
+    other users do not see them, and messages that differ only in them are equal.
     """
 
     role: str
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     trained: bool = True
+    private: Mapping[str, str] = field(default=EMPTY, repr=False, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
         """The message in the format of OpenAI's API and of chat templates."""
@@ -60,6 +86,11 @@ class Message:
             functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in self.tool_calls]
             row["tool_calls"] = [{"type": "function", "function": function} for function in functions]
         return row
+
+
+def without_private(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages without the private notes of users."""
+    return tuple(replace(message, private=EMPTY) if message.private else message for message in messages)
 
 
 @dataclass(frozen=True)
@@ -248,11 +279,26 @@ Score = float | Missing
 
 
 @dataclass(frozen=True)
+class Judgment:
+    """Why a metric gave its score: the `reason` in words, and the judge's `answer` as it wrote it.
+
+    Either may be empty. If a score is missing because the judge's answer was unusable, `answer` still has it.
+    """
+
+    reason: str = ""
+    answer: str = ""
+
+
+@dataclass(frozen=True)
 class Future:
-    """One continuation of the conversation after the trained turn, with a score per metric."""
+    """One continuation of the conversation after the trained turn, with a score per metric.
+
+    `judgments`: by metric, for metrics with a judge or a reason.
+    """
 
     conversation: Conversation
     scores: Mapping[str, Score]
+    judgments: Mapping[str, Judgment] = EMPTY
 
 
 @dataclass(frozen=True)
@@ -293,10 +339,11 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Group:
-    """The rollouts of one task; their rewards are compared with each other."""
+    """The rollouts of one task; their rewards are compared with each other. `user`: name of the task's user."""
 
     task: Task
     rollouts: tuple[Rollout, ...]
+    user: str = ""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from tests import gpus, processes
 from tests.fork_server import end_fork_servers
 from tests.helpers import free_port, make_model, policy_servers
 from tests.patched import PatchOnImport
+from tests.ranks import init_parallel
 
 # Ray reads the token once per process, and tests that set the environment remove variables that are new to it.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -212,7 +213,6 @@ def one_gpu() -> Iterator[Config]:
 
 
 def _single_rank(device: str) -> Iterator[Config]:
-    from megatron_collab.trainer.megatron import parallel
 
     config = Config()
     config.launch.device = device
@@ -221,5 +221,5 @@ def _single_rank(device: str) -> Iterator[Config]:
         for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": free_port()}.items():
             patch.setenv(name, str(value))
         patch.setenv("MASTER_ADDR", "127.0.0.1")
-        with parallel.init_parallel(config):
+        with init_parallel(config):
             yield config

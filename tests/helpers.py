@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -20,6 +20,7 @@ from megatron_collab.launch import server_specs
 from megatron_collab.launch.validate import load
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import hf_shapes
+from megatron_collab.observability import evaluations, transcripts
 from megatron_collab.runtime.network import bindable
 
 if TYPE_CHECKING:
@@ -38,19 +39,29 @@ CORPUS = [
 ]
 
 
+def transcript_rows(run: Path) -> list[dict[str, Any]]:
+    """Every future of a training run, in the order of its steps."""
+    return [dict(row) for row in transcripts.run_rows(run)]
+
+
+def evaluation_rows(run: Path, name: str) -> list[dict[str, Any]]:
+    """Every conversation of an evaluation of a run."""
+    return [dict(row) for row in transcripts.rows_of_file(evaluations.file_of(run, name)) if row is not None]
+
+
 def policy_servers(config: Config) -> ServerSpec:
     """The servers of the policy in a training run."""
     return server_specs.training(config).policy
 
 
-def in_turn(rows: Iterable[str], columns: Sequence[str], each: int = 1) -> list[ParameterSet]:
-    """All combinations of two parameters; `each` of every row, in turn, are fast, the others are marked slow.
+def in_turn(rows: Iterable[str], columns: Sequence[str], fast: int = 1) -> list[ParameterSet]:
+    """All combinations of two parameters; `fast` of every row, in turn, are fast, the others are marked slow.
 
     The longer one comes first: then some combination of every column is fast, too.
     """
     slow = pytest.mark.slow
     return [
-        pytest.param(row, column, marks=[slow] * ((place - number) % len(columns) >= each))
+        pytest.param(row, column, marks=[slow] * ((place - number) % len(columns) >= fast))
         for number, row in enumerate(rows)
         for place, column in enumerate(columns)
     ]

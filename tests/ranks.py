@@ -8,7 +8,8 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from safetensors.numpy import save_file
 
 from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.config import Config
+from megatron_collab.launch.trainer_specs import network_spec
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.runtime import gpu_environment
 from megatron_collab.types import Batch, Credit, Sample
@@ -87,7 +89,9 @@ def end_ranks(
             pytest.skip(lacking)
         # A function may train in several layouts, but CUDA starts once: set the variables that any layout needs.
         every = {"parallel.tp": 2, "parallel.cp": 2, "model.fp8": "hybrid", "model.fp8_recipe": "delayed"}
-        environment = gpu_environment.environment(environment, configured(Config(), {"launch.device": "cuda"} | every))
+        config = configured(Config(), every)
+        variables = gpu_environment.rank_variables("cuda", config.parallel, config.model)
+        environment = gpu_environment.environment(environment, variables)
     with tempfile.NamedTemporaryFile() as file:
         call = Path(file.name)
         call.write_bytes(pickle.dumps((environment, ranks, pickle.dumps((function, arguments)))))
@@ -164,12 +168,21 @@ def make_config(folder: Path, settings: Mapping[str, object]) -> Config:
     return configured(config, settings)
 
 
+@contextmanager
+def init_parallel(config: Config) -> Iterator[None]:
+    """The process groups and seeds of the run's ranks."""
+    from megatron_collab.trainer.megatron import parallel
+
+    with parallel.init_parallel(config.launch, network_spec(config)):
+        yield
+
+
 def learn(trainer: Any, batch: Batch) -> dict[str, float]:
     """One step of a PolicyTrainer, as in train.py."""
     if trainer.objective != "sft":
         batch = trainer.score(batch)
     if trainer.objective == "policy":
-        batch = with_advantages(batch, trainer.config.algo)
+        batch = with_advantages(batch, trainer.spec.algo)
     return trainer.update(batch)
 
 

@@ -12,14 +12,14 @@ from tests.helpers import in_turn, selected
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("each", [1, 2])
+@pytest.mark.parametrize("fast_cases", [1, 2])
 @pytest.mark.parametrize(("rows", "columns"), [("abcde", "xyz"), ("abcdefgh", "xy"), ("abc", "xyz")])
-def test_some_case_of_every_row_and_column_is_fast(rows: str, columns: str, each: int) -> None:
-    cases = in_turn(rows, columns, each)
+def test_some_case_of_every_row_and_column_is_fast(rows: str, columns: str, fast_cases: int) -> None:
+    cases = in_turn(rows, columns, fast_cases)
     assert [case.values for case in cases] == [(row, column) for row in rows for column in columns]
     fast = [case.values for case in cases if not case.marks]
     assert {row for row, _ in fast} == set(rows) and {column for _, column in fast} == set(columns)
-    assert len(fast) == len(rows) * each
+    assert len(fast) == len(rows) * fast_cases
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,9 @@ def test_a_process_is_known_by_the_test_that_started_it() -> None:
     """Even if its parent was another program that has ended since."""
     orphan = subprocess.run(["setsid", "--fork", "sleep", "600"], check=False)
     with subprocess.Popen(["sleep", "601"]) as child:
-        started = {tuple(process.cmdline()): (process, test) for process, test in processes.alive().items()}
+        started = {}
+        while not {("sleep", "600"), ("sleep", "601")} <= started.keys():  # until both have become their programs
+            started = {tuple(process.cmdline()): (process, test) for process, test in processes.alive().items()}
         child.kill()
     grandchild, test = started["sleep", "600"]
     grandchild.kill()

@@ -13,11 +13,16 @@ from megatron_collab.statistics import (
     Estimate,
     bootstrap,
     difference,
+    difference_of_seeds,
+    kappa,
     mean,
     mean_of_seeds,
     pass_at_k,
     pass_hat_k,
     ratio,
+    share_at_any_time,
+    sign_evidence,
+    unpaired_difference,
     wilson,
     with_passes,
 )
@@ -135,6 +140,20 @@ def test_newcombes_example_of_paired_shares() -> None:
     assert (estimate.value, estimate.low, estimate.high) == pytest.approx((0.20, 0.0569, 0.3404), abs=2e-4)
 
 
+def test_newcombes_example_of_independent_shares() -> None:
+    """56 of 70 and 48 of 80 (Newcombe 1998, table II a, method 10): 0.2000 [0.0524, 0.3339]."""
+    shares = ([[1.0]] * 48 + [[0.0]] * 32, [[1.0]] * 56 + [[0.0]] * 14)
+    estimate = unpaired_difference(*shares)
+    assert (estimate.value, estimate.low, estimate.high) == pytest.approx((0.2, 0.0524, 0.3339), abs=5e-5)
+
+
+def test_unpaired_differences_cover() -> None:
+    draws = np.random.default_rng(5)
+    sides = [([[x] for x in draws.normal(0.0, 1.0, 30)], [[x] for x in draws.exponential(1.0, 60)]) for _ in range(100)]
+    assert 0.88 <= coverage([unpaired_difference(*side) for side in sides], 1.0) <= 1.0
+    assert math.isnan(unpaired_difference([[0.5], [0.5]], [[0.25], [0.25]]).low)
+
+
 def test_only_tasks_of_both_arms_are_compared() -> None:
     first = {"a": [0.0], "b": [1.0], "c": []}
     assert difference(first, {"b": [1.0], "a": [1.0], "c": [1.0], "d": [0.0]}).value == 0.5
@@ -181,6 +200,34 @@ def test_an_interval_over_seeds_covers_where_one_seed_does_not(shared: bool) -> 
     assert coverage(over_seeds, 0.0) >= 0.9 and coverage(over_tasks, 0.0) < 0.8
 
 
+def test_a_difference_over_seeds_is_paired_and_covers_a_seeds_effect() -> None:
+    """Hard tasks are hard for both arms; a training shifts its arm by more than tasks explain."""
+    draws = np.random.default_rng(6)
+    estimates = []
+    for _ in range(60):
+        hardness = draws.normal(0, 5, 30)
+        arms = [
+            [
+                {str(n): [float(v)] for n, v in enumerate(hardness + shift + draws.normal(0, 0.1, 30))}
+                for shift in shifts
+            ]
+            for shifts in draws.normal(0, 0.3, (2, 4))
+        ]
+        estimates.append(difference_of_seeds(*arms))
+    assert coverage(estimates, 0.0) >= 0.9
+    assert np.mean([estimate.high - estimate.low for estimate in estimates]) < 3, "tasks differ by 5"
+
+
+def test_a_difference_over_seeds_may_be_negative_and_equal_arms_give_none() -> None:
+    solved = [{str(n): [float(n < 10 + seed)] for n in range(20)} for seed in range(3)]
+    fewer = [{str(n): [float(n < 10)] for n in range(20)} for _ in range(3)]
+    assert difference_of_seeds(solved, fewer).low < -0.1 < difference_of_seeds(solved, fewer).value < 0
+    equal = difference_of_seeds(solved, solved)
+    assert equal.value == 0 and math.isnan(equal.low)
+    assert difference_of_seeds(solved[:1], fewer[:1]) == difference(solved[0], fewer[0])
+    assert math.isnan(difference_of_seeds([{"a": [1.0]}], [{"b": [1.0]}]).value)
+
+
 def test_an_interval_over_two_seeds_exceeds_both() -> None:
     seeds = [{str(n): [value + n % 2] for n in range(20)} for value in (1.0, 3.0)]
     estimate = mean_of_seeds(seeds)
@@ -192,6 +239,15 @@ def test_an_interval_over_two_seeds_exceeds_both() -> None:
 def test_a_single_task_has_no_interval_over_seeds() -> None:
     estimate = mean_of_seeds([{"a": [0.0]}, {"a": [1.0]}])
     assert estimate.value == 0.5 and math.isnan(estimate.low)
+
+
+def test_seeds_that_solve_one_task_each_have_no_interval() -> None:
+    """Neither the means of seeds nor those of tasks differ, so that there is no variance to divide by."""
+    seeds = [{"a": [0.1], "b": [0.3]}, {"a": [0.3], "b": [0.1]}]
+    estimate = mean_of_seeds(seeds)
+    assert estimate.value == pytest.approx(0.2) and math.isnan(estimate.low)
+    assert math.isnan(mean_of_seeds([{"a": [0.0], "b": [1.0]}, {"a": [1.0], "b": [0.0]}]).low)
+    assert math.isnan(difference_of_seeds(seeds, [{"a": [2.1], "b": [2.1]}, {"a": [2.1], "b": [2.1]}]).low)
 
 
 def test_seeds_that_all_failed_are_no_certainty() -> None:
@@ -215,3 +271,50 @@ def test_the_same_data_give_the_same_interval() -> None:
 
 def test_a_scale_that_turns_the_order_turns_the_interval() -> None:
     assert Estimate(0.5, 0.25, 1.0).scaled(-2, 1) == Estimate(0.0, -1.0, 0.5)
+
+
+def test_evidence_of_signs_keeps_its_error_under_peeking() -> None:
+    """Of equal sides, looked at after every rating; a test that is made at each look errs three times as often."""
+    signs = np.random.default_rng(0).integers(0, 2, (4000, 200))
+    wins = signs.cumsum(1)
+    table = np.array([[sign_evidence(win, number - win) >= 20 for win in range(201)] for number in range(201)])
+    decided = table[np.arange(1, 201), wins].any(1).mean()
+    assert 0.01 < decided <= 0.05
+    shares = np.abs(wins / np.arange(1, 201) - 0.5) > 0.98 / np.sqrt(np.arange(1, 201))
+    assert shares[:, 10:].any(1).mean() > 3 * 0.05
+
+
+def test_evidence_of_signs_grows_with_what_is_observed() -> None:
+    assert sign_evidence(0, 0) == pytest.approx(1)
+    assert sign_evidence(1, 0) == pytest.approx(1)  # a single sign tells nothing
+    assert sign_evidence(2, 0) == pytest.approx(1.5)  # B(5/2, 1/2) / B(1/2, 1/2) * 4
+    assert sign_evidence(0, 2) == sign_evidence(2, 0)
+    assert sign_evidence(10**6, 0) < math.inf
+
+
+@pytest.mark.parametrize(("wins", "losses"), [(9, 1), (0, 8), (30, 30), (1, 0)])
+def test_the_interval_of_a_share_has_what_the_evidence_does_not_refute(wins: int, losses: int) -> None:
+    share = share_at_any_time(wins, losses)
+    assert 0 <= share.low <= share.value == wins / (wins + losses) <= share.high <= 1
+    assert (share.low > 0.5 or share.high < 0.5) == (sign_evidence(wins, losses) > 20)
+    assert share_at_any_time(losses, wins).low == pytest.approx(1 - share.high)
+
+
+def test_the_interval_of_a_share_covers_it_at_all_times() -> None:
+    chance = 0.8
+    wins = (np.random.default_rng(1).random((300, 60)) < chance).cumsum(1)
+    shares = {(win, at): share_at_any_time(win, at - win) for at in range(1, 61) for win in range(at + 1)}
+    out = [
+        any(not shares[win, at].low <= chance <= shares[win, at].high for at, win in enumerate(row.tolist(), 1))
+        for row in wins
+    ]
+    assert 0 < np.mean(out) <= 0.05
+    assert math.isnan(share_at_any_time(0, 0).value)
+
+
+def test_agreement_beyond_chance() -> None:
+    verdicts = [("a", "a")] * 20 + [("a", "b")] * 5 + [("b", "a")] * 10 + [("b", "b")] * 15
+    assert kappa(verdicts) == pytest.approx(0.4)  # 0.7 agreed, 0.5 by chance
+    assert kappa([("a", "a"), ("b", "b")]) == 1
+    assert kappa([("a", "b"), ("b", "a")]) == -1
+    assert math.isnan(kappa([])) and math.isnan(kappa([("a", "a")]))

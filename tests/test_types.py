@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import pickle
+from typing import Any
+
 import pytest
 
-from megatron_collab.types import Conversation, Finish, Message, Turn, visible
+from megatron_collab.types import Conversation, Finish, Future, Group, Message, Task, Turn, visible, without_private
 
 
 def turn(prompt_ids: tuple[int, ...], token_ids: tuple[int, ...]) -> Turn:
@@ -92,3 +95,27 @@ def test_thoughts_are_hidden(text: str, shown: str) -> None:
 )
 def test_a_faulty_reply_is_named(text: str, why: str | None) -> None:
     assert Turn((), (), (), (), Finish.STOP, text).fault() == why
+
+
+@pytest.mark.parametrize(
+    ("record", "name", "empty"),
+    [
+        (Message("user", "hi", private={"thought": "x"}), "private", {}),
+        (Future(Conversation((), ()), {"m": 1.0}), "judgments", {}),
+        (Group(Task("t", (), "g", "a", "llm"), ()), "user", ""),
+    ],
+    ids=["message", "future", "group"],
+)
+def test_a_record_that_an_earlier_version_pickled_reads_as_empty(record: Any, name: str, empty: object) -> None:
+    del record.__dict__[name]
+    restored = pickle.loads(pickle.dumps(record))
+    assert name not in vars(restored)
+    assert getattr(restored, name) == empty
+
+
+def test_private_notes_are_in_no_message_that_is_sent_and_change_nothing_that_compares() -> None:
+    plain, noted = Message("user", "hi"), Message("user", "hi", private={"thought": "a secret"})
+    assert noted == plain and hash(noted) == hash(plain)
+    assert noted.as_dict() == {"role": "user", "content": "hi"} and "a secret" not in repr(noted)
+    (public,) = without_private([noted])
+    assert public == noted and not public.private and noted.private == {"thought": "a secret"}

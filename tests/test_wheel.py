@@ -19,6 +19,7 @@ from megatron_collab import __version__
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = "megatron_collab/view/static/index.html"
 SOURCES = (
     "setup.py",
     "pyproject.toml",
@@ -73,7 +74,11 @@ def test_the_wheel_contains_files_that_are_not_modules(environment: Path) -> Non
     packed = {str(file.relative_to(package)) for file in package.rglob("*") if file.suffix not in (".py", ".pyc")}
     conf = {str(file.relative_to(ROOT)) for file in (ROOT / "conf").rglob("*")}
     prompts = {f"prompts/{file.name}" for file in (ROOT / "megatron_collab" / "prompts").iterdir()}
-    assert conf | prompts | {"py.typed", "observability/templates/report.html.j2"} <= packed
+    pages = {f"view/static/{file.name}" for file in (ROOT / "megatron_collab" / "view" / "static").iterdir()}
+    assert (
+        "view/static/index.html" in pages
+        and conf | prompts | {"py.typed", "observability/templates/report.html.j2"} | pages <= packed
+    )
     assert not (package / "stale.py").exists()
 
 
@@ -82,7 +87,7 @@ def test_a_source_distribution_holds_what_setup_reads(tmp_path: Path) -> None:
     run(sys.executable, "setup.py", "sdist", cwd=checkout)
     with tarfile.open(next((checkout / "dist").iterdir())) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"conf/config.yaml", "requirements/base.lock", "megatron_collab/py.typed", "pyproject.toml"} <= names
+    assert {"conf/config.yaml", "requirements/base.lock", "megatron_collab/py.typed", "pyproject.toml", PAGE} <= names
 
 
 def test_the_program_runs_from_any_folder(environment: Path, tmp_path: Path) -> None:

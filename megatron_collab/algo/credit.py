@@ -4,20 +4,36 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
 
 from megatron_collab.algo.advantages import GROUPED, decoupled
-from megatron_collab.config import Config, RewardConfig, TrainingRewardConfig
+from megatron_collab.config import AlgoConfig, RewardConfig, TrainingRewardConfig, TrainingRolloutConfig
 from megatron_collab.types import Credit, Future, Group, Missing, Reward, Rollout, Sample, Turn
 
 RewardFormula = Callable[[Sequence[Future]], Reward]  # the reward of a turn from its scored futures
 _WHOLE, _MALFORMED = "<reward>", "<malformed>"  # names of reward parts that belong to no metric
 
 
-def samples_of(group: Group, config: Config, number: int, formula: RewardFormula) -> list[Sample]:
+@dataclass(frozen=True)
+class CreditSpec:
+    """How the rollouts of a group become samples."""
+
+    algo: AlgoConfig
+    reward: TrainingRewardConfig
+    rollout: TrainingRolloutConfig
+
+    @property
+    def min_rewards(self) -> int:
+        """Smallest number of rewards in a group that can give a gradient."""
+        if self.algo.objective != "policy":
+            return 2 if self.algo.objective == "dpo" else 1
+        return 2 if self.algo.advantage in GROUPED else 1
+
+
+def samples_of(group: Group, spec: CreditSpec, number: int, formula: RewardFormula) -> list[Sample]:
     """The trained sequences of a group with their credits; rollouts without a reward are dropped.
 
     `number` is the group's index in the batch; it tells two groups of the same task apart. If the estimator compares
@@ -25,22 +41,22 @@ def samples_of(group: Group, config: Config, number: int, formula: RewardFormula
     better one first. `formula`: that of reward.mode.
     """
     rollouts = [rollout for rollout in group.rollouts if not isinstance(rollout.reward.value, Missing)]
-    if config.objective != "policy":
-        rollouts = select_rollouts(rollouts, config)
-    if len(rollouts) < _min_rewards(config):
+    if spec.algo.objective != "policy":
+        rollouts = select_rollouts(rollouts, spec)
+    if len(rollouts) < spec.min_rewards:
         return []
-    if config.objective == "policy" and config.algo.advantage == "gdpo":
-        rollouts = _decoupled(rollouts, config.reward)
+    if spec.algo.objective == "policy" and spec.algo.advantage == "gdpo":
+        rollouts = _decoupled(rollouts, spec.reward)
     name = f"{number}/{group.task.id}"
-    if config.reward.mode != "single_turn" and config.rollout.futures == 0:
-        samples = [conversation_sample(rollout, config.reward, name) for rollout in rollouts]
+    if spec.reward.mode != "single_turn" and spec.rollout.futures == 0:
+        samples = [conversation_sample(rollout, spec.reward, name) for rollout in rollouts]
     else:
-        samples = _with_futures(rollouts, config, name, formula)
-    overlong = config.objective == "policy" and config.algo.overlong
-    return [penalize_overlong(sample, config) for sample in samples] if overlong else samples
+        samples = _with_futures(rollouts, spec, name, formula)
+    overlong = spec.algo.objective == "policy" and spec.algo.overlong
+    return [penalize_overlong(sample, spec) for sample in samples] if overlong else samples
 
 
-def select_rollouts(rollouts: Sequence[Rollout], config: Config) -> list[Rollout]:
+def select_rollouts(rollouts: Sequence[Rollout], spec: CreditSpec) -> list[Rollout]:
     """For algo.objective=sft the first of the best rollouts; for dpo also the first of the worst, after it.
 
     Empty if there is nothing to learn: the best rollout is malformed; or, for dpo, best and worst have equal rewards,
@@ -52,11 +68,11 @@ def select_rollouts(rollouts: Sequence[Rollout], config: Config) -> list[Rollout
     best, worst = max(rollouts, key=_total_reward, default=None), min(rollouts, key=_total_reward, default=None)
     if best is None or worst is None or best.malformed:
         return []
-    if config.objective == "sft":
+    if spec.algo.objective == "sft":
         return [best]
     gap = _total_reward(best) - _total_reward(worst)
     differ = [turn.token_ids for turn in best.start.turns] != [turn.token_ids for turn in worst.start.turns]
-    return [best, worst] if gap > 0 and gap >= config.algo.dpo.gap and differ else []
+    return [best, worst] if gap > 0 and gap >= spec.algo.dpo.gap and differ else []
 
 
 def _total_reward(rollout: Rollout) -> float:
@@ -74,9 +90,9 @@ def has_gradient(samples: Sequence[Sample]) -> bool:
     return any(credit.spans and len(values[credit.peers]) > 1 for credit in credits)
 
 
-def drop_stale(samples: Sequence[Sample], oldest: int, config: Config) -> list[Sample]:
+def drop_stale(samples: Sequence[Sample], oldest: int, spec: CreditSpec) -> list[Sample]:
     """The samples of a group from version `oldest` or newer that still have enough peers among them."""
-    fresh, minimum = [sample for sample in samples if sample.version >= oldest], _min_rewards(config)
+    fresh, minimum = [sample for sample in samples if sample.version >= oldest], spec.min_rewards
     while True:
         peers = Counter(name for sample in fresh for name in {credit.peers for credit in sample.credits})
         previous, fresh = fresh, [s for s in fresh if any(c.spans and peers[c.peers] >= minimum for c in s.credits)]
@@ -103,15 +119,15 @@ def conversation_sample(rollout: Rollout, reward: TrainingRewardConfig, name: st
     return sample(turns, [Credit((span,), turn_return, name, name) for span, turn_return in pairs])
 
 
-def penalize_overlong(sample: Sample, config: Config) -> Sample:
+def penalize_overlong(sample: Sample, spec: CreditSpec) -> Sample:
     """The sample with lower credits for turns that reach into the last share `algo.overlong` of their token limit.
 
     With the limit L, c = overlong L and n tokens in the credit's longest turn, the penalty is 0 up to n = L - c, then
     (n - (L - c)) / c, which is 1 at L (soft overlong punishment of DAPO, arXiv:2503.14476, equation 13). It lowers the
     credit only, not the recorded reward.
     """
-    limit = (config.rollout.future if sample.later else config.rollout.turn).longest
-    cost = config.algo.overlong * limit
+    limit = (spec.rollout.future if sample.later else spec.rollout.turn).longest
+    cost = spec.algo.overlong * limit
 
     def lowered(credit: Credit) -> Credit:
         longest = max((stop - start for start, stop in credit.spans), default=0)
@@ -166,7 +182,7 @@ def _parts(reward: Reward) -> dict[str, float]:
     return dict(reward.parts) or {_WHOLE: float(reward.value)}
 
 
-def _with_futures(rollouts: Sequence[Rollout], config: Config, name: str, formula: RewardFormula) -> list[Sample]:
+def _with_futures(rollouts: Sequence[Rollout], spec: CreditSpec, name: str, formula: RewardFormula) -> list[Sample]:
     """The trained turn of each rollout, followed, with rollout.train_turns=all, by the later turns of the futures.
 
     The later turns of a future get its reward. Their peers are the future's siblings: the futures of the same trained
@@ -179,11 +195,11 @@ def _with_futures(rollouts: Sequence[Rollout], config: Config, name: str, formul
         assert not isinstance(rollout.reward.value, Missing)
         turns = rollout.start.turns
         credits = [Credit(_spans(turns), rollout.reward.value, name, name)]
-        if config.rollout.train_turns == "all" and not rollout.start.ending:
+        if spec.rollout.train_turns == "all" and not rollout.start.ending:
             scored = [(future.conversation, formula([future]).value) for future in rollout.futures]
             known = [(conversation, value) for conversation, value in scored if not isinstance(value, Missing)]
             for conversation, value in known:
-                trained = conversation.turns[len(turns) :] if len(known) >= _min_rewards(config) else ()
+                trained = conversation.turns[len(turns) :] if len(known) >= spec.min_rewards else ()
                 credit = Credit(_spans(trained), value, f"{name}/later/{number}", f"{name}/later")
                 if trained:
                     later.append(sample(trained, [credit], before=turns))
@@ -191,13 +207,6 @@ def _with_futures(rollouts: Sequence[Rollout], config: Config, name: str, formul
                     credits.append(credit)
         first.append(sample(turns, credits))
     return first + later
-
-
-def _min_rewards(config: Config) -> int:
-    """Smallest number of rewards in a group that can give a gradient."""
-    if config.objective != "policy":
-        return 2 if config.objective == "dpo" else 1
-    return 2 if config.algo.advantage in GROUPED else 1
 
 
 def _spans(turns: Sequence[Turn]) -> tuple[tuple[int, int], ...]:

@@ -27,7 +27,9 @@ COMMANDS = {
     "rehearse": "simulate the memory of a run, rank by rank, up to the first that does not fit",
     "plan-sync": "predict the weight sync of a run: bytes by path, rounds, seconds",
     "convert": "convert a checkpoint to a Hugging Face folder, or back",
+    "view": "look at runs in a browser: curves, evaluations, every conversation",
     "report": "rewrite report.html of a run",
+    "export": "write the transcripts of a run as lines of JSON",
     "score": "score the futures of a run under several rewards, side by side",
     "recording": "show recorded calls of users and judges: contents, price, latency; merge or scrub them",
 }
@@ -42,6 +44,7 @@ PROGRAMS = {
 SATELLITES = {
     "users-from-logs": "megatron_collab.user_logs.command",
     "rehearse": "megatron_collab.rehearsal.command",
+    "view": "megatron_collab.view.command",
 }
 
 _OF_LOGS = ("presidio_analyzer", "sklearn", "datasketch", "spacy")  # heavy, and needed by one command only
@@ -52,7 +55,7 @@ def main() -> int:
     console.begin()
     if name in ("-h", "--help"):
         commands = "\n".join(f"  {command:16}{text}" for command, text in COMMANDS.items())
-        print(f"usage: megatron-collab [--version] [--quiet] [--verbose] COMMAND …\n{commands}")
+        print(f"usage: megatron-collab [--version] [--quiet] [--verbose] [--plain] COMMAND …\n{commands}")
         print("megatron-collab COMMAND --help: its options")
         return 0
     if name == "--version":

@@ -116,14 +116,13 @@ def print_plan(overrides: Sequence[str], gpu_gib: float) -> int:
     try:
         patches.apply("megatron")
         from megatron_collab.launch.servers import idle_gpus
-        from megatron_collab.models.parallel_layout import ranks
         from megatron_collab.planning.memory import GIB, host_memory, peak, plan_memory, read_run
     except Exception as error:  # libraries raise anything if they cannot work, OSError without their driver
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"--plan: torch or Megatron-Core cannot be imported on this machine: {text}") from error
 
     config, shape = read_run(overrides)
-    stages, gpus = plan_memory(config, shape), ranks(config)
+    stages, gpus = plan_memory(config, shape), config.launch.ranks
     peaks = [peak(parts) / GIB for parts in stages]
     fullest = peaks.index(max(peaks))
     launch, parallel, parts = config.launch, config.parallel, stages[fullest]

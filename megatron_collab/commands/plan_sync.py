@@ -37,13 +37,15 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     patches.apply("megatron")
     from megatron_collab.launch import server_specs
+    from megatron_collab.launch.trainer_specs import trainer_layout
     from megatron_collab.planning.memory import read_run
     from megatron_collab.planning.weight_sync_cost import Bandwidth, Sharding, sync_cost
     from megatron_collab.trainer.megatron.config import DTYPES
-    from megatron_collab.weight_sync.plan import first_round, plan_sync, trainer_layout
+    from megatron_collab.weight_sync.plan import first_round, plan_sync
 
     config, shape = read_run(options.settings)
-    require(config.train.stage == "rl", "<train.stage>: has no servers to sync weights to; set train.stage=rl", config)
+    message = f"train.stage={config.train.stage}: has no servers to sync weights to; set train.stage=rl"
+    require(config.train.stage == "rl", message)
     trainer, parallel, policy = trainer_layout(config), config.parallel, server_specs.training(config).policy
     layout, placement = policy.layout, policy.placement
     plan = plan_sync(shape, trainer, layout, DTYPES[config.model.dtype].itemsize)

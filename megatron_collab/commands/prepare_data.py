@@ -6,12 +6,13 @@
 each conversation; of scored candidates the best of its last turn. --to dpo: of each turn the best candidate against the
 worst. --to opened: a task for each goal, without a message, so that the user opens the conversation. SOURCE is a file,
 a folder, a glob or a name of the Hub, or settings as '{source: NAME, subset: NAME}'. All its splits are read unless it
-has split: NAME. The new split is by conversation: no first message of a user, and so no prompt, is on both sides, nor
-on another side for rl than sft.
+has split: NAME. The new split is by the first message of the user, so that no prompt is on both sides, and a
+conversation is on the same side for rl and sft.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -27,34 +28,12 @@ SUMMARY = "summary.json"
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = ArgumentParser("prepare-data", __doc__)
-    parser.add_argument("source", help="file, folder, glob, name of the Hub, or settings in braces")
-    parser.add_argument("--to", required=True, choices=("rl", "sft", "dpo", "opened"), help="what the rows are for")
-    parser.add_argument("--out", required=True, type=Path, help="folder to write")
-    parser.add_argument("--eval-share", type=float, default=0.1, help="share of the conversations for evaluation [0.1]")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the split [0]")
-    parser.add_argument("--system-prompt", metavar="FILE.j2", help="system message of all rows")
-    parser.add_argument("--max-tokens", type=int, help="drop longer prompts (rl) and conversations; needs --model")
-    parser.add_argument("--model", help="folder or name of the model whose tokens are counted")
-    parser.add_argument("--gap", type=positive, default=0.02, help="dpo: smallest difference of two scores [0.02]")
-    parser.add_argument("--parquet", action="store_true", help="write Parquet instead of JSONL")
-    options = parser.parse_args(arguments)
-    require(0 <= options.eval_share < 1, f"--eval-share={options.eval_share:g}: must be at least 0 and below 1")
-    require((options.max_tokens is None) == (options.model is None), "--max-tokens and --model: give both or neither")
-    message = f"--max-tokens={options.max_tokens}: tasks that the user opens have no prompt; remove it"
-    require(options.max_tokens is None or options.to != "opened", message)
-    require(options.max_tokens is None or options.max_tokens > 0, f"--max-tokens={options.max_tokens}: must be above 0")
-    check_path("--out", options.out, WRITTEN_FOLDER)
-    written = (SUMMARY, *(f"{side}.{suffix}" for side in ("train", "eval") for suffix in ("jsonl", "parquet")))
-    existing = [name for name in written if (options.out / name).exists()]
-    require(not existing, f"--out={options.out}: holds {', '.join(existing)}; remove it, or give another folder")
+    options = _parse(arguments)
     file = options.system_prompt
     try_prompt("--system-prompt", file or "")
     system = read_prompt("--system-prompt", file, "", ()) if file else None
 
     # Hugging Face's libraries take seconds to import, so arguments are checked first.
-    from jinja2 import TemplateError
-
     from megatron_collab.data.chat_template import ChatRenderer
     from megatron_collab.data.datasets import to_parquet
     from megatron_collab.data.preparation import Preparation, groups_of_eval
@@ -85,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.parquet:
             for side in counts:
                 to_parquet(options.out / f"{side}.jsonl")
-    except (ValueError, OSError, TemplateError) as error:
+    except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     examples = preparation.examples
     summary = {
@@ -108,6 +87,32 @@ def main(arguments: Sequence[str]) -> int:
     if unread:
         show(f"{source.source}: {unread_note(unread)}")
     return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of the command. Raises ConfigError for values that cannot work together, or a folder with rows."""
+    parser = ArgumentParser("prepare-data", __doc__)
+    parser.add_argument("source", help="file, folder, glob, name of the Hub, or settings in braces")
+    parser.add_argument("--to", required=True, choices=("rl", "sft", "dpo", "opened"), help="what the rows are for")
+    parser.add_argument("--out", required=True, type=Path, help="folder to write")
+    parser.add_argument("--eval-share", type=float, default=0.1, help="share of the conversations for evaluation [0.1]")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the split [0]")
+    parser.add_argument("--system-prompt", metavar="FILE.j2", help="system message of all rows")
+    parser.add_argument("--max-tokens", type=int, help="drop longer prompts (rl) and conversations; needs --model")
+    parser.add_argument("--model", help="folder or name of the model whose tokens are counted")
+    parser.add_argument("--gap", type=positive, default=0.02, help="dpo: smallest difference of two scores [0.02]")
+    parser.add_argument("--parquet", action="store_true", help="write Parquet instead of JSONL")
+    options = parser.parse_args(arguments)
+    require(0 <= options.eval_share < 1, f"--eval-share={options.eval_share:g}: must be at least 0 and below 1")
+    require((options.max_tokens is None) == (options.model is None), "--max-tokens and --model: give both or neither")
+    message = f"--max-tokens={options.max_tokens}: tasks that the user opens have no prompt; remove it"
+    require(options.max_tokens is None or options.to != "opened", message)
+    require(options.max_tokens is None or options.max_tokens > 0, f"--max-tokens={options.max_tokens}: must be above 0")
+    check_path("--out", options.out, WRITTEN_FOLDER)
+    written = (SUMMARY, *(f"{side}.{suffix}" for side in ("train", "eval") for suffix in ("jsonl", "parquet")))
+    existing = [name for name in written if (options.out / name).exists()]
+    require(not existing, f"--out={options.out}: holds {', '.join(existing)}; remove it, or give another folder")
+    return options
 
 
 def _joined_counts(dropped: dict[str, int] | Counter[str]) -> str:

@@ -140,10 +140,10 @@ def _scores(config: PlayConfig, metrics: Mapping[str, ScoredMetric], played: Seq
     """Scores with `metrics` by the id() of the future. The run has recorded scores of config.reward."""
     from megatron_collab.launch.play_specs import reward_spec
     from megatron_collab.llm import limiter
-    from megatron_collab.observability.run import progress
     from megatron_collab.reward.comparison import rescore
     from megatron_collab.reward.workers import RewardWorker
     from megatron_collab.runtime.ray_cluster import ray_session
+    from megatron_collab.runtime.screen import progress
 
     with ExitStack() as stack:
         if any(metric.judged for metric in metrics.values()):  # the limiter admits the judge's calls

@@ -15,6 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron_collab.checkpoint import hf
 from megatron_collab.checkpoint.sharded_state import load_weights
 from megatron_collab.config import Config
+from megatron_collab.launch.trainer_specs import network_spec
 from megatron_collab.runtime.network import single_rank
 from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel
@@ -61,9 +62,9 @@ def _megatron(checkpoint: Path | None, folder: Path, dtype: torch.dtype | None, 
     config = Config()
     config.launch.device, config.model.dtype = "cpu", "float32"
     os.environ |= single_rank("the only rank")
-    shape = hf.read_shape(folder)
-    with parallel.init_parallel(config):
-        chunks = policies.build(config, shape)
+    network, shape = network_spec(config), hf.read_shape(folder)
+    with parallel.init_parallel(config.launch, network):
+        chunks = policies.build(network, shape)
         if checkpoint:
             load_weights(chunks, checkpoint)
         else:

@@ -23,6 +23,7 @@ from megatron_collab.config.kind import ADDRESS, WRITTEN_FILE, WRITTEN_FOLDER, a
 from megatron_collab.config.load import COMMAND_LINE, CONF, build, compose, compose_program, groups, layers, settings
 from megatron_collab.config.option import (
     ConfigError,
+    Shown,
     check_declared,
     check_path,
     check_written,
@@ -49,12 +50,16 @@ from megatron_collab.config.schema import (
     LoraConfig,
     ModelConfig,
     OptimConfig,
+    ParallelConfig,
+    PublishConfig,
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
     ServedConfig,
+    TrainConfig,
     TrainingModelConfig,
     TrainingRewardConfig,
+    TrainingRolloutConfig,
     UserConfig,
     uses_wandb,
 )

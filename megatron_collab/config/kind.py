@@ -40,10 +40,10 @@ def is_blank(text: str) -> bool:
 
 def address_fault(text: str, schemes: tuple[str, ...] = ("http", "https")) -> str:
     """Why `text` is no address SCHEME://HOST[:PORT][/PATH] with one of `schemes`; empty if it is one."""
-    scheme, separator, rest = text.partition("://")
+    scheme, separator, location = text.partition("://")
     if not separator or scheme.lower() not in schemes:
         return f"must begin with {' or '.join(f'{known}://' for known in schemes)}, as {schemes[0]}://HOST:PORT"
-    place = re.split(r"[/?]", rest, maxsplit=1)[0]
+    place = re.split(r"[/?]", location, maxsplit=1)[0]
     if "@" in place:
         return "contains a user or a password; remove it, and set a key in the environment"
     if _NOT_IN_ADDRESS.search(text) or not text.isprintable():

@@ -10,7 +10,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,23 @@ class ConfigError(ValueError):
     """A setting that cannot work; the message is one line that names the setting and a fix."""
 
 
-def require(holds: bool, message: str, config: Any = None) -> None:
-    """Raises ConfigError(message) unless `holds`; with `config`, <run.dir> in the message becomes run.dir=VALUE."""
-
-    def expand(match: re.Match[str]) -> str:
-        value = operator.attrgetter(match[1])(config)
-        return f"{match[1]}={str(value).lower() if isinstance(value, bool) else value}"
-
+def require(holds: bool, message: str) -> None:
+    """Raises ConfigError(message) unless `holds`."""
     if not holds:
-        raise ConfigError(re.sub(r"<(\w+\.[\w.]+)>", expand, message) if config else message)
+        raise ConfigError(message)
+
+
+class Shown:
+    """Settings in messages: `f"{Shown(config).run.dir}"` is run.dir=VALUE; an unknown one raises AttributeError."""
+
+    def __init__(self, value: Any, name: str = "") -> None:
+        self._value, self._name = value, name
+
+    def __getattr__(self, name: str) -> Shown:
+        return Shown(getattr(self._value, name), f"{self._name}.{name}" if self._name else name)
+
+    def __str__(self) -> str:
+        return f"{self._name}={str(self._value).lower() if isinstance(self._value, bool) else self._value}"
 
 
 # attribute of Declared: its wording, and the comparison of a value with the bound
@@ -131,9 +139,9 @@ def check_declared(options: Any, prefix: str = "") -> None:
 
     A text is rejected if it is blank, unless it is '' by default. Free entries of a dict may be blank, its keys not.
     """
-    defaults = {name: default for name, default, _ in declared(type(options), prefix)}
+    kind: type = type(options)
     for name, value, rule in declared(options, prefix):
-        if value == "" and defaults[name] == "":  # not set
+        if value == "" and name.removeprefix(prefix) in _blank_by_default(kind):  # not set
             continue
         entries = [(name, entry) for entry in (value if isinstance(value, list) else [value])]
         if isinstance(value, dict):
@@ -145,6 +153,12 @@ def check_declared(options: Any, prefix: str = "") -> None:
         for setting, entry in entries:
             fault = rule.fault(entry)
             require(fault is None, f"{setting}={_shown(entry)}: {fault}")
+
+
+@cache
+def _blank_by_default(kind: type) -> frozenset[str]:
+    """The options of a dataclass that are '' by default, by their dotted names."""
+    return frozenset(name for name, default, _ in declared(kind) if default == "")
 
 
 def check_written(options: Any, prefix: str = "") -> None:

@@ -90,15 +90,16 @@ class Config(PlayConfig):
         return self.algo.objective if self.train.stage == "rl" else self.train.stage
 
     @property
-    def refers(self) -> bool:
-        """Whether the loss needs log-probs of a reference, the first policy."""
-        return self.objective == "dpo" or (self.objective == "policy" and self.algo.kl_coef > 0)
+    def reference(self) -> str | None:
+        """Which model gives the log-probs of the reference, the first policy; None: the loss needs none.
 
-    @property
-    def copies_reference(self) -> bool:
-        """Whether the reference is a separate model beside the policy, rather than the policy without its adapters."""
-        stored = self.train.stage == "dpo" and self.algo.dpo.precompute
-        return self.refers and not stored and self.model.lora.rank is None
+        copy: a separate model; base: the policy without its adapters; stored: either, once, before the first step.
+        """
+        if self.objective == "sft" or (self.objective == "policy" and self.algo.kl_coef == 0):
+            return None
+        if self.train.stage == "dpo" and self.algo.dpo.precompute:
+            return "stored"
+        return "copy" if self.model.lora.rank is None else "base"
 
 
 @dataclass

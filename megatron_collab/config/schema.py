@@ -78,6 +78,11 @@ class LaunchConfig(MachineConfig):
 class TrainingLaunchConfig(LaunchConfig):
     nproc_per_node: int = mutable(1, "trainer ranks per node, started under torchrun", ge=1, le=1024)
 
+    @property
+    def ranks(self) -> int:
+        """Trainer ranks over all nodes."""
+        return self.nodes * self.nproc_per_node
+
 
 @dataclass
 class LoraConfig:
@@ -257,6 +262,7 @@ class TrainConfig(EvalTasksConfig):
         None, "also keep the checkpoint with the highest eval/[SET/]METRIC; with a leading -: the lowest"
     )
     eval_every: int = mutable(0, "steps between evaluations; 0: only before the first step and after the last", ge=0)
+    stop_on_alarm: bool = mutable(False, "rl: stop the run, saved, when a sentinel of reward hacking raises an alarm")
 
 
 @dataclass
@@ -544,7 +550,7 @@ class PublishConfig:
 @dataclass
 class DataConfig:
     world: str | None = option(None, "world that creates model and data: booking, desk, gsm8k or package.module:Class")
-    world_options: dict[str, Any] = option({}, "settings of a world given as package.module:Class")
+    world_options: dict[str, Any] = option({}, "settings of the world: costs of desk, or those of package.module:Class")
     dir: str | None = option(None, "folder in which the world is created", kind=WRITTEN_FOLDER)
     path: str | None = option(None, "source data of the world, if it needs any (gsm8k: folder with train.jsonl)")
     eval: Any = mutable(None, "evaluation data: a source as in data.train, or a list of sets [{source: …, name: …}]")

@@ -7,8 +7,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from itertools import dropwhile, pairwise
+from functools import lru_cache
+from itertools import dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,9 @@ from jinja2 import TemplateError
 
 from megatron_collab import patches
 from megatron_collab.config import SamplingConfig, nearest, read_prompt, require
+from megatron_collab.config.bounded_jinja import BoundedTemplate, TemplateLimit, bounded
 from megatron_collab.data.control_tokens import any_of, cut, split
 from megatron_collab.runtime import hub
-from megatron_collab.runtime.trial import TrialError, run_trial
 from megatron_collab.types import THOUGHT_BEGIN, THOUGHT_END, Message, Turn, visible
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_messa
 _MARKER = "SAMPLED7REPLY"
 CONTROL_TOKENS = "control_tokens_as_text"  # counter
 _SHOWN = "move their text into messages of the user, or give a model whose template shows them"
-_SECONDS = 10.0  # for the first messages of each role; an ordinary template takes a thousandth of this
+_FIXED = "fix it, or give another model"
 
 
 class ChatRenderer:
@@ -61,7 +61,6 @@ class ChatRenderer:
         self.system = system
         # Bytes of the template around messages of these roles, or why it cannot show them.
         self._frames: dict[tuple[bool, tuple[str, ...]], int | ValueError] = {}  # bool: if tools are shown
-        self._tried: set[tuple[str, str]] = set()  # roles that follow each other in them
         self.tokenizer = load_tokenizer(model_path, setting)
         if not self.tokenizer.chat_template:
             raise ValueError(f"{setting}={model_path}: its tokenizer has no chat template; give a chat model")
@@ -70,12 +69,9 @@ class ChatRenderer:
         self._turn_tokens = self._control_tokens = re.compile(r"(?!)")
         self._header = self._lead = self._trail = ""
         self.plain_mark: str | None = None
-        try:
-            self._read_frame()
-            end = self._tail([Message("user", "x")])[:1]
-            self._check_tools_shown()
-        except TemplateError as error:
-            raise self._unfit_error(f"fails ({error})") from error
+        self._read_frame()
+        end = self._tail([Message("user", "x")])[:1]
+        self._check_tools_shown()
         if not end or end[0] not in self.tokenizer.added_tokens_decoder:
             raise self._unfit_error("does not end an assistant message with a special token")
         self.end_id: int = end[0]
@@ -120,16 +116,12 @@ class ChatRenderer:
 
         Raises ValueError as `check_shown` does.
         """
-        self.check_shown(messages)
         messages = self._with_system(messages)
         return self._frame_bytes(messages) + sum(len(message.content.encode()) for message in messages)
 
     def check_shown(self, messages: Sequence[Message]) -> None:
-        """Raises ValueError if the template refuses, drops or does not end for messages of these roles.
-
-        Roles that have not followed each other before are tried in a child process.
-        """
-        self._frame_bytes(self._with_system(messages), guarded=True)
+        """Raises ValueError if the template refuses, drops or does not end for messages of these roles."""
+        self._frame_bytes(self._with_system(messages))
 
     def reply(self, text: str) -> tuple[int, ...]:
         """A written assistant message with its end-of-turn token, as in the template, for supervised training."""
@@ -149,10 +141,7 @@ class ChatRenderer:
         header = self._render([question, Message("assistant", _MARKER), tool_result]).partition(_MARKER)[0]
         content = _MARKER if message.content else ""
         text = cut(message.content, self._turn_tokens)
-        try:
-            written = self._render([question, replace(message, content=content), tool_result])
-        except TemplateError as error:
-            raise self._unfit_error(f"refuses tool_calls ({error})") from error
+        written = self._render([question, replace(message, content=content), tool_result], fault="refuses tool_calls")
         calls, ended, _ = written.removeprefix(header).partition(end)
         if not all(call.name in calls for call in message.tool_calls):
             raise self._unfit_error("drops tool_calls")
@@ -270,13 +259,13 @@ class ChatRenderer:
                 return whole[len(before) :]
         return self._encode(text)
 
-    def _frame_bytes(self, messages: Sequence[Message], guarded: bool = False) -> int:
+    def _frame_bytes(self, messages: Sequence[Message]) -> int:
         """Bytes of the template around messages of these roles. Raises ValueError if it refuses or drops one."""
         roles = tuple(message.role for message in messages)
         key = bool(self.tools), roles
         if key not in self._frames:
             try:
-                self._frames[key] = self._measured(roles, guarded)
+                self._frames[key] = self._measured(roles)
             except ValueError as error:
                 self._frames[key] = error
         measured = self._frames[key]
@@ -284,28 +273,32 @@ class ChatRenderer:
             raise measured
         return measured
 
-    def _measured(self, roles: tuple[str, ...], guarded: bool) -> int:
+    def _measured(self, roles: tuple[str, ...]) -> int:
         texts = [f"{_MARKER}{number}x" for number in range(len(roles))]
-        work = partial(self._render, [Message(role, text) for role, text in zip(roles, texts, strict=True)])
-        steps = set(pairwise(("", *roles)))
-        try:
-            if guarded and not steps <= self._tried:
-                run_trial(work, _SECONDS)
-                self._tried |= steps
-            rendered = work()
-        except (TemplateError, TrialError) as error:
-            raise self._unfit_error(f"refuses messages of the roles {', '.join(roles)} ({error})", _SHOWN) from error
+        messages = [Message(role, text) for role, text in zip(roles, texts, strict=True)]
+        rendered = self._render(messages, fault=f"refuses messages of the roles {', '.join(roles)}", way_out=_SHOWN)
         if dropped := next((role for role, text in zip(roles, texts, strict=True) if text not in rendered), None):
             raise self._unfit_error(f"drops a {dropped} message from {', '.join(roles)}", _SHOWN)
         return len(rendered.encode()) - sum(map(len, texts))
 
-    def _render(self, messages: Sequence[Message], thinking: bool | None = None, **other: Any) -> str:
+    def _render(
+        self,
+        messages: Sequence[Message],
+        thinking: bool | None = None,
+        fault: str = "fails",
+        way_out: str = _FIXED,
+        **other: Any,
+    ) -> str:
+        """The rendered text. Raises ValueError with `fault` and `way_out` if the template fails."""
         tokens = {"assistant": self._turn_tokens}
         rows = [cut(message.as_dict(), tokens.get(message.role, self._control_tokens)) for message in messages]
         tools = cut(self.tools, self._control_tokens) or None
         template_arguments = {**self.arguments, **({} if thinking is None else {"enable_thinking": thinking})}
         options = {**template_arguments, "tools": tools, "add_generation_prompt": True, **other}
-        return _apply_template(self.tokenizer, rows, **options)
+        try:
+            return _apply_template(self.tokenizer, rows, **options)
+        except TemplateError as error:
+            raise self._unfit_error(f"{fault} ({error})", way_out) from error
 
     def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
         has_system = any(message.role == "system" for message in messages)
@@ -372,14 +365,34 @@ def render_once(model_path: str, setting: str) -> None:
             raise ValueError(f"{setting}={model_path}: its chat template fails ({error}); fix it") from error
 
 
-def _apply_template(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """The rendered text. Raises TemplateError for every failure of the template."""
+def _apply_template(
+    tokenizer: PreTrainedTokenizerFast,
+    rows: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = False,
+    **options: Any,
+) -> str:
+    """The text as of apply_chat_template of `tokenizer`, within the bounds of any template.
+
+    Raises TemplateError for every failure of the template.
+    """
+    values = {"messages": rows, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
     try:
-        return tokenizer.apply_chat_template(rows, tokenize=False, **options)
+        template = _bounded_template(tokenizer.get_chat_template(tools=tools))
+        return template.render({**values, **tokenizer.special_tokens_map, **options})
     except TemplateError:
         raise
+    except TemplateLimit as error:
+        raise TemplateError(str(error)) from error
     except Exception as error:
         raise TemplateError(f"{type(error).__name__}: {error}") from error
+
+
+@lru_cache
+def _bounded_template(source: str) -> BoundedTemplate:
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    return BoundedTemplate(bounded(_compile_jinja_template(source).environment), source)
 
 
 @dataclass(frozen=True)

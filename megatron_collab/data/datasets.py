@@ -32,6 +32,7 @@ from megatron_collab.data.sources import Source, TrainingSource, unread_settings
 from megatron_collab.data.spec import DataSpec
 from megatron_collab.data.survey import Survey, TaskRequirements, survey
 from megatron_collab.runtime import files, hub
+from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import Batch, Message, Sample, Task
 
 __all__ = ["TaskReader"]  # the interface for extensions
@@ -229,7 +230,10 @@ class SupervisedData:
             yield self._batch(examples[start : start + size])
 
     def _batch(self, examples: Iterable[Any]) -> Batch:
-        return Batch(tuple(sample for example in examples for sample in samples_of(self.renderer, example)))
+        try:
+            return Batch(tuple(sample for example in examples for sample in samples_of(self.renderer, example)))
+        except ValueError as error:  # a row whose bytes alone have shown that it is short enough
+            raise RunStopped(str(error)) from error
 
 
 def samples_of(renderer: ChatRenderer, example: Messages | Pair) -> tuple[Sample, ...]:

@@ -28,11 +28,12 @@ class EvaluationSet(Source):
     max_assistant_turns: int | None = option(None, "as in rollout; null: that of training", ge=1)
     max_messages: int | None = option(None, "as in rollout; null: that of training", ge=2)
     max_new_tokens: int | None = option(None, "token budget of every turn; null: those of training", ge=1)
+    against: str | None = option(None, "earlier set that it is compared with, for the gap of held-out users or tasks")
 
     @property
     def digest(self) -> str:
         """Digest of the settings under which a task is played, such as samples, user and budgets."""
-        return hashlib.sha256(repr(replace(self, name="", tasks=None)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr(replace(self, name="", tasks=None, against=None)).encode()).hexdigest()[:16]
 
     @property
     def setting(self) -> str:
@@ -53,4 +54,7 @@ def evaluation_sets(entries: Any, tasks: int) -> tuple[EvaluationSet, ...]:
         allowed = bool(_NAME.fullmatch(name)) or (not isinstance(entries, list) and not name)
         require(allowed, f"{setting}.name={name}: use letters, digits and - . _ only")
         require(names.count(name) == 1, f"data.eval: two sets are named {name}; rename one")
+        against = sets[number].against
+        message = f"{setting}.against={against}: no set of this name is before it; list that set first"
+        require(against is None or against in names[:number], message)
     return tuple(replace(eval_set, tasks=eval_set.tasks or tasks) for eval_set in sets)

@@ -9,18 +9,20 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 
 from megatron_collab.data.examples import Examples
 from megatron_collab.data.formats import FORMATS, Format
 from megatron_collab.data.messages import Unfit
 from megatron_collab.data.parsing import NAMED, refusal
 from megatron_collab.data.readers import Candidate
+from megatron_collab.runtime.trial import TrialError, run_trial
 from megatron_collab.types import Task
 
+TRIAL_SECONDS = 60.0  # of a metric's `unscorable`
 _SAMPLE = 100  # tasks of a source that metrics try, evenly spread
 Lacks = Callable[[Task], str | None]  # what a task lacks for a metric or a user; None: nothing
 
@@ -35,7 +37,8 @@ class TaskRequirements:
 
     `lacks`, by setting: what a task lacks for the metric to apply, or for the user to play. `check` raises ValueError
     if the task's user, a metric or a tool cannot read it. `trials`, by setting: of tasks that lack nothing for it, by
-    place the reasons why the metric could not score them. `depends_on`: the settings behind all, as JSON.
+    place the reasons why the metric could not score them; called in a fork of this process, so only processes without
+    devices may have them. `depends_on`: the settings behind all, as JSON.
     """
 
     lacks: Mapping[str, Lacks] = field(default_factory=dict)
@@ -138,9 +141,11 @@ def _unscorable(
     for setting, trial in requirements.trials.items():
         tried = [(number, task) for number, task, task_lacks in sample if setting not in task_lacks]
         try:
-            reasons = trial([task for _, task in tried])
-        except BaseException as error:  # a metric may raise anything
-            raise ValueError(f"{setting} cannot be tried: {type(error).__name__}: {error}") from error
+            reasons = run_trial(partial(trial, [task for _, task in tried]), TRIAL_SECONDS)
+        except (TrialError, ValueError) as error:
+            message = f"{setting}: unscorable() of the metric, which tries {len(tried)} tasks before the start,"
+            fault = error if isinstance(error, TrialError) else f"fails (ValueError: {error})"
+            raise ValueError(f"{message} {fault}; mend it, or leave the metric out") from error
         if reasons:
             first = min(reasons)
             counts[setting] = len(reasons), len(tried), f"{at(tried[first][0])}: {reasons[first]}"
@@ -187,8 +192,6 @@ def _token_count(example: Any, tokens: Callable[[Any], int], at: Callable[[int],
         return tokens(example)
     except ValueError as error:  # the template refuses a role, or does not write tool calls
         raise ValueError(f"{at(number)}: {error}") from error
-    except (TemplateError, ArithmeticError, LookupError, RecursionError, TypeError) as error:
-        raise ValueError(f"{at(number)}: the chat template of model.path rejects it: {error}") from error
 
 
 def first_of_prompts(candidates: Sequence[tuple[int, Candidate, str]]) -> set[int]:

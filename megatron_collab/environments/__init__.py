@@ -18,6 +18,7 @@ WORLDS = {
     "desk": f"{__name__}.desk:Desk",
     "gsm8k": f"{__name__}.gsm8k:Gsm8k",
 }
+WITH_OPTIONS = ("desk",)
 SCRIPTS = {"booking": f"{__name__}.booking:reply"}
 GOAL_CHECKS = {"booking": f"{__name__}.booking:check_goal"}
 

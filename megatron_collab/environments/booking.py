@@ -34,6 +34,7 @@ COMPLETE_EVERY = 6  # in one of so many conversations the first message says eve
 TRAIN_COMPLETE_EVERY, TRAIN_LATER = 3, 0.25
 # The first message says everything in 5 of 8 evaluated tasks: enough to count needless questions.
 EVALUATED, EVALUATED_COMPLETE = 640, (5, 8)
+OPENED_COMPLETE = 0.5  # a user who opens the conversation says everything this often
 # How the supervised conversations behave.
 ASKS, ASKS_ALL, ASKS_AGAIN, ASKS_NEEDLESSLY = 0.28, 0.5, 0.2, 0.06
 
@@ -74,11 +75,12 @@ def missing(task: Task) -> frozenset[str]:
 def reply(goal: str, messages: Sequence[Message]) -> str:
     """The user's next message for a goal in JSON: the slots asked for, the request again, or the end after a booking.
 
-    Without messages it is the first message, which gives a part of the goal. The part is drawn with the goal as seed.
+    Without messages it is the first message, which gives all of the goal or a part. It is drawn with the goal as seed.
     """
     if not messages:
         rng = random.Random(goal)
-        return _first(json.loads(goal), set(rng.sample(list(SLOTS), rng.randrange(len(SLOTS))))).content
+        number = len(SLOTS) if rng.random() < OPENED_COMPLETE else rng.randrange(len(SLOTS))
+        return _first(json.loads(goal), set(rng.sample(list(SLOTS), number))).content
     text = messages[-1].content
     if is_final(text):
         return f"thanks . {STOP}"

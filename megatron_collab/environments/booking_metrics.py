@@ -30,6 +30,8 @@ class BookingMetric(Metric):
 class BookingRight(BookingMetric):
     """Whether the policy's last message is the right booking, word for word."""
 
+    ground_truth = True
+
     def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float:
         return float(replies[-1].strip() == task.answer)
 

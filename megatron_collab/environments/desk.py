@@ -6,20 +6,25 @@ Goals, phrasings, kinds of requests and kinds of users are held out, each in a s
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from megatron_collab.config import option, require
 from megatron_collab.environments import World
 from megatron_collab.environments import desk_language as language
+from megatron_collab.environments.desk_behavior import DeskBehavior, random_part
 from megatron_collab.environments.desk_language import KINDS, MODEL, VALUES, Kind
-from megatron_collab.environments.desk_model import USERS, DeskState
-from megatron_collab.environments.desk_optimum import POLICIES, DeskPredictions, Starts
-from megatron_collab.environments.desk_user import DeskGoal, draw, read_goal, reply
+from megatron_collab.environments.desk_model import DeskState
+from megatron_collab.environments.desk_optimum import Starts
+from megatron_collab.environments.desk_predictions import DeskSet, predicted_scores, solve, tables
+from megatron_collab.environments.desk_user import DeskGoal, draw, read_goal, reply, unknown
 from megatron_collab.types import Message, Task
 
 logger = logging.getLogger(__name__)
@@ -27,31 +32,31 @@ logger = logging.getLogger(__name__)
 USER = "desk"
 SPLITS = GOALS, PHRASINGS, REQUESTS, PEOPLE = ("goals", "phrasings", "requests", "users")  # held out, a file each
 TRAIN = "train"
-TASKS, EVALUATED = 4096, 1024  # of the training data, and of each held-out split: every second one of these is complete
+TASKS, EVALUATED = 4096, 1024  # of training, and of each held-out split, in which every second request is complete
 CONTEXT = 256  # tokens
-# The supervised conversations mostly guess, and complete ones teach to read; training shows what is rare in them.
-CONVERSATIONS, COMPLETE_EVERY, TRAIN_COMPLETE_EVERY, TRAIN_LATER = 8192, 2, 3, 0.25
-ASKS, ASKS_ALL, ASKS_AGAIN, ASKS_NEEDLESSLY = 0.28, 0.5, 0.2, 0.06
+# Supervised: most replies guess, and every second request is complete, which teaches to read. Tasks of training: fewer
+# are complete, and a quarter begins after a first question, which supervised conversations seldom ask.
+CONVERSATIONS, COMPLETE_EVERY, TRAIN_COMPLETE_EVERY, TRAIN_LATER = 16384, 2, 3, 0.25
 HELD_OUT_PERIOD = 5  # one kind of request and one goal of so many are held out
 
 
 def kinds(held_out: bool) -> list[Kind]:
-    """The kinds of requests of one side; each action and each topic occurs on both."""
+    """The kinds of requests that are held out, or those of training; both have every action and every topic."""
     actions, topics = list(language.ACTIONS), list(language.TOPICS)
     places = [(kind, actions.index(kind[0]) + topics.index(kind[1])) for kind in KINDS]
     return [kind for kind, place in places if (place % HELD_OUT_PERIOD == 0) == held_out]
 
 
 def is_held_out(kind: Kind, values: Mapping[str, str]) -> bool:
-    """Whether a goal is kept from training: by its open slots, so that guessable ones keep their chances everywhere."""
+    """Whether a goal is held out. Its open slots decide, so that guessable values have the same chances everywhere."""
     indexes = [VALUES[slot].index(value) for slot, value in values.items() if slot in MODEL.open]
     return len(indexes) > 0 and (sum(indexes) + KINDS.index(kind)) % HELD_OUT_PERIOD == 0
 
 
 def tasks(seed: int, n: int, split: str = TRAIN) -> list[Task]:
-    """`n` tasks of training, or of a held-out split, which then begin with the user's first message.
+    """`n` tasks of training, or of a held-out split, which differs from training in one thing.
 
-    The others differ from training in nothing else: each split holds out one thing.
+    Held-out tasks begin with the user's first message.
     """
     rng = random.Random(f"desk tasks {seed} {split}")
     starts = islice(_trained(rng) if split == TRAIN else _evaluated(rng, split), n)
@@ -66,13 +71,13 @@ def _trained(rng: random.Random) -> Iterator[tuple[DeskGoal, tuple[Message, ...]
         goal = _goal(rng, TRAIN, rng.choice(MODEL.seen_users))
         messages = [_first(rng, goal, complete)]
         if rng.random() < TRAIN_LATER:
-            exchange = _exchange(rng, messages, goal, _random_part(rng, unknown(goal, messages) or goal.values))
+            exchange = _exchange(rng, messages, goal, random_part(rng, unknown(goal, messages) or goal.values))
             messages += exchange if language.STOP not in exchange[-1].content else []
         yield goal, tuple(messages)
 
 
 def _evaluated(rng: random.Random, split: str) -> Iterator[tuple[DeskGoal, tuple[Message, ...]]]:
-    """Complete and incomplete ones in turn, and all kinds of users in turn of each."""
+    """A complete and an incomplete request for each kind of user in turn."""
     for user in cycle(MODEL.unseen_users if split == PEOPLE else MODEL.seen_users):
         for complete in (True, False):
             goal = _goal(rng, split, user)
@@ -96,10 +101,24 @@ def _first(rng: random.Random, goal: DeskGoal, complete: bool) -> Message:
     return Message("user", language.opening(rng, goal.kind, stated, goal.phrasing))
 
 
-def unknown(goal: DeskGoal, messages: Sequence[Message]) -> list[str]:
-    """The slots that the request needs and no message of the user has given."""
-    values = language.heard(messages).values
-    return [slot for slot in goal.values if slot not in values]
+def with_costs(rows: Sequence[Task], costs: Sequence[float]) -> list[Task]:
+    """The tasks, each with one of `costs` for a question, which its goal has and its first message states.
+
+    Without `costs` the tasks stay as they are.
+    """
+
+    def stated(task: Task) -> Task:
+        cost = random.Random(f"desk cost {task.id}").choice(costs)
+        goal = replace(read_goal(task.goal), cost=cost)
+        return replace(task, messages=_stating(task.messages, cost), goal=goal.dump())
+
+    return [stated(task) for task in rows] if costs else [*rows]
+
+
+def _stating(messages: Sequence[Message], cost: float) -> tuple[Message, ...]:
+    """The messages, with the cost of a question at the end of the first."""
+    first, *later = messages
+    return (replace(first, content=f"{first.content} {language.cost(cost)}"), *later)
 
 
 def state_of(goal: DeskGoal, messages: Sequence[Message]) -> DeskState:
@@ -109,34 +128,28 @@ def state_of(goal: DeskGoal, messages: Sequence[Message]) -> DeskState:
     return DeskState(guessable, len(slots) - guessable)
 
 
-def conversations(seed: int, n: int) -> list[tuple[Message, ...]]:
-    """`n` conversations for supervised training, which show nothing that is held out."""
-    rng = random.Random(f"desk conversations {seed}")
-    return [_conversation(rng, i % COMPLETE_EVERY == 0) for i in range(n)]
+def conversations(seed: int, n: int, costs: Sequence[float] = ()) -> list[tuple[Message, ...]]:
+    """`n` conversations for supervised training, which show nothing that is held out.
+
+    Their first messages state one of `costs`, if there are any; the replies do not depend on it.
+    """
+    rng, cost_rng = random.Random(f"desk conversations {seed}"), random.Random(f"desk costs {seed}")
+    rows = [_conversation(rng, i % COMPLETE_EVERY == 0) for i in range(n)]
+    return [_stating(messages, cost_rng.choice(costs)) for messages in rows] if costs else rows
 
 
 def _conversation(rng: random.Random, complete: bool) -> tuple[Message, ...]:
-    """Of a user who leaves, it ends with the question."""
+    """A supervised conversation. If the user leaves, it ends with the question."""
     goal = _goal(rng, TRAIN, rng.choice(MODEL.seen_users))
-    messages = [_first(rng, goal, complete)]
-    chance = ASKS_NEEDLESSLY if complete else ASKS
-    while rng.random() < chance:
-        slots = unknown(goal, messages) or list(MODEL.slots)
-        asks_all = not complete and rng.random() < ASKS_ALL
-        question, answer = _exchange(rng, messages, goal, slots if asks_all else _random_part(rng, slots))
-        if language.STOP in answer.content:
-            return (*messages, question)
-        messages += [question, answer]
-        chance = 0.0 if complete or not unknown(goal, messages) else ASKS_AGAIN
-    known = language.heard(messages).values
-    guess = {slot: known.get(slot) or draw(rng, slot) for slot in goal.values}
-    return (*messages, Message("assistant", language.final(guess)))
-
-
-def _random_part(rng: random.Random, slots: Sequence[str] | Mapping[str, str]) -> list[str]:
-    """A random part of `slots`, never empty, in the order of the world."""
-    part = rng.sample(list(slots), rng.randint(1, len(slots)))
-    return [slot for slot in MODEL.slots if slot in part]
+    messages, behavior = [_first(rng, goal, complete)], DeskBehavior()
+    while True:
+        messages.append(behavior.reply(rng, goal, messages))
+        if language.is_final(messages[-1].content):
+            return tuple(messages)
+        answer = reply(goal, messages, str(rng.random()))
+        if language.STOP in answer:
+            return tuple(messages)
+        messages.append(Message("user", answer))
 
 
 def _exchange(rng: random.Random, messages: Sequence[Message], goal: DeskGoal, slots: Sequence[str]) -> list[Message]:
@@ -146,42 +159,40 @@ def _exchange(rng: random.Random, messages: Sequence[Message], goal: DeskGoal, s
 
 
 def starts_of(rows: Sequence[Task]) -> Starts:
-    """How often each state is that after an incomplete first message."""
+    """How often each state follows an incomplete first message."""
     states = (state_of(read_goal(task.goal), task.messages) for task in rows)
     return Counter(state for state in states if state != DeskState(0, 0))
 
 
-def predictions(seed: int) -> str:
-    """Tables of what policies reach: with each held-out set of `seed`, and with each kind of user on that of goals.
-
-    For incomplete requests; with a complete one every policy answers at once and is right.
-    """
-    starts = {split: starts_of(tasks(seed, EVALUATED, split)) for split in SPLITS}
-    sets, people = [_row("set", "cost", *POLICIES), _rule(len(POLICIES) + 2)], []
-    for cost in MODEL.costs:
-        prediction = DeskPredictions(MODEL, cost, starts[GOALS], MODEL.seen_users)
-        for split in SPLITS:
-            users = MODEL.unseen_users if split == PEOPLE else MODEL.seen_users
-            values = [prediction.value(policy, users, starts[split]) for policy in POLICIES]
-            cells = [f"{value.utility(cost):.3f} ({value.questions:.2f})" for value in values]
-            sets.append(_row(split, f"{cost:.2f}", *cells))
-        for policy in POLICIES:
-            utilities = [f"{prediction.utility(policy, [user], starts[GOALS]):.3f}" for user in USERS]
-            people.append(_row(policy, f"{cost:.2f}", *utilities))
-    return "\n".join([*sets, "", _row("policy", "cost", *USERS), _rule(len(USERS) + 2), *people]) + "\n"
+def evaluated_sets(seed: int) -> dict[str, DeskSet]:
+    """First messages and kinds of users of the held-out sets of `seed`."""
+    return {
+        split: DeskSet(
+            starts_of(tasks(seed, EVALUATED, split)), MODEL.unseen_users if split == PEOPLE else MODEL.seen_users
+        )
+        for split in SPLITS
+    }
 
 
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+def predictions(seed: int, costs: Sequence[float] = ()) -> str:
+    """Tables of what policies reach with the held-out sets of `seed`, at the `costs` that tasks state, if any do."""
+    sets = evaluated_sets(seed)
+    return tables(solve(MODEL, costs or MODEL.costs, sets), sets, stated=bool(costs))
 
 
-def _rule(columns: int) -> str:
-    return "|---" * columns + "|"
+@dataclass(frozen=True)
+class DeskOptions:
+    """Options of `Desk`."""
+
+    costs: list[float] = option(
+        [], "costs of a question: each task draws one and states it; empty: none is stated", ge=0
+    )
 
 
 class Desk(World):
     """A help desk whose user states a part of what a request needs; asking costs, guessing may fail."""
 
+    Options: ClassVar[type] = DeskOptions
     result_names: ClassVar[Mapping[str, str]] = {
         "utility": f"{GOALS}/desk_utility",
         "utility_incomplete": f"{GOALS}/desk_utility_incomplete",
@@ -190,24 +201,37 @@ class Desk(World):
         "needless": f"{GOALS}/desk_needless",
     }
 
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        distinct = len(set(map(language.cost, options.costs))) == len(options.costs)
+        require(distinct, f"data.world_options.costs={options.costs}: give costs that differ in their first six digits")
+
     def make(self, folder: Path, seed: int, source: str | None) -> None:
-        """Write model/, sft.jsonl (8,192 conversations), train.jsonl (4,096 tasks), SPLIT.jsonl (1,024 tasks of each
-        held-out split) and predictions.md, which is also logged: what is measured is compared with it.
+        """Write the model, the data and the predictions.
+
+        model/, sft.jsonl (16,384 conversations), train.jsonl (4,096 tasks), SPLIT.jsonl (1,024 tasks of each held-out
+        split); if tasks state costs, also goals_COST.jsonl, the tasks of goals.jsonl at one cost. predictions.md, which
+        is also logged, and predictions_COST.json, the same as scores of metrics, to compare results with.
         """
-        # Which take seconds to import; the users and the metrics need neither.
+        # Both take seconds to import, and the users and the metrics need neither.
         from megatron_collab.data.datasets import task_row, write_jsonl
         from megatron_collab.environments import tiny_model
 
-        tables = predictions(seed)
-        logger.info("predicted utility_incomplete (questions), by dynamic programming:\n%s", tables)
-        (folder / "predictions.md").write_text(tables)
-        tiny_model.save(folder / "model", tiny_model.word_tokenizer(language.words()), seed, CONTEXT)
-        write_jsonl(folder / "train.jsonl", map(task_row, tasks(seed, TASKS)))
-        for split in SPLITS:
-            write_jsonl(folder / f"{split}.jsonl", map(task_row, tasks(seed, EVALUATED, split)))
-        rows = (
-            {"messages": [message.as_dict() for message in messages]} for messages in conversations(seed, CONVERSATIONS)
-        )
+        costs, sets = self.options.costs, evaluated_sets(seed)
+        solved = solve(MODEL, costs or MODEL.costs, sets)
+        text = tables(solved, sets, stated=bool(costs))
+        logger.info("predicted utility_incomplete (questions), by dynamic programming:\n%s", text)
+        (folder / "predictions.md").write_text(text)
+        for cost, prediction in solved.items():
+            scores = predicted_scores(prediction, sets)
+            (folder / f"predictions_{cost:.2f}.json").write_text(json.dumps(scores, indent=1))
+        tiny_model.save(folder / "model", tiny_model.word_tokenizer(language.words(costs)), seed, CONTEXT)
+        files = {split: (split, costs) for split in SPLITS} | {f"{GOALS}_{cost:g}": (GOALS, [cost]) for cost in costs}
+        write_jsonl(folder / "train.jsonl", map(task_row, with_costs(tasks(seed, TASKS), costs)))
+        for name, (split, stated) in files.items():
+            write_jsonl(folder / f"{name}.jsonl", map(task_row, with_costs(tasks(seed, EVALUATED, split), stated)))
+        examples = conversations(seed, CONVERSATIONS, costs)
+        rows = ({"messages": [message.as_dict() for message in messages]} for messages in examples)
         write_jsonl(folder / "sft.jsonl", rows)
 
 

@@ -69,6 +69,7 @@ GRAMMAR: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }
 UNSURE, LEAVING, THANKS = "not sure .", "sorry , i have to go .", "thanks ."
+COST = "each question costs"
 BACK, NEEDLESS = "forget the {slot} .", "the {slot} can be any ."
 
 
@@ -97,6 +98,11 @@ def opening(rng: random.Random, kind: Kind, values: Mapping[str, str], phrasing:
     if not values:
         return f"{text} ."
     return phrase(rng, "opening", phrasing, request=text, statements=statements(rng, values, phrasing))
+
+
+def cost(value: float) -> str:
+    """The sentence that states the cost of a question."""
+    return f"{COST} {value:g} ."
 
 
 def ask(slots: Collection[str]) -> str:
@@ -168,10 +174,10 @@ def heard(messages: Iterable[Message]) -> Heard:
     return Heard(first or {}, answered, frozenset(back))
 
 
-def words() -> Sequence[str]:
-    """All words of the world."""
+def words(costs: Sequence[float] = ()) -> Sequence[str]:
+    """All words of the world, if its tasks state `costs`."""
     productions = [text for phrasings in GRAMMAR.values() for texts in phrasings.values() for text in texts]
-    phrases = [*productions, UNSURE, LEAVING, THANKS, BACK, NEEDLESS, FINAL, "which and ? . ,"]
+    phrases = [*productions, UNSURE, LEAVING, THANKS, BACK, NEEDLESS, FINAL, "which and ? . ,", *map(cost, costs)]
     language = [word for text in phrases for word in text.split() if not word.startswith("{")]
     names = [*ACTIONS, *TOPICS, *MODEL.slots, *(value for slot in MODEL.slots for value in VALUES[slot])]
     return list(dict.fromkeys([*language, *names]))

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from megatron_collab.config import option
 from megatron_collab.environments import desk_language as language
-from megatron_collab.environments.desk import USER, unknown
+from megatron_collab.environments.desk import USER
 from megatron_collab.environments.desk_language import MODEL
-from megatron_collab.environments.desk_user import DeskGoal, chance_right, read_goal
+from megatron_collab.environments.desk_user import DeskGoal, chance_right, read_goal, unknown
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.types import Conversation, Score, Task
 
@@ -47,14 +47,16 @@ class DeskMetric(Metric):
 
 
 class DeskRight(DeskMetric):
-    """`right_of` the conversation."""
+    """The chance that the guess is right."""
+
+    ground_truth = True
 
     def measure(self, goal: DeskGoal, task: Task, conversation: Conversation) -> float:
         return right_of(goal, conversation)
 
 
 class DeskQuestions(DeskMetric):
-    """`questions_of` the conversation."""
+    """How many questions the policy asked."""
 
     def measure(self, goal: DeskGoal, task: Task, conversation: Conversation) -> float:
         return float(questions_of(conversation))
@@ -77,7 +79,9 @@ class DeskNeedless(DeskMetric):
 class DeskUtilityOptions:
     """Options of `DeskUtility`."""
 
-    cost: float = option(MODEL.costs[0], "cost of a question, of the reward 1 for a right guess", ge=0)
+    cost: float = option(
+        MODEL.costs[0], "cost of a question, of the reward 1 for a right guess, unless the task states its own", ge=0
+    )
 
 
 class DeskUtility(DeskMetric):
@@ -86,17 +90,25 @@ class DeskUtility(DeskMetric):
     Options: ClassVar[type] = DeskUtilityOptions
 
     def measure(self, goal: DeskGoal, task: Task, conversation: Conversation) -> float:
-        return right_of(goal, conversation) - self.options.cost * questions_of(conversation)
+        cost = self.options.cost if goal.cost is None else goal.cost
+        return right_of(goal, conversation) - cost * questions_of(conversation)
 
 
 class DeskUtilityIncomplete(DeskUtility):
-    """The same over the tasks whose messages leave something unknown."""
+    """`DeskUtility` of the tasks whose messages leave something unknown."""
 
     @classmethod
     def lacks(cls, options: Any, task: Task) -> str | None:
         lacking = super().lacks(options, task)
         complete = not lacking and not unknown(read_goal(task.goal), task.messages)
         return "a slot that is left unknown" if complete else lacking
+
+
+class DeskAsks(DeskMetric):
+    """1 if the trained turn asks for anything unknown: a bonus for asking, for a reward of the turn alone."""
+
+    def measure(self, goal: DeskGoal, task: Task, conversation: Conversation) -> float:
+        return float(not set(unknown(goal, task.messages)).isdisjoint(language.slots_asked(conversation.replies[0])))
 
 
 class DeskAsksOpen(DeskMetric):
@@ -111,6 +123,6 @@ class DeskAsksOpen(DeskMetric):
 
 
 class DeskAsksGuessable(DeskAsksOpen):
-    """The same for guessable slots."""
+    """Share of the unknown guessable slots that the trained turn asks for, over the tasks that have any."""
 
     slots: ClassVar[Sequence[str]] = MODEL.guessable

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
 
 from megatron_collab.environments.desk_model import (
     USERS,
@@ -90,7 +89,7 @@ class DeskGame:
         return total, tuple(round(value / total, DIGITS) for value in joint) if total > 0 else belief
 
     def best(self, state: DeskState, belief: Belief) -> tuple[float, Action]:
-        """The optimal utility from here, without the questions already asked, and the action that reaches it."""
+        """The optimal utility from here, without the cost of earlier questions, and the action that reaches it."""
         key = state, belief
         if key not in self._best:
             utility, action = self.right(state, belief), None
@@ -112,8 +111,8 @@ class DeskGame:
     def asks(self, threshold: float, everything: bool) -> DeskPolicy:
         """Asks while the chance of being right is below `threshold`: for all unknown slots, or for one at random.
 
-        The best reply for a reward of the turn alone, the chance of being right plus a bonus for asking: all slots if
-        each question gets the bonus, one if each message that asks does.
+        These are the best replies for a reward of the turn alone: the chance of being right plus a bonus for asking. If
+        each question gets the bonus, they ask for all slots; if each message that asks does, for one.
         """
 
         def policy(state: DeskState, belief: Belief) -> Mapping[Action, float]:
@@ -168,7 +167,7 @@ class DeskPredictions:
 
     @cached_property
     def policies(self) -> dict[str, DeskPolicy]:
-        """POLICIES; of the reward of the turn alone sort and size of the bonus are tuned."""
+        """The policies by name. Kind and size of the bonus for asking are tuned."""
         candidates = [self.game.asks(bonus, everything) for bonus in THRESHOLDS for everything in (True, False)]
         myopic = max(candidates, key=lambda policy: self._mean(policy, self.users, self.starts).utility(self.cost))
         return {
@@ -185,21 +184,5 @@ class DeskPredictions:
     def utility(self, name: str, users: Sequence[str], starts: Starts) -> float:
         return self.value(name, users, starts).utility(self.cost)
 
-    def gap(self, users: Sequence[str]) -> float:
-        """By how much the policy that is optimal for the users of training surpasses the best bonus with `users`."""
-        return self.utility(OPTIMAL, users, self.starts) - self.utility(MYOPIC, users, self.starts)
-
     def _mean(self, policy: DeskPolicy, users: Sequence[str], starts: Starts) -> DeskValue:
         return mean((1.0, self.game.value(policy, starts, user)) for user in users)
-
-
-def gaps_of_unseen_users(model: DeskModel, cost: float, starts: Starts, number: int) -> dict[tuple[str, ...], float]:
-    """`DeskPredictions.gap` with each choice of `number` kinds of users that training would not show.
-
-    A negative gap reverses the comparison: the measure is then no test of what was learned.
-    """
-    gaps = {}
-    for unseen in combinations(USERS, number):
-        seen = tuple(user for user in USERS if user not in unseen)
-        gaps[unseen] = DeskPredictions(model, cost, starts, seen).gap(unseen)
-    return gaps

@@ -6,6 +6,7 @@ An answer is a function of goal, messages and seed alone, so that a conversation
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,21 +18,25 @@ from megatron_collab.types import Message
 
 FORM = (
     "the goal must be a JSON object with kind (action and topic), user (one of all, first, vague, changes, wrong, "
-    "leaves), phrasing (trained or held out) and values, of each slot that the kind needs"
+    "leaves), phrasing (trained or held out), values, of each slot that the kind needs, and perhaps cost, of a question"
 )
 
 
 @dataclass(frozen=True)
 class DeskGoal:
-    """What a user wants: a kind of request with the values of its slots; the kind of user, and how it phrases."""
+    """What a user wants: a kind of request with the values of its slots; the kind of user, and how it phrases.
+
+    `cost`: of a question, if the first message states it.
+    """
 
     kind: Kind
     values: dict[str, str]
     user: str
     phrasing: str
+    cost: float | None = None
 
     def dump(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps({name: value for name, value in asdict(self).items() if value is not None})
 
     @property
     def answer(self) -> str:
@@ -48,11 +53,18 @@ def read_goal(text: str) -> DeskGoal:
         known = goal.kind in language.KINDS and goal.user in USERS and goal.phrasing in language.PHRASINGS
         complete = known and goal.values.keys() == set(language.needed(goal.kind))
         fits = complete and all(value in VALUES[slot] for slot, value in goal.values.items())
+        fits = fits and (goal.cost is None or 0 <= goal.cost < math.inf)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         fits = False
     if not fits:
         raise ValueError(FORM)
     return goal
+
+
+def unknown(goal: DeskGoal, messages: Sequence[Message]) -> list[str]:
+    """The slots that the request needs and no message of the user states."""
+    values = language.heard(messages).values
+    return [slot for slot in goal.values if slot not in values]
 
 
 def draw(rng: random.Random, slot: str) -> str:

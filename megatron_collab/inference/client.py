@@ -159,8 +159,8 @@ class SGLangClient:
         read: Callable[[aiohttp.ClientResponse], Awaitable[Answer]],
         crash: type[EngineError] = TransientError,
     ) -> Answer:
-        timeout_error = EngineError(f"no answer within rollout.turn_timeout={self.spec.timeout:g} s")
-        return await post(self._session, self.url + path, body, read, timeout_error, crash)
+        late = f"no answer within rollout.turn_timeout={self.spec.timeout:g} s"
+        return await post(self._session, self.url + path, body, read, late, crash=crash)
 
     @cached_property
     def _session(self) -> aiohttp.ClientSession:
@@ -173,13 +173,15 @@ async def post[Answer](
     url: str,
     body: dict[str, Any],
     read: Callable[[aiohttp.ClientResponse], Awaitable[Answer]],
-    timeout_error: EngineError,
+    late: str,
+    timeout: type[EngineError] = EngineError,
     crash: type[EngineError] = TransientError,
 ) -> Answer:
     """POST `body` and return what `read` makes of the answer; transient errors are retried, up to ATTEMPTS in total.
 
-    Pauses double from BACKOFF_SECONDS on, each times a random factor from 0.5 to 1.5. Raises `timeout_error` after the
-    session's timeout, ServerGone without a connection, `crash` for status 500, EngineError for other statuses.
+    Pauses double from BACKOFF_SECONDS on, each times a random factor from 0.5 to 1.5. Raises `timeout` with
+    the message `late` after the session's timeout, ServerGone without a connection, `crash` for status 500, EngineError
+    for other statuses.
     """
 
     async def once() -> Answer:
@@ -190,7 +192,7 @@ async def post[Answer](
                 refusal = _refusal(response, response.status, await response.text())
                 raise crash(str(refusal)) if response.status == 500 else refusal
         except TimeoutError:
-            raise timeout_error from None
+            raise timeout(late) from None
         except aiohttp.ClientError as error:
             raise ServerGone(f"{url}: {type(error).__name__}: {error}") from error
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import ray
@@ -56,6 +56,14 @@ class Machines:
         return chosen
 
 
+class _Kept(NamedTuple):
+    """A server on another machine: the actor that owns it, and the references of its URL and of how it ended."""
+
+    keeper: Any
+    started: Any
+    ended: Any
+
+
 class RemoteProcess:
     """A ServerProcess on the machine with `address`, which must see the run's folders under the same names.
 
@@ -79,47 +87,52 @@ class RemoteProcess:
         self._arguments = replace(spec, host=host), log.resolve(), index, api_key
         self._no_node = f"no node of the Ray cluster has the server's address {address}"
         self._url = ""
-        self.start(part)
+        self._kept = self._keep(part)
 
     @property
     def url(self) -> str:
         """The first access waits for the start. Raises ServerError if it fails, and Preempted."""
         if not self._url:
-            if self._actor is None:
+            if self._kept is None:
                 raise ServerError(self._no_node)
+            started = self._kept.started
             name = f"the SGLang server on {self._address}"
-            if not wait_for(lambda: bool(ray.wait([self._started], timeout=0)[0]), self._timeout):
+            if not wait_for(lambda: bool(ray.wait([started], timeout=0)[0]), self._timeout):
                 setting = f"rollout.server.start_timeout={self._timeout:g} s"
                 raise ServerError(f"{name}: Ray did not start it within {setting}")
             try:
-                self._url = ray.get(self._started)
+                self._url = ray.get(started)
             except RayError as error:
                 raise ServerError(f"{name}: {_reason(error)}") from error
         return self._url
 
     def start(self, part: Part | None = None) -> None:
-        self._actor: Any = None
-        if node := self._machines.node(self._address):
-            self._actor = ray.remote(Keeper).options(num_cpus=0, max_restarts=0, **_on(node)).remote()
-            port = urlsplit(self._url).port or 0
-            self._started = self._actor.start.remote(*self._arguments, port, part)
-            self._end = self._actor.ended.remote(self._started)
+        self._kept = self._keep(part)
+
+    def _keep(self, part: Part | None) -> _Kept | None:
+        node = self._machines.node(self._address)
+        if node is None:
+            return None
+        keeper: Any = ray.remote(Keeper).options(num_cpus=0, max_restarts=0, **_on(node)).remote()
+        port = urlsplit(self._url).port or 0
+        started = keeper.start.remote(*self._arguments, port, part)
+        return _Kept(keeper, started, keeper.ended.remote(started))
 
     def ended(self) -> str | None:
-        if self._actor is None:
+        if self._kept is None:
             return self._no_node
-        if not ray.wait([self._end], timeout=0)[0]:
+        if not ray.wait([self._kept.ended], timeout=0)[0]:
             return None
         try:
-            return ray.get(self._end)
+            return ray.get(self._kept.ended)
         except RayError as error:
             return _reason(error)
 
     def stop(self) -> None:
-        if self._actor is not None:
+        if self._kept is not None:
             with suppress(RayError):
-                ray.get(self._actor.stop.remote(), timeout=STOP_SECONDS)
-            ray.kill(self._actor)  # ends the server too
+                ray.get(self._kept.keeper.stop.remote(), timeout=STOP_SECONDS)
+            ray.kill(self._kept.keeper)  # ends the server too
 
 
 class SpreadProcess:
@@ -169,17 +182,22 @@ class SpreadProcess:
 class Keeper:
     """Ray actor that owns a server process; the server ends with the actor's only thread."""
 
+    def __init__(self) -> None:
+        self._process: ServerProcess | None = None
+
     async def start(self, spec: ServerSpec, log: Path, index: int, api_key: str, port: int, part: Part | None) -> str:
         self._process = ServerProcess(spec, log, index, api_key, port, part=part)
         return self._process.url
 
     async def ended(self, started: str) -> str:
         """Waits for the server to end; returns how. Ray runs it after `start`, whose result is its argument."""
+        assert self._process is not None
         while not (ending := self._process.ended()):
             await asyncio.sleep(POLL_SECONDS)
         return ending
 
     async def stop(self) -> None:
+        assert self._process is not None
         self._process.stop()
 
 

@@ -98,7 +98,8 @@ class ServerProcess:
             raise ServerError(str(error)) from error
         self.url = f"http://{host}:{self._port}"
         log.parent.mkdir(parents=True, exist_ok=True)
-        self.start(part)
+        self._scratch = ScratchFolder()  # SGLang leaves sockets and files in the temporary folder
+        self._process = self._launch(part)
 
     @property
     def pid(self) -> int:
@@ -106,8 +107,11 @@ class ServerProcess:
         return self._process.pid
 
     def start(self, part: Part | None = None) -> None:
-        """Start or restart it, at the same address."""
-        self._scratch = ScratchFolder()  # SGLang leaves sockets and files in the temporary folder
+        """Restart it, at the same address."""
+        self._scratch = ScratchFolder()
+        self._process = self._launch(part)
+
+    def _launch(self, part: Part | None) -> subprocess.Popen[bytes]:
         # The rendezvous of its ranks. SGLang's default store would listen on all interfaces.
         store = part.store if part else (self._scratch.path / "store").as_uri()
         stack_files = (self._log.parent / stacks.FOLDER / self._log.stem).resolve()
@@ -126,7 +130,7 @@ class ServerProcess:
             STACKS_VARIABLE: str(stack_files),
         }
         with self._log.open("ab") as output:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 _COMMAND + arguments(spec, self.url, self._index, part, adapter),
                 env=environment,
                 stdin=subprocess.DEVNULL,

@@ -156,13 +156,13 @@ class ClientSpec:
 
 @dataclass(frozen=True)
 class ServingSpec:
-    """What a run serves: the policy, and by name the `others`: users, judges and reward models."""
+    """What a run serves: the policy, and `by_name` users, judges and reward models."""
 
     policy: ServerSpec
     client: ClientSpec
-    others: Mapping[str, ServerSpec]
+    by_name: Mapping[str, ServerSpec]
 
     @property
     def models(self) -> list[ServerSpec]:
-        """The policy, then the others."""
-        return [self.policy, *self.others.values()]
+        """The policy, then those that are served by name."""
+        return [self.policy, *self.by_name.values()]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_collab.config import Config, PlayConfig, compose, compose_program, recorded_values
+from megatron_collab.config import Config, PlayConfig, compose, compose_program, recorded_values, require
 from megatron_collab.data.chat_template import PromptSpec
 from megatron_collab.data.evaluation import evaluation_sets
 from megatron_collab.data.examples import RowFormat
@@ -18,6 +18,9 @@ def data_spec(config: Config) -> DataSpec:
     """The data of a training. Raises ConfigError naming the entry that is refused."""
     run, training = config.train, tuple(sources(config.data.train, "data.train", TrainingSource))
     data = replace(evaluation_data(config), train=training, stage=run.stage, prefixes=config.data.prefixes)
+    for eval_set in data.all_sets:
+        message = f"{eval_set.setting}.against={eval_set.against}: train.stage={run.stage} plays no conversations"
+        require(run.stage == "rl" or eval_set.against is None, f"{message}; remove it")
     return replace(data, steps=run.steps, per_step=run.prompts_per_step)
 
 

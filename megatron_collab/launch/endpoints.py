@@ -25,8 +25,8 @@ def check_settings(config: CallConfig, users: Mapping[str, UserConfig] = {}) -> 
     """Raises ConfigError for invalid headers, extra arguments, prices and recordings."""
     llm = config.llm
     for name in ("replay_missing", "replay_latency"):
-        message = f"<llm.{name}>: nothing is replayed; set llm.replay, or remove it"
-        require(bool(llm.replay) or getattr(llm, name) == getattr(LlmConfig, name), message, config)
+        message = f"llm.{name}={getattr(llm, name)}: nothing is replayed; set llm.replay, or remove it"
+        require(bool(llm.replay) or getattr(llm, name) == getattr(LlmConfig, name), message)
     message = f"llm.record={llm.record}: is also llm.replay; choose another folder"
     same = llm.record and llm.replay and Path(llm.record).resolve() == Path(llm.replay).resolve()
     require(not same, message)

@@ -33,7 +33,7 @@ from megatron_collab.llm.endpoint import token_budget
 from megatron_collab.observability import evaluations, records
 from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.llm_endpoints import NamedEndpoint
-from megatron_collab.rollout.task_requirements import task_requirements
+from megatron_collab.rollout.task_requirements import requirements_at_start
 from megatron_collab.runtime import gpu_environment, hub, network
 from megatron_collab.runtime.process import RunStopped
 
@@ -154,7 +154,7 @@ def prepared[Program: EvaluateConfig](
         assert spec.serving
         servers.check_gpus(config, spec.serving)
         if config.assistant.model:
-            models.check_served((model.setting, model.model) for model in spec.serving.others.values())
+            models.check_served((model.setting, model.model) for model in spec.serving.by_name.values())
             servers.check_arguments(spec.serving)
             _read_data(config, spec, (), renders=False)
             return config, spec, 0
@@ -188,7 +188,7 @@ def _read_data(
     from megatron_collab.data.datasets import SurveyedSources
 
     assert spec.play
-    requirements = partial(task_requirements, spec.play)
+    requirements = partial(requirements_at_start, spec.play)
     data = SurveyedSources[Any](spec.data, "data.eval", spec.data.eval_sets, schemas, requirements, renders=renders)
     prepare.check_data(config, spec, [data])
 

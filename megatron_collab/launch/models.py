@@ -45,7 +45,7 @@ def check_models(config: PlayConfig, spec: RunSpec, shape: ModelShape, weights: 
         text = "text of users, tools and tasks that contains it can imitate a turn (docs/security.md)"
         logger.warning(f"model.path={path}: its chat template marks turns by plain text such as {mark!r}: {text}")
     if spec.serving:
-        check_served((model.setting, model.model) for model in spec.serving.others.values())
+        check_served((model.setting, model.model) for model in spec.serving.by_name.values())
 
 
 def check_rendering(spec: RunSpec, tools: Sequence[Mapping[str, Any]]) -> None:

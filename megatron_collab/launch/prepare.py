@@ -43,7 +43,7 @@ from megatron_collab.launch.spec import RunSpec, run_spec
 from megatron_collab.launch.validate import check_model
 from megatron_collab.llm.endpoint import POLICY
 from megatron_collab.observability import evaluations, records
-from megatron_collab.rollout.task_requirements import USER, WEIGHTS, task_requirements
+from megatron_collab.rollout.task_requirements import USER, WEIGHTS, requirements_at_start
 from megatron_collab.rollout.tools.mcp_server import McpTools
 from megatron_collab.rollout.tools.toolbox import ToolSpec
 from megatron_collab.rollout.users import UserDirectory
@@ -177,7 +177,7 @@ def read_data(config: Config, spec: RunSpec, schemas: Sequence[Mapping[str, Any]
     """
     from megatron_collab.data import datasets
 
-    requirements = partial(task_requirements, spec.play) if spec.play else lambda source: TaskRequirements()
+    requirements = partial(requirements_at_start, spec.play) if spec.play else lambda source: TaskRequirements()
     data: list[SurveyedSources[Any]] = [datasets.TrainingData(spec.data, schemas, requirements)]
     if sets := spec.data.eval_sets:
         data.append(datasets.SurveyedSources(spec.data, "data.eval", sets, schemas, requirements))

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_collab.config import SUFFIX, ConfigError, PlayConfig, Prompt, PromptError
+from megatron_collab.config.bounded_jinja import LONGEST, SECONDS
 from megatron_collab.config.load import leaves
-from megatron_collab.config.prompt import LONGEST, SECONDS, PromptLimit, prompt_file
+from megatron_collab.config.prompt import PromptLimit, prompt_file
 from megatron_collab.runtime import files
 from megatron_collab.runtime.process import LAUNCHER, first_on_node
 from megatron_collab.runtime.trial import TrialError, run_trial

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from megatron_collab.config import CallConfig, Config, EvaluateConfig, PlayConfig, ServedConfig, build, require
+from megatron_collab.config import CallConfig, Config, EvaluateConfig, PlayConfig, ServedConfig, Shown, build, require
 from megatron_collab.inference import adapters
 from megatron_collab.inference.served import gives_text
 from megatron_collab.inference.spec import (
@@ -36,7 +35,7 @@ def training(config: Config) -> ServingSpec:
         returns_experts=config.rollout.routing_replay,
     )
     client = replace(_client(config), adapter=adapters.NAME if lora.served else None)
-    return ServingSpec(policy, client, _others(config, trainer, policy.placement.end))
+    return ServingSpec(policy, client, _served_by_name(config, trainer, policy.placement.end))
 
 
 def evaluation(config: EvaluateConfig) -> ServingSpec:
@@ -47,7 +46,7 @@ def evaluation(config: EvaluateConfig) -> ServingSpec:
     policy = _policy(config)
     if config.assistant.model:
         policy = replace(policy, placement=replace(policy.placement, replicas=0))
-    return ServingSpec(policy, _client(config), _others(config, 0, policy.placement.end))
+    return ServingSpec(policy, _client(config), _served_by_name(config, 0, policy.placement.end))
 
 
 def server_entries(config: CallConfig) -> dict[str, ServedConfig]:
@@ -112,26 +111,33 @@ def _policy(config: PlayConfig, trainer: int = 0, shared: int = 0) -> ServerSpec
 
 
 def _policy_placement(config: PlayConfig, trainer: int, shared: int) -> Placement:
-    check = partial(require, config=config)
+    shown = Shown(config)
     server, nodes = config.rollout.server, config.launch.nodes
-    check(server.tp % server.ep == 0, "<rollout.server.ep>: does not divide <rollout.server.tp>; choose a divisor")
+    require(
+        server.tp % server.ep == 0,
+        f"{shown.rollout.server.ep}: does not divide {shown.rollout.server.tp}; choose a divisor",
+    )
     last = server.port + server.replicas - 1
-    message = f"<rollout.server.port>: the last of <rollout.server.replicas> servers would have port {last}; lower it"
-    check(server.port == 0 or last <= 65535, message)
-    check(
-        server.tp % server.nnodes == 0, "<rollout.server.nnodes>: does not divide <rollout.server.tp>; choose a divisor"
+    message = f"{shown.rollout.server.port}: the last of {shown.rollout.server.replicas} servers would have port {last}"
+    require(server.port == 0 or last <= 65535, f"{message}; lower it")
+    require(
+        server.tp % server.nnodes == 0,
+        f"{shown.rollout.server.nnodes}: does not divide {shown.rollout.server.tp}; choose a divisor",
     )
-    check(nodes % server.nnodes == 0, "<rollout.server.nnodes>: does not divide <launch.nodes>; choose a divisor")
-    message = "<rollout.server.replicas>: is not a multiple of <launch.nodes>, and all nodes get as many; choose one"
-    check(server.nnodes > 1 or server.replicas % nodes == 0, message)
+    require(
+        nodes % server.nnodes == 0,
+        f"{shown.rollout.server.nnodes}: does not divide {shown.launch.nodes}; choose a divisor",
+    )
+    message = f"{shown.rollout.server.replicas}: is not a multiple of {shown.launch.nodes}, and all nodes get as many"
+    require(server.nnodes > 1 or server.replicas % nodes == 0, f"{message}; choose one")
     message = (
-        "<rollout.server.replicas> x <rollout.server.nnodes>: is not a multiple of <launch.nodes>; change one of them"
+        f"{shown.rollout.server.replicas} x {shown.rollout.server.nnodes}: is not a multiple of {shown.launch.nodes}"
     )
-    check(server.replicas * server.nnodes % nodes == 0, message)
+    require(server.replicas * server.nnodes % nodes == 0, f"{message}; change one of them")
     return Placement(server.replicas, server.tp, server.nnodes, nodes, shared, first=trainer)
 
 
-def _others(config: PlayConfig, trainer: int, first: int) -> dict[str, ServerSpec]:
+def _served_by_name(config: PlayConfig, trainer: int, first: int) -> dict[str, ServerSpec]:
     """The servers of the models besides the policy, all on the first node; `first`: their first device."""
     specs: dict[str, ServerSpec] = {}
     for name, (setting, model) in served_models(config).items():

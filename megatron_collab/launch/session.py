@@ -1,4 +1,4 @@
-"""A session of a run on this rank: hang detection, resume, run folder, checkpoints, and the save on a stop."""
+"""The session of a run on this rank: hang detection, resume, run folder, checkpoints, and the save on a stop."""
 
 from __future__ import annotations
 
@@ -28,18 +28,21 @@ logger = logging.getLogger(__name__)
 
 
 class Session(ExitStack):
-    """Context of a run on every rank, entered after the imports; closes the parts that it entered in reverse order."""
+    """Context of a run on every rank, entered after the imports; closes the parts that it entered in reverse order.
+
+    `folder`: of the checkpoints.
+    """
 
     enter = ExitStack.enter_context
 
     def __init__(self, config: PlayConfig) -> None:
         super().__init__()
         self.config = config
-        self._folder = Path(config.run.dir) / "checkpoints"
+        self.folder = Path(config.run.dir) / "checkpoints"
 
     def __enter__(self) -> Self:
         imports_done()
-        self.enter(hang_detector.watch(self.config.launch.timeout, self._folder.parent))
+        self.enter(hang_detector.watch(self.config.launch.timeout, self.folder.parent))
         self.enter(parallel.leader_ends_first(self.config.launch.timeout, self.explain))
         return self
 
@@ -47,7 +50,7 @@ class Session(ExitStack):
         """Print in one line why the run ends."""
         reason = str(error)
         if isinstance(error, Preempted):
-            latest = self._folder / LATEST
+            latest = self.folder / LATEST
             saved = latest.read_text().strip() if latest.is_file() else "no step"
             assert signals.notice is not None
             seconds = f"{time.monotonic() - signals.notice.received:.1f} s after the notice"
@@ -55,28 +58,24 @@ class Session(ExitStack):
         logger.error(redact(reason))
 
 
-class TrainingSession(Session):
-    """The session of a training; `run` (the folder) and `checkpoints` exist once `resume` has been called."""
+class TrainingRun:
+    """A training from its newest checkpoint on: `start` is the step to continue from, 0 in a new run.
 
-    config: Config
-    run: Run
-    checkpoints: Checkpoints
+    `run` has its folder. The session closes it and `checkpoints`.
+    """
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self._start = 0
-        self._resumed: dict[str, Any] = {}
-
-    def resume(self, trainer: PolicyTrainer) -> int:
-        """The step to continue from, with `trainer` loaded from the newest checkpoint; 0 in a new run. Collective."""
-        train, timeout = self.config.train, self.config.launch.timeout
-        self.checkpoints = self.enter(Checkpoints(self._folder, train.keep_checkpoints, timeout))
-        self._start, self._resumed = self.checkpoints.load_latest(trainer.checkpointed) or (0, {})
-        trainer.step = self._start
-        self.run = self.enter(Run(self.config, self._start, self._resumed, environments.result_names(self.config)))
+    def __init__(self, config: Config, session: Session, trainer: PolicyTrainer) -> None:
+        """Load the newest checkpoint into `trainer`; collective."""
+        self.config = config
+        self.checkpoints = session.enter(
+            Checkpoints(session.folder, config.train.keep_checkpoints, config.launch.timeout)
+        )
+        self.start, self._resumed = self.checkpoints.load_latest(trainer.checkpointed) or (0, dict[str, Any]())
+        trainer.step = self.start
+        names = environments.result_names(config)
+        self.run = session.enter(Run(config, config.train, self.start, self._resumed, names))
         if self.run.leader:
             record_inputs(self.run.folder)
-        return self._start
 
     def state(self, part: str) -> dict[str, Any]:
         """The state of a part of the run from the checkpoint that was resumed; {} if there is none."""
@@ -90,7 +89,7 @@ class TrainingSession(Session):
             signals.in_step(True)
             yield
         except RunStopped:
-            if step > self._start and step % self.config.train.checkpoint_every:  # not saved yet
+            if step > self.start and step % self.config.train.checkpoint_every:  # not saved yet
                 self.save(step, trainer, **parts)
             raise
         finally:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from megatron_collab.runtime import console, gpu_environment, keys, process, signals
+from megatron_collab.runtime import console, gpu_environment, keys, process, screen, signals
 from megatron_collab.runtime.files import ScratchFolder, remove_abandoned
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def main(arguments: list[str]) -> int:
         try:
             run.run(options)
         except ChildFailedError as error:
+            screen.restore()
             if relay.ended:
                 return signals.EXIT_INTERRUPTED
             _, failure = error.get_first_failure()

@@ -44,7 +44,14 @@ _MOST_OBJECTS = 100  # in one answer
 
 
 class LlmError(RuntimeError):
-    """The model gave no usable answer; the message is the reason, on one line."""
+    """The model gave no usable answer; the message is the reason, on one line.
+
+    `answer`: an excerpt of its last answer that was unusable, if it gave any.
+    """
+
+    def __init__(self, reason: str, answer: str = "") -> None:
+        super().__init__(reason)
+        self.answer = answer
 
 
 class AnswerTooLong(LlmError):
@@ -53,6 +60,17 @@ class AnswerTooLong(LlmError):
 
 class MalformedAnswer(ValueError):
     """The answer is not in the requested format; the message says what is wrong and is also sent to the model."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The values of a model's answer and an excerpt of its text.
+
+    `text` is empty if the values are from a cache or recording of an earlier version, which did not keep it.
+    """
+
+    values: dict[str, Any]
+    text: str
 
 
 @dataclass(frozen=True)

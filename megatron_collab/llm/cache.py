@@ -15,8 +15,9 @@ from typing import Any
 from filelock import FileLock
 
 from megatron_collab.llm.answer import Field, checked
+from megatron_collab.runtime.redact import LONGEST_EXCERPT
 
-LONGEST = 1 << 20  # bytes of an answer
+LONGEST = (1 << 20) + 12 * LONGEST_EXCERPT  # bytes of an answer's values and text; 12 of a character, at most
 _BUSY = 60.0  # seconds to wait for another process's write
 _PRIVATE = 0o600  # only the owner may read conversations and verdicts
 
@@ -45,7 +46,7 @@ class Cache:
                 self._connection = _connect(file)
 
     def get(self, key: str, fields: Sequence[Field]) -> dict[str, Any] | None:
-        """The cached values of `fields`; None if there is no entry or it is damaged."""
+        """The cached answer, with valid values of `fields`; None if there is no entry or it is damaged."""
         query = "SELECT substr(CAST(answer AS BLOB), 1, ?) FROM answers WHERE key = ?"
         row = self._connection.execute(query, (LONGEST + 1, key)).fetchone()
         if row is None:
@@ -53,7 +54,8 @@ class Cache:
         try:
             if len(row[0]) > LONGEST:
                 raise ValueError("too long")
-            return checked(json.loads(row[0]), fields)
+            answer: dict[str, Any] = json.loads(row[0])
+            return {**answer, **checked(answer, fields)}
         except (ValueError, TypeError, LookupError, RecursionError):  # MalformedAnswer is a ValueError
             self.counters["damaged"] += 1
             return None

@@ -21,7 +21,16 @@ from litellm._internal_context import is_internal_call
 from openai import OpenAIError
 
 from megatron_collab.config import EndpointConfig
-from megatron_collab.llm.answer import AnswerTooLong, Field, LlmError, MalformedAnswer, checked, json_schema, parse
+from megatron_collab.llm.answer import (
+    Answer,
+    AnswerTooLong,
+    Field,
+    LlmError,
+    MalformedAnswer,
+    checked,
+    json_schema,
+    parse,
+)
 from megatron_collab.llm.cache import Cache, key_of
 from megatron_collab.llm.endpoint import POLICY, SERVED, arguments, identity, question_of, token_budget, way_out
 from megatron_collab.llm.limiter import CallQueue, FinishedCall, Reservation
@@ -32,7 +41,7 @@ from megatron_collab.llm.served import RunServers, ServedModel, causes, unconnec
 from megatron_collab.llm.tape import Tape
 from megatron_collab.patches.litellm import BodyTooLong, be_quiet, limit_bodies
 from megatron_collab.runtime.network import retry_after
-from megatron_collab.runtime.redact import redact
+from megatron_collab.runtime.redact import excerpt, redact
 from megatron_collab.runtime.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -47,6 +56,7 @@ LONGEST_BODY, LONGEST_TEXT = 1 << 24, 1 << 20  # bytes, characters of an answer:
 _PARSED_ASIDE = 1 << 14  # characters; longer answers are parsed in a thread, beside the event loop
 _REFUSED = (400, 422)  # status of a server that does not support an argument such as response_format
 _FAILED = (500, 501)  # status of a server that fails over a response_format, or of any other failure
+_TEXT = "<text>"  # beside the values of an answer in caches and recordings; no field has this name
 _TRIALS = 3  # answers after which such a server gets no response_format any more
 _supports_schema = cache(litellm.supports_response_schema)
 
@@ -89,7 +99,20 @@ class LlmClient:
         sample: str | None = None,
         has_fallback: bool = False,
     ) -> dict[str, Any]:
-        """The values of `fields` in the model's answer.
+        """The values of `fields` in the model's answer; see `answer`."""
+        answer = await self.answer(endpoint, messages, fields, sample=sample, has_fallback=has_fallback)
+        return answer.values
+
+    async def answer(
+        self,
+        endpoint: EndpointConfig,
+        messages: Messages,
+        fields: Sequence[Field],
+        *,
+        sample: str | None = None,
+        has_fallback: bool = False,
+    ) -> Answer:
+        """The model's answer to `messages`, with the values of `fields`.
 
         `sample` numbers the answers to the same question; each is requested once and cached. None: no cache.
         Raises LlmError if there is no usable answer within `endpoint.attempts` and `endpoint.deadline`. Time spent
@@ -101,9 +124,11 @@ class LlmClient:
             return await self._cached(endpoint, messages, fields, sample, has_fallback, usage)
 
         if self._tape is None or _on_policy(endpoint):
-            return await live(Usage())
-        question = {**question_of(endpoint), "messages": messages, "schema": json_schema(fields), "sample": sample}
-        return checked(await self._tape.answer(question, live, shared=sample is not None), fields)
+            stored = await live(Usage())
+        else:
+            question = {**question_of(endpoint), "messages": messages, "schema": json_schema(fields), "sample": sample}
+            stored = await self._tape.answer(question, live, shared=sample is not None)
+        return Answer(checked(stored, fields), str(stored.get(_TEXT, "")))
 
     async def reply(self, endpoint: EndpointConfig, messages: Messages) -> Reply:
         """The model's reply as text; its tokens are estimated if the endpoint reports none. Raises as `ask`."""
@@ -134,7 +159,7 @@ class LlmClient:
         has_fallback: bool,
         usage: Usage,
     ) -> dict[str, Any]:
-        """The values of `fields`, from the cache if it has them."""
+        """The values of `fields` and the text, from the cache if it has them."""
         if sample is None or self._cache is None:
             return await self._ask(endpoint, messages, fields, has_fallback, usage)
         settings = {**identity(endpoint), "model": self._servers.model(endpoint)}
@@ -154,10 +179,13 @@ class LlmClient:
         async def send(correction: Messages, allowance: _Allowance) -> Reply:
             return await self._constrained(endpoint, [*messages, *correction], fields, allowance)
 
+        def parsed(text: str) -> dict[str, Any]:
+            return {**parse(text, fields), _TEXT: excerpt(text)}
+
         async def read(reply: Reply) -> dict[str, Any]:
             if len(reply.text) > _PARSED_ASIDE:
-                return await asyncio.to_thread(parse, reply.text, fields)
-            return parse(reply.text, fields)
+                return await asyncio.to_thread(parsed, reply.text)
+            return parsed(reply.text)
 
         return await self._ask_until_read(endpoint, send, read, usage, has_fallback)
 
@@ -173,7 +201,7 @@ class LlmClient:
         allowance = _Allowance(endpoint.deadline, usage)
         correction: Messages = []
         failure: Exception | None = None
-        out = ""
+        out = unusable = ""
         tries, longest = 0, _FIRST_PAUSE
         while True:
             tries, pause = tries + 1, 0.0
@@ -182,6 +210,7 @@ class LlmClient:
                 return await read(reply)
             except MalformedAnswer as error:
                 failure, out, correction = error, reply.shortfall, _correction(reply.text, error)
+                unusable = reply.text
             except (OpenAIError, TimeoutError) as error:
                 failure, status = error, getattr(error, "status_code", None)
                 out = way_out(endpoint, str(failure)) if status in _REFUSED else ""
@@ -198,7 +227,7 @@ class LlmClient:
                 await asyncio.sleep(pause)
         # Redacted before it is cut, which could halve a key.
         reason = f"{endpoint.model}: {type(failure).__name__}: {one_line(redact(str(failure)))}"
-        raise LlmError(f"{reason}; {out}" if out else reason) from failure
+        raise LlmError(f"{reason}; {out}" if out else reason, excerpt(unusable)) from failure
 
     async def _constrained(
         self, endpoint: EndpointConfig, messages: Messages, fields: Sequence[Field], allowance: _Allowance
@@ -276,7 +305,8 @@ class LlmClient:
             if queue:
                 queue.end(replace(finished, call=number))
         if len(reply.text) > LONGEST_TEXT:
-            raise AnswerTooLong(f"{endpoint.model}: {len(reply.text)} characters")
+            kept = excerpt(reply.text[:LONGEST_TEXT])
+            raise AnswerTooLong(f"{endpoint.model}: {len(reply.text)} characters", kept)
         return reply
 
     def _upper_bound(self, endpoint: EndpointConfig, messages: Messages, options: Mapping[str, Any]) -> FinishedCall:

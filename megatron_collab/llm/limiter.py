@@ -201,7 +201,7 @@ class CallQueue:
 
     def _talk(self) -> None:
         if self._talking is None or self._talking.done():
-            self._news = asyncio.Event()
+            self._news = asyncio.Event()  # of this event loop, which may be another one than before
             self._talking = asyncio.create_task(self._until_empty())
 
     async def _until_empty(self) -> None:

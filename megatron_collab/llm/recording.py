@@ -82,7 +82,10 @@ class CallKey:
 
 @dataclass(frozen=True)
 class Call:
-    """A recorded call. `answer` is JSON; None if the call `failed`, which then holds the error's type and message."""
+    """A recorded call. `answer` is JSON.
+
+    If the call `failed`, that holds the error's type and message, and `answer` the unusable text of the model, or None.
+    """
 
     name: str
     number: int

@@ -81,7 +81,7 @@ class Tape:
         await asyncio.sleep(self._latency * call.taken.seconds)
         if call.failed:
             kind, reason = call.failed
-            raise _FAILURES.get(kind, LlmError)(reason)
+            raise _FAILURES.get(kind, LlmError)(reason, call.answer or "")
         return call.answer
 
     async def _recorded(self, shard: Shard, call_key: CallKey, ask: Callable[[Usage], Awaitable[Any]]) -> Any:
@@ -90,7 +90,7 @@ class Tape:
             answer = redacted(await ask(usage))
             return answer
         except LlmError as error:
-            failed = type(error).__name__, str(error)
+            failed, answer = (type(error).__name__, str(error)), redact(error.answer) or None
             raise
         except asyncio.CancelledError:
             failed = CUT_OFF, f"{call_key.question['model']}: cut off while it was recorded"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
-from megatron_collab.config import Config
+from megatron_collab.config import ParallelConfig, TrainingModelConfig
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import TensorCut, WeightEntry
 
@@ -21,21 +21,15 @@ FP8_MULTIPLE = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 FP8_GATHERED = FP8_MULTIPLE | {"blockwise": 128}
 
 
-def ranks(config: Config) -> int:
-    """Trainer ranks over all nodes."""
-    return config.launch.nodes * config.launch.nproc_per_node
-
-
-def alignment(config: Config) -> tuple[int, int]:
+def alignment(parallel: ParallelConfig, model: TrainingModelConfig) -> tuple[int, int]:
     """(tokens, tokens): required multiple of the length of every packed sequence, and of a micro-batch.
 
     Context parallelism gives each rank two pieces of every sequence. Sequence parallelism splits these evenly over
     the tensor parallel ranks; the tokens of a rank are a side of the FP8 matrices.
     """
-    parallel = config.parallel
     sequence = 2 * parallel.cp if parallel.cp > 1 else 1
     multiples = FP8_GATHERED if parallel.sequence_parallel else FP8_MULTIPLE
-    fp8 = multiples[config.model.fp8_recipe] if config.model.fp8 else 1
+    fp8 = multiples[model.fp8_recipe] if model.fp8 else 1
     part = fp8 * (parallel.tp if parallel.sequence_parallel else 1)
     return sequence, lcm(sequence, part * parallel.cp)
 

@@ -7,12 +7,14 @@ nothing is trained.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_collab.config import require
 from megatron_collab.observability.records import number, of_step
+from megatron_collab.statistics import Estimate
 
 FILE = "evaluations.json"
 BEFORE, AFTER, MODEL = "before", "after", "model"
@@ -20,34 +22,40 @@ Record = Mapping[str, Any]  # step, set, tasks, and metrics as rollout/summary.p
 
 
 class Evaluations:
-    """The records of a run that resumes at step `start`. Later records are dropped: their steps are repeated."""
+    """The records of a run; none before `resume`. `steps`: train.steps."""
 
-    def __init__(self, folder: Path, start: int, steps: int) -> None:
-        """`steps`: train.steps. If the run now has more steps than before, its `after` becomes a `step_N`."""
+    def __init__(self, folder: Path, steps: int) -> None:
         self.folder, self.steps = folder, steps
         self.records: dict[str, Record] = {}
-        for name, record in read(folder).items():
-            conversations = file_of(folder, name)
+
+    def resume(self, start: int) -> None:
+        """Read the records of a run that resumes at step `start`. Later ones are dropped: their steps are repeated.
+
+        If the run now has more steps than before, its `after` becomes a `step_N`.
+        """
+        for name, record in read(self.folder).items():
+            conversations = file_of(self.folder, name)
             if record["step"] > start:
                 conversations.unlink(missing_ok=True)
                 continue
-            if moment_of(name) == AFTER and record["step"] < steps:
+            if moment_of(name) == AFTER and record["step"] < self.steps:
                 name = name_of(record.get("set", ""), f"step_{record['step']}")
                 if conversations.exists():
-                    conversations.rename(file_of(folder, name))
+                    conversations.rename(file_of(self.folder, name).with_suffix(conversations.suffix))
             self.records[name] = record
 
     def due(self, set_name: str, step: int, every: int) -> str | None:
         """Name of the evaluation of `set_name` that is due at `step`; None if none is due or it is recorded.
 
-        An evaluation is due at the first step of a run, every `every` steps (0: never) and after the last step.
+        An evaluation is due at the first step of a run, every `every` steps (0: never) and after the last step. If it
+        is recorded without some scores, a run that resumes at its step repeats it, since it has the same weights.
         """
-        steps = [record["step"] for record in self.records.values() if record.get("set", "") == set_name]
-        if step in steps:
-            return None
+        records = {record["step"]: name for name, record in self.records.items() if record.get("set", "") == set_name}
+        if step in records:
+            return None if is_complete(self.records[records[step]]) else records[step]
         if step == self.steps:
             return name_of(set_name, AFTER)
-        if not steps:
+        if not records:
             return name_of(set_name, BEFORE)
         return name_of(set_name, f"step_{step}") if every and step % every == 0 else None
 
@@ -106,7 +114,7 @@ def readable(folder: Path) -> tuple[dict[str, Record], str | None]:
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The metrics of an evaluation as logged by the writers: eval/[SET/]METRIC, METRIC_low, METRIC_high."""
+    """The metrics of an evaluation as logged by the writers: eval/[SET/]METRIC, METRIC_low, METRIC_high, METRIC_gap."""
 
     def metric_values() -> Iterator[tuple[str, Any]]:
         for name, value in record.items():
@@ -115,6 +123,8 @@ def scalars(record: Record) -> dict[str, float]:
                 yield metric, value
             elif kind in ("score_low", "score_high"):
                 yield metric + kind.removeprefix("score"), value
+            elif kind.startswith("gap"):  # with gap_low, gap_growth and so on
+                yield f"{metric}_{kind}", value
             elif kind == "missing" and metric:
                 yield f"{metric}_missing", value
             elif kind in ("reward", "reward_low", "reward_high", "ending", "incomplete"):
@@ -122,6 +132,16 @@ def scalars(record: Record) -> dict[str, float]:
 
     start = prefix(record.get("set", ""))
     return {f"{start}/{name}": value for name, value in metric_values() if number(value) is not None}
+
+
+def estimates(record: Record, kind: str = "score") -> dict[str, Estimate]:
+    """By metric, the values of a `kind` (score, gap, gap_growth) with their intervals, nan if they are not recorded."""
+
+    def recorded(key: str) -> float:
+        return math.nan if (value := number(record.get(key))) is None else value
+
+    names = [name.removeprefix(f"{kind}/") for name in record if name.startswith(f"{kind}/")]
+    return {name: Estimate(*(recorded(f"{kind}{end}/{name}") for end in ("", "_low", "_high"))) for name in names}
 
 
 def prefix(set_name: str) -> str:
@@ -139,5 +159,12 @@ def moment_of(name: str) -> str:
 
 
 def file_of(folder: Path, name: str) -> Path:
-    """The file with the conversations of the evaluation `name`."""
-    return folder / f"eval_{name.replace('/', '_')}.jsonl"
+    """The file with the conversations of the evaluation `name`: Parquet, or JSON lines of an earlier version."""
+    file, old_file = files_of(folder, name)
+    return old_file if old_file.is_file() and not file.exists() else file
+
+
+def files_of(folder: Path, name: str) -> tuple[Path, Path]:
+    """The file with the conversations of the evaluation `name`, and that of an earlier version."""
+    stem = f"eval_{name.replace('/', '_')}"
+    return folder / f"{stem}.parquet", folder / f"{stem}.jsonl"

@@ -1,4 +1,4 @@
-"""What every run folder holds, of training and of evaluation alone: settings, evaluations, the report, the result."""
+"""What every run folder holds, in training and in evaluation: settings, evaluations, the report, the result."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import chain, islice
+from numbers import Real
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,12 +22,13 @@ from megatron_collab import __version__
 from megatron_collab.config import SETTINGS, PlayConfig, changes, recorded
 from megatron_collab.observability import evaluations, records
 from megatron_collab.observability.evaluations import Evaluations
-from megatron_collab.observability.writers import CONVERSATIONS, writers
+from megatron_collab.observability.gap import gap_metrics
+from megatron_collab.observability.transcripts import plain, write
+from megatron_collab.observability.writers import CONVERSATIONS, Writer, writers
 from megatron_collab.runtime import files, keys, process
 from megatron_collab.runtime.process import BEST, FINISHED, RunStopped, global_rank
 from megatron_collab.runtime.redact import redacted
-from megatron_collab.statistics import Estimate
-from megatron_collab.types import Finish, Group, Missing, visible
+from megatron_collab.types import Finish, Group, Missing, Reward, visible
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +50,16 @@ class RunFolder:
         self.leader = global_rank() == 0
         self._reported_reasons = set[str]()  # reasons of failures
         self._seconds_before = seconds
-        if not self.leader:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(self.folder / ".writer.lock")  # besides the run's own lock, which its first process holds
+        self._evaluations = Evaluations(self.folder, steps)
+        self._best: tuple[int, float] | None = None
+        self._writers = list[Writer]()
+        if self.leader:
+            self._begin(config, start)
+
+    def _begin(self, config: PlayConfig, start: int) -> None:
+        """Lock the folder, record the settings and their changes, resume evaluations, open the writers."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         try:
             self._lock.acquire(timeout=10)  # rank 0 of a run that was just killed may still be ending
         except Timeout:
@@ -65,11 +75,10 @@ class RunFolder:
         if rows:
             append(self.folder / "history.jsonl", rows)
         replace(self.folder / SETTINGS, recorded(config))
-        self._evaluations = Evaluations(self.folder, start, steps)
-        self._best: tuple[int, float] | None = None
+        self._evaluations.resume(start)
         self._mark_best(start)
         with keys.in_environment("WANDB_API_KEY"):
-            self._writers = [*writers(config, start)]
+            self._writers += writers(config, start)
         for record in self._evaluations.records.values():
             if record["step"] == start:  # TensorBoard's writer drops it with the repeated steps
                 self._write(start, evaluations.scalars(record))
@@ -78,10 +87,9 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if self.leader:
-            for writer in self._writers:
-                writer.close(failed=kind is not None)
-            self._lock.release()
+        for writer in self._writers:
+            writer.close(failed=kind is not None)
+        self._lock.release()
 
     def evaluation_due(self, set_name: str, step: int) -> str | None:
         """The name of the evaluation of `set_name`; None if it is recorded with all scores. Call on rank 0."""
@@ -89,22 +97,38 @@ class RunFolder:
         return None if evaluations.is_complete(self._evaluations.records.get(name)) else name
 
     def evaluation(
-        self, name: str, set_name: str, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()
+        self,
+        name: str,
+        set_name: str,
+        step: int,
+        metrics: Mapping[str, float],
+        groups: Sequence[Group] = (),
+        against: str | None = None,
     ) -> None:
-        """Record the evaluation `name` of `set_name`: means with intervals, and its conversations if any."""
-        record = _plain({"step": step, "set": set_name, "tasks": len(groups), **metrics})
-        if rows := [*rows_of(groups)]:
-            file = evaluations.file_of(self.folder, name)
-            file.unlink(missing_ok=True)
-            append(file, rows)
+        """Record the evaluation `name` of `set_name`: means with intervals, and its conversations if any.
+
+        `against`: the set that it is compared with, for the gap between them.
+        """
+        record = {"step": step, "set": set_name, "tasks": len(groups), **metrics}
+        rows = [[*rows_of([group])] for group in groups]
+        if rows:
+            file, old_file = evaluations.files_of(self.folder, name)
+            write(file, rows)
+            old_file.unlink(missing_ok=True)
         self._evaluations.records[name] = record
+        gaps = gap_metrics(self.folder, self._evaluations.records, name, against) if against else {}
+        self._evaluations.records[name] = record = plain({**record, **gaps})
         replace(self.folder / evaluations.FILE, self._evaluations.records)
         self._write(step, evaluations.scalars(record))
         for writer in self._writers if rows else ():
-            writer.conversations(step, evaluations.prefix(set_name), redacted(rows[:CONVERSATIONS]))
-        if scored := _with_intervals(record):
+            first_rows = [*islice(chain.from_iterable(rows), CONVERSATIONS)]
+            writer.conversations(step, evaluations.prefix(set_name), redacted(first_rows))
+        if scored := with_intervals(record):
             self._report_failures(f"evaluation {name}", groups)
         logger.info(f"evaluation {name} ({record['tasks']} tasks): {scored or _missing_reason(groups)}")
+        for kind, label in (("gap", f"gap to {against}"), ("gap_growth", f"growth of the gap to {against}")):
+            if text := with_intervals(record, kind):
+                logger.info(f"evaluation {name}, {label}: {text}")
         if self._keep_best and not evaluations.is_complete(record):
             logger.warning(f"evaluation {name}: scores are missing, so train.keep_best does not compare it")
         self._mark_best(step)
@@ -181,13 +205,12 @@ def scores(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name.removeprefix("score/"): value for name, value in metrics.items() if name.startswith("score/")}
 
 
-def _with_intervals(record: Mapping[str, Any]) -> str:
+def with_intervals(record: Mapping[str, Any], kind: str = "score") -> str:
+    """The estimates of `kind` in the record of an evaluation, as "accuracy 0.50 [0.40, 0.60] (2 missing) …"."""
     texts = []
-    for name, value in scores(record).items():
-        if value is not None:
-            low, high = (record.get(f"score_{end}/{name}") for end in ("low", "high"))
-            estimate = Estimate(value) if low is None or high is None else Estimate(value, low, high)
-            missing = record.get(f"missing/{name}")
+    for name, estimate in evaluations.estimates(record, kind).items():
+        if not math.isnan(estimate.value):
+            missing = record.get(f"missing/{name}") if kind == "score" else None
             texts.append(f"{name} {estimate.text()}" + (f" ({missing:.0f} missing)" if missing else ""))
     return " ".join(texts)
 
@@ -202,19 +225,25 @@ def _missing_reason(groups: Sequence[Group]) -> str:
 
 
 def rows_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
-    """Every future of the groups as a JSON row."""
+    """Every future of the groups as a JSON row: docs/reference/run-files.md describes the keys."""
     for group in groups:
+        of_group = {"goal": group.task.goal, "user": group.user or group.task.user}
         for i, rollout in enumerate(group.rollouts):
             for j, future in enumerate(rollout.futures):
                 conversation, reward = future.conversation, rollout.reward.value
                 raw = [turn.text for turn in conversation.turns]
                 cut = [at for at, turn in enumerate(conversation.turns) if turn.finish is Finish.LENGTH]
+                notes = enumerate(message.private for message in conversation.messages)
+                private = {str(at): dict(of_message) for at, of_message in notes if of_message}
+                judgments = {name: asdict(judgment) for name, judgment in future.judgments.items()}
                 yield {
                     "task": group.task.id,
                     "rollout": i,
                     "future": j,
                     **({"played": group.task.played} if group.task.played else {}),  # as the user's first message
+                    **(of_group if i == j == 0 else {}),
                     "reward": None if isinstance(reward, Missing) else reward,
+                    **(_terms(rollout.reward) if j == 0 else {}),
                     **({"turns": raw} if any(text != visible(text) for text in raw) else {}),  # with their thoughts
                     **({"cut": cut} if cut else {}),  # turns that were cut at their token budget
                     **({"turn_rewards": conversation.turn_rewards} if any(conversation.turn_rewards) else {}),
@@ -225,7 +254,23 @@ def rows_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
                         name: {"missing": score.why} if isinstance(score, Missing) else score
                         for name, score in future.scores.items()
                     },
+                    **({"judgments": judgments} if judgments else {}),
+                    **({"private": private} if private else {}),
                 }
+
+
+def _terms(reward: Reward) -> dict[str, Any]:
+    """What the reward was computed from, if it was: nothing of a missing reward, or of one of a malformed turn."""
+    if not reward.parts:
+        return {}
+    parts = {name: _plain_number(value) for name, value in reward.parts.items()}
+    return {"parts": parts, "standard_error": _plain_number(reward.standard_error)}
+
+
+def _plain_number(value: Any) -> float | None:
+    """`value` as JSON can hold it: functions of reward.mode may return numbers of other libraries, or NaN."""
+    number = float(value) if isinstance(value, Real) else math.nan
+    return number if math.isfinite(number) else None
 
 
 def keep(file: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
@@ -250,12 +295,7 @@ def append(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Append JSON lines, keys redacted."""
     with files.writing(file), file.open("a") as stream:
         for row in rows:
-            stream.write(json.dumps(_plain(redacted(row))) + "\n")
-
-
-def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with null for numbers that JSON cannot hold (NaN, infinity)."""
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+            stream.write(json.dumps(plain(redacted(row))) + "\n")
 
 
 def replace(file: Path, content: Mapping[str, Any]) -> None:

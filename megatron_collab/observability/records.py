@@ -19,7 +19,7 @@ def lines(file: Path) -> Iterator[tuple[str, Row | None]]:
     if file.is_file():
         with file.open(errors="replace", newline="\n") as stream:
             for text in filter(str.strip, stream):
-                yield text.rstrip("\n"), _object(text)
+                yield text.rstrip("\n"), parsed(text)
 
 
 def of_step(row: Row) -> bool:
@@ -41,10 +41,11 @@ def unreadable_lines(count: int) -> str:
 def finished(folder: Path) -> bool:
     """Whether the run in `folder` has written its result."""
     file = folder / FINISHED
-    return file.is_file() and _object(file.read_text(errors="replace")) is not None
+    return file.is_file() and parsed(file.read_text(errors="replace")) is not None
 
 
-def _object(text: str) -> Row | None:
+def parsed(text: str) -> Row | None:
+    """The JSON object in `text`; None if it is something else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

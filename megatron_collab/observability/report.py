@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from matplotlib.figure import Figure
 
 from megatron_collab.config import SETTINGS
 from megatron_collab.observability import evaluations
+from megatron_collab.observability.conversations import MetricChange, by_task, changes, is_conversation, rows_of_file
 from megatron_collab.observability.evaluations import AFTER, BEFORE
-from megatron_collab.observability.records import lines, number, of_step, unreadable_lines
+from megatron_collab.observability.records import number, of_step
 from megatron_collab.observability.writers import CONVERSATIONS, Rows
 from megatron_collab.runtime import files
-from megatron_collab.statistics import difference, with_passes
+from megatron_collab.statistics import Estimate
 
 logger = logging.getLogger(__name__)
 
@@ -32,19 +34,20 @@ def write(folder: Path) -> Path:
         loader=PackageLoader("megatron_collab.observability", "templates"), autoescape=True, trim_blocks=True
     )
     pages.filters["score"] = _score
-    metrics = _rows(folder / "metrics.jsonl", of_step)
+    metrics = rows_of_file(folder / "metrics.jsonl", of_step)
     records, fault = evaluations.readable(folder)
     if fault:
-        _warn(folder / evaluations.FILE, fault)
+        logger.warning(f"{folder / evaluations.FILE}: {fault}")
     html = pages.get_template("report.html.j2").render(
         name=str(folder),
         steps=len(metrics),
         config=settings.read_text(errors="replace") if (settings := folder / SETTINGS).is_file() else "",
         sets=[*comparisons(folder, records)],
+        alarms=rows_of_file(folder / "alarms.jsonl", _is_alarm),
         curves=[(title, _svg(series, bands)) for title, series, bands in curves(metrics, records)],
     )
     report = folder / "report.html"
-    files.replace(report, html.encode(errors="replace").decode())  # without halves of surrogate pairs
+    files.replace(report, html.encode(errors="replace").decode())  # lone surrogates become ?
     return report
 
 
@@ -59,14 +62,15 @@ def comparisons(folder: Path, records: Mapping[str, evaluations.Record]) -> Iter
         conversation_files = [
             evaluations.file_of(folder, evaluations.name_of(set_name, moment)) for moment in shown_moments
         ]
-        conversations = [_rows(file, _is_conversation) for file in conversation_files]
+        conversations = [rows_of_file(file, is_conversation) for file in conversation_files]
         first, last = conversations[0], conversations[-1] if len(conversations) > 1 else []
         yield {
             "name": set_name,
             "moments": [moment.replace("_", " ") for moment in shown_moments],
             "table": table(first, last),
-            "counts": [len(_by_task(rows)) for rows in conversations],
+            "counts": [len(by_task(rows)) for rows in conversations],
             "pairs": pairs(first, last),
+            "gaps": gap_table(records.get(evaluations.name_of(set_name, moments[-1]), {})),
         }
 
 
@@ -75,33 +79,30 @@ def table(before: Rows, after: Rows) -> list[tuple[str, str, str, str]]:
 
     With several samples of a task, shares also have rows for pass@k and pass^k.
     """
-    names = sorted({name for row in (*before, *after) for name in row["scores"]})
-    return [row for name in names for row in _metric_rows(name, before, after)]
+    return [_cells(change) for change in changes(by_task(before), by_task(after))]
 
 
-def _metric_rows(name: str, before: Rows, after: Rows) -> Iterator[tuple[str, str, str, str]]:
-    sides = [[*_scores_by_task(rows, name)] for rows in (before, after)]
-    estimates = [with_passes(name, [values for _, values in side]) for side in sides]
-    for label in dict.fromkeys((*estimates[0], *estimates[1])):
-        cells = []
-        for rows, columns in zip((before, after), estimates, strict=True):
-            estimate = columns.get(label)
-            shown = estimate.text() if estimate else "\u2013"
-            lacking = sum(isinstance(row["scores"].get(name), Mapping) for row in rows) if label == name else 0
-            cells.append(shown + (f" ({lacking} missing)" if lacking else ""))
-        change = difference(*map(dict, sides)).text("{:+.3f}".format) if label == name and all(sides) else "\u2013"
-        yield label, cells[0], cells[1], change
+def _cells(change: MetricChange) -> tuple[str, str, str, str]:
+    before, after = (
+        (mean.text() if mean else "\u2013") + (f" ({missing} missing)" if missing else "")
+        for mean, missing in zip(change.means, change.missing, strict=True)
+    )
+    paired = change.difference.text("{:+.3f}".format) if change.difference else "\u2013"
+    return change.label, before, after, paired
 
 
-def _scores_by_task(rows: Rows, name: str) -> Iterator[tuple[str, list[float]]]:
-    for task in _by_task(rows):
-        if values := [score for row in task if number(score := row["scores"].get(name)) is not None]:
-            yield task[0]["task"], values
+def gap_table(record: evaluations.Record) -> list[tuple[str, str, str]]:
+    """(metric, gap, its growth since the first evaluation) of an evaluation of a set that is compared with another."""
+    growths, signed = evaluations.estimates(record, "gap_growth"), "{:+.3f}".format
+    return [
+        (name, gap.text(signed), growths.get(name, Estimate(math.nan)).text(signed))
+        for name, gap in evaluations.estimates(record, "gap").items()
+    ]
 
 
 def pairs(before: Rows, after: Rows) -> list[dict[str, Any]]:
-    """The first conversation about each task before and after, changed ones first; some of `before` if no `after`."""
-    firsts, later = ([task[0] for task in _by_task(rows)] for rows in (before, after))
+    """The first conversation about each task before and after, changed ones first; of `before` alone if no `after`."""
+    firsts, later = ([task[0] for task in by_task(rows)] for rows in (before, after))
     if not after:
         return [{"task": row["task"], "rows": [row]} for row in firsts[:CONVERSATIONS]]
     after_by_task = {row["task"]: row for row in later}
@@ -133,26 +134,36 @@ def curves(metrics: Rows, records: Mapping[str, evaluations.Record] = {}) -> lis
         if low and high:
             bands[name] = {step: (low[step], high[step]) for step in low if step in high}
     excluded = {f"{name}_{end}" for name in bands for end in ("low", "high")}
-    means = {name: points for name, points in tested.items() if name not in excluded and "ending/" not in name}
+    shown = {name: points for name, points in tested.items() if name not in excluded and "ending/" not in name}
+    gaps = {name: points for name, points in shown.items() if name.endswith("_gap")}
+    means = {name: points for name, points in shown.items() if not name.endswith(("_gap", "_gap_growth"))}
     plots = [
         *_by_scale("Evaluation, with 95 % intervals", means, bands),
+        *_by_scale("Gap to the compared set, with 95 % intervals", gaps, bands),
         (
             "Reward of the trained turn, with the standard error from its futures",
             rewards,
             {"reward": reward_band},
         ),
+        (
+            "How well rewards tell the turns of a group apart: share of their variance that is due to the turns "
+            "(reliability), share of the groups with equal rewards",
+            _series(metrics, "reliability") | _series(metrics, "equal_rewards"),
+            {},
+        ),
         *_by_scale("Scores of the rollouts", scores, {}),
         ("Loss", _series(metrics, "loss"), {}),
         ("KL to the first policy", _series(metrics, "kl"), {}),
         ("Tokens of the trained turn", _series(metrics, "turn_tokens"), {}),
+        *_by_scale("Sentinels of reward hacking", _series(metrics, "sentinel/"), {}),
         ("Seconds by stage", _series(metrics, "seconds/"), {}),
     ]
     return [(title, series, bands) for title, series, bands in plots if series]
 
 
 def _by_scale(title: str, scores: Series, bands: Bands) -> Iterator[tuple[str, Series, Bands]]:
-    """Series between 0 and 1 share axes; every other series has its own."""
-    rates = {name: points for name, points in scores.items() if all(0 <= value <= 1 for _, value in points)}
+    """Series between -1 and 1 share axes; every other series has its own."""
+    rates = {name: points for name, points in scores.items() if all(-1 <= value <= 1 for _, value in points)}
     yield title, rates, bands
     for name in scores:
         if name not in rates:
@@ -192,16 +203,6 @@ def _svg(series: Series, bands: Bands) -> str:
     return text[text.index("<svg") :]
 
 
-def _by_task(rows: Rows) -> list[list[Mapping[str, Any]]]:
-    """The rows by task; rows of a task are consecutive, with its first conversation first."""
-    tasks: list[list[Mapping[str, Any]]] = []
-    for row in rows:
-        if row.get("rollout", 0) == 0 or not tasks:
-            tasks.append([])
-        tasks[-1].append(row)
-    return tasks
-
-
 def _score(value: Any) -> str:
     """A conversation's score as text, or why it is missing."""
     if isinstance(value, dict):
@@ -209,20 +210,6 @@ def _score(value: Any) -> str:
     return str(value) if number(value) is None else f"{value:g}"
 
 
-def _is_conversation(row: Mapping[str, Any]) -> bool:
-    messages, scores = row.get("messages"), row.get("scores")
-    has_messages = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
-    return has_messages and isinstance(scores, dict) and isinstance(row.get("task"), str)
-
-
-def _rows(file: Path, fit: Callable[[Mapping[str, Any]], bool]) -> Rows:
-    """The rows that `fit`. The file may be torn: a running run may not have finished its last line."""
-    rows = [row for _, row in lines(file)]
-    valid = [row for row in rows if row is not None and fit(row)]
-    if len(valid) < len(rows):
-        _warn(file, f"skipped {unreadable_lines(len(rows) - len(valid))}")
-    return valid
-
-
-def _warn(file: Path, fault: str) -> None:
-    logger.warning(f"{file}: {fault}")
+def _is_alarm(row: Mapping[str, Any]) -> bool:
+    numbers = (number(row.get(name)) for name in ("value", "baseline"))
+    return of_step(row) and None not in numbers and isinstance(row.get("conversations"), list)

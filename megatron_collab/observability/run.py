@@ -3,74 +3,100 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
-from functools import partial
+from dataclasses import asdict
 from typing import Any
 
-from tqdm import tqdm
-
-from megatron_collab.config import Config
-from megatron_collab.observability import evaluations
+from megatron_collab.config import PlayConfig, TrainConfig
+from megatron_collab.observability import evaluations, transcripts
 from megatron_collab.observability.evaluations import AFTER, BEFORE
-from megatron_collab.observability.folder import RunFolder, append, keep, rows_of, scores
-from megatron_collab.runtime import console
+from megatron_collab.observability.folder import RunFolder, append, keep, rows_of, scores, with_intervals
+from megatron_collab.observability.sentinels import Alarm
+from megatron_collab.observability.step_view import StepView
+from megatron_collab.runtime import screen
 from megatron_collab.types import Group
 
 logger = logging.getLogger(__name__)
-
-LOG_EVERY = 10.0  # seconds between two lines of progress in a log file
 
 
 class Run(RunFolder):
     """The folder and the console of a training run; only rank 0 writes.
 
-    `start`: first step to do; `state`: from an earlier start's checkpoint; `names`: metrics by result.json name.
+    `config`: all settings, to record them; `start`: first step to do; `state`: from an earlier start's checkpoint;
+    `names`: metrics by result.json name.
     """
 
-    def __init__(self, config: Config, start: int, state: Mapping[str, Any], names: Mapping[str, str]) -> None:
-        train = config.train
+    def __init__(
+        self, config: PlayConfig, train: TrainConfig, start: int, state: Mapping[str, Any], names: Mapping[str, str]
+    ) -> None:
         super().__init__(config, start, train.steps, float(state.get("seconds", 0.0)), train.keep_best)
         self._steps, self._eval_every = train.steps, train.eval_every
         self.names = names
         self._start, self._began = start, time.monotonic()
-        self._last_line = 0.0
+        self._view = self._show() if self.leader and screen.is_drawn() else None
         if self.leader:
-            for file in (self.folder / "metrics.jsonl", self.folder / "transcripts.jsonl"):
-                keep(file, lambda row: row["step"] < start)
-            self._bar = progress("training", train.steps, unit="step", done=start, keep=True)
+            for name in ("metrics.jsonl", "alarms.jsonl"):
+                keep(self.folder / name, lambda row: row["step"] < start)
+            transcripts.forget(self.folder, start)
 
     def __exit__(self, *error: object) -> None:
-        if self.leader:
-            self._bar.close()
+        screen.close()
         super().__exit__(*error)
+
+    def _show(self) -> StepView:
+        """The view of this run, from now on at the bottom of the terminal."""
+        view = StepView(self.folder.name, self._steps, self._start)
+        screen.show(view)
+        return view
 
     def state(self) -> dict[str, Any]:
         """State to store in a checkpoint."""
         return {"seconds": self._seconds()}
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log a finished step: a console line, metrics.jsonl, TensorBoard, Weights & Biases."""
+        """Log a finished step: metrics.jsonl, TensorBoard, Weights & Biases; the view on a terminal, else a line."""
         append(self.folder / "metrics.jsonl", [{"step": step, **metrics}])
         self._write(step, metrics)
-        self._bar.update(1)
-        last = step + 1 == self._steps
-        if last or time.monotonic() - self._last_line >= 1:  # more lines would hide the bar if steps are faster
-            self._last_line = time.monotonic()
+        if self._view:
+            self._view.record(step, metrics)
+        if self._view is None or not sys.stdout.isatty():
             rate = (time.monotonic() - self._began) / (step + 1 - self._start)  # average of this start
-            remaining = timedelta(seconds=round(rate * (self._steps - step - 1)))
+            remaining = screen.duration(rate * (self._steps - step - 1))
             logger.info(f"{line(step, self._steps, metrics)} | {remaining} left")
 
     def transcripts(self, step: int, groups: Sequence[Group]) -> None:
         """Write every future of a step with its scores; print a line if some failed."""
         self._report_failures(f"step {step + 1}", groups)
-        append(self.folder / "transcripts.jsonl", [{"step": step, **row} for row in rows_of(groups)])
+        transcripts.write_step(self.folder, step, [[*rows_of([group])] for group in groups])
+        if self._view and groups:
+            last = groups[-1].rollouts[-1].futures[-1].conversation
+            self._view.conversation([message.as_dict() for message in last.messages])
+
+    def alarms(self, step: int, alarms: Sequence[Alarm]) -> None:
+        """Write the alarms of sentinels at a step, and print a line for each."""
+        append(self.folder / "alarms.jsonl", [{"step": step, **asdict(alarm)} for alarm in alarms])
+        for alarm in alarms:
+            logger.warning(f"step {step + 1}: {alarm.text()}")
+            if self._view:
+                self._view.alarm(f"step {step + 1}: {alarm.text()}")
+
+    def evaluation(
+        self,
+        name: str,
+        set_name: str,
+        step: int,
+        metrics: Mapping[str, float],
+        groups: Sequence[Group] = (),
+        against: str | None = None,
+    ) -> None:
+        super().evaluation(name, set_name, step, metrics, groups, against)
+        if self._view:
+            self._view.evaluation(f"{name}: {with_intervals(self._evaluations.records[name])}")
 
     def evaluation_due(self, set_name: str, step: int) -> str | None:
-        """The name of the evaluation of `set_name` if one is due at `step` and not recorded. Call on rank 0."""
+        """The name of the evaluation of `set_name` if it is due at `step`, see Evaluations.due. Call on rank 0."""
         return self._evaluations.due(set_name, step, self._eval_every)
 
     def finish(self, result: Mapping[str, Any] = {}) -> None:
@@ -90,6 +116,10 @@ class Run(RunFolder):
         }
         lacking = {name: count for name, record in records.items() if (count := record.get("incomplete"))}
         incomplete = {"incomplete": lacking} if lacking else {}
+        if lacking:
+            counts = ", ".join(f"{name} ({count:.0f})" for name, count in lacking.items())
+            remedy = f"`megatron-collab evaluate model.path={self.folder}@STEP` evaluates a checkpoint again"
+            logger.warning(f"evaluations with conversations that lack a score: {counts}; {remedy}")
         super().finish(
             {**named_scores, **by_phase, **incomplete, "train_minutes": round(self._seconds() / 60, 2), **result}
         )
@@ -107,33 +137,6 @@ def line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
         parts.append(f"missing scores {metrics['missing']:.0f}")
     laps = [f"{name.removeprefix('seconds/')} {value:.2f}s" for name, value in metrics.items() if "seconds/" in name]
     return " | ".join([*parts, " ".join(laps)])
-
-
-class Log:
-    """Progress in a log file: at most one line every `every` seconds."""
-
-    def __init__(self, title: str, total: int, unit: str, done: int, every: float = LOG_EVERY) -> None:
-        self._n, self._every = done, every
-        self._shown = partial(tqdm.format_meter, total=total, ncols=0, prefix=title, unit=unit, initial=done)
-        self._began = self._printed = time.monotonic()
-
-    def update(self, n: int) -> None:
-        self._n += n
-        now = time.monotonic()
-        if now - self._printed >= self._every:
-            self._printed = now
-            print(self._shown(self._n, elapsed=now - self._began), file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
-def progress(title: str, total: int, unit: str = "task", done: int = 0, keep: bool = False) -> tqdm | Log:
-    """Progress on stderr from `done` to `total`; `keep`: the bar stays when it is full."""
-    hidden = console.quiet()
-    if hidden or not sys.stderr.isatty():
-        return Log(title, total, unit, done, math.inf if hidden else LOG_EVERY)
-    return tqdm(total=total, desc=title, unit=unit, initial=done, leave=keep, dynamic_ncols=True, mininterval=0.2)
 
 
 class Stopwatch:

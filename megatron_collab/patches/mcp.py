@@ -1,4 +1,4 @@
-"""Patch of the MCP client: what a server writes is bounded, and its standard error does not reach ours."""
+"""Patch of the MCP client: the output of a server is bounded, and its standard error does not reach the console."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Budget:
     """Counts what a server writes after each message to it."""
 
     def __init__(self) -> None:
-        self.renew()
+        self._bytes, self._lines = LONGEST_OUTPUT, MOST_LINES
 
     def renew(self) -> None:
         self._bytes, self._lines = LONGEST_OUTPUT, MOST_LINES

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -186,6 +186,7 @@ def _dispatch_parts(dispatch: Any) -> classmethod[Any, Any, Any]:
     return classmethod(run)
 
 
+_DEVICE = "megatron_collab.runtime.device"
 _FAKE_TENSOR = "torch._subclasses.fake_tensor.FakeTensor"
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher"
 _ENGINE = "transformer_engine.pytorch"
@@ -240,6 +241,22 @@ LAYERS = _on_cpu(
     apply=_go_backward_on_cpu,
 )
 PAPER = (
+    Patch(
+        "torch",
+        "a GPU",
+        why="Fake tensors are on the CPU, as torch.cuda needs a device. A rank on paper takes the code paths of a GPU "
+        "all the same, so what a machine has is looked up again, with a GPU. Callers must not import these by name.",
+        upstream="torch/_subclasses/fake_tensor.py",
+        until="fake tensors of a GPU need none in streams, events and pinned memory",
+        test="tests/rehearsal/test_engine.py::test_every_class_holds_what_the_plan_says",
+        sets={
+            f"{_DEVICE}.kind": lambda tensor: "cuda",
+            f"{_DEVICE}.select": lambda setting: SimpleNamespace(type="cpu", backend="fake"),
+            f"{_DEVICE}._cuda": lambda: (True, "one on paper"),
+        },
+        wraps={f"{_DEVICE}.probe": lambda probe: cache(probe.__wrapped__)},
+        when=on_paper,
+    ),
     Patch(
         "torch",
         "no peers",

@@ -1,4 +1,4 @@
-"""Patch of Transformers, which also Megatron-Core and SGLang import: its import is faster."""
+"""Patches of Transformers, which also Megatron-Core and SGLang import: a faster import, and its chat templates."""
 
 from __future__ import annotations
 
@@ -37,5 +37,14 @@ PATCHES = (
         until="Transformers asks about the few packages that it looks up",
         test="tests/patches/test_transformers.py::test_transformers_checks_no_installed_files",
         sets={"importlib.metadata.packages_distributions": packages_distributions},
+    ),
+    Patch(
+        "transformers",
+        "syntax, filters and globals of chat templates",
+        why="Renderings during a run are bounded (config/bounded_jinja.py), and otherwise equal to Transformers' own.",
+        upstream="transformers/utils/chat_template_utils.py:413 (_compile_jinja_template)",
+        until="Transformers has a public function for the environment of chat templates, or bounds their renderings",
+        test="tests/data/test_chat_template.py::test_a_rendering_is_bounded",
+        uses=("transformers.utils.chat_template_utils._compile_jinja_template",),
     ),
 )

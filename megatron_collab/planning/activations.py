@@ -92,7 +92,7 @@ def _rotations(config: Config, shape: ModelShape, tokens: int) -> float:
 
     A table has a row per token of the longest sequence, of which a context parallel rank has a part.
     """
-    networks = 1 + config.copies_reference + _critic(config)
+    networks = 1 + (config.reference == "copy") + _critic(config)
     rows = tokens * config.parallel.cp * networks * config.parallel.vpp
     return 4 * shape.head_dim * rows if engine(config) else 0.0
 

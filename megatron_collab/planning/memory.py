@@ -17,16 +17,17 @@ from megatron_collab.config import CONF, Config, ConfigError, compose
 from megatron_collab.inference.adapters import SLOTS
 from megatron_collab.inference.spec import Placement, ServerSpec
 from megatron_collab.launch import server_specs, validate
+from megatron_collab.launch.trainer_specs import sync_spec, trainer_layout
 from megatron_collab.models import hf_config, hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.lora import adapters
-from megatron_collab.models.parallel_layout import ranks, stages
+from megatron_collab.models.parallel_layout import stages
 from megatron_collab.planning.activations import activations, head, micro_batch_tokens
 from megatron_collab.runtime import hub
 from megatron_collab.trainer.host_memory import PIECE, piece_count
 from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.weight_sync.fp8_blocks import fp8_nbytes
-from megatron_collab.weight_sync.plan import SyncPlan, plan_sync, trainer_layout
+from megatron_collab.weight_sync.plan import SyncPlan, plan_sync
 from megatron_collab.weight_sync.transports.base import FolderTransport
 from megatron_collab.weight_sync.transports.registry import places_of, transport_class
 
@@ -53,7 +54,7 @@ def host_memory(config: Config, stages: Sequence[Sequence[MemoryPart]]) -> float
 
     `stages`: the parts of each pipeline stage; a node may have several stages.
     """
-    count = ranks(config)
+    count = config.launch.ranks
     pinned = [sum(part.host for part in stages[rank * len(stages) // count]) for rank in range(count)]
     width = config.launch.nproc_per_node
     return max(sum(pinned[first : first + width]) for first in range(0, count, width))
@@ -83,9 +84,9 @@ def model_config_file(path: str, setting: str = "model.path") -> Path:
     )
 
 
-def _colocated_models(others: Iterable[ServerSpec]) -> Iterator[tuple[ServerSpec, ModelShape]]:
+def _colocated_models(specs: Iterable[ServerSpec]) -> Iterator[tuple[ServerSpec, ModelShape]]:
     """The models besides the policy that are on the trainer's devices, with their shapes. Raises ConfigError."""
-    for spec in others:
+    for spec in specs:
         if not spec.placement.colocated:
             continue
         try:
@@ -102,9 +103,9 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
     Policy and critic are updated one after the other, so activations are counted once.
     """
     parallel = config.parallel
-    gpus = ranks(config)
+    gpus = config.launch.ranks
     serving = server_specs.training(config) if config.train.stage == "rl" else None
-    models = list(_colocated_models(serving.others.values())) if serving else []
+    models = list(_colocated_models(serving.by_name.values())) if serving else []
     tokens = micro_batch_tokens(config)
     publishes: SyncPlan = ()
     if serving and not issubclass(transport_class(config.publish, serving.policy.placement), FolderTransport):
@@ -113,7 +114,7 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
     stages_parts = []
     for rank in range(parallel.pp):
         parts = network_parts(config, shape, rank)
-        if config.copies_reference:
+        if config.reference == "copy":
             parts.append(reference_part(config, shape, rank))
         if config.objective == "policy" and config.algo.advantage == "gae":
             parts += network_parts(config, shape, rank, critic=True)
@@ -160,7 +161,7 @@ def network_parts(config: Config, shape: ModelShape, rank: int, critic: bool = F
     parallel = config.parallel
     item = DTYPES[config.model.dtype].itemsize
     state = 8 if item == 4 else 12
-    stage_ranks = ranks(config) // parallel.pp
+    stage_ranks = config.launch.ranks // parallel.pp
     dense, experts, eight_bit, frozen = _counts(config, shape, rank, critic)
     trained = dense + experts
     optimizer = state * (dense / (stage_ranks // parallel.tp) + experts / (stage_ranks // parallel.ep))
@@ -257,6 +258,6 @@ def sync_buckets(config: Config, placement: Placement, plan: SyncPlan, rank: int
 
     If servers have devices of their own, their segments are on those.
     """
-    places = places_of(config, placement, on_gpus=True)
+    places = places_of(sync_spec(config), placement, on_gpus=True)
     allocated = transport_class(config.publish, placement).bytes_held(plan, places, rank)
     return sum(allocated.buffers) + (sum(allocated.segments) if placement.colocated else 0)

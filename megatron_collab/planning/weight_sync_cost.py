@@ -10,9 +10,9 @@ from math import prod
 
 from megatron_collab.config import Config
 from megatron_collab.inference.spec import Placement
+from megatron_collab.launch.trainer_specs import sync_spec
 from megatron_collab.models import hf_to_megatron, lora
 from megatron_collab.models.hf_config import ModelShape
-from megatron_collab.models.parallel_layout import ranks
 from megatron_collab.weight_sync.plan import Slice, SyncPlan
 from megatron_collab.weight_sync.transports.registry import places_of, transport_class
 
@@ -62,7 +62,7 @@ def sync_cost(
     """
     copies = transport_class(config.publish, placement).needs_same_node
     servers, tp = range(placement.replicas), placement.tp
-    same, places = _same_shards(config, plan, shape), places_of(config, placement, on_gpus=True)
+    same, places = _same_shards(config, plan, shape), places_of(sync_spec(config), placement, on_gpus=True)
     paths: Counter[tuple[Sharding, Bandwidth]] = Counter()
     sent: Counter[int] = Counter()
     received: Counter[tuple[int, int]] = Counter()
@@ -96,7 +96,7 @@ def sync_cost(
 def _device(config: Config, placement: Placement, server: int, rank: int) -> int:
     """Device number: the trainer ranks' devices come first, then those of separate servers."""
     if not placement.colocated:
-        return ranks(config) + server * placement.tp + rank
+        return config.launch.ranks + server * placement.tp + rank
     part, local_rank = divmod(rank, placement.ranks_per_node)
     node = placement.nodes_of(server)[part]
     return node * config.launch.nproc_per_node + placement.first_device(server) + local_rank

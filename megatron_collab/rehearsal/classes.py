@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from megatron_collab.config import Config
 from megatron_collab.inference.spec import Placement
 from megatron_collab.models.hf_config import ModelShape
-from megatron_collab.models.parallel_layout import ranks
 from megatron_collab.weight_sync.node_routing import Places
 
 
@@ -38,7 +37,7 @@ def class_of(
 ) -> RankClass:
     """The class of a rank; `placement` of the policy's servers, `places` of the weight sync: None if supervised."""
     parallel = config.parallel
-    size = ranks(config) // parallel.pp
+    size = config.launch.ranks // parallel.pp
     stage, stage_rank = divmod(rank, size)
     tp_rank, replica = stage_rank % parallel.tp, stage_rank // parallel.tp
     rows = -(-shape.vocab // parallel.tp)
@@ -59,6 +58,6 @@ def classes(
 ) -> dict[RankClass, list[int]]:
     """Every class of ranks of the run with its ranks, in order; see class_of."""
     ranks_by_class: dict[RankClass, list[int]] = defaultdict(list)
-    for rank in range(ranks(config)):
+    for rank in range(config.launch.ranks):
         ranks_by_class[class_of(config, shape, placement, places, rank)].append(rank)
     return dict(ranks_by_class)

@@ -14,14 +14,15 @@ from megatron_collab.checkpoint.hf import named_factors, named_shards
 from megatron_collab.config import Config
 from megatron_collab.inference.spec import ServerSpec
 from megatron_collab.launch import server_specs
+from megatron_collab.launch.trainer_specs import sync_spec, trainer_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.rehearsal.ledger import HOST, Ledger
 from megatron_collab.rehearsal.servers import Order, Place
 from megatron_collab.trainer.megatron.config import DTYPES
+from megatron_collab.weight_sync.in_place import parameters_of, row_of
 from megatron_collab.weight_sync.node_routing import Places, lacking, sent, written
-from megatron_collab.weight_sync.plan import SyncPlan, plan_sync, trainer_layout
+from megatron_collab.weight_sync.plan import SyncPlan, plan_sync
 from megatron_collab.weight_sync.sender import Sender
-from megatron_collab.weight_sync.sync import parameters_of, row_of
 from megatron_collab.weight_sync.transports.base import FolderTransport
 from megatron_collab.weight_sync.transports.registry import places_of, transport_class
 
@@ -42,7 +43,7 @@ class Publishing:
     def of(cls, config: Config, shape: ModelShape) -> Publishing:
         policy = server_specs.training(config).policy
         plan = plan_sync(shape, trainer_layout(config), policy.layout, DTYPES[policy.dtype].itemsize)
-        return cls(config, policy, shape, plan, places_of(config, policy.placement, on_gpus=True))
+        return cls(config, policy, shape, plan, places_of(sync_spec(config), policy.placement, on_gpus=True))
 
     @torch.no_grad()
     def write(self, rank: int, chunks: Sequence[torch.nn.Module], ledger: Ledger) -> list[Tensor]:

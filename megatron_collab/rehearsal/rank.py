@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_collab.checkpoint.hf import HFTensors, fill, unwrap
 from megatron_collab.config import Config
+from megatron_collab.launch.trainer_specs import trainer_spec
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import Index
-from megatron_collab.models.parallel_layout import ranks
 from megatron_collab.planning.activations import micro_batch_tokens
 from megatron_collab.planning.memory import MemoryPart
 from megatron_collab.rehearsal.ledger import HOST, PASSING, PINNED, Ledger
 from megatron_collab.rehearsal.te_cpu import paper
 from megatron_collab.trainer.megatron import model
+from megatron_collab.trainer.megatron.pipeline import PlannedCommunicator
 from megatron_collab.trainer.microbatches import MicroBatch, make_micro_batches
+from megatron_collab.trainer.spec import NetworkSpec
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch, Sample, ScoredBatch
 
@@ -46,11 +47,23 @@ class PaperTensors(HFTensors):
         return torch.empty(self._shapes[tensor], dtype=self._dtype)[index]
 
 
+class BookedCommunicator(PlannedCommunicator):
+    """A communicator that books what pipeline stages exchange as activations."""
+
+    def __init__(self, ledger: Ledger, config: TransformerConfig, lengths: Sequence[int]) -> None:
+        super().__init__(config, lengths)
+        self._ledger = ledger
+
+    def _communicate(self, **options: Any) -> Any:
+        with self._ledger.booking(ACTIVATIONS):
+            return super()._communicate(**options)
+
+
 def make_trainer(config: Config, shape: ModelShape, ledger: Ledger) -> PolicyTrainer:
     """The trainer of a run, loaded, with its memory booked by part."""
 
-    def load(config: Config) -> list[torch.nn.Module]:
-        chunks = model.build(config, shape)
+    def load(network: NetworkSpec) -> list[torch.nn.Module]:
+        chunks = model.build(network, shape)
         with ledger.booking(HOST):
             fill(chunks, PaperTensors(shape, next(chunks[0].parameters()).dtype))
         return chunks
@@ -61,8 +74,9 @@ def make_trainer(config: Config, shape: ModelShape, ledger: Ledger) -> PolicyTra
             return make_micro_batches(*arguments, **options)
 
     # A single optimizer step with all micro-batches: further steps need the same memory.
-    trainer = PolicyTrainer(config, load, split=lambda count, *_: [range(count)], pack=pack)
-    with _sampling(trainer):  # a run samples before its first step, when AdamW has no moments yet
+    split, communicator = lambda count, *_: [range(count)], partial(BookedCommunicator, ledger)
+    trainer = PolicyTrainer(trainer_spec(config), load, split, pack, communicator)
+    with _sampling(trainer, config):  # a run samples before its first step, when AdamW has no moments yet
         pass
     for name, trainable in trainer.trainables.items():
         prefix = _prefix(name)
@@ -86,7 +100,7 @@ def one_batch(config: Config, shape: ModelShape, micro_batches: int) -> Batch:
     """A batch of `micro_batches` full micro-batches per data parallel rank: each a sequence with all tokens trained, or
     a pair of sequences without a common prefix."""
     parallel = config.parallel
-    groups = ranks(config) // (parallel.tp * parallel.pp * parallel.cp)
+    groups = config.launch.ranks // (parallel.tp * parallel.pp * parallel.cp)
     sides = 2 if config.objective == "dpo" else 1
     length = micro_batch_tokens(config) * parallel.cp // sides + 1
     mask = (np.arange(length) > 0).astype(np.float32)
@@ -99,7 +113,7 @@ def one_batch(config: Config, shape: ModelShape, micro_batches: int) -> Batch:
     return ScoredBatch(
         samples,
         old_log_probs=rows if config.algo.mini_batches * config.algo.epochs > 1 else None,
-        reference_log_probs=rows if config.refers else None,
+        reference_log_probs=rows if config.reference else None,
         values=values,
         advantages=rows,
         returns=values,
@@ -140,18 +154,10 @@ def activations_booked(ledger: Ledger, trainer: PolicyTrainer) -> Iterator[None]
     def done(gradient: Tensor) -> None:
         ledger.part = PASSING
 
-    def exchanged(stages: P2PCommunicator, **options: Any) -> Any:
-        with ledger.booking(ACTIVATIONS):
-            return communicate(stages, **options)
-
-    communicate = P2PCommunicator._communicate
     chunks = [chunk for trainable in trainer.trainables.values() for chunk in trainable.chunks]
     hooks = [unwrap(chunk).register_forward_hook(passed) for chunk in chunks]
     try:
-        with (
-            saved_tensors_hooks(saved, lambda tensor: tensor),
-            mock.patch.object(P2PCommunicator, "_communicate", exchanged),
-        ):
+        with saved_tensors_hooks(saved, lambda tensor: tensor):
             yield
     finally:
         for hook in hooks:
@@ -183,19 +189,19 @@ def step(trainer: PolicyTrainer, config: Config, micro_batches: int, ledger: Led
     ledger.claim_all(WORKSPACES, booked=ACTIVATIONS)  # remaining tensors, such as the rotary table, persist
 
 
-def _sampling(trainer: PolicyTrainer) -> AbstractContextManager[None]:
+def _sampling(trainer: PolicyTrainer, config: Config) -> AbstractContextManager[None]:
     """Puts the trainer into the state of sampling inside the block; a no-op in supervised training."""
-    return trainer.offloaded() if trainer.config.train.stage == "rl" else nullcontext()
+    return trainer.offloaded() if config.train.stage == "rl" else nullcontext()
 
 
-def parts_of(trainer: PolicyTrainer, ledger: Ledger) -> list[MemoryPart]:
+def parts_of(trainer: PolicyTrainer, config: Config, ledger: Ledger) -> list[MemoryPart]:
     """Memory of the step and of sampling after it, in the parts of the plan."""
     for name, trainable in trainer.trainables.items():
         ledger.claim(f"{_prefix(name)}optimizer", trainable.optimizer_storages())
     training = dict(ledger.usage.most)
     for part in [part for part in ledger.usage.now if part.endswith("optimizer")]:
         training[part] = ledger.usage.now[part]
-    with _sampling(trainer):
+    with _sampling(trainer, config):
         sampling: Mapping[str, int] = dict(ledger.update_sizes().now)
     ledger.update_sizes()
     networks = trainer.trainables.items()

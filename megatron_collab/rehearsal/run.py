@@ -41,8 +41,8 @@ def rehearse(config: Config, shape: ModelShape, hf: Mapping[str, Any], all_ranks
     """
     if config.launch.device == "cpu":
         message = "only TransformerEngine's layers support it; rehearse without launch.device=cpu"
-        require(config.parallel.cp == 1, f"<parallel.cp>: {message}", config)
-        require(not config.model.fp8, f"<model.fp8>: {message}", config)
+        require(config.parallel.cp == 1, f"parallel.cp={config.parallel.cp}: {message}")
+        require(not config.model.fp8, f"model.fp8={config.model.fp8}: {message}")
     served, publish, placement, places = list[MemoryPart](), None, None, None
     if config.train.stage == "rl":
         publish = publishing.Publishing.of(config, shape)
@@ -94,7 +94,7 @@ def _rehearse_rank(
         step_class = kind.stepping()
         if step_class not in counted:
             step(trainer, config, passes(config, kind.stage), ledger)
-            counted[step_class] = ledger.usage.peak, parts_of(trainer, ledger)
+            counted[step_class] = ledger.usage.peak, parts_of(trainer, config, ledger)
         peak, parts = counted[step_class]
         buckets.clear()
         snapshot = checkpoint.save_and_load(trainer, rank, contents, ledger)

@@ -1,1 +1,1 @@
-"""Reproduces published comparisons: trains and evaluates the assistants of a study one after the other."""
+"""Reproduces published comparisons: trains and evaluates the assistants of a study."""

@@ -1,9 +1,9 @@
-"""Reproduce a published comparison: train and evaluate each assistant of STUDY, one after the other.
+"""Reproduce a published comparison: train and evaluate each assistant of STUDY.
 
     megatron-collab reproduce collabllm --tasks math --budget 300
 
 STUDY is one of those below, or your own FILE.yaml. Every program has its own folder in --out. If the study is
-interrupted, the same command continues it. page.md in --out has our table beside the published one. Settings
+interrupted, the same command continues it. page.md in --out has the results. Settings
 (option=value) apply to every program, for example llm.max_concurrent=64.
 """
 
@@ -28,6 +28,11 @@ def main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
     try:
         require(options.seeds >= 1, f"--seeds={options.seeds}: must be 1 or more")
+        train_seeds = options.train_seeds
+        require(train_seeds is None or train_seeds >= 1, f"--train-seeds={train_seeds}: must be 1 or more")
+        require(options.jobs >= 1, f"--jobs={options.jobs}: must be 1 or more")
+        message = f"--jobs={options.jobs}: each program gets all that is left of --budget; leave one of them out"
+        require(options.jobs == 1 or options.budget is None, message)
         require(options.pilot >= 0, f"--pilot={options.pilot}: must be 0 or more")
         require(options.replay is None or options.replay.is_dir(), f"--replay={options.replay}: no such folder")
         definition = study.read(options.study)
@@ -37,6 +42,7 @@ def main(arguments: Sequence[str]) -> int:
             study.select(options.arms, definition.arms, "--arms"),
             options.model or definition.model,
             options.seeds,
+            train_seeds or definition.train_seeds,
             options.build,
             options.pilot,
             options.record,
@@ -50,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.commands:
             print("\n".join(run.shell_command(stage) for stage in stages))
             return 0
-        return run.run(definition, study_options, stages, options.budget)
+        return run.run(definition, study_options, stages, options.budget, options.jobs)
     except (ConfigError, OSError) as error:
         logger.error(str(error))
         return EXIT_BAD_INPUT
@@ -63,6 +69,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--arms", metavar="A,B", help="arms to compare; arms they start from are trained too [all]")
     parser.add_argument("--model", help="base model of all arms [the study's]")
     parser.add_argument("--seeds", type=int, default=3, help="repetitions of each problem [3]")
+    parser.add_argument("--train-seeds", type=int, metavar="N", help="trainings of each arm [the study's]")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="programs at once, each after those whose output it reads [1]"
+    )
     parser.add_argument("--build", action="store_true", help="build the training data instead of using published data")
     parser.add_argument("--out", type=Path, help="folder of the study [runs/STUDY]")
     parser.add_argument("--budget", type=positive, metavar="USD", help="stop once total spending reaches this")

@@ -23,7 +23,7 @@ class Pilot:
 
 
 def read(stage: Stage) -> Pilot:
-    """What the pilot `stage`, which is done, has measured."""
+    """The measurements of a pilot, which must be done."""
     means, calls = {}, stage.calls
     if calls and any(calls.glob(f"*{SUFFIX}")):
         recording = Recording(calls)
@@ -33,9 +33,9 @@ def read(stage: Stage) -> Pilot:
 
 def program_costs(stages: Sequence[Stage], pilots: Mapping[str, Pilot]) -> dict[str, Cost]:
     """The costs, by title, of the programs still to run that call models or train; `pilots`: by task."""
-    built = {stage.task: _built(stage.config) for stage in stages if stage.module == BUILD}
+    built = {stage.chain.task: _built(stage.config) for stage in stages if stage.module == BUILD}
     return {
-        stage.title: _program_cost(stage, _steps(stage, built.get(stage.task)), pilots[stage.task])
+        stage.title: _program_cost(stage, _steps(stage, built.get(stage.chain.task)), pilots[stage.chain.task])
         for stage in stages
         if not (stage.prepares or stage.first or stage.done)
     }

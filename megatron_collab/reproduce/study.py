@@ -14,14 +14,16 @@ from megatron_collab.runtime import files
 from megatron_collab.statistics import Estimate
 
 STUDIES = Path(__file__).parent / "studies"
+ROWS = ("sft", "dpo", "rl")  # kinds of training rows (`prepare-data --to`)
+REWARD = "reward"  # the metric of a column that is the reward itself
 
 
 @dataclass(frozen=True)
 class Column:
     """A column of the table: factor * mean score of a metric + offset, the unit of the published table.
 
-    `prompts`: settings that must name files of the user's, with the authors' prompts, for the published scale. Else the
-    column is the mean score itself, on our own scale.
+    `metric` may be `reward`. `set`: the evaluated set of the task, by default its first. `prompts`: settings that must
+    name files with the authors' prompts; otherwise the column is the mean score itself, on our own scale.
     """
 
     metric: str
@@ -29,14 +31,20 @@ class Column:
     factor: float = 1.0
     offset: float = 0.0
     prompts: Sequence[str] = ()
+    set: str = ""
+
+    @property
+    def key(self) -> str:
+        """METRIC, or SET/METRIC if it names its set: its key in the task's reference."""
+        return f"{self.set}/{self.metric}" if self.set else self.metric
 
     def lacks(self, settings: Sequence[str]) -> list[str]:
-        """Those of `prompts` that the settings (name=value, the last one counts) do not set to a file."""
+        """The settings of `prompts` that are not set to a file in `settings` (name=value; the last value counts)."""
         values = dict(setting.partition("=")[::2] for setting in settings)
         return [name for name in self.prompts if not Path(values.get(name) or "null").is_file()]
 
     def scaled(self, estimate: Estimate, published: bool, *, offset: bool = True) -> Estimate:
-        """In the unit of the column; a difference has no `offset`."""
+        """The estimate in the unit of the column. A difference has no `offset`."""
         return estimate.scaled(self.factor, self.offset * offset) if published else estimate
 
 
@@ -44,9 +52,12 @@ class Column:
 class StudyTask:
     """Source of the problems, and what is measured.
 
-    `source` has the goals, and the rows that arms are trained on unless conversations are built (`build`). At most
-    `eval_tasks` problems are evaluated: those of `eval_source` if it is set, else those of a held-out share
-    (`eval_share`) of the conversations of `source`.
+    `source` has the goals, and the rows that arms are trained on; with `build`, conversations about the goals are built
+    instead. The first `eval_tasks` problems of `eval_source`, or of each of `eval_sets` (by name), are evaluated.
+    Without either, they are those of the share `eval_share` of `source` that is held out. `opened`: the user opens the
+    evaluated and the built conversations; otherwise they begin with the messages of the source.
+
+    `reference`: JSON file in $FOLDER with predicted rows, {title: {key of a column: mean score}}.
     """
 
     title: str
@@ -54,16 +65,24 @@ class StudyTask:
     columns: Sequence[Column]
     settings: Sequence[str] = ()
     eval_source: str | None = None
+    eval_sets: Mapping[str, str] = field(default_factory=dict)
     eval_share: float = 0.2
     eval_tasks: int = 200
     build: bool = False
+    opened: bool = True
+    reference: str | None = None
+
+    @property
+    def eval_sources(self) -> Mapping[str, str]:
+        """The sources of the evaluated sets, by name; a single set has no name. Empty if a share is held out."""
+        return {"": self.eval_source} if self.eval_source else self.eval_sets
 
 
 @dataclass(frozen=True)
 class Arm:
     """An assistant: the model of the arm `start` (None: of the study), trained with the settings `train` if any.
 
-    `rows`: kind of training rows (`prepare-data --to`), used for `epochs`; None: the data that `train` names.
+    `rows`: kind of training rows (see ROWS), used for `epochs`; None: the data that `train` names.
     """
 
     title: str
@@ -77,7 +96,10 @@ class Arm:
 
 @dataclass(frozen=True)
 class Study:
-    """`settings` apply to every program, `build` to the one that builds conversations, `evaluate` to evaluated sets."""
+    """`settings` apply to every program, `build` to the one that builds conversations, `evaluate` to evaluated sets.
+
+    Every arm is trained with `train_seeds` seeds (run.seed), of which the first is `first_seed`.
+    """
 
     name: str
     title: str
@@ -85,6 +107,8 @@ class Study:
     tasks: Mapping[str, StudyTask]
     arms: Mapping[str, Arm]
     settings: Sequence[str] = ()
+    train_seeds: int = 1
+    first_seed: int = 0
     evaluate: Mapping[str, Any] = field(default_factory=dict)
     build: Sequence[str] = ()
     equal: Sequence[str] = ()
@@ -116,8 +140,26 @@ def read(name_or_file: str) -> Study:
     for name, arm in arms.items():
         message = f"STUDY={name_or_file}: arms.{name}.from={arm.start}: no arm above it has that name"
         require(arm.start is None or arm.start in list(arms)[: list(arms).index(name)], message)
+        message = f"STUDY={name_or_file}: arms.{name}.rows={arm.rows}: choose one of {', '.join(ROWS)}"
+        require(arm.rows is None or arm.rows in ROWS, message)
+        require(arm.epochs > 0, f"STUDY={name_or_file}: arms.{name}.epochs={arm.epochs}: must be more than 0")
     require(bool(tasks and arms), f"STUDY={name_or_file}: {file} has no tasks or no arms; give it some")
+    for name, task in tasks.items():
+        _check_sets(f"STUDY={name_or_file}: tasks.{name}", task)
+    message = f"STUDY={name_or_file}: train_seeds={study.train_seeds}, first_seed={study.first_seed}"
+    require(study.train_seeds >= 1 and study.first_seed >= 0, f"{message}: must be at least 1 and 0")
     return study
+
+
+def _check_sets(label: str, task: StudyTask) -> None:
+    require(task.eval_tasks >= 1, f"{label}.eval_tasks={task.eval_tasks}: must be 1 or more")
+    require(0 < task.eval_share < 1, f"{label}.eval_share={task.eval_share}: must be between 0 and 1")
+    require(not (task.eval_source and task.eval_sets), f"{label}: has eval_source and eval_sets; leave one of them out")
+    message = f"{label}.opened=false: there is no set to evaluate; give eval_source or eval_sets"
+    require(task.opened or bool(task.eval_sources), message)
+    for column in task.columns:
+        message = f"{label}.columns: set={column.set}: not in eval_sets{nearest(column.set, task.eval_sets)}"
+        require(not column.set or column.set in task.eval_sets, message)
 
 
 def select(names: str | None, among: Mapping[str, Any], option: str) -> list[str]:
@@ -148,7 +190,8 @@ def _typed[Kind](kind: type[Kind], **values: Any) -> Kind:
     for name, hint in get_type_hints(kind).items():
         if name in values:
             value, expected = values[name], _KINDS.get(get_origin(hint) or hint, hint)
-            texts = value if get_args(hint) == (str,) and isinstance(value, list) else []
+            texts = list(value) if get_args(hint) == (str,) and isinstance(value, list) else []
+            texts += value.values() if get_args(hint) == (str, str) and isinstance(value, dict) else []
             if not (isinstance(value, expected) and all(isinstance(text, str) for text in texts)):
                 raise TypeError(f"{name}={value!r:.60} has another type")
     return kind(**values)

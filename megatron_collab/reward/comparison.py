@@ -71,8 +71,8 @@ async def rescore(
             if conversation.ending is not Ending.MALFORMED:
                 jobs.append((future, Job(rescored, group.task, conversation)))
     async for results in worker.score([job for _, job in jobs]):
-        for index, scores in results.items():
-            scores_by_future[id(jobs[index][0])] |= scores
+        for index, scored in results.items():
+            scores_by_future[id(jobs[index][0])] |= scored.scores
         done(len(results))
     return scores_by_future
 

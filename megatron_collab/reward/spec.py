@@ -37,6 +37,17 @@ class RewardSpec(Resolved):
     def weights(self) -> dict[str, float]:
         return {name: metric.weight for name, metric in self.metrics.items()}
 
+    @property
+    def ground_truths(self) -> list[str]:
+        """The metrics that facts decide."""
+        return [name for name, metric in self.metrics.items() if metric.kind.ground_truth]
+
+    @property
+    def opinions(self) -> list[str]:
+        """The metrics that a judge or a reward model decides."""
+        metrics = {name: metric for name, metric in self.metrics.items() if not metric.kind.ground_truth}
+        return [name for name, metric in metrics.items() if metric.judged or metric.kind.learned]
+
     @cached_property
     def formula(self) -> Callable[[Sequence[Future]], Reward]:
         """The reward of a turn from its scored futures."""

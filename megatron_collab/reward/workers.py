@@ -8,10 +8,10 @@ import os
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 from ray.exceptions import RayActorError
@@ -21,11 +21,12 @@ from megatron_collab.config import LlmConfig
 from megatron_collab.llm.caller import ask_as, caller
 from megatron_collab.llm.served import ServedModel
 from megatron_collab.llm.tape import open_tape
+from megatron_collab.reward.explanations import explained
 from megatron_collab.reward.metrics import Judge, scorers
 from megatron_collab.reward.spec import RewardSpec
 from megatron_collab.runtime import console, gpu_environment, keys, network, stacks
 from megatron_collab.runtime.process import ends_caller
-from megatron_collab.types import Conversation, Ending, Missing, Score, Task
+from megatron_collab.types import Conversation, Ending, Future, Judgment, Missing, Score, Task, without_private
 
 if TYPE_CHECKING:
     from megatron_collab.llm.cache import Cache
@@ -47,7 +48,14 @@ class Job:
     name: str = ""  # of the conversation; its judge calls are recorded under this name
 
 
-_Jobs = dict[asyncio.Future[Scores], Job]
+class Scored(NamedTuple):
+    """The scores of a conversation by metric, and the judgments of the metrics that explain theirs."""
+
+    scores: Scores
+    judgments: Mapping[str, Judgment] = {}
+
+
+_Jobs = dict[asyncio.Future[Scored], Job]
 
 
 class RewardWorker:
@@ -111,7 +119,7 @@ class RewardWorker:
         """Returns once the worker accepts requests."""
 
     @ray.method(max_task_retries=0)  # RewardClient gives unfinished jobs to another worker
-    async def score(self, jobs: Sequence[Job]) -> AsyncIterator[dict[int, Scores]]:
+    async def score(self, jobs: Sequence[Job]) -> AsyncIterator[dict[int, Scored]]:
         """The scores of each job by its index, as jobs finish; metrics that do not apply to the task are absent.
 
         Yields an empty dict as a heartbeat if no job finished within reward.timeout.
@@ -125,10 +133,17 @@ class RewardWorker:
             for task in pending:
                 task.cancel()
 
-    async def _score(self, job: Job) -> Scores:
+    async def _score(self, job: Job) -> Scored:
         ask_as(job.name)
-        scores = await asyncio.gather(*(self._apply(name, job) for name in job.names))
-        return {name: score for name, score in zip(job.names, scores, strict=True) if score is not None}
+        results = await asyncio.gather(*(self._explained(name, job) for name in job.names))
+        by_name = dict(zip(job.names, results, strict=True))
+        scores = {name: score for name, (score, _) in by_name.items() if score is not None}
+        return Scored(scores, {name: judgment for name, (_, judgment) in by_name.items() if judgment})
+
+    async def _explained(self, name: str, job: Job) -> tuple[Score | None, Judgment | None]:
+        with explained() as judgment:
+            score = await self._apply(name, job)
+        return score, judgment()
 
     async def _apply(self, name: str, job: Job) -> Score | None:
         async with self._places[name]:
@@ -173,19 +188,25 @@ class RewardClient:
         self._sending: set[asyncio.Task[None]] = set()
 
     async def score(self, task: Task, conversation: Conversation) -> Scores:
-        """The scores of an ended conversation; Missing if a metric fails or no worker answers.
+        """The scores of `future`."""
+        return {**(await self.future(task, conversation)).scores}
 
-        Raises RunStopped if a metric raises it, e.g. for a spent budget.
+    async def future(self, task: Task, conversation: Conversation) -> Future:
+        """An ended conversation with its scores and judgments; Missing if a metric fails or no worker answers.
+
+        Metrics do not see the users' private notes. Raises RunStopped if a metric raises it, e.g. for a spent budget.
         """
         if conversation.ending in _CUT_OFF:  # half a conversation says nothing about the policy
-            return self._missing(conversation.error)
+            return Future(conversation, self._missing(conversation.error).scores)
+        public = replace(conversation, messages=without_private(conversation.messages))
+        public_task = replace(task, messages=without_private(task.messages))
         async with self._places:
             if not self._gathered:
                 _start(self._send(), self._sending)
-            scores: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
+            scored: asyncio.Future[Scored] = asyncio.get_running_loop().create_future()
             current = caller()
-            self._gathered[scores] = Job(self.names, task, conversation, current.name if current else "")
-            return await scores
+            self._gathered[scored] = Job(self.names, public_task, public, current.name if current else "")
+            return Future(conversation, *(await scored))
 
     async def _send(self) -> None:
         await asyncio.sleep(_GATHER_SECONDS)
@@ -218,8 +239,8 @@ class RewardClient:
         try:
             async with asyncio.timeout(self.deadline) as limit:
                 async for results in worker.handle.score.remote(list(jobs.values())):
-                    for index, scores in (await results).items():
-                        _settle([waiting[index]], scores)
+                    for index, scored in (await results).items():
+                        _settle([waiting[index]], scored)
                         worker.jobs -= 1
                     limit.reschedule(loop.time() + self.deadline)
         except RayActorError as error:
@@ -232,8 +253,8 @@ class RewardClient:
             why = f"the RewardWorker sent no heartbeat within {self.deadline:g} s (twice reward.timeout)"
             _settle(jobs, self._missing(why))
 
-    def _missing(self, why: str) -> Scores:
-        return {name: Missing(why) for name in self.names}
+    def _missing(self, why: str) -> Scored:
+        return Scored({name: Missing(why) for name in self.names})
 
     def _mark_down(self, worker: _Worker) -> None:
         """Send no more jobs to a worker until it is back."""
@@ -255,7 +276,7 @@ def _start(work: Coroutine[Any, Any, None], running: set[asyncio.Task[None]]) ->
     task.add_done_callback(running.discard)
 
 
-def _settle(waiting: Iterable[asyncio.Future[Scores]], outcome: Scores | Exception) -> None:
+def _settle(waiting: Iterable[asyncio.Future[Scored]], outcome: Scored | Exception) -> None:
     for scores in waiting:
         if scores.done():  # also if the caller was cancelled
             continue

@@ -22,8 +22,28 @@ from megatron_collab.rollout import thinking
 from megatron_collab.rollout.player import Player, PlaySpec
 from megatron_collab.rollout.tools import ToolFailure
 from megatron_collab.rollout.tools.toolbox import ConversationTools
-from megatron_collab.rollout.users import FINISH_SECONDS, User, UserError, UserReply, Users, reporting_errors
-from megatron_collab.types import Conversation, Ending, Failed, Finish, Future, Group, Message, Reward, Rollout, Task
+from megatron_collab.rollout.users import (
+    FINISH_SECONDS,
+    User,
+    UserError,
+    UserReply,
+    Users,
+    reporting_errors,
+    with_excerpts,
+)
+from megatron_collab.types import (
+    Conversation,
+    Ending,
+    Failed,
+    Finish,
+    Future,
+    Group,
+    Message,
+    Reward,
+    Rollout,
+    Task,
+    without_private,
+)
 
 if TYPE_CHECKING:  # settings are checked without LiteLLM and Ray, which take seconds
     from megatron_collab.inference.assistant import Assistant, Renderer
@@ -71,7 +91,7 @@ class FuturesPlayer(Player):
         places = [RolloutPlace(stream, i) for i in range(self.spec.rollouts)]
         if failure:
             failed = Conversation(task.messages, ()).end(*failure)
-            rollouts = [self._rollout(failed, [Future(failed, await self.rewards.score(task, failed))]) for _ in places]
+            rollouts = [self._rollout(failed, [await self.rewards.future(task, failed)]) for _ in places]
         else:
             rollouts = await asyncio.gather(*map(partial(self._candidate, task), places, self.spec.candidates))
         return Group(task, malformed_last(rollouts) if self.reward.malformed_worst else tuple(rollouts))
@@ -87,21 +107,23 @@ class FuturesPlayer(Player):
         try:
             async with asyncio.timeout(self.rollout.deadline):
                 with reporting_errors(task, self.users):
-                    message = await self.users.make(task, f"{stream}/opening").open()
-                    if not isinstance(message, str) or not message.strip():
+                    opening = await self.users.make(task, f"{stream}/opening").open()
+                    message = opening if isinstance(opening, Message) else Message("user", opening)
+                    if not isinstance(message.content, str) or not message.content.strip():
                         raise UserError(
-                            f"user {self.spec.users.name_of(task)}: opens the conversation with {message!r}"
+                            f"user {self.spec.users.name_of(task)}: opens the conversation with {message.content!r}"
                         )
+                    message = with_excerpts(message)
         except UserError as error:
             return task, (Ending.ERROR, str(error))
         except TimeoutError:
             return task, (Ending.DEADLINE, self._deadline_message())
-        return task.play_on(Message("user", message)), None
+        return task.play_on(message), None
 
     async def _play(self, task: Task, place: RolloutPlace) -> Rollout:
         """The trained turns and their futures; if the conversation ends with them, it is scored without futures."""
         ask_as(place.name)
-        async with self.tools.open(task) as tools:
+        async with self.tools.open(replace(task, messages=without_private(task.messages))) as tools:
             start = await self.trained_turns(task, place, tools)
             if start.ending:
                 return self._rollout(start, [await self._future(start, task, place, tools)])
@@ -134,7 +156,7 @@ class FuturesPlayer(Player):
                 start = await self.play_on(start, task, place, self.rollout.future, tools=future_tools)
         if start.ending is Ending.MALFORMED:  # its reward is reward.malformed, whatever the metrics
             return Future(start, {})
-        return Future(start, await self.rewards.score(task, start))
+        return await self.rewards.future(task, start)
 
     def _rollout(self, start: Conversation, futures: Sequence[Future]) -> Rollout:
         penalty = self.reward.malformed
@@ -156,9 +178,8 @@ class FuturesPlayer(Player):
         try:
             prompt = self.renderer.first(task.messages, self.rollout.turn.enable_thinking)
             conversation = Conversation(task.messages, prompt)
-        except Exception as error:  # the chat template may refuse these messages
-            reason = f"the chat template rejects the task's messages: {type(error).__name__}: {error}"
-            return Conversation(task.messages, ()).end(Ending.ERROR, reason)
+        except (ValueError, TypeError) as error:  # the chat template or the tokenizer may refuse these messages
+            return Conversation(task.messages, ()).end(Ending.ERROR, str(error))
         try:
             async with asyncio.timeout(self.rollout.deadline):
                 return await self._turn(conversation, place, self.rollout.turn, tools)
@@ -220,9 +241,10 @@ class FuturesPlayer(Player):
     def _apply_reply(self, conversation: Conversation, reply: UserReply, sampling: SamplingConfig) -> Conversation:
         """The conversation with the user's message and the user's rewards for turns."""
         conversation = add_rewards(conversation.add_reward(reply.reward), reply.credits)
+        message = with_excerpts(reply.message)
         if reply.done:  # the policy's last turn is the end of the token stream
-            return conversation.add_messages([reply.message], ()).end(Ending.USER_DONE)
-        return self._append(conversation, [reply.message], sampling)
+            return conversation.add_messages([message], ()).end(Ending.USER_DONE)
+        return self._append(conversation, [message], sampling)
 
     async def _finish(self, conversation: Conversation, task: Task, user: User, deadline: float) -> Conversation:
         """The conversation with the user's final rewards; if the user fails, it ends with an error."""
@@ -268,7 +290,7 @@ class FuturesPlayer(Player):
                 return conversation
             extended = self._append(conversation.add_reward(reward), answers, sampling)
             if extended.ending:  # no room for the answers: the conversation ends with the call
-                return conversation.end(extended.ending)
+                return conversation.end(extended.ending, extended.error)
             conversation = extended
         return await self._generate(conversation, place, sampling)
 
@@ -316,10 +338,13 @@ class FuturesPlayer(Player):
         After a user's message, earlier thoughts are dropped if rollout.strip_thoughts; after a tool's answer, never.
         """
         turns, thinks = conversation.turns, sampling.enable_thinking
-        if self.rollout.strip_thoughts and messages[-1].role == "user":
-            prompt = self.renderer.prompt_without_thoughts([*conversation.messages, *messages], turns, thinks)
-        else:
-            prompt = conversation.token_ids + self.renderer.next(messages, turns[-1].token_ids, thinks)
+        try:
+            if self.rollout.strip_thoughts and messages[-1].role == "user":
+                prompt = self.renderer.prompt_without_thoughts([*conversation.messages, *messages], turns, thinks)
+            else:
+                prompt = conversation.token_ids + self.renderer.next(messages, turns[-1].token_ids, thinks)
+        except (ValueError, TypeError) as error:  # as in trained_turn
+            return conversation.add_messages(messages, ()).end(Ending.ERROR, str(error))
         if len(prompt) >= self.rollout.context_length:
             return conversation.add_messages(messages, ()).end(Ending.LENGTH)
         return conversation.begin_anew(messages, prompt)

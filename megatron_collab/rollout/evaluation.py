@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -10,23 +10,23 @@ from megatron_collab.data.datasets import SurveyedSources
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.spec import DataSpec
 from megatron_collab.observability.folder import RunFolder
-from megatron_collab.rollout.journal import Journal, WeightDigests
+from megatron_collab.rollout.lead import Lead
 from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.rollout.scheduler import Flight, GroupRequest, Slot, wait
-from megatron_collab.rollout.servers import Servers
 from megatron_collab.rollout.summary import evaluation_summary, refuse_incomplete
 from megatron_collab.rollout.task_requirements import applicable_metrics, task_requirements
 from megatron_collab.runtime import keys
 from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import from_leader
-from megatron_collab.types import Task
+from megatron_collab.types import Group, Task
 
 
 class Evaluator:
     """Plays the sets that are due and records their scores; methods with a `step` parameter are collective.
 
     A conversation's seeds depend on the set, the moment of the evaluation and the task. Finished groups are in the
-    journal, so an interrupted evaluation resumes.
+    journal, so an interrupted evaluation resumes. Groups that lack a score are played twice: an endpoint may be back,
+    and between steps the weights change after the evaluation.
     """
 
     def __init__(
@@ -35,36 +35,36 @@ class Evaluator:
         data: DataSpec,
         run: RunFolder,
         restore: Callable[[], None],
+        lead: Lead | None,
+        background: Flight | None = None,
     ) -> None:
-        """`restore`: if no server is available, waits until servers have the weights again; collective."""
+        """`restore`: if no server is available, waits until servers have the weights again; collective.
+
+        `lead`, `background`: on rank 0; training groups in `background` stay in flight.
+        """
         self.play, self.data, self.run, self._restore = play, data, run, restore
         self.sets = data.eval_sets
+        self._lead, self._background = lead, background
         self._tasks: dict[EvaluationSet, list[Task]] = {}
         self._flight: Flight | None = None
+        self._played: dict[Slot, Group] = {}  # in the current evaluation, on rank 0
 
-    def lead(self, servers: Servers, journal: Journal, background: Flight | None = None) -> None:
-        """Set the workers, on rank 0 and before other methods. `background`: training groups that stay in flight."""
-        assert servers.workers and servers.pool
-        self._workers, self._pool = servers.workers.conversations, servers.pool
-        self._limiter = servers.workers.limiter
-        self._lost_all, self._journal, self._background = servers.lost_all, journal, background
+    @property
+    def _rank_0_lead(self) -> Lead:
+        assert self._lead is not None
+        return self._lead
 
     @contextmanager
-    def standalone(self, servers: Servers, step: int) -> Iterator[None]:
-        """On rank 0, in a run without training: `lead` with a separate journal for the weights of `step`."""
-        digests = WeightDigests(keep=1)
-        digests.begin(step)
-        journal = Journal(self.play.run_dir / "journal", digests)
-        self.lead(servers, journal)
+    def standalone(self) -> Iterator[None]:
+        """On rank 0, in a run without training: if the run is stopped, save and stop the workers."""
         try:
             yield
         except RunStopped:
             self.save()
-            if servers.workers:
-                servers.workers.stop()
+            self._rank_0_lead.workers.stop()
             raise
         if self.run.complete:  # if not, the groups that lack no score serve the next start
-            journal.forget()
+            self._rank_0_lead.journal.forget()
 
     def due(self, step: int) -> bool:
         """Whether a set is due at `step`."""
@@ -82,6 +82,8 @@ class Evaluator:
             beat(f"evaluation {name}")
             from_leader(lambda: self._begin(eval_set, name, step))
             wait(self._flight, self._restore)
+            if from_leader(lambda: self._begin_again(eval_set, name, step)):
+                wait(self._flight, self._restore)
             from_leader(lambda: self._record(eval_set, name, step))
 
     def save(self) -> None:
@@ -90,17 +92,43 @@ class Evaluator:
             self._flight.collect(0.0)
 
     def _begin(self, eval_set: EvaluationSet, name: str, step: int) -> None:
-        tasks, play = self._prepared(eval_set), self.play.for_set(eval_set)
-        self._flight = Flight(play, self._workers, self._journal, self._lost_all, self._background)
-        stream = f"eval-{name.replace('/', '-')}"
-        for index, task in enumerate(tasks):
-            self._flight.begin(GroupRequest(Slot(step, 0, index), f"{stream}-{index}", task, eval_set))
-        self._flight.wait_for(len(tasks), f"evaluation {name}")
+        self._played = {}
+        self._play(eval_set, name, {Slot(step, 0, index): task for index, task in enumerate(self._prepared(eval_set))})
+
+    def _begin_again(self, eval_set: EvaluationSet, name: str, step: int) -> bool:
+        """Begin once more the groups that lack a score; returns whether there are any.
+
+        Raises RunStopped if too many lack one: the same command then plays them again, with the same weights.
+        """
+        self._take(name)
+        tasks = self._prepared(eval_set)
+        lacking = [slot for slot, group in self._played.items() if _failures(group)]
+        if lacking:
+            self._play(eval_set, name, {slot: tasks[slot.number] for slot in lacking})
+        return bool(lacking)
+
+    def _play(self, eval_set: EvaluationSet, name: str, tasks: Mapping[Slot, Task]) -> None:
+        play, stream = self.play.for_set(eval_set), f"eval-{name.replace('/', '-')}"
+        self._flight = self._rank_0_lead.flight(play, self._background)
+        for slot, task in tasks.items():
+            self._flight.begin(GroupRequest(slot, f"{stream}-{slot.number}", task, eval_set))
+        self._flight.wait_for(len(tasks), f"evaluation {name}{', once more' if self._played else ''}")
+
+    def _take(self, name: str) -> None:
+        """Keep the finished groups; of one that was played twice, the one with fewer failures.
+
+        Raises RunStopped if too many lack a score.
+        """
+        if self._flight is not None:
+            for slot, group in self._flight.take().items():
+                self._played[slot] = min(self._played.get(slot, group), group, key=_failures)
+            self._flight = None
+        refuse_incomplete(name, list(self._played.values()), self.play.reward.max_missing)
 
     def _prepared(self, eval_set: EvaluationSet) -> list[Task]:
         """The tasks of a set; clears an outage that happened while no group was in flight."""
         if not self._background:  # an outage while nothing was in flight has no effect
-            self._pool.recover()
+            self._rank_0_lead.pool.recover()
         if not self._tasks:
             with keys.in_environment():
                 tools = self.play.tools.schemas()
@@ -110,9 +138,12 @@ class Evaluator:
         return self._tasks[eval_set]
 
     def _record(self, eval_set: EvaluationSet, name: str, step: int) -> None:
-        assert self._flight is not None
-        groups = list(self._flight.take().values())
-        self._flight = None
-        refuse_incomplete(name, groups, self.play.reward.max_missing)
+        self._take(name)
+        groups = list(self._played.values())
         metrics = evaluation_summary(groups, applicable_metrics(self.play.reward.metrics))
-        self.run.evaluation(name, eval_set.name, step, metrics, groups)
+        self.run.evaluation(name, eval_set.name, step, metrics, groups, eval_set.against)
+
+
+def _failures(group: Group) -> int:
+    """How many of its rollouts lack a score."""
+    return sum(bool(rollout.failures) for rollout in group.rollouts)

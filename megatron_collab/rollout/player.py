@@ -42,7 +42,8 @@ class Player(Extension, ABC):
     policy      samples a turn: `await policy.generate(prompt_ids, …)` returns a Turn (inference/assistant.py)
     renderer    token ids of prompts: `first` of the task's messages, `next` of further ones
     users       `users.make(task, name)` creates the user of a conversation; each needs another name
-    rewards     `await rewards.score(task, conversation)` returns the score of every metric that applies to the task
+    rewards     `await rewards.future(task, conversation)` returns the Future: the ended conversation with the score of
+                every metric that applies to the task, and why; `score` returns only the scores
     reward      that of the run: `reward.formula(futures)`, the function of reward.mode, returns a Reward
     tools       `async with tools.open(task)` gives the tools of a conversation, whose `fork` continues them in a future
     spec        the settings, as a PlaySpec; `rollout` (limits and sampling) and `reward` are parts of it

@@ -13,13 +13,14 @@ from megatron_collab.config import ConfigError, require
 from megatron_collab.data.examples import Examples, load_tasks
 from megatron_collab.data.prefixes import at_every_depth
 from megatron_collab.data.spec import DataSpec
-from megatron_collab.observability import evaluations, records
+from megatron_collab.observability import evaluations, records, transcripts
 from megatron_collab.types import (
     Conversation,
     Ending,
     Finish,
     Future,
     Group,
+    Judgment,
     Message,
     Missing,
     Reward,
@@ -29,15 +30,18 @@ from megatron_collab.types import (
     Turn,
 )
 
-TRANSCRIPTS = "transcripts.jsonl"
 _TASKLESS = "no task of that id has its first messages; the data have changed since"
 Row = Mapping[str, Any]
 _COLUMNS: dict[str, Any] = {
     **{"task": str, "rollout": int, "future": int, "reward": int | float | None},
     **{"ending": str, "error": str, "messages": list, "scores": dict},
 }
-_OPTIONAL_COLUMNS = {"played": int, "turns": list, "cut": list, "turn_rewards": list}
+_OPTIONAL_COLUMNS = {
+    **{"played": int, "turns": list, "cut": list, "turn_rewards": list, "goal": str, "user": str},
+    **{"parts": dict, "standard_error": int | float | None, "judgments": dict, "private": dict},
+}
 _MESSAGE = {"role", "content"}
+_JUDGMENT = {"reason", "answer"}
 
 
 def played_groups(folder: Path, data: DataSpec, step: int | None, evaluation: str | None) -> tuple[str, list[Group]]:
@@ -57,11 +61,15 @@ def played_groups(folder: Path, data: DataSpec, step: int | None, evaluation: st
 
 def rows_of_step(folder: Path, step: int | None) -> tuple[int, list[Row]]:
     """The futures of a training step of the run in `folder`; of the last if `step` is None. Raises ConfigError."""
-    rows = [row for row in _futures(folder / TRANSCRIPTS) if records.of_step(row)]
-    require(bool(rows), f"{folder}: has no {TRANSCRIPTS} with futures; give the folder of a run with rewards")
-    last = max(row["step"] for row in rows)
-    step_rows = [row for row in rows if row["step"] == (last if step is None else step)]
-    require(bool(step_rows), f"--step={step}: {folder / TRANSCRIPTS} has no such step; the last one is {last}")
+    files = transcripts.step_files(folder)
+    number = max(files, default=None) if step is None else step
+    if number in files:
+        return number, _futures(files[number])
+    old_rows = [row for row in _futures(folder / transcripts.OLD_FILE) if records.of_step(row)]
+    last = max([*files, *(row["step"] for row in old_rows)], default=None)
+    require(last is not None, f"{folder}: has no transcripts of futures; give the folder of a run with rewards")
+    step_rows = [row for row in old_rows if row["step"] == (last if step is None else step)]
+    require(bool(step_rows), f"--step={step}: {folder} has no transcripts of that step; the last one is {last}")
     return step_rows[0]["step"], step_rows
 
 
@@ -75,7 +83,7 @@ def rows_of_evaluation(folder: Path, name: str) -> list[Row]:
 
 def _futures(file: Path) -> list[Row]:
     """The recorded futures in `file`, without torn lines. Raises ConfigError if a row is something else."""
-    rows = [row for _, row in records.lines(file)]
+    rows = [*transcripts.rows_of_file(file)]
     for number, row in enumerate(rows, 1):
         message = "is not a future of a run; restore the file, or remove the row"
         require(row is None or _is_future(row), f"{file} row {number}: {message}")
@@ -93,6 +101,7 @@ def _is_future(row: Row) -> bool:
             isinstance(score, int | float) or (isinstance(score, dict) and "missing" in score)
             for score in row["scores"].values()
         )
+        and all(isinstance(why, dict) and why.keys() >= _JUDGMENT for why in row.get("judgments", {}).values())
     )
 
 
@@ -160,7 +169,7 @@ def _task_of(row: Row, known: Mapping[str, Sequence[Task]]) -> Task:
 
 
 def _rollout(rows: Sequence[Row], task: Task) -> Rollout:
-    futures = tuple(Future(_conversation(row, task), _scores(row)) for row in rows)
+    futures = tuple(Future(_conversation(row, task), _scores(row), _judgments(row)) for row in rows)
     value = rows[0]["reward"]
     reward = Reward(Missing("no reward was recorded") if value is None else float(value))
     return Rollout(futures[0].conversation, futures, reward)
@@ -185,3 +194,8 @@ def _conversation(row: Row, task: Task) -> Conversation:
 def _scores(row: Row) -> dict[str, Score]:
     scores = row["scores"].items()
     return {name: Missing(score["missing"]) if isinstance(score, dict) else float(score) for name, score in scores}
+
+
+def _judgments(row: Row) -> dict[str, Judgment]:
+    judgments = row.get("judgments", {}).items()
+    return {name: Judgment(str(why["reason"]), str(why["answer"])) for name, why in judgments}

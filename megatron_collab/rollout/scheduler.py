@@ -18,13 +18,13 @@ from ray.exceptions import RayError, RayTaskError
 
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.llm.endpoint import token_budget
-from megatron_collab.observability.run import progress
 from megatron_collab.rollout.journal import Journal, failed, scored
 from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.rollout.users import FINISH_SECONDS
 from megatron_collab.runtime import stacks
 from megatron_collab.runtime.process import Hung, RunStopped
 from megatron_collab.runtime.rank0 import from_leader
+from megatron_collab.runtime.screen import progress
 from megatron_collab.types import Group, Task
 
 POLL_SECONDS = 1.0  # between two checks of the servers; a request to a dead server fails later than that
@@ -104,6 +104,13 @@ def worker_error(error: Exception) -> Exception:
     return cause if isinstance(cause, RunStopped) else error
 
 
+FollowUp = Callable[[GroupRequest, Group], GroupRequest | None]
+
+
+def no_follow_up(request: GroupRequest, group: Group) -> None:
+    """Requests nothing: every finished group is taken."""
+
+
 class Flight:
     """Groups in flight: requested and not yet taken, played by the workers or read from the journal."""
 
@@ -114,7 +121,7 @@ class Flight:
         journal: Journal,
         servers_lost: Callable[[], bool],
         background: Flight | None = None,
-        follow_up: Callable[[GroupRequest, Group], GroupRequest | None] = lambda request, group: None,
+        follow_up: FollowUp = no_follow_up,
     ) -> None:
         """`play`: how the groups are played.
 

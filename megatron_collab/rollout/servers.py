@@ -37,7 +37,7 @@ class Servers(ExitStack):
     def __init__(self, play: PlaySpec, serving: ServingSpec) -> None:
         super().__init__()
         self.play, self.serving = play, serving
-        self._timeout = serving.policy.host.request_timeout
+        self.timeout = serving.policy.host.request_timeout  # seconds, a quarter of launch.timeout
         self.pool: ServerPool | None = None
         self.workers: Workers | None = None
         self.served: list[ModelServers] = []
@@ -61,7 +61,7 @@ class Servers(ExitStack):
         logger.info(f"engine: starting {sglang}the Ray workers")
         local_count = placement.per_node if placement.nnodes == 1 else 0  # the others are started through Ray
         servers = [stack.enter_context(SGLangServer(policy, logs[index], index)) for index in range(local_count)]
-        self.served += [stack.enter_context(ModelServers(spec)) for spec in self.serving.others.values()]
+        self.served += [stack.enter_context(ModelServers(spec)) for spec in self.serving.by_name.values()]
         processes = play.rollout.workers + play.reward.workers
         stack.enter_context(ray_session(processes, placement.nodes, policy.host.start_timeout))
         if placement.nodes > 1:
@@ -93,7 +93,7 @@ class Servers(ExitStack):
         assert self.workers
         players = enumerate(self.workers.conversations)
         calls = {f"conversation-{n} to switch servers": player.use_servers.remote(servers) for n, player in players}
-        answers(calls, 2 * self._timeout)
+        answers(calls, 2 * self.timeout)
 
     def lost_all(self) -> bool:
         """Whether the policy (since `recover`) or another model has had no server; on rank 0.
@@ -105,13 +105,13 @@ class Servers(ExitStack):
 
     def wait_for_served(self) -> None:
         """Return when every model other than the policy has a server that answers and has its memory; collective."""
-        wait_until(lambda: all(model.ready(self._timeout) for model in self.served))
+        wait_until(lambda: all(model.ready(self.timeout) for model in self.served))
 
     def serve_loaded(self, version: int) -> None:
         """Sample from the weights that servers loaded from model.path, as `version`, once one is ready; collective."""
         self.wait_for_served()
         if self.serving.policy.placement.replicas:
-            wait_until(lambda: self.pool is None or self.pool.ready(self._timeout))
+            wait_until(lambda: self.pool is None or self.pool.ready(self.timeout))
             from_leader(lambda: self.pool.serve_loaded(version) if self.pool else None)
 
     @contextmanager
@@ -127,7 +127,7 @@ class Servers(ExitStack):
             beat("the end of sampling")
             from_leader(self._release_memory)
             # The other ranks wait in a collective meanwhile.
-            wait_until(lambda: all(pool.asleep(self._timeout) for pool in self._pools()))
+            wait_until(lambda: all(pool.asleep(self.timeout) for pool in self._pools()))
         except Exception:
             for pool in self._pools():
                 pool.give_up()

@@ -39,9 +39,46 @@ def summary(groups: Sequence[Group], applicable_metrics: ApplicableMetrics) -> d
         "missing": float(sum(rollout.reward.missing for rollout in rollouts)),
         "futures": sum(len(rollout.futures) for rollout in rollouts) / len(rollouts),
         "turn_tokens": mean(sampled),
+        "sampled_tokens": float(sum(map(_sampled_tokens, rollouts))),
         **{name: mean(numbers) for name, numbers in sorted(values.items()) if numbers},
         **{f"ending/{name}": share / len(rollouts) for name, share in sorted(endings.items())},
     }
+
+
+def comparison_summary(groups: Sequence[Group]) -> dict[str, float]:
+    """How well rewards tell the turns of a group apart, over the groups with at least two rewards.
+
+    `equal_rewards`: share of these groups whose rewards are all equal. `reliability`: share of the variance of rewards
+    within a group that is due to the turns and not to chance in their futures, 1 - mean(SE^2) / mean(var). var is the
+    variance of a group's rewards (ddof 1), SE the standard error of a reward over its k futures, so that SE^2 is the
+    variance which equal turns would have. With mean squares BMS = k var and WMS = k SE^2, averaged over groups, it is
+    the intraclass correlation ICC(1, k) = (BMS - WMS) / BMS (Shrout and Fleiss 1979, Psychological Bulletin 86:420).
+    Chance may bring it below 0.
+
+    SE is 0 if a turn is malformed or ends the conversation. A group is left out if the SE of another turn is unknown,
+    since it has fewer than two scored futures. Absent if no turn has two futures, or if all rewards are equal.
+    """
+    rewarded = [
+        [rollout for rollout in group.rollouts if not isinstance(rollout.reward.value, Missing)] for group in groups
+    ]
+    compared = [rollouts for rollouts in rewarded if len(rollouts) > 1]
+    measured = [rollouts for rollouts in compared if all(map(_has_standard_error, rollouts))]
+    metrics = {}
+    if compared:
+        metrics["equal_rewards"] = mean([float(np.ptp(_rewards(rollouts)) == 0) for rollouts in compared])
+    variance = sum(float(np.var(_rewards(rollouts), ddof=1)) for rollouts in measured)
+    if variance > 0 and any(len(rollout.futures) > 1 for rollouts in measured for rollout in rollouts):
+        error = sum(mean([rollout.reward.standard_error**2 for rollout in rollouts]) for rollouts in measured)
+        metrics["reliability"] = 1 - error / variance
+    return metrics
+
+
+def _has_standard_error(rollout: Rollout) -> bool:
+    """Whether `standard_error` of the reward is an estimate, or 0 because no future follows the turn."""
+    if rollout.malformed or rollout.start.ending is not None:
+        return True
+    scored = [future for future in rollout.futures if not any(isinstance(s, Missing) for s in future.scores.values())]
+    return len(scored) > 1
 
 
 def evaluation_summary(groups: Sequence[Group], applicable_metrics: ApplicableMetrics) -> dict[str, float]:
@@ -69,6 +106,13 @@ def evaluation_summary(groups: Sequence[Group], applicable_metrics: ApplicableMe
             for label, estimate in statistics.with_passes(name, tasks).items():
                 metrics |= estimate.metrics("score", label)
     return metrics
+
+
+def _sampled_tokens(rollout: Rollout) -> int:
+    """All tokens that the policy has sampled: those of the trained turns, once, and those of all futures after them."""
+    first = len(rollout.start.turns)
+    later = [turn for future in rollout.futures for turn in future.conversation.turns[first:]]
+    return sum(len(turn.token_ids) for turn in (*rollout.start.turns, *later))
 
 
 def scores(group: Group, applicable_metrics: ApplicableMetrics) -> dict[str, list[float]]:

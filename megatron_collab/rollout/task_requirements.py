@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
@@ -44,8 +44,15 @@ def task_requirements(play: PlaySpec, source: Source) -> TaskRequirements:
     inputs |= {"user": asdict(directory.user), "seed": directory.seed}
     inputs |= {"tools": play.tools.names, "options": play.tools.options}
     changes = [(name, path.stat().st_mtime_ns) for name, path in named_files(inputs) if path.exists()]
+    return TaskRequirements(lacks, check, depends_on=[inputs, changes])
+
+
+def requirements_at_start(play: PlaySpec, source: Source) -> TaskRequirements:
+    """As `task_requirements`, with the trials of metrics."""
+    play_of_source = play.for_set(source) if isinstance(source, EvaluationSet) else play
+    metrics = {name: metric for name, metric in play_of_source.reward.metrics.items() if metric.tries_tasks}
     trials = {f"{WEIGHTS}{name}": metric.unscorable for name, metric in metrics.items()}
-    return TaskRequirements(lacks, check, trials, [inputs, changes])
+    return replace(task_requirements(play, source), trials=trials)
 
 
 def applicable_metrics(metrics: Mapping[str, ScoredMetric]) -> Callable[[Task], set[str]]:

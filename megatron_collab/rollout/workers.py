@@ -17,6 +17,7 @@ from megatron_collab.config.schema import PLAYERS, AssistantConfig
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout.player import Player, PlaySpec, check_group
+from megatron_collab.rollout.users import DEFAULT
 from megatron_collab.runtime import console, gpu_environment, keys, network, stacks
 from megatron_collab.runtime.process import imports_done
 from megatron_collab.runtime.ray_cluster import start_actor
@@ -88,8 +89,11 @@ class ConversationWorker:
 
     async def play(self, task: Task, stream: str, eval_set: EvaluationSet | None = None) -> Group:
         """Play a group of `task`, for training or under the settings of `eval_set`."""
-        group = await self._player(eval_set).play(task, stream)
-        return group if self.play_spec.player in PLAYERS else check_group(group, self.play_spec.player)
+        player = self._player(eval_set)
+        group = await player.play(task, stream)
+        if self.play_spec.player not in PLAYERS:
+            check_group(group, self.play_spec.player)
+        return replace(group, user=player.spec.users.name_of(task) or DEFAULT)
 
     async def use_servers(self, servers: Sequence[int]) -> None:
         """From now on use only these servers, by index."""

@@ -3,11 +3,12 @@
 Lines of level INFO and DEBUG go to stdout as they are. Warnings and errors go to stderr and begin with
 "megatron-collab: ". A line of a worker, or of a rank other than the first, begins with the name of its process in
 brackets. LEVEL in the environment decides what is shown, in all processes of a run: debug, info (the default), warning
-or error; `--verbose` and `--quiet` set it to debug and warning.
+or error; `--verbose` and `--quiet` set it to debug and warning. `--plain`: nothing is drawn on a terminal (screen.py).
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -16,13 +17,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TextIO
 
+from megatron_collab.runtime import screen
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
 from megatron_collab.runtime.redact import redact_output
 from megatron_collab.runtime.text import printable
 
 LEVEL = "MEGATRON_COLLAB_LOG"
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-FLAGS = {"--verbose": "debug", "--quiet": "warning"}
+FLAGS = {"--verbose": (LEVEL, "debug"), "--quiet": (LEVEL, "warning"), "--plain": (screen.PLAIN, "1")}
 
 _package = logging.getLogger("megatron_collab")
 
@@ -40,10 +42,7 @@ class _Console(logging.Handler):
         part = f"[{self.process}] " if self.process else ""
         line = f"{'megatron-collab: ' if alarming else ''}{part}{printable(record.getMessage())}"
         try:
-            if tqdm := sys.modules.get("tqdm"):  # a progress bar may be on the screen
-                tqdm.tqdm.write(line, file=stream)
-            else:
-                print(line, file=stream)
+            print(line, file=stream)
             stream.flush()
         except Exception:
             self.handleError(record)
@@ -54,6 +53,10 @@ def begin(process: str = "") -> None:
 
     `process`: its name in brackets; "" for the first process of a program. Exits if LEVEL is set to something else.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if type(stream) is io.TextIOWrapper and stream.write_through:  # not what a test has put there
+            # PYTHONUNBUFFERED, which many containers set, writes each part of a line at once: lines of ranks would mix.
+            stream.reconfigure(line_buffering=True, write_through=False)
     redact_output()
     sys.stdout, sys.stderr = _outliving(sys.stdout), _outliving(sys.stderr)
     name = os.environ.get(LEVEL, "info").lower()
@@ -85,14 +88,7 @@ def _attempt(call: Callable[..., Any], *arguments: Any) -> Any:
         return call(*arguments)
 
 
-def quiet() -> bool:
-    """Whether only warnings and errors are shown, and so no progress."""
-    return _package.getEffectiveLevel() > logging.INFO
-
-
 def take_flags(arguments: Sequence[str]) -> list[str]:
-    """`arguments` without FLAGS, whose last one sets LEVEL for this process and those that it starts."""
-    for argument in arguments:
-        if argument in FLAGS:
-            os.environ[LEVEL] = FLAGS[argument]
+    """`arguments` without FLAGS, which set variables for this process and those that it starts; the last counts."""
+    os.environ |= [FLAGS[argument] for argument in arguments if argument in FLAGS]
     return [argument for argument in arguments if argument not in FLAGS]

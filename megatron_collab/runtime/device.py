@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib
 import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple
@@ -71,28 +69,11 @@ _NOT_IMPORTED = ("megatron.core", "sglang")  # on CPU they can be imported only 
 # is exact: releases of torch-memory-saver begin with 0.0 too.
 _PLACEHOLDER = "0.0.0"
 _COMPILERS = {"nvcc": toolkit.nvcc, "ninja": toolkit.ninja}
-_on_paper = False
-
-
-@contextmanager
-def on_paper() -> Iterator[None]:
-    """Within the block, pretend that this machine has a GPU: CPU tensors stand for GPU tensors.
-
-    A rehearsal takes the code paths of a GPU without computing anything.
-    """
-    global _on_paper
-    _on_paper = True
-    probe.cache_clear()
-    try:
-        yield
-    finally:
-        _on_paper = False
-        probe.cache_clear()
 
 
 def kind(tensor: torch.Tensor | torch.UntypedStorage) -> str:
-    """Device type of `tensor`; cuda on paper."""
-    return GPU if _on_paper else tensor.device.type
+    """Device type of `tensor`, which decides how it is computed with."""
+    return tensor.device.type
 
 
 @cache
@@ -133,8 +114,6 @@ def _library(module: str, distribution: str, cuda_only: bool) -> tuple[bool, str
 
 
 def _cuda() -> tuple[bool, str]:
-    if _on_paper:
-        return True, "one on paper"
     if not probe("torch").available:
         return False, "torch is missing"
     cuda = toolkit.torch_cuda()
@@ -181,12 +160,10 @@ def free_cache() -> None:
 
 
 def select(setting: str) -> Device:
-    """The device for launch.device: auto takes CUDA if it is visible. On paper it is always the CPU.
+    """The device for launch.device: auto takes CUDA if it is visible.
 
     Raises ValueError if cuda is set but not visible.
     """
-    if _on_paper:
-        return Device("cpu", "fake")
     use_cuda = setting != "cpu" and probe("cuda").available
     if setting == "cuda" and not use_cuda:
         raise ValueError(f"launch.device=cuda: {probe(GPU).detail}; else use launch.device=cpu")
@@ -196,5 +173,5 @@ def select(setting: str) -> Device:
 def refuse_unusable_driver(setting: str) -> None:
     """Raises ValueError if `auto` would take the CPU of a machine whose GPUs torch cannot use with their driver."""
     cuda = toolkit.torch_cuda()
-    if setting == "auto" and cuda and not _on_paper and (reason := driver.unusable(cuda)):
+    if setting == "auto" and cuda and (reason := driver.unusable(cuda)):
         raise ValueError(f"launch.device=auto: {reason}; else use launch.device=cpu")

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from safetensors import SafetensorError
 
@@ -61,18 +62,31 @@ def _unwritten(file: Path | str, error: BaseException) -> RunStopped:
     return RunStopped(f"{file}: cannot be written: {reason}; {advice}")
 
 
-def replace(file: Path, text: str) -> None:
-    """Write `file` atomically: readers see the old or the new text, even if the process or the machine stops midway.
+def replace(file: Path, content: str | bytes) -> None:
+    """Write `file` atomically: readers see the old or the new content, even if the process or machine stops midway.
 
     Raises RunStopped if it cannot be written.
     """
+    with writing(file), draft_of(file) as out:
+        out.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def draft_of(file: Path) -> Iterator[BinaryIO]:
+    """A stream to a draft that becomes `file` at the end of the block. Nothing is left of it if the block fails: on a
+    full disk it would take the place of a checkpoint.
+    """
     draft = file.with_name(f"{file.name}.tmp")
-    with writing(file):
-        with draft.open("w") as out:
-            out.write(text)
+    try:
+        with draft.open("wb") as out:
+            yield out
             out.flush()
             os.fsync(out.fileno())
         draft.replace(file)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink()
+        raise
 
 
 def irregular(file: Path) -> str:

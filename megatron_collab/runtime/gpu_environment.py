@@ -16,15 +16,15 @@ from megatron_collab.runtime import device, toolkit
 from megatron_collab.runtime.files import COMPILE_CACHE
 
 if TYPE_CHECKING:
-    from megatron_collab.config import Config
+    from megatron_collab.config import ParallelConfig, TrainingModelConfig
 
 # Variables that environment modules of another CUDA or cuDNN set. TransformerEngine prefers their cuDNN and NVRTC over
 # the wheels' (transformer_engine/common/__init__.py) and loads them globally; kernel compilers read the others.
 _MODULE_VARIABLES = ("CUDA_PATH", "CUDA_ROOT", "CUDA_TOOLKIT_PATH", "CUDNN_PATH", "CUDNN_ROOT")
 
 
-def environment(inherited: Mapping[str, str], config: Config | None = None) -> dict[str, str]:
-    """`inherited`, adapted for a process with torch; with `config`, adds defaults for a rank of that run.
+def environment(inherited: Mapping[str, str], defaults: Mapping[str, str] = {}) -> dict[str, str]:
+    """`inherited`, adapted for a process with torch; `defaults` as from `rank_variables`.
 
     If torch has no CUDA wheels, as in NVIDIA's containers, the surrounding CUDA is used.
     """
@@ -36,12 +36,12 @@ def environment(inherited: Mapping[str, str], config: Config | None = None) -> d
         variables["CUDA_HOME"] = compiler or str(home)
         variables["CUDNN_HOME"] = str(home.parent / "cudnn")
         variables["LD_LIBRARY_PATH"] = toolkit.library_path(inherited.get("LD_LIBRARY_PATH"))
-    return dict([COMPILE_CACHE]) | (_rank_variables(config) if config else {}) | variables
+    return dict([COMPILE_CACHE, *defaults.items()]) | variables
 
 
-def enter(config: Config | None = None) -> None:
+def enter(defaults: Mapping[str, str] = {}) -> None:
     """Apply `environment` to this process and its children; LD_LIBRARY_PATH affects only the children (`reload`)."""
-    variables = environment(os.environ, config)
+    variables = environment(os.environ, defaults)
     for name in os.environ.keys() - variables.keys():
         del os.environ[name]
     os.environ.update(variables)
@@ -58,19 +58,19 @@ def reload() -> None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "LD_LIBRARY_PATH": path})
 
 
-def _rank_variables(config: Config) -> dict[str, str]:
-    """Variables of a trainer rank on GPUs.
+def rank_variables(setting: str, parallel: ParallelConfig, model: TrainingModelConfig) -> dict[str, str]:
+    """Variables of a trainer rank on GPUs; `setting`: launch.device.
 
     Before Blackwell, a single hardware queue is needed to keep a collective and the matrix product that overlaps it
     in Megatron's launch order (megatron/core/tensor_parallel/layers.py).
     TransformerEngine loads the history of delayed scaling, a pickle, only if that is allowed; it is safe here because a
     run reads its own checkpoints.
     """
-    if config.launch.device == "cpu" or device.select("auto").type != device.GPU:
+    if setting == "cpu" or device.select("auto").type != device.GPU:
         return {}
-    parallel, variables = config.parallel, dict[str, str]()
+    variables = dict[str, str]()
     if max(parallel.tp, parallel.cp) > 1 and (device.capability() or (0, 0)) < (10, 0):
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    if config.model.fp8 and config.model.fp8_recipe == "delayed":
+    if model.fp8 and model.fp8_recipe == "delayed":
         variables["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"
     return variables

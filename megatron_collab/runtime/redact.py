@@ -17,6 +17,7 @@ from urllib.parse import quote
 from megatron_collab.runtime import keys
 
 HIDDEN = "***"
+LONGEST_EXCERPT, _CUT = 20_000, "… [cut]"  # characters of a text from a model that transcripts keep; mark of a cut
 
 _DIGIT = r"(?=[\w-]{0,64}\d)"
 _IS = r"[\"']?\s*[:=]\s*b?[\"']?"  # between name and value, in headers, settings, JSON and Python
@@ -69,6 +70,16 @@ def redact(text: str) -> str:
     return _redacted(text, _written_forms(keys.known()))
 
 
+def excerpt(text: str) -> str:
+    """A model's `text` as transcripts keep it: at most LONGEST_EXCERPT characters, of which the last mark a cut.
+
+    Keys are replaced by *** before it is cut, which could halve one. Halves of surrogate pairs, which no file can
+    hold, become ?.
+    """
+    text = redact(text.encode(errors="replace").decode())
+    return text if len(text) <= LONGEST_EXCERPT else text[: LONGEST_EXCERPT - len(_CUT)] + _CUT
+
+
 def key_spans(text: str) -> list[tuple[int, int]]:
     """Begin and end of every key in `text`."""
     pattern = _pattern(text, _written_forms(keys.known()))
@@ -79,10 +90,11 @@ def key_spans(text: str) -> list[tuple[int, int]]:
 def redacted(tree: Any) -> Any:
     """`tree` of mappings and lists (tuples become lists), with every key in its strings replaced by ***."""
     known = _written_forms(keys.known())
+    redact_once = cache(lambda text: _redacted(text, known))  # futures share names and first messages
 
     def walk(part: Any) -> Any:
         if isinstance(part, str):
-            return _redacted(part, known)
+            return redact_once(part)
         if isinstance(part, Mapping):
             return {walk(name): walk(value) for name, value in part.items()}
         return [walk(value) for value in part] if isinstance(part, list | tuple) else part

@@ -90,7 +90,12 @@ def end_at_once(number: signal.Signals, sender: int) -> None:
         number = signal.SIGTERM if from_launcher and number == GRACE else number
         with suppress(OSError):  # its terminal may be closed, which sent the signal
             print(f"megatron-collab: received {number.name} before the run began; exiting", file=sys.stderr, flush=True)
-        os._exit(_CODES.get(number, EXIT_TERMINATED))
+        os._exit(exit_code(number))
+
+
+def exit_code(number: signal.Signals) -> int:
+    """The exit code of a program that the signal has ended."""
+    return _CODES.get(number, EXIT_TERMINATED)
 
 
 _take: Take = end_at_once

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 LONGEST_REASON = 400  # characters
-_TRACEBACK = re.compile(r"\s*Traceback \(most recent call last\):\n(?:[ \t]+[^\n]*\n|\n)*")
+_TRACEBACK = re.compile(r"(?<!\s)\s*Traceback \(most recent call last\):\n(?:[ \t]+[^\n]*\n|\n)*")
 # What moves the cursor, colors, reorders or cannot be encoded: control characters but tab and line feed, C1 controls,
 # marks of direction, halves of surrogate pairs.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

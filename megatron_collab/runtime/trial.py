@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 from megatron_collab.runtime import process
 
@@ -21,11 +21,11 @@ class TrialError(Exception):
     """The work failed, crashed or timed out; the message is the reason in a few words."""
 
 
-def run_trial(work: Callable[[], object], seconds: float, room: int = _ROOM) -> None:
-    """Do `work` in a fork of this process. Raises TrialError if it fails, or takes more than `seconds` or `room` bytes.
+def run_trial[Result](work: Callable[[], Result], seconds: float, room: int = _ROOM) -> Result:
+    """The result of `work`, which is done in a fork of this process and pickled.
 
-    A ValueError of the work is raised here. The child is killed, so even work that Python cannot interrupt is stopped,
-    such as a power of large numbers.
+    Raises TrialError if it fails, or takes more than `seconds` or `room` bytes. A ValueError of the work is raised
+    here. The child is killed, so even work that Python cannot interrupt is stopped, such as a power of large numbers.
     """
     receiver, sender = Pipe(duplex=False)
     with _quiet_tokenizers():
@@ -33,7 +33,7 @@ def run_trial(work: Callable[[], object], seconds: float, room: int = _ROOM) -> 
     if child == 0:
         _try(work, sender, parent, room)
     sender.close()
-    answer: tuple[type[Exception] | None, str] | None = None
+    answer: tuple[type[Exception] | None, Any] | None = None
     try:
         ended = receiver.poll(seconds)
         with suppress(EOFError):  # it ended without an answer
@@ -44,9 +44,10 @@ def run_trial(work: Callable[[], object], seconds: float, room: int = _ROOM) -> 
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if answer is None:
         raise TrialError(f"ends the process with code {code}" if ended else f"does not finish within {seconds:g} s")
-    error_type, message = answer
+    error_type, result = answer
     if error_type:
-        raise error_type(message)
+        raise error_type(result)
+    return cast(Result, result)
 
 
 def _try(work: Callable[[], object], sender: Connection, parent: int, room: int) -> NoReturn:
@@ -55,11 +56,10 @@ def _try(work: Callable[[], object], sender: Connection, parent: int, room: int)
         process.die_with_parent(parent)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
-        work()
-        sender.send((None, ""))
+        sender.send((None, work()))
     except ValueError as error:
         sender.send((ValueError, str(error)))
-    except Exception as error:
+    except BaseException as error:  # an extension may raise anything
         sender.send((TrialError, f"fails ({' '.join(f'{type(error).__name__}: {error}'.split())[:300]})"))
     finally:
         os._exit(0)

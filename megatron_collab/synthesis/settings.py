@@ -46,6 +46,7 @@ def check_building(config: BuildDatasetConfig, eval_sets: Sequence[EvaluationSet
         for name in _SET_OPTIONS:
             message = "conversations are built with the settings of rollout and user; set those"
             require(getattr(eval_set, name) == getattr(EvaluationSet, name), f"{eval_set.setting}.{name}: {message}")
+        require(eval_set.against is None, f"{eval_set.setting}.against: nothing is evaluated; remove it")
     if config.build.push_to_hub is not None:
         hub.check_upload(config.build.push_to_hub, "build.push_to_hub")
     read_prompt("build.prompt", config.build.prompt, "collaborator", ())

@@ -13,7 +13,8 @@ from megatron_collab.config import BuildDatasetConfig
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.launch.spec import RunSpec
 from megatron_collab.rollout.evaluation import Evaluator
-from megatron_collab.rollout.scheduler import Flight, GroupRequest, Slot, answers
+from megatron_collab.rollout.player import PlaySpec
+from megatron_collab.rollout.scheduler import GroupRequest, Slot
 from megatron_collab.rollout.summary import evaluation_summary, refuse_incomplete
 from megatron_collab.rollout.task_requirements import applicable_metrics
 from megatron_collab.synthesis.built import FOLDER, write
@@ -33,43 +34,52 @@ class Synthesis(Evaluator):
         """`spec`: the settled settings, with the language models that are called; the others are those of Evaluator."""
         super().__init__(*evaluator, **more)
         self.config, self.spec = config, spec
+        self._conversations: BuiltConversations | None = None  # of the set that was begun last
 
     def _begin(self, eval_set: EvaluationSet, name: str, step: int) -> None:
-        flight = Flight(self.play, self._workers, self._journal, self._lost_all, follow_up=self._follow_up)
         tasks = self._prepared(eval_set)
-        self._flight = flight
-        self._groups: list[list[Group]] = [[] for _ in tasks]
         title = f"conversations{f' of {eval_set.name}' if eval_set.name else ''}"
-        self._meter = Meter(self.config, self.spec, tasks, title, self._spend)
+        meter = Meter(self.config, self.spec, tasks, title, self._rank_0_lead.spend)
+        self._conversations = BuiltConversations(self.play, len(tasks), meter)
+        self._flight = self._rank_0_lead.flight(self.play, follow_up=self._conversations.follow_up)
         for index, task in enumerate(tasks):
-            flight.begin(GroupRequest(Slot(0, 0, index), f"build-{eval_set.name}-{index}.0", task))
-        flight.wait_for(len(tasks), title)
+            self._flight.begin(GroupRequest(Slot(0, 0, index), f"build-{eval_set.name}-{index}.0", task))
+        self._flight.wait_for(len(tasks), title)
 
-    def _follow_up(self, request: GroupRequest, group: Group) -> GroupRequest | None:
+    def _begin_again(self, eval_set: EvaluationSet, name: str, step: int) -> bool:
+        """Never: a later turn depends on the candidates of earlier ones."""
+        return False
+
+    def _record(self, eval_set: EvaluationSet, name: str, step: int) -> None:
+        assert self._conversations is not None
+        conversations, self._flight = self._conversations, None
+        logger.info(conversations.meter.line())
+        groups = [group for conversation in conversations.groups for group in conversation]
+        refuse_incomplete(name, groups, self.play.reward.max_missing)
+        write(self.play.run_dir / FOLDER, eval_set.name or "train", conversations.groups, self.play, self.config)
+        metrics = evaluation_summary(groups, applicable_metrics(self.play.reward.metrics))
+        self.run.evaluation(name, eval_set.name, step, metrics, groups)
+
+
+class BuiltConversations:
+    """The conversations of a set while they are built: groups[n] are the turns of conversation n so far."""
+
+    def __init__(self, play: PlaySpec, count: int, meter: Meter) -> None:
+        self.groups: list[list[Group]] = [[] for _ in range(count)]
+        self.meter = meter
+        self._play = play
+
+    def follow_up(self, request: GroupRequest, group: Group) -> GroupRequest | None:
         """The request for the next turn of a conversation; None if the conversation has ended."""
-        self._groups[request.slot.number].append(group)
-        draw = random.Random(f"{self.play.seed}/{request.stream}")
-        task = next_task(group, self.play.rollout.max_messages or 0, draw)
-        self._meter.turn(ended=task is None)
+        self.groups[request.slot.number].append(group)
+        draw = random.Random(f"{self._play.seed}/{request.stream}")
+        task = next_task(group, self._play.rollout.max_messages or 0, draw)
+        self.meter.turn(ended=task is None)
         if task is None:
             return None
         turn = request.slot.step + 1
         stream = f"{request.stream.rpartition('.')[0]}.{turn}"
         return GroupRequest(Slot(turn, 0, request.slot.number), stream, task)
-
-    def _record(self, eval_set: EvaluationSet, name: str, step: int) -> None:
-        self._flight = None
-        logger.info(self._meter.line())
-        groups = [group for conversation in self._groups for group in conversation]
-        refuse_incomplete(name, groups, self.play.reward.max_missing)
-        write(self.play.run_dir / FOLDER, eval_set.name or "train", self._groups, self.play, self.config)
-        metrics = evaluation_summary(groups, applicable_metrics(self.play.reward.metrics))
-        self.run.evaluation(name, eval_set.name, step, metrics, groups)
-
-    def _spend(self) -> dict[str, float]:
-        calls = {"the limiter's spending": self._limiter.spend.remote()}
-        (spent,) = answers(calls, self.config.launch.timeout / 2)
-        return spent
 
 
 def best_rollout(group: Group) -> Rollout | None:

@@ -12,9 +12,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_collab.checkpoint.hf import unwrap
-from megatron_collab.config import Config
+from megatron_collab.config import OptimConfig
 from megatron_collab.trainer import losses
-from megatron_collab.trainer.megatron import model
+from megatron_collab.trainer.megatron.pipeline import Communicator, PlannedCommunicator
 from megatron_collab.trainer.microbatches import Columns, MicroBatch
 from megatron_collab.trainer.network import Trainable, infer
 
@@ -22,11 +22,20 @@ from megatron_collab.trainer.network import Trainable, infer
 class Critic(Trainable):
     """Predicts values: at the position that predicts a token, the expected return from that token on.
 
-    Starts from model.path with a head of zeros, in the policy's layout, with its own optimizer.
+    Starts from model.path with a head of zeros, in the policy's layout, with its own optimizer. `clip`: change of a
+    value above which its loss is clipped.
     """
 
-    def __init__(self, config: Config, load: model.Load = model.load) -> None:
-        super().__init__(config, _with_value_head(load(config)))
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        optim: OptimConfig,
+        offload: bool,
+        clip: float,
+        communicator: Communicator = PlannedCommunicator,
+    ) -> None:
+        super().__init__(_with_value_head(chunks), optim, offload, communicator)
+        self._clip = clip
 
     def values(self, columns: Columns, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
         """The value of each trained token; see network.infer."""
@@ -40,9 +49,7 @@ class Critic(Trainable):
 
         def value_loss(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
             columns, values = micro_batch.columns, self._predict(micro_batch, hidden)
-            loss, clipped = losses.value_loss(
-                values, columns["values"], columns["returns"], self.config.algo.critic_clip
-            )
+            loss, clipped = losses.value_loss(values, columns["values"], columns["returns"], self._clip)
             total = (loss * columns["weights"]).sum()
             return total, torch.stack([total.detach(), (clipped * columns["weights"]).sum()])
 

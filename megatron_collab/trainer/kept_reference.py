@@ -17,29 +17,30 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from megatron_collab.config import Config
+from megatron_collab.config import TrainingModelConfig
 from megatron_collab.data.datasets import SupervisedData
 from megatron_collab.models import hf_weights
-from megatron_collab.observability.run import progress
 from megatron_collab.runtime import files, hub
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.runtime.rank0 import shared
+from megatron_collab.runtime.screen import progress
 from megatron_collab.types import Batch, Sample
 
 FOLDER = "reference"  # in run.dir
+Compute = Callable[[Batch], list[np.ndarray]]
 PART = 512  # pairs whose log-probs are computed and written together
 
 
 class KeptReference:
     """The log-probs of every sample of the data, on every rank."""
 
-    def __init__(self, config: Config, data: SupervisedData, compute: Callable[[Batch], list[np.ndarray]]) -> None:
+    def __init__(self, run_dir: Path, model: TrainingModelConfig, data: SupervisedData, compute: Compute) -> None:
         """Compute and store the missing log-probs; collective. `compute`: like PolicyTrainer.log_probs.
 
         Raises Preempted if `compute` does; finished parts remain. Raises RunStopped if a file is damaged or cannot be
         written.
         """
-        self.folder = Path(config.run.dir) / FOLDER / model_digest(config)
+        self.folder = run_dir / FOLDER / model_digest(model)
         self._known: dict[str, tuple[np.ndarray, int]] = {}  # key -> (values of its part, start offset)
         known = self.folder / f"known-{_digest(data.fingerprint)}"
         parts: list[int] = shared(self._parts)
@@ -102,12 +103,12 @@ class KeptReference:
         return RunStopped(f"{path}: lacks log-probs of the reference; remove {self.folder} to recompute them")
 
 
-def model_digest(config: Config) -> str:
+def model_digest(model: TrainingModelConfig) -> str:
     """Digest of config.json, of the names, sizes and times of the weight files, and of the dtype."""
-    folder = hub.folder(config.model.path)
+    folder = hub.folder(model.path)
     weights = [folder / name for name in sorted({tensor.file for tensor in hf_weights.read(folder).values()})]
     file_stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
-    return _digest([(folder / "config.json").read_text(), file_stats, config.model.dtype, config.model.fp8])
+    return _digest([(folder / "config.json").read_text(), file_stats, model.dtype, model.fp8])
 
 
 def _digest(content: object) -> str:

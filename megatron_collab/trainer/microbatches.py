@@ -19,10 +19,10 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_collab.config import Config
 from megatron_collab.models.parallel_layout import alignment
 from megatron_collab.trainer.megatron.paths import packing
 from megatron_collab.trainer.prefix_tree import Tree, cost, pair_trees, plan_trees, positions
+from megatron_collab.trainer.spec import NetworkSpec
 
 # Per-sample arrays by name: token_ids int64 [S], routing as in Sample, all others float32 [S].
 Columns = Mapping[str, Sequence[np.ndarray]]
@@ -258,19 +258,22 @@ def mini_batches(count: int, parts: int, unit: int = 1) -> list[range]:
     return [range(start, end) for start, end in pairwise(bounds)]
 
 
-def make_micro_batches(config: Config, columns: Columns, device: torch.device, pairs: bool = False) -> list[MicroBatch]:
+def make_micro_batches(
+    network: NetworkSpec, tokens: int, columns: Columns, device: torch.device, pairs: bool = False
+) -> list[MicroBatch]:
     """Pack samples into this rank's micro-batches; no collective, since every rank computes the same plan.
 
-    Requests predictions for tokens whose `loss_mask` is not 0. The column `routing` is optional. `pairs`: samples 2 k
-    and 2 k + 1 stay together in this order, so that samples 2 k and 2 k + 1 of a micro-batch are a pair.
+    `tokens`: budget of a micro-batch on a rank. Requests predictions for tokens whose `loss_mask` is not 0. The column
+    `routing` is optional. `pairs`: samples 2 k and 2 k + 1 stay together in this order, so that samples 2 k and 2 k + 1
+    of a micro-batch are a pair.
     """
     routing = columns.get("routing")
     columns = {name: rows for name, rows in columns.items() if name != "routing"}
-    parallel = config.parallel
+    parallel = network.parallel
     multiple_of = parallel.pp if parallel.vpp > 1 else 1
     ranks = parallel_state.get_data_parallel_world_size()
-    budget = config.train.tokens_per_micro_batch * parallel.cp
-    align, total = alignment(config)
+    budget = tokens * parallel.cp
+    align, total = alignment(parallel, network.model)
     targets = [int(np.count_nonzero(mask)) for mask in columns["loss_mask"]]
     if pairs:
         trees = pair_trees(columns["token_ids"], targets, align=align)

@@ -21,15 +21,14 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_collab.checkpoint.hf import unwrap
-from megatron_collab.config import Config, OptimConfig
+from megatron_collab.config import OptimConfig
 from megatron_collab.patches.megatron import count_padding
 from megatron_collab.runtime import device
 from megatron_collab.runtime.process import beat
 from megatron_collab.runtime.rank0 import PreemptionWatch, check_preemption
 from megatron_collab.trainer.host_memory import HostMemory
 from megatron_collab.trainer.megatron import lora
-from megatron_collab.trainer.megatron.config import DTYPES
-from megatron_collab.trainer.megatron.pipeline import PlannedCommunicator
+from megatron_collab.trainer.megatron.pipeline import Communicator, PlannedCommunicator
 from megatron_collab.trainer.microbatches import Columns, MicroBatch
 
 # (micro-batch, the last stage's hidden states [1, T, h]) -> (loss, report)
@@ -49,19 +48,26 @@ class Trainable:
 
     moves = True
 
-    def __init__(self, config: Config, chunks: Sequence[torch.nn.Module]) -> None:
-        self.config = config
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        optim: OptimConfig,
+        offload: bool,
+        communicator: Communicator = PlannedCommunicator,
+    ) -> None:
+        """`communicator`: of the pipeline's stages in `step`."""
+        self._optim, self._offload, self._communicator = optim, offload, communicator
         megatron = get_model_config(chunks[0])
         ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=True, fp8_param_gather=config.model.fp8_params
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True, fp8_param_gather=megatron.fp8_param
         )
         self.chunks = [DistributedDataParallel(megatron, ddp, chunk) for chunk in chunks]
         options = OptimizerConfig(
             optimizer="adam",
             lr=0.0,  # set by each step, as are betas and weight decay
-            clip_grad=config.optim.clip_grad,
-            bf16=config.model.dtype == "bfloat16",
-            params_dtype=DTYPES[config.model.dtype],
+            clip_grad=optim.clip_grad,
+            bf16=megatron.bf16,
+            params_dtype=megatron.params_dtype,
             use_distributed_optimizer=True,
         )
         for chunk in self.chunks:
@@ -82,8 +88,8 @@ class Trainable:
         """
         for group in self.optimizer.param_groups:  # no Megatron scheduler; a checkpoint restores older settings
             group["lr"] = lr
-            group["weight_decay"] = self.config.optim.weight_decay * group["wd_mult"]  # 0 for norms and biases
-            group["betas"] = (self.config.optim.beta1, self.config.optim.beta2)
+            group["weight_decay"] = self._optim.weight_decay * group["wd_mult"]  # 0 for norms and biases
+            group["betas"] = (self._optim.beta1, self._optim.beta2)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -95,7 +101,9 @@ class Trainable:
             return total * divisor, report
 
         with lora.switched(self.chunks, dropping=True):
-            reports = _schedule(self.chunks, micro_batches, scaled, interruptible=first, forward_only=False)
+            reports = _schedule(
+                self.chunks, micro_batches, scaled, self._communicator, interruptible=first, forward_only=False
+            )
         if first:
             check_preemption()
         _, norm, _ = self.optimizer.step()
@@ -110,7 +118,7 @@ class Trainable:
         Tensors keep their identity, so all views of them are valid again afterwards; gradients are restored as zeros.
         Megatron's offload is not used: it allocates separate memory for the parameters of a float32 model.
         """
-        if not self.config.parallel.offload:
+        if not self._offload:
             yield
             return
         storages = list(self.optimizer_storages())
@@ -194,7 +202,8 @@ def infer(
     def collect(micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> Tensor:
         return compute(micro_batch, hidden)
 
-    parts = _schedule(chunks, micro_batches, collect, interruptible=True, forward_only=True, collect_non_loss_data=True)
+    options = {"forward_only": True, "collect_non_loss_data": True}
+    parts = _schedule(chunks, micro_batches, collect, PlannedCommunicator, interruptible=True, **options)
     home, lengths = next(chunks[0].parameters()).device, [len(token_ids) for token_ids in columns["token_ids"]]
     flat = torch.zeros(sum(lengths), device=home)
     if parts and parallel_state.get_tensor_model_parallel_rank() == 0:  # its peers computed the same
@@ -208,6 +217,7 @@ def _schedule(
     chunks: Sequence[torch.nn.Module],
     micro_batches: Sequence[MicroBatch],
     loss: Callable[..., Any],
+    communicator: Communicator,
     interruptible: bool,
     **options: bool,
 ) -> list[Any]:
@@ -246,7 +256,7 @@ def _schedule(
         num_microbatches=len(micro_batches),
         seq_length=lengths[0],  # unused: lengths differ, and the communicator knows them
         micro_batch_size=1,
-        p2p_communicator=PlannedCommunicator(get_model_config(chunks[0]), lengths),
+        p2p_communicator=communicator(get_model_config(chunks[0]), lengths),
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         **options,
     )

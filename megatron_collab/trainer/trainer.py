@@ -21,7 +21,6 @@ from megatron_collab import statistics
 from megatron_collab.algo.advantages import token_weights
 from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.checkpoint.sharded_state import Checkpointable
-from megatron_collab.config import Config
 from megatron_collab.data.datasets import SupervisedData
 from megatron_collab.models.hf_to_megatron import ModelShape
 from megatron_collab.runtime import device
@@ -38,9 +37,11 @@ from megatron_collab.trainer.losses import (
     supervised_objective,
 )
 from megatron_collab.trainer.megatron import lora, model, routing
+from megatron_collab.trainer.megatron.pipeline import Communicator, PlannedCommunicator
 from megatron_collab.trainer.microbatches import Columns, MicroBatch, Pack, Split, make_micro_batches, mini_batches
 from megatron_collab.trainer.network import Frozen, Trainable, infer, learning_rate
 from megatron_collab.trainer.preference import pair_metric_names, preference_objective, validation_metrics
+from megatron_collab.trainer.spec import TrainerSpec
 from megatron_collab.types import Batch, Sample, ScoredBatch
 
 
@@ -54,33 +55,37 @@ class PolicyTrainer:
 
     def __init__(
         self,
-        config: Config,
+        spec: TrainerSpec,
         load: model.Load = model.load,
         split: Split = mini_batches,
         pack: Pack = make_micro_batches,
+        communicator: Communicator = PlannedCommunicator,
     ) -> None:
-        """Load the networks that config.train.stage and config.algo need; collective.
+        """Load the networks that `spec` needs; collective.
 
-        `split` cuts a batch into mini-batches, of which `pack` makes this rank's micro-batches.
+        `split` cuts a batch into mini-batches, of which `pack` makes this rank's micro-batches. `communicator`: of the
+        pipeline's stages in an update.
         """
-        self.config, self._split, self._pack = config, split, pack
-        self.objective = config.objective
-        self.chunks = load(config)
-        if config.train.stage == "rl" and config.rollout.routing_replay:
+        self.spec, self._split, self._pack = spec, split, pack
+        self.objective = spec.objective
+        self.chunks = load(spec.network)
+        if spec.train.stage == "rl" and spec.replay:
             routing.add(self.chunks)  # not in reference and critic, whose experts are different
-        self.reference = model.frozen_copy(self.chunks) if config.copies_reference else None
+        self.reference = model.frozen_copy(self.chunks) if spec.reference == "copy" else None
         self._kept: KeptReference | None = None
-        critic = self.objective == "policy" and config.algo.advantage == "gae"
-        self.critic = Critic(config, load) if critic else None
-        self.policy = Trainable(config, self.chunks)
-        self.temperature = config.rollout.turn.temperature if config.train.stage == "rl" else 1.0
+        training = spec.optim, spec.network.parallel.offload
+        critic = self.objective == "policy" and spec.algo.advantage == "gae"
+        clip = spec.algo.critic_clip
+        self.critic = Critic(load(spec.network), *training, clip, communicator) if critic else None
+        self.policy = Trainable(self.chunks, *training, communicator)
+        self.temperature = spec.turn.temperature if spec.train.stage == "rl" else 1.0
         self.device = next(self.chunks[0].parameters()).device
         self.step = 0
         head = self._head(self.chunks)
         self._loss, self._sums, self._maxima = {
-            "policy": lambda: (policy_objective(head, config.algo), *metric_names(config.algo, config.refers)),
+            "policy": lambda: (policy_objective(head, spec.algo), *metric_names(spec.algo, spec.reference is not None)),
             "sft": lambda: (supervised_objective(head), [], []),
-            "dpo": lambda: (preference_objective(head, config.algo.dpo), pair_metric_names(), []),
+            "dpo": lambda: (preference_objective(head, spec.algo.dpo), pair_metric_names(), []),
         }[self.objective]()
 
     @property
@@ -99,7 +104,7 @@ class PolicyTrainer:
         The reference's weights are saved only with algo.dpo.refresh, since they cannot be rebuilt then; with delayed
         scaling its amax history is saved, on which the next scales depend.
         """
-        moves = self.objective == "dpo" and self.config.algo.dpo.refresh > 0
+        moves = self.objective == "dpo" and self.spec.algo.dpo.refresh > 0
         return {**self.trainables, **({"reference": Frozen(self.reference, moves)} if self.reference else {})}
 
     @contextmanager
@@ -111,7 +116,7 @@ class PolicyTrainer:
         with ExitStack() as stack:
             for trainable in self.trainables.values():
                 stack.enter_context(trainable.offloaded())
-            if self.config.rollout.server.colocated:
+            if self.spec.colocated:
                 device.free_cache()
                 meet()
             yield
@@ -125,7 +130,7 @@ class PolicyTrainer:
         provide them in time. Raises Preempted on every rank once rank 0 has received a preemption notice.
         """
         beat(f"the scoring of step {self.step}")
-        algo, refers = self.config.algo, self.config.refers
+        algo, refers = self.spec.algo, self.spec.reference is not None
         old = values = None
         if self.objective == "policy" and (algo.mini_batches * algo.epochs > 1 or (refers and algo.kl_in == "reward")):
             old = self.log_probs(self.policy.chunks, batch)
@@ -143,8 +148,8 @@ class PolicyTrainer:
 
         Call it while the policy is the initial one: before a checkpoint is loaded or an update is made.
         """
-        if self.config.train.stage == "dpo" and self.config.algo.dpo.precompute:
-            self._kept = KeptReference(self.config, data, self._base_log_probs)
+        if self.spec.reference == "stored":
+            self._kept = KeptReference(self.spec.run_dir, self.spec.network.model, data, self._base_log_probs)
 
     def reference_log_probs(self, batch: Batch) -> list[np.ndarray]:
         """Like `log_probs`, but of the reference; collective."""
@@ -152,7 +157,7 @@ class PolicyTrainer:
             return self._kept.log_probs(batch)
         if self.reference is not None:
             return self.log_probs(self.reference, batch, replay=False)
-        assert self.config.model.lora.rank is not None
+        assert self.spec.network.model.lora.rank is not None
         return self._base_log_probs(batch)
 
     def _base_log_probs(self, batch: Batch) -> list[np.ndarray]:
@@ -170,9 +175,9 @@ class PolicyTrainer:
         every rank if rank 0 received a preemption notice before the first optimizer step; state is unchanged then.
         """
         beat(f"the update of step {self.step}")
-        lr = learning_rate(self.config.optim, self.config.train.steps, self.step)
-        critic_lr = self.config.algo.critic_lr * lr / self.config.optim.lr
-        algo, columns = self.config.algo, _columns(batch)
+        lr = learning_rate(self.spec.optim, self.spec.train.steps, self.step)
+        critic_lr = self.spec.algo.critic_lr * lr / self.spec.optim.lr
+        algo, columns = self.spec.algo, _columns(batch)
         critic_alone = self.critic is not None and self.step < algo.critic_warmup
         reports: list[Report] = []
         metrics: list[dict[str, float]] = []
@@ -190,7 +195,8 @@ class PolicyTrainer:
         counted = len(batch.samples) / 2 if self.objective == "dpo" else batch.loss_tokens
         reduced = {} if critic_alone else self._reduced(reports, counted * algo.epochs, len(metrics))
         pairs = {"dpo/pairs": counted} if self.objective == "dpo" else {}
-        return {**reduced, **means, "lr": lr, "tokens": batch.loss_tokens, **pairs}
+        steps = 0 if critic_alone else len(metrics)
+        return {**reduced, **means, "lr": lr, "optimizer_steps": steps, "tokens": batch.loss_tokens, **pairs}
 
     def validate(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Loss per trained token over all `batches`, without a gradient, as metrics of a set; collective.
@@ -216,7 +222,7 @@ class PolicyTrainer:
             masks += [sample.loss_mask for sample in batch.samples]
             rows += self.log_probs(self.policy.chunks, batch)
             reference += self.reference_log_probs(batch)
-        return validation_metrics(masks, rows, reference, self.config.algo.dpo)
+        return validation_metrics(masks, rows, reference, self.spec.algo.dpo)
 
     def log_probs(self, chunks: Sequence[torch.nn.Module], batch: Batch, *, replay: bool = True) -> list[np.ndarray]:
         """Log-probs of the trained tokens, 0 elsewhere, float32 [S] per sample on every rank; collective.
@@ -230,7 +236,8 @@ class PolicyTrainer:
         return _joined(rows, batch.samples)
 
     def _micro_batches(self, columns: Columns, pairs: bool = False) -> list[MicroBatch]:
-        return self._pack(self.config, columns, self.device, pairs=pairs)
+        tokens = self.spec.train.tokens_per_micro_batch
+        return self._pack(self.spec.network, tokens, columns, self.device, pairs=pairs)
 
     def _weighted(self, batch: Batch, columns: Columns, rows: range) -> list[MicroBatch]:
         """This rank's micro-batches of the mini-batch `rows`, with the weight of each token in its loss."""
@@ -239,10 +246,10 @@ class PolicyTrainer:
         if self.objective == "policy":
             weights = token_weights(
                 part["loss_mask"],
-                self.config.algo.average,
-                longest=self.config.rollout.turn.longest,
+                self.spec.algo.average,
+                longest=self.spec.turn.longest,
                 later=[sample.later for sample in samples],
-                later_weight=self.config.algo.later_weight,
+                later_weight=self.spec.algo.later_weight,
             )
         else:  # dpo: the mean over pairs, with equal weights of both replies
             weights = token_weights(part["loss_mask"], {"sft": "token", "dpo": "sequence"}[self.objective])

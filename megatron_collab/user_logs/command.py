@@ -135,7 +135,7 @@ def _read(options: argparse.Namespace, data: PersonalData) -> tuple[list[LoggedC
     names the person. Raises ConfigError."""
     from megatron_collab.data.rows import ALL, open_rows
     from megatron_collab.data.sources import parse_sources
-    from megatron_collab.observability.run import progress
+    from megatron_collab.runtime.screen import progress
     from megatron_collab.user_logs import logs
 
     source, *more_sources = parse_sources(options.log, "LOG")

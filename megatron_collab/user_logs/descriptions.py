@@ -30,9 +30,9 @@ from megatron_collab.llm.endpoint import SERVED, token_budget
 from megatron_collab.llm.limiter import local_limiter
 from megatron_collab.llm.price import Prices, tokens_at_most
 from megatron_collab.llm.tape import open_tape
-from megatron_collab.observability.run import progress
 from megatron_collab.runtime import network
 from megatron_collab.runtime.process import RunStopped
+from megatron_collab.runtime.screen import progress
 from megatron_collab.types import Message, Task
 from megatron_collab.user_logs.logs import LoggedConversation
 

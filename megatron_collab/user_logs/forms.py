@@ -53,7 +53,7 @@ _STOP = rf"(?=[.,;!?]?(?:\s*\Z|\s*\n|[.,;!?]\s|\s+(?:and|but|und|и|а)\b|\s*[{U
 _HOST = r"(?:[^\W_](?:[\w-]{0,61}[^\W_])?\.){1,8}"
 _FILE = r"(?!(?:js|ts|py|md|txt|json|ya?ml|toml|html?|css|cpp|rs|go|sh|java|rb|php|csv)\b)"
 _COMMON = r"(?<!asp\.)(?:com|org|net|edu|gov|eu|uk|de|fr|nl|ch|cz|ru|ua|cn|jp|kr|br|рф|укр|中国|日本)"
-_REST = r"[^\s<>\"'`]*[^\s<>\"'`.,;:!?)\]}]"
+_URL_END = r"[^\s<>\"'`]*[^\s<>\"'`.,;:!?)\]}]"
 
 
 def _is_card(text: str) -> bool:
@@ -103,8 +103,8 @@ _FORMS: list[tuple[str, re.Pattern[str], Callable[[str], bool]]] = [
             r"(?:\s?(?:\.|[\[({]\s?(?:dot|точка)\s?[\])}])\s?[\w-]+)+",
             _any,
         ),
-        ("URL", rf"(?:\b[a-z][a-z0-9+.-]{{1,20}}://|\bwww\.){_REST}", _any),
-        ("URL", rf"(?<![\w.@/-]){_HOST}{_FILE}[^\W\d_]{{2,24}}(?::\d{{1,5}})?[/?]{_REST}", _any),
+        ("URL", rf"(?:\b[a-z][a-z0-9+.-]{{1,20}}://|\bwww\.){_URL_END}", _any),
+        ("URL", rf"(?<![\w.@/-]){_HOST}{_FILE}[^\W\d_]{{2,24}}(?::\d{{1,5}})?[/?]{_URL_END}", _any),
         ("URL", rf"(?<![\w.@/-]){_HOST}{_COMMON}(?!\.?[\w(@-])", _any),
         ("CARD", rf"{_BEGIN}(?<!\d[.,])\d{{13,19}}{_END}", _is_card),
         ("CARD", rf"{_BEGIN}\d{{4}}(?:[ .-]\d{{4}}){{2}}[ .-](?:\d{{4}}[ .-]\d{{3}}|\d{{1,4}}){_END}", _is_card),

@@ -45,8 +45,8 @@ class Span(NamedTuple):
     end: int
     kind: str
 
-    def is_apart(self, others: Iterable[Span]) -> bool:
-        return all(self.end <= other.begin or other.end <= self.begin for other in others)
+    def is_apart(self, spans: Iterable[Span]) -> bool:
+        return all(self.end <= other.begin or other.end <= self.begin for other in spans)
 
 
 class PersonalData:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_collab.runtime.device import GPU, kind
+from megatron_collab.runtime import device
 from megatron_collab.weight_sync.fp8_blocks import FP8_BLOCK, fp8_nbytes, fp8_scales, fp8_scales_at
 
 if TYPE_CHECKING:  # servers do not have the trainer's libraries
@@ -30,7 +30,7 @@ Index = tuple[slice, ...]
 
 FP8_LARGEST = 448.0
 # Elements by device type: the float32 copies fit a CPU's cache, and are small compared to a GPU's memory.
-QUANTIZED_AT_ONCE = {"cpu": 1 << 18, GPU: 1 << 24}
+QUANTIZED_AT_ONCE = {"cpu": 1 << 18, device.GPU: 1 << 24}
 
 # (place, server rank) -> sum of the checksums of everything written for that rank of the place's servers.
 Sums = dict[tuple[int, int], Tensor]
@@ -101,7 +101,7 @@ def write_fp8(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     for data, weight in pairs:
         by_shape.setdefault(weight.shape, []).append((data, weight))
     for (n, k), same in by_shape.items():
-        at_once = QUANTIZED_AT_ONCE[kind(same[0][0])]
+        at_once = QUANTIZED_AT_ONCE[device.kind(same[0][0])]
         count, step = max(1, at_once // (n * k)), max(1, at_once // (FP8_BLOCK * k)) * FP8_BLOCK
         for first, row in product(range(0, len(same), count), range(0, n, step)):
             lot = same[first : first + count]

@@ -22,12 +22,12 @@ from math import prod
 from operator import itemgetter
 from typing import NamedTuple
 
-from megatron_collab.config import Config
+from megatron_collab.config import PublishConfig
 from megatron_collab.models import hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import Index
 from megatron_collab.models.hf_to_sglang import ADAPTERS, ServerLayout
-from megatron_collab.models.parallel_layout import Holders, TrainerLayout, ranks
+from megatron_collab.models.parallel_layout import Holders, TrainerLayout
 from megatron_collab.weight_sync import overlap
 from megatron_collab.weight_sync.fp8_blocks import FP8_BLOCK, fp8_nbytes
 from megatron_collab.weight_sync.overlap import WeightBlock
@@ -69,10 +69,25 @@ class Bucket:
 SyncPlan = Sequence[Sequence[Bucket]]  # [k][t]: bucket k of rank t of every server; empty once the rank has everything
 
 
-def trainer_layout(config: Config) -> TrainerLayout:
-    """The layout of a run's trainer."""
-    parallel = config.parallel
-    return TrainerLayout(parallel.tp, parallel.pp, parallel.vpp, parallel.cp, parallel.ep, ranks(config))
+@dataclass(frozen=True)
+class SyncSpec:
+    """How weights reach the servers. `pause`: what becomes of requests in flight, abort or retract; `timeout`: seconds
+    of a collective."""
+
+    trainer: TrainerLayout
+    publish: PublishConfig
+    pause: str
+    timeout: float
+
+    @property
+    def call_timeout(self) -> float:
+        """Seconds after which a server without all weights has failed, before the ranks' collectives time out."""
+        return self.timeout / 2
+
+    @property
+    def idle_timeout(self) -> float:
+        """Seconds of them that may be without progress, or a wait for servers; the other ranks wait in a collective."""
+        return self.timeout / 4
 
 
 def plan_sync(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_collab.checkpoint.hf import is_computed, values
-from megatron_collab.runtime.device import kind
+from megatron_collab.runtime import device
 from megatron_collab.runtime.process import beat
 from megatron_collab.weight_sync.encoding import (
     QUANTIZED_AT_ONCE,
@@ -76,7 +76,7 @@ class Sender:
                     waiting.append((data, block))
                 else:
                     data.view(self._dtype).view(block.shape).copy_(block)
-            if sum(block.numel() for _, block in waiting) >= QUANTIZED_AT_ONCE[kind(shard)]:
+            if sum(block.numel() for _, block in waiting) >= QUANTIZED_AT_ONCE[device.kind(shard)]:
                 write_fp8(waiting)
                 waiting.clear()
         write_fp8(waiting)

@@ -10,9 +10,16 @@ import numpy as np
 import pytest
 
 from megatron_collab.algo.advantages import token_weights, with_advantages
-from megatron_collab.algo.credit import conversation_sample, drop_stale, has_gradient, penalize_overlong, samples_of
+from megatron_collab.algo.credit import (
+    CreditSpec,
+    conversation_sample,
+    drop_stale,
+    has_gradient,
+    penalize_overlong,
+    samples_of,
+)
 from megatron_collab.algo.credit import sample as laid_out
-from megatron_collab.config import Config, TrainingRewardConfig
+from megatron_collab.config import AlgoConfig, TrainingRewardConfig, TrainingRolloutConfig
 from megatron_collab.reward.multiturn import reward_function
 from megatron_collab.types import (
     Conversation,
@@ -36,13 +43,13 @@ TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "scripted/booking")
 BETWEEN = (7, 8)  # what a user says, as tokens
 
 
-def credited(group: Group, options: Config, number: int) -> list[Sample]:
+def credited(group: Group, options: CreditSpec, number: int) -> list[Sample]:
     formula = reward_function(options.reward.mode, options.reward.mode_options, options.reward.weights, {})
     return samples_of(group, options, number, formula)
 
 
-def config(**settings: object) -> Config:
-    result = Config()
+def config(**settings: object) -> CreditSpec:
+    result = CreditSpec(AlgoConfig(), TrainingRewardConfig(), TrainingRolloutConfig())
     result.reward.weights = {"right": 1.0}
     for name, value in settings.items():
         owner = next(part for part in (result.reward, result.rollout, result.algo) if hasattr(part, name))
@@ -85,7 +92,7 @@ def played(value: float, rewards: Sequence[float]) -> Rollout:
 
 def learned(samples: Sequence[Sample]) -> list[list[float]]:
     """The advantages (GRPO) of the trained tokens of each sample, in their order."""
-    rows = with_advantages(ScoredBatch(tuple(samples)), Config().algo).advantages
+    rows = with_advantages(ScoredBatch(tuple(samples)), AlgoConfig()).advantages
     return [row[sample.loss_mask > 0].tolist() for row, sample in zip(rows, samples, strict=True)]
 
 
@@ -304,6 +311,8 @@ def test_gdpo_gives_a_malformed_turn_the_worst_of_every_metric() -> None:
     first, malformed, last = (credit.value for sample in credited(equal, options, 0) for credit in sample.credits)
     assert first == last > malformed, "it is told from the others by reward.malformed alone"
     assert not has_gradient(credited(parted(None, None), options, 0)), "nothing tells malformed turns apart"
+    options.reward.malformed = 0.0
+    assert not has_gradient(credited(equal, options, 0)), "a penalty of 0 tells nothing either"
 
 
 def test_gdpo_takes_a_reward_without_parts_whole() -> None:

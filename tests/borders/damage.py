@@ -164,5 +164,5 @@ WRONG: dict[str, tuple[Damage, str]] = {
     ),
     "endless": (template(ENDLESS), "does not finish within 1 s"),
     "a number": (template("{{ 3 ** (10 ** 9) }}"), "does not finish within 1 s"),
-    "memory": (template("{{ 'x' * 10 ** 11 }}"), "its chat template fails (MemoryError"),
+    "memory": (template("{{ 'x' * 10 ** 11 }}"), "its chat template fails (computes a value of more than"),
 }

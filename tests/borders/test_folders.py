@@ -212,10 +212,10 @@ def test_a_result_that_is_none_does_not_end_a_run(world: Path, run: Path, text: 
 def opened(folder: Path, start: int) -> Run:
     config = Config()
     config.run.dir, config.train.steps = str(folder), 4
-    return Run(config, start, {}, {})
+    return Run(config, config.train, start, {}, {})
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "transcripts.jsonl", "history.jsonl"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "alarms.jsonl", "history.jsonl"])
 def test_of_torn_lines_the_others_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     whole = [json.dumps({"step": step, "text": "\ud800 \u2028", "reward": 0.5}) for step in range(2)]
     foreign = ["[1]", "7", '{"step": "1"}', '{"reward": 1}', "{" * 9999]
@@ -263,6 +263,7 @@ LIVE: dict[str, tuple[str, str]] = {
     "names": ("metrics.jsonl", json.dumps(STEP | {"score/$x_{$\\frac": 1.0, "score/\ud800": 2.0, "score/_": "a"})),
     "binary": ("metrics.jsonl", "\x00\x01\u2028\n"),
     "conversations": ("eval_before.jsonl", json.dumps(PLAYED) + "\n" + json.dumps({"task": 1}) + '\n{"task": "t'),
+    "conversations cut": ("eval_before.parquet", "PAR1 cut"),
     "no messages": ("eval_before.jsonl", json.dumps(PLAYED | {"messages": None, "scores": None})),
     "evaluations": ("evaluations.json", json.dumps({"before": {"step": 0, "score/right": None}, "x": [], "y": {}})),
     "evaluations cut": ("evaluations.json", '{"before": {'),

@@ -50,11 +50,11 @@ class Started(Exception):
 OUTPUT = """
 import logging, sys
 from pathlib import Path
-from megatron_collab.observability.run import Log
-from megatron_collab.runtime import console
+from megatron_collab.runtime import console, screen
 
 console.begin()
-progress = Log("training", 9, "step", 0, every=0)
+screen.LOG_EVERY = 0
+progress = screen.progress("training", 9, "step")
 for step in range(9):
     logging.getLogger("megatron_collab").info("step")
     logging.getLogger("megatron_collab").warning("slow")
@@ -226,6 +226,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_starts_in_a_folder_of_any_name(
     name: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from safetensors.torch import load_file
@@ -16,10 +18,12 @@ from megatron_collab.checkpoint.convert import to_checkpoint
 from megatron_collab.config import ConfigError, compose
 from megatron_collab.launch import models, prepare
 from megatron_collab.launch.data_specs import data_spec
+from megatron_collab.launch.inputs import record_inputs
 from megatron_collab.launch.spec import RunSpec
 from megatron_collab.models import hf_config
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
 from megatron_collab.runtime.trial import TrialError, run_trial
+from megatron_collab.synthesis import build_dataset
 from megatron_collab.train import main
 from tests.borders.damage import (
     ENDLESS,
@@ -144,6 +148,7 @@ def test_what_a_model_costs_to_check(model: Path) -> None:
 SMALL = ["rollout.context_length=256", "rollout.turn.max_new_tokens=16", "rollout.future.max_new_tokens=16"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -202,11 +207,54 @@ def test_train_evaluate_and_convert_refuse_the_same(
     assert message in str(refusal.value)
 
 
+@pytest.mark.parametrize("program", [evaluate, build_dataset], ids=["evaluate", "build-dataset"])
+def test_what_has_changed_since_the_same_command_began_is_named(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], program: ModuleType
+) -> None:
+    """The ranks record what the start before them has read; tests/e2e/test_evaluate.py has them do it."""
+    judge = make_reward_model(tmp_path / "judge", vocab=301)
+    data, prompt, run = tmp_path / "tasks.jsonl", tmp_path / "brief.j2", tmp_path / "run"
+    data.write_text(json.dumps({"prompt": "hi", "goal": "g", "user": "replay", "metadata": {"replay": ["so"]}}) + "\n")
+    prompt.write_text("Be brief.")
+    settings = {
+        "run.dir": run,
+        "data.eval": data,
+        "model.path": model,
+        "reward.metrics.reward_model.model": judge,
+        "rollout.system_prompt": prompt,
+    }
+    command = ["reward.weights={reward_model: 1}", "rollout.max_messages=4", *SMALL]
+    command += [f"{name}={value}" for name, value in settings.items()]
+    with pytest.raises(Started):
+        program.main(command)
+    record_inputs(run)
+    capsys.readouterr()
+    for setting, file in (
+        ("data.eval", data),
+        ("model.path", model / "tokenizer.json"),
+        ("model.path", model / WEIGHTS),
+        ("reward.metrics.reward_model.model", judge / WEIGHTS),
+        ("rollout.system_prompt", prompt),
+    ):
+        before = file.read_bytes()
+        file.write_bytes(before + b" ")
+        assert program.main(command) == EXIT_BAD_INPUT
+        line = f"run.dir={run}: {setting}={settings[setting]}: {file.name} has changed since the run began; restore it"
+        assert capsys.readouterr().err == f"megatron-collab: {line}, or choose another run.dir\n"
+        file.write_bytes(before)
+    with pytest.raises(Started):
+        program.main(command)
+
+
 def test_work_that_is_tried_ends_as_it_would_here() -> None:
-    run_trial(lambda: None, 5.0)
+    assert run_trial(lambda: {"a": [1]}, 5.0) == {"a": [1]}
     with pytest.raises(ValueError, match="of its own"):
         run_trial(lambda: int("of its own"), 5.0)
     with pytest.raises(TrialError, match=r"fails \(KeyError"):
         run_trial(lambda: {}["x"], 5.0)
+    with pytest.raises(TrialError, match=r"fails \(SystemExit: 0\)"):
+        run_trial(lambda: sys.exit(0), 5.0)
+    with pytest.raises(TrialError, match=r"fails \(.*pickle"):
+        run_trial(lambda: lambda: None, 5.0)
     with pytest.raises(TrialError, match="ends the process with code 7"):
         run_trial(lambda: os._exit(7), 5.0)

@@ -21,13 +21,13 @@ from megatron_collab.checkpoint import hf, storage, torch_dist
 from megatron_collab.checkpoint.checkpointer import Checkpoints
 from megatron_collab.checkpoint.stored import StoredWeights
 from megatron_collab.config import Config
+from megatron_collab.launch.trainer_specs import trainer_spec
 from megatron_collab.runtime import process
 from megatron_collab.runtime.process import RunStopped
-from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.megatron.layers import RMSNorm
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
-from tests.ranks import learn, make_config, make_model, make_samples, run_ranks
+from tests.ranks import init_parallel, learn, make_config, make_model, make_samples, run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -62,18 +62,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def live_in_every_layout(folder: Path, life: str) -> None:
     """As one of two ranks: writes the files described in `live` and, in the second life, in `fill_the_disk`."""
     for layout, settings in LAYOUTS.items():
-        with parallel.init_parallel(make_config(folder, settings)):
+        with init_parallel(make_config(folder, settings)):
             live(folder, layout, layout, settings, life)
     if life == "second":
         for name, (source, settings) in RESHARDED.items():
-            with parallel.init_parallel(make_config(folder, settings)):
+            with init_parallel(make_config(folder, settings)):
                 live(folder, source, name, settings, life)
-        with parallel.init_parallel(make_config(folder, LAYOUTS["tp2"])):
+        with init_parallel(make_config(folder, LAYOUTS["tp2"])):
             fill_the_disk(folder)
 
 
 def build(folder: Path, settings: Mapping[str, object]) -> PolicyTrainer:
-    return PolicyTrainer(make_config(folder / "model", {**settings, "algo.kl_coef": 0.0}))
+    return PolicyTrainer(trainer_spec(make_config(folder / "model", {**settings, "algo.kl_coef": 0.0})))
 
 
 def live(folder: Path, source: str, name: str, settings: Mapping[str, object], life: str) -> None:

@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from megatron_collab.checkpoint import hf
 from megatron_collab.config import Config
+from megatron_collab.launch.trainer_specs import network_spec
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_to_megatron import ModelShape
 from megatron_collab.trainer.megatron import model as policies
-from megatron_collab.trainer.megatron import parallel
 from tests import ranks
 from tests.helpers import make_model
+from tests.ranks import init_parallel
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def shape_of(folder: Path) -> ModelShape:
 def test_several_files_and_one_contain_the_same_model(
     config: Config, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = policies.load(config)
+    model = policies.load(network_spec(config))
     monkeypatch.setattr(hf, "FILE_BYTES", 60_000)
     hf.save_hf(model, tmp_path / "split", source)
     files = sorted((tmp_path / "split").glob("*.safetensors"))
@@ -52,7 +53,7 @@ def test_several_files_and_one_contain_the_same_model(
     assert all(file.stat().st_size < 90_000 for file in files)
     index = json.loads((tmp_path / "split" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {file.name for file in files}
-    reloaded = policies.build(config, shape_of(source))
+    reloaded = policies.build(network_spec(config), shape_of(source))
     hf.load_hf(reloaded, tmp_path / "split")
     for (name, actual), (_, expected) in zip(hf.named_shards(reloaded), hf.named_shards(model), strict=True):
         assert torch.equal(actual, expected), name
@@ -60,7 +61,7 @@ def test_several_files_and_one_contain_the_same_model(
 
 def test_masters_of_fp8_parameters_begin_with_what_is_loaded(config: Config, source: Path) -> None:
     """Not with its FP8 rounding: TransformerEngine keeps a copy for them, which Megatron's optimizer uses."""
-    chunks = policies.build(config, shape_of(source))
+    chunks = policies.build(network_spec(config), shape_of(source))
     for _, parameter in hf.named_shards(chunks):
         parameter.get_high_precision_init_val = partial(getattr, torch.zeros_like(parameter), "data")
     hf.load_hf(chunks, source)
@@ -69,7 +70,7 @@ def test_masters_of_fp8_parameters_begin_with_what_is_loaded(config: Config, sou
 
 
 def test_a_folder_is_replaced_and_no_temporary_files_remain(config: Config, source: Path, tmp_path: Path) -> None:
-    model = policies.load(config)
+    model = policies.load(network_spec(config))
     target = tmp_path / "hf"
     target.mkdir()
     (target / "stale").write_text("from an earlier run")
@@ -82,7 +83,7 @@ def test_a_folder_is_replaced_and_no_temporary_files_remain(config: Config, sour
 def test_bfloat16_rounds_once_and_is_recorded(config: Config, source: Path, tmp_path: Path) -> None:
     config.model.dtype = "bfloat16"
     try:
-        model = policies.load(config)
+        model = policies.load(network_spec(config))
     finally:
         config.model.dtype = "float32"
     hf.save_hf(model, tmp_path / "hf", source)
@@ -109,21 +110,21 @@ def test_a_wrong_folder_is_refused(
     config: Config, damaged: Path, change: dict[str, torch.Tensor | None], message: str
 ) -> None:
     rewrite(damaged, change)
-    model = policies.build(config, shape_of(damaged))
+    model = policies.build(network_spec(config), shape_of(damaged))
     with pytest.raises(ValueError, match=message):
         hf.load_hf(model, damaged)
 
 
 def test_a_missing_file_is_named(config: Config, damaged: Path) -> None:
     (damaged / "model.safetensors").unlink()
-    model = policies.build(config, shape_of(damaged))
+    model = policies.build(network_spec(config), shape_of(damaged))
     with pytest.raises(ValueError, match=r"model\.safetensors is missing"):
         hf.load_hf(model, damaged)
 
 
 def test_computed_buffers_of_old_checkpoints_are_ignored(config: Config, damaged: Path) -> None:
     rewrite(damaged, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
-    model = policies.build(config, shape_of(damaged))
+    model = policies.build(network_spec(config), shape_of(damaged))
     hf.load_hf(model, damaged)
     expected = load_file(damaged / "model.safetensors")["model.norm.weight"]
     assert torch.equal(dict(hf.named_shards(model))["decoder.final_layernorm.weight"], expected)
@@ -153,10 +154,10 @@ def read_in_every_layout(folder: Path, device_type: str) -> list[list[tuple[str,
 
     for experts_over in (1, 2):
         config = ranks.make_config(folder, {"parallel.ep": experts_over, "launch.device": device_type})
-        with parallel.init_parallel(config), pytest.MonkeyPatch.context() as patch:
+        with init_parallel(config), pytest.MonkeyPatch.context() as patch:
             read.clear()
             patch.setattr(hf.HFTensors, "read", noted)
-            chunks = policies.load(config)
+            chunks = policies.load(network_spec(config))
             results.append(list(read))
             shape, tensors = shape_of(folder), hf.HFTensors(folder, shape_of(folder))
             entries = {entry.megatron: entry for entry in hf_to_megatron.table(shape)}
@@ -190,8 +191,8 @@ def write_in_stages(folder: Path, out: Path, device_type: str) -> list[str]:
         real(tensors, file, *metadata)
 
     config = ranks.make_config(folder, {"parallel.pp": 2, "launch.device": device_type})
-    with parallel.init_parallel(config), pytest.MonkeyPatch.context() as patch:
+    with init_parallel(config), pytest.MonkeyPatch.context() as patch:
         patch.setattr(hf, "FILE_BYTES", 20_000)
         patch.setattr(hf, "save_file", noted)
-        hf.save_hf(policies.load(config), out, folder)
+        hf.save_hf(policies.load(network_spec(config)), out, folder)
     return written

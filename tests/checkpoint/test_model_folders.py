@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from megatron_collab.checkpoint import hf
 from megatron_collab.checkpoint.hf import HFTensors
 from megatron_collab.config import Config, ConfigError
+from megatron_collab.launch.trainer_specs import network_spec
 from megatron_collab.models import hf_config
 from megatron_collab.trainer.megatron import model as policies
 from tests.helpers import make_model
@@ -262,17 +263,18 @@ REFUSED: dict[str, tuple[str, dict[str, object], Change, str]] = {
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict[str, object], Path], Path]:
     """Copies a model of the family, made once for the same arguments, to a folder."""
-    made: dict[str, Path] = {}
+    models: dict[str, Path] = {}
 
     def copy(family: str, arguments: dict[str, object], folder: Path) -> Path:
         key = repr((family, arguments))
-        if key not in made:
-            made[key] = make_model(tmp_path_factory.mktemp("made"), family=family, **(SMALL | arguments))
-        return Path(shutil.copytree(made[key], folder))
+        if key not in models:
+            models[key] = make_model(tmp_path_factory.mktemp("made"), family=family, **(SMALL | arguments))
+        return Path(shutil.copytree(models[key], folder))
 
     return copy
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", EQUAL)
 @torch.no_grad()
 def test_what_transformers_loads_is_loaded(
@@ -282,7 +284,7 @@ def test_what_transformers_loads_is_loaded(
     change(folder := make(family, arguments, tmp_path / "model"))
     tokens = torch.randint(3, 290, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(0))
     one_rank.model.path = str(folder)
-    policy = hf.unwrap(policies.load(one_rank)[0]).eval()
+    policy = hf.unwrap(policies.load(network_spec(one_rank))[0]).eval()
     bounds = torch.arange(0, tokens.numel() + 1, LENGTH, dtype=torch.int32)
     packing = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=LENGTH, max_seqlen_kv=LENGTH)
     hidden = policy(

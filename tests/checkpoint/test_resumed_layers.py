@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from megatron_collab.checkpoint.checkpointer import Checkpoints
+from megatron_collab.launch.trainer_specs import trainer_spec
 from megatron_collab.trainer.megatron import config as megatron_config
-from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
 from tests import gpus
 from tests.checkpoint.test_checkpointer import snapshot
-from tests.ranks import learn, make_config, make_model, make_samples, run_ranks
+from tests.ranks import init_parallel, learn, make_config, make_model, make_samples, run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -51,7 +51,7 @@ def live_in_both_layers(folder: Path, names: list[str], device_type: str) -> dic
     """By name of LIVES: the saved and the loaded state, and the metrics of the next step of both."""
     os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"  # as runtime/gpu_environment.py has it on GPUs
     results = {}
-    with parallel.init_parallel(make_config(folder, {"launch.device": device_type})):
+    with init_parallel(make_config(folder, {"launch.device": device_type})):
         for name in names:
             saves, loads = LIVES[name]
             settings = {"launch.device": device_type, "model.dtype": "bfloat16", "algo.kl_coef": 0.0}
@@ -72,7 +72,7 @@ def live_in_both_layers(folder: Path, names: list[str], device_type: str) -> dic
 
 def with_layers(engine: bool, folder: Path, settings: dict[str, Any]) -> PolicyTrainer:
     megatron_config._engine = lambda dtype: engine
-    return PolicyTrainer(make_config(folder / "model", settings))
+    return PolicyTrainer(trainer_spec(make_config(folder / "model", settings)))
 
 
 @pytest.mark.parametrize("name", LIVES)

@@ -22,12 +22,12 @@ from megatron_collab.config import SamplingConfig
 from megatron_collab.inference.client import SGLangClient
 from megatron_collab.inference.server import SGLangServer
 from megatron_collab.inference.spec import ClientSpec
+from megatron_collab.launch.trainer_specs import trainer_spec
 from megatron_collab.models import hf_to_megatron
-from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from tests.conftest import serving_config
 from tests.helpers import in_turn, make_model, policy_servers
-from tests.ranks import HF, make_config, run_ranks
+from tests.ranks import HF, init_parallel, make_config, run_ranks
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
 TIED = ("qwen2",)
@@ -58,7 +58,7 @@ def save_in_every_layout(folder: Path) -> list[object]:
     """As one of two ranks: what each model started from."""
     began = []
     for layout, settings in LAYOUTS.items():
-        with parallel.init_parallel(make_config(folder, settings)):
+        with init_parallel(make_config(folder, settings)):
             began += [start_and_save(folder / family, layout, settings) for family in FAMILIES]
     return began
 
@@ -68,7 +68,7 @@ def start_and_save(folder: Path, layout: str, settings: dict[str, object]) -> ob
     if "moe" in folder.name and "parallel.tp" in settings:
         settings = settings | {"parallel.sequence_parallel": True, "parallel.ep": 2}
     config = make_config(folder / "other", {**settings, "algo.kl_coef": 0.0, "optim.weight_decay": 0.0})
-    actor = PolicyTrainer(config)
+    actor = PolicyTrainer(trainer_spec(config))
     with Checkpoints(folder / "start", keep=1, timeout=60.0) as checkpoints:
         began = checkpoints.load_latest(actor.trainables)
     for optimizer in actor.policy.optimizer.chained_optimizers:  # a step with no gradient: state, and the same weights

@@ -33,6 +33,7 @@ from tests.llm.endpoint import Endpoint, fails, says
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.processes
 def test_every_probe_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("doctor", []) == 0
     rows = capsys.readouterr().out.splitlines()
@@ -221,6 +222,7 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
     loop.close()
 
 
+@pytest.mark.processes
 def test_each_model_that_a_run_asks_is_called_once(
     judge: Endpoint, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -305,6 +307,7 @@ def rank_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+@pytest.mark.processes
 def test_models_as_training_reads_them_equal_transformers(
     rank_variables: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from megatron_collab.commands.__main__ import run
 from megatron_collab.config import ConfigError, EvaluateConfig, recorded
 from megatron_collab.data.datasets import task_row, write_jsonl
 from megatron_collab.launch.data_specs import recorded_data
+from megatron_collab.observability import transcripts
 from megatron_collab.observability.folder import append, rows_of
 from megatron_collab.rollout.recorded import played_groups
 from megatron_collab.types import Group
@@ -32,7 +33,7 @@ def ran(folder: Path, name: str, *groups: Group, **settings: Any) -> Path:
     write_jsonl(folder / "tasks.jsonl", [task_row(group.task) for group in groups])
     (folder / "config.json").write_text(json.dumps(recorded(config)))
     for step in (2, 3):
-        append(folder / "transcripts.jsonl", [{"step": step, **row} for row in rows_of(groups)])
+        transcripts.write_step(folder, step, [[*rows_of([group])] for group in groups])
     return folder
 
 
@@ -90,7 +91,7 @@ def test_the_same_futures_under_every_published_reward(
             ["--reward", "papper"],
             "--reward=papper: no such reward; the nearest is paper; there are run, collabllm, paper",
         ),
-        (["--reward", "paper", "--step", "9"], "has no such step; the last one is 3"),
+        (["--reward", "paper", "--step", "9"], "has no transcripts of that step; the last one is 3"),
         (["--reward", "paper", "--evaluation", "after"], "--evaluation=after: not in "),
         (["--reward", "paper", "--step", "2", "--evaluation", "after"], "give one of them"),
         (
@@ -126,8 +127,12 @@ def test_an_evaluation_without_training_has_all_that_its_conversations_need(tmp_
     config.run.dir, config.data.eval = str(tmp_path), str(tmp_path / "tasks.jsonl")
     (tmp_path / "config.json").write_text(json.dumps(recorded(config)))
     (tmp_path / "evaluations.json").write_text(json.dumps({"model": {"step": 0, "set": ""}}))
-    append(tmp_path / "eval_model.jsonl", rows_of(groups))
+    append(tmp_path / "eval_model.jsonl", rows_of(groups))  # as an earlier version wrote it
+    _, old = played_groups(tmp_path, recorded_data(tmp_path, [], "model"), None, "model")
+    transcripts.write(tmp_path / "eval_model.parquet", [[*rows_of([group])] for group in groups])
+    (tmp_path / "eval_model.jsonl").unlink()
     title, played = played_groups(tmp_path, recorded_data(tmp_path, [], "model"), None, "model")
     assert title == "evaluation model" and [group.task.id for group in played] == [group.task.id for group in groups]
-    with pytest.raises(ConfigError, match=r"has no transcripts\.jsonl with futures; give the folder of a run"):
+    assert played == old
+    with pytest.raises(ConfigError, match=r"has no transcripts of futures; give the folder of a run"):
         played_groups(tmp_path, recorded_data(tmp_path, [], "model"), None, None)

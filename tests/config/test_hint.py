@@ -99,7 +99,7 @@ FOREIGN = {
     "torchrun": {"nnodes": "rollout.server.nnodes, launch.nodes", "nproc_per_node": "launch.nproc_per_node"},
 }
 COMMANDS = {
-    **dict.fromkeys(["serve", "rollout", "chat", "generate", "export", "merge", "sft", "ppo", "run", "test", "?"], ""),
+    **dict.fromkeys(["serve", "rollout", "chat", "generate", "merge", "sft", "ppo", "run", "test", "?"], ""),
     "eval": "evaluate",
     "trian": "train",
     "plan_sync": "plan-sync",

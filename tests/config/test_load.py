@@ -234,6 +234,7 @@ def test_a_file_of_conf_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         settings(["experiment=gsm8k"])
 
 
+@pytest.mark.processes
 def test_what_is_composed_once_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither with other settings, nor with other defaults, nor with another content of a file under conf/."""
     conf = shutil.copytree(CONF, tmp_path / "conf")

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_collab.config import ConfigError, PromptError, compose, prompt, read_prompt
+from megatron_collab.config import ConfigError, PromptError, bounded_jinja, compose, read_prompt
 from megatron_collab.config.extension import make_absolute
 from megatron_collab.config.prompt import PROMPTS, PromptLimit
 
@@ -99,9 +100,18 @@ TOO_MUCH = {
     "power": ("{{ 9 ** 99999999 }}", "computes"),
     "a width": ("{{ goal | center(10**10) }}{{ goal.ljust(10**10) }}", "computes"),
     "a width of a method": ("{{ goal.ljust(10**10) }}", "computes"),
+    "a width of JSON": ("{{ [goal] | tojson(indent=10**9) }}", "computes"),
+    "a width of a format": ("{{ '%0300000000d' % 1 }}", "computes"),
+    "a width of a format's method": ("{{ '{:300000000}'.format(1) }}", "computes"),
+    "elements that are left out": ("{% for a in range(99999) if range(9999) | sum < 0 %}{% endfor %}", "takes more"),
+    "a clock of its own": (
+        "{% set _clock = namespace %}{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
+        "takes more",
+    ),
     "sums": (GROWS + "ns.x = ns.x + ns.x %}{% endfor %}", "computes"),
     "joined texts": (GROWS + "ns.x = ns.x ~ ns.x %}{% endfor %}", "computes"),
     "replacements": (GROWS + "ns.x = ns.x.replace('a', 'aa') %}{% endfor %}", "computes"),
+    "lists within lists": (GROWS.replace("'ab'", "[]") + "ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}", "computes"),
     "blocks": (GROWS + "ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}{% endfor %}", "computes"),
 }
 
@@ -111,11 +121,59 @@ def test_rendering_is_bounded_in_a_run_too(
     tmp_path: Path, text: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For values that are longer than those of the trial."""
-    monkeypatch.setattr(prompt, "SECONDS", 0.2)
+    monkeypatch.setattr(bounded_jinja, "SECONDS", 0.2)
     template = read_prompt("p", written(tmp_path, text), "", VARIABLES)
     assert template.used <= {"goal"}
     with pytest.raises(PromptLimit, match=message):
         template.render(goal="x" * 2000)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "goal.replace('x', goal * 99)",
+        "goal | replace('x', goal * 99)",
+        "range(9999) | map('string') | join(goal * 20)",
+        "(goal * 20).join(range(9999) | map('string') | list)",
+        "[goal * 4000] * 99",
+        "[1] | tojson(indent=300000000)",
+        "'%(n)300000000d' % {'n': 1}",
+        "'%(n)300000000d' | format(n=1)",
+        "'{:300000000}'.format(1)",
+        "'{n:300000000}'.format_map({'n': 1})",
+        "'{:0100000000000}'.format(1)",
+        "('{0:9000000}' * 30).format(1)",
+        "('%9000000s' * 30) % range(30) | map('string') | list",
+    ],
+)
+def test_values_above_the_bound_are_not_computed(tmp_path: Path, text: str) -> None:
+    template = read_prompt("p", written(tmp_path, f"{{{{ {text} }}}}"), "", VARIABLES)
+    tracemalloc.start()
+    try:
+        with pytest.raises(PromptLimit, match="computes a value of more than 16777216 characters"):
+            template.render(goal="x" * 2000)
+        assert tracemalloc.get_traced_memory()[1] < 100e6  # bytes, of 200e6 to 790e6
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "'%*d' | format(300000000, 1)",
+        "'%%%-*d' % (300000000, 1)",
+        "'%.*f' % (300000000, 1)",
+        "'{:{}}'.format(1, 300000000)",
+        "'{:{w}}'.format(1, w='300000000')",
+        "'{:3{w.n}}'.format(1, w=namespace(n='00000000'))",
+        "'{a[}]:{w}}'.format(a={'}': 1}, w=300000000)",
+        "'{:{w}}'.format_map({'': 1, 'w': 300000000})",
+    ],
+)
+def test_a_width_that_is_an_argument_is_refused(tmp_path: Path, text: str) -> None:
+    template = read_prompt("p", written(tmp_path, f"{{{{ {text} }}}}"), "", VARIABLES)
+    with pytest.raises(PromptLimit, match="line 1: has a format whose width is an argument"):
+        template.render()
 
 
 def test_bounds_leave_ordinary_templates_as_they_are(tmp_path: Path) -> None:
@@ -123,8 +181,16 @@ def test_bounds_leave_ordinary_templates_as_they_are(tmp_path: Path) -> None:
         "{% macro tag(n) %}<{{ n ~ '|' ~ 2 }}>{{ caller() if caller is defined }}{% endmacro %}{{ tag(1) }}"
         "{% for x in range(3) if x %}{{ loop.index }}{{ x * 2 + 1 }}{% else %}none{% endfor %}"
         "{% call tag('a') %}in{% endcall %}{{ ('ab' * 2) | upper | center(6) }}{{ [1] + [2] }}{{ 2 ** 5 }}"
+        "{% macro f(context, obj) %}{{ context ~ obj }}{% endmacro %}{{ f(obj=10**9, context=namespace(self=2).self) }}"
+        "{{ (10**9) | tojson }}{{ 5 * 10**9 }}"
+        "{{ (10**9) | string | join('-') }}{{ '%5.1f' % 2 }}{{ '{:3}'.format(10**9) }}"
+        "{{ '20250101 %s' % 1 }}{{ '20250101 {}'.format(2) }}"
+        """{{ '{"a": {"b": %s}} 100%% *(x) 20250101*' % 3 }}{{ '{{{}: {{%*9}}}}'.format('%*d') }}"""
+        "{{ '%(a)2s' % {'a': 4} }}"
     )
     prompt = read_prompt("p", written(tmp_path, text), "", VARIABLES)
-    assert prompt.render() == "<1|2>1325<a|2>in ABAB [1, 2]32"
+    numbers = "21000000000100000000050000000001-0-0-0-0-0-0-0-0-0  2.0100000000020250101 120250101 2"
+    formats = '{"a": {"b": 3}} 100% *(x) 20250101*{%*d: {%*9}} 4'
+    assert prompt.render() == f"<1|2>1325<a|2>in ABAB [1, 2]32{numbers}{formats}"
     long = "x" * (5 << 20)
     assert read_prompt("q", written(tmp_path, "{{ goal }}"), "", VARIABLES).render(goal=long) == long

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from megatron_collab.config import Config, ConfigError, RolloutConfig, SamplingConfig
+from megatron_collab.config import Config, ConfigError, RolloutConfig, SamplingConfig, bounded_jinja
 from megatron_collab.data.chat_template import ChatRenderer, render_once
-from megatron_collab.data.datasets import SupervisedData, write_jsonl
+from megatron_collab.data.datasets import SupervisedData, conversation_row, write_jsonl
 from megatron_collab.environments import booking, tiny_model
 from megatron_collab.launch.data_specs import data_spec, prompt_spec
+from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import Finish, Message, Turn
 from tests.helpers import byte_level_tokenizer
 
@@ -164,6 +166,26 @@ def test_a_template_may_open_the_thought(tmp_path: Path) -> None:
     for name, template, opens in (("a", TOOLS, True), ("b", QWEN, False)):
         chat = renderer(tmp_path / name, template)
         assert chat.opens_thought(chat.first([Message("user", "x <think>")])) == opens
+
+
+def test_a_prompt_without_thoughts_has_the_answers_own_tokens(tmp_path: Path) -> None:
+    """Unless the tokens after the thought begin inside of the answer's text; control tokens of new messages count."""
+    chat = renderer(tmp_path, QWEN)
+    chat.tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
+    chat.thought_end = chat.tokenizer.convert_tokens_to_ids("</think>")
+    question, more = Message("user", "SAMPLED7REPLY <|im_end|> ?"), Message("user", "<|im_end|> thanks .")
+    messages = [question, Message("assistant", "which day"), more]
+    prompt = chat.first([question])
+    split = (*chat.tokens("w"), *chat.tokens("hich day"))  # as no text is tokenized
+    for answer, kept in (((*chat.tokens("\n\n"), *split), split), ((*chat.tokens("\n\n which day"),), None)):
+        chat.counters.clear()
+        tokens = (*chat.tokens("hm"), chat.thought_end, *answer, chat.end_id)
+        text = "hm</think>" + chat.tokenizer.decode(answer)
+        turn = Turn(prompt, tokens, (-1.0,) * len(tokens), (0,) * len(tokens), Finish.STOP, text)
+        rerendered = chat.prompt_without_thoughts(messages, [turn])
+        shown = chat.tokens("which day") if kept is None else kept
+        assert rerendered == prompt + shown + chat.next([more], shown)
+        assert chat.counters["control_tokens_as_text"] == 2, "once in each rendering of the message"
 
 
 def test_a_prompt_of_a_few_tokens_may_open_the_thought(tmp_path: Path) -> None:
@@ -332,3 +354,54 @@ def test_a_tokenizer_is_loaded_once_a_process_unless_it_changes(
     tokenizer.save_pretrained(tmp_path)
     ChatRenderer(str(tmp_path))
     assert loaded == [tmp_path] * 2
+
+
+ODD = {
+    "loops": ("{% for a in range(99999) %}{% for b in range(999) %}{% endfor %}{% endfor %}", "takes more than 0.2 s"),
+    "repeats": ("{{ 'x' * 10**9 }}", "computes a value of more than 16777216 characters"),
+    "grows": ("{{ message.content.replace('d', message.content * 9999) }}", "computes a value of more than"),
+    "writes": ("{% for a in range(9999) %}{{ 'x' * 9999 }}{% endfor %}", "gives too many characters"),
+    "recurs": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError: maximum recursion depth exceeded"),
+}
+
+
+@pytest.mark.parametrize(("part", "reason"), ODD.values(), ids=ODD.keys())
+def test_a_rendering_is_bounded(tmp_path: Path, part: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template is good for every message but one."""
+    monkeypatch.setattr(bounded_jinja, "SECONDS", 0.2)
+    odd = f"{{% if message.content == 'odd' * 999 %}}{part}{{% endif %}}"
+    chat = renderer(tmp_path, QWEN.replace("{{ message.content }}", odd + "{{ message.content }}"))
+    assert odd in str(chat.tokenizer.chat_template)
+    messages, message = MESSAGES[:1], Message("user", "odd" * 999)
+    turn, plain = sampled(chat, chat.first(messages), "ok"), chat.first(messages)
+    for render in (
+        lambda: chat.first([message]),
+        lambda: chat.next([message], turn.token_ids),
+        lambda: chat.prompt_without_thoughts([*messages, Message("assistant", "ok"), message], [turn]),
+    ):
+        with pytest.raises(ValueError) as refused:
+            render()
+        line = str(refused.value)
+        assert f"model.path={tmp_path}: its chat template fails ({reason}" in line and "\n" not in line
+        assert line.endswith("; fix it, or give another model")
+    assert chat.first(messages) == plain, "the process lives"
+
+
+def test_a_row_that_the_template_cannot_render_stops_supervised_training(tmp_path: Path) -> None:
+    template = QWEN.replace("{{ message.content }}", "{{ message.content * (1 + 9**9 * (message.content == 'odd')) }}")
+    config = Config()
+    config.model.path = renderer(tmp_path / "model", template).model_path
+    config.train.stage, config.train.prompts_per_step, config.run.dir = "sft", 1, str(tmp_path / "run")
+    rows = [[Message("user", text), Message("assistant", "ok")] for text in ("hi", "odd")]
+    write_jsonl(tmp_path / "d.jsonl", [conversation_row(messages) for messages in rows])
+    config.data.train = str(tmp_path / "d.jsonl")
+    data = SupervisedData(data_spec(config))
+    with pytest.raises(RunStopped, match=r"^model\.path=.*: its chat template fails \(computes a value"):
+        for step in range(2):
+            data.batch(step)
+
+
+def test_private_notes_of_users_are_not_rendered(chat: tuple[ChatRenderer, str]) -> None:
+    noted = [replace(message, private={"thought": "a secret"}) for message in MESSAGES]
+    assert chat[0].first(noted) == chat[0].first(MESSAGES)
+    assert stream(chat[0], noted) == stream(chat[0], MESSAGES)

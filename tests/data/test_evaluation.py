@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,9 +43,26 @@ def test_entries_have_names_and_limits_of_their_own() -> None:
         ({"source": "a.jsonl", "name": "a/b"}, r"data.eval.name=a/b: use letters"),
         ([{"source": "a.jsonl", "temperature": -1}], r"data.eval\[0\].temperature=-1.0: must be at least 0"),
         ([], r"data.eval=\[\]: names no source"),
+        (
+            [{"source": "a.jsonl", "against": "b"}, "b.jsonl"],
+            r"data.eval\[0\].against=b: no set .* list that set first",
+        ),
+        ([{"source": "a.jsonl", "against": "a"}], r"data.eval\[0\].against=a: no set"),
     ],
 )
 def test_bad_sets_are_refused_in_one_line(sets: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         data_spec(config_with(sets))
     assert "\n" not in str(error.value)
+
+
+def test_a_set_is_compared_with_an_earlier_one_where_conversations_are_played() -> None:
+    config = config_with(["goals.jsonl", {"source": "users.jsonl", "against": "goals"}])
+    goals, users = data_spec(config).eval_sets
+    assert (goals.against, users.against) == (None, "goals")
+    assert users.digest == replace(users, against=None).digest, "it plays the same conversations"
+    config.train.stage = "sft"
+    with pytest.raises(
+        ConfigError, match=r"data.eval\[users\].against=goals: train.stage=sft plays no conversations; rem"
+    ):
+        data_spec(config)

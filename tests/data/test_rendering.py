@@ -203,7 +203,8 @@ def control_ids(chat: ChatRenderer) -> set[int]:
 
 def count(chat: ChatRenderer, tokens: Sequence[int]) -> list[int]:
     """The control tokens, in order."""
-    return [token for token in tokens if token in control_ids(chat)]
+    controls = control_ids(chat)
+    return [token for token in tokens if token in controls]
 
 
 @pytest.mark.parametrize("role", ["system", "user", "tool"])
@@ -272,21 +273,29 @@ def test_what_a_tool_says_of_itself_is_text(folder: Path) -> None:
     assert "<|im_start|>system" in plain.tokenizer.decode(shown)
 
 
-def test_words_that_are_no_marks_stay_tokens(folder: Path) -> None:
-    chat = chat_of(folder, "bytes", CHATML)
-    assert chat.tokenizer.convert_tokens_to_ids("mg/dL") in chat.first([Message("user", "9 mg/dL")])
+@pytest.mark.parametrize("word", ["mg/dL", "content", "p<0.05"])
+def test_words_that_are_no_marks_stay_tokens(tmp_path: Path, word: str) -> None:
+    """Even if the template contains the word, or the word a bracket."""
+    tokenizer = bytes_of()
+    tokenizer.add_tokens([word])
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(tmp_path)
+    chat = ChatRenderer(str(tmp_path))
+    assert chat.tokenizer.convert_tokens_to_ids(word) in chat.first([Message("user", f"9 {word}")])
+    assert not chat.counters["control_tokens_as_text"]
 
 
 def test_stripped_thoughts_leave_the_spaces_of_the_template(folder: Path) -> None:
     """Sampled replies begin with the space that the template writes in front of others."""
     chat = chat_of(folder, "legacy", LLAMA2)
-    question, more = Message("user", "hello"), Message("user", "world")
-    turn = chat.reply("which day")
-    n = len(turn)
-    prompt = chat.first([question])
-    said = Turn(prompt, turn, (0.0,) * n, (0,) * n, Finish.STOP, " which day")
-    again = chat.prompt_without_thoughts([question, Message("assistant", " which day"), more], [said])
-    assert again == (*prompt, *turn, *chat.next([more], turn))
+    messages = conversation(["hello", " which day", "world", " which hour", "hello"])
+    prompt, turns = chat.first(messages[:1]), list[Turn]()
+    for at in (1, 3):
+        reply = chat.reply(messages[at].content.strip())
+        n = len(reply)
+        turns.append(Turn(prompt, reply, (0.0,) * n, (0,) * n, Finish.STOP, messages[at].content))
+        prompt += reply + chat.next([messages[at + 1]], reply)
+        assert chat.prompt_without_thoughts(messages[: at + 2], turns) == prompt
 
 
 NOSYS = CHATML.replace("for m in messages", "for m in messages if m['role'] != 'system'")
@@ -340,8 +349,9 @@ def test_rows_with_such_a_role_are_refused(folder: Path, tmp_path: Path, templat
             SurveyedSources(evaluation_data(config), "data.train", sources)
 
 
+@pytest.mark.processes
 def test_a_template_that_does_not_end_for_a_role(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_collab.data.chat_template._SECONDS", 1.0)
+    monkeypatch.setattr("megatron_collab.config.bounded_jinja.SECONDS", 0.2)
     chat = chat_of(folder, "legacy", LOOPS)
-    with pytest.raises(ValueError, match=r"refuses messages of the roles user, tool \(does not finish within 1 s\)"):
+    with pytest.raises(ValueError, match=r"refuses messages of the roles user, tool \(takes more than 0\.2 s\); move"):
         chat.check_shown([Message("user", "hi"), Message("tool", "4")])

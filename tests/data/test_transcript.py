@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 import string
 import unicodedata
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -186,3 +187,12 @@ def test_ordinary_text_is_not_changed(text: str) -> None:
 def test_control_tokens_lose_their_form() -> None:
     assert escaped("a <|im_end|>\n<|im_start|>user</s>") == "a <\\|im_end|>\n<\\|im_start|>user<\\/s>"
     assert escaped("**User**: hi") == "**User**: hi", "no role mark, which judges' prompts alone have"
+
+
+def test_private_notes_of_users_are_shown_to_no_judge_and_no_user() -> None:
+    noted = [replace(message, private={"thought": "a secret"}) for message in WITH_TOOLS]
+    assert render(noted) == render(WITH_TOOLS) and render(noted, tools=True) == render(WITH_TOOLS, tools=True)
+    task = Task("t", tuple(noted[:2]), "goal", "4", "llm")
+    for rubric in (judges_prompt(None, "accuracy"), "Good? {conversation} {question}"):
+        assert "secret" not in prompt(rubric, task, Conversation(tuple(noted), ()), ())
+    assert "secret" not in system_prompt(UserConfig(), task, "a nurse")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron_collab.algo.credit import sample
 from megatron_collab.config import ConfigError, SamplingConfig
 from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.environments import tiny_model
-from megatron_collab.types import Conversation, Finish, Message, Turn
+from megatron_collab.types import Conversation, Finish, Message, ToolCall, Turn
 
 MARKS = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end|>"]
 SCHEMA = {
@@ -181,6 +182,13 @@ def test_a_template_that_keeps_thoughts_is_refused_if_they_are_stripped(renderer
         chat.check_thinking(SamplingConfig(), SamplingConfig(), strip_thoughts=True)
 
 
+@pytest.mark.parametrize("name", sorted({name for name, call, *_ in CASES if call and name != "deepseek"}))
+def test_a_large_number_is_an_argument_of_a_call(renderer: Renderer, name: str) -> None:
+    chat = renderer(name, {})
+    call = ToolCall("compute", {"e": 10**9})
+    assert "1000000000" in chat.tokenizer.decode(chat.call(Message("assistant", "", tool_calls=(call,))))
+
+
 def test_the_first_of_llama_3_knows_no_tools(renderer: Renderer) -> None:
     with pytest.raises(ValueError, match=r"does not show rollout\.tools to the policy"):
         renderer("llama3", {})
@@ -221,3 +229,17 @@ def test_a_reply_is_rendered_again_if_its_thought_ends_within_a_token(
     turn = Turn((1,), ids, (-1.0,) * len(ids), (0,) * len(ids), Finish.LENGTH, sampled)
     messages = [Message("user", "x"), Message("assistant", text), Message("user", "y")]
     assert chat.prompt_without_thoughts(messages, [turn]) == chat.first(messages)
+
+
+@pytest.mark.parametrize("name", sorted({name for name, *_ in CASES}))
+def test_private_notes_of_users_are_not_rendered(renderer: Renderer, name: str) -> None:
+    chat = renderer(name, {"date_string": "26 Jul 2024"} if name == "llama3_2" else {}, tools=False)
+    plain = [
+        Message("system", "Be brief."),
+        Message("user", "hi"),
+        Message("assistant", "yes?"),
+        Message("user", "bye"),
+    ]
+    noted = [replace(message, private={"thought": "a secret"}) for message in plain]
+    assert chat.first(noted) == chat.first(plain)
+    assert chat.next(noted[-1:], chat.reply("yes?")) == chat.next(plain[-1:], chat.reply("yes?"))

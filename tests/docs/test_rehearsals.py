@@ -29,6 +29,7 @@ def test_all_are_found() -> None:
     assert len(RUNS) == 4
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("options", RUNS, ids=str)
 def test_a_run_that_is_shown_fits(options: list[str]) -> None:
     config, shape = read_run(options)

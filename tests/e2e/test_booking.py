@@ -19,7 +19,7 @@ import pytest
 
 from megatron_collab.inference import KEY_VARIABLE
 from megatron_collab.runtime import files
-from tests.helpers import listening
+from tests.helpers import evaluation_rows, listening, transcript_rows
 
 pytestmark = pytest.mark.processes
 
@@ -331,8 +331,8 @@ def test_every_number_and_transcript_is_in_place(trained: Path) -> None:
         assert record["tasks"] == 8
         low, high = (record[f"score_{end}/booking_right"] for end in ("low", "high"))
         assert 0 <= low <= record["score/booking_right"] <= high <= 1 and low < high
-    assert len(lines(trained / "eval_step_2.jsonl")) == 8
-    transcripts = lines(trained / "transcripts.jsonl")
+    assert len(evaluation_rows(trained, "step_2")) == 8
+    transcripts = transcript_rows(trained)
     assert {line["step"] for line in transcripts} == {0, 1, 2, 3}
     assert (trained / "report.html").exists()
     assert list(trained.glob("tensorboard/events*"))
@@ -406,8 +406,7 @@ def test_sampling_runs_ahead_of_training(root: Path, start: Callable[[list[str]]
     assert max(line["staleness/max"] for line in metrics) == 1
     assert all(line["ending/error"] == 0 for line in metrics if "ending/error" in line)
     streams = [
-        (line["step"], line["task"], line["rollout"], line["future"])
-        for line in lines(root / "ahead" / "transcripts.jsonl")
+        (line["step"], line["task"], line["rollout"], line["future"]) for line in transcript_rows(root / "ahead")
     ]
     groups = sum(4 + line["staleness/groups_dropped"] - line["staleness/groups_lacking"] for line in metrics)
     assert len(streams) == len(set(streams))

@@ -18,12 +18,14 @@ import pyarrow.parquet as pq
 import pytest
 from aiohttp import web
 
+from megatron_collab import evaluate
 from megatron_collab.data.examples import load_tasks
 from megatron_collab.data.sources import Source
 from megatron_collab.environments import booking
-from megatron_collab.runtime.process import EXIT_STOPPED
+from megatron_collab.runtime.process import EXIT_BAD_INPUT, EXIT_STOPPED
+from megatron_collab.synthesis import build_dataset
 from tests.e2e.test_booking import Program, kill, lines, start
-from tests.helpers import make_reward_model
+from tests.helpers import evaluation_rows, make_reward_model
 from tests.hub import StandInHub, serving
 from tests.llm.endpoint import Endpoint, fails, says
 from tests.proxy import RecordingProxy, recording_proxy
@@ -45,9 +47,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sft += ["launch.nproc_per_node=1", "parallel.tp=1"]
     program = Program([*sft, f"run.dir={root}/sft", f"data.dir={root}/world"], root / "sft.log")
     program.finish()
-    rows = [row | {"prompt": []} for row in lines(root / "world" / "eval.jsonl")]
+    # Openings that leave something out, so that conversations have several turns.
+    rows = [row | {"prompt": []} for row in lines(root / "world" / "eval.jsonl") if not says_everything(row["goal"])]
     (root / "world" / "unopened.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return root
+
+
+def says_everything(goal: str) -> bool:
+    """Whether a user with this goal opens with all of it."""
+    return {"for", "on", "at"} <= {*booking.reply(goal, []).split()}
 
 
 def arguments(root: Path, name: str, *more: str) -> list[str]:
@@ -65,11 +73,25 @@ def opened(root: Path, name: str, model: str) -> list[str]:
     return arguments(root, name, f"model.path={root}/{model}", sets)
 
 
-def test_a_checkpoint_is_evaluated(root: Path, start: Callable[..., Program]) -> None:
+def refuses_other_data(
+    command: list[str], main: Callable[[list[str]], int], file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also after its last conversation."""
+    before = file.read_text()
+    file.write_text("".join(sorted(before.splitlines(keepends=True))))
+    assert file.read_text() != before and main(command) == EXIT_BAD_INPUT
+    file.write_text(before)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"data.eval={file}: {file.name} has changed since the run began; restore it" in line
+
+
+def test_a_checkpoint_is_evaluated(
+    root: Path, start: Callable[..., Program], capsys: pytest.CaptureFixture[str]
+) -> None:
     run, of_checkpoint = root / "checkpoint", opened(root, "checkpoint", "sft@60")
     start(of_checkpoint, module="megatron_collab.evaluate").finish()
-    assert len(lines(run / "eval_greedy_model.jsonl")) == 6 and len(lines(run / "eval_sampled_model.jsonl")) == 12
-    sampled = lines(run / "eval_sampled_model.jsonl")
+    assert len(evaluation_rows(run, "greedy/model")) == 6 and len(evaluation_rows(run, "sampled/model")) == 12
+    sampled = evaluation_rows(run, "sampled/model")
     pairs = list(zip(sampled[::2], sampled[1::2], strict=True))
     assert any(a["messages"] != b["messages"] for a, b in pairs)
     assert all(a["messages"][0] == b["messages"][0] and a["played"] == b["played"] == 1 for a, b in pairs)
@@ -77,13 +99,14 @@ def test_a_checkpoint_is_evaluated(root: Path, start: Callable[..., Program]) ->
 
     result = json.loads((run / "result.json").read_text())
     assert result["step"] == 60
-    right = [row["scores"]["booking_right"] for row in lines(run / "eval_greedy_model.jsonl")]
+    right = [row["scores"]["booking_right"] for row in evaluation_rows(run, "greedy/model")]
     assert result["eval/greedy/booking_right"] == pytest.approx(sum(right) / 6)
     assert {"eval/sampled/booking_right_low", "eval/sampled/booking_right_high"} <= result.keys()
     assert not (run / "hf").exists() and not list((run / "journal").iterdir())
     assert "Evaluation sampled" in (run / "report.html").read_text()
     repeated = start(of_checkpoint, module="megatron_collab.evaluate")
     assert repeated.wait() == 0 and "all evaluations of" in repeated.log.read_text()
+    refuses_other_data(of_checkpoint, evaluate.main, root / "world" / "eval.jsonl", capsys)
 
 
 @pytest.mark.slow
@@ -94,20 +117,22 @@ def test_a_killed_evaluation_of_a_checkpoint_resumes(root: Path, start: Callable
     killed.when(lambda: (run / "evaluations.json").exists())
     kill(killed)
     (first,) = json.loads((run / "evaluations.json").read_text())
-    written = (run / f"eval_{first.replace('/', '_')}.jsonl").stat().st_mtime_ns
+    written = (run / f"eval_{first.replace('/', '_')}.parquet").stat().st_mtime_ns
     start(of_checkpoint, module="megatron_collab.evaluate").finish()
-    assert (run / f"eval_{first.replace('/', '_')}.jsonl").stat().st_mtime_ns == written, "recorded evaluations stay"
+    assert (run / f"eval_{first.replace('/', '_')}.parquet").stat().st_mtime_ns == written, "recorded evaluations stay"
 
     start(opened(root, "folder", "sft/hf"), module="megatron_collab.evaluate").finish()
     for set_name, conversations in (("greedy", 6), ("sampled", 12)):
-        rows = lines(run / f"eval_{set_name}_model.jsonl")
+        rows = evaluation_rows(run, f"{set_name}/model")
         assert len(rows) == conversations
-        assert scores(rows) == scores(lines(root / "folder" / f"eval_{set_name}_model.jsonl"))
+        assert scores(rows) == scores(evaluation_rows(root / "folder", f"{set_name}/model"))
     assert json.loads((root / "folder" / "result.json").read_text())["step"] == 0
 
 
 @pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "killed"])
-def test_conversations_are_built_turn_by_turn(root: Path, start: Callable[..., Program], killed: bool) -> None:
+def test_conversations_are_built_turn_by_turn(
+    root: Path, start: Callable[..., Program], capsys: pytest.CaptureFixture[str], killed: bool
+) -> None:
     """Also if the first start is killed."""
     run, tasks = root / f"built-{killed}", f"data.eval={root}/world/unopened.jsonl"
     more = (tasks, "train.eval_tasks=6", "build.candidates=3", "rollout.futures=2", "rollout.max_messages=6")
@@ -138,6 +163,7 @@ def test_conversations_are_built_turn_by_turn(root: Path, start: Callable[..., P
     assert len(load_tasks(Source(source=str(run / "built")))) == len(rows)
     repeated = start(command, module="megatron_collab.synthesis.build_dataset")
     assert repeated.wait() == 0 and "all conversations are built" in repeated.log.read_text()
+    refuses_other_data(command, build_dataset.main, root / "world" / "unopened.jsonl", capsys)
     refused = start([*command[:-1], f"run.dir={root}/none"], module="megatron_collab.synthesis.build_dataset")
     assert refused.wait() == 2 and "rollout.max_messages: not set" in refused.log.read_text()
 
@@ -245,11 +271,11 @@ async def _requests(
         return endpoint.requests
 
 
-def test_a_model_behind_litellm_is_the_assistant(tmp_path: Path) -> None:
+def test_a_model_behind_litellm_is_the_assistant(root: Path) -> None:
     """It receives messages; no server is started and no model read."""
-    requests = asyncio.run(_evaluated(arguments(tmp_path, "api", "assistant.temperature=0.5"), tmp_path / "log"))
-    run = tmp_path / "api"
-    greedy, sampled = lines(run / "eval_greedy_model.jsonl"), lines(run / "eval_sampled_model.jsonl")
+    requests = asyncio.run(_evaluated(arguments(root, "api", "assistant.temperature=0.5"), root / "api.log"))
+    run = root / "api"
+    greedy, sampled = evaluation_rows(run, "greedy/model"), evaluation_rows(run, "sampled/model")
     assert (len(greedy), len(sampled)) == (6, 12)
     for row in [*greedy, *sampled]:
         roles = [message["role"] for message in row["messages"]]
@@ -263,11 +289,11 @@ def test_a_model_behind_litellm_is_the_assistant(tmp_path: Path) -> None:
     assert json.loads((run / "result.json").read_text())["model"] == "openai/m"
 
 
-def test_what_failed_is_evaluated_again_by_the_same_command(tmp_path: Path) -> None:
+def test_what_failed_is_evaluated_again_by_the_same_command(root: Path) -> None:
     """The endpoint refuses the key, first for every task, then for a single one."""
-    command = arguments(tmp_path, "run", f"data.eval={tmp_path}/world/eval.jsonl", "train.eval_tasks=6")
+    command = arguments(root, "refused", f"data.eval={root}/world/eval.jsonl", "train.eval_tasks=6")
     environment = {**os.environ, "OPENAI_API_KEY": "sk-test"}
-    right, run = says("a table for 2 people on monday at 6pm ."), tmp_path / "run"
+    right, run = says("a table for 2 people on monday at 6pm ."), root / "refused"
 
     def evaluated(refused: Callable[[str], bool], code: int) -> tuple[set[str], str]:
         """The first messages of the tasks that the endpoint was asked about, and the console."""
@@ -276,7 +302,7 @@ def test_what_failed_is_evaluated_again_by_the_same_command(tmp_path: Path) -> N
             first = (await request.json())["messages"][0]["content"]
             return await (fails(401, "wrong key") if refused(first) else right)(request)
 
-        log = tmp_path / "log"
+        log = root / "refused.log"
         requests = asyncio.run(_requests(command, log, Endpoint(reply), environment, code))
         return {request["messages"][0]["content"] for request in requests}, log.read_text()
 
@@ -287,10 +313,10 @@ def test_what_failed_is_evaluated_again_by_the_same_command(tmp_path: Path) -> N
     assert evaluated(lambda first: first == broken, 0)[0] == tasks
     assert json.loads((run / "result.json").read_text())["eval/incomplete"] == 1
     assert "(1 missing)" in (run / "report.html").read_text()
-    again, console = evaluated(lambda first: False, 0)
-    assert again == {broken} and " missing)" not in console
+    repeated, console = evaluated(lambda first: False, 0)
+    assert repeated == {broken} and " missing)" not in console
     assert json.loads((run / "result.json").read_text())["eval/incomplete"] == 0
-    assert len(lines(run / "eval_model.jsonl")) == 6
+    assert len(evaluation_rows(run, "model")) == 6
 
 
 @pytest.mark.slow
@@ -309,7 +335,7 @@ def test_killing_a_reward_models_server_loses_no_score(tmp_path: Path) -> None:
     log = tmp_path / "log"
     asyncio.run(_evaluated(arguments(tmp_path, "scored", *scored), log, (5, kill)))
     rows = [
-        row for set_name in ("greedy", "sampled") for row in lines(tmp_path / "scored" / f"eval_{set_name}_model.jsonl")
+        row for set_name in ("greedy", "sampled") for row in evaluation_rows(tmp_path / "scored", f"{set_name}/model")
     ]
     assert len(rows) == 18 and "SGLang server 0 of reward_model is taken out of use and restarted" in log.read_text()
     assert all(isinstance(row["scores"]["reward_model"], float) for row in rows)

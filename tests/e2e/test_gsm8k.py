@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import transcript_rows
+
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
@@ -29,7 +31,7 @@ def test_two_steps_with_every_metric_and_every_transcript(tmp_path: Path, datase
 
     config = json.loads((run / "config.json").read_text())
     conversations = config["train"]["prompts_per_step"] * config["train"]["rollouts_per_prompt"]
-    transcripts = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+    transcripts = transcript_rows(run)
     assert {line["step"] for line in transcripts} == {0, 1}
     assert len(transcripts) == 2 * conversations  # whole conversations, one per rollout
     assert max(len(line["messages"]) for line in transcripts) > 2

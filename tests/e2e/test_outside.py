@@ -13,6 +13,8 @@ from site import getsitepackages
 
 import pytest
 
+from tests.helpers import transcript_rows
+
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,7 +106,7 @@ def test_a_run_with_every_extension_from_outside(python: Path, tmp_path: Path) -
     assert all(line["clip_fraction"] == 1.0 for line in metrics), "the loss is the package's"
     assert all(line["count/greetings"] >= 2 for line in metrics), "the player is the package's"
     assert weights.is_dir() and not list(weights.iterdir()), "the transport is the file's, and leaves nothing"
-    transcripts = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+    transcripts = transcript_rows(run)
     assert len(transcripts) == 2 * 2 * 2 * 2
     rollouts: dict[tuple, list[dict]] = {}
     for line in transcripts:

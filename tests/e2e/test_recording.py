@@ -19,7 +19,7 @@ from aiohttp import web
 
 from megatron_collab.llm.recording import Recording
 from tests.e2e.test_booking import lines, parameters
-from tests.helpers import make_model
+from tests.helpers import make_model, transcript_rows
 from tests.llm.endpoint import Endpoint, Reply, says
 from tests.proxy import recording_proxy
 
@@ -105,11 +105,11 @@ def test_a_recorded_run_is_trained_again_to_the_bit_without_endpoint_and_key(tmp
     assert asyncio.run(_trained(replay, tmp_path / "again.log", False)) == 0
 
     assert steps(replayed) == steps(first)
-    assert (replayed / "transcripts.jsonl").read_text() == (first / "transcripts.jsonl").read_text()
+    assert transcript_rows(replayed) == transcript_rows(first)
     assert parameters(replayed) == parameters(first)
-    replies = [message["content"] for row in lines(first / "transcripts.jsonl") for message in row["messages"][2::2]]
+    replies = [message["content"] for row in transcript_rows(first) for message in row["messages"][2::2]]
     assert len(set(replies)) == len(replies) == 2 * 2 * 2 * 3 * 2, "no two are the same"
-    assert len({row["scores"]["accuracy"] for row in lines(first / "transcripts.jsonl")}) == 2
+    assert len({row["scores"]["accuracy"] for row in transcript_rows(first)}) == 2
     took = {name: sum(step[name] for step in lines(replayed / "metrics.jsonl")) for name in ("llm/calls", "llm/usd")}
     assert took == {"llm/calls": 0, "llm/usd": 0}
     cost, after = json.loads((first / "spend.json").read_text())["usd"], lines(replayed / "metrics.jsonl")

@@ -17,12 +17,14 @@ from tests.e2e.test_booking import Program, start
 from tests.e2e.test_experiments import SMALL, SMALL_RL, Answers, endpoint, published
 from tests.helpers import make_model
 from tests.hub import serving
+from tools.bench import evidence
 
 __all__ = ["endpoint", "start"]  # fixtures
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(2400)]  # many programs, on a busy machine
 MODULE = "megatron_collab.reproduce"
 
 
+ARMS_OF_DESK = ("sft", "window_3")
 ARMS = ("base", "sft", "offline_dpo")  # the paper below has rows for RL; reproduce/test_plan.py has all arms
 
 
@@ -32,7 +34,6 @@ def small_booking(folder: Path) -> Path:
     study["tasks"]["booking"]["eval_tasks"] = 8
     study["build"] += ["train.eval_tasks=12"]
     study["settings"] += ["train.rollouts_per_prompt=8", "rollout.futures=2"]
-    study["settings"] += ["launch.nproc_per_node=1", "parallel.tp=1"]
     for name, arm in study["arms"].items():
         if "train" in arm:
             arm["train"] += [f"train.steps={150 if name == 'base' else 2}", "train.eval_tasks=0"]
@@ -43,7 +44,8 @@ def small_booking(folder: Path) -> Path:
 
 def test_the_booking_study_resumes_after_a_kill(tmp_path: Path, start: Callable[..., Program]) -> None:
     out = tmp_path / "out"
-    command = [str(small_booking(tmp_path)), "--out", str(out), "--seeds", "2", "--arms", ",".join(ARMS)]
+    command = [str(small_booking(tmp_path)), "--out", str(out), "--seeds", "2", "--train-seeds", "1"]
+    command += ["--arms", ",".join(ARMS)]
     killed = start(command, module=MODULE)
     killed.when(lambda: any(file.stat().st_size for file in (out / "booking").glob("build/journal/*.groups")))
     killed.process.kill()
@@ -57,11 +59,45 @@ def test_the_booking_study_resumes_after_a_kill(tmp_path: Path, start: Callable[
     table = (out / "page.md").read_text()
     arms = read("booking").arms
     for name in ARMS:
-        interval = r"\d+\.\d+( \[\d+\.\d+, \d+\.\d+\])?"
+        interval = r"\d+\.\d+( \[-?\d+\.\d+, \d+\.\d+\])?"
         assert re.search(rf"^\| {arms[name].title} (\| {interval} ){{2}}\| ", table, re.MULTILINE), table
     assert re.search(rf"^\| {arms['sft'].title} \| {arms['base'].title} \| [+-]", table, re.MULTILINE), "its gain"
     repeated = start(command, module=MODULE)
     assert repeated.wait() == 0 and re.search(r"(\d+)/\1 booking/offline_dpo_eval: done", repeated.log.read_text())
+
+
+def small_desk(folder: Path) -> Path:
+    """The shipped study with fewer problems and steps."""
+    study: dict[str, Any] = yaml.safe_load((STUDIES / "desk.yaml").read_text())
+    study["tasks"]["cost_0.10"]["eval_tasks"] = 4
+    for name in ARMS_OF_DESK:
+        study["arms"][name]["train"] += ["train.steps=2", "train.prompts_per_step=4", "optim.warmup_steps=0"]
+    (folder / "desk.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
+    return folder / "desk.yaml"
+
+
+def test_results_of_the_desk_study_are_kept_as_evidence(
+    tmp_path: Path, start: Callable[..., Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The study as docs/evidence.md names it, of one seed, one cost and two arms."""
+    out = tmp_path / "out"
+    command = [str(small_desk(tmp_path)), "--out", str(out), "--seeds", "1", "--train-seeds", "1", "--pilot", "0"]
+    command += ["--jobs", "2", "--tasks", "cost_0.10", "--arms", ",".join(ARMS_OF_DESK)]
+    start(command, module=MODULE).finish(900)
+    assert re.search(r"^\| optimal, predicted \| 0\.\d+ \| 0\.\d+ \| ", (out / "page.md").read_text(), re.MULTILINE)
+    (out / "cost_0.10").rename(tmp_path / "seed1")
+    (tmp_path / "cost_0.10").mkdir()
+    (tmp_path / "seed1").rename(tmp_path / "cost_0.10" / "seed1")
+    monkeypatch.setattr(evidence, "FOLDER", tmp_path / "kept")
+    evidence.keep(tmp_path)
+    trainings = evidence.read()["cost_0.10"]
+    assert trainings.arms == [*ARMS_OF_DESK]
+    (table,) = re.findall(
+        r"^\| GRPO-MR, window 3 \(1\) \| .*", "\n".join(evidence.tables({"cost_0.10": trainings})), re.M
+    )
+    tokens = trainings.effort("window_3", "sampled_tokens")
+    assert tokens > 0 and table.endswith(f"| 2 | {tokens:,.0f} |")
+    assert len(trainings.seeds["seed1"]["arms"]["window_3"]["utility"]) == 4
 
 
 def small_paper(folder: Path) -> Path:
@@ -117,9 +153,10 @@ def test_the_paper_is_recorded_and_replayed_without_key_or_network(
     assert len(Answers.prompts) == prompt_count
     assert (first / "results.json").read_text() == (second / "results.json").read_text()
     for run in ("base_eval", "grpo_eval"):
-        files = [out / "math" / run / "eval_seed0_model.jsonl" for out in (first, second)]
+        files = [out / "math" / run / "eval_seed0_model.parquet" for out in (first, second)]
         assert files[0].read_bytes() == files[1].read_bytes()
     results = {(row["arm"], row["column"]): row for row in json.loads((first / "results.json").read_text())}
     itr = results["base", "ITR"]
     assert (itr["value"], itr["scale"]) == (pytest.approx(1), "own"), "the judge gives 1, by our rubric"
+    assert results["grpo", "ITR"]["sampled_tokens"] > 0 < results["grpo", "ITR"]["optimizer_steps"]
     assert "| Base | " in (first / "page.md").read_text()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests import gpus
-from tests.helpers import make_model
+from tests.helpers import make_model, transcript_rows
 from tests.proxy import recording_proxy
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -94,7 +94,7 @@ def test_a_model_of_the_runs_own_is_user_and_judge(tmp_path: Path, device_type: 
     assert code == 0, (tmp_path / "console.log").read_text()[-5000:]
     assert proxy.requests == [], "all that is asked is on loopback"
 
-    transcripts = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+    transcripts = transcript_rows(run)
     assert len(transcripts) == 2 * 2 * 2
     assert {row["scores"]["accuracy"] for row in transcripts} <= {0, 1}
     texts = {row["messages"][2]["content"] for row in transcripts}

@@ -13,6 +13,7 @@ import pytest
 from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.environments import tiny_model
 from megatron_collab.rollout.thinking import CLOSED
+from tests.helpers import transcript_rows
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -57,7 +58,7 @@ def test_a_policy_that_thinks_is_trained_on_what_it_saw(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "megatron_collab.train", *settings]
         code = subprocess.run(command, cwd=tmp_path, stdout=log, stderr=log, timeout=600).returncode
     assert code == 0, (tmp_path / "log").read_text()[-5000:]
-    rows = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+    rows = transcript_rows(run)
     assert {CLOSED in row["turns"][0] for row in rows} == {True, False}, "some were closed, some ended"
     assert not any(CLOSED in turn for row in rows for turn in row["turns"][1:])
     for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):

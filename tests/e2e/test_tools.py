@@ -16,7 +16,7 @@ import pytest
 
 from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.environments import tiny_model
-from tests.helpers import make_reward_model
+from tests.helpers import make_reward_model, transcript_rows
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -148,7 +148,7 @@ def test_a_policy_learns_to_use_a_tool(tmp_path: Path) -> None:
     result = json.loads((learned / "result.json").read_text())
     assert all(line["count/tool_calls"] > 0 and "count/tool_failures" not in line for line in steps)
     assert all("score/reward_model" in line and line["missing"] == 0 for line in steps), "the run serves the model"
-    transcripts = [json.loads(line) for line in (learned / "transcripts.jsonl").read_text().splitlines()]
+    transcripts = transcript_rows(learned)
     answers = {m["content"] for line in transcripts for m in line["messages"] if m["role"] == "tool"}
     assert set(CODES) <= answers and all(text in CODES or text.startswith("error: ") for text in answers)
     for line in transcripts:

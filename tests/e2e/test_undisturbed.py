@@ -26,7 +26,7 @@ from megatron_collab.runtime.files import ScratchFolder
 from megatron_collab.runtime.signals import EXIT_PREEMPTED, PREEMPTION
 from tests.e2e.hosts import train_on_two_hosts
 from tests.e2e.test_booking import RANDOM, Program, kill, lines, parameters, steps_done
-from tests.helpers import free_port
+from tests.helpers import free_port, transcript_rows
 
 pytestmark = pytest.mark.processes
 
@@ -139,7 +139,7 @@ def test_training_whose_parts_are_killed(root: Path, undisturbed: Path, start: C
     assert parts.gone() == []
 
     in_the_update = start(rl(root, "killed"), TMPDIR=temporary)
-    in_the_update.when(lambda: any(line["step"] == 2 for line in lines(run / "transcripts.jsonl")))
+    in_the_update.when(lambda: any(line["step"] == 2 for line in transcript_rows(run)))
     kill(in_the_update)
     in_the_save = start(rl(root, "killed"), TMPDIR=temporary)
     in_the_save.when(lambda: any(run.glob("checkpoints/step_3*")))
@@ -173,7 +173,7 @@ def test_a_preemption_notice(root: Path, undisturbed: Path, start: Callable[...,
         journaled = list(entries(journal)) if journal.exists() else []
     start(arguments).finish()
     assert lines(run / "metrics.jsonl")[learned]["count/from_journal"] == len(journaled)
-    assert (run / "transcripts.jsonl").read_text() == (undisturbed / "transcripts.jsonl").read_text()
+    assert transcript_rows(run) == transcript_rows(undisturbed)
     assert_same(run, undisturbed)
 
 

@@ -1,4 +1,4 @@
-"""Plays the desk world in text by a policy of its recursion."""
+"""Plays the desk world in text by a policy of its recursion, and states the rules of its users a second time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 from megatron_collab.environments import desk, desk_language, desk_user
 from megatron_collab.environments.desk_language import MODEL, VALUES
-from megatron_collab.environments.desk_model import DeskReply, after
+from megatron_collab.environments.desk_model import DeskModel, DeskReply, after
 from megatron_collab.environments.desk_optimum import DeskGame, DeskPolicy
 from megatron_collab.types import Conversation, Message, Task
 from tests.reward.fakes import play
@@ -21,7 +21,7 @@ def play_out(game: DeskGame, policy: DeskPolicy, task: Task, seed: str) -> Conve
     while True:
         actions = policy(state, belief)
         action = rng.choices(list(actions), list(actions.values()))[0]
-        unknown = desk.unknown(goal, messages)
+        unknown = desk_user.unknown(goal, messages)
         if action is None:
             known = desk_language.heard(messages).values
             guess = {slot: known.get(slot, VALUES[slot][0]) for slot in goal.values}
@@ -43,3 +43,21 @@ def play_out(game: DeskGame, policy: DeskPolicy, task: Task, seed: str) -> Conve
         belief = game.update(belief, game.likelihoods(state, action)[reply])[1]
         state = after(state, reply)
         assert state[:2] == desk.state_of(goal, messages)[:2]
+
+
+def answers(
+    model: DeskModel, user: str, slots: tuple[str, ...], answered: frozenset[str], turn: int
+) -> dict[tuple[frozenset[str], str], float]:
+    """Chances of what is stated and the slot that is taken back; a user who left is not among them."""
+    every = frozenset(slots)
+    if user == "first":
+        return {(frozenset(slots[:1]), ""): 1.0}
+    if user == "vague":
+        subsets = [frozenset(slot for i, slot in enumerate(slots) if bits >> i & 1) for bits in range(2 ** len(slots))]
+        return {(part, ""): model.answers ** len(part) * (1 - model.answers) ** len(every - part) for part in subsets}
+    if user == "changes" and answered:
+        share = model.changes / len(answered)
+        return {(every, ""): 1 - model.changes, **{(every, slot): share for slot in answered}}
+    if user == "leaves":
+        return {(every, ""): 1 - min(0.9, model.leaves_by_question * len(slots) + model.leaves_by_turn * turn)}
+    return {(every, ""): 1.0}

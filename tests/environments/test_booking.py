@@ -48,6 +48,14 @@ def test_missing_slots_are_those_that_the_user_has_not_said(contents: list[str],
     assert booking.missing(task(*contents)) == missing
 
 
+def test_a_user_who_opens_says_everything_in_half_of_the_conversations() -> None:
+    goals = [task.goal for task in booking.tasks(0, 400)]
+    openings = {goal: booking.reply(goal, []) for goal in goals}
+    assert openings == {goal: booking.reply(goal, []) for goal in goals}
+    complete = sum(all(text in f"{opening} " for text in ("for ", "on ", "at ")) for opening in openings.values())
+    assert 0.4 < complete / len(openings) < 0.6 and f"{booking.REQUEST} ." in openings.values()
+
+
 def test_slots_asked() -> None:
     assert booking.slots_asked(booking.ask(["day", "people"])) == {"people", "day"}
     assert booking.slots_asked(booking.final(GOAL)) == set()

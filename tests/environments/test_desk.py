@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import compose
-from megatron_collab.config.extension import NoOptions
+from megatron_collab import environments
+from megatron_collab.config import ConfigError, compose
 from megatron_collab.data.chat_template import ChatRenderer
+from megatron_collab.data.evaluation import evaluation_sets
 from megatron_collab.data.examples import load_conversations, load_tasks
 from megatron_collab.environments import desk, desk_language, desk_user
 from megatron_collab.environments.desk_language import GRAMMAR, HELD_OUT, KINDS, MODEL, TRAINED
+from megatron_collab.environments.desk_optimum import OPTIMAL, DeskPredictions
 from megatron_collab.environments.desk_user import DeskGoal
 from megatron_collab.launch.play_specs import reward_spec
 from megatron_collab.types import Task
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "desk.md"
+COSTS = [0.02, 0.2, 0.4, 0.8]  # of experiment=desk_costs
 TRAINING = desk.tasks(0, 1024)
 EVALUATED = {split: desk.tasks(0, desk.EVALUATED, split) for split in desk.SPLITS}
 CONVERSATIONS = desk.conversations(0, 1024)
@@ -81,7 +87,7 @@ def test_the_supervised_conversations_show_no_held_out_goal() -> None:
 def test_every_second_evaluated_task_is_complete_with_all_users() -> None:
     for tasks in EVALUATED.values():
         assert all(len(task.messages) == 1 for task in tasks)
-        complete = [not desk.unknown(goal, task.messages) for goal, task in zip(goals(tasks), tasks, strict=True)]
+        complete = [not desk_user.unknown(goal, task.messages) for goal, task in zip(goals(tasks), tasks, strict=True)]
         assert complete == [True, False] * 512
         assert len(set(Counter(goal.user for goal in goals(tasks)).values())) == 1
 
@@ -129,14 +135,21 @@ def test_every_word_is_in_the_vocabulary() -> None:
     assert words.issuperset(" ".join(texts).split())
 
 
+@pytest.mark.processes
 def test_the_world_is_a_model_data_and_predictions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for size in ("TASKS", "EVALUATED", "CONVERSATIONS"):
         monkeypatch.setattr(desk, size, 40)
     with caplog.at_level("INFO"):
-        desk.Desk(NoOptions()).make(tmp_path, 3, None)
+        desk.Desk(desk.DeskOptions()).make(tmp_path, 3, None)
     assert desk.predictions(3) == (tmp_path / "predictions.md").read_text() and "| optimal |" in caplog.text
+    rows = json.loads((tmp_path / "predictions_0.20.json").read_text())
+    assert rows["answers now"]["goals/desk_questions"] == 0
+    for values in rows.values():
+        cost = 0.2 * values["users/desk_questions"]
+        assert values["users/desk_utility"] == pytest.approx(values["users/desk_right"] - cost)
+        assert values["users/desk_utility"] == pytest.approx((1 + values["users/desk_utility_incomplete"]) / 2)
     assert list(load_tasks(tmp_path / "train.jsonl")) == desk.tasks(3, 40)
     for split in desk.SPLITS:
         assert list(load_tasks(tmp_path / f"{split}.jsonl")) == desk.tasks(3, 40, split)
@@ -158,8 +171,79 @@ def test_the_experiment_plays_and_scores_what_is_predicted() -> None:
     assert {name[0] for name in names} == {desk.GOALS} and {name[2] for name in names} <= metrics.keys()
 
 
+def test_tasks_state_the_cost_of_a_question() -> None:
+    priced, free = desk.with_costs(TRAINING, COSTS), [desk_language.cost(cost) for cost in COSTS]
+    pairs = list(zip(TRAINING, priced, goals(priced), strict=True))
+    for task, stated, goal in pairs:
+        assert stated.messages[0].content == f"{task.messages[0].content} {desk_language.cost(goal.cost)}"
+        assert (stated.id, stated.messages[1:], stated.answer) == (task.id, task.messages[1:], task.answer)
+        assert desk_language.heard(stated.messages) == desk_language.heard(task.messages)
+        assert goal == replace(desk_user.read_goal(task.goal), cost=goal.cost)
+    for complete in (True, False):  # the cost is drawn apart from all else
+        counts = Counter(
+            goal.cost for task, _, goal in pairs if complete == (not desk_user.unknown(goal, task.messages))
+        )
+        assert counts.keys() == set(COSTS) and min(counts.values()) > 0.7 * max(counts.values())
+    assert desk.with_costs(TRAINING, ()) == TRAINING
+    examples = desk.conversations(0, 400, COSTS)
+    assert {messages[0].content.rpartition(desk_language.COST)[2] for messages in examples} == {
+        sentence.removeprefix(desk_language.COST) for sentence in free
+    }
+    assert [messages[1:] for messages in examples] == [messages[1:] for messages in desk.conversations(0, 400)]
+
+
+def test_a_world_with_costs_has_an_evaluation_at_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in ("TASKS", "EVALUATED", "CONVERSATIONS"):
+        monkeypatch.setattr(desk, size, 12)
+    desk.Desk(desk.DeskOptions([0.5, 0.8])).make(tmp_path, 0, None)
+    assert "| cost | utility of the optimal policy |" in (tmp_path / "predictions.md").read_text()
+    chat = ChatRenderer(str(tmp_path / "model"))
+    for name, cost in (("goals_0.5", 0.5), ("goals_0.8", 0.8)):
+        stated = list(load_tasks(tmp_path / f"{name}.jsonl"))
+        assert stated == desk.with_costs(desk.tasks(0, 12, desk.GOALS), [cost])
+        assert {goal.cost for goal in goals(stated)} == {cost}
+        assert all(chat.tokenizer.unk_token_id not in chat.first(task.messages) for task in stated)
+    assert {goal.cost for goal in goals(list(load_tasks(tmp_path / "train.jsonl")))} == {0.5, 0.8}
+    assert all(desk_language.COST in messages[0].content for messages in load_conversations(tmp_path / "sft.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "options", [{"costs": [0.1, 0.1000001]}, {"costs": [-0.1]}, {"costs": [math.nan]}, {"cost": [0.1]}, {"costs": 0.1}]
+)
+def test_costs_that_cannot_be_stated_are_refused(options: dict, tmp_path: Path) -> None:
+    config = compose(["experiment=desk", f"data.dir={tmp_path}/world"])
+    config.data.world_options = options
+    with pytest.raises(ConfigError, match=r"^data\.world_options\.cost"):
+        environments.prepare(config)
+    assert not (tmp_path / "world").exists()
+
+
+def test_the_experiment_with_costs_evaluates_at_each() -> None:
+    config, sft = (compose([f"experiment=desk_costs{stage}"]) for stage in ("", "_sft"))
+    assert config.data.world_options == sft.data.world_options == {"costs": COSTS}
+    assert config.data.dir == sft.data.dir != compose(["experiment=desk"]).data.dir
+    names = ["goals", *(f"goals_{cost:g}" for cost in COSTS)]
+    assert [eval_set.name for eval_set in evaluation_sets(config.data.eval, 1)] == names
+    assert [source["source"].rpartition("/")[2] for source in config.data.eval] == [f"{name}.jsonl" for name in names]
+    assert config.model.path == f"{sft.run.dir}/hf"
+
+
+@pytest.mark.processes
+def test_the_page_shows_what_reading_the_cost_gains() -> None:
+    starts = desk.starts_of(EVALUATED[desk.GOALS])
+    table = desk.predictions(0, COSTS).strip().split("\n\n")[-1]
+    assert table in PAGE.read_text()
+    cells = [[float(cell) for cell in row.split("|")[2:6]] for row in table.splitlines()[2:]]
+    assert sorted((row[1] for row in cells[:4]), reverse=True) == [row[1] for row in cells[:4]]
+    assert all(row[0] >= row[3] for row in cells)
+    mean = sum(COSTS) / 4
+    prediction = DeskPredictions(MODEL, mean, starts, MODEL.seen_users)
+    assert cells[4][3] == pytest.approx(prediction.utility(OPTIMAL, MODEL.seen_users, starts), abs=1e-3)
+
+
+@pytest.mark.processes
 def test_the_page_shows_the_predictions_that_are_computed() -> None:
     text = PAGE.read_text()
     by_set, by_user = desk.predictions(0).strip().split("\n\n")
     assert by_set in text and "| policy | cost | all |" in by_user
-    assert len(re.findall(r"\w\S*", text)) <= 600
+    assert len(re.findall(r"\w\S*", text)) <= 800

@@ -42,6 +42,16 @@ def test_each_question_costs() -> None:
     assert score("DeskUtility", task(), *texts, cost=0.2) == pytest.approx(0.95 - 2 * 0.2)
 
 
+def test_a_task_may_state_the_cost() -> None:
+    texts = ("which date and which item ?", "date monday and item chair .", RIGHT)
+    (priced,) = desk.with_costs([task()], [0.4])
+    assert "costs 0.4" in priced.messages[0].content
+    assert score("DeskUtility", priced, *texts, cost=0.2) == pytest.approx(0.95 - 2 * 0.4)
+    assert score("DeskUtilityIncomplete", priced, *texts) == pytest.approx(0.95 - 2 * 0.4)
+    (gratis,) = desk.with_costs([task()], [0.0])
+    assert score("DeskUtility", gratis, *texts) == pytest.approx(0.95)
+
+
 def test_questions_before_the_trained_turn_cost_nothing() -> None:
     later = task().play_on(Message("assistant", "which date ?"), Message("user", "date monday ."))
     assert score("DeskUtility", later, RIGHT) == pytest.approx(0.95)
@@ -64,6 +74,12 @@ def test_what_the_trained_turn_asks_for_is_told_apart() -> None:
     assert score("DeskAsksGuessable", task(), "which date and which plan ?") == 0.0
     assert score("DeskAsksOpen", task(), RIGHT) == 0.0
     assert score("DeskAsksOpen", task(COMPLETE), RIGHT) is None is score("DeskAsksGuessable", task(COMPLETE), RIGHT)
+
+
+def test_a_turn_gets_the_bonus_if_it_asks_for_something_unknown() -> None:
+    assert score("DeskAsks", task(), "which date and which date ?", "date monday .", RIGHT) == 1.0
+    assert score("DeskAsks", task(), "which item and which plan ?", "the plan can be any .", "which date ?") == 0.0
+    assert score("DeskAsks", task(), RIGHT) == 0.0 == score("DeskAsks", task(COMPLETE), "which date ?")
 
 
 @pytest.mark.parametrize("name", ["DeskRight", "DeskUtility", "DeskUtilityIncomplete", "DeskAsksOpen"])

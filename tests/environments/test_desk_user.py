@@ -74,8 +74,8 @@ def test_what_is_not_needed_or_known_is_answered_too() -> None:
 
 
 def test_the_request_is_repeated_if_nothing_is_asked_and_a_guess_ends_the_conversation() -> None:
-    again = reply(goal(), messages(REQUEST, "item ?"), "s")
-    assert again.endswith(" .") and "cancel" in again and "delivery" in again
+    repeated = reply(goal(), messages(REQUEST, "item ?"), "s")
+    assert repeated.endswith(" .") and "cancel" in repeated and "delivery" in repeated
     assert reply(goal(), messages(REQUEST, "done : item lamp"), "s") == f"thanks . {language.STOP}"
 
 
@@ -99,6 +99,8 @@ def test_a_goal_is_read_as_it_was_written() -> None:
     row = json.loads(goal().dump())
     changes: list[dict] = [{"user": "nobody"}, {"values": {}}, {"kind": ["cancel", "x"]}, {"phrasing": 1}, {"more": 1}]
     changes += [{"values": {**VALUES, "item": "monday"}}, {"kind": 3}, {"values": None}]
+    changes += [{"cost": -1}, {"cost": "0.1"}, {"cost": float("inf")}]
+    assert read_goal(json.dumps(row | {"cost": 0.1})).cost == 0.1
     for text in ("", "[" * 5000, "[]", *(json.dumps(row | change) for change in changes)):
         with pytest.raises(ValueError, match="the goal must be a JSON object with kind"):
             read_goal(text)

@@ -16,6 +16,7 @@ from megatron_collab.config import Config, SamplingConfig
 from megatron_collab.inference.client import SGLangClient
 from megatron_collab.inference.server import SGLangServer
 from megatron_collab.inference.spec import ClientSpec
+from megatron_collab.launch.trainer_specs import trainer_spec
 from megatron_collab.types import Batch, Turn
 from tests.conftest import serving_config
 from tests.helpers import make_model, policy_servers
@@ -126,7 +127,7 @@ def test_with_replay_the_trainer_agrees_with_the_server_as_of_a_dense_model(
     apart = {}
     for name, server in running.items():
         turns = sampled(server, PROMPTS, (lambda _: 0) if name == "experts" else None)
-        trainer = PolicyTrainer(config_of(folder, name, device_type))
+        trainer = PolicyTrainer(trainer_spec(config_of(folder, name, device_type)))
         batch = Batch(tuple(sample([turn], []) for turn in turns))
         for replay in (True, False) if name == "experts" else (True,):
             rows = trainer.log_probs(trainer.chunks, batch, replay=replay)

@@ -239,4 +239,4 @@ def test_only_the_policy_has_adapters() -> None:
     config = serving_config(Path("model"))
     config.model.lora, config.servers = LoraConfig(rank=8, serve="adapters"), {"judge": {"model": "judge"}}
     serving = server_specs.training(config)
-    assert serving.policy.adapters and serving.client.adapter and not serving.others["judge"].adapters
+    assert serving.policy.adapters and serving.client.adapter and not serving.by_name["judge"].adapters

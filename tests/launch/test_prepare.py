@@ -132,8 +132,10 @@ def test_each_metric_picks_its_tasks_from_the_sources_and_its_share_is_said(tmp_
 
 
 @pytest.mark.processes
-def test_a_metric_that_can_score_no_task_is_refused_before_the_start(tmp_path: Path) -> None:
-    """A metric of the user's says it in the same way, and so does one that fails."""
+def test_a_metric_that_can_score_no_task_is_refused_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A metric of the user's says it in the same way, and so does one that fails or never ends."""
     byte_level_tokenizer(300).save_pretrained(tmp_path / "model")
     row = {"prompt": [{"role": "user", "content": "capital?"}], "goal": "g", "user": "replay"}
     row |= {"metadata": {"replay": ["so"]}}
@@ -148,6 +150,10 @@ def test_a_metric_that_can_score_no_task_is_refused_before_the_start(tmp_path: P
         "    @classmethod\n"
         "    def unscorable(cls, options, tasks):\n"
         "        raise SystemExit\n"
+        "class Endless(Metric):\n"
+        "    @classmethod\n"
+        "    def unscorable(cls, options, tasks):\n"
+        "        while tasks: pass\n"
     )
     config = Config()
     config.run.dir, config.model.path, config.train.stage = f"{tmp_path}/run", f"{tmp_path}/model", "rl"
@@ -175,5 +181,8 @@ def test_a_metric_that_can_score_no_task_is_refused_before_the_start(tmp_path: P
     config.data.eval = None
     with pytest.raises(ConfigError, match=r"mine.py:Mine=1: .* row 1: bring a map, or give other tasks"):
         lines({f"{metrics}:Mine": 1.0}, "7", "8")
-    with pytest.raises(ValueError, match=r"mine.py:Broken cannot be tried: SystemExit"):
-        lines({f"{metrics}:Broken": 1.0}, "7", "8")
+    monkeypatch.setattr("megatron_collab.data.survey.TRIAL_SECONDS", 0.5)
+    trial = r"unscorable\(\) of the metric, which tries 2 tasks before the start"
+    for name, fault in {"Broken": r"fails \(SystemExit:\)", "Endless": r"does not finish within 0\.5 s"}.items():
+        with pytest.raises(ValueError, match=rf"mine.py:{name}: {trial}, {fault}; mend it, or leave the metric out"):
+            lines({f"{metrics}:{name}": 1.0}, "7", "8")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_collab.commands.__main__ import run
-from megatron_collab.config import Config, ConfigError, prompt
+from megatron_collab.config import Config, ConfigError, bounded_jinja
 from megatron_collab.launch import prompts
 from megatron_collab.launch.prompts import check_prompts
 from megatron_collab.launch.spec import run_spec
@@ -76,7 +76,7 @@ def test_other_templates_are_left_to_their_readers(text: str, tmp_path: Path) ->
 def test_an_edited_template_is_tried_again(tmp_path: Path) -> None:
     check_prompts(config(tmp_path / "p.j2", "short"))
     with pytest.raises(ConfigError, match="has more than 1048576 bytes; give a shorter one"):
-        check_prompts(config(tmp_path / "p.j2", "x" * (prompt.LONGEST + 1)))
+        check_prompts(config(tmp_path / "p.j2", "x" * (bounded_jinja.LONGEST + 1)))
 
 
 def test_ranks_try_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

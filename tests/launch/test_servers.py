@@ -13,10 +13,10 @@ import pytest
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.launch import prepare, server_specs, servers, validate
 from megatron_collab.launch.spec import run_spec
+from megatron_collab.launch.trainer_specs import trainer_layout
 from megatron_collab.models import hf_config
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.runtime import device
-from megatron_collab.weight_sync import plan
 from tests import helpers
 from tests.e2e import test_gpu
 from tests.helpers import make_model
@@ -82,7 +82,7 @@ def check_on_machine(config: Config) -> None:
 
 
 def check_of_model(config: Config, shape: ModelShape) -> None:
-    policy, trainer = server_specs.training(config).policy, plan.trainer_layout(config)
+    policy, trainer = server_specs.training(config).policy, trainer_layout(config)
     servers.check_servers_of_model(config, policy, shape, trainer)
 
 

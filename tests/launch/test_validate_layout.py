@@ -290,4 +290,5 @@ def test_what_works_is_let_through(engine: None, settings: dict[str, Any], shape
     ids=str,
 )
 def test_lengths_are_multiples_of(settings: dict[str, Any], expected: tuple[int, int]) -> None:
-    assert parallel_layout.alignment(configure(settings)) == expected
+    config = configure(settings)
+    assert parallel_layout.alignment(config.parallel, config.model) == expected

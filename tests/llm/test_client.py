@@ -103,7 +103,10 @@ def test_the_request_has_the_parameters_and_the_schema() -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    [fails(408), fails(409), fails(429), fails(500), fails(503), resets, hangs(), writes("<html>"), writes("{}")],
+    [
+        *(fails(status) for status in (408, 409, 429, 500, 503)),
+        *(resets, pytest.param(hangs(), marks=pytest.mark.processes), writes("<html>"), writes("{}")),
+    ],
     ids=["408", "409", "429", "500", "503", "reset", "hang", "html", "empty"],
 )
 def test_what_may_pass_is_tried_again(fault: Reply) -> None:
@@ -431,7 +434,12 @@ def test_a_damaged_compressed_body_is_a_failed_call(cut: int) -> None:
 
 def test_a_long_answer_does_not_stop_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
-    monkeypatch.setattr(clients, "parse", lambda text, fields: threads.append(threading.current_thread()) or {})
+
+    def parse(text: str, fields: Any) -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        return {"score": 1.0}
+
+    monkeypatch.setattr(clients, "parse", parse)
     for size in (10, 1 << 15):
         ask(says("{" * size))
     main = threading.main_thread()
@@ -688,6 +696,7 @@ def test_a_spent_budget_is_told_to_every_later_call() -> None:
     assert all("llm.budget_usd=1e-06 is used up: 1 calls cost 2.7e-05 USD" in reason for reason in reasons)
 
 
+@pytest.mark.processes
 def test_calls_at_once_are_limited_and_waiting_is_not_held_against_them() -> None:
     running = most = 0
 

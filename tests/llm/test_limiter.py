@@ -117,7 +117,7 @@ def test_a_call_that_nobody_reports_counts_as_what_it_wished_and_once() -> None:
     assert limiter.spend()["calls"] == 2 and limiter.spend()["usd"] == 0.25
     (last,) = talk(limiter, [], [Reservation(1, 20, 0.75)])
     clock.now += 20
-    with pytest.raises(BudgetSpent):
+    with pytest.raises(BudgetSpent, match="4 calls cost 1 USD"):
         talk(limiter, [], [Reservation(1, 10)])
     assert last not in limiter._running
 
@@ -154,6 +154,24 @@ def test_a_budget_that_is_used_up_is_written_at_once() -> None:
     with pytest.raises(BudgetSpent):
         talk(limiter, [FinishedCall(call, 10, 1.5)], [])
     assert json.loads(LEDGER.read_text())["usd"] == 1.5
+
+
+def test_the_ledger_is_written_within_a_second_of_every_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No later message is needed."""
+
+    async def spending() -> None:
+        clock = Clock()
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", clock)
+        limiter = Limiter(LlmConfig(), LEDGER, clock)
+        for usd in (0.5, 1.0):
+            (call,) = await limiter.talk([], [Reservation(1, 10)])
+            await limiter.talk([FinishedCall(call, 10, 0.5)], [])
+            clock.now += 1.0
+            for _ in range(2):  # timers that are due run behind what was ready before them
+                await asyncio.sleep(0)
+            assert json.loads(LEDGER.read_text())["usd"] == usd
+
+    asyncio.run(spending())
 
 
 def test_a_call_of_the_limiter_before_ends_quietly() -> None:
@@ -383,3 +401,21 @@ def test_a_dead_limiter_is_said(actor: Any) -> None:
 
     with pytest.raises(LimiterDied):
         asyncio.run(wait_in_line())
+
+
+def test_a_queue_serves_one_event_loop_after_the_other(tmp_path: Path) -> None:
+    """As of a command that runs twice in a process; calls wait in both."""
+    queue = CallQueue(limiters.local_limiter(LlmConfig(max_concurrent=1), tmp_path / "spend.json"))
+
+    async def call() -> None:
+        number = await queue.begin(Reservation(1, 5.0))
+        await asyncio.sleep(0)
+        queue.end(FinishedCall(number, 1))
+
+    async def calls() -> None:
+        await asyncio.gather(call(), call())
+        assert queue._talking
+        await queue._talking
+
+    for _ in range(2):
+        asyncio.run(calls())

@@ -8,6 +8,7 @@ import os
 import pickle
 import stat
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from megatron_collab.config import Config, EndpointConfig
-from megatron_collab.llm.answer import AnswerTooLong, Field, LlmError
+from megatron_collab.llm.answer import Answer, AnswerTooLong, Field, LlmError
 from megatron_collab.llm.cache import Cache
 from megatron_collab.llm.caller import ask_as
 from megatron_collab.llm.client import LlmClient
@@ -115,7 +116,7 @@ def test_a_call_says_what_it_took(tmp_path: Path) -> None:
     recording = Recording(folder)
     call = recording.stored(0).call()
     assert (len(recording), recording.runs, recording.torn) == (1, {f"{tmp_path}/run"}, [])
-    assert call.answer == {"said": "yes"} and call.failed is None
+    assert call.answer == {"said": "yes", "<text>": '{"said": "yes"}'} and call.failed is None
     assert call.question["messages"] == QUESTION, "as it was asked, without the corrections"
     usage = call.taken
     assert (usage.prompt_tokens, usage.answer_tokens, usage.requests, usage.version) == (200, 40, 2, "m")
@@ -126,7 +127,7 @@ def test_failures_are_replayed_as_they_were(tmp_path: Path) -> None:
     async def failing(client: LlmClient, endpoint: EndpointConfig) -> Any:
         with pytest.raises(LlmError) as error:
             await once(client, endpoint)
-        return type(error.value), str(error.value)
+        return type(error.value), str(error.value), error.value.answer
 
     outcome, endpoint = recorded(tmp_path, fails(400, f"bad request with {KEY}"), ask=failing)
     assert "bad request with ***" in outcome[1]
@@ -134,6 +135,9 @@ def test_failures_are_replayed_as_they_were(tmp_path: Path) -> None:
     long, endpoint = recorded(tmp_path / "long", says("x" * (1 << 20) + "x"), ask=failing)
     assert long[0] is AnswerTooLong
     assert replay(tmp_path / "long", endpoint, failing) == long
+    unusable, endpoint = recorded(tmp_path / "unusable", says(f"no JSON, {KEY}"), ask=failing)
+    assert unusable[2] == "no JSON, ***"
+    assert replay(tmp_path / "unusable", endpoint, failing) == unusable
 
     async def impatient(client: LlmClient, endpoint: EndpointConfig) -> None:
         task = asyncio.create_task(once(client, endpoint))
@@ -142,7 +146,28 @@ def test_failures_are_replayed_as_they_were(tmp_path: Path) -> None:
         await asyncio.wait([task])
 
     _, endpoint = recorded(tmp_path / "cut", hangs(), ask=impatient)
-    assert replay(tmp_path / "cut", endpoint, failing) == (LlmError, "openai/m: cut off while it was recorded")
+    assert replay(tmp_path / "cut", endpoint, failing) == (LlmError, "openai/m: cut off while it was recorded", "")
+
+
+def test_the_text_of_an_answer_is_replayed_as_it_was(tmp_path: Path) -> None:
+    async def judged(client: LlmClient, endpoint: EndpointConfig) -> Any:
+        return await client.answer(endpoint, QUESTION, FIELDS, sample="0")
+
+    text = f'My answer: {{"said": "yes"}} {KEY}'
+    answer, endpoint = recorded(tmp_path, says(text), ask=judged)
+    assert answer == Answer({"said": "yes"}, 'My answer: {"said": "yes"} ***')
+    assert replay(tmp_path, endpoint, judged) == answer
+
+
+def test_a_recording_of_an_earlier_version_lacks_texts(tmp_path: Path) -> None:
+    async def judged(client: LlmClient, endpoint: EndpointConfig) -> Any:
+        return await client.answer(endpoint, QUESTION, FIELDS)
+
+    _, endpoint = recorded(tmp_path, says({"said": "yes"}), ask=judged)
+    stored = Recording(tmp_path / "calls").stored(0)
+    old = Shard(tmp_path / "old" / "calls", "run")
+    old.append(stored.containing(replace(stored.call(), answer={"said": "yes"})))
+    assert replay(tmp_path / "old", endpoint, judged) == Answer({"said": "yes"}, "")
 
 
 def test_no_key_is_recorded_and_the_run_goes_on_with_what_is(tmp_path: Path) -> None:

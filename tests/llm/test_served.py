@@ -70,6 +70,7 @@ def test_calls_go_to_the_servers_with_their_keys_and_seeds_that_follow_from_the_
     asyncio.run(play())
 
 
+@pytest.mark.processes
 def test_a_server_without_connection_is_left_alone_while_another_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> None:
         gone = free_port()

@@ -68,6 +68,13 @@ def test_text_of_conversations_is_text(run: Path) -> None:
     assert "<script" not in html and "&lt;b&gt;" in html
 
 
+def test_a_curve_shows_whether_the_choice_of_a_turn_matters() -> None:
+    rows = [{"step": i, "equal_rewards": 0.5, **({"reliability": 0.8} if i else {})} for i in range(2)]
+    (title, series, _), *further = report.curves(rows)
+    assert "tell the turns of a group apart" in title and not further
+    assert series == {"reliability": [(1, 0.8)], "equal_rewards": [(0, 0.5), (1, 0.5)]}
+
+
 def test_a_folder_of_an_earlier_version_is_read(run: Path) -> None:
     """Conversations of evaluations and no record of them, or records without sets and errors."""
     assert "<th>before</th><th>after</th>" in report.write(run).read_text()

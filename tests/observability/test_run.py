@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_collab.config import Config
 from megatron_collab.observability import folder
-from megatron_collab.observability.run import Run, Stopwatch, line, progress
+from megatron_collab.observability.run import Run, Stopwatch, line
 from megatron_collab.types import (
     Conversation,
     Ending,
@@ -22,6 +23,7 @@ from megatron_collab.types import (
     Finish,
     Future,
     Group,
+    Judgment,
     Message,
     Missing,
     Reward,
@@ -30,6 +32,7 @@ from megatron_collab.types import (
     Task,
     Turn,
 )
+from tests.helpers import evaluation_rows, transcript_rows
 
 METRICS = {
     "reward": 0.5,
@@ -54,7 +57,8 @@ def config(folder: Path) -> Config:
 
 
 def opened(folder: Path, start: int = 0, seconds: float = 0.0) -> Run:
-    return Run(config(folder), start, {"seconds": seconds}, NAMES)
+    settings = config(folder)
+    return Run(settings, settings.train, start, {"seconds": seconds}, NAMES)
 
 
 def group(right: Score = 1.0, reply: str = "which day ?") -> Group:
@@ -81,7 +85,7 @@ def trained(folder: Path, start: int, stop: int, seconds: float = 0.0) -> dict:
 def test_a_step_is_one_line_in_every_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained(tmp_path, 0, 1)
     assert rows(tmp_path / "metrics.jsonl") == [{"step": 0, **METRICS, "reward": 0.0}]
-    assert [row["task"] for row in rows(tmp_path / "transcripts.jsonl")] == ["t-1"]
+    assert [row["task"] for row in transcript_rows(tmp_path)] == ["t-1"]
     assert json.loads((tmp_path / "config.json").read_text())["train"]["steps"] == 4
     shown = capsys.readouterr().out
     for part in ("step 1/4", "reward 0.000±0.010", "ask_when_missing 0.250", "kl 0.002", "rollout 1.50s", "left"):
@@ -94,7 +98,7 @@ def test_steps_that_are_done_again_are_there_once(tmp_path: Path) -> None:
         file.write('{"step": 3, "rew')  # killed while it wrote
     trained(tmp_path, 2, 4)
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
-    assert [row["step"] for row in rows(tmp_path / "transcripts.jsonl")] == [0, 1, 2, 3]
+    assert [row["step"] for row in transcript_rows(tmp_path)] == [0, 1, 2, 3]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("reward")] == [0, 1, 2, 3]
 
@@ -108,11 +112,35 @@ def test_a_run_that_starts_over_forgets_its_first_steps(tmp_path: Path) -> None:
 def test_a_transcript_has_messages_scores_and_reasons(tmp_path: Path) -> None:
     with opened(tmp_path) as run:
         run.transcripts(0, [group(Missing("judge is down"))])
-    (row,) = rows(tmp_path / "transcripts.jsonl")
+    (row,) = transcript_rows(tmp_path)
     messages = [(message["role"], message["content"]) for message in row["messages"]]
     assert messages == [("user", "a table ."), ("assistant", "which day ?")]
     assert row["scores"] == {"booking_right": {"missing": "judge is down"}, "ask_when_missing": 1.0}
     assert row["reward"] is None and row["ending"] == "user_done"
+
+
+def test_a_transcript_keeps_what_was_paid_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal and user once for a group, terms of the reward once for a rollout, judgments and notes for a future."""
+    key = "sk-proj-0123456789abcdef0123456789"
+    (rollout,) = group().rollouts
+    (future,) = rollout.futures
+    friday = Message("user", "friday", private={"thought": f"my key is {key}"})
+    conversation = replace(future.conversation, messages=(*future.conversation.messages, friday))
+    judgments = {"booking_right": Judgment("as the goal says", '{"thought": "as the goal says", "score": 1}')}
+    futures = (replace(future, conversation=conversation, judgments=judgments), future)
+    reward = Reward(1.0, 0.25, {"booking_right": np.float32(1.5), "ask_when_missing": math.nan})
+    rollouts = tuple(replace(rollout, futures=futures, reward=value) for value in (reward, Reward(-1.0)))
+    with opened(tmp_path) as run:
+        run.transcripts(0, [replace(group(), rollouts=rollouts, user="patient")] * 2)
+    first, second, *later = transcript_rows(tmp_path)
+    assert {name: first[name] for name in ("goal", "user")} == {"goal": "goal", "user": "patient"}
+    terms = {"parts": {"booking_right": 1.5, "ask_when_missing": None}, "standard_error": 0.25}
+    assert {name: first[name] for name in terms} == terms
+    assert first["judgments"] == {name: vars(judgment) for name, judgment in judgments.items()}
+    assert first["private"] == {"2": {"thought": "my key is ***"}}
+    keys = {"goal", "user", *terms, "judgments", "private"}
+    assert not second.keys() & keys
+    assert [row.keys() & keys for row in later[:3]] == [{"judgments", "private"}, set(), keys]
 
 
 def test_an_evaluation_without_a_score_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,9 +154,14 @@ def test_missing_scores_are_counted_in_every_place(tmp_path: Path, capsys: pytes
     metrics = {"score/right": 0.5, "score_low/right": 0.25, "score_high/right": 0.75}
     metrics |= {"missing/right": 14.0, "incomplete": 14.0}
     with opened(tmp_path) as run:
+        run.evaluation("before", "", 0, {"score/right": 0.5, "incomplete": 0.0}, [group(0.5)])
         run.evaluation("after", "", 4, metrics, [group(Missing("judge is down")), group(0.5)])
+        assert run.evaluation_due("", 0) is None and run.evaluation_due("", 4) == "after"
         run.finish()
-    assert "evaluation after (2 tasks): right 0.500 [0.250, 0.750] (14 missing)\n" in capsys.readouterr().out
+    output = capsys.readouterr()
+    assert "evaluation after (2 tasks): right 0.500 [0.250, 0.750] (14 missing)\n" in output.out
+    remedy = f"`megatron-collab evaluate model.path={tmp_path}@STEP` evaluates a checkpoint again"
+    assert output.err.endswith(f"evaluations with conversations that lack a score: after (14); {remedy}\n")
     assert json.loads((tmp_path / "result.json").read_text())["incomplete"] == {"after": 14.0}
     assert "0.500 (1 missing)" in (tmp_path / "report.html").read_text()
     scalars = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]
@@ -140,7 +173,7 @@ def test_the_best_checkpoint_is_not_that_of_an_evaluation_without_all_scores(
 ) -> None:
     settings = config(tmp_path)
     settings.train.steps, settings.train.eval_every, settings.train.keep_best = 8, 2, "eval/right"
-    with Run(settings, 0, {}, {}) as run:
+    with Run(settings, settings.train, 0, {}, {}) as run:
         for step, right, incomplete in ((2, 0.25, 0.0), (4, 0.75, 1.0)):
             (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
             run.evaluation(f"step_{step}", "", step, {"score/right": right, "incomplete": incomplete}, [group(right)])
@@ -155,7 +188,7 @@ def test_a_failure_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
     with opened(tmp_path) as run:
         for step in range(3):
             run.transcripts(step, [group(1.0), *failing[:1], *failing[:1], *failing[1:]])
-            assert "KeyError" in (tmp_path / "transcripts.jsonl").read_text().splitlines()[-2]
+            assert "KeyError" in str(transcript_rows(tmp_path)[-2])
     message = "step 1: failed and counted as missing: metric right: KeyError: 'facts' (2 times, e.g. task t-1); "
     assert capsys.readouterr().err == f"megatron-collab: {message}2 other reasons are in the transcripts\n"
 
@@ -197,7 +230,7 @@ def test_an_evaluation_is_in_every_place_with_its_interval(tmp_path: Path, capsy
     assert "evaluation math/before (1 tasks): right 0.500 [0.125, 0.875]" in capsys.readouterr().out
     records = json.loads((tmp_path / "evaluations.json").read_text())
     assert records["math/before"]["score_low/right"] == 0.125 and records["math/before"]["set"] == "math"
-    assert [row["task"] for row in rows(tmp_path / "eval_code_before.jsonl")] == ["t-1"]
+    assert [row["task"] for row in evaluation_rows(tmp_path, "code/before")] == ["t-1"]
     assert json.loads((tmp_path / "result.json").read_text())["before"] == {"math/right": 0.5, "code/right": 0.5}
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     metrics = ("right", "right_low", "right_high", "ending/malformed")
@@ -208,14 +241,15 @@ def test_an_evaluation_is_in_every_place_with_its_interval(tmp_path: Path, capsy
     assert b"**assistant:** which day ?" in text.tensor_proto.string_val[0]
 
 
+@pytest.mark.processes
 def test_a_resumed_run_repeats_no_evaluation_that_is_recorded(tmp_path: Path) -> None:
     settings = config(tmp_path)
     settings.train.steps, settings.train.eval_every = 8, 2
-    with Run(settings, 0, {}, {}) as run:
+    with Run(settings, settings.train, 0, {}, {}) as run:
         assert [evaluate(run, "", step, 0.5) for step in (0, 1, 2, 4)] == ["before", None, "step_2", "step_4"]
     time.sleep(1.0)  # TensorBoard reads its files by name, in which the second comes before a number of this process
-    with Run(settings, 2, {}, {}) as run:  # from the checkpoint of step 2: that of step 4 is trained again
-        assert not (tmp_path / "eval_step_4.jsonl").exists()
+    with Run(settings, settings.train, 2, {}, {}) as run:  # from the checkpoint of step 2: step 4 is trained again
+        assert not (tmp_path / "eval_step_4.parquet").exists()
         assert [evaluate(run, "", step, 0.25) for step in (2, 3, 4, 8)] == [None, None, "step_4", "after"]
         run.finish()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -223,14 +257,14 @@ def test_a_resumed_run_repeats_no_evaluation_that_is_recorded(tmp_path: Path) ->
         (0, 0.5), (2, 0.5), (4, 0.25), (8, 0.25)
     ]  # fmt: skip
     settings.train.steps = 12
-    with Run(settings, 8, {}, {}) as run:
+    with Run(settings, settings.train, 8, {}, {}) as run:
         assert evaluate(run, "", 8, 0.0) is None, "it was the last one, and is one between the steps now"
         assert evaluate(run, "", 12, 0.75) == "after"
     records = json.loads((tmp_path / "evaluations.json").read_text())
     assert {name: (r["step"], r["score/right"]) for name, r in records.items()} == {
         "before": (0, 0.5), "step_2": (2, 0.5), "step_4": (4, 0.25), "step_8": (8, 0.25), "after": (12, 0.75)
     }  # fmt: skip
-    assert rows(tmp_path / "eval_step_8.jsonl")[0]["scores"]["booking_right"] == 0.25
+    assert evaluation_rows(tmp_path, "step_8")[0]["scores"]["booking_right"] == 0.25
 
 
 @pytest.mark.parametrize(("metric", "expected"), [("eval/right", (4, 0.75)), ("-eval/right", (2, 0.25))])
@@ -245,29 +279,29 @@ def test_the_best_checkpoint_is_named_and_a_resumed_run_finds_it_again(
         assert row["checkpoint"] == f"checkpoints/step_{row['step']}" and row["metric"] == metric
         return row["step"], row["value"]
 
-    with Run(settings, 0, {}, {}) as run:
+    with Run(settings, settings.train, 0, {}, {}) as run:
         evaluate(run, "", 0, 1.0 if metric[0] == "e" else 0.0)
         assert not (tmp_path / "best.json").exists(), "there is no checkpoint of the weights before training"
         for step, right in ((2, 0.25), (4, 0.75), (6, 0.75 if metric[0] == "e" else 0.25)):
             (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
             evaluate(run, "", step, right)
         assert best() == expected
-    with Run(settings, 6, {}, {}):
+    with Run(settings, settings.train, 6, {}, {}):
         assert best() == expected
     (tmp_path / "checkpoints" / f"step_{expected[0]}").rmdir()  # of a run that kept none until now
-    with Run(settings, 6, {}, {}):
+    with Run(settings, settings.train, 6, {}, {}):
         assert best() == (6, expected[1])
 
 
 def test_what_changed_when_a_run_went_on_is_a_line_of_its_history(tmp_path: Path) -> None:
     settings = config(tmp_path)
-    with Run(settings, 0, {}, {}) as run:
+    with Run(settings, settings.train, 0, {}, {}) as run:
         run.finish()
     assert not (tmp_path / "history.jsonl").exists()
     settings.train.steps, settings.optim.lr = 6, 0.5
-    with Run(settings, 4, {}, {}):
+    with Run(settings, settings.train, 4, {}, {}):
         assert not (tmp_path / "result.json").exists(), "a run that trains on is not finished"
-    with Run(settings, 5, {}, {}):
+    with Run(settings, settings.train, 5, {}, {}):
         pass
     changes = rows(tmp_path / "history.jsonl")
     assert [(row["step"], row["setting"], row["before"], row["after"]) for row in changes] == [
@@ -333,7 +367,7 @@ def test_weights_and_biases_gets_one_run_over_all_starts(tmp_path: Path, monkeyp
     settings.run.wandb_project, settings.run.wandb_name = "p", "first evening"
     settings.run.wandb_group, settings.run.wandb_tags = "g", ["a", "b"]
     for start in (0, 1):
-        with suppress(ZeroDivisionError), Run(settings, start, {}, {}) as run:
+        with suppress(ZeroDivisionError), Run(settings, settings.train, start, {}, {}) as run:
             evaluate(run, "math", start, 0.5)
             run.record(start, METRICS)
             _ = 1 / start  # the first start fails
@@ -373,22 +407,6 @@ def test_a_line_shows_what_is_there() -> None:
     assert shown == "step 1/500 | loss 2.5 | grad_norm 1.25 | lr 0.002 | update 0.25s"
 
 
-def test_a_log_file_gets_a_line_at_most_every_ten_seconds(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bar = progress("evaluation", 300)
-    bar.update(100)
-    bar.update(200)
-    bar.close()
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr("megatron_collab.observability.run.LOG_EVERY", 0.0)
-    bar = progress("evaluation", 300)
-    bar.update(100)
-    bar.update(200)
-    often = capsys.readouterr().err.splitlines()
-    assert len(often) == 2 and often[0].startswith("evaluation") and "100/300" in often[0] and "33%" in often[0]
-
-
 def test_the_stopwatch_parts_a_step_into_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 2.0, 2.5, 2.75, 10.0])
     monkeypatch.setattr("megatron_collab.observability.run.time.monotonic", lambda: next(times))
@@ -404,7 +422,7 @@ def test_the_stopwatch_parts_a_step_into_stages(monkeypatch: pytest.MonkeyPatch)
 def test_transcripts_show_what_others_saw_and_apart_from_it_the_thoughts(tmp_path: Path) -> None:
     with opened(tmp_path) as run:
         run.transcripts(0, [group(reply="<think>ask</think>which day ?"), group()])
-    thinking, plain = rows(tmp_path / "transcripts.jsonl")
+    thinking, plain = transcript_rows(tmp_path)
     assert thinking["messages"][-1]["content"] == "which day ?"
     assert thinking["turns"] == ["<think>ask</think>which day ?"]
     assert "turns" not in plain and "turn_rewards" not in plain

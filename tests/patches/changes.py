@@ -79,8 +79,8 @@ class _Names:
                     flat = list(zip(target.elts, value.elts, strict=False))
                 else:
                     flat = [(target, value)]
-                for name, held in flat:
-                    if isinstance(name, ast.Name) and (dotted := self.dotted(held)):
+                for name, expression in flat:
+                    if isinstance(name, ast.Name) and (dotted := self.dotted(expression)):
                         yield name.id, dotted
 
     def dotted(self, node: ast.expr) -> str | None:

@@ -71,11 +71,11 @@ from megatron_collab import patches
 patches.apply("megatron")
 from megatron_collab.config import Config
 from tests.patches.test_megatron import trained_optimizer
-from megatron_collab.trainer.megatron import parallel
+from tests.ranks import init_parallel
 
 config = Config()
 config.launch.device, config.model.dtype = "cpu", "float32"
-with parallel.init_parallel(config):
+with init_parallel(config):
     optimizer = trained_optimizer(config).optimizer
 print(type(optimizer).__module__, *{float(state["step"]) for state in optimizer.state.values()})
 """
@@ -121,7 +121,7 @@ def test_megatron_is_not_compiled_on_a_cpu() -> None:
     def function() -> None: ...
 
     assert jit_fuser(function) is function
-    assert torch.compile(function) is not function
+    assert torch.compile.__module__ == "torch", "the others compile; calling it would import the compiler for seconds"
 
 
 @pytest.mark.processes

@@ -17,6 +17,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import layers
 
 from megatron_collab.config import Config
+from megatron_collab.launch.trainer_specs import network_spec
 from megatron_collab.patches import megatron
 from megatron_collab.trainer.megatron import model as policies
 from tests.trainer.megatron.test_model import packed
@@ -55,7 +56,7 @@ def test_messages_that_are_known_are_not_printed(logger: str, message: str, capl
 
 def trained_optimizer(config: Config) -> DistributedOptimizer:
     """A distributed optimizer after two steps."""
-    (model,) = policies.build(config, SHAPE)
+    (model,) = policies.build(network_spec(config), SHAPE)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)

@@ -147,6 +147,7 @@ def test_what_a_program_made_is_its_own(program: str) -> None:
     assert list(changes(ast.parse(program))) == []
 
 
+@pytest.mark.processes
 def test_nothing_outside_of_the_register_changes_imported_code() -> None:
     """Of libraries nothing that no entry names, and of the package nothing at all.
 

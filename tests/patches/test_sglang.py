@@ -115,38 +115,43 @@ print(triton.cdiv(7, 4), triton.next_power_of_2(5))
     assert run_python(code, REPOSITORY).split() == ["2", "8"]
 
 
-@pytest.mark.processes
-def test_servers_import_only_what_they_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An OSError from Megatron's import, for example without a driver, would end every process of a server."""
-    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
-    (tmp_path / "megatron" / "core").mkdir(parents=True)
-    (tmp_path / "megatron" / "core" / "__init__.py").write_text("raise OSError('libcuda.so.1')\n")
-    code = """
-import sys
+SERVER = """
+import multiprocessing, sys
 from megatron_collab import patches
 from megatron_collab.patches.sglang import hide_unused_packages
 hide_unused_packages()
 patches.apply("sglang")
+multiprocessing.set_start_method("spawn", force=True)
+print(multiprocessing.get_start_method())
 from sglang.srt.debug_utils import dumper
 from sglang.srt.entrypoints import engine
 print(dumper._MegatronPlugin._available, sys.modules["sklearn"])
 print([name for name in ("scipy.stats", "torch._inductor.compile_fx") if name in sys.modules])
-"""
-    assert run_python(code, tmp_path, REPOSITORY).split()[-3:] == ["False", "None", "[]"]
-
-
-@pytest.mark.processes
-def test_a_server_on_cpu_forks_and_computes_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
-    code = """
-from megatron_collab import patches
-patches.apply("sglang")
-import multiprocessing, torch
-multiprocessing.set_start_method("spawn", force=True)
-print(multiprocessing.get_start_method())
+import torch
 from sglang.srt.batch_invariant_ops import enable_batch_invariant_mode
 enable_batch_invariant_mode()
 print(torch.matmul.__module__, torch.nn.functional.linear.__module__, torch.get_device_module().__name__)
 """
+
+
+@pytest.fixture(scope="module")
+def server_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What SERVER prints, which imports as a server does, where an import of Megatron raises an OSError."""
+    folder = tmp_path_factory.mktemp("broken")
+    (folder / "megatron" / "core").mkdir(parents=True)
+    (folder / "megatron" / "core" / "__init__.py").write_text("raise OSError('libcuda.so.1')\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+        return run_python(SERVER, folder, REPOSITORY).splitlines()[-4:]
+
+
+@pytest.mark.processes
+def test_servers_import_only_what_they_use(server_on_cpu: list[str]) -> None:
+    """An OSError from Megatron's import, for example without a driver, would end every process of a server."""
+    assert server_on_cpu[1:3] == ["False None", "[]"]
+
+
+@pytest.mark.processes
+def test_a_server_on_cpu_forks_and_computes_row_by_row(server_on_cpu: list[str]) -> None:
     module = sglang.__name__
-    assert run_python(code, REPOSITORY).split() == ["fork", module, module, "torch.cpu"]
+    assert server_on_cpu[0] == "fork" and server_on_cpu[3].split() == [module, module, "torch.cpu"]

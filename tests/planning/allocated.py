@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_collab.config import Config
+from megatron_collab.launch.trainer_specs import network_spec
 from megatron_collab.models.hf_to_megatron import ModelShape
 from megatron_collab.trainer.critic import _with_value_head
 from megatron_collab.trainer.megatron import config as megatron_config
@@ -97,12 +98,12 @@ def allocated_bytes(config: Config, hf: dict[str, object], micro_batches: int, c
     with mock.patch.object(
         megatron_config, "_fusions", lambda *arguments: plain(*arguments) | {"bias_activation_fusion": True}
     ):
-        chunks = policies.build(config, shape)
+        chunks = policies.build(network_spec(config), shape)
     chunks = _with_value_head(chunks) if critic else chunks
     for chunk in chunks:
         for parameter in chunk.parameters():
             torch.nn.init.normal_(parameter, std=0.05)
-    trainable = Trainable(config, chunks)
+    trainable = Trainable(chunks, config.optim, config.parallel.offload)
     tokens, parallel = config.train.tokens_per_micro_batch, config.parallel
     ranks = config.launch.nproc_per_node // (parallel.tp * parallel.pp)
     rng = np.random.default_rng(0)
@@ -111,7 +112,8 @@ def allocated_bytes(config: Config, hf: dict[str, object], micro_batches: int, c
         "token_ids": [rng.integers(0, shape.vocab, size=length) for length in lengths],
         "loss_mask": [(np.arange(length) > 0).astype(np.float32) for length in lengths],
     }
-    batches = make_micro_batches(config, columns, next(trainable.chunks[0].parameters()).device)
+    network, device = network_spec(config), next(trainable.chunks[0].parameters()).device
+    batches = make_micro_batches(network, tokens, columns, device)
     assert [batch.token_ids.shape[1] for batch in batches] == [tokens] * micro_batches
 
     parameters = [parameter for chunk in trainable.chunks for parameter in chunk.parameters()]

@@ -19,11 +19,10 @@ from megatron_collab.planning import activations, memory
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.host_memory import PIECE
 from megatron_collab.trainer.losses import apply_head
-from megatron_collab.trainer.megatron import parallel
 from tests import gpus
 from tests.helpers import policy_servers
 from tests.planning.allocated import allocated_bytes
-from tests.ranks import make_config, run_ranks
+from tests.ranks import init_parallel, make_config, run_ranks
 
 MOE = {
     "model_type": "qwen3_moe",
@@ -80,7 +79,7 @@ def shape_of(name: str) -> ModelShape:
 # bfloat16 takes a CPU several times as long, so make test runs only one case of it.
 ONE_RANK = [
     *product(SHAPES, ["float32"], ["none", "selective", "full"]),
-    ("qwen3_moe", "bfloat16", "full"),
+    pytest.param("qwen3_moe", "bfloat16", "full", marks=pytest.mark.processes),
     *(
         pytest.param(family, "bfloat16", recompute, marks=pytest.mark.slow)
         for family, recompute in product(SHAPES, ["none", "selective", "full"])
@@ -192,7 +191,7 @@ def hold_every_layout() -> dict[str, dict[str, int]]:
     allocated = {}
     for name, (settings, hf) in LAYOUTS.items():
         config = layout(settings)
-        with parallel.init_parallel(config):
+        with init_parallel(config):
             allocated[name] = allocated_bytes(config, hf, MICRO_BATCHES)
     return allocated
 
@@ -266,6 +265,7 @@ def test_where_parts_are_in_the_two_phases() -> None:
     assert {part.name for part in memory.plan_memory(pairs, shape)[3]} == names | {"reference"}
 
 
+@pytest.mark.processes
 def test_a_server_keeps_two_slots_for_adapters_also_while_the_trainer_trains() -> None:
     settings = ["rollout.server.fp8=false", "rollout.server.tp=2", "model.lora.rank=32", "model.lora.serve=adapters"]
     config, shape = compose(["experiment=train_70b", *settings]), shape_of("Llama-3.3-70B-Instruct")

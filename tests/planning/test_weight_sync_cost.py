@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_collab.config import CONF, compose
+from megatron_collab.launch.trainer_specs import trainer_layout
 from megatron_collab.models import hf_config
 from megatron_collab.planning.weight_sync_cost import Bandwidth, Sharding, SyncCost, sync_cost
 from megatron_collab.weight_sync import plan
@@ -21,7 +22,7 @@ def planned(nodes: int, ranks: int, *overrides: str) -> SyncCost:
     config = compose(["experiment=train_70b", *layout, *overrides])
     shape = hf_config.read(CONF / "shapes" / "Llama-3.1-8B-Instruct.json")
     spec = policy_servers(config)
-    sync_plan = plan.plan_sync(shape, plan.trainer_layout(config), spec.layout, 2)
+    sync_plan = plan.plan_sync(shape, trainer_layout(config), spec.layout, 2)
     return sync_cost(config, spec.placement, shape, sync_plan, SPEEDS)
 
 

@@ -109,6 +109,7 @@ def test_every_class_holds_what_the_plan_says(options: list[str]) -> None:
         )
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "recompute", ["none", *(pytest.param(v, marks=pytest.mark.slow) for v in ("selective", "full"))]
 )
@@ -140,6 +141,7 @@ def test_adapters(options: list[str], monkeypatch: pytest.MonkeyPatch, serve: st
         assert "reference" not in parts and parts["gradients"] < parts["parameters"] / 4
 
 
+@pytest.mark.processes
 def test_pairs(options: list[str]) -> None:
     """Of stage dpo, with a copy of the model as reference."""
     config, shape, hf = load_run([*options, "train.stage=dpo", "algo.dpo.precompute=false"])
@@ -202,6 +204,7 @@ def test_a_server_that_differs_from_the_plan(options: list[str]) -> None:
     assert memories[2].fault  # a bucket that is too small for its slices
 
 
+@pytest.mark.processes
 def test_a_parameter_that_the_table_lacks(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     name, entries = "decoder.layers.2.mlp.linear_fc2.weight", hf_to_megatron.table
     monkeypatch.setattr(
@@ -233,6 +236,7 @@ def test_settings_that_cannot_work(
     assert fault in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_a_gpu_that_is_too_small(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run("rehearse", [*options, "train.stage=sft", "--gpu-gib", "0.05"]) == 2
     output = capsys.readouterr()

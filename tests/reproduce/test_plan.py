@@ -14,7 +14,7 @@ from megatron_collab.config import ConfigError
 from megatron_collab.launch.data_specs import evaluation_data
 from megatron_collab.reproduce.__main__ import main
 from megatron_collab.reproduce.plan import BUILD, EVALUATE, PREPARE, TRAIN, Stage, StudyOptions, stages
-from megatron_collab.reproduce.study import Study, known, read, select
+from megatron_collab.reproduce.study import Arm, Column, Study, known, read, select
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,8 +27,9 @@ def by_name(planned: list[Stage]) -> dict[str, Stage]:
     return {stage.title: stage for stage in planned}
 
 
+@pytest.mark.processes
 def test_every_study_can_be_composed_and_its_arms_have_numbers_for_every_column() -> None:
-    assert known() == ["booking", "collabllm"]
+    assert known() == ["booking", "collabllm", "desk"]
     for name in known():
         study = read(name)
         for stage in stages(study, options(study)):
@@ -96,7 +97,7 @@ def test_an_arm_brings_what_it_begins_with_and_data_come_first() -> None:
     ]
     assert [stage.module for stage in planned] == [PREPARE] * 4 + [EVALUATE] + [TRAIN] * 3 + [EVALUATE]
     both = stages(study, options(study, tasks=["math", "code"], arms=["sft"]))
-    assert [stage.task for stage in both] == ["math"] * 3 + ["code"] * 3 + ["math"] * 2 + ["code"] * 2
+    assert [stage.chain.task for stage in both] == ["math"] * 3 + ["code"] * 3 + ["math"] * 2 + ["code"] * 2
     built = by_name(stages(study, options(study, tasks=["math"], arms=["sft"], build=True, pilot=0)))
     assert [*built] == [f"math/{name}" for name in ("rows_opened", "build", "rows_sft", "sft", "sft_eval")]
     build = built["math/build"]
@@ -131,6 +132,53 @@ def test_steps_are_those_of_the_epochs(tmp_path: Path) -> None:
     assert "train.steps=4" not in by_name(stages(study, limited))["math/sft"].command()
 
 
+def test_each_training_seed_has_its_folder_and_a_single_one_none() -> None:
+    study = read("booking")
+    planned = stages(study, options(study, arms=["sft"], train_seeds=2))
+    assert {stage.chain.title for stage in planned} == {"booking/seed0", "booking/seed1"}
+    assert [stage.title for stage in planned if stage.name == "pilot"] == ["booking/seed0/pilot"], "one for the task"
+    for stage in planned:
+        seed = stage.chain.seed
+        assert str(stage.folder) == f"out/booking/seed{seed}/{stage.name}"
+        assert stage.prepares or stage.config.run.seed == seed
+        assert stage.prepares or stage.config.data.dir == f"out/booking/seed{seed}/world"
+    single = stages(study, options(study, arms=["sft"]))
+    assert single[0].title == "booking/base" and not any("run.seed" in " ".join(stage.arguments) for stage in single)
+    later = stages(replace(study, first_seed=4), options(study, arms=["sft"], train_seeds=2))
+    assert {stage.chain.title for stage in later} == {"booking/seed4", "booking/seed5"}
+    with pytest.raises(ConfigError, match=r"run\.seed=7: the training seeds set it; leave it out"):
+        stages(study, options(study, train_seeds=2, settings=("run.seed=7",)))
+
+
+def test_a_task_may_have_several_evaluated_sets_that_begin_with_their_messages() -> None:
+    study = read("booking")
+    sets = {"near": "$FOLDER/world/eval.jsonl", "far": "$FOLDER/world/far.jsonl"}
+    task = replace(study.tasks["booking"], eval_source=None, eval_sets=sets, eval_tasks=5, opened=False)
+    study = replace(study, tasks={"booking": task})
+    planned = by_name(stages(study, options(study, arms=["sft"], seeds=2)))
+    assert not [title for title in planned if "opened" in title or "rows_eval" in title]
+    evaluated = evaluation_data(planned["booking/sft_eval"].config).eval_sets
+    assert [(eval_set.source, eval_set.name, eval_set.tasks) for eval_set in evaluated] == [
+        (f"out/booking/world/{file}.jsonl", f"{name}_seed{seed}", 5)
+        for name, file in (("near", "eval"), ("far", "far"))
+        for seed in range(2)
+    ]
+    opened = replace(study, tasks={"booking": replace(task, opened=True)})
+    planned = by_name(stages(opened, options(opened, arms=["sft"], seeds=1)))
+    assert planned["booking/rows_eval_far"].arguments[1] == "out/booking/world/far.jsonl"
+    assert "rows_eval_far/train.jsonl" in " ".join(planned["booking/sft_eval"].arguments)
+
+
+def test_an_arm_may_name_its_data_and_start_from_another() -> None:
+    study = read("booking")
+    arms = {**study.arms, "mine": Arm("Mine", start="sft", train=["algo=grpo", "data.train=$FOLDER/world/train.jsonl"])}
+    study = replace(study, arms=arms)
+    planned = stages(study, options(study, arms=["mine"]))
+    config = by_name(planned)["booking/mine"].config
+    assert config.model.path == "out/booking/sft/hf" and config.data.train == "out/booking/world/train.jsonl"
+    assert [stage.name for stage in planned][-3:] == ["sft", "mine", "mine_eval"]
+
+
 def test_calls_are_recorded_and_replayed_by_program() -> None:
     study = read("collabllm")
     recorded = by_name(stages(study, options(study, tasks=["math"], record=Path("calls"))))
@@ -155,6 +203,28 @@ def test_calls_are_recorded_and_replayed_by_program() -> None:
         ("title: x\nmodel: m\nbuild: abc\ntasks: {}\narms: {}", "is not a study: build='abc' has another type"),
         ("title: x\nmodel: m\ntasks: {}\narms: {}", "has no tasks or no arms; give it some"),
         (
+            "title: x\nmodel: m\ntasks: {t: {title: T, source: s, opened: false, columns: []}}\narms: {b: {title: B}}",
+            "tasks.t.opened=false: there is no set to evaluate; give eval_source or eval_sets",
+        ),
+        (
+            "title: x\nmodel: m\narms: {b: {title: B}}\ntasks: {t: {title: T, source: s, eval_sets: {users: u}, "
+            "columns: [{metric: m, name: M, set: user}]}}",
+            "tasks.t.columns: set=user: not in eval_sets; the nearest is users",
+        ),
+        (
+            "title: x\nmodel: m\ntasks: {}\narms: {b: {title: B, rows: sfd}}",
+            "arms.b.rows=sfd: choose one of sft, dpo, rl",
+        ),
+        ("title: x\nmodel: m\ntasks: {}\narms: {b: {title: B, epochs: 0}}", "arms.b.epochs=0: must be more than 0"),
+        (
+            "title: x\nmodel: m\narms: {b: {title: B}}\ntasks: {t: {title: T, source: s, eval_tasks: 0, columns: []}}",
+            "tasks.t.eval_tasks=0: must be 1 or more",
+        ),
+        (
+            "title: x\nmodel: m\narms: {b: {title: B}}\ntasks: {t: {title: T, source: s, eval_share: 1, columns: []}}",
+            "tasks.t.eval_share=1: must be between 0 and 1",
+        ),
+        (
             "title: x\nmodel: m\ntasks: {}\narms: {b: {title: B, from: c}, c: {title: C}}",
             "arms.b.from=c: no arm above it has that name",
         ),
@@ -166,6 +236,21 @@ def test_a_file_that_is_no_study_is_refused(tmp_path: Path, content: str, messag
         read(str(tmp_path / "mine.yaml"))
 
 
+def test_settings_that_a_later_program_would_refuse_are_refused_before_the_first() -> None:
+    study = read("booking")
+    task = study.tasks["booking"]
+    columns = [*task.columns, Column("booking_rigth", "right")]
+    misspelt = replace(study, tasks={"booking": replace(task, columns=columns)})
+    with pytest.raises(
+        ConfigError, match="metric=booking_rigth: is not measured; the nearest is booking_right; give it"
+    ):
+        stages(misspelt, options(misspelt, arms=["base"]))
+    unknown = replace(study, evaluate={"turns": 3})
+    with pytest.raises(ConfigError, match=r"data\.eval.*turns"):
+        stages(unknown, options(unknown, arms=["base"]))
+
+
+@pytest.mark.processes
 def test_the_commands_of_the_page_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docs" / "howto" / "reproduce.md").read_text().replace("\\\n", "")
     commands = re.findall(r"^    megatron-collab reproduce (.*)$", text, re.MULTILINE)

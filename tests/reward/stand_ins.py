@@ -90,7 +90,15 @@ class Judged(Metric):
         return float(self.judge.client._queue is not None)
 
 
-METRICS = {kind.__name__.lower(): kind for kind in (Length, Process, Slow, Buggy, Broke, Judged)}
+class Reasoned(Metric):
+    """1, with the reply as the reason."""
+
+    async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        self.explain(f"replied {conversation.replies[-1]}")
+        return 1.0
+
+
+METRICS = {kind.__name__.lower(): kind for kind in (Length, Process, Slow, Buggy, Broke, Judged, Reasoned)}
 
 
 class TestingWorker(RewardWorker):

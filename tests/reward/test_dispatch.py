@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,9 @@ from ray.exceptions import RayActorError
 from megatron_collab.config import LlmConfig, RewardConfig
 from megatron_collab.launch.play_specs import reward_spec
 from megatron_collab.llm.limiter import BudgetSpent
-from megatron_collab.reward.workers import Job, RewardClient, Scores
+from megatron_collab.reward.workers import Job, RewardClient, Scored, Scores
 from megatron_collab.runtime.ray_cluster import start_actor
-from megatron_collab.types import Ending, Missing, Score
+from megatron_collab.types import Ending, Judgment, Message, Missing, Score
 from tests.reward.stand_ins import TASK, WEIGHTS, Asker, TestingWorker, ended, settings
 
 ALL = settings("length", "process", "slow", concurrency=4)
@@ -54,6 +56,7 @@ class LocalWorker:
         self.fault = fault
         self.silent = silent
         self.requests: list[list[Job]] = []
+        self.judgments: dict[str, Judgment] = {}
         self.score = self.ready = self
 
     def remote(self, jobs: Sequence[Job] = ()) -> Any:
@@ -71,8 +74,25 @@ class LocalWorker:
             raise self.fault
         for index, job in enumerate(jobs):
             reply = asyncio.get_running_loop().create_future()
-            reply.set_result({index: {name: float(len(job.conversation.replies[-1])) for name in job.names}})
+            scores: Scores = {name: float(len(job.conversation.replies[-1])) for name in job.names}
+            reply.set_result({index: Scored(scores, self.judgments)})
             yield reply
+
+
+def test_a_future_has_its_judgments_and_metrics_see_no_private_notes() -> None:
+    worker = LocalWorker()
+    worker.judgments = {"length": Judgment("short", "{}")}
+    client = RewardClient([worker], reward_spec(settings("length")))
+    notes = {"thought": "a secret"}
+    played = ended("hi")
+    played = replace(played, messages=(*played.messages, Message("user", "bye", private=notes)))
+    opened = TASK.play_on(Message("user", "hello", private=notes))
+    future = asyncio.run(client.future(opened, played))
+    assert (future.scores, future.judgments) == ({"length": 2.0}, worker.judgments)
+    assert future.conversation.messages[-1].private == notes
+    ((job,),) = worker.requests
+    assert (job.task, job.conversation) == (opened, played), "all else"
+    assert "a secret" not in f"{pickle.dumps(job)!r}"
 
 
 def test_conversations_that_end_together_share_requests_and_keep_their_scores() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from megatron_collab.llm.answer import Field
 from megatron_collab.llm.cache import Cache
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.llm.limiter import BudgetSpent
-from megatron_collab.reward.metrics import Judge
-from megatron_collab.types import Missing
+from megatron_collab.reward.explanations import explained
+from megatron_collab.reward.metrics import THOUGHT, Judge
+from megatron_collab.runtime.redact import LONGEST_EXCERPT
+from megatron_collab.types import Judgment, Missing
 from tests.llm.endpoint import Endpoint, Reply, fails, says
 
 SCORE = [Field("score", float, 0.0, 1.0)]
@@ -73,6 +76,7 @@ def test_a_spent_budget_is_not_a_missing_score() -> None:
         judge(LlmClient(Spent()), says({"score": 0}))
 
 
+@pytest.mark.processes
 def test_an_unreachable_endpoint_is_retried_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """More often than `attempts` allows: refused connections do not count as attempts."""
     monkeypatch.setattr(clients, "_FIRST_PAUSE", 0.2)
@@ -90,3 +94,63 @@ def test_an_unreachable_endpoint_is_retried_until_the_deadline(monkeypatch: pyte
     scores, gave_up = asyncio.run(run())
     assert scores == [{"score": 1.0}] * 8
     assert isinstance(gave_up, Missing)
+
+
+def explanations(*clients: LlmClient, replies: Sequence[Reply]) -> list[tuple[Any, Judgment | None]]:
+    """For each client, the judge's values, and what explains the score that follows from them."""
+
+    async def run() -> list[tuple[Any, Judgment | None]]:
+        results = []
+        async with Endpoint(*replies) as endpoint:
+            for client in clients:
+                with explained() as judgment:
+                    values = await Judge(client, endpoint.config(attempts=2)).ask("Good?", [THOUGHT, *SCORE])
+                results.append((values, judgment()))
+        return results
+
+    return asyncio.run(run())
+
+
+def explanation(*replies: Reply) -> tuple[Any, Judgment | None]:
+    return explanations(LlmClient(), replies=replies)[0]
+
+
+RAW = 'So:\n{"thought": "is kind", "score": 0.50}\nBye.'
+
+
+def test_the_judges_thought_and_raw_answer_explain_the_score() -> None:
+    values, judgment = explanation(says("no JSON"), says(RAW))
+    assert values == {"thought": "is kind", "score": 0.5}
+    assert judgment == Judgment("is kind", RAW), "the answer that counts"
+
+
+def test_a_cached_answer_explains_the_score_as_at_first(tmp_path: Path) -> None:
+    clients = [LlmClient(cache=Cache(tmp_path)) for _ in range(2)]
+    first, cached = explanations(*clients, replies=[says(RAW), says({"thought": "no", "score": 0})])
+    assert first == cached == ({"thought": "is kind", "score": 0.5}, Judgment("is kind", RAW))
+
+
+def test_an_answer_that_an_earlier_version_cached_has_only_a_reason(tmp_path: Path) -> None:
+    old = Cache(tmp_path)
+    put = old.put
+    old.put = lambda key, answer: put(key, {"thought": "is kind", "score": 0.5})  # type: ignore[method-assign]
+    clients = LlmClient(cache=old), LlmClient(cache=Cache(tmp_path))
+    _, cached = explanations(*clients, replies=[says(RAW), fails(401)])
+    assert cached == ({"thought": "is kind", "score": 0.5}, Judgment("is kind", ""))
+
+
+def test_an_unusable_answer_is_kept_with_the_missing_score() -> None:
+    values, judgment = explanation(says('{"score": 3}'), says('{"score": 2}'))
+    assert isinstance(values, Missing) and judgment == Judgment("", '{"score": 2}')
+    assert explanation(fails(401))[1] is None
+    too_long = "{" * (clients.LONGEST_TEXT + 1)
+    values, judgment = explanation(says(too_long))
+    assert isinstance(values, Missing) and judgment is not None
+    assert len(judgment.answer) == LONGEST_EXCERPT and judgment.answer.endswith("{… [cut]")
+
+
+def test_no_key_is_in_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = "sk-proj-0123456789abcdef0123456789"
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    _, judgment = explanation(says({"thought": f"it is {key}", "score": 1}))
+    assert judgment is not None and judgment.reason == "it is ***" and key not in judgment.answer

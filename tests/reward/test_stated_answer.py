@@ -38,9 +38,9 @@ def test_the_rules_decide_many_cases() -> None:
     assert decided > 90
 
 
-def unclear(answer: str, *said: str) -> bool:
+def unclear(answer: str, *messages: str) -> bool:
     task = about(answer)
-    return not isinstance(score("accuracy", task, play(task, *said), unclear="missing"), float)
+    return not isinstance(score("accuracy", task, play(task, *messages), unclear="missing"), float)
 
 
 STATED = [
@@ -52,6 +52,15 @@ STATED = [
     ("It is a common mistake to say 48. The answer is 42.", "42."),
     (r"\boxed{48} Wait, it is 42.", "42."),
     (r"So $3 + 4 = \boxed{7}$.", "7"),
+    (r"So the value of \( x \) is \( \boxed{4} \).", "4"),
+    (r"The area is $\boxed{40}$ cm².", r"40 \text{cm²}"),
+    (r"\boxed{18} million", r"18 \text{million}"),  # which equals no number
+    ("The solution is $x > 5$.", "$x > 5$."),
+    ("**Solution:** 2x = 36\n\nTherefore, x = 18.", "x = 18."),
+    ("Das Ergebnis ist **18**.", "18."),
+    ("**Respuesta:** 18", "18"),
+    ("El resultado es 18.", "18."),
+    ("Thus, she earns a total of 18 dollars.", "18 dollars."),
     ("Therefore, the number of possible values of x is 5.", "5."),
     ("So it is 42. Shall I go on with number 4?", "42."),
     ("The answer is 42. Next steps: try it with 2.3 instead.", "42."),
@@ -89,10 +98,22 @@ def test_what_a_reply_states(reply: str, answer: str) -> None:
         *("", "Are there 18 eggs?", "It might be 18.", "If he eats 3, 18 are left.", r"Is it \boxed{18}?", "So 18."),
         *("Maybe the answer is 18.", "Someone might say that the answer is 18.", "The wrong answer is 18."),
         *("You said 18.", "Step 18 is the last.", "So far we have 18.", "So the first part is 18."),
-        *(r"at least \boxed{18}", r"$-\boxed{18}$", r"$\boxed{18}^2$", r"\boxed{18} million", r"$\boxed{18}!$"),
+        *(r"at least \boxed{18}", r"$-\boxed{18}$", r"$\boxed{18}^2$", r"$\boxed{18}!$"),
         *(r"$x^2 + \boxed{18}$", r"$x > \boxed{18}$", r"\boxed{18} or \boxed{20}", r"It is not \boxed{18}."),
         *("The answer is 18. Wait, that is wrong, I have to start again.", r"\boxed{18} No, that is wrong."),
         *("So it is 18. The year was 2018.", "Ist die Antwort 18?"),
+        # names and other words that begin as a conclusion does
+        *("Sonia has 18.", "Soap costs = 18", "Overalls are 18 dollars.", "Thenardier pays 18.", "So-called x is 18."),
+        *("Solution: x = 18.", "Henceforth x is 18.", "Donchester has 18.", "In allocation is 18."),
+        *("The answer isn't 18.", "La respuesta estimada 18."),
+        # denied, or a bound
+        *(r"It cannot be \boxed{18}.", r"None of them equals \boxed{18}.", r"La respuesta no es \boxed{18}."),
+        *(r"答案不是 $\boxed{18}$。", r"The wrong answer is \boxed{18}.", r"The upper bound is \boxed{18}."),
+        # a check that fails, or doubts
+        *("The answer is 18. Check: 18 + 3 = 21, which is not 16.", "The answer is 18. Check: 18 is too large."),
+        *("The answer is 18. This contradicts the problem.", "The answer is 18. I'm not sure about it."),
+        # a remark in brackets, which is no factor
+        *("The answer is 10 (4 + 6).", "So it is 10 (4 + 6)."),
         # another number or a statement follows
         *(
             "So the number of boys is 5. That leaves eight girls.",

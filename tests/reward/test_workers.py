@@ -14,9 +14,9 @@ from megatron_collab.launch.play_specs import reward_spec
 from megatron_collab.llm import limiter
 from megatron_collab.llm.served import ServedModel
 from megatron_collab.reward.metrics import Metric
-from megatron_collab.reward.workers import Job, RewardWorker, Scores
+from megatron_collab.reward.workers import Job, RewardWorker, Scored, Scores
 from megatron_collab.runtime.ray_cluster import start_actor
-from megatron_collab.types import Conversation, Missing, Score, Task
+from megatron_collab.types import Conversation, Judgment, Missing, Score, Task
 from tests.reward.stand_ins import TASK, WEIGHTS, Process, TestingWorker, ended, settings, worker_of
 
 
@@ -26,7 +26,7 @@ def score(worker: RewardWorker, *texts: str) -> list[Scores]:
         results: dict[int, Scores] = {}
         async for batch in worker.score(jobs):
             assert not results.keys() & batch.keys()
-            results |= batch
+            results |= {index: scored.scores for index, scored in batch.items()}
         return [results[index] for index in range(len(jobs))]
 
     return asyncio.run(scores())
@@ -59,6 +59,7 @@ def test_a_metric_that_takes_too_long_is_missing_and_the_others_are_not() -> Non
     assert score(worker, "never", "now") == [{"length": 5.0, "slow": late}, {"length": 3.0, "slow": 1.0}]
 
 
+@pytest.mark.processes
 def test_waiting_for_others_does_not_count_as_taking_long() -> None:
     worker = worker_of(settings("process", concurrency=1, timeout=1.0))
     assert score(worker, *"abcdef") == [{"process": os.getpid()}] * 6
@@ -84,11 +85,24 @@ def test_a_slow_metric_takes_no_place_from_another() -> None:
     """With one slot per metric, a judge that hangs in one conversation does not block the other metrics."""
     worker = worker_of(settings("slow", "process", concurrency=1))
 
-    async def first() -> dict[int, Scores]:
+    async def first() -> dict[int, Scored]:
         jobs = [Job(("slow",), TASK, ended("never")), Job(("process",), TASK, ended("now"))]
         return await anext(worker.score(jobs))
 
-    assert asyncio.run(first()) == {1: {"process": os.getpid()}}
+    assert asyncio.run(first()) == {1: Scored({"process": os.getpid()})}
+
+
+def test_a_metric_of_ones_own_hands_over_its_reason_and_others_need_not() -> None:
+    worker = worker_of(settings("length", "reasoned"))
+
+    async def scored() -> dict[int, Scored]:
+        jobs = [Job(tuple(worker.metrics), TASK, ended(text)) for text in ("why?", "so")]
+        return {index: result async for batch in worker.score(jobs) for index, result in batch.items()}
+
+    assert asyncio.run(scored()) == {
+        0: Scored({"length": 4.0, "reasoned": 1.0}, {"reasoned": Judgment("replied why?")}),
+        1: Scored({"length": 2.0, "reasoned": 1.0}, {"reasoned": Judgment("replied so")}),
+    }
 
 
 @pytest.mark.parametrize(
@@ -119,6 +133,6 @@ def test_a_judge_keeps_to_the_limiter_and_remembers(session: None, tmp_path: Pat
         stream = worker.score.remote([Job(("judged",), TASK, ended("one"))])
         return [await item async for item in stream]
 
-    assert asyncio.run(scores()) == [{0: {"judged": 1.0}}]
+    assert asyncio.run(scores()) == [{0: Scored({"judged": 1.0})}]
     assert list((tmp_path / "llm_cache").iterdir())
     del keeps_alive

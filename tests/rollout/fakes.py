@@ -130,13 +130,13 @@ class FakeUser:
         self,
         reply: Callable[[str, Sequence[Message]], UserReply | str],
         goal: str,
-        opens: Callable[[], str] = lambda: "hi",
+        opens: Callable[[], str | Message] = lambda: "hi",
     ) -> None:
         self._reply, self._opens = reply, opens
         self.goal = goal
         self.calls: list[str] = []
 
-    async def open(self) -> str:
+    async def open(self) -> str | Message:
         return self._opens()
 
     async def start(self, conversation: Conversation) -> None:
@@ -161,7 +161,7 @@ class FakeUsers:
 
     def __init__(self, reply: Callable[[str, Sequence[Message]], UserReply | str]) -> None:
         self.reply = reply
-        self.opens: Callable[[str], str] = "opened by {}".format  # by the name of the sample
+        self.opens: Callable[[str], str | Message] = "opened by {}".format  # by the name of the sample
         self.by_sample: dict[str, FakeUser] = {}
         self.directory, self.counters = user_directory(config()), Counter[str]()
 

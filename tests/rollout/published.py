@@ -16,7 +16,7 @@ from megatron_collab.launch.play_specs import play_spec, reward_spec
 from megatron_collab.llm.answer import Field
 from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.rollout.users import UserReply
-from megatron_collab.types import Conversation, Group, Message, Score, Task
+from megatron_collab.types import Conversation, Future, Group, Message, Task
 from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy
 
 NAMES = ("verl", "collabllm", "paper")
@@ -117,9 +117,9 @@ class Scores:
         judge: Any = Judge()
         self.metrics = {name: metric.make(judge) for name, metric in reward_spec(config.reward).metrics.items()}
 
-    async def score(self, task: Task, conversation: Conversation) -> dict[str, Score]:
+    async def future(self, task: Task, conversation: Conversation) -> Future:
         scores = {name: await metric.score(task, conversation) for name, metric in self.metrics.items()}
-        return {name: value for name, value in scores.items() if value is not None}
+        return Future(conversation, {name: value for name, value in scores.items() if value is not None})
 
 
 class Scripted:

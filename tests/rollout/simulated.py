@@ -12,11 +12,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_collab.algo.credit import CreditSpec
 from megatron_collab.config import Config
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.launch.data_specs import data_spec
 from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.observability.evaluations import Evaluations
+from megatron_collab.observability.sentinels import Alarm
 from megatron_collab.rollout.manager import RolloutManager
 from megatron_collab.rollout.workers import Workers
 from megatron_collab.types import (
@@ -41,8 +43,8 @@ EQUAL, DIFFERENT, LOST = [1.0, 1.0, 1.0], [1.0, 0.0, 1.0], [1.0, Missing("down")
 Rewards = Callable[[int], Sequence[Score]]  # by the number of a task
 
 
-def rollout(value: Score, version: int, ending: Ending = Ending.USER_DONE) -> Rollout:
-    turn = Turn((1, 2, 3), (10, 11), (-0.25, -0.5), (version, version), Finish.STOP, "x")
+def rollout(value: Score, version: int, ending: Ending = Ending.USER_DONE, reply: str = "x") -> Rollout:
+    turn = Turn((1, 2, 3), (10, 11), (-0.25, -0.5), (version, version), Finish.STOP, reply)
     conversation = Conversation((Message("user", "hi"),), (1, 2, 3)).add_turn(turn).end(ending)
     return Rollout(conversation, (Future(conversation, {"right": value}),), Reward(value))
 
@@ -65,12 +67,16 @@ class Method:
 
 
 class FakeRay:
-    """Returns finished calls, the latest first."""
+    """Returns finished calls, the latest first; a value that is an exception is raised."""
 
     idle = 0
 
     def get(self, references: Any) -> Any:
-        return [reference.value for reference in references] if isinstance(references, list) else references.value
+        if isinstance(references, list):
+            return [self.get(reference) for reference in references]
+        if isinstance(references.value, Exception):
+            raise references.value
+        return references.value
 
     def wait(
         self, pending: list[Reference], num_returns: int, timeout: float
@@ -91,11 +97,12 @@ class World:
     """A run with one worker whose groups have `rewards`, and weights whose version is the step.
 
     By stream, `played` has the task, `calls` how often it was played, `begun` the version that sampled it and `sets`
-    its evaluation set. `written` are the transcripts, `usd` is the money spent, `peak` the most groups in flight.
-    Streams in `slow` do not finish; the first time they are played, those in `broken` end with errors and those in
-    `unscored` lack their scores. From look number `outage` on all servers are lost, until they are revived, which calls
-    `on_revive`; from look number `scoring_outage` on those of a reward model, until the run waits for them. `stats` are
-    the metrics of every update. `journal`: keep the journal of an earlier run in `folder`.
+    its evaluation set. `written_steps` are the transcripts by step, `usd` is the money spent, `peak` the most groups in
+    flight. Streams in `slow` do not finish; the first time they are played, those in `broken` end with errors and those
+    in `unscored` lack their scores, the latter the first `unscored_calls` times. From look number `outage` on all
+    servers are lost, until they are revived, which calls `on_revive`; from look number `scoring_outage` on those of a
+    reward model, until the run waits for them. `stats` are the metrics of every update, `reply` is the text of every
+    turn, `alarms` are those of sentinels. `journal`: keep the journal of an earlier run in `folder`.
     """
 
     def __init__(
@@ -123,17 +130,20 @@ class World:
         (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.rewards = rewards
         self.version = 0
+        self.reply = "x"
         self.usd = 0.0
         self.stats = {"loss": 0.25, "grad_norm": 1.5}
         self.played: dict[str, int] = {}
         self.begun: dict[str, int] = {}
         self.sets: dict[str, EvaluationSet | None] = {}
-        self.written: list[Group] = []
+        self.written_steps: dict[int, Sequence[Group]] = {}
         self.evaluated: list[Group] = []
+        self.alarms: list[Alarm] = []
         self.peak = 0
         self.slow: set[str] = set()
         self.broken: set[str] = set()
         self.unscored: set[str] = set()
+        self.unscored_calls = 1
         self.calls: Counter[str] = Counter()
         self.looks, self.outage, self.scoring_outage, self.revived = 0, 0, 0, 0
         self.on_revive: Callable[[], None] = lambda: None
@@ -150,15 +160,22 @@ class World:
             lost_all=self._lost_all,
             play=play_spec(config),
             wait_for_served=self._wait_for_served,
+            timeout=config.launch.timeout / 4,
         )
         weights: Any = SimpleNamespace(version=0, sync=self._sync)
-        self.evaluations = Evaluations(folder, 0, config.train.steps)
+        self.evaluations = Evaluations(folder, config.train.steps)
         run: Any = SimpleNamespace(
-            transcripts=lambda step, groups: self.written.extend(groups),
+            transcripts=lambda step, groups: self.written_steps.update({step: [*groups]}),
+            alarms=lambda step, alarms: self.alarms.extend(alarms),
             evaluation_due=lambda set_name, step: self.evaluations.due(set_name, step, config.train.eval_every),
             evaluation=self._record,
         )
-        self.manager = RolloutManager(config, data_spec(config), servers, weights, run, state or {})
+        data, credit = data_spec(config), CreditSpec(config.algo, config.reward, config.rollout)
+        self.manager = RolloutManager(config.train, credit, data, servers, weights, run, state or {})
+
+    @property
+    def written(self) -> list[Group]:
+        return [group for groups in self.written_steps.values() for group in groups]
 
     def next(self, step: int) -> Batch:
         """Collect the batch of a step and train on it."""
@@ -179,9 +196,9 @@ class World:
         lost = stream in self.broken and self.calls[stream] == 1
         ending = Ending.ERROR if lost else Ending.USER_DONE
         rewards = self.rewards(int(task.id))
-        if stream in self.unscored and self.calls[stream] == 1:
+        if stream in self.unscored and self.calls[stream] <= self.unscored_calls:
             rewards = [Missing("no server of the reward model")] * len(rewards)
-        return Group(task, tuple(rollout(value, self.version, ending) for value in rewards))
+        return Group(task, tuple(rollout(value, self.version, ending, self.reply) for value in rewards))
 
     def _play(self, task: Task, stream: str, eval_set: EvaluationSet | None = None) -> Reference:
         self.calls[stream] += 1
@@ -189,11 +206,17 @@ class World:
         self.played[stream] = int(task.id)
         self.begun[stream] = self.version
         self.sets[stream] = eval_set
-        self.peak = max(self.peak, len(self.played) - len(self.written))
+        self.peak = max(self.peak, len(self.manager._rank_0_collector.flight))
         return Reference(self.group(task, stream), lambda: stream not in self.slow)
 
     def _record(
-        self, name: str, set_name: str, step: int, metrics: Mapping[str, float], groups: Sequence[Group]
+        self,
+        name: str,
+        set_name: str,
+        step: int,
+        metrics: Mapping[str, float],
+        groups: Sequence[Group],
+        against: str | None,
     ) -> None:
         self.evaluations.records[name] = {"step": step, "set": set_name, **metrics}
         self.evaluated += groups

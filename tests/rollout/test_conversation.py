@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
-from jinja2 import TemplateError
 
 from megatron_collab.algo.credit import conversation_sample, sample
 from megatron_collab.config import TrainingRewardConfig
@@ -17,7 +16,20 @@ from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.rollout import conversation as conversation_module
 from megatron_collab.rollout.conversation import FuturesPlayer, RolloutPlace, seed_of
 from megatron_collab.rollout.users import UserError, UserReply
-from megatron_collab.types import Conversation, Ending, Finish, Group, Message, Missing, Reward, Rollout, Task, Turn
+from megatron_collab.runtime.redact import LONGEST_EXCERPT
+from megatron_collab.types import (
+    Conversation,
+    Ending,
+    Finish,
+    Future,
+    Group,
+    Message,
+    Missing,
+    Reward,
+    Rollout,
+    Task,
+    Turn,
+)
 from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUser, FakeUsers, config, decode, encode
 
 TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")
@@ -27,9 +39,9 @@ NO_REWARDS: Any = None  # nothing is scored here
 class Scores:
     """Scores 1 for every conversation that did not fail."""
 
-    async def score(self, task: Task, conversation: Conversation) -> dict[str, float | Missing]:
+    async def future(self, task: Task, conversation: Conversation) -> Future:
         failed = conversation.ending is Ending.ERROR
-        return {"asks": Missing(conversation.error) if failed else 1.0}
+        return Future(conversation, {"asks": Missing(conversation.error) if failed else 1.0})
 
 
 SCORES: Any = Scores()
@@ -403,17 +415,19 @@ def test_a_spent_budget_is_not_the_error_of_a_task() -> None:
         play(says("ok"), users=FakeUsers(spent))
 
 
-def test_a_task_that_the_chat_template_refuses_has_an_error() -> None:
-    class Refusing(CharacterRenderer):
-        def first(self, messages: Sequence[Message], thinking: bool | None = None) -> tuple[int, ...]:
-            raise TemplateError("no such role")
+@pytest.mark.parametrize("method", ["first", "next", "prompt_without_thoughts"])
+def test_messages_that_the_chat_template_refuses_are_the_error_of_their_conversation(method: str) -> None:
+    def refuse(*_: Any) -> tuple[int, ...]:
+        raise ValueError("no such role")
 
-    options = config()
+    options, renderer = config(), CharacterRenderer()
     options.reward.weights = {"asks": 1.0}
-    player = FuturesPlayer(says("ok"), Refusing(), FakeUsers(user), SCORES, play_spec(options))
+    options.rollout.strip_thoughts = method == "prompt_without_thoughts"
+    setattr(renderer, method, refuse)
+    player = FuturesPlayer(says("ok"), renderer, FakeUsers(user), SCORES, play_spec(options))
     group = asyncio.run(player.play(TASK, "step-0-0"))
     (why,) = {rollout.reward.value.why for rollout in group.rollouts}  # type: ignore[union-attr]
-    assert why == "asks: the chat template rejects the task's messages: TemplateError: no such role"
+    assert why == "asks: no such role"
 
 
 def test_tools_answer_within_a_turn_and_the_user_after_it() -> None:
@@ -528,3 +542,24 @@ def test_a_restarted_run_samples_with_the_same_seeds_on_the_same_server() -> Non
     assert sorted(first.seeds) == sorted(second.seeds)
     assert len(set(first.seeds)) == 1 + 4 * 2
     assert first.affinities == {"step-0"}
+
+
+def test_private_notes_of_the_user_are_kept_and_reach_neither_policy_nor_tools() -> None:
+    prompts = []
+
+    def reply(prompt: str, seed: int) -> str:
+        prompts.append(prompt)
+        return "ok" if "<tool>" in prompt or len(prompts) < 2 else 'call calculator {"expression": "2+3"}'
+
+    def noting(goal: str, messages: Sequence[Message]) -> UserReply:
+        return UserReply(
+            Message("user", "go on", private={"thought": "a secret", "mood": "", "x": "y" * 30_000}), False
+        )
+
+    users = FakeUsers(noting)
+    (conversation,) = play(FakePolicy(reply), users=users, max_user_turns=2, tools=["calculator"])
+    assert len(conversation.turns) == 4 and not any("secret" in prompt for prompt in prompts)
+    assert "secret" not in decode(conversation.token_ids)
+    notes = [message.private for message in conversation.messages if message.private]
+    assert len(notes) == 2
+    assert [(name, len(text)) for name, text in notes[0].items()] == [("thought", 8), ("x", LONGEST_EXCERPT)]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_collab.rollout.scheduler import Slot
 from megatron_collab.runtime import rank0
 from megatron_collab.runtime.process import Preempted, RunStopped
-from tests.rollout.simulated import DIFFERENT, World
+from megatron_collab.types import Group, Message, Missing, Task
+from tests.rollout.simulated import DIFFERENT, World, rollout
 
 STEPS = 4
 Maker = Callable[..., World]
@@ -154,8 +158,57 @@ def test_an_evaluation_that_lacks_too_many_scores_is_not_recorded_and_repeats_on
     before.unscored = {f"eval-one-before-{index}" for index in range(3)}  # of four
     with pytest.raises(RunStopped, match=r"lack a score, more than reward.max_missing=0.5 allows.*no server of"):
         before.manager.evaluate(0)
-    assert not before.evaluations.records
+    assert not before.evaluations.records and set(before.calls.values()) == {1}
     after = make(world, sets=[{"source": source, "name": "one"}], journal=True)
     after.manager.evaluate(0)
     assert after.played.keys() == before.unscored
     assert after.evaluations.records["one/before"]["incomplete"] == 0
+
+
+def test_conversations_that_lack_a_score_are_played_once_more_before_an_evaluation_is_recorded(world: Maker) -> None:
+    """Whether they ended with an error or only lack a score; the others are not played again."""
+    run = make(world, every=2)
+    run.broken, run.unscored = {"eval-step_2-0"}, {"eval-step_2-3"}
+    train(run)
+    assert run.evaluations.records["step_2"]["incomplete"] == 0
+    evaluated = {name: calls for name, calls in run.calls.items() if name.startswith("eval")}
+    assert {name for name, calls in evaluated.items() if calls == 2} == run.broken | run.unscored
+    assert [group.task.id for group in run.evaluated[4:8]] == ["0", "1", "2", "3"]
+
+
+def test_of_two_plays_the_one_with_fewer_failures_counts(world: Maker) -> None:
+    run = make(world, sets=[{"source": make(world).config.data.train, "name": "one"}])
+    evaluator = run.manager._evaluator
+    slot, task = Slot(0, 0, 0), Task("0", (Message("user", "hi"),), "g", "", "")
+
+    def group(missing: int) -> Group:
+        return Group(task, tuple(rollout(Missing("down") if n < missing else 1.0, 0) for n in range(4)))
+
+    for missing in (1, 4, 0):
+        evaluator._flight = SimpleNamespace(take=partial(dict, [(slot, group(missing))]))  # type: ignore[assignment]
+        evaluator._take("before")
+        assert sum(bool(r.failures) for r in evaluator._played[slot].rollouts) == min(missing, 1)
+
+
+def test_an_evaluation_that_lacks_scores_is_repeated_by_a_run_that_resumes_at_its_step(world: Maker) -> None:
+    """With the same weights, so only these are played."""
+    before = make(world, every=2)
+    before.unscored, before.unscored_calls = {"eval-step_2-1"}, 2
+    before.manager.evaluate(0)
+    for step in range(2):
+        before.next(step)
+    state = before.manager.state()
+    before.version = 2
+    before.manager.evaluate(2)
+    assert {name: record["incomplete"] for name, record in before.evaluations.records.items()} == {
+        "before": 0,
+        "step_2": 3,  # all conversations of the group
+    }
+    after = make(world, every=2, state=state, journal=True)
+    after.evaluations.records |= before.evaluations.records
+    after.version = 2
+    assert after.manager.evaluation_due(2)
+    after.manager.evaluate(2)
+    assert after.played.keys() == before.unscored
+    assert after.evaluations.records["step_2"]["incomplete"] == 0
+    assert not after.manager.evaluation_due(2)

@@ -12,7 +12,8 @@ from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.inference.client import EngineError
 from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.rollout.conversation import FuturesPlayer
-from megatron_collab.types import Conversation, Ending, Failed, Group, Message, Missing, Score, Task
+from megatron_collab.rollout.tools.toolbox import ConversationTools
+from megatron_collab.types import Conversation, Ending, Failed, Future, Group, Message, Missing, Score, Task
 from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUsers, config, encode
 
 TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")
@@ -25,11 +26,11 @@ class FakeRewards:
         self.right = right
         self.conversations: list[Conversation] = []
 
-    async def score(self, task: Task, conversation: Conversation) -> dict[str, Score]:
+    async def future(self, task: Task, conversation: Conversation) -> Future:
         self.conversations.append(conversation)
         if conversation.ending in (Ending.ERROR, Ending.DEADLINE):
-            return {"right": Missing(conversation.error)}
-        return {"right": self.right(conversation)}
+            return Future(conversation, {"right": Missing(conversation.error)})
+        return Future(conversation, {"right": self.right(conversation)})
 
 
 def make_player(
@@ -225,6 +226,31 @@ def test_if_the_user_opens_all_rollouts_begin_with_the_same_message() -> None:
         for future in rollout.futures:
             assert future.conversation.messages[:2] == group.task.messages
             assert future.conversation.turns[0].prompt_ids == encode("<system>s<user>opened by s/opening<assistant>")
+
+
+def test_the_opening_message_keeps_the_users_notes() -> None:
+    player = make_player(FakePolicy(by_seed), FakeRewards(last_is_ok), futures=2)
+    opening = Message("user", "hello", private={"thought": "I begin", "persona": ""})
+    player.users.opens = lambda sample: opening  # type: ignore[attr-defined]
+    group = asyncio.run(player.play(UNOPENED, "s"))
+    first = [future.conversation.messages[1] for rollout in group.rollouts for future in rollout.futures]
+    assert first == [Message("user", "hello")] * 8
+    assert [message.private for message in (*group.task.messages[1:], *first)] == [{"thought": "I begin"}] * 9
+
+
+def test_tools_do_not_see_the_notes_of_the_opening_message() -> None:
+    player, tasks = make_player(FakePolicy(by_seed), FakeRewards(last_is_ok), futures=1), list[Task]()
+    opening = Message("user", "hello", private={"thought": "I begin"})
+    player.users.opens = lambda sample: opening  # type: ignore[attr-defined]
+    open_tools = player.tools.open
+
+    def opened(task: Task, *state: ConversationTools) -> ConversationTools:
+        tasks.append(task)
+        return open_tools(task, *state)
+
+    player.tools.open = opened  # type: ignore[method-assign]
+    asyncio.run(player.play(UNOPENED, "s"))
+    assert {message.content: dict(message.private) for task in tasks for message in task.messages[1:]} == {"hello": {}}
 
 
 def fails(text: str) -> str:

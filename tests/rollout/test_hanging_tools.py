@@ -36,6 +36,7 @@ def block(wait: bool) -> str:
 """
 
 
+@pytest.mark.processes
 def test_hung_calls_delay_no_other_call_and_fail_beyond_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_collab import types
+from megatron_collab.observability.folder import rows_of
 from megatron_collab.rollout.journal import Journal, WeightDigests, conversations, entries, failed, scored
 from megatron_collab.runtime import signals
 from megatron_collab.runtime.process import Preempted
@@ -45,6 +47,20 @@ def test_a_group_comes_back_to_the_last_bit(tmp_path: Path) -> None:
     begun = replace(GROUP, task=unopened.play_on(*TASK.messages))  # by the user
     opened(tmp_path).write(3, {"train-3-2": begun})
     assert opened(tmp_path).find("train-3-2", unopened) == begun and opened(tmp_path).find("train-3-2", TASK) is None
+
+
+def test_a_group_that_an_earlier_version_wrote_is_found(tmp_path: Path) -> None:
+    """Its records lack the attributes that have been added since."""
+    base = rollout(0.5, 3)
+    future = Future(base.start, {"right": 1.0})
+    group = Group(replace(TASK, messages=(Message("user", "hi"),)), (replace(base, futures=(future,)),))
+    for record, name in ((future, "judgments"), (group, "user"), (group.task.messages[0], "private")):
+        del record.__dict__[name]
+    opened(tmp_path).write(3, {"train-3-0": group})
+    restored = opened(tmp_path).find("train-3-0", TASK)
+    assert restored is not None and restored.user == "" and "user" not in vars(restored)
+    (row,) = rows_of([restored])
+    assert row["user"] == TASK.user and not row.keys() & {"judgments", "private"}
 
 
 def test_a_turn_comes_back_with_its_experts(tmp_path: Path) -> None:
@@ -153,6 +169,20 @@ def test_a_partly_written_entry_is_dropped(tmp_path: Path, cut: int | str) -> No
     assert reopened.find("first", TASK) == GROUP and reopened.find("second", TASK) is None
     reopened.write(0, {"third": GROUP})
     assert [entry.stream for entry in entries(file)] == ["first", "third"]
+
+
+def test_an_entry_is_on_disk_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it is flushed before the file is synced."""
+    synced: list[tuple[int, int]] = []
+
+    def watched(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        synced.append((status.st_ino, status.st_size))
+
+    monkeypatch.setattr(os, "fsync", watched)
+    opened(tmp_path).write(0, {"first": GROUP, "second": GROUP})
+    written = (tmp_path / "step_0.groups").stat()
+    assert synced == [(written.st_ino, written.st_size)] and written.st_size
 
 
 def test_a_file_that_the_file_system_filled_with_zeros_is_empty(tmp_path: Path) -> None:
@@ -298,8 +328,8 @@ def test_an_error_while_closing_does_not_hide_why_a_run_stops(
     def fail(*_: object) -> None:
         raise OSError("no space\nleft")
 
-    monkeypatch.setattr(run.manager._journal, "write", fail)
-    monkeypatch.setattr(type(run.manager._workers), "stop", lambda _: ended.append("workers"))
+    monkeypatch.setattr(run.manager._rank_0_collector.lead.journal, "write", fail)
+    monkeypatch.setattr(type(run.manager._rank_0_collector.lead.workers), "stop", lambda _: ended.append("workers"))
     with pytest.raises(Preempted), run.manager:
         raise Preempted
     assert ended == ["workers"]

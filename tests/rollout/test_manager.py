@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 
-from megatron_collab.rollout.manager import spending
+import pytest
+
+from megatron_collab.rollout.collector import spending
+from megatron_collab.runtime.process import RunStopped
 from tests.rollout.simulated import DIFFERENT, LOST, World
 
 # Two steps of a run from before sampling could run ahead: streams with their tasks as they were played, the groups of
@@ -20,12 +24,18 @@ TRAINED = {
     5: ["1/1", "3/37", "9/31", "11/11", "13/11", "15/39"],
 }
 MEASURED = {
-    4: {"reward": 0.85, "dynamic/kept": 6.0, "dynamic/dropped": 10.0, "dynamic/refills": 6.0},
-    5: {"reward": 0.8571428571428571, "dynamic/kept": 6.0, "dynamic/dropped": 10.0, "dynamic/refills": 4.0},
+    4: {"reward": 0.85, "equal_rewards": 6 / 12, "dynamic/kept": 6.0, "dynamic/dropped": 10.0, "dynamic/refills": 6.0},
+    5: {
+        "reward": 0.8571428571428571,
+        "equal_rewards": 7 / 13,
+        "dynamic/kept": 6.0,
+        "dynamic/dropped": 10.0,
+        "dynamic/refills": 4.0,
+    },
 }
 COMMON = {
     "reward_se": 0.0, "spread": 0.17677669529663687, "missing": 0.0, "futures": 1.0, "turn_tokens": 2.0,
-    "ending/user_done": 1.0, "count/asked": 1.0, "llm/usd": 0.0,
+    "sampled_tokens": 96.0, "ending/user_done": 1.0, "count/asked": 1.0, "llm/usd": 0.0,
 }  # fmt: skip
 
 
@@ -49,5 +59,47 @@ def test_without_staleness_steps_are_those_of_a_recorded_run(world: Callable[...
         assert [sample.credits[0].peers for sample in batch.samples][::3] == TRAINED[step]
         assert [sample.credits[0].value for sample in batch.samples] == DIFFERENT * 6
         measured = MEASURED[step]
-        assert batch.metrics == {**COMMON, **measured, "score/right": measured["reward"]}
-    assert {**run.manager.state(), "weights": []} == {"next": (6, 0, 0), "in_flight": [], "weights": []}
+        assert without_sentinels(batch.metrics) == {**COMMON, **measured, "score/right": measured["reward"]}
+    state = {**run.manager.state(), "weights": [], "sentinels": {}}
+    assert state == {"next": (6, 0, 0), "in_flight": [], "weights": [], "sentinels": {}}
+
+
+def without_sentinels(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith("sentinel/")}
+
+
+def ask_from(run: World, first: int, steps: range) -> None:
+    """Play the steps; the policy's replies are questions from step `first` on."""
+    for step in steps:
+        run.reply = "what ? why ? when ?" if step >= first else "yes ."
+        run.next(step)
+
+
+def test_a_resumed_run_has_the_same_alarm_as_one_that_was_not_killed(world: Callable[..., World]) -> None:
+    run = world(lambda task: DIFFERENT)
+    ask_from(run, 15, range(24))
+    (alarm,) = run.alarms
+    assert (alarm.sentinel, alarm.baseline) == ("questions", 0.0) and len(alarm.conversations) == 2
+    killed = world(lambda task: DIFFERENT)
+    ask_from(killed, 15, range(17))
+    resumed = world(lambda task: DIFFERENT, state=json.loads(json.dumps(killed.manager.state())))
+    ask_from(resumed, 15, range(17, 24))
+    assert [*killed.alarms, *resumed.alarms] == [alarm]
+    states = [json.loads(json.dumps(ended.manager.state()["sentinels"])) for ended in (run, resumed)]
+    assert states[0] == states[1]
+
+
+def test_an_alarm_stops_the_run_if_that_is_set(world: Callable[..., World]) -> None:
+    """The state is that before the step, so a resume comes to the same alarm, and goes on if the option is off."""
+    run = world(lambda task: DIFFERENT)
+    run.config.train.stop_on_alarm = True
+    with pytest.raises(
+        RunStopped, match=r"^step \d+: sentinel questions: .*; to go on, set train.stop_on_alarm=false$"
+    ):
+        ask_from(run, 15, range(24))
+    state = run.manager.state()
+    assert not state["sentinels"]["questions"]["alarmed"]
+    step = state["next"][0]
+    resumed = world(lambda task: DIFFERENT, state=state)
+    ask_from(resumed, 15, range(step, 24))
+    assert resumed.alarms == run.alarms

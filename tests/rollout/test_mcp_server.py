@@ -301,6 +301,13 @@ FLOODS = {
 }
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that would go on writing get a fifth of a second to end by themselves, not the two of the client."""
+    monkeypatch.setattr("mcp.client.stdio.PROCESS_TERMINATION_TIMEOUT", 0.2)
+
+
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("program", FLOODS.values(), ids=FLOODS.keys())
 def test_a_server_that_floods_is_refused_in_one_line(program: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="OutputFlood: it writes more than 16777216 bytes or 10000 lines"):
@@ -318,6 +325,7 @@ def test_the_standard_error_of_a_server_stays_in_the_reason(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.usefixtures("impatient")
 def test_floods_within_a_conversation_are_bounded(notebook: Path, capfd: pytest.CaptureFixture[str]) -> None:
     toolbox, before = box(timeout=20.0, **by_stdio(notebook)), children()
     long, noted = say(toolbox, 'note {"word": "long"}', 'note {"word": "a"}')

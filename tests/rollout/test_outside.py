@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_collab.algo.credit import samples_of
+from megatron_collab.algo.credit import CreditSpec, samples_of
 from megatron_collab.config import Config
 from megatron_collab.config.history import changes, recorded
 from megatron_collab.data.evaluation import EvaluationSet
@@ -73,7 +73,8 @@ def test_both_turns_are_trained_with_the_mean_over_the_futures(two_turns: str) -
     options = configure(two_turns)
     player = make_player(options)
     group = asyncio.run(player.play(TASK, "s"))
-    samples = samples_of(group, options, 0, player.reward.formula)
+    spec = CreditSpec(options.algo, options.reward, options.rollout)
+    samples = samples_of(group, spec, 0, player.reward.formula)
     assert len(group.rollouts) == len(samples) == 4
     for rollout, sample in zip(group.rollouts, samples, strict=True):
         first, second = rollout.start.turns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from megatron_collab.config import ConfigError
 from megatron_collab.data.datasets import task_row, write_jsonl
 from megatron_collab.data.examples import load_tasks
+from megatron_collab.observability import transcripts
 from megatron_collab.observability.folder import append, rows_of
 from megatron_collab.rollout.recorded import groups_of, rows_of_step
 from megatron_collab.types import (
@@ -20,6 +22,7 @@ from megatron_collab.types import (
     Finish,
     Future,
     Group,
+    Judgment,
     Message,
     Missing,
     Reward,
@@ -69,8 +72,16 @@ GROUPS = [
 def folder(tmp_path: Path) -> Path:
     write_jsonl(tmp_path / "tasks.jsonl", map(task_row, TASKS))
     for step in (0, 1):
-        append(tmp_path / "transcripts.jsonl", [{"step": step, **row} for row in rows_of(GROUPS)])
+        transcripts.write_step(tmp_path, step, [[*rows_of([group])] for group in GROUPS])
     return tmp_path
+
+
+@pytest.fixture
+def old_folder(folder: Path) -> Path:
+    """The same run, of an earlier version."""
+    append(folder / "transcripts.jsonl", transcripts.run_rows(folder))
+    shutil.rmtree(folder / "transcripts")
+    return folder
 
 
 def test_written_groups_are_read_back(folder: Path) -> None:
@@ -86,13 +97,38 @@ def test_written_groups_are_read_back(folder: Path) -> None:
             )
 
 
+def test_judgments_are_read_back_and_rows_of_earlier_versions_have_none(tmp_path: Path) -> None:
+    judgments = {"judged": Judgment("", "no JSON"), "right": Judgment("is 18", '{"thought": "is 18"}')}
+    judged = replace(future(A, "one", "why?"), judgments=judgments)
+    noted = replace(judged.conversation.messages[-1], private={"thought": "odd"})
+    conversation = replace(judged.conversation, messages=(*judged.conversation.messages[:-1], noted))
+    group = Group(
+        A, (replace(rollout(replace(judged, conversation=conversation)), reward=Reward(0.5, 0.1, {"m": 0.5})),)
+    )
+    write_jsonl(tmp_path / "tasks.jsonl", [task_row(A)])
+    new = [{"step": 0, **row} for row in rows_of([group])]
+    keys = {"goal", "user", "parts", "standard_error", "judgments", "private"}
+    assert new[0].keys() >= keys
+    old = [{name: value for name, value in row.items() if name not in keys} for row in new]
+    for row_list, expected in ((new, judgments), (old, {})):
+        (tmp_path / "transcripts.jsonl").unlink(missing_ok=True)
+        append(tmp_path / "transcripts.jsonl", row_list)
+        (restored,) = groups_of(rows_of_step(tmp_path, 0)[1], [load_tasks(tmp_path / "tasks.jsonl")])
+        assert restored.rollouts[0].futures == (replace(judged, judgments=expected),)
+
+
+def test_a_run_of_an_earlier_version_is_read_and_continued(old_folder: Path) -> None:
+    assert rows_of_step(old_folder, None)[0] == 1
+    old = rows_of_step(old_folder, 1)[1]
+    transcripts.write_step(old_folder, 2, [[*rows_of([group])] for group in GROUPS])
+    step, rows = rows_of_step(old_folder, None)
+    assert step == 2 and rows == [{**row, "step": 2} for row in old] and rows_of_step(old_folder, 1)[1] == old
+
+
 def test_the_users_opening_message_is_read_back(tmp_path: Path) -> None:
     unopened = replace(A, messages=())
     task = unopened.play_on(Message("user", "hello"))
-    append(
-        tmp_path / "transcripts.jsonl",
-        [{"step": 0, **row} for row in rows_of([Group(task, (rollout(future(task, "one")),))])],
-    )
+    transcripts.write_step(tmp_path, 0, [[*rows_of([Group(task, (rollout(future(task, "one")),))])]])
     write_jsonl(tmp_path / "tasks.jsonl", [task_row(unopened)])
     (group,) = groups_of(rows_of_step(tmp_path, None)[1], [load_tasks(tmp_path / "tasks.jsonl")])
     assert group.task == task and group.rollouts[0].start.replies == ("one",)
@@ -109,7 +145,7 @@ def test_changed_data_and_unknown_steps_are_refused(folder: Path) -> None:
     write_jsonl(folder / "tasks.jsonl", [task_row(B)])
     with pytest.raises(ConfigError, match="task a: no task of that id has its first messages; the data have changed"):
         groups_of(rows_of_step(folder, 0)[1], [load_tasks(folder / "tasks.jsonl")])
-    with pytest.raises(ConfigError, match=r"--step=7: .*transcripts\.jsonl has no such step; the last one is 1"):
+    with pytest.raises(ConfigError, match=r"--step=7: .* has no transcripts of that step; the last one is 1"):
         rows_of_step(folder, 7)
 
 
@@ -118,16 +154,22 @@ def test_changed_data_and_unknown_steps_are_refused(folder: Path) -> None:
     [
         *({"future": None}, {"messages": 3}, {"messages": [1]}, {"messages": [{"content": "x"}]}, {"task": [1]}),
         *({"scores": [1]}, {"scores": {"right": "x"}}, {"reward": "x"}, {"ending": "bored"}, {"rollout": "x"}),
-        *({"cut": 3}, {"turns": 3}, {"error": None}),
+        *({"cut": 3}, {"turns": 3}, {"error": None}, {"goal": 3}, {"private": []}, {"parts": 1}),
+        *({"judgments": []}, {"judgments": {"right": "x"}}, {"judgments": {"right": {"reason": "x"}}}),
     ],
     ids=str,
 )
-def test_a_row_that_is_no_future_is_named(folder: Path, change: dict[str, Any]) -> None:
+def test_a_row_that_is_no_future_is_named(old_folder: Path, change: dict[str, Any]) -> None:
     """Torn lines, of a run that goes on or was killed, are left out."""
+    folder = old_folder
     file = folder / "transcripts.jsonl"
     lines = file.read_text().splitlines()
     file.write_text("\n".join([*lines, '{"step": 1, "ta']))
     assert len(rows_of_step(folder, 1)[1]) == len(lines) // 2
     file.write_text("\n".join([lines[0], json.dumps({**json.loads(lines[1]), **change})]))
     with pytest.raises(ConfigError, match=r"transcripts\.jsonl row 2: is not a future of a run; restore the file"):
+        rows_of_step(folder, None)
+    file.unlink()
+    transcripts.write_step(folder, 0, [[json.loads(lines[0]), {**json.loads(lines[1]), **change}]])
+    with pytest.raises(ConfigError, match=r"step_000000\.parquet row 2: is not a future of a run; restore the file"):
         rows_of_step(folder, None)

@@ -9,6 +9,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +19,13 @@ import torch.distributed as dist
 from ray.exceptions import RayTaskError
 
 from megatron_collab.config import Config
+from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.rollout import scheduler
 from megatron_collab.rollout.journal import Journal, WeightDigests
 from megatron_collab.rollout.scheduler import Flight, Slot, group_seconds, window
 from megatron_collab.runtime.process import Hung, RunStopped
-from megatron_collab.types import Ending, Group, Message, Missing, Task
+from megatron_collab.types import Ending, Group, Message, Missing, Reward, Task
 from tests.helpers import configured
 from tests.ranks import run_ranks
 from tests.rollout.simulated import DIFFERENT, EQUAL, PROMPTS, FakeRay, Method, Reference, World, rollout
@@ -444,15 +446,15 @@ def test_worker_error_unwraps_only_errors_that_stop_a_run() -> None:
 class Simulated:
     """Flights of numbered groups, of which those in `finished` are finished, at the time `clock` in seconds.
 
-    `groups`: by number, groups that replace the default, which has a reward. `gone`: all servers are lost. `calls`: how
-    often a number was played. `stack_folders`: folders in which stacks were requested. `shown`: steps of the progress
-    bar, 0 when it is closed. `waits`: number and timeout of each wait.
+    `groups`: by number, groups or errors that replace the default, which has a reward. `gone`: all servers are lost.
+    `calls`: how often a number was played. `stack_folders`: folders in which stacks were requested. `shown`: steps of
+    the progress bar, 0 when it is closed. `waits`: number and timeout of each wait.
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock, self.folder, self.gone = 1000.0, folder, False
         self.finished: set[int] = set()
-        self.groups: dict[int, Group] = {}
+        self.groups: dict[int, Group | Exception] = {}
         self.calls: Counter[int] = Counter()
         self.stack_folders: list[Path] = []
         self.shown: list[int] = []
@@ -490,10 +492,10 @@ class Simulated:
         group = self.groups.get(number) or Group(task, (rollout(1.0, 0),))
         return Reference(group, lambda: number in self.finished)
 
-    def begin(self, flight: Flight, *numbers: int) -> None:
+    def begin(self, flight: Flight, *numbers: int, eval_set: EvaluationSet | None = None) -> None:
         for number in numbers:
             task = Task(str(number), (Message("user", "hi"),), "g", "", "u")
-            flight.begin(scheduler.GroupRequest(Slot(0, 0, number), f"train-0-{number}", task))
+            flight.begin(scheduler.GroupRequest(Slot(0, 0, number), f"train-0-{number}", task, eval_set))
 
 
 @pytest.fixture
@@ -634,6 +636,34 @@ def test_a_group_of_the_journal_is_not_played(simulated: Simulated) -> None:
     restarted = simulated.flight()
     simulated.begin(restarted, 0, 1)
     assert restarted.from_journal == 1 and simulated.calls == {0: 1, 1: 1}
+
+
+def test_the_error_of_a_group_is_raised_when_the_others_are_in_the_journal(simulated: Simulated) -> None:
+    flight = simulated.flight()
+    simulated.groups[0] = ValueError("no such task")
+    simulated.begin(flight, 0, 1, 2)
+    simulated.finished = {0, 1}
+    with pytest.raises(ValueError, match="no such task"):
+        flight.collect(0.0)
+    assert flight.slots == [Slot(0, 0, 1), Slot(0, 0, 2)]
+    restarted = simulated.flight()
+    simulated.begin(restarted, 0, 1, 2)
+    assert restarted.from_journal == 1 and simulated.calls == {0: 2, 1: 1, 2: 2}
+
+
+@pytest.mark.parametrize("eval_set", [None, EvaluationSet("tasks.jsonl")], ids=["training", "evaluation"])
+def test_a_rewarded_group_that_lacks_a_score_is_played_again_only_by_an_evaluation(
+    simulated: Simulated, eval_set: EvaluationSet | None
+) -> None:
+    """After a restart."""
+    partly = replace(rollout(Missing("down"), 0), reward=Reward(1.0))
+    simulated.groups[0] = Group(Task("0", (Message("user", "hi"),), "g", "", "u"), (partly,))
+    flight = simulated.flight()
+    simulated.begin(flight, 0, 1, eval_set=eval_set)
+    simulated.finished = {0, 1}
+    flight.collect(0.0)
+    simulated.begin(simulated.flight(), 0, 1, eval_set=eval_set)
+    assert simulated.calls == {0: 2 if eval_set else 1, 1: 1}
 
 
 def test_a_follow_up_is_played_in_place_of_the_finished_group(simulated: Simulated) -> None:

@@ -17,6 +17,7 @@ from megatron_collab.inference.server import ServerError
 from megatron_collab.inference.spec import Placement, ServerSpec, Serves
 from megatron_collab.launch import server_specs
 from megatron_collab.launch.play_specs import play_spec
+from megatron_collab.launch.trainer_specs import sync_spec
 from megatron_collab.rollout.servers import Servers
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.weight_sync.sync import PublishError, WeightSync
@@ -36,7 +37,7 @@ class Recording(WeightSync):
 
     def __init__(self, config: Config, spec: ServerSpec, pool: ServerPool, events: list[str]) -> None:
         config.publish.transport = "disk"  # which needs no weights before the first publish
-        super().__init__(config, spec, [], None, pool)  # type: ignore[arg-type]
+        super().__init__(sync_spec(config), spec, [], None, pool)  # type: ignore[arg-type]
         self.pool, self.events = pool, events
         self.failures: list[set[int]] = []
 

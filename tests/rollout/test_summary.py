@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,6 +77,55 @@ def test_the_summary_leaves_missing_scores_out_of_the_means_and_counts_them() ->
     assert shown["ending/user_done"] == 1.0
 
 
+def simulated(rng: np.random.Generator, between: float, within: float, futures: int) -> Group:
+    """Eight turns of variance `between` with futures of variance `within` about them."""
+    rollouts = []
+    for turn in between**0.5 * rng.standard_normal(8):
+        scores = turn + within**0.5 * rng.standard_normal(futures)
+        error = float(scores.std(ddof=1)) / futures**0.5
+        rollouts.append(replace(played(*scores.tolist()), reward=Reward(float(scores.mean()), error)))
+    return Group(TASK, tuple(rollouts))
+
+
+@pytest.mark.parametrize(("between", "within", "futures"), [(1.0, 3.0, 3), (0.5, 3.0, 3), (0.0, 2.0, 2), (1.0, 0.0, 2)])
+def test_the_reliability_is_the_share_of_the_turns_in_the_variance(between: float, within: float, futures: int) -> None:
+    rng = np.random.default_rng(0)
+    shown = numbers.comparison_summary([simulated(rng, between, within, futures) for _ in range(400)])
+    assert shown["reliability"] == pytest.approx(between / (between + within / futures), abs=0.05)
+    assert shown["equal_rewards"] == 0
+
+
+def test_groups_without_two_scored_futures_a_turn_have_no_reliability() -> None:
+    group = Group(TASK, (played(1.0, 0.0), replace(played(0.0, 0.0), reward=Reward(0.0))))
+    reliable = numbers.comparison_summary([group])
+    assert reliable == {"equal_rewards": 0, "reliability": 1.0}
+    lost = Group(TASK, (*group.rollouts, replace(played(1.0, Missing("down")), reward=Reward(0.5))))
+    assert numbers.comparison_summary([lost]) == {"equal_rewards": 0}
+    assert numbers.comparison_summary([group, lost]) == reliable
+    malformed = Group(TASK, (*group.rollouts, played()))
+    assert numbers.comparison_summary([malformed]) == reliable, "the reward of a malformed turn has no error"
+    no_reward = replace(played(Missing("down")), reward=Reward(Missing("down")))
+    assert numbers.comparison_summary([Group(TASK, (*group.rollouts, no_reward))]) == reliable
+
+
+def test_the_reward_of_a_turn_that_ends_the_conversation_has_no_error() -> None:
+    """In most groups some turn ends it; without them the reliability would be that of other turns."""
+    uncertain = replace(played(1.0, 0.0), reward=Reward(0.5, standard_error=0.5))
+    asks, ends = (uncertain, replace(uncertain, reward=Reward(-0.5, standard_error=0.5))), rollout(0.0)
+    shown = numbers.comparison_summary([Group(TASK, (*asks, replace(ends, reward=Reward(0.0))))])
+    assert shown["reliability"] == pytest.approx(1 - (2 * 0.25 / 3) / 0.25)
+    whole = Group(TASK, (rollout(0.0), rollout(1.0)))
+    assert numbers.comparison_summary([whole]) == {"equal_rewards": 0}, "conversations without futures"
+
+
+def test_equal_rewards_are_counted_over_groups_that_are_compared() -> None:
+    equal, other = Group(TASK, (played(1.0), played(1.0))), Group(TASK, (played(1.0), played()))
+    assert numbers.comparison_summary([equal, other, Group(TASK, (played(1.0),))]) == {"equal_rewards": 0.5}
+    assert numbers.comparison_summary([Group(TASK, (played(1.0),))]) == {}
+    twice = Group(TASK, (played(0.5, 0.5), played(0.5, 0.5)))
+    assert numbers.comparison_summary([twice]) == {"equal_rewards": 1.0}, "there is no variance to divide"
+
+
 def test_the_summary_of_nothing_scored_is_not_a_zero() -> None:
     assert math.isnan(summary([Group(TASK, (rollout(Missing("down")),))])["reward"])
 
@@ -87,7 +137,7 @@ def played(*scores: Score, ending: Ending = Ending.USER_DONE) -> Rollout:
         malformed = Future(future.conversation.end(Ending.MALFORMED), {})
         return Rollout(malformed.conversation, (malformed,), Reward(-1.0))
     futures = tuple(Future(future.conversation.end(ending), {"right": score}) for score in scores)
-    return Rollout(future.conversation, futures, Reward(1.0))
+    return Rollout(replace(future.conversation, ending=None), futures, Reward(1.0))
 
 
 def test_every_rollout_counts_once_and_a_malformed_one_is_not_left_out() -> None:
@@ -111,6 +161,17 @@ def test_a_rollout_of_several_futures_weighs_as_much_as_one_of_a_single_future()
     shown = summary([Group(TASK, (played(0.0, 0.0, 0.0, Missing("down")), played(1.0, ending=Ending.TURN_LIMIT)))])
     assert shown["score/right"] == 0.5
     assert shown["ending/user_done"] == shown["ending/turn_limit"] == 0.5
+
+
+def test_sampled_tokens_are_those_of_the_trained_turn_once_and_of_all_futures() -> None:
+    turn = Turn((1, 2), (7, 8, 9), (-0.25,) * 3, (4,) * 3, Finish.STOP, "x")
+    start = Conversation(TASK.messages, (1, 2)).add_turn(turn)
+    longer = start.add_messages([Message("user", "and?")], (5, 6)).add_turn(
+        Turn((*start.token_ids, 5, 6), (3, 4), (-0.5,) * 2, (4,) * 2, Finish.STOP, "y")
+    )
+    futures = tuple(Future(conversation.end(Ending.USER_DONE), {}) for conversation in (start, longer, longer))
+    group = Group(TASK, (Rollout(start, futures, Reward(1.0)), rollout(1.0, length=5)))
+    assert summary([group])["sampled_tokens"] == (3 + 2 + 2) + 5
 
 
 def test_the_intervals_of_an_evaluation_are_over_its_tasks() -> None:

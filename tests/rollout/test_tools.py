@@ -17,7 +17,7 @@ from megatron_collab.launch.play_specs import play_spec, tool_spec
 from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.rollout.tools import ToolFailure
 from megatron_collab.rollout.tools.toolbox import Toolbox, check_call, find_tool
-from megatron_collab.types import Ending, Group, Message, Task, ToolCall
+from megatron_collab.types import Ending, Future, Group, Message, Task, ToolCall
 from tests.rollout.fakes import CharacterRenderer, FakePolicy, FakeUsers, config, toolbox_of
 
 TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")
@@ -289,8 +289,8 @@ def test_tools_whose_start_fails_are_started_again_at_the_next_call_and_closed(m
 
 
 class Scores:
-    async def score(self, task: Task, conversation: Any) -> dict[str, float]:
-        return {"m": 1.0}
+    async def future(self, task: Task, conversation: Any) -> Future:
+        return Future(conversation, {"m": 1.0})
 
 
 def play(reply: Callable[[str], str], tool: str, **rollout: Any) -> tuple[Group, FuturesPlayer, list[str]]:

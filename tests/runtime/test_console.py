@@ -5,14 +5,16 @@ from __future__ import annotations
 import ast
 import logging
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from megatron_collab.runtime import console
+from megatron_collab.runtime import console, screen
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
 
 PACKAGE = Path(console.__file__).resolve().parents[1]
@@ -31,7 +33,7 @@ PRINTS = {
     "inference/cpu/serve.py": "the answer to the process that started it",
     "reward/metrics/accuracy.py": "the answer to the process that started it",
     "rehearsal/servers.py": "the answer to the process that started it",
-    "observability/run.py": "progress, which is no line of a log",
+    "runtime/screen.py": "progress, which is no line of a log; and where the console's lines go",
     "reproduce/__main__.py": "the answer of --commands",
 }
 ANSWERS = ("commands/", "sandbox/", "user_logs/command.py", "rehearsal/command.py")
@@ -64,7 +66,6 @@ def test_a_level_decides_what_is_shown(
     logger.warning("w")
     logger.error("e")
     assert capsys.readouterr() == (stdout, stderr)
-    assert console.quiet() == (level in ("Warning", "error"))
 
 
 def test_lines_of_a_worker_begin_with_its_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,8 +83,10 @@ def test_keys_are_redacted(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_flags_are_passed_on_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["--quiet", "experiment=booking", "--verbose"]
+    monkeypatch.setenv(screen.PLAIN, "0")
+    arguments = ["--quiet", "experiment=booking", "--plain", "--verbose"]
     assert console.take_flags(arguments) == ["experiment=booking"] and os.environ[console.LEVEL] == "debug"
+    assert os.environ[screen.PLAIN] == "1"
     assert console.take_flags(["a=--quiet"]) == ["a=--quiet"] and os.environ[console.LEVEL] == "debug"
 
 
@@ -103,6 +106,25 @@ def test_a_program_takes_the_flags_in_either_place() -> None:
         command = [sys.executable, "-m", "megatron_collab.commands", *arguments]
         result = subprocess.run(command, capture_output=True, text=True, timeout=100)
         assert result.returncode == EXIT_BAD_INPUT and result.stderr.startswith("megatron-collab: no"), result.stderr
+
+
+@pytest.mark.processes
+def test_a_line_is_written_in_one_piece_in_a_container_that_sets_pythonunbuffered() -> None:
+    """Ranks share one stream: of lines written in pieces, the pieces mix."""
+    script = "import logging, sys; from megatron_collab.runtime import console; console.begin('rank 1');"
+    script += "logging.getLogger('megatron_collab').warning('first');"
+    script += "print('second', 2, file=sys.stderr); raise ValueError(3)"
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # keeps what one write wrote together
+    with ours, theirs:
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        subprocess.run([sys.executable, "-c", script], stderr=theirs, env=environment, timeout=100)
+        ours.setblocking(False)
+        pieces = []
+        with suppress(BlockingIOError):
+            while True:
+                pieces.append(ours.recv(1 << 16).decode())
+    assert "".join(pieces).splitlines(keepends=True) == [piece for piece in pieces if piece]
+    assert pieces[0] == "megatron-collab: [rank 1] first\n" and pieces[-1] == "ValueError: 3\n"
 
 
 def test_only_answers_are_printed() -> None:

@@ -53,6 +53,7 @@ def test_a_full_disk_is_reported_with_the_file(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "\n" not in str(stopped.value) and file.read_text() == "old"
+    assert [*tmp_path.iterdir()] == [file], "a draft would keep the disk full"
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:

@@ -67,6 +67,11 @@ def test_a_process_enters_it(monkeypatch: pytest.MonkeyPatch, wheels: Path) -> N
         os.environ.update(before)
 
 
+def defaults(settings: dict[str, object]) -> dict[str, str]:
+    config = configured(Config(), settings)
+    return gpu_environment.rank_variables(config.launch.device, config.parallel, config.model)
+
+
 @pytest.mark.parametrize(
     ("settings", "capability", "variables"),
     [
@@ -85,7 +90,7 @@ def test_the_environment_of_ranks_on_gpus(
     monkeypatch.setattr(device, "probe", lambda name: device.Probe(name, True, "", "", ""))
     monkeypatch.setattr(device, "capability", lambda: capability)
     inherited = dict([files.COMPILE_CACHE])
-    assert gpu_environment.environment(inherited, configured(Config(), settings)) == inherited | variables
+    assert gpu_environment.environment(inherited, defaults(settings)) == inherited | variables
 
 
 def test_what_is_set_for_ranks_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +98,7 @@ def test_what_is_set_for_ranks_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "probe", lambda name: device.Probe(name, True, "", "", ""))
     monkeypatch.setattr(device, "capability", lambda: (9, 0))
     inherited = dict([files.COMPILE_CACHE]) | {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
-    assert gpu_environment.environment(inherited, configured(Config(), {"parallel.tp": 2})) == inherited
+    assert gpu_environment.environment(inherited, defaults({"parallel.tp": 2})) == inherited
 
 
 RELOADS = """

@@ -81,10 +81,9 @@ def test_a_server_gets_its_own_key_and_no_other(monkeypatch: pytest.MonkeyPatch)
 RANK = """
 import json, os, sys
 from pathlib import Path
-from megatron_collab.runtime import keys
-from megatron_collab.runtime.redact import redact_output
+from megatron_collab.runtime import console, keys
 
-redact_output()
+console.begin()
 begun, agents = (Path(f"/proc/{pid}/environ").read_text() for pid in ("self", os.getppid()))
 with keys.in_environment():
     key = os.environ.get("OPENAI_API_KEY")

@@ -76,6 +76,7 @@ def test_several_nodes_need_an_interface() -> None:
     assert refused("launch.nodes=2").startswith("launch.nodes=2: needs launch.interface, ")
 
 
+@pytest.mark.processes
 def test_rank_0_hears_from_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.TCPStore(HOST, 0, is_master=True, timeout=timedelta(seconds=60))
 
@@ -168,6 +169,7 @@ CLIENTS: dict[str, Callable[[str], object]] = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("case", [str.lower, str.upper])
 @pytest.mark.parametrize("client", CLIENTS)
 def test_no_client_asks_an_address_of_the_run_through_a_proxy(

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from urllib.parse import quote
 
+import pyarrow.parquet as pq
 import pytest
 
 import megatron_collab
@@ -20,7 +21,7 @@ from megatron_collab.launch.validate import refuse_keys
 from megatron_collab.llm.answer import Field, LlmError
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.observability.run import Run
-from megatron_collab.runtime.redact import redact
+from megatron_collab.runtime.redact import LONGEST_EXCERPT, excerpt, redact
 from megatron_collab.types import Conversation, Ending, Future, Group, Message, Missing, Reward, Rollout, Task
 from tests.helpers import refused
 from tests.llm.endpoint import Endpoint, fails
@@ -53,6 +54,15 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_text_without_its_keys(text: str, shown: str) -> None:
     assert redact(text) == shown
+
+
+def test_an_excerpt_is_bounded_marked_and_has_no_part_of_a_key() -> None:
+    assert excerpt("short") == "short" and excerpt("y" * LONGEST_EXCERPT) == "y" * LONGEST_EXCERPT
+    text = "y" * (LONGEST_EXCERPT - 3) + KEY
+    assert excerpt(text) == "y" * (LONGEST_EXCERPT - 3) + "***", "cut after it is redacted"
+    cut = excerpt(text + "more")
+    assert len(cut) == LONGEST_EXCERPT and cut.endswith("yyy… [cut]")
+    assert excerpt(cut) == cut and excerpt("half a pair \ud800") == "half a pair ?"
 
 
 # Forms that no variable of the environment tells: none of them was ever valid.
@@ -319,15 +329,18 @@ def test_no_file_of_a_run_holds_a_key(tmp_path: Path) -> None:
     group = Group(task, (Rollout(start, tuple(futures), Reward(Missing(KEY))),))
     config = Config()
     config.run.dir, config.train.steps, config.user.api_base = str(tmp_path), 1, f"http://me:{KEY}@host"
-    with Run(config, 0, {}, {}) as run:
+    with Run(config, config.train, 0, {}, {}) as run:
         for when in ("before", "after"):
             run.evaluation(when, "", 0, {"reward": 1.0}, [group])
         run.transcripts(0, [group])
         run.record(0, {"reward": 1.0, "reward_se": 0.0})
         run.finish()
     written = {file.name: file.read_text(errors="replace") for file in tmp_path.rglob("*") if file.is_file()}
-    assert {"config.json", "transcripts.jsonl", "eval_before.jsonl", "report.html", "result.json"} <= written.keys()
-    assert "say ***" in written["transcripts.jsonl"] and "say ***" in written["report.html"]
+    for file in tmp_path.rglob("*.parquet"):  # whose content is compressed
+        written[file.name] = str(pq.read_table(file).to_pylist())
+    transcript, evaluation = "step_000000.parquet", "eval_before.parquet"
+    assert {"config.json", transcript, evaluation, "report.html", "result.json"} <= written.keys()
+    assert all("say ***" in written[name] for name in (transcript, evaluation, "report.html"))
     for name, text in written.items():
         for part in ("sesame.open", "slashed"):
             assert part not in text, name

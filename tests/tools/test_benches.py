@@ -31,7 +31,12 @@ HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
         sum(values[bad] for bad in ("traceback", "accepted_nonsense", "over_two_lines", "crash")) == 0
     ),
     "build": lambda values: values["makespan_over_bound"] >= 1 and values["turns_over_bound"] >= 1,
+    "credit": lambda values: all(values[f"{name}/mr_3/first"] > 0.4 for name in ("supervised", "asking")),
     "dpo": lambda values: abs(values["loss_1"] - math.log(2)) <= 1e-5 and values["loss_2"] < values["loss_1"],
+    "estimator": lambda values: (
+        values["lost_w3"] == 0 < values["lost_w1"]
+        and values["value_w1_often"] < values["value_w1"] < values["value_often"]
+    ),
     "futures": lambda values: values["makespan_over_bound"] >= 1 and values["serial_over_ours"] >= 1,
     "in_flight": lambda values: values["lost"] == 0 and values["conversations"] >= 100,
     "judge_outage": lambda values: values["wrong_scores"] == values["zero_by_failure"] == values["away_wrong"] == 0,
@@ -46,8 +51,14 @@ HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
     "preemption": lambda values: (values["saved"], values["equal"], values["played_again"]) == (values["of"], 1, 0),
     "rehearse": lambda values: values["failed"] == 0 and values["rank_classes"] > 0,
     "sandbox": lambda values: values["earned"] == values["missing_by_choice"] == values["honest_failed"] == 0,
+    "sentinels": lambda values: (
+        values["planted_hacks_caught"] == values["kinds"]
+        and values["false_alarms_per_100_steps"] <= 0.5
+        and values["overfit_caught"] == values["runs"]
+    ),
     "step": lambda values: values["loss_diff"] <= 1e-6 and values["norm_diff"] <= 1e-4,
     "replay": lambda values: (values["live_calls"], values["equal"]) == (0, 1) and values["calls_per_second"] > 0,
+    "view": lambda values: values["bytes_over_jsonl"] <= 0.2 and values["futures"] == 2 * 64 * 8 * 3,
     "reward_loop": lambda values: values["time_over_ideal"] >= 1,
 }
 

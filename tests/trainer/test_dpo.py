@@ -15,12 +15,13 @@ from megatron_collab.checkpoint.checkpointer import Checkpoints
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.launch.data_specs import data_spec
+from megatron_collab.launch.trainer_specs import trainer_spec
 from megatron_collab.runtime import hang_detector
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
 from tests.helpers import configured, make_model
-from tests.ranks import make_pairs, run_ranks
+from tests.ranks import init_parallel, make_pairs, run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -74,7 +75,7 @@ def run_all(folder: Path) -> None:
         for run, settings in RUNS.items():
             config = configure(folder, run, settings)
             train.train_supervised(config, data_spec(config))
-    with parallel.init_parallel(configure(folder, "refreshed", {})):
+    with init_parallel(configure(folder, "refreshed", {})):
         (folder / "refreshed.json").write_text(json.dumps([refreshed(folder, None), refreshed(folder, 3)]))
     assert known and times == [file.stat().st_mtime_ns for file in known]
 
@@ -83,13 +84,13 @@ def refreshed(folder: Path, stopped: int | None) -> list[dict[str, float]]:
     """Metrics of online DPO with a reference refreshed every second step; stopped before step `stopped`, if given."""
     settings = {"train.stage": "rl", "algo.objective": "dpo", "algo.dpo.refresh": 2, "algo.kl_coef": 0.0}
     config = configure(folder, f"refreshed-{stopped}", settings)
-    trainer, reports = PolicyTrainer(config), list[dict[str, float]]()
+    trainer, reports = PolicyTrainer(trainer_spec(config)), list[dict[str, float]]()
     for step in range(5):
         if step == stopped:
             with Checkpoints(Path(config.run.dir), 1, 120.0) as checkpoints:
                 checkpoints.save(step, trainer.checkpointed, {})
                 checkpoints.finish()
-                trainer = PolicyTrainer(config)
+                trainer = PolicyTrainer(trainer_spec(config))
                 checkpoints.load_latest(trainer.checkpointed)
             trainer.step = step
         reports.append(trainer.update(trainer.score(Batch(make_pairs(4, seed=1)))))

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from megatron_collab.config import Config
+from megatron_collab.launch.trainer_specs import trainer_spec
 from megatron_collab.runtime import rank0
 from megatron_collab.runtime.process import Preempted, RunStopped
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
-from tests.ranks import learn, make_config, make_model, make_samples, run_ranks
+from tests.ranks import init_parallel, learn, make_config, make_model, make_samples, run_ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -57,9 +58,9 @@ def give_up(folder: Path) -> dict[str, Any]:
     checks, rank0.raise_if_preempted = {}, (signal := PreemptionSignal())
     for case, settings in CASES.items():
         config = make_config(folder, settings)
-        with parallel.init_parallel(config):
+        with init_parallel(config):
             checks[case] = given_up(config, signal)
-    with parallel.init_parallel(config):
+    with init_parallel(config):
         times = leave(config)
     return {"checks": checks, "put away first": put_away_first(folder)} | times
 
@@ -78,7 +79,7 @@ class PreemptionSignal:
 
 
 def make(config: Config) -> PolicyTrainer:
-    return PolicyTrainer(config)
+    return PolicyTrainer(trainer_spec(config))
 
 
 def state(actor: PolicyTrainer) -> list[torch.Tensor]:

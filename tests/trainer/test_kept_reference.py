@@ -36,7 +36,7 @@ class Data:
 @pytest.fixture
 def keep(tmp_path: Path, one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[int]]]:
     """Builds the reference of some samples; returns it and the sizes of computed batches, `most` at most."""
-    config = make_config(make_model(tmp_path / "model"), {"run.dir": str(tmp_path / "run")})
+    config = make_config(make_model(tmp_path / "model"), {})
     monkeypatch.setattr(kept_reference, "PART", 3)
 
     def build(samples: Sequence[Sample], most: int = 9) -> tuple[Any, list[int]]:
@@ -49,7 +49,7 @@ def keep(tmp_path: Path, one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> C
             return [values(sample) for sample in batch.samples]
 
         data: Any = Data(samples)
-        return KeptReference(config, data, compute), computed
+        return KeptReference(tmp_path / "run", config.model, data, compute), computed
 
     return build
 

@@ -17,8 +17,7 @@ from megatron_collab.config import Config
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.logprobs import head_log_probs
 from megatron_collab.trainer.losses import apply_head
-from megatron_collab.trainer.megatron import parallel
-from tests.ranks import make_config, run_ranks
+from tests.ranks import init_parallel, make_config, run_ranks
 
 TOKENS, HIDDEN, VOCAB, PADDED = 7, 6, 13, 20  # the second of two ranks has 3 real entries and 7 of padding
 RESULTS = ("log_probs", "entropy", "hidden_grad", "head_grad")
@@ -125,7 +124,7 @@ def cut(arrays: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
 
 def compute_all(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """As one of two ranks: at every temperature, and for no tokens."""
-    with parallel.init_parallel(make_config(Path("unused"), {"parallel.tp": 2})):
+    with init_parallel(make_config(Path("unused"), {"parallel.tp": 2})):
         results = {f"{name} {t}": value for t in TEMPERATURES for name, value in compute(arrays, t).items()}
         return results | {f"{name} empty": value for name, value in compute(arrays, 1.0, tokens=0).items()}
 

@@ -25,15 +25,15 @@ from megatron_collab.checkpoint.adapters import read_peft, write_peft
 from megatron_collab.checkpoint.checkpointer import Checkpoints
 from megatron_collab.commands.__main__ import run
 from megatron_collab.config import Config
+from megatron_collab.launch.trainer_specs import network_spec, trainer_spec
 from megatron_collab.models import hf_config, lora
 from megatron_collab.runtime.process import EXIT_BAD_INPUT, RunStopped
 from megatron_collab.trainer.megatron import lora as adapters
 from megatron_collab.trainer.megatron import model as policies
-from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
 from tests.helpers import selected
-from tests.ranks import learn, make_config, make_model, make_samples, run_ranks
+from tests.ranks import init_parallel, learn, make_config, make_model, make_samples, run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -114,14 +114,14 @@ def measure(folder: Path, layouts: list[str]) -> dict[str, Any]:
     for layout in layouts:
         name, settings = LAYOUTS[layout]
         config = configure(folder, name, settings)
-        with parallel.init_parallel(config):
+        with init_parallel(config):
             results[layout] = in_layout(config, folder, layout, name)
     results["lives"] = live(folder)
     return results
 
 
 def in_layout(config: Config, folder: Path, layout: str, name: str) -> dict[str, Any]:
-    batch, trainer = Batch(SAMPLES), PolicyTrainer(config)
+    batch, trainer = Batch(SAMPLES), PolicyTrainer(trainer_spec(config))
     first = trainer.log_probs(trainer.policy.chunks, batch)
     loaded = read_peft(folder / "peft" / name / "adapters")
     for parameter in factors_of(trainer):
@@ -162,8 +162,8 @@ def live(folder: Path) -> dict[str, Any]:
     batch = Batch(SAMPLES)
     for name, settings in LIVES.items():
         config, saved = configure(folder, "qwen3", settings), folder / "lives" / name
-        with parallel.init_parallel(config):
-            trainer = PolicyTrainer(config)
+        with init_parallel(config):
+            trainer = PolicyTrainer(trainer_spec(config))
             base = trainer.log_probs(trainer.policy.chunks, batch)
             for _ in range(2):
                 learn(trainer, batch)
@@ -172,7 +172,7 @@ def live(folder: Path) -> dict[str, Any]:
             with Checkpoints(saved, 1, 60.0) as checkpoints:
                 checkpoints.save(2, trainer.checkpointed, {})
             metrics = [learn(trainer, batch) for _ in range(2)]
-            other = PolicyTrainer(config)
+            other = PolicyTrainer(trainer_spec(config))
             with Checkpoints(saved, 1, 60.0) as checkpoints:
                 checkpoints.load_latest(other.checkpointed)
             other.step = 2
@@ -185,8 +185,8 @@ def live(folder: Path) -> dict[str, Any]:
                 "same": all(torch.equal(*pair) for pair in pairs),
                 "copies": trainer.reference,
             }
-    with parallel.init_parallel(configure(folder, "qwen3", RL | {"parallel.pp": 2})):
-        trainer = PolicyTrainer(configure(folder, "qwen3", RL | {"parallel.pp": 2}))
+    with init_parallel(configure(folder, "qwen3", RL | {"parallel.pp": 2})):
+        trainer = PolicyTrainer(trainer_spec(configure(folder, "qwen3", RL | {"parallel.pp": 2})))
         with Checkpoints(folder / "lives" / "tp2-sp", 1, 60.0) as checkpoints:
             checkpoints.load_latest(trainer.checkpointed)
         results["resharded"] = [trainer.log_probs(trainer.policy.chunks, batch), results["tp2-sp"]["still"][0]]
@@ -326,7 +326,7 @@ def test_a_checkpoint_contains_only_adapters(folder: Path, rank_results: object)
 
 def test_dropout_drops_inputs_of_adapters(one_rank: Config, folder: Path) -> None:
     config = configure(folder, "qwen3", {"model.lora.dropout": 0.25})
-    (chunk,) = policies.load(config)
+    (chunk,) = policies.load(network_spec(config))
     adapter = next(module for module in chunk.modules() if isinstance(module, adapters.Adapters))
     for part in (*adapter.a.values(), *adapter.b.values()):
         torch.nn.init.ones_(part.data)

@@ -79,6 +79,15 @@ def test_ppo_equals_its_formula() -> None:
     assert (gradient[np.array(clipped)] == 0).all()
 
 
+def test_a_ratio_at_the_bound_of_the_dual_clip_is_not_clipped() -> None:
+    algo = AlgoConfig(loss="ppo", clip_low=0.2, clip_high=0.28, clip_dual=2.0)
+    log_probs = torch.tensor([math.log(2.0), math.log(2.0) + 1e-9], dtype=torch.float64)
+    old, sequence = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
+    terms = policy_loss(algo)(log_probs, old, old - 1.0, sequence, 1)
+    assert terms.ratio[0] == 2.0 and terms.loss.tolist() == [2.0, 2.0]
+    assert terms.clipped.tolist() == [0.0, 1.0]
+
+
 def sequence_form(new: np.ndarray, advantage: np.ndarray, weight: np.ndarray) -> float:
     """Equation 5 of GSPO, an advantage and a weight for each sequence."""
     loss = 0.0

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_collab.config import Config
+from megatron_collab.launch.trainer_specs import trainer_spec
 from megatron_collab.trainer import host_memory
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
@@ -27,7 +28,7 @@ def actors(
     pair = []
     for offload in (True, False):
         config = make_config(folder, {"parallel.offload": offload, "model.dtype": request.param, "algo.kl_coef": 0.0})
-        pair.append(PolicyTrainer(config))
+        pair.append(PolicyTrainer(trainer_spec(config)))
         learn(pair[-1], Batch(make_samples(4, seed=1)))
     return pair
 
@@ -55,8 +56,7 @@ def test_the_memory_is_free_while_offloaded(actors: list[PolicyTrainer]) -> None
 
 def test_offloading_before_the_first_step(actors: list[PolicyTrainer]) -> None:
     """There is no optimizer state yet, and in float32 only gradients can be offloaded."""
-    config = actors[0].config
-    fresh = PolicyTrainer(config)
+    fresh = PolicyTrainer(actors[0].spec)
     with fresh.offloaded():
         pass
     assert learn(fresh, Batch(make_samples(4, seed=1)))["grad_norm"] > 0
@@ -80,7 +80,7 @@ def test_training_goes_on_as_if_nothing_had_been_moved(actors: list[PolicyTraine
 def test_optimizer_and_gradients_leave_a_gpu_and_come_back(one_gpu: Config, tmp_path: Path, dtype: str) -> None:
     """Into pinned memory, and as the same numbers."""
     settings = {"launch.device": "cuda", "parallel.offload": True, "model.dtype": dtype, "algo.kl_coef": 0.0}
-    actor = PolicyTrainer(make_config(make_model(tmp_path / "model"), settings))
+    actor = PolicyTrainer(trainer_spec(make_config(make_model(tmp_path / "model"), settings)))
     learn(actor, Batch(make_samples(4, seed=1)))
     for _ in range(2):  # the second time in the same host memory
         before, allocated = [tensor.cpu() for tensor in optimizer_state(actor)], torch.cuda.memory_allocated()

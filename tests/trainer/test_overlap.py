@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_collab.trainer.megatron import parallel
+from megatron_collab.launch.trainer_specs import trainer_spec
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
-from tests.ranks import learn, make_config, make_model, make_samples, run_ranks
+from tests.ranks import init_parallel, learn, make_config, make_model, make_samples, run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -84,8 +84,8 @@ def record(folder: Path, device_type: str) -> dict[str, tuple[list[Span], list[S
         settings = settings | {"launch.device": device_type, "model.dtype": dtype, "train.tokens_per_micro_batch": 1024}
         config = make_config(folder, settings)
         batch = Batch(make_samples(400 if device_type == "cuda" else 8, seed=0))
-        with parallel.init_parallel(config):
-            trainer = PolicyTrainer(config)
+        with init_parallel(config):
+            trainer = PolicyTrainer(trainer_spec(config))
             learn(trainer, batch)
             with profile(activities=[ACTIVITIES[device_type]]) as recording:
                 learn(trainer, batch)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_collab.config import Config
+from megatron_collab.launch.trainer_specs import network_spec
 from megatron_collab.trainer import microbatches
 from megatron_collab.trainer.microbatches import (
     MicroBatch,
@@ -220,7 +221,6 @@ def micro_batches_of(
 ) -> dict[tuple[int, int], list[MicroBatch]]:
     """Micro-batches by data parallel and context parallel rank."""
     config = Config()
-    config.train.tokens_per_micro_batch = budget
     config.parallel.cp, config.parallel.pp, config.parallel.vpp = cp, pp, vpp
     state, by_rank = microbatches.parallel_state, {}
     monkeypatch.setattr(state, "get_data_parallel_world_size", lambda: dp)
@@ -228,7 +228,7 @@ def micro_batches_of(
     for rank in np.ndindex(dp, cp):
         monkeypatch.setattr(state, "get_data_parallel_rank", lambda rank=rank: rank[0])
         monkeypatch.setattr(state, "get_context_parallel_rank", lambda rank=rank: rank[1])
-        by_rank[rank] = make_micro_batches(config, columns, torch.device("cpu"), pairs)
+        by_rank[rank] = make_micro_batches(network_spec(config), budget, columns, torch.device("cpu"), pairs)
     return by_rank
 
 
@@ -282,6 +282,13 @@ def test_ranks_predict_every_trained_token_once(
             == len(pairs)
             <= micro_batch.samples
         )
+
+
+def test_virtual_stages_alone_need_a_multiple_of_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = {"token_ids": [np.arange(9)], "loss_mask": [np.arange(9) > 0]}
+    for vpp, count in ((1, 1), (2, 2)):
+        (rank,) = micro_batches_of(columns, monkeypatch, pp=2, vpp=vpp).values()
+        assert len(rank) == count
 
 
 def test_context_parallel_ranks_fill_a_budget_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 
 from megatron_collab.checkpoint import hf
 from megatron_collab.config import Config
+from megatron_collab.launch.trainer_specs import network_spec
 from megatron_collab.trainer.megatron import model as policies
-from megatron_collab.trainer.megatron import parallel
 from tests.helpers import make_model
-from tests.ranks import run_ranks
+from tests.ranks import init_parallel, run_ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -146,7 +146,7 @@ def measure_every_layout(folder: Path) -> None:
     of its gradient.
     """
     for layout in LAYOUTS:
-        with parallel.init_parallel(configure(folder, layout)):
+        with init_parallel(configure(folder, layout)):
             for name in MODELS:
                 if layout in layouts_of(name):
                     measure(folder, name, layout)
@@ -229,7 +229,7 @@ def train(chunks: list[torch.nn.Module], run: Run) -> float:
 def measure(folder: Path, name: str, layout: str) -> None:
     config = configure(folder / name, layout)
     out = folder / "out" / layout
-    chunks = policies.load(config)
+    chunks = policies.load(network_spec(config))
     hf.save_hf(chunks, out / name, folder / name)
     run = Run(np.load(folder / "tokens.npz", allow_pickle=True)["micro_batches"], config.parallel.tp)
     twin = policies.frozen_copy(chunks)

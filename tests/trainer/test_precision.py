@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_collab.launch.trainer_specs import trainer_spec
 from megatron_collab.trainer.megatron import config as megatron_config
-from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
 from tests import gpus
 from tests.helpers import make_model
-from tests.ranks import learn, make_config, make_samples, run_ranks
+from tests.ranks import init_parallel, learn, make_config, make_samples, run_ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -97,8 +97,8 @@ def measure(folder: Path, cases: dict[str, Any], device_type: str, engine: bool)
     megatron_config._engine = lambda dtype: engine and dtype.itemsize == 2
     for name, (family, settings) in cases.items():
         config = make_config(folder / family, settings | {"launch.device": device_type, "algo.kl_coef": 0.0})
-        with parallel.init_parallel(config):
-            actor = PolicyTrainer(config)
+        with init_parallel(config):
+            actor = PolicyTrainer(trainer_spec(config))
             batch = Batch(SAMPLES)
             rows = np.concatenate(actor.log_probs(actor.chunks, batch))
             results[name] = {"log_probs": rows, "grad_norm": learn(actor, batch)["grad_norm"]}

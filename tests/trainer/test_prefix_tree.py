@@ -78,8 +78,15 @@ def test_a_tree_above_the_budget_is_cut_at_the_shortest_shared_prefix() -> None:
 
     assert cut(700) == [tuple(range(12))], "100 + 4 (20 + 3 40)"
     assert cut(400) == [(0, 1, 2, 3, 4, 5), (6, 7, 8, 9, 10, 11)], "380 each"
+    assert cut(350) == [(0, 1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11)], "240 fills less than three quarters"
     assert cut(300) == [(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)], "280 with a fourth sample: not in two rollouts"
     assert cut(100) == [(number,) for number in range(12)], "each is longer"
+
+
+def test_a_tree_of_equal_prefixes_is_cut_as_late_as_the_budget_allows() -> None:
+    samples = [of((1, 100), (10 + number, 41)) for number in range(10)]
+    trees = plan_trees(samples, [0] * 10, 300, 1)
+    assert [tree.samples for tree in trees] == [(0, 1, 2, 3, 4), (5, 6, 7, 8, 9)], "100 + 5 40"
 
 
 def test_trees_are_cut_for_more_ranks() -> None:

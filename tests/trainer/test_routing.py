@@ -17,13 +17,13 @@ from megatron.core import parallel_state
 from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.config import Config
-from megatron_collab.trainer.megatron import parallel
+from megatron_collab.launch.trainer_specs import trainer_spec
 from megatron_collab.trainer.megatron.routing import ReplayedRouter
 from megatron_collab.trainer.microbatches import collate, replayed
 from megatron_collab.trainer.prefix_tree import plan_trees
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch, Sample, ScoredBatch
-from tests.ranks import EXPERTS, HF, make_config, make_model, make_samples, run_ranks
+from tests.ranks import EXPERTS, HF, init_parallel, make_config, make_model, make_samples, run_ranks
 
 LAYERS, COUNT, WIDTH = HF["num_hidden_layers"], EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"]
 SETTINGS: dict[str, object] = {
@@ -112,7 +112,7 @@ def chosen_alone(trainer: PolicyTrainer, samples: Sequence[Sample]) -> tuple[Sam
 
 def learned(config: Config, samples: tuple[Sample, ...]) -> dict[str, Any]:
     """Log-probs before and after an update, its metrics, and whether the routers have changed."""
-    trainer = PolicyTrainer(config)
+    trainer = PolicyTrainer(trainer_spec(config))
     before = np.concatenate(trainer.log_probs(trainer.chunks, Batch(samples)))
     routers = [value for chunk in trainer.chunks for name, value in chunk.named_parameters() if "router" in name]
     old = [value.detach().clone() for value in routers]
@@ -127,7 +127,7 @@ def learn_in_every_layout(folder: Path, ways: dict[str, tuple[Sample, ...]]) -> 
     results: dict[str, Any] = {}
     for layout, settings in LAYOUTS.items():
         config = make_config(folder, SETTINGS | settings)
-        with parallel.init_parallel(config):
+        with init_parallel(config):
             results[layout] = {way: learned(config, samples) for way, samples in ways.items()}
             assert parallel_state.get_data_parallel_world_size() == (2 if "ep2" in layout else 1)
     return results
@@ -173,7 +173,7 @@ def test_reference_and_critic_choose_for_themselves(
 ) -> None:
     """Old log-probs use the replayed experts."""
     changed = {"algo.kl_coef": 0.1, "algo.advantage": "gae", "algo.mini_batches": 2, **settings}
-    trainer = PolicyTrainer(make_config(folder, SETTINGS | changed))
+    trainer = PolicyTrainer(trainer_spec(make_config(folder, SETTINGS | changed)))
     assert trainer.critic
     torch.nn.init.constant_(trainer.critic.chunks[0].module.value_head.weight, 0.1)
     samples = make_samples(4, seed=2)
@@ -190,7 +190,7 @@ def test_reference_and_critic_choose_for_themselves(
 def test_experts_are_replayed_in_every_layout(folder: Path, one_rank: Config) -> None:
     """Replaying the router's own choice changes no bit; another choice changes everything, as in transformers."""
     samples = make_samples(12, seed=1)
-    chosen = chosen_alone(PolicyTrainer(make_config(folder, SETTINGS)), samples)
+    chosen = chosen_alone(PolicyTrainer(trainer_spec(make_config(folder, SETTINGS))), samples)
     other = planted(samples)
     log_probs, norm = transformers_with(folder, other)
     for rank in run_ranks(learn_in_every_layout, 2, folder, {"none": samples, "own": chosen, "other": other}):

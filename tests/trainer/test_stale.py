@@ -10,6 +10,7 @@ import pytest
 
 from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.config import Config
+from megatron_collab.launch.trainer_specs import trainer_spec
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch, Sample, ScoredBatch
 from tests.ranks import learn, make_config, make_model, make_samples
@@ -39,7 +40,7 @@ def test_old_samples_are_corrected_for_older_weights(folder: Path, one_rank: Con
         "optim.warmup_steps": 0,
     }
     config = make_config(folder, settings)
-    actor = PolicyTrainer(config)
+    actor = PolicyTrainer(trainer_spec(config))
     drawn = make_samples(9, seed=3)
     engine = actor.log_probs(actor.chunks, Batch(drawn))  # the weights that sample
     samples = tuple(

@@ -14,11 +14,20 @@ from scipy.stats import t
 from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.checkpoint import hf
 from megatron_collab.config import Config
-from megatron_collab.trainer.megatron import parallel
+from megatron_collab.launch.trainer_specs import trainer_spec
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch, Sample, ScoredBatch
 from tests.helpers import in_turn, selected
-from tests.ranks import hidden_states, learn, make_config, make_model, make_pairs, make_samples, run_ranks
+from tests.ranks import (
+    hidden_states,
+    init_parallel,
+    learn,
+    make_config,
+    make_model,
+    make_pairs,
+    make_samples,
+    run_ranks,
+)
 
 SAMPLES = make_samples(11, seed=1)
 Maker = Callable[..., PolicyTrainer]
@@ -84,7 +93,7 @@ def train_in_layouts(folder: Path, cases: Sequence[tuple[str, str]], device_type
     for layout, layout_settings in (LAYOUTS | EXPERT_LAYOUTS).items():
         settings = layout_settings | on
         experts = layout in EXPERT_LAYOUTS
-        with parallel.init_parallel(make_config(folder, settings)):
+        with init_parallel(make_config(folder, settings)):
             for stage, more in (EXPERT_STAGES if experts else STAGES).items():
                 if (layout, stage) in cases:
                     model = folder.with_name("experts") if experts else folder
@@ -94,7 +103,7 @@ def train_in_layouts(folder: Path, cases: Sequence[tuple[str, str]], device_type
 
 def train_alone(folder: Path, device_type: str) -> dict[str, dict]:
     """As the only rank."""
-    with parallel.init_parallel(make_config(folder, {"launch.device": device_type})):
+    with init_parallel(make_config(folder, {"launch.device": device_type})):
         return train_every_stage(folder, device_type)
 
 
@@ -108,7 +117,7 @@ def train_every_stage(folder: Path, device_type: str = "cpu") -> dict[str, dict]
 def train(folder: Path, settings: Mapping[str, object]) -> dict[str, object]:
     """Inside a process group: metrics of three updates on two batches, and log-probs and validation after them."""
     config = make_config(folder, settings)
-    actor = PolicyTrainer(config)
+    actor = PolicyTrainer(trainer_spec(config))
     make = make_pairs if config.objective == "dpo" else make_samples
     batches = [Batch(make(11, seed)) for seed in (1, 2, 1)]
     metrics = [learn(actor, batch) for batch in batches]
@@ -124,7 +133,8 @@ def alone(folder: Path, one_rank: Config) -> dict[str, dict]:
 @pytest.fixture
 def make_actor(folder: Path, one_rank: Config) -> Maker:
     def make(**settings: object) -> PolicyTrainer:
-        return PolicyTrainer(make_config(folder, {name.replace("__", "."): value for name, value in settings.items()}))
+        changed = {name.replace("__", "."): value for name, value in settings.items()}
+        return PolicyTrainer(trainer_spec(make_config(folder, changed)))
 
     return make
 
@@ -148,7 +158,7 @@ def assert_same_training(actual: dict, expected: dict, times: float = 1) -> None
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("stage", "layout"), in_turn(STAGES, [*LAYOUTS], each=2))
+@pytest.mark.parametrize(("stage", "layout"), in_turn(STAGES, [*LAYOUTS], fast=2))
 def test_every_layout_trains_the_same(layouts: dict, alone: dict, layout: str, stage: str) -> None:
     assert_same_training(layouts[f"{layout} {stage}"], alone[stage])
 
@@ -194,6 +204,7 @@ def test_two_gpus_train_what_one_trains(on_two_gpus: dict, on_one_gpu: dict, lay
         assert_same_training(on_two_gpus[f"{layout} {stage}"], on_one_gpu[stage], OTHER_KERNELS)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("budget", [pytest.param(1, marks=pytest.mark.slow), 60])
 def test_packing_does_not_matter(folder: Path, alone: dict, budget: int, stage: str) -> None:
@@ -230,7 +241,7 @@ def test_policy_update_is_that_of_the_token_mean(make_actor: Maker) -> None:
         torch.cat([torch.from_numpy(getattr(sample, name)[1:]) for sample in SAMPLES])
         for name in ("loss_mask", "log_probs")
     )
-    batch = with_advantages(ScoredBatch(tuple(SAMPLES)), actor.config.algo)
+    batch = with_advantages(ScoredBatch(tuple(SAMPLES)), actor.spec.algo)
     advantages = torch.cat([torch.from_numpy(values[1:]) for values in batch.advantages])
     log_probs = torch.cat(rows)
     loss = (-(log_probs - log_probs.detach()).exp() * advantages * mask).sum() / mask.sum()
@@ -267,7 +278,7 @@ def test_every_term_of_the_objective_is_in_the_update(
     of_run = [make_model(tmp_path_factory.mktemp(term) / "model", seed=seed, tied=tied) for seed in (0, 1)]
     policy, reference = (make_config(path, TERMS[term]) for path in of_run)
     algo = policy.algo
-    actor, other = PolicyTrainer(policy), PolicyTrainer(reference)
+    actor, other = PolicyTrainer(trainer_spec(policy)), PolicyTrainer(trainer_spec(reference))
     actor.reference = other.reference
     terms = []
     log_ratios = []
@@ -324,12 +335,13 @@ def test_epochs_go_over_the_same_batch_again(make_actor: Maker) -> None:
     """Old log-probs are from before the first epoch: epochs equal successive updates by the same scored batch."""
     same = {"algo__clip_low": 0.01, "optim__warmup_steps": 0}
     twice, once = make_actor(algo__epochs=2, **same), make_actor(**same)
-    scored = with_advantages(twice.score(Batch(SAMPLES)), twice.config.algo)
+    scored = with_advantages(twice.score(Batch(SAMPLES)), twice.spec.algo)
     assert scored.old_log_probs is not None
     metrics, expected = twice.update(scored), [once.update(scored), once.update(scored)]
     for name in ("loss", "grad_norm", "ratio_mean", "clip_fraction", "entropy", "kl"):
         assert metrics[name] == pytest.approx(np.mean([step[name] for step in expected]), rel=1e-6)
     assert expected[1]["clip_fraction"] > 0 and metrics["tokens"] == expected[0]["tokens"]
+    assert (metrics["optimizer_steps"], expected[0]["optimizer_steps"]) == (2, 1)
     for row, other in zip(*(actor.log_probs(actor.chunks, Batch(SAMPLES)) for actor in (twice, once)), strict=True):
         np.testing.assert_array_equal(row, other)
 
@@ -337,7 +349,7 @@ def test_epochs_go_over_the_same_batch_again(make_actor: Maker) -> None:
 def test_later_turns_weigh_as_the_setting_says(make_actor: Maker) -> None:
     """The update by all turns is the weighted sum of those by the trained turns and by the later ones."""
     samples = tuple(replace(sample, later=number >= 4) for number, sample in enumerate(SAMPLES))
-    scored = with_advantages(make_actor().score(Batch(samples)), make_actor().config.algo)
+    scored = with_advantages(make_actor().score(Batch(samples)), make_actor().spec.algo)
     parts = [range(4), range(4, len(samples))]
 
     def loss(rows: range) -> float:

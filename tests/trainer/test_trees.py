@@ -13,14 +13,13 @@ from megatron.core import parallel_state
 
 from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.config import Config
+from megatron_collab.launch.trainer_specs import trainer_spec
 from megatron_collab.trainer import prefix_tree
 from megatron_collab.trainer.megatron import config as megatron_config
-from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.megatron.paths import PackedTrees
-from megatron_collab.trainer.microbatches import make_micro_batches
 from megatron_collab.trainer.trainer import PolicyTrainer, _columns
 from megatron_collab.types import Batch, Credit, Sample
-from tests.ranks import HF, make_config, make_model, run_ranks
+from tests.ranks import HF, init_parallel, make_config, make_model, run_ranks
 
 # Every term of the update, with a reference and a critic; no clip, so that gradients are those of the loss.
 UPDATE: dict[str, object] = {"algo.advantage": "gae", "algo.entropy_coef": 0.1, "optim.clip_grad": 1e9}
@@ -63,13 +62,13 @@ def learned(config: Config) -> dict[str, Any]:
 
     Data parallel ranks have only their parts of the sum: for them the norms, which are metrics, are compared.
     """
-    trainer = PolicyTrainer(config)
+    trainer = PolicyTrainer(trainer_spec(config))
     if trainer.critic and hasattr(head := trainer.critic.chunks[-1].module, "value_head"):
         torch.nn.init.constant_(head.value_head.weight, 0.1)
     batch = trainer.score(Batch(futures(0)))
     log_probs = trainer.log_probs(trainer.policy.chunks, batch)
     columns = _columns(batch)
-    values = batch.values or trainer.critic.values(columns, make_micro_batches(config, columns, trainer.device))
+    values = batch.values or trainer.critic.values(columns, trainer._micro_batches(columns))
     metrics = trainer.update(with_advantages(batch, config.algo))
     whole = trainer.trainables.values() if parallel_state.get_data_parallel_world_size() == 1 else ()
     gradients = [torch.cat([part.flatten() for part in trainable.gradients()]) for trainable in whole]
@@ -116,7 +115,7 @@ def learn_in_every_layout(folder: Path) -> dict[str, Any]:
     results = {}
     for layout, settings in LAYOUTS.items():
         config = make_config(folder.with_name("experts") if layout == "ep2" else folder, UPDATE | settings)
-        with parallel.init_parallel(config):
+        with init_parallel(config):
             results[layout] = both_ways(config)
     return results
 
@@ -131,7 +130,7 @@ def test_trees_train_the_same_in_every_layout(folder: Path) -> None:
 def learn_with_the_engine(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     megatron_config._engine = lambda dtype: True
     config = make_config(folder, UPDATE)
-    with parallel.init_parallel(config):
+    with init_parallel(config):
         return both_ways(config)
 
 

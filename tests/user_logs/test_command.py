@@ -120,6 +120,7 @@ def written(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
+@pytest.mark.processes
 def test_a_log_becomes_tasks_and_does_so_again_from_its_recording(
     model: Endpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,6 +232,7 @@ def test_a_spent_budget_is_said_and_a_larger_one_goes_on(model: Endpoint, capsys
     assert len(model.requests) == 18 + 1
 
 
+@pytest.mark.processes
 def test_with_a_model_of_names_none_is_sent(model: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a log that does not say whose its conversations are, which the card admits."""
     Path("log.jsonl").write_text("".join(json.dumps({"messages": row["messages"]}) + "\n" for row in made_log()))
@@ -247,6 +249,7 @@ def test_with_a_model_of_names_none_is_sent(model: Endpoint, capsys: pytest.Capt
     assert "17 conversations, each" in card and "a person may be in both." in card and "No person" not in card
 
 
+@pytest.mark.processes
 def test_the_commands_of_the_page_run(model: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/howto/users-from-logs.md").read_text().replace("\\\n", " ")
     monkeypatch.setenv("OPENAI_API_BASE", f"http://127.0.0.1:{model.port}/v1")

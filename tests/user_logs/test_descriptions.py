@@ -46,6 +46,7 @@ def described(text: str, **answer: Any) -> Task:
     return asyncio.run(describe_user(client, EndpointConfig(model="m"), "?", logged))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("nothing", NOTHING)
 def test_a_model_that_has_nothing_to_tell_makes_no_person_and_no_persona(nothing: str) -> None:
     text = f"None of it is unknown, no? {nothing}"

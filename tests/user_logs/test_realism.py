@@ -13,7 +13,8 @@ import pytest
 from megatron_collab.commands.__main__ import run
 from megatron_collab.config import Config, recorded
 from megatron_collab.data.datasets import task_row, write_jsonl
-from megatron_collab.observability.folder import append, rows_of
+from megatron_collab.observability import transcripts
+from megatron_collab.observability.folder import rows_of
 from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Message, Reward, Rollout, Task, Turn
 from megatron_collab.user_logs.personal import PersonalData
 from megatron_collab.user_logs.realism import UserMessages, compare, comparison_text, run_messages
@@ -126,6 +127,7 @@ def test_messages_of_the_task_are_not_simulated() -> None:
     ]
 
 
+@pytest.mark.processes
 def test_a_run_is_compared_with_a_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +141,7 @@ def test_a_run_is_compared_with_a_log(
     groups = [play(task, *[(f"{says(draw)} please", STOP) for _ in range(3)]) for task in tasks]
     write_jsonl(folder / "tasks.jsonl", [task_row(task) for task in tasks])
     (folder / "config.json").write_text(json.dumps(recorded(config)))
-    append(folder / "transcripts.jsonl", [{"step": 3, **row} for row in rows_of(groups)])
+    transcripts.write_step(folder, 3, [[*rows_of([group])] for group in groups])
     log = [
         {
             "user_id": f"person {at}",
@@ -163,7 +165,7 @@ def test_a_run_is_compared_with_a_log(
     assert comparison["messages"] == [40, 60]
     assert comparison["features"][0]["feature"] == "says please"
     assert run("users-from-logs", ["log.jsonl", "--realism", "runs/support", "--step", "9"]) == 2
-    assert "--step=9: runs/support/transcripts.jsonl has no such step; the last one is 3" in capsys.readouterr().err
+    assert "--step=9: runs/support has no transcripts of that step; the last one is 3" in capsys.readouterr().err
     write_jsonl(tmp_path / "log.jsonl", log[:4])
     assert run("users-from-logs", ["log.jsonl", "--realism", "runs/support"]) == 2
     assert "the log has messages of only 4 people to compare; at least 5" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from megatron_collab.config import Config
 from megatron_collab.inference.client import SGLangClient
 from megatron_collab.inference.server import SGLangServer
 from megatron_collab.launch import server_specs
-from megatron_collab.trainer.megatron import parallel
+from megatron_collab.launch.trainer_specs import sync_spec, trainer_spec
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch, Credit, Sample, Turn
 from megatron_collab.weight_sync.store_protocol import PlaceStore, SyncStore
@@ -27,7 +27,7 @@ from megatron_collab.weight_sync.sync import PublishError, WeightSync
 from megatron_collab.weight_sync.transports.shared_memory import SharedMemoryTransport
 from tests.conftest import Served, serving_config
 from tests.helpers import make_model, policy_servers
-from tests.ranks import learn, run_ranks
+from tests.ranks import init_parallel, learn, run_ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -206,7 +206,7 @@ def publish_in(folder: Path, name: str, servers: dict[str, Any]) -> dict[str, An
     if name in TWO_NODES:
         config.launch.nodes, config.launch.nproc_per_node = 2, 1
     first = 10 * (1 + list(CASES).index(name))
-    with parallel.init_parallel(config):
+    with init_parallel(config):
         case = Case(config, servers[kind], bucket_bytes)
         rounds = [case.measure()]
         stats: list[dict[str, float]] = []
@@ -302,7 +302,7 @@ class Case:
 
     def __init__(self, config: Config, servers: list[dict[str, Any]], bucket_bytes: int) -> None:
         self.servers, self.config, self.bucket_bytes = servers, config, bucket_bytes
-        self.actor = PolicyTrainer(config)
+        self.actor = PolicyTrainer(trainer_spec(config))
         self.samples: tuple[Sample, ...] = ()
         self.seed = 0
 
@@ -310,8 +310,8 @@ class Case:
         """A new publisher with its fleet; `changes` apply to the last server."""
         servers = [*self.servers[:-1], self.servers[-1] | changes]
         fleet = Fleet(servers) if dist.get_rank() == 0 else None
-        spec = policy_servers(self.config)
-        return WeightSync(self.config, spec, self.actor.chunks, self.actor.shape, fleet, self.bucket_bytes), fleet
+        sync, spec = sync_spec(self.config), policy_servers(self.config)
+        return WeightSync(sync, spec, self.actor.chunks, self.actor.shape, fleet, self.bucket_bytes), fleet
 
     def measure(self, servers: int | None = None) -> dict[str, Any]:
         """Sample; return the largest log-prob difference of servers and trainer, the versions and the cached tokens.

@@ -16,13 +16,13 @@ import torch
 
 from megatron_collab.config import Config
 from megatron_collab.inference.server import SGLangServer
+from megatron_collab.launch.trainer_specs import sync_spec
 from megatron_collab.models import hf_config
 from megatron_collab.planning import memory
-from megatron_collab.trainer.megatron import parallel
 from megatron_collab.weight_sync.sync import WeightSync
 from tests import gpus
 from tests.helpers import configured, make_model, nats_apart, policy_servers
-from tests.ranks import run_ranks
+from tests.ranks import init_parallel, run_ranks
 from tests.weight_sync.test_engine_parity import Case, Line
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -147,12 +147,13 @@ def publish_to_each(root: Path, lines: dict[str, Any], device_type: str, precisi
     by_family = {}
     for family, line in lines.items():
         config = settings(root, "trainer", device_type, family, precision)
-        with parallel.init_parallel(config):
+        with init_parallel(config):
             case = Case(config, [line], 1 << 20)
             spec = policy_servers(config)
             server = Lender(**line, index=0, released=set(), spec=spec)
             rounds = []
-            with WeightSync(config, spec, case.actor.chunks, case.actor.shape, Alone(server), 1 << 20) as publisher:  # type: ignore[arg-type]
+            fleet, sync = Alone(server), sync_spec(config)
+            with WeightSync(sync, spec, case.actor.chunks, case.actor.shape, fleet, 1 << 20) as publisher:  # type: ignore[arg-type]
                 for version in range(ROUNDS):
                     before = free(device_type)
                     server.release()

@@ -13,9 +13,11 @@ import pytest
 import torch.distributed as dist
 
 from megatron_collab.inference.server import ServerError
+from megatron_collab.launch.trainer_specs import sync_spec
 from megatron_collab.models import hf_to_megatron
-from megatron_collab.weight_sync import sync
+from megatron_collab.weight_sync import in_place, sync
 from megatron_collab.weight_sync.http_protocol import ServerCall
+from megatron_collab.weight_sync.in_place import InPlace
 from megatron_collab.weight_sync.receiver import Receiver
 from megatron_collab.weight_sync.store_protocol import PlaceStore, SyncStore
 from megatron_collab.weight_sync.sync import PublishError, WeightSync
@@ -183,25 +185,26 @@ def hang(ranks: int, nodes: int, transport: str, moment: str, quantized: bool, s
     shards = fakes.make_shards()
     node = dist.get_rank() * nodes // ranks
     own_shards = {name: shard for name, shard in shards.items() if nodes == 1 or stage_of(name) == node}
-    sync.named_shards = lambda chunks: own_shards.items()
+    in_place.named_shards = lambda chunks: own_shards.items()
     fleet = fakes.make_fleet(config) if dist.get_rank() == 0 else None
     silent = socket.create_server(("127.0.0.1", 0))
     if fleet:
         fleet.servers[1].url = f"http://127.0.0.1:{silent.getsockname()[1]}"
     makers = note_makers()
     spec = policy_servers(config)
-    with WeightSync(config, spec, [], fakes.SHAPE, fleet, fakes.BUCKET // (1 + quantized)) as sender:
-        assert len(sender._plan) > 4
-        places, parts = sync.places_of(config, spec.placement, on_gpus=False), sender._transport._writer.parts
+    with WeightSync(sync_spec(config), spec, [], fakes.SHAPE, fleet, fakes.BUCKET // (1 + quantized)) as sender:
+        assert len(sender._way.plan) > 4
+        places = in_place.places_of(sync_spec(config), spec.placement, on_gpus=False)
+        parts = sender._way.transport._writer.parts
         into = set() if transport == "network" else {places.keeper(node, t) for part in parts for t in part}
         assert makers() == into - {dist.get_rank()}  # it opens what it writes to, which is on its node
         assert into <= set(places.members(node))
         abandoned = note_abandoned()
         sender.publish(1)
         result: dict[str, Any] = {"version": sender.version, "abandoned": abandoned}
-        result["run"] = sorted({key.split("/")[0] for key in SyncStore(sender._store, 1)._store.list_keys()})
+        result["run"] = sorted({key.split("/")[0] for key in SyncStore(sender._way._store, 1)._store.list_keys()})
         if transport == "memory":
-            result["node"] = sorted(PlaceStore(sender._transport._store, 1)._store.list_keys())
+            result["node"] = sorted(PlaceStore(sender._way.transport._store, 1)._store.list_keys())
         dist.barrier()  # the store is the first rank's
         if fleet:
             result["reasons"] = {str(index): reason for index, reason in fleet.reasons.items()}
@@ -217,10 +220,10 @@ def be_slow() -> dict[str, Any]:
     config = fakes.configure("network", servers=1)
     config.launch.timeout, config.launch.nproc_per_node, config.publish.verify = 60.0, SLOW_RANKS, 0
     shards = fakes.make_shards()
-    sync.named_shards = lambda chunks: shards.items()
+    in_place.named_shards = lambda chunks: shards.items()
     fleet = fakes.make_fleet(config) if dist.get_rank() == 0 else None
     store, through = dist.distributed_c10d._get_default_store(), list[bool]()
-    carry, deliver = NetworkTransport.carry, WeightSync._in_place
+    carry, deliver = NetworkTransport.carry, InPlace.publish
 
     def carry_late(*arguments: Any) -> None:
         if dist.get_rank() == SLOW_RANKS - 1:
@@ -233,8 +236,8 @@ def be_slow() -> dict[str, Any]:
         through.append(store.add("through", 0) == SLOW_RANKS * (1 + len(through)))
         dist.barrier()
 
-    NetworkTransport.carry, WeightSync._in_place = carry_late, deliver_and_look
-    with WeightSync(config, policy_servers(config), [], fakes.SHAPE, fleet, fakes.BUCKET) as sender:
+    NetworkTransport.carry, InPlace.publish = carry_late, deliver_and_look
+    with WeightSync(sync_spec(config), policy_servers(config), [], fakes.SHAPE, fleet, fakes.BUCKET) as sender:
         sync.ServerCall = RefusingCall
         for version in (1, 2):
             try:

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from megatron_collab.checkpoint.hf import unwrap
+from megatron_collab.launch.trainer_specs import network_spec, sync_spec
 from megatron_collab.trainer.megatron import model as policies
-from megatron_collab.trainer.megatron import parallel
 from megatron_collab.weight_sync.http_protocol import ServerCall
 from megatron_collab.weight_sync.store_protocol import PlaceStore
 from megatron_collab.weight_sync.sync import WeightSync
 from tests.conftest import Served
 from tests.forked import fork
 from tests.helpers import make_model, policy_servers
-from tests.ranks import run_ranks
+from tests.ranks import init_parallel, run_ranks
 from tests.weight_sync.test_engine_parity import Line, configure
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -92,15 +92,15 @@ def publish(folder: Path, server: dict[str, Any], version: int, factor: float) -
     """Run on each rank: publish the model of `folder`, all weights times `factor`, as `version`."""
     config = configure(folder, {"tp": 2})
     spec = policy_servers(config)
-    with parallel.init_parallel(config):
-        policy = policies.load(config)
+    with init_parallel(config):
+        policy = policies.load(network_spec(config))
         with torch.no_grad():
             for chunk in policy:
                 for parameter in chunk.parameters():
                     parameter.mul_(factor)
         fleet = Fleet(server) if os.environ["RANK"] == "0" else None
-        with WeightSync(config, spec, policy, unwrap(policy[0]).shape, fleet, BUCKET_BYTES) as publisher:
-            assert len(publisher._plan) == BUCKETS
+        with WeightSync(sync_spec(config), spec, policy, unwrap(policy[0]).shape, fleet, BUCKET_BYTES) as publisher:
+            assert len(publisher._way.plan) == BUCKETS
             publisher.publish(version)
 
 

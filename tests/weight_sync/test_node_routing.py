@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 from megatron_collab.config import CONF, compose
+from megatron_collab.launch.trainer_specs import sync_spec, trainer_layout
 from megatron_collab.models import hf_config
 from megatron_collab.models.hf_to_sglang import ServerLayout
 from megatron_collab.models.parallel_layout import TrainerLayout
 from megatron_collab.runtime import device
 from megatron_collab.weight_sync import plan
+from megatron_collab.weight_sync.in_place import _devices
 from megatron_collab.weight_sync.node_routing import Places, hops, sent, written
 from megatron_collab.weight_sync.plan import Slice, SyncPlan
-from megatron_collab.weight_sync.sync import _devices
 from megatron_collab.weight_sync.transports.registry import places_of
 from tests.helpers import policy_servers
 from tests.weight_sync.random_layouts import draw, seeds
@@ -138,8 +139,8 @@ def test_of_a_70b_model_every_link_carries_the_same() -> None:
     options += ["rollout.server.tp=8", "rollout.server.replicas=16", "rollout.server.fp8=false"]
     config = compose(["experiment=train_70b", *options])
     shape = hf_config.read(CONF / "shapes" / "Llama-3.3-70B-Instruct.json")
-    sync_plan = plan.plan_sync(shape, plan.trainer_layout(config), policy_servers(config).layout, 2)
-    places = places_of(config, policy_servers(config).placement, on_gpus=True)
+    sync_plan = plan.plan_sync(shape, trainer_layout(config), policy_servers(config).layout, 2)
+    places = places_of(sync_spec(config), policy_servers(config).placement, on_gpus=True)
     assert places == Places(16, 8, 1, 8, colocated=True)
     for buckets, row in zip(sync_plan, hops(sync_plan, places), strict=True):
         out, into = Counter[int](), Counter[int]()
@@ -174,7 +175,7 @@ def test_on_gpus_a_colocated_server_reads_memory_of_its_own_device(
     monkeypatch.setattr(device, "select", lambda setting: device.Device("cuda", "nccl"))
     config = compose(options)
     spec, here = policy_servers(config), config.launch.nproc_per_node
-    placement, places = spec.placement, places_of(config, spec.placement, on_gpus=True)
+    placement, places = spec.placement, places_of(sync_spec(config), spec.placement, on_gpus=True)
     users: Counter[tuple[int, int]] = Counter()
     for server in range(placement.replicas):
         segments = [segment.index for segment in _devices(spec, server)]
@@ -192,5 +193,5 @@ def test_on_gpus_a_colocated_server_reads_memory_of_its_own_device(
 
 def test_over_the_network_all_servers_are_alike() -> None:
     config = compose(["experiment=train_70b", "publish.transport=network"])
-    places = places_of(config, policy_servers(config).placement, on_gpus=True)
+    places = places_of(sync_spec(config), policy_servers(config).placement, on_gpus=True)
     assert places.count == 1 and not places.colocated

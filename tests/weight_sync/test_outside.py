@@ -11,9 +11,10 @@ import torch
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.launch import server_specs
 from megatron_collab.launch.servers import check_servers
+from megatron_collab.launch.trainer_specs import sync_spec, trainer_layout
 from megatron_collab.planning.memory import sync_buckets
-from megatron_collab.weight_sync import sync
-from megatron_collab.weight_sync.plan import plan_sync, trainer_layout
+from megatron_collab.weight_sync import in_place
+from megatron_collab.weight_sync.plan import plan_sync
 from megatron_collab.weight_sync.sync import WeightSync
 from megatron_collab.weight_sync.transports.registry import places_of
 from tests.helpers import policy_servers, refused
@@ -47,9 +48,9 @@ def test_its_servers_have_all_weights(
         (tmp_path / "files.py").write_text(code.replace("yield self.bucket", "yield self.bucket.clone()"))
     folder = tmp_path / "weights"
     config, shards = configure(transport, folder, quantized), fakes.make_shards()
-    monkeypatch.setattr(sync, "named_shards", lambda chunks: shards.items())
+    monkeypatch.setattr(in_place, "named_shards", lambda chunks: shards.items())
     fleet, layout = fakes.make_fleet(config), policy_servers(config).layout
-    with WeightSync(config, policy_servers(config), [], fakes.SHAPE, fleet, fakes.BUCKET) as sender:  # type: ignore[arg-type]
+    with WeightSync(sync_spec(config), policy_servers(config), [], fakes.SHAPE, fleet, fakes.BUCKET) as sender:  # type: ignore[arg-type]
         for version in range(3):
             with torch.no_grad():
                 for shard in shards.values():
@@ -58,8 +59,8 @@ def test_its_servers_have_all_weights(
             assert sender.version == version and not fleet.reasons
             for server in fleet.servers:
                 fakes.assert_holds(server, layout, shards)
-            assert sender._clearing is not None
-            sender._clearing.result()
+            assert sender._way._clearing is not None
+            sender._way._clearing.result()
             (publish,) = folder.glob("*/*")  # those before it are removed
             assert publish.name == str(version + 1)
             if version == 1:
@@ -71,7 +72,7 @@ def test_its_servers_have_all_weights(
 def test_a_flipped_bit_is_found(transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the test above would notice a wrong byte."""
     config, shards = configure(transport, tmp_path / "weights"), fakes.make_shards()
-    monkeypatch.setattr(sync, "named_shards", lambda chunks: shards.items())
+    monkeypatch.setattr(in_place, "named_shards", lambda chunks: shards.items())
     fleet = fakes.make_fleet(config)
     take, flipped = fakes.Receiver._plan, list[int]()
 
@@ -82,7 +83,7 @@ def test_a_flipped_bit_is_found(transport: str, tmp_path: Path, monkeypatch: pyt
         return take(receiver, parameters, rows, bucket)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fakes.Receiver, "_plan", flip)
-    with WeightSync(config, policy_servers(config), [], fakes.SHAPE, fleet, fakes.BUCKET) as sender:  # type: ignore[arg-type]
+    with WeightSync(sync_spec(config), policy_servers(config), [], fakes.SHAPE, fleet, fakes.BUCKET) as sender:  # type: ignore[arg-type]
         sender.publish(1)
     assert list(fleet.reasons) == [1] and "its weights differ" in fleet.reasons[1]
 
@@ -92,7 +93,7 @@ def test_plans_ask_its_class(transport: str, tmp_path: Path) -> None:
     config = configure(transport, tmp_path)
     config.launch.nodes = config.rollout.server.replicas = 2
     spec = policy_servers(config)
-    assert places_of(config, spec.placement, on_gpus=True).count == 1
+    assert places_of(sync_spec(config), spec.placement, on_gpus=True).count == 1
     plan = plan_sync(fakes.SHAPE, trainer_layout(config), spec.layout, 2, fakes.BUCKET)
     assert sync_buckets(config, spec.placement, plan, 0) == 0
     config.publish.transport, config.publish.transport_options = "network", {}

@@ -13,6 +13,7 @@ from megatron.core.parallel_state import RankGenerator
 
 from megatron_collab.config import CONF, LoraConfig, compose
 from megatron_collab.config.schema import LORA_TARGETS
+from megatron_collab.launch.trainer_specs import trainer_layout
 from megatron_collab.models import hf_config, hf_to_megatron, hf_to_sglang, lora
 from megatron_collab.models.hf_config import Experts, ModelShape
 from megatron_collab.models.hf_to_sglang import ServerLayout
@@ -159,6 +160,14 @@ def test_no_rank_sends_or_receives_more_than_a_bucket_in_a_round(
     assert len(sync_plan) > 10
 
 
+@pytest.mark.parametrize("bucket_bytes", [6400, 7168])
+def test_a_source_of_rows_of_different_widths_sends_at_most_a_bucket(bucket_bytes: int) -> None:
+    """Server ranks that the trainer's cut goes through get half of the columns of the others."""
+    sides = {"hidden": 12, "ffn": 12 * 128, "heads": 12, "kv_heads": 12, "head_dim": 1, "vocab": 96}
+    shape = replace(draw(0)[0], layers=2, experts=None, **sides)
+    check_buckets(plan.plan_sync(shape, TrainerLayout(2, ranks=2), ServerLayout(6), ITEM, bucket_bytes), bucket_bytes)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_adapters_travel_after_the_model_and_later_alone(seed: int) -> None:
     shape, trainer, server = draw(seed)
@@ -245,8 +254,12 @@ def test_stages_and_ranks_share_the_work(trainer: TrainerLayout, server: ServerL
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
-    with pytest.raises(ValueError, match="a bucket of 64 bytes is too small"):
+    with pytest.raises(ValueError, match="a bucket of 64 bytes is too small") as refused:
         plan.plan_sync(*draw(0), ITEM, 64)
+    row_bytes = int(str(refused.value).rpartition(" ")[2])
+    with pytest.raises(ValueError, match=f"a bucket of {row_bytes} bytes is too small: single rows take {row_bytes}$"):
+        plan.plan_sync(*draw(0), ITEM, row_bytes)
+    check_buckets(plan.plan_sync(*draw(0), ITEM, row_bytes + plan.ALIGNMENT), row_bytes + plan.ALIGNMENT)
     shape = replace(draw(0)[0], layers=2, experts=Experts(2, 1, 8, True, layers=(0,)))
     with pytest.raises(ValueError, match="layer 1 has no experts"):
         plan.plan_sync(shape, TrainerLayout(1), ServerLayout(), ITEM)
@@ -270,12 +283,15 @@ def test_what_cannot_be_planned_is_refused() -> None:
             "q_proj.weight has 192 rows on a server's rank",
         ),
         ({"head_dim": 64}, TrainerLayout(tp=1), ServerLayout(1), None),
+        ({"heads": 3, "kv_heads": 3}, TrainerLayout(tp=1), ServerLayout(2), "attention heads"),
+        ({"ffn": 384}, None, ServerLayout(1, fp8=True), None),
         ({}, TrainerLayout(tp=2, ranks=2), ServerLayout(2, fp8=True), None),
     ],
 )
-def test_cuts_through_fp8_blocks_are_reported(
-    settings: dict[str, int], trainer: TrainerLayout, server: ServerLayout, message: str | None
+def test_layouts_that_a_server_cannot_hold_are_reported(
+    settings: dict[str, int], trainer: TrainerLayout | None, server: ServerLayout, message: str | None
 ) -> None:
+    """Cuts through FP8 blocks only with a trainer, which sends the weights."""
     shape = replace(draw(0)[0], heads=4, kv_heads=2, head_dim=128, ffn=512, hidden=256, experts=None)
     fault = plan.layout_fault(replace(shape, **settings), trainer, server)
     assert fault == message if message is None else fault is not None and message in fault and "\n" not in fault
@@ -283,5 +299,5 @@ def test_cuts_through_fp8_blocks_are_reported(
 
 def test_the_layouts_of_a_run() -> None:
     config = compose(["experiment=train_70b"])
-    assert plan.trainer_layout(config) == TrainerLayout(tp=8, pp=4, vpp=1, cp=1, ep=1, ranks=128)
+    assert trainer_layout(config) == TrainerLayout(tp=8, pp=4, vpp=1, cp=1, ep=1, ranks=128)
     assert policy_servers(config).layout == ServerLayout(tp=8, ep=1, fp8=True)

@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 from megatron_collab.config import Config, LoraConfig
 from megatron_collab.inference.server import ServerError, SGLangServer
+from megatron_collab.launch.trainer_specs import sync_spec
 from megatron_collab.models import hf_to_megatron, hf_to_sglang, lora
 from megatron_collab.models.hf_config import Experts, ModelShape, Rope
 from megatron_collab.models.hf_to_sglang import ServerLayout
-from megatron_collab.weight_sync import sync
+from megatron_collab.weight_sync import in_place, sync
 from megatron_collab.weight_sync.fp8_blocks import fp8_scales
 from megatron_collab.weight_sync.http_protocol import ServerCall
 from megatron_collab.weight_sync.receiver import Receiver, loaded_parameters
@@ -143,7 +144,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def shards(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.nn.Parameter]:
     parameters = make_shards()
-    monkeypatch.setattr(sync, "named_shards", lambda chunks: parameters.items())
+    monkeypatch.setattr(in_place, "named_shards", lambda chunks: parameters.items())
     return parameters
 
 
@@ -205,18 +206,19 @@ def assert_holds(
                     assert torch.equal(actual[part.shard_index].view(expected.shape), expected), parameter.name
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("transport", ["memory", "network"])
 @pytest.mark.parametrize(("shape", "quantized"), [(SHAPE, False), (SHAPE, True), (LLAMA, True)])
 def test_all_weights_arrive_every_time(
     transport: str, shape: ModelShape, quantized: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, shards = configure(transport, quantized), make_shards(shape)
-    monkeypatch.setattr(sync, "named_shards", lambda chunks: shards.items())
+    monkeypatch.setattr(in_place, "named_shards", lambda chunks: shards.items())
     fleet, layout = make_fleet(config, shape), policy_servers(config).layout
     store = connect(("127.0.0.1", int(os.environ["MASTER_PORT"])), "", 10.0)
     keys = []
-    with WeightSync(config, policy_servers(config), [], shape, fleet, BUCKET) as sender:
-        carrier: Any = sender._transport
+    with WeightSync(sync_spec(config), policy_servers(config), [], shape, fleet, BUCKET) as sender:
+        carrier: Any = sender._way.transport
         stores = [store, carrier._store] if transport == "memory" else [store]
         for version in range(4):
             for server in fleet.servers:
@@ -230,8 +232,8 @@ def test_all_weights_arrive_every_time(
                 assert_holds(server, layout, shards, shape)
                 scales = [value for name, value in server.models[1].named_parameters() if name.endswith("v_scale")]
                 assert scales == [1.0] * (shape.layers if shape is LLAMA else 0)
-            assert sender._clearing is not None
-            sender._clearing.result()  # while servers sample
+            assert sender._way._clearing is not None
+            sender._way._clearing.result()  # while servers sample
             keys.append([client.num_keys() for client in stores])
             if version == 2:  # a new process, which knows nothing
                 fleet.servers[0] = Served(0, layout, shape)
@@ -252,8 +254,8 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, torch.nn.Paramete
         factor.key: torch.nn.Parameter(torch.randn(factor.shape, generator=generator).to(torch.bfloat16))
         for factor in lora.factors(LLAMA, ADAPTERS)
     }
-    monkeypatch.setattr(sync, "named_shards", lambda chunks: shards.items())
-    monkeypatch.setattr(sync, "named_factors", lambda chunks: factors.items())
+    monkeypatch.setattr(in_place, "named_shards", lambda chunks: shards.items())
+    monkeypatch.setattr(in_place, "named_factors", lambda chunks: factors.items())
     return shards, factors
 
 
@@ -265,7 +267,7 @@ def test_a_base_is_sent_to_new_servers_and_adapters_every_time(
     config, (shards, factors) = configure(transport), beside
     config.model.lora = ADAPTERS
     fleet, layout = make_fleet(config, LLAMA), policy_servers(config).layout
-    with WeightSync(config, policy_servers(config), [], LLAMA, fleet, BUCKET) as sender:
+    with WeightSync(sync_spec(config), policy_servers(config), [], LLAMA, fleet, BUCKET) as sender:
         base = {name: shard.detach().clone() for name, shard in shards.items()}
         for version in range(4):
             if version == 2:
@@ -299,7 +301,7 @@ def test_the_folder_is_saved_before_servers_pause(tmp_path: Path, monkeypatch: p
             server.calls.append("saved")
 
     monkeypatch.setattr(sync, "save_hf", save)
-    with WeightSync(config, policy_servers(config), [], SHAPE, fleet) as sender:
+    with WeightSync(sync_spec(config), policy_servers(config), [], SHAPE, fleet) as sender:
         sender.publish(1)
     calls = ["saved", "/pause_generation", "/update_weights_from_disk", *ON]
     assert [server.calls for server in fleet.servers] == [calls, calls] and not list(tmp_path.iterdir())
@@ -314,7 +316,7 @@ def test_a_server_without_memory_for_its_cache_does_not_go_on(
     config = configure("memory")
     fleet = make_fleet(config)
     monkeypatch.setattr(fleet.servers[1], "resume", resume)
-    with WeightSync(config, policy_servers(config), [], SHAPE, fleet, BUCKET) as sender:
+    with WeightSync(sync_spec(config), policy_servers(config), [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)
     assert fleet.reasons == {1: "no memory"} and fleet.servers[1].calls[-1] == "/end_weight_update"
     assert fleet.servers[0].calls[-2:] == ON
@@ -335,7 +337,7 @@ def test_a_server_of_other_parameters_is_left_out_by_name(
     config = configure(transport)
     fleet = make_fleet(config)
     Served.hold(fleet.servers[1].models[1], name, value)
-    with WeightSync(config, policy_servers(config), [], SHAPE, fleet, BUCKET) as sender:
+    with WeightSync(sync_spec(config), policy_servers(config), [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)
         assert message in fleet.reasons[1] and sender.version == 1
         assert_holds(fleet.servers[0], policy_servers(config).layout, shards)
@@ -359,7 +361,7 @@ def test_a_server_that_aborts_does_not_block_others(
         return plan(self, *arguments)
 
     monkeypatch.setattr(Receiver, "_plan", break_off)
-    with WeightSync(config, policy_servers(config), [], SHAPE, fleet, BUCKET) as sender:
+    with WeightSync(sync_spec(config), policy_servers(config), [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)
         assert "killed" in fleet.reasons[1] and sender.version == 1
         assert_holds(fleet.servers[0], policy_servers(config).layout, shards)
@@ -395,7 +397,7 @@ def test_a_flipped_bit_is_found(shards: dict[str, torch.nn.Parameter], monkeypat
     config.publish.verify = 2
     fleet = make_fleet(config)
     monkeypatch.setattr(Sender, "write", write_and_flip)
-    with WeightSync(config, policy_servers(config), [], SHAPE, fleet, BUCKET) as sender:
+    with WeightSync(sync_spec(config), policy_servers(config), [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)  # not verified
         with pytest.raises(PublishError, match="rank 1: its weights differ"):
             sender.publish(2)
@@ -405,6 +407,7 @@ def test_a_flipped_bit_is_found(shards: dict[str, torch.nn.Parameter], monkeypat
     assert fleet.servers[0].calls.count("/continue_generation") == 1
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("beside")
 def test_a_base_is_verified_whenever_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if `publish.verify` would skip that sync: it may be the only one with a base."""
@@ -420,7 +423,7 @@ def test_a_base_is_verified_whenever_it_is_sent(monkeypatch: pytest.MonkeyPatch)
     fleet = make_fleet(config, LLAMA)
     monkeypatch.setattr(Sender, "write", write_and_flip)
     with (
-        WeightSync(config, policy_servers(config), [], LLAMA, fleet, BUCKET) as sender,
+        WeightSync(sync_spec(config), policy_servers(config), [], LLAMA, fleet, BUCKET) as sender,
         pytest.raises(PublishError, match="rank 1: its weights differ"),
     ):
         sender.publish(1)
@@ -429,7 +432,7 @@ def test_a_base_is_verified_whenever_it_is_sent(monkeypatch: pytest.MonkeyPatch)
 def test_a_publisher_that_goes_silent_is_given_up(shards: dict[str, torch.nn.Parameter]) -> None:
     config = configure("memory", servers=1)
     fleet = make_fleet(config)
-    with WeightSync(config, policy_servers(config), [], SHAPE, fleet, BUCKET) as sender:
+    with WeightSync(sync_spec(config), policy_servers(config), [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)
         receiver = fleet.servers[0].receivers[0]
         receiver._transport, receiver._timeout = None, 0.2  # connects again, to wait less

@@ -12,8 +12,13 @@
   it must be 0. right_refused: share of the right replies that surely count as wrong, at most 0.02. right_to_judge and
   wrong_to_judge: shares of the right and wrong replies that are left to a judge; without one they are unclear.
 
+- third: accuracy_cases/third.jsonl, written by a reader who had read neither the rules nor the changes above, from how
+  models end their replies. third_sure_and_wrong: how many replies that do not state the answer are surely accepted.
+  third_right_refused: share of the right replies that surely count as wrong. third_right_unclear: share of the plainly
+  right ones that are left to a judge.
+
 A list of the kinds of changes with most faults and undecided right replies comes first. GSM8K is read from
-../shared/data or --gsm8k. --smoke: every fortieth problem of GSM8K and a tenth of the perturbed replies.
+../shared/data or --gsm8k. --smoke: every fortieth problem of GSM8K and a tenth of the perturbed and third replies.
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ from megatron_collab.reward.metrics.equality import Verdict
 ROOT = Path(__file__).resolve().parents[2]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
 CASES = ROOT / "tests" / "reward" / "accuracy_cases.jsonl"
+THIRD = Path(__file__).parent / "accuracy_cases" / "third.jsonl"
 PERTURBED = 2000
 WAYS = (  # to state a number behind a worked solution, as the policy's replies
     ("{solution}\nThe answer is {number}.",),
@@ -119,6 +125,23 @@ def count_perturbed(cases: Sequence[Case], counts: Counter[str], examples: int) 
             print(f"{name}: {kind['right']} right, {kind['wrong']} wrong, {kind['open']} open: {faults}")
 
 
+def third_values(every: int, examples: int) -> dict[str, float]:
+    plain: Counter[str] = Counter()
+    tricky: Counter[str] = Counter()
+    cases = [json.loads(line) for line in THIRD.read_text().splitlines()[::every]]
+    for counts, is_plain in ((plain, True), (tricky, False)):
+        chosen = [case for case in cases if case["plain"] is is_plain]
+        stated = [Case(c["kind"], c["answer"], (c["reply"],), "right" if c["right"] else "wrong") for c in chosen]
+        count_perturbed(stated, counts, examples)
+    both = plain + tricky
+    return {
+        "third": len(cases),
+        "third_sure_and_wrong": both["sure_and_wrong"],
+        "third_right_refused": round(both["right_refused"] / both["right"], 4),
+        "third_right_unclear": round(plain["right_to_judge"] / plain["right"], 4),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a small part of the cases: shows that it runs")
@@ -134,6 +157,7 @@ def main() -> None:
     count_cases(counts)
     count_gsm8k(pairs[:: 40 if arguments.smoke else 1], counts)
     count_perturbed([*numbers.cases(pairs, half, draw), *formulas.cases(half, draw)], counts, arguments.examples)
+    third = third_values(10 if arguments.smoke else 1, arguments.examples)
     shares = {
         "to_judge": counts["to_judge"] / counts["cases"],
         "gsm8k_to_judge": counts["gsm8k_to_judge"] / (counts["gsm8k"] * len(WAYS) * 2),
@@ -143,7 +167,8 @@ def main() -> None:
     }
     names = ("cases", "gsm8k", "gold_wrong", "perturbed_accepted", "sure_and_wrong")
     values = {name: counts[name] for name in names} | {"wrong": counts["cases_wrong"], "perturbed": 2 * half}
-    print(json.dumps({"name": "accuracy", "values": values | {name: round(x, 4) for name, x in shares.items()}}))
+    rounded = {name: round(x, 4) for name, x in shares.items()}
+    print(json.dumps({"name": "accuracy", "values": values | rounded | third}))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 import ray
 import torch.distributed as dist
 
+from megatron_collab.algo.credit import CreditSpec
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import task_row, write_jsonl
 from megatron_collab.environments import tiny_model
@@ -78,11 +79,13 @@ def steps_a_second(workers: list[Any], folder: Path, staleness: int, steps: int)
     config.model.path = str(folder / "model")
     tiny_model.byte_tokenizer([], 300).save_pretrained(folder / "model")
     write_jsonl(folder / "tasks.jsonl", [task_row(TASK)])
-    run: Any = SimpleNamespace(transcripts=lambda step, groups: None)
+    run: Any = SimpleNamespace(transcripts=lambda step, groups: None, alarms=lambda step, alarms: None)
     pool = SimpleNamespace(lost_all=lambda: False, recover=lambda: None)
     players, play = Workers(workers, [], workers[0]), play_spec(config)
-    servers: Any = SimpleNamespace(workers=players, pool=pool, lost_all=pool.lost_all, play=play)
-    rollouts = RolloutManager(config, data_spec(config), servers, SimpleNamespace(), run, {})  # type: ignore[arg-type]
+    servers: Any = SimpleNamespace(workers=players, pool=pool, lost_all=pool.lost_all, play=play, timeout=150.0)
+    weights: Any = SimpleNamespace()
+    credit = CreditSpec(config.algo, config.reward, config.rollout)
+    rollouts = RolloutManager(config.train, credit, data_spec(config), servers, weights, run, {})
     trained, dropped = 0, 0.0
     began = time.monotonic()
     for step in range(steps):

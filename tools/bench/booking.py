@@ -19,7 +19,8 @@ from tempfile import TemporaryDirectory
 
 import matplotlib
 
-from megatron_collab.observability.records import lines, number
+from megatron_collab.observability import evaluations, transcripts
+from megatron_collab.observability.records import number
 from megatron_collab.statistics import Estimate, Tasks, mean, mean_of_seeds
 
 matplotlib.use("Agg")
@@ -93,9 +94,9 @@ def measure(seeds: list[int], root: Path, picture: Path, overrides: tuple[str, .
 
 def scores(folder: Path, run: str, moment: str, metric: str) -> Tasks:
     """The scores of an evaluation's conversations, by task."""
-    rows = [row for _, row in lines(folder / run / f"eval_{moment}.jsonl") if row]
+    file = evaluations.file_of(folder / run, moment)
     tasks: dict[str, list[float]] = {}
-    for row in rows:
+    for row in filter(None, transcripts.rows_of_file(file)):
         if (score := number(row["scores"].get(metric))) is not None:
             tasks.setdefault(f"{folder.name}/{row['task']}", []).append(score)
     return tasks

@@ -35,11 +35,12 @@ from megatron_collab.data.datasets import task_row, write_jsonl
 from megatron_collab.environments import tiny_model
 from megatron_collab.launch.spec import building_spec
 from megatron_collab.rollout.conversation import FuturesPlayer
+from megatron_collab.rollout.lead import Lead
 from megatron_collab.rollout.users import UserReply
 from megatron_collab.rollout.workers import Workers
 from megatron_collab.runtime.ray_cluster import ray_session, start_actor
 from megatron_collab.synthesis.synthesis import Synthesis
-from megatron_collab.types import Conversation, Finish, Group, Message, Score, Task, Turn
+from megatron_collab.types import Conversation, Finish, Future, Group, Message, Task, Turn
 
 TASKS, SMOKE_TASKS, WORKERS = 16, 2, 2
 CANDIDATES, FUTURES, USER_TURNS, MESSAGES = 4, 3, 2, 10
@@ -109,9 +110,9 @@ class Users:
 
 
 class Judge:
-    async def score(self, task: Task, conversation: Conversation) -> dict[str, Score]:
+    async def future(self, task: Task, conversation: Conversation) -> Future:
         await wait_for_call("judge", text_of(conversation.messages), "")
-        return {"asks": random.Random(text_of(conversation.messages)).random()}
+        return Future(conversation, {"asks": random.Random(text_of(conversation.messages)).random()})
 
 
 def text_of(messages: Sequence[Message]) -> str:
@@ -136,7 +137,8 @@ class Timed(Synthesis):
     """Gives access to the groups of the conversations."""
 
     def built(self) -> list[list[Group]]:
-        return self._groups
+        assert self._conversations is not None
+        return self._conversations.groups
 
 
 def settings(folder: Path, seed: int, tasks: int) -> BuildDatasetConfig:
@@ -159,12 +161,12 @@ def build(config: BuildDatasetConfig) -> tuple[float, list[list[Group]]]:
     """The seconds until the rows of all conversations are written, and the groups of each."""
     workers = [start_actor(Worker, config) for _ in range(WORKERS)]
     ray.get([worker.spend.remote() for worker in workers])
-    pool = SimpleNamespace(recover=lambda: None)
+    pool, spec = SimpleNamespace(recover=lambda: None), building_spec(config)
     servers: Any = SimpleNamespace(workers=Workers(workers, [], workers[0]), pool=pool, lost_all=lambda: False)
+    servers.play, servers.timeout = spec.play, 150.0
     run: Any = SimpleNamespace(evaluation_due=lambda *_: "model", evaluation=lambda *_: None, complete=True)
-    spec = building_spec(config)
-    synthesis = Timed(config, spec, spec.play, spec.data, run, restore=lambda: None)
-    with synthesis.standalone(servers, 0):
+    synthesis = Timed(config, spec, spec.play, spec.data, run, lambda: None, Lead.standalone(servers, 0))
+    with synthesis.standalone():
         (eval_set,) = synthesis.sets
         synthesis._prepared(eval_set)  # reads the tasks, which takes longer than everything else here
         began = time.monotonic()

@@ -32,6 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_collab import patches
+from megatron_collab.launch.trainer_specs import network_spec, trainer_spec
 
 warnings.filterwarnings("ignore")
 sys.path.append(str(Path(sys.prefix) / "compared"))  # see tools/setup_env.sh
@@ -94,7 +95,7 @@ def ours(folder: Path, samples: list[Sample], loss: str) -> Callable[[], Metrics
     config.launch.device, config.model.dtype, config.model.path = "cpu", "float32", str(folder)
     config.train.stage, config.algo.dpo.loss, config.algo.dpo.beta = "dpo", loss, BETA
     config.optim.lr, config.optim.clip_grad = LR, CLIP
-    trainer = PolicyTrainer(config)
+    trainer = PolicyTrainer(trainer_spec(config))
     batch = Batch(tuple(samples))
     scored = ScoredBatch(batch.samples, reference_log_probs=trainer.log_probs(trainer.chunks, batch))
     return lambda: trainer.update(scored)
@@ -198,7 +199,7 @@ def main() -> None:
     os.environ |= single_rank("bench")
     config = Config()
     config.launch.device = "cpu"
-    with tempfile.TemporaryDirectory() as scratch, parallel.init_parallel(config):
+    with tempfile.TemporaryDirectory() as scratch, parallel.init_parallel(config.launch, network_spec(config)):
         folder = Path(scratch) / "model"
         parameters = make_model(folder)
         samples = make_pairs(SMOKE_PAIRS if arguments.smoke else PAIRS)

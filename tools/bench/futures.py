@@ -28,7 +28,7 @@ from megatron_collab.config import Config, SamplingConfig
 from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.rollout.conversation import FuturesPlayer, RolloutPlace
 from megatron_collab.rollout.users import UserReply
-from megatron_collab.types import Conversation, Finish, Message, Score, Task, Turn
+from megatron_collab.types import Conversation, Finish, Future, Message, Task, Turn
 
 TASKS, SMOKE_TASKS = 16, 2
 ROLLOUTS, FUTURES, USER_TURNS = 8, 3, 2
@@ -146,9 +146,9 @@ class Judge:
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
 
-    async def score(self, task: Task, conversation: Conversation) -> dict[str, Score]:
+    async def future(self, task: Task, conversation: Conversation) -> Future:
         await self.simulation.call("judge", str(conversation.token_ids))
-        return {"judged": 1.0}
+        return Future(conversation, {"judged": 1.0})
 
 
 def options() -> Config:
@@ -183,7 +183,7 @@ async def serial(simulation: Simulation) -> list[Conversation]:
     played = await asyncio.gather(*(turn(task, rollout) for task in simulation.tasks for rollout in range(ROLLOUTS)))
     conversations = [conversation for futures in played for conversation in futures]
     judge = Judge(simulation)
-    await asyncio.gather(*(judge.score(simulation.tasks[0], conversation) for conversation in conversations))
+    await asyncio.gather(*(judge.future(simulation.tasks[0], conversation) for conversation in conversations))
     return conversations
 
 

@@ -39,6 +39,7 @@ import torch
 
 from megatron_collab import patches
 from megatron_collab.config import Config
+from megatron_collab.launch.trainer_specs import network_spec, sync_spec, trainer_spec
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import hf_shapes
 from megatron_collab.runtime import device, gpu_environment
@@ -145,10 +146,10 @@ def train(folder: Path, size: Size, fp8: bool) -> dict[str, float]:
 
     config = configure(folder, size, fp8)
     device_type, batch = config.launch.device, batch_of(size)
-    with parallel.init_parallel(config):
+    with parallel.init_parallel(config.launch, network_spec(config)):
         matrix = torch.randn(size.matrix, size.matrix, device=device_type).bfloat16()
         ceiling = 2 * size.matrix**3 / median_seconds(lambda: matrix @ matrix, device_type)
-        trainer = PolicyTrainer(config)
+        trainer = PolicyTrainer(trainer_spec(config))
         seconds = median_seconds(lambda: trainer.update(batch), device_type)
         return {"seconds": seconds, "ceiling": ceiling, "rate": arithmetic(trainer.shape, size) / seconds}
 
@@ -176,13 +177,14 @@ def publish(folder: Path, size: Size) -> dict[str, float]:
         raise SystemExit(f"the server is lost: {reason}")
 
     policy = server_specs.training(config).policy
-    with SGLangServer(policy, folder / "server.log") as server, parallel.init_parallel(config):
+    ranks = parallel.init_parallel(config.launch, network_spec(config))
+    with SGLangServer(policy, folder / "server.log") as server, ranks:
         server.wait_healthy(1800)
-        trainer = PolicyTrainer(config)
+        trainer = PolicyTrainer(trainer_spec(config))
         pool: Any = SimpleNamespace(present=lambda: [server], lost=lost)
         copied = rate_of_copies(size, device_type)
         device.free_cache()
-        with WeightSync(config, policy, trainer.chunks, trainer.shape, pool) as sync:
+        with WeightSync(sync_spec(config), policy, trainer.chunks, trainer.shape, pool) as sync:
             versions = iter(range(WARM + TIMED))
             seconds = median_seconds(lambda: sync.publish(next(versions)), device_type)
     weight_bytes = 2 * sum(prod(sides) for sides in hf_shapes(trainer.shape).values())

@@ -36,6 +36,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from megatron_collab.launch.trainer_specs import network_spec, trainer_spec
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
     "tp2-sp": {"tp": 2, "sequence_parallel": True},
@@ -103,14 +105,14 @@ def rank_main(layout: str, out: Path) -> None:
         )
         for _ in range(SEQUENCES)
     )
-    with parallel.init_parallel(config):
+    with parallel.init_parallel(config.launch, network_spec(config)):
         shape = ModelShape.from_hf(hf)
-        chunks = policies.build(config, shape)
+        chunks = policies.build(network_spec(config), shape)
         with torch.no_grad():
             for chunk in chunks:
                 for parameter in chunk.parameters():
                     parameter.normal_(0, 0.02)
-        actor = PolicyTrainer(config, lambda _: chunks)
+        actor = PolicyTrainer(trainer_spec(config), lambda _: chunks)
         with counted() as counts:
             actor.update(with_advantages(actor.score(Batch(samples)), config.algo))
         dp = parallel_state.get_data_parallel_world_size()

@@ -42,6 +42,7 @@ import numpy as np
 import psutil
 
 from megatron_collab import patches
+from megatron_collab.launch.trainer_specs import network_spec, sync_spec, trainer_layout, trainer_spec
 
 warnings.filterwarnings("ignore")
 patches.apply("megatron")
@@ -60,7 +61,7 @@ from megatron_collab.runtime.network import single_rank  # noqa: E402
 from megatron_collab.trainer.megatron import parallel  # noqa: E402
 from megatron_collab.trainer.trainer import PolicyTrainer  # noqa: E402
 from megatron_collab.types import Batch, Sample, Turn  # noqa: E402
-from megatron_collab.weight_sync.plan import first_round, plan_sync, trainer_layout  # noqa: E402
+from megatron_collab.weight_sync.plan import first_round, plan_sync  # noqa: E402
 from megatron_collab.weight_sync.sync import WeightSync  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,7 +141,7 @@ def sizes(trainer: PolicyTrainer, folder: Path) -> np.ndarray:
 
 
 def full_sizes(model: Path, folder: Path, batch: Batch) -> np.ndarray:
-    trainer = PolicyTrainer(configure(model, None))
+    trainer = PolicyTrainer(trainer_spec(configure(model, None)))
     trainer.update(batch)
     save(trainer, folder)
     return sizes(trainer, folder)
@@ -170,7 +171,7 @@ def publish_and_measure(trainer: PolicyTrainer, config: Config, server: SGLangSe
     line.ask = lambda *arguments, **options: SGLangServer.ask(line, *arguments, **options)
     fleet: Any = SimpleNamespace(present=lambda: [line], lost=lambda server, reason: sys.exit(reason))
     policy = server_specs.training(config).policy
-    with WeightSync(config, policy, trainer.chunks, trainer.shape, fleet) as publisher:
+    with WeightSync(sync_spec(config), policy, trainer.chunks, trainer.shape, fleet) as publisher:
         publisher.publish(0)
         seconds = min(timed(lambda: publisher.publish(1)) for _ in range(REPEATS))
     plan = plan_sync(trainer.shape, trainer_layout(config), policy.layout, 4)
@@ -229,9 +230,9 @@ def measure(folder: Path, smoke: bool) -> dict[str, float]:
             stack.enter_context(SGLangServer(server_specs.training(served).policy, folder / f"server-{number}.log"))
             for number, served in enumerate((config, adapter_config))
         ]
-        stack.enter_context(parallel.init_parallel(config))
+        stack.enter_context(parallel.init_parallel(config.launch, network_spec(config)))
         full = full_sizes(model, folder / "full", Batch(samples))
-        trainer = PolicyTrainer(config)
+        trainer = PolicyTrainer(trainer_spec(config))
         first = draw_b(trainer)
         (folder / "peft").mkdir()
         write_peft(folder / "peft", config.model.lora, first, str(model))

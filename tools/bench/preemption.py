@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megatron_collab.observability import transcripts
 from megatron_collab.rollout.journal import entries
 from megatron_collab.runtime.signals import EXIT_PREEMPTED, PREEMPTION
 
@@ -120,7 +121,7 @@ def outcome(run: Path) -> dict[str, object]:
     return {
         "parameters": (run / "hf" / "model.safetensors").read_bytes(),
         "metrics": [{k: v for k, v in row.items() if not k.startswith(DIFFER)} for row in rows],
-        "transcripts": (run / "transcripts.jsonl").read_text(),
+        "transcripts": [*transcripts.run_rows(run)],
         "evaluations": json.loads((run / "evaluations.json").read_text()),
     }
 

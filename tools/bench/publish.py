@@ -29,7 +29,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,6 +38,7 @@ from typing import Any
 import numpy as np
 
 from megatron_collab import patches
+from megatron_collab.launch.trainer_specs import network_spec, sync_spec, trainer_spec
 
 warnings.filterwarnings("ignore")
 patches.apply("megatron")
@@ -62,7 +62,6 @@ from megatron_collab.weight_sync.http_protocol import ServerCall  # noqa: E402
 from megatron_collab.weight_sync.node_routing import written  # noqa: E402
 from megatron_collab.weight_sync.sender import Sender  # noqa: E402
 from megatron_collab.weight_sync.sync import WeightSync  # noqa: E402
-from megatron_collab.weight_sync.transports.base import TransportSetup  # noqa: E402
 
 LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2)}
 VOCAB, BUCKET_BYTES = 4608, 110 << 20
@@ -99,19 +98,6 @@ class TimedSender:
     def write(self, *arguments: Any) -> None:
         with self._profile.timed("write"):
             self._sender.write(*arguments)
-
-
-class TimedSync(WeightSync):
-    """A weight sync whose writes into this rank's buckets are timed by `profile`."""
-
-    def __init__(self, profile: Profile, *arguments: Any) -> None:
-        self._profile = profile
-        super().__init__(*arguments)
-
-    def _setup(self, options: Any, bucket_bytes: int) -> TransportSetup:
-        setup = super()._setup(options, bucket_bytes)
-        writer: Any = TimedSender(setup.writer, self._profile)
-        return replace(setup, writer=writer)
 
 
 def make_model(folder: Path, layers: int) -> None:
@@ -271,13 +257,15 @@ def run_rank(folder: Path, layout: str, out: Path, smoke: bool) -> None:
     profile = Profile()
     server = TimedServer(**line, profile=profile)
     fleet: Any = SimpleNamespace(present=lambda: [server], lost=lambda server, reason: sys.exit(reason))
-    with parallel.init_parallel(config):
-        actor = PolicyTrainer(config)
+    with parallel.init_parallel(config.launch, network_spec(config)):
+        actor = PolicyTrainer(trainer_spec(config))
         policy, shape = actor.chunks, actor.shape
         rank = dist.get_rank()
         peer = Gathering(policy, shape, config, line)
         spec, pool = server_specs.training(config).policy, fleet if rank == 0 else None
-        with TimedSync(profile, config, spec, policy, shape, pool, BUCKET_BYTES) as publisher:
+        with WeightSync(sync_spec(config), spec, policy, shape, pool, BUCKET_BYTES) as publisher:
+            in_place: Any = publisher._way  # through shared memory
+            in_place.transport._writer = TimedSender(in_place.transport._writer, profile)
             size = 4 * sum(int(np.prod(hf)) for hf in hf_to_megatron.hf_shapes(shape).values())
             source, target = (torch.ones(size // 4) for _ in range(2)) if rank == 0 else (torch.ones(1),) * 2
             times: dict[str, list[float]] = defaultdict(list)
@@ -297,10 +285,10 @@ def run_rank(folder: Path, layout: str, out: Path, smoke: bool) -> None:
                 change(policy, number)
                 publisher.publish(100 + number)
             difference = compare(actor, config, line)
-            slices = (piece for items in written(publisher._plan, publisher._places, rank) for _, piece in items)
+            slices = (piece for items in written(in_place.plan, in_place.places, rank) for _, piece in items)
             sent = sum(piece.size for piece in slices)
-            carrier: Any = publisher._transport  # of shared memory
-            scratch = sum(len(segment.data) for segments in carrier._segments.values() for segment in segments)
+            kept = in_place.transport._segments.values()
+            scratch = sum(len(segment.data) for segments in kept for segment in segments)
             totals = torch.tensor([sent, scratch], dtype=torch.float64)
             dist.all_reduce(totals)
             result |= {

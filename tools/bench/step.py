@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_collab import patches
+from megatron_collab.launch.trainer_specs import network_spec, trainer_spec
 
 warnings.filterwarnings("ignore")
 sys.path.append(str(Path(sys.prefix) / "compared"))  # TRL, installed by tools/setup_env.sh
@@ -84,7 +85,7 @@ def ours(folder: Path, samples: list[Sample]) -> Callable[[], dict[str, float]]:
     config = Config()
     config.launch.device, config.model.dtype, config.model.path = "cpu", "float32", str(folder)
     config.optim.lr, config.optim.clip_grad, config.algo.kl_coef = LR, CLIP, 0.0
-    actor = PolicyTrainer(config)
+    actor = PolicyTrainer(trainer_spec(config))
     batch = Batch(tuple(samples))
     return lambda: actor.update(with_advantages(actor.score(batch), config.algo))
 
@@ -180,7 +181,7 @@ def main() -> None:
     os.environ |= single_rank("bench")
     config = Config()
     config.launch.device = "cpu"
-    with tempfile.TemporaryDirectory() as scratch, parallel.init_parallel(config):
+    with tempfile.TemporaryDirectory() as scratch, parallel.init_parallel(config.launch, network_spec(config)):
         folder = Path(scratch) / "model"
         parameters = make_model(folder)
         samples = make_samples(SMOKE_SEQUENCES if arguments.smoke else SEQUENCES)

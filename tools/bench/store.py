@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from megatron_collab import patches
+from megatron_collab.launch.trainer_specs import sync_spec, trainer_layout
 
 patches.apply("megatron")
 
@@ -24,7 +25,7 @@ from megatron_collab.launch import server_specs  # noqa: E402
 from megatron_collab.planning.memory import read_run  # noqa: E402
 from megatron_collab.trainer.megatron.config import DTYPES  # noqa: E402
 from megatron_collab.weight_sync.node_routing import hops, written  # noqa: E402
-from megatron_collab.weight_sync.plan import plan_sync, trainer_layout  # noqa: E402
+from megatron_collab.weight_sync.plan import plan_sync  # noqa: E402
 from megatron_collab.weight_sync.store_protocol import PlaceStore, connect  # noqa: E402
 from megatron_collab.weight_sync.transports.registry import places_of  # noqa: E402
 
@@ -48,7 +49,8 @@ class Traffic:
         policy = server_specs.training(config).policy
         layout = trainer_layout(config)
         plan = plan_sync(shape, layout, policy.layout, DTYPES[policy.dtype].itemsize)
-        self.places, self.rounds = places_of(config, policy.placement, on_gpus=True), range(len(plan))
+        self.places = places_of(sync_spec(config), policy.placement, on_gpus=True)
+        self.rounds = range(len(plan))
         crossing = hops(plan, self.places)
         ranks = ((server, target) for server in range(policy.placement.replicas) for target in range(len(plan[0])))
         self.readers = {reader: self.places.of_server(*reader) for reader in ranks}

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from megatron_collab import patches
+from megatron_collab.launch.trainer_specs import network_spec, trainer_spec
 
 patches.apply("megatron")
 
@@ -39,6 +40,7 @@ from megatron_collab.config import Config  # noqa: E402
 from megatron_collab.runtime.network import single_rank  # noqa: E402
 from megatron_collab.trainer.megatron import parallel  # noqa: E402
 from megatron_collab.trainer.microbatches import Columns, MicroBatch, Pack, make_micro_batches  # noqa: E402
+from megatron_collab.trainer.spec import NetworkSpec  # noqa: E402
 from megatron_collab.trainer.trainer import PolicyTrainer  # noqa: E402
 from megatron_collab.types import Batch, Credit, Sample  # noqa: E402
 
@@ -94,12 +96,12 @@ def make_samples(prompts: int) -> tuple[tuple[Sample, ...], int]:
     return tuple(samples), nodes
 
 
-def plainly(config: Config, columns: Columns, device: torch.device, **options: Any) -> list[MicroBatch]:
+def plainly(network: NetworkSpec, tokens: int, columns: Columns, device: Any, **options: Any) -> list[MicroBatch]:
     """The plain packing: to the plan each sample begins with a token of its own, so that none share a prefix."""
     rows = columns["token_ids"]
     marked = [np.concatenate([[VOCAB + number], row[1:]]) for number, row in enumerate(rows)]
     first = torch.tensor([row[0] for row in rows])
-    micro_batches = make_micro_batches(config, {**columns, "token_ids": marked}, device, **options)
+    micro_batches = make_micro_batches(network, tokens, {**columns, "token_ids": marked}, device, **options)
     for micro_batch in micro_batches:
         ids = micro_batch.token_ids
         ids[ids >= VOCAB] = first[ids[ids >= VOCAB] - VOCAB]
@@ -113,7 +115,7 @@ class Measured:
         self.config = Config()
         self.config.launch.device, self.config.model.dtype, self.config.model.path = "cpu", "float32", str(folder)
         self.config.algo.kl_coef = 0.0
-        self.trainer = PolicyTrainer(self.config, pack=self._counted)
+        self.trainer = PolicyTrainer(trainer_spec(self.config), pack=self._counted)
         self._pack = pack
         self.batch = Batch(samples)
         self.seconds: list[float] = []
@@ -141,7 +143,7 @@ def main() -> None:
     os.environ |= single_rank("bench")
     config = Config()
     config.launch.device = "cpu"
-    with tempfile.TemporaryDirectory() as scratch, parallel.init_parallel(config):
+    with tempfile.TemporaryDirectory() as scratch, parallel.init_parallel(config.launch, network_spec(config)):
         folder = Path(scratch) / "model"
         make_model(folder)
         samples, nodes = make_samples(1 if arguments.smoke else PROMPTS)

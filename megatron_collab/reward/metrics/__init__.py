@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_collab.config import (
     EndpointConfig,
@@ -27,6 +27,7 @@ from megatron_collab.config import (
 from megatron_collab.data.transcript import quoted, render
 from megatron_collab.llm.answer import Field, LlmError, how_to_answer
 from megatron_collab.llm.endpoint import SERVED
+from megatron_collab.reward.explanations import explain
 from megatron_collab.types import Conversation, Missing, Score, Task
 
 if TYPE_CHECKING:  # LiteLLM takes a second to import, and checking the settings needs none of it
@@ -51,7 +52,14 @@ PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")  # does not match the braces of 
 
 
 class Metric(Extension):
-    """Base of the metrics of ended conversations. `Options`: a frozen dataclass, set as reward.metrics.NAME.SETTING."""
+    """Base of the metrics of ended conversations. `Options`: a frozen dataclass, set as reward.metrics.NAME.SETTING.
+
+    `ground_truth`: facts decide the score, such as the task's answer or tests; `learned`: a reward model does. If both
+    kinds are scored, sentinels of reward hacking compare them.
+    """
+
+    ground_truth: ClassVar[bool] = False
+    learned: ClassVar[bool] = False
 
     def __init__(self, options: Any, judge: Judge) -> None:
         super().__init__(options)
@@ -108,12 +116,19 @@ class Metric(Extension):
     async def ask_judge(
         self, rubric: Prompt | str, task: Task, conversation: Conversation, fields: Sequence[Field]
     ) -> dict[str, Any] | Missing:
-        """The judge's values of `fields`; see `prompt` for the variables of `rubric`."""
+        """The judge's values of `fields`; see `prompt` for the variables of `rubric`.
+
+        The judge's answer, and its value of the field `thought` as the reason, are recorded with the score.
+        """
         try:
             question = prompt(rubric, task, conversation, fields)
         except PromptError as error:
             return Missing(str(error))
         return await self.judge.ask(question, fields, model=getattr(self.options, "model", None))
+
+    def explain(self, reason: str) -> None:
+        """Record `reason` with the score that `score` is about to return; several reasons are joined."""
+        explain(reason)
 
 
 def find_metric(name: str, setting: str = "metric") -> type[Metric]:
@@ -170,8 +185,12 @@ class ScoredMetric(Resolved):
     @property
     def selective(self) -> bool:
         """Whether there may be tasks to which it does not apply."""
-        functions = [kind.lacks.__func__ for kind in (self.kind, Metric)]  # type: ignore[attr-defined]  # class methods
-        return functions[0] is not functions[1]
+        return self._defines("lacks")
+
+    @property
+    def tries_tasks(self) -> bool:
+        """Whether it may find tasks that it cannot score."""
+        return self._defines("unscorable")
 
     def lacks(self, task: Task) -> str | None:
         return self.kind.lacks(self.options, task)
@@ -181,6 +200,11 @@ class ScoredMetric(Resolved):
 
     def unscorable(self, tasks: Sequence[Task]) -> Mapping[int, str]:
         return self.kind.unscorable(self.options, tasks)
+
+    def _defines(self, class_method: str) -> bool:
+        """Whether the metric replaces a class method of Metric."""
+        metric, base = (getattr(kind, class_method).__func__ for kind in (self.kind, Metric))
+        return metric is not base
 
     def same_as(self, other: ScoredMetric) -> bool:
         """Whether both give the same scores."""
@@ -206,13 +230,17 @@ class Judge:
     async def ask(self, prompt: str, fields: Sequence[Field], *, model: str | None = None) -> dict[str, Any] | Missing:
         """The judge's values of `fields` for `prompt`; Missing if it gives no usable answer.
 
-        Each prompt is sent once and its answer cached. `model` replaces the endpoint's model. Raises BudgetSpent.
+        Each prompt is sent once and its answer cached. `model` replaces the endpoint's model. The answer's text, also
+        of an unusable answer, and its `thought` explain the metric's score. Raises BudgetSpent.
         """
         endpoint = replace(self.endpoint, model=model or self.endpoint.model)
         try:
-            return await self.client.ask(endpoint, [{"role": "user", "content": prompt}], fields, sample="0")
+            answer = await self.client.answer(endpoint, [{"role": "user", "content": prompt}], fields, sample="0")
         except LlmError as error:
+            explain("", error.answer)
             return Missing(str(error))
+        explain(str(answer.values.get(THOUGHT.name, "")), answer.text)
+        return answer.values
 
 
 def judges_prompt(file: str | None, default: str = "") -> Prompt:

@@ -89,6 +89,8 @@ class Accuracy(Metric):
     fails or cannot read the task's answer.
     """
 
+    ground_truth = True
+
     @dataclass(frozen=True)
     class Options:
         judge: bool = option(False, "ask a judge if no answer is surely stated or math-verify cannot compare it")

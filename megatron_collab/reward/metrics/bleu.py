@@ -20,6 +20,8 @@ _FIELDS = (Field("document", str, help="the document"),)
 class Bleu(Metric):
     """From 0 to 1: sacrebleu's sentence BLEU, or BLEU over characters as in the published code (`character_bleu`)."""
 
+    ground_truth = True
+
     @dataclass(frozen=True)
     class Options:
         level: str = option("token", "unit of the n-grams", choices=("token", "character"))

@@ -22,7 +22,7 @@ class Verdict(StrEnum):
     NO_TRUTH = "no_truth"
 
 
-LONGEST = 500  # characters of an answer; longer ones are unclear
+LONGEST = 500  # characters of an answer; longer ones are not compared
 
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _SIGNS = {
@@ -34,14 +34,14 @@ _SIGNS = {
 _SPACES = re.compile(r"(?<!\\)\\[,;:! ]|~(?! *\d)|\\q?quad(?![a-zA-Z])|\s+")
 _STYLES = re.compile(r"\\(?:left|right|displaystyle|limits|[bB]igg?[lr]?)(?![a-zA-Z])")
 _FONT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|mathrm|mathbf|mbox|operatorname)\s*\{\s*([^{}]*?)\s*\}")
-_SHORT = re.compile(r"\w|[-\d.,]*")  # what a font changes nothing of
+_SHORT = re.compile(r"\w|[-\d.,]*|\d+ [a-z]+")
 _WRAPPED = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("*", "*"), ("`", "`"))
-_NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?"
+_NUMBER = r"[-+]?(?:\d{1,3}(?:(?:,\d{3})+| \d{3}(?: \d{3})*)(?!\d)|\d+)?(?:\.\d+)?"
 _PLAIN = re.compile(_NUMBER)
 SCIENTIFIC = re.compile(rf"({_NUMBER})[eE]([-+]?\d{{1,4}})")
 _CURRENCY = re.compile(r"(-?)\\?([$€£])\s*(?=[\d.])")
 _WITH_UNIT = re.compile(
-    rf"(?=[-+.\d])(?P<number>{_NUMBER})\s*(?P<unit>[a-zA-Z%\u2030\\^].*)"
+    rf"(?=[-+.\d])(?P<number>{_NUMBER})\s*(?P<unit>(?:[a-zA-Z%\u2030^]|\\(?:text|[%\u2030])).*)"
     rf"|(?P<formula>.*?[^\s^_])\s*(?P<named>(?:\\text\{{|\^\{{?\\circ).*)",
     re.DOTALL,
 )
@@ -50,13 +50,25 @@ _UNIT = re.compile(
     r"|[a-zA-Z.]+(?:[ /^][a-zA-Z0-9.]+)*"
 )
 _NO_UNIT = re.compile(  # words and letters that change the number before them, or make it part of a formula
-    r"(?i)\b(?:thousand|million|billion|trillion|hundred|dozen|score|pairs?|percent|squared|cubed|times|plus|minus|more"
+    r"(?i)\b(?:thousand|million|billion|trillion|hundred|dozen|score|pairs?|squared|cubed|times|plus|minus|more"
     r"|less|or|and|of|to|than|mod|base|in|per|sin|cos|tan|ln|log|exp|sqrt|pi|factorial|is|not"
     r"|[kKxyznabcdefijpqrtuvwE])\b"
 )
 _SENTENCE = re.compile(r"(?<![\\a-zA-Z{])[^\W\d_]{3,}")  # a word that is no command of LaTeX
+_BELOW_20 = re.findall(
+    r"\w+",
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+    " eighteen nineteen",
+)
+_TENS = re.findall(r"\w+", "twenty thirty forty fifty sixty seventy eighty ninety")
+_BELOW_100 = {word: value for value, word in enumerate(_BELOW_20)}
+_BELOW_100 |= {word: 10 * tens for tens, word in enumerate(_TENS, 2)}
+_BELOW_100 |= {f"{word}-{_BELOW_20[unit]}": _BELOW_100[word] + unit for word in _TENS for unit in range(1, 10)}
+_SMALL = "|".join(sorted(_BELOW_100, key=len, reverse=True))
+_SPELLED = re.compile(rf"(?i)(?:({_SMALL}) hundred\b(?:(?: and)? (?={_SMALL}))?)?({_SMALL})?(?![\w-])")
+_BEHIND_MATH = re.compile(r"(?:\$([^$]+)\$|\\\(([^$]+?)\\\)) ([^\W\d][^$\\{}]*)")  # words, e.g. of a unit
 _SAME_UNITS = {"dollar": "$", "dollars": "$", "usd": "$", "euro": "€", "euros": "€", "pounds": "£"}
-_SAME_UNITS |= {r"\%": "%", "percent": "%"}
+_SAME_UNITS |= {r"\%": "%", "percent": "%", "degrees": r"^\circ", "units": "", "squareunits": ""}
 
 
 class Measured(NamedTuple):
@@ -70,7 +82,7 @@ def of_texts(truth: str, answer: str) -> Verdict | None:
     """The verdict if it needs no formula: of plain numbers with units, of texts, and of what cannot be compared."""
     if not readable(truth):
         return Verdict.NO_TRUTH
-    if max(len(truth), len(answer)) > LONGEST:
+    if len(answer) > LONGEST:
         return Verdict.UNCLEAR
     if (text := normal(truth)) == normal(answer):
         return Verdict.EQUAL
@@ -95,7 +107,7 @@ def of_texts(truth: str, answer: str) -> Verdict | None:
 
 def readable(truth: str) -> bool:
     """Whether an answer can be compared: a number, a letter, a formula, or words that LaTeX marks as text."""
-    text = normal(truth)
+    text = normal(truth) if len(truth) <= LONGEST else ""
     if not text or (_words(text) is not None and not re.fullmatch(r"\(?[a-zA-Z]\)?|.*\\text\{.*", text)):
         return False
     value = measured(truth).value
@@ -105,14 +117,14 @@ def readable(truth: str) -> bool:
 def normal(text: str) -> str:
     """An answer in one notation: signs of Unicode as LaTeX, no styles, spaces or dollars; units keep \\text."""
     text = text.strip()
-    if len(text) > 4 * LONGEST:
-        return text
+    if behind := _BEHIND_MATH.fullmatch(text):
+        text = rf"{behind[1] or behind[2]}\text{{{behind[3]}}}"
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda power: f"^{{{power[0].translate(_SUPERSCRIPTS)}}}", text)
     text = "".join(_SIGNS.get(sign) or _fraction(sign) or sign for sign in text)
     text = re.sub(r"√\s*(?:(\d+|[a-z])|\(([^()]*)\))", lambda root: rf"\sqrt{{{root[1] or root[2]}}}", text)
     text = unicodedata.normalize("NFKC", text)
-    text = _FONT.sub(lambda font: font[1] if _SHORT.fullmatch(font[1]) else rf"\text{{{font[1]}}}", text)
-    text = re.sub(r",?\s*\\text\{(?:and|or)\}\s*|,?\s+(?:and|or)\s+(?=[-\d\\a-z]+(?:\s*=|$))", ", ", text)
+    text = _in_digits(_FONT.sub(lambda font: font[1] if _plain(font[1]) else rf"\text{{{font[1]}}}", text))
+    text = re.sub(r",?\s*\\text\{(?:and|or)\}\s*|,?\s+(?:and|or)\s+(?=[-\d\\a-z]+(?:\s*=|\.?$))", ", ", text)
     text = re.sub(r"\\[dtc]frac", r"\\frac", _STYLES.sub("", text).replace(r"\dbinom", r"\binom"))
     text = text.replace(r"\leq", r"\le").replace(r"\geq", r"\ge").replace(r",\!", ",").replace("{,}", ",")
     text = re.sub(r"\\le(?=slant)|\\ge(?=slant)", "", text)
@@ -130,6 +142,23 @@ def _unwrapped(text: str) -> str:
         if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening + closing):
             return text if opening in inner else inner.strip()
     return text[:-1] if re.search(r"[^\w\s!)}]!$", text) else text
+
+
+def _plain(text: str) -> bool:
+    """Whether a font changes nothing of the text: a sign, a number, one with a unit, or a number as a word."""
+    return bool(_SHORT.fullmatch(text) or _SPELLED.fullmatch(text))
+
+
+def _in_digits(text: str) -> str:
+    """A text whose number at the beginning is written in digits: English words below 100, hundreds, "minus"."""
+    sign = re.match("(?i)-|(?:minus|negative) |", text)
+    assert sign is not None
+    digits = text[sign.end() :]
+    spelled = _SPELLED.match(digits)
+    if spelled and spelled[0]:
+        hundreds, small = (_BELOW_100[(word or "zero").lower()] for word in spelled.groups())
+        digits = f"{100 * hundreds + small}{digits[spelled.end() :]}"
+    return ("-" if sign[0] else "") + digits if digits[:1].isdigit() else text
 
 
 def _fraction(sign: str) -> str | None:
@@ -152,7 +181,7 @@ def number(text: str) -> Fraction | None:
         return None if mantissa is None else mantissa * Fraction(10) ** int(scientific[2])
     if not re.search(r"\d", text) or not _PLAIN.fullmatch(text):
         return None
-    return Fraction(text.replace(",", ""))
+    return Fraction(re.sub("[, ]", "", text))
 
 
 def _continental(text: str) -> Fraction | None:
@@ -168,8 +197,8 @@ def measured(answer: str) -> Measured:
     if _CURRENCY.match(text):
         currency = _CURRENCY.match(text)
         assert currency is not None
-        rest = text[currency.end() :]
-        return Measured(currency[1] + rest, currency[2])
+        amount = text[currency.end() :]
+        return Measured(currency[1] + amount, currency[2])
     if parts := _WITH_UNIT.fullmatch(text):
         value, unit = (parts["number"], parts["unit"]) if parts["unit"] else (parts["formula"], parts["named"])
         if value.strip(" -+") and _UNIT.fullmatch(unit) and not _NO_UNIT.search(unit.replace(r"\text", "")):

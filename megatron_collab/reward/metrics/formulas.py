@@ -189,15 +189,15 @@ def _same_members(truth: Sequence[Any], answer: Sequence[Any], ordered: bool) ->
         return False
     if ordered:
         return _all(map(_same, truth, answer))
-    left, unclear = list(answer), False
+    unmatched, unclear = list(answer), False
     for member in truth:
-        results = [_same(member, candidate) for candidate in left]
+        results = [_same(member, candidate) for candidate in unmatched]
         if True not in results:
             unclear = unclear or None in results
             if not unclear:
                 return False
             continue
-        del left[results.index(True)]
+        del unmatched[results.index(True)]
     return None if unclear else True
 
 

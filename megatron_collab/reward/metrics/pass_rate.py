@@ -35,6 +35,8 @@ _FIELDS = (Field("code", str, help="the program"),)
 
 
 class PassRate(Metric):
+    ground_truth = True
+
     @dataclass(frozen=True)
     class Options:
         extract: str = option(

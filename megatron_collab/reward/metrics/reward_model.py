@@ -42,6 +42,8 @@ class RewardModel(Metric):
     If it is too long for the model, whole turns are cut from the front; the system message stays. Cuts are counted.
     """
 
+    learned = True
+
     @dataclass(frozen=True)
     class Options:
         model: str = option(
@@ -141,8 +143,8 @@ class RewardModel(Metric):
 
     async def _ask(self, session: aiohttp.ClientSession, url: str, body: dict[str, Any], field: str) -> list[Any]:
         """The list `field` of the server's answer. Raises EngineError without one."""
-        timeout = TransientError(f"{url}: no answer within {TIMEOUT:g} s")
-        text = await post(session, url, body, aiohttp.ClientResponse.text, timeout)
+        late = f"{url}: no answer within {TIMEOUT:g} s"
+        text = await post(session, url, body, aiohttp.ClientResponse.text, late, timeout=TransientError)
         try:
             values = json.loads(text)[field]
         except (ValueError, TypeError, KeyError):

@@ -5,10 +5,10 @@
    Sentences that ask count for nothing, and neither do those that begin with a hedge, a condition or a check.
 2. How sure it is. All that follows the verb up to the end of the sentence is the answer ("at least 5", "5 million"), so
    it is compared as a whole (equality.py). A box is all of its formula, but for "x =" before it, behind a verb, and
-   nothing but punctuation follows it. Hedges within the subject ("the number of possible values is") change nothing.
-3. What may follow. Questions, offers and checks; of a marked answer (box, "####", "answer") also sentences without
-   numbers; of those with numbers, the last repeats the answer's. A reply that takes something back withdraws all
-   before it.
+   punctuation or a unit follows it. Hedges within the subject ("the number of possible values is") change nothing.
+3. What may follow. Questions, offers, checks that deny nothing, and a closing; of a marked answer (box, "####",
+   "answer") also sentences with numbers, if the last repeats the answer's. A reply that takes something back withdraws
+   all before it.
 4. Which reply. The last one, or the one before a closing such as "You're welcome!".
 
 Whatever is stated in another way, e.g. in a plain sentence without a conclusion, is not surely stated.
@@ -64,13 +64,16 @@ _WITHDRAWS = _any_of(
 )
 _CLOSES = _any_of(
     *("welcome", "glad", "happy", "pleasure", "no problem", "any ?time", "good luck", "great day", "bye"),
-    *("good question", "take care", "have fun", "enjoy", "congratulations", "well done", "gern", "de nada", "不客气"),
+    *("good question", "take care", "have fun", "enjoy", "congratulations", "well done", "hope (?:this|it)", "gern"),
+    *("de nada", "不客气"),
 )
 
 # Sentences that state an answer.
+_END = r"(?!-?[^\W\d_\u2e80-\U0010ffff])"  # of a word in Latin letters: another letter does not follow
 _SO = (
-    r"(?:and |but |so|therefore|thus|hence|then|finally|altogether|overall|in total|in all|in conclusion|in summary"
-    r"|all in all|also|daher|entonces|por lo tanto|donc|所以|因此|那么)"
+    r"(?:(?:and|but|so|therefore|thus|hence|then|finally|altogether|overall|in total|in all|in conclusion|in summary"
+    rf"|all in all|also|daher|entonces|por lo tanto|donc){_END}"
+    r"|所以|因此|那么)"
 )
 _START = rf"^\W*(?:{_SO}[,:]?\s*)*"
 _WHOSE = r"(?:(?:i think |we see |we conclude |this means |which means )?(?:that )?(?:the|my|our)\s+)?"
@@ -78,15 +81,17 @@ _ADJECTIVES = r"(?:(?:final|correct|right|exact|numerical|required|desired|overa
 _OF_TASK = r"(?:\s+(?:to|for|of) (?:the|this|your) (?:problem|question|exercise|task))?"
 _ANSWER = re.compile(  # group 1 comes before the subject, the other one that matches is the answer
     rf"{_START}(?:([^,=]{{0,80}}),\s+)?(?:"
-    rf"{_WHOSE}{_ADJECTIVES}answer\b{_OF_TASK}[\s*]*(?:is|are|stays|remains|:|=)+"
-    r"(?:\s+(?:indeed|therefore|thus|simply|just)\b)?(.*)"
-    r"|(?:die )?(?:richtige |endg\u00fcltige )?antwort\s*(?:ist|lautet|:)+(?:\s+(?:also|daher|somit)\b)?(.*)"
-    r"|la (?:respuesta|r\u00e9ponse)(?: correcta| final| finale| correcte)?\s*(?:est|es|:)+(?:\s+donc\b)?(.*)"
+    rf"{_WHOSE}{_ADJECTIVES}(?:answer|option|choice|solution(?! *:))\b{_OF_TASK}[\s*]*"
+    rf"(?:(?:is|are|stays|remains){_END}|:|=)+(?:\s+(?:indeed|therefore|thus|simply|just)\b)?(.*)"
+    r"|(?:(?:die|das) )?(?:richtige |endg\u00fcltige )?(?:antwort|ergebnis|l\u00f6sung(?! *:))"
+    rf"\s*(?:(?:ist|lautet|betr\u00e4gt){_END}|:)+(?:\s+(?:also|daher|somit)\b)?(.*)"
+    r"|(?:(?:la|el) )?(?:respuesta|resultado|soluci\u00f3n(?! *:)|r\u00e9ponse)(?: correcta| final| finale| correcte)?"
+    rf"\s*(?:(?:est|es){_END}|:)+(?:\s+donc\b)?(.*)"
     r"|(?:最终|正确)?答案(?:是|为|\s*[:=])(.*)"
     r"|答えは(.*?)(?:です|である)?\W*$)",
     re.IGNORECASE | re.DOTALL,
 )
-_VERB = r"(?:is|are|was|equals?|has|have|had|gets?|makes?|pays?|earns?|needs?|=)"
+_VERB = r"(?:is|are|was|equals?|has|have|had|gets?|makes?|pays?|earns?|needs?|=)(?: a total of)?"
 _CONCLUDES = re.compile(
     rf"^\W*(?:{_SO}[,:]?\s*)+(?P<subject>(?:[^=]*?\W)??)(?P<verb>{_VERB})(?P<value>(?:\W.*))$"
     r"|^\W*(?P<it>it|that|this|the (?:final )?(?:result|total|sum|value))(?:'s| (?:is|equals|makes))(?P<of_it>\W.*)$",
@@ -105,13 +110,19 @@ _LEADS_TO_BOX = re.compile(  # the end of the text before a box
     re.IGNORECASE,
 )
 _DENIES = _any_of(
-    *("not", r"\w+n't", "maybe", "perhaps", "possibly", "if", "suppose", "might", "could", "may", "least", "most"),
-    *("whether", "negative", "minus"),
+    *("(?:can)?not", r"\w+n't", "maybe", "perhaps", "possibly", "if", "suppose", "might", "could", "may", "least"),
+    *("most", "whether", "negative", "minus", "none", "neither", "never", "nobody", "wrong", "incorrect", "impossible"),
+    *("errors?", "fails?", "too", r"contradict\w*", "bound", "roughly", "approximately", "nicht", "kein", "nunca"),
+    *("vielleicht", "no (?:es|son)", "quiz\u00e1s?", "不", "可能", "也许"),
 )
 _AFTER_BOX = re.compile(
     r"(?:[\s$\\)\]}.,;:*。]|!(?![\s}]*(?:\$|\\[)\]])))*(?:(?:is|as) (?:the|our|my) (?:final |correct )?answer\W*)?"
 )
-_OF_A_FORMULA = re.compile(r"(?:^|[^\\])(?:\$\$?|\\\(|\\\[)(?P<inner>[^$]*)$")
+_UNIT_BEHIND_BOX = re.compile(
+    r"\}?(?:\$|\\\)|\s)*((?:(?:square|cubic) )?(?!(?:and|or)\b)[^\W\d_][^\s$\\{}]{0,40}?)[.*]*"
+)
+_REMARK = re.compile(r"\w\s+\([^$\\]*$")  # a bracket in plain text, which multiplies nothing
+_OF_A_FORMULA = re.compile(r"(?:^|[^\\])(?:\$\$?|\\\(|\\\[)(?P<inner>(?:[^$\\]|\\[^()\[\]])*)$")
 
 _UNBROKEN = re.compile(
     rf"\$\$.{{1,{LONGEST}}}?\$\$|\\\[.{{1,{LONGEST}}}?\\\]|\\begin\{{(\w+\*?)\}}.{{1,{LONGEST}}}?\\end\{{\1\}}",
@@ -123,6 +134,7 @@ _BOUNDARY = re.compile(  # of sentences, and of offers within one
     re.IGNORECASE,
 )
 _CLAUSE = re.compile(r",\s+(?=(?:but(?=[^,]*\banswer)|so|therefore|thus|hence|then|which means)\b)", re.IGNORECASE)
+_BLANKS = re.compile(r"\s{2,}|[^\S\n ]")
 _PLAIN = str.maketrans({"\u2019": "'", "\uff0c": ",", "\uff1a": ":"})
 
 
@@ -137,10 +149,15 @@ class Reading(NamedTuple):
 def stated_answer(replies: Sequence[str]) -> str | None:
     """The answer that the replies surely state, by the rules above; None if there is none or it is not sure."""
     for reply in reversed(replies):
-        reading = _read(reply.translate(_PLAIN))
+        reading = _read(_BLANKS.sub(_one_blank, reply.translate(_PLAIN)).strip())
         if reading.answer is not None or reading.withdraws or not reading.closes:
             return reading.answer
     return None
+
+
+def _one_blank(blanks: re.Match[str]) -> str:
+    """One line feed or space for several, as patterns backtrack over these."""
+    return "\n" if "\n" in blanks[0] else " "
 
 
 def _read(reply: str) -> Reading:
@@ -161,11 +178,15 @@ def _read(reply: str) -> Reading:
             line = marked_line(sentence)
             if line and not re.search(r"[a-z]{3,} [a-z]{2,}", re.sub(r"\\\w+\{[^{}]*\}", "", line)):
                 marked, unsure = line, False
-        elif not (_ASIDE.search(sentence) or _OFFERS.search(sentence)):
+        elif _ASIDE.search(sentence):
+            unsure = unsure or bool((marked or concluded) and _DENIES.search(sentence))
+        elif not _OFFERS.search(sentence):
             for clause in _CLAUSE.split(sentence):
-                if _HEDGED.search(clause):
-                    continue
-                if statement := _ANSWER.match(clause):
+                if len(clause) > 4 * LONGEST:  # patterns backtrack over it
+                    unsure = True
+                elif _HEDGED.search(clause):
+                    unsure = unsure or marked is not None
+                elif statement := _ANSWER.match(clause):
                     marked = _marked(statement)
                     unsure = not marked
                 elif _NUMBER.search(clause):
@@ -173,6 +194,7 @@ def _read(reply: str) -> Reading:
                     unsure = unsure if marked is None else not _repeats(clause, marked)
                 elif re.search(r"\w", clause) and not _CLOSES.search(clause):
                     concluded = _conclusion(clause)
+                    unsure = unsure or marked is not None
     numberless = not (_NUMBER.search(reply) or boxed(reply))
     closes = numberless and len(reply.split()) <= 40 and _CLOSES.search(reply) is not None
     return Reading(None if unsure else marked or concluded, withdraws, closes)
@@ -182,7 +204,8 @@ def _marked(statement: re.Match[str]) -> str | None:
     """What a sentence says of "the answer", unless the words before that say that it is not the task's."""
     if statement[1] and _OF_A_PART.search(statement[1]):
         return None
-    return next(group for group in statement.groups()[1:] if group is not None).strip(" :")
+    answer = next(group for group in statement.groups()[1:] if group is not None).strip(" :")
+    return None if _REMARK.search(answer) else answer
 
 
 def _repeats(clause: str, answer: str) -> bool:
@@ -195,13 +218,12 @@ def _repeats(clause: str, answer: str) -> bool:
 
 def _conclusion(clause: str) -> str | None:
     statement = _CONCLUDES.match(clause)
-    if not statement:
+    if not statement or _OF_A_PART.search(statement["subject"] or ""):
         return None
-    if statement["it"]:
-        return statement["of_it"].strip() if re.search(r"\d|[\\$]", statement["of_it"]) else None
-    if _OF_A_PART.search(statement["subject"]):
+    value = statement["of_it"] or clause[statement.start("subject" if statement["verb"] == "=" else "value") :]
+    if _REMARK.search(value) or (statement["it"] and not re.search(r"\d|[\\$]", value)):
         return None
-    return clause[statement.start("subject" if statement["verb"] == "=" else "value") :].strip()
+    return value.strip()
 
 
 def _box(sentence: str) -> str | None:
@@ -213,13 +235,18 @@ def _box(sentence: str) -> str | None:
     nested = len(boxes) > 1 and sentence[boxes[0].end() :].lstrip("{ ").startswith("\\boxed")
     if (len(boxes) > 1 and not nested) or _DENIES.search(before) or _HEDGED.search(before):
         return None
-    if not _AFTER_BOX.fullmatch(after):
+    unit = re.fullmatch(
+        r"\}?(?:\$|\\\)|\s)*((?:(?:square|cubic) )?(?!(?:and|or)\b)[^\W\d_][^\s$\\{}]{0,40}?)[.*]*", after
+    )
+    if not (unit or _AFTER_BOX.fullmatch(after)):
         return None
     formula = _OF_A_FORMULA.search(before)
     inner = formula["inner"].strip() if formula else ""
     if inner and not re.search(r"(?<![<>!])=$", inner):
         return None
-    return content if inner or _LEADS_TO_BOX.search(before) else None
+    if not (inner or _LEADS_TO_BOX.search(before)):
+        return None
+    return rf"{content} \text{{{unit[1]}}}" if unit else content
 
 
 def _sentences(reply: str) -> Iterator[str]:

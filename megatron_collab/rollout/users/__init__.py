@@ -29,7 +29,8 @@ from megatron_collab.config import (
 )
 from megatron_collab.config.extension import NoOptions
 from megatron_collab.runtime.process import ends_caller
-from megatron_collab.types import Conversation, Message, Task
+from megatron_collab.runtime.redact import excerpt
+from megatron_collab.types import EMPTY, Conversation, Message, Task
 
 if TYPE_CHECKING:  # LiteLLM takes seconds to import, and checking a name needs none of it
     from megatron_collab.llm.client import LlmClient
@@ -78,6 +79,12 @@ class UserReply:
     credits: Mapping[int, float] = field(default_factory=dict)
 
 
+def with_excerpts(message: Message) -> Message:
+    """The user's message with its private notes as transcripts keep them: excerpts, without empty ones."""
+    notes = {name: excerpt(str(text)) for name, text in message.private.items() if text}
+    return replace(message, private=notes or EMPTY)
+
+
 class User(Extension):
     """Base class of users: the user of one conversation about `task`.
 
@@ -114,8 +121,11 @@ class User(Extension):
         `settings`: those of these users, as in `unavailable`.
         """
 
-    async def open(self) -> str:
-        """The first message, if the task has none; called on a separate user object. Raises UserError."""
+    async def open(self) -> str | Message:
+        """The first message, if the task has none; called on a separate user object. Raises UserError.
+
+        A Message may have private notes, as those of `says`.
+        """
         raise NotImplementedError
 
     async def start(self, conversation: Conversation) -> None:
@@ -132,9 +142,18 @@ class User(Extension):
         """
         return 0.0
 
-    def says(self, text: str, reward: float = 0.0, credits: Mapping[int, float] = {}) -> UserReply:
-        """`text` as a reply; it ends the conversation if it contains user.stop."""
-        return UserReply(Message("user", text), self.users.settings.stop in text, reward, credits)
+    def says(
+        self,
+        text: str,
+        reward: float = 0.0,
+        credits: Mapping[int, float] = {},
+        private: Mapping[str, str] = EMPTY,
+    ) -> UserReply:
+        """`text` as a reply; it ends the conversation if it contains user.stop.
+
+        `private`: notes by name, such as what the user thinks. Only transcripts have them, as excerpts.
+        """
+        return UserReply(Message("user", text, private=private), self.users.settings.stop in text, reward, credits)
 
 
 class Users:

@@ -68,17 +68,18 @@ class LlmUser(User):
         if settings.prompt:  # the built-in prompt fits every task
             system_prompt(settings, task)
 
-    async def open(self) -> str:
-        text = await self._say(())
-        if self.users.settings.stop in text:
-            raise UserError(f"user {self.model}: ended the conversation before it began: {text[:200]!r}")
-        return text
+    async def open(self) -> Message:
+        message = await self._say(())
+        if self.users.settings.stop in message.content:
+            raise UserError(f"user {self.model}: ended the conversation before it began: {message.content[:200]!r}")
+        return message
 
     async def reply(self, conversation: Conversation) -> UserReply:
-        return self.says(await self._say(conversation.messages))
+        message = await self._say(conversation.messages)
+        return self.says(message.content, private=message.private)
 
-    async def _say(self, messages: Sequence[Message]) -> str:
-        """The user's next message. Each attempt has the endpoint's retries and deadline."""
+    async def _say(self, messages: Sequence[Message]) -> Message:
+        """The user's next message, with private notes. Each attempt has the endpoint's retries and deadline."""
         config, complaint, reason = self.users.settings, list[dict[str, str]](), ""
         try:
             system = system_prompt(config, self.task, self.persona)
@@ -92,7 +93,8 @@ class LlmUser(User):
             self.users.counters["user_replies"] += 1
             refused = refusal(answer["response"], self.task, instructions, messages)
             if refused is None:
-                return str(answer["response"])
+                notes = {"persona": self.persona, **{name: answer[name] for name in ("thought", "current_answer")}}
+                return Message("user", str(answer["response"]), private=notes)
             self.users.counters[refused] += 1
             refused_answer = {"role": "assistant", "content": json.dumps(answer, ensure_ascii=False)}
             complaint = [refused_answer, {"role": "user", "content": COMPLAINTS[refused]}]

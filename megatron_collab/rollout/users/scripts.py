@@ -103,6 +103,11 @@ class RevealUser(User):
 
     opens = True
 
+    def __init__(self, task: Task, argument: str, sample: str, users: Users) -> None:
+        super().__init__(task, argument, sample, users)
+        self.facts: list[str] = []  # read by `start`, whose errors are the user's
+        self.revealed: set[int] = set()
+
     @classmethod
     def check_task(cls, task: Task, argument: str, settings: UserConfig) -> None:
         facts_of(task)

@@ -14,12 +14,12 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_collab.config import Config
 from megatron_collab.models.hf_config import Experts, ModelShape
 from megatron_collab.models.parallel_layout import stage_layers
 from megatron_collab.patches.megatron import with_reference_kernels
 from megatron_collab.runtime import device
 from megatron_collab.trainer.megatron import layers
+from megatron_collab.trainer.spec import NetworkSpec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -30,9 +30,9 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-def transformer_config(config: Config, shape: ModelShape) -> TransformerConfig:
+def transformer_config(network: NetworkSpec, shape: ModelShape) -> TransformerConfig:
     """Megatron's configuration for a model of this shape in the configured layout and precision."""
-    model, parallel, dtype = config.model, config.parallel, DTYPES[config.model.dtype]
+    model, parallel, dtype = network.model, network.parallel, DTYPES[network.model.dtype]
     stages, uneven = parallel.pp * parallel.vpp, None
     if shape.layers % stages:  # then Megatron needs an explicit layout
         first, *middle, last = (["decoder"] * count for count in stage_layers(shape.layers, stages))

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from megatron_collab.checkpoint.adapters import merged_weight, rows_of
 from megatron_collab.checkpoint.hf import named_shards, unwrap
-from megatron_collab.config import Config
 from megatron_collab.models import lora as plan
 from megatron_collab.models.hf_to_megatron import ModelShape, TensorCut, WeightEntry, table
 from megatron_collab.models.lora import Factor
+from megatron_collab.trainer.spec import NetworkSpec
 
 
 class Adapters(torch.nn.Module):
@@ -37,14 +37,14 @@ class Adapters(torch.nn.Module):
     `active`: False disables them. `dropping`: apply dropout to the input, with one mask for all k.
     """
 
-    def __init__(self, config: Config, shape: ModelShape, entry: WeightEntry, weight: torch.nn.Parameter) -> None:
+    def __init__(self, network: NetworkSpec, shape: ModelShape, entry: WeightEntry, weight: torch.nn.Parameter) -> None:
         """Uses dtype and device of `weight`, the adapted one. B is zero: the output is unchanged at first.
 
         A is uniform within 1 / sqrt(columns), PEFT's Kaiming initialization with a = sqrt(5); its values depend on
         run.seed and its name, not on the layout.
         """
         super().__init__()
-        lora, parallel = config.model.lora, config.parallel
+        lora, parallel = network.model.lora, network.parallel
         tp, rank = parallel.tp, parallel_state.get_tensor_model_parallel_rank()
         self.rows_cut, self.sequence_parallel = entry.cut is TensorCut.ROWS, parallel.sequence_parallel
         self.scale, self.dropout = plan.scale(lora), lora.dropout
@@ -52,7 +52,7 @@ class Adapters(torch.nn.Module):
         self._blocks = plan.blocks(entry, shape, lora, tp)
         self.a, self.b = torch.nn.ParameterDict(), torch.nn.ParameterDict()
         for projection, a, b in plan.adapters(entry, lora):
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{config.run.seed} {a.key}".encode()))
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{network.seed} {a.key}".encode()))
             bound = 1 / math.sqrt(a.shape[1])
             full = (torch.rand(a.shape, generator=generator, device="cpu") * 2 - 1) * bound
             local = full if a.axis is None else full.chunk(tp, a.axis)[rank]
@@ -98,9 +98,9 @@ class Adapters(torch.nn.Module):
         return (result + self(x) if self.active else result), bias
 
 
-def add(chunks: Sequence[torch.nn.Module], config: Config, shape: ModelShape) -> None:
+def add(chunks: Sequence[torch.nn.Module], network: NetworkSpec, shape: ModelShape) -> None:
     """Freeze the model (this rank's `chunks`), and add the adapters of model.lora to its linear layers."""
-    entries, lora = {entry.megatron: entry for entry in table(shape)}, config.model.lora
+    entries, lora = {entry.megatron: entry for entry in table(shape)}, network.model.lora
     for chunk in chunks:
         policy = unwrap(chunk)
         policy.lora = lora
@@ -108,7 +108,7 @@ def add(chunks: Sequence[torch.nn.Module], config: Config, shape: ModelShape) ->
         owners = {weight: module for module in policy.modules() for weight in module.parameters(recurse=False)}
         for name, weight in list(named_shards([chunk])):
             if plan.adapters(entries[name], lora):
-                Adapters(config, shape, entries[name], weight).attach(owners[weight])
+                Adapters(network, shape, entries[name], weight).attach(owners[weight])
         if policy.pre_process:
             # Else no input of the first layer requires a gradient, and recomputed layers would get none.
             policy.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_collab.checkpoint.hf import load_hf, unwrap
-from megatron_collab.config import Config, LoraConfig
+from megatron_collab.config import LoraConfig
 from megatron_collab.models import hf_config
 from megatron_collab.models.hf_to_megatron import ModelShape
 from megatron_collab.patches import megatron
@@ -28,8 +28,9 @@ from megatron_collab.trainer.megatron.config import backend_spec, transformer_co
 from megatron_collab.trainer.megatron.layers import RotaryTable, rotated, rotation
 from megatron_collab.trainer.megatron.paths import PackedTrees
 from megatron_collab.trainer.megatron.routing import ReplayedRouter
+from megatron_collab.trainer.spec import NetworkSpec
 
-Load = Callable[[Config], list[torch.nn.Module]]  # returns this rank's chunks of a new network
+Load = Callable[[NetworkSpec], list[torch.nn.Module]]  # returns this rank's chunks of a new network
 
 
 class PolicyModel(GPTModel):
@@ -118,14 +119,14 @@ class _BFloat16(Float16Module):
         return super().forward(*inputs, fp32_output=False, **options)
 
 
-def build(config: Config, shape: ModelShape) -> list[torch.nn.Module]:
+def build(network: NetworkSpec, shape: ModelShape) -> list[torch.nn.Module]:
     """This rank's stages of the model on its device, weights uninitialized: one per virtual pipeline stage.
 
     With model.lora.rank they are frozen and have adapters.
     """
-    chunks = _build(transformer_config(config, shape), shape, torch.device(device.select(config.launch.device).type))
-    if config.model.lora.rank:
-        lora.add(chunks, config, shape)
+    chunks = _build(transformer_config(network, shape), shape, torch.device(device.select(network.device).type))
+    if network.model.lora.rank:
+        lora.add(chunks, network, shape)
     return chunks
 
 
@@ -138,11 +139,11 @@ def _build(config: TransformerConfig, shape: ModelShape, home: torch.device) -> 
     return [_BFloat16(config, policy) if config.bf16 else policy for policy in policies]
 
 
-def load(config: Config) -> list[torch.nn.Module]:
+def load(network: NetworkSpec) -> list[torch.nn.Module]:
     """Build and load the model of model.path."""
-    folder = hub.folder(config.model.path)
+    folder = hub.folder(network.model.path)
     beat(f"loading {folder}")
-    chunks = build(config, hf_config.read(folder / "config.json"))
+    chunks = build(network, hf_config.read(folder / "config.json"))
     load_hf(chunks, folder)
     return chunks
 

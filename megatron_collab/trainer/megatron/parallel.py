@@ -14,11 +14,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch.distributed.rendezvous import rendezvous
 
-from megatron_collab.config import Config, LaunchConfig
+from megatron_collab.config import LaunchConfig
 from megatron_collab.patches.megatron import refuse_visible_cuda
 from megatron_collab.runtime import device, hang_detector, rank0
 from megatron_collab.runtime.files import full_disk
 from megatron_collab.runtime.process import RunStopped, beat, lost_process
+from megatron_collab.trainer.spec import NetworkSpec
 
 _GROUPS = count()
 _LEADER_ENDED = "leader_ended"  # a key of the store
@@ -88,31 +89,32 @@ def default_group(timeout: timedelta) -> Iterator[None]:
 
 
 @contextmanager
-def init_parallel(config: Config) -> Iterator[None]:
+def init_parallel(launch: LaunchConfig, network: NetworkSpec) -> Iterator[None]:
     """As `connected`, with the process groups of the trainer's layout and the seeds."""
-    with connected(config.launch) as timeout, layout_groups(config, timeout):
+    with connected(launch) as timeout, layout_groups(network, timeout):
         yield
 
 
 @contextmanager
-def layout_groups(config: Config, timeout: timedelta) -> Iterator[None]:
+def layout_groups(network: NetworkSpec, timeout: timedelta) -> Iterator[None]:
     """The layout's process groups and the seeds, in torch's default group.
 
     The choice of attention for an earlier layout, or by the shell, is forgotten: the configuration decides it.
     """
+    parallel = network.parallel
     for name in _ATTENTION_VARIABLES:
         os.environ.pop(name, None)
     try:
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=config.parallel.tp,
-            pipeline_model_parallel_size=config.parallel.pp,
-            virtual_pipeline_model_parallel_size=config.parallel.vpp if config.parallel.vpp > 1 else None,
-            context_parallel_size=config.parallel.cp,
-            expert_model_parallel_size=config.parallel.ep,
+            tensor_model_parallel_size=parallel.tp,
+            pipeline_model_parallel_size=parallel.pp,
+            virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+            context_parallel_size=parallel.cp,
+            expert_model_parallel_size=parallel.ep,
             expert_tensor_parallel_size=1,
             distributed_timeout_minutes=timeout.total_seconds() / 60,
         )
-        tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(network.seed)
         yield
     finally:
         parallel_state.destroy_model_parallel()

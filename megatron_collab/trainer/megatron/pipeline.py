@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+# Makes the communicator of one pass over micro-batches of these lengths, in positions on this context-parallel rank.
+Communicator = Callable[[TransformerConfig, Sequence[int]], P2PCommunicator]
 
 
 class PlannedCommunicator(P2PCommunicator):

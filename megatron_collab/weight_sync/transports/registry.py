@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from megatron_collab.config import Config, build, require
+from megatron_collab.config import PublishConfig, build, require
 from megatron_collab.config.extension import resolve
-from megatron_collab.config.schema import TRANSPORTS, PublishConfig
+from megatron_collab.config.schema import TRANSPORTS
 from megatron_collab.inference.spec import Placement
-from megatron_collab.models.parallel_layout import ranks
 from megatron_collab.weight_sync.node_routing import Places
+from megatron_collab.weight_sync.plan import SyncSpec
 from megatron_collab.weight_sync.transports.base import FolderTransport, Transport
 
 SETTING = "publish.transport"
@@ -42,11 +42,11 @@ def _class(spec: str) -> type[Transport]:
     return transport
 
 
-def places_of(config: Config, servers: Placement, on_gpus: bool) -> Places:
+def places_of(sync: SyncSpec, servers: Placement, on_gpus: bool) -> Places:
     """The places of a run with `servers`; a single one if every trainer rank reaches every server."""
-    launch, count, width = config.launch, servers.per_node, servers.ranks_per_node
-    if not transport_class(config.publish, servers).needs_same_node:
-        return Places(1, ranks(config), servers.replicas, servers.tp)
+    ranks, nodes, count, width = sync.trainer.ranks, servers.nodes, servers.per_node, servers.ranks_per_node
+    if not transport_class(sync.publish, servers).needs_same_node:
+        return Places(1, ranks, servers.replicas, servers.tp)
     if on_gpus and servers.colocated:
-        return Places(launch.nodes * count, launch.nproc_per_node // count, 1, width, True, servers.nnodes, count)
-    return Places(launch.nodes, launch.nproc_per_node, count, width, servers.colocated, servers.nnodes)
+        return Places(nodes * count, ranks // nodes // count, 1, width, True, servers.nnodes, count)
+    return Places(nodes, ranks // nodes, count, width, servers.colocated, servers.nnodes)

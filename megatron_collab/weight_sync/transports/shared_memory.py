@@ -274,8 +274,8 @@ class Relay:
             [(tag, hop) for tag, hop in enumerate(row) if self._rank in (hop.source, hop.keeper)] for row in hops
         ]
         self._buffer = torch.zeros(writer.largest, dtype=torch.uint8, device=device)
-        if any(hops):
-            self._group = dist.new_group(timeout=timedelta(seconds=timeout))
+        self._group = dist.new_group(timeout=timedelta(seconds=timeout)) if any(hops) else None
+        if self._group is not None:
             # NCCL needs all ranks in the first call, but not every rank has a hop in every round.
             dist.barrier(self._group)
 

@@ -13,11 +13,11 @@ from megatron.core import parallel_state
 from megatron_collab.checkpoint import hf
 from megatron_collab.config import Config
 from megatron_collab.config.schema import ParallelConfig
-from megatron_collab.trainer.megatron import parallel
+from megatron_collab.launch.trainer_specs import trainer_spec
 from megatron_collab.trainer.microbatches import context_slice
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
-from tests.ranks import learn, make_config, make_model, make_pairs, make_samples, run_ranks
+from tests.ranks import init_parallel, learn, make_config, make_model, make_pairs, make_samples, run_ranks
 from tests.rehearsal.te_cpu import test_layers as engine
 from tests.trainer.test_routing import planted
 
@@ -46,13 +46,14 @@ def measure(folder: Path) -> dict[str, Any]:
     for cp in (1, RANKS):
         config.parallel = ParallelConfig(cp=cp)
         FP8GlobalStateManager.reset()  # it holds the groups of the previous layout
-        with parallel.init_parallel(config):
+        with init_parallel(config):
             results[f"pass {cp}"] = one_pass(config)
-            trainer = PolicyTrainer(make_config(folder, {"parallel.cp": cp, "rollout.routing_replay": True}))
+            replaying = make_config(folder, {"parallel.cp": cp, "rollout.routing_replay": True})
+            trainer = PolicyTrainer(trainer_spec(replaying))
             batches = [Batch(planted(make_samples(11, seed))) for seed in (1, 2)]
             results[f"scored {cp}"] = trainer.log_probs(trainer.policy.chunks, batches[0])
             results[f"updates {cp}"] = [learn(trainer, batch) for batch in batches]
-            of_pairs = PolicyTrainer(make_config(folder, {"parallel.cp": cp, **PAIRS}))
+            of_pairs = PolicyTrainer(trainer_spec(make_config(folder, {"parallel.cp": cp, **PAIRS})))
             results[f"pairs {cp}"] = [learn(of_pairs, Batch(make_pairs(11, seed))) for seed in (1, 2)]
             del results[f"pairs {cp}"][0]["dpo/accuracy"]  # margins are rounding errors before the policy moves
     return results

@@ -19,6 +19,7 @@ from megatron.core.utils import get_model_config
 from megatron_collab.checkpoint import hf
 from megatron_collab.config import Config
 from megatron_collab.config.schema import ParallelConfig
+from megatron_collab.launch.trainer_specs import network_spec
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.parallel_layout import FP8_MULTIPLE
@@ -26,10 +27,9 @@ from megatron_collab.patches.megatron import with_reference_kernels
 from megatron_collab.rehearsal.te_cpu.install import install
 from megatron_collab.trainer.megatron import config as megatron_config
 from megatron_collab.trainer.megatron import model as policies
-from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.network import Trainable
 from tests.helpers import in_turn, selected
-from tests.ranks import run_ranks
+from tests.ranks import init_parallel, run_ranks
 from tests.trainer import test_parity as parity
 from tests.trainer.shapes import QWEN3
 
@@ -100,7 +100,7 @@ def measure(cases: set[tuple[str, str]]) -> dict[str, Any]:
     config = Config()
     config.launch.device, config.launch.timeout = "cpu", 60.0
     config.parallel.tp, config.parallel.sequence_parallel = RANKS, True
-    with parallel.init_parallel(config):
+    with init_parallel(config):
         results = {"refused": refused()}
         for name in MODELS:
             for engine in (True, False):
@@ -115,7 +115,7 @@ def measure(cases: set[tuple[str, str]]) -> dict[str, Any]:
     for layout, settings in LAYOUTS.items():
         config.parallel = ParallelConfig(**settings)
         FP8GlobalStateManager.reset()  # it holds the groups of the previous layout
-        with parallel.init_parallel(config):
+        with init_parallel(config):
             if layout == "dp2":
                 results["dp2 float32"] = in_layout(config, False, "float32")
                 results["dp2 bfloat16"] = in_layout(config, True, "bfloat16")
@@ -139,9 +139,9 @@ def build(config: Config, shape: dict[str, Any], engine: bool, dtype: str, recip
     megatron_config._engine = lambda dtype: engine
     config.model.dtype = dtype
     config.model.fp8, config.model.fp8_recipe = (FP8[recipe], recipe) if recipe else (None, "delayed")
-    chunks = policies.build(config, ModelShape.from_hf(QWEN3 | WIDE | shape))
+    chunks = policies.build(network_spec(config), ModelShape.from_hf(QWEN3 | WIDE | shape))
     fill(chunks)
-    return Trainable(config, chunks)
+    return Trainable(chunks, config.optim, config.parallel.offload)
 
 
 def measure_model(config: Config, name: str, engine: bool, dtype: str, recipe: str | None = None) -> Outcome:

@@ -79,20 +79,45 @@ def test_the_user_sees_its_goal_and_the_conversation_and_never_the_answer() -> N
     assert request["response_format"]["json_schema"]["schema"]["required"] == [field.name for field in FIELDS]
 
 
+def test_what_the_user_keeps_to_itself_is_noted_and_shown_to_nobody(tmp_path: Path) -> None:
+    """Not even to the model in its next turn; a rejected message leaves no notes."""
+    (tmp_path / "people.txt").write_text("a nurse\n")
+    first = {"thought": "lacks the amount", "current_answer": "milk"}
+
+    async def play(users: Users) -> list[Message]:
+        user, begun = users.make(task("llm", "buy milk", "42"), "s"), dialogue("hi", "hello")
+        first_message = (await user.reply(begun)).message
+        later = Conversation((*begun.messages, first_message, Message("assistant", "how much?")), ())
+        return [first_message, (await user.reply(later)).message]
+
+    replies = answer(" ", thought="rejected"), answer("milk, please", **first), answer("two", thought="enough")
+    messages, requests, _ = with_endpoint(*replies, play=play, personas=str(tmp_path / "people.txt"))
+    assert [message.private for message in messages] == [
+        {"persona": "a nurse", **first},
+        {"persona": "a nurse", "thought": "enough", "current_answer": ""},
+    ]
+    assert "lacks the amount" not in json.dumps(requests[-1]["messages"])
+
+
 @pytest.mark.slow
 def test_the_user_opens_a_conversation_from_its_goal() -> None:
-    async def play(users: Users) -> str:
+    async def play(users: Users) -> str | Message:
         return await users.make(replace(task("llm", "buy milk", "42"), messages=()), "s").open()
 
     opened, requests, counted = with_endpoint(answer(" "), answer("I need something"), play=play)
-    assert opened == "I need something" and counted == {"user_replies": 2, "user_empty": 1}
+    assert (
+        opened == Message("user", "I need something")
+        and "thought" in opened.private
+        and counted == {"user_replies": 2, "user_empty": 1}
+    )
     system, shown = requests[0]["messages"]
     assert '{"goal": "buy milk"}' in system["content"] and shown["content"] == OPEN
     with pytest.raises(UserError, match="ended the conversation before it began"):
         with_endpoint(answer(f"bye {STOP}"), play=play)
 
 
-def test_200_conversations_at_once_keep_their_own_goals() -> None:
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.processes)])
+def test_conversations_at_once_keep_their_own_goals(count: int) -> None:
     async def repeat(request: web.Request) -> web.StreamResponse:
         """The user's model repeats the secret of the goal in its prompt, and the last message of the conversation."""
         messages = (await request.json())["messages"]
@@ -112,12 +137,12 @@ def test_200_conversations_at_once_keep_their_own_goals() -> None:
             await user.finish(later)
             return [first.content, second.content]
 
-        return await asyncio.gather(*map(converse, range(200)))
+        return await asyncio.gather(*map(converse, range(count)))
 
     replies, requests, counted = with_endpoint(repeat, play=play)
-    expected = [[f"my secret is {i * 7919} at first", f"my secret is {i * 7919} at turn {i}"] for i in range(200)]
+    expected = [[f"my secret is {i * 7919} at first", f"my secret is {i * 7919} at turn {i}"] for i in range(count)]
     assert replies == expected
-    assert len(requests) == 400 and counted == {"user_replies": 400}
+    assert len(requests) == 2 * count and counted == {"user_replies": 2 * count}
 
 
 def test_futures_of_one_turn_each_ask_for_themselves() -> None:

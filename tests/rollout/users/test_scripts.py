@@ -89,9 +89,6 @@ def test_the_recorded_messages_are_said_in_order_then_the_conversation_ends() ->
 def test_scripts_and_recordings_open_a_conversation() -> None:
     opened = asyncio.run(make_users().make(TASK, "s").open())
     assert opened.startswith("please book a table") and asyncio.run(make_users().make(TASK, "t").open()) == opened
-    assert booking.missing(replace(TASK, messages=(Message("user", opened),))) != frozenset(), (
-        "the opening leaves something out"
-    )
     unopened = replace(task("replay", replay=["first", "second"]), messages=())
     assert asyncio.run(make_users().make(unopened, "s").open()) == "first"
     played = unopened.play_on(Message("user", "first"))

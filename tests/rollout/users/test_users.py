@@ -12,9 +12,10 @@ import pytest
 from megatron_collab.config import Config, RolloutConfig
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.environments import booking
+from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.rollout.users import UserReply, split_user
 from megatron_collab.rollout.workers import ConversationWorker
-from megatron_collab.types import Conversation, Message, Task
+from megatron_collab.types import Conversation, Group, Message, Task
 from tests.llm.endpoint import Endpoint, says
 from tests.rollout.fakes import toolbox_of
 from tests.rollout.users.helpers import STOP, check_user, dialogue, make_users, task
@@ -99,6 +100,22 @@ def test_a_file_without_personas_is_refused(tmp_path: Path) -> None:
     config.user.model, config.user.personas = "policy", str(tmp_path / "personas.txt")
     (tmp_path / "personas.txt").write_text("\n \n")
     assert "has no lines" in str(check_user("llm", config))
+
+
+@pytest.mark.parametrize(("setting", "name"), [(None, "scripted/booking"), ("llm/openai/m", "llm/openai/m")])
+def test_a_group_has_the_name_of_the_user_who_played_it(setting: str | None, name: str) -> None:
+    config = Config()
+    config.user.name = setting
+
+    class Idle:
+        spec = play_spec(config)
+
+        async def play(self, task: Task, stream: str) -> Group:
+            return Group(task, ())
+
+    worker: Any = object.__new__(ConversationWorker)
+    worker.play_spec, worker.players = play_spec(config), {None: Idle()}
+    assert asyncio.run(worker.play(task("scripted/booking"), "s")).user == name
 
 
 def test_counters_are_reset_when_they_are_taken() -> None:

@@ -21,6 +21,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import get_submodules
 
 from megatron_collab.config import Config
+from megatron_collab.launch.trainer_specs import network_spec
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.runtime import device
 from megatron_collab.trainer.megatron import config, layers
@@ -144,7 +145,7 @@ PLAIN = {
     ids=str,
 )
 def test_settings_set_these_fields(available: set[str], settings: dict[str, Any], changed: dict[str, Any]) -> None:
-    result = transformer_config(configure(settings), shape_of(num_hidden_layers=4))
+    result = transformer_config(network_spec(configure(settings)), shape_of(num_hidden_layers=4))
     expected = PLAIN | changed
     assert {name: getattr(result, name) for name in expected} == expected
 
@@ -161,7 +162,7 @@ def test_settings_set_these_fields(available: set[str], settings: dict[str, Any]
 def test_experts_are_routed_as_the_model_says(
     available: set[str], fields: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    result = transformer_config(configure({}), shape_of(model_type="qwen3_moe", **EXPERTS | fields))
+    result = transformer_config(network_spec(configure({})), shape_of(model_type="qwen3_moe", **EXPERTS | fields))
     expected = {
         "num_moe_experts": 8,
         "moe_router_topk": 2,
@@ -191,7 +192,7 @@ FUSIONS = {
 )
 def test_fused_kernels_follow_from_available_features(available: set[str], features: set[str]) -> None:
     available |= features
-    result = transformer_config(configure({}), MOE)
+    result = transformer_config(network_spec(configure({})), MOE)
     assert {name: getattr(result, name) for name in FUSIONS} == {
         name: bool(enabling & features) for name, enabling in FUSIONS.items()
     }
@@ -200,7 +201,7 @@ def test_fused_kernels_follow_from_available_features(available: set[str], featu
 def test_float32_is_computed_by_the_local_layers(one_rank: Config, available: set[str]) -> None:
     """TransformerEngine's fused attention needs 16 bits; its fallback stores the scores of all pairs of tokens."""
     available |= {"cuda", "transformer_engine"}
-    result = transformer_config(configure({"model.dtype": "float32"}), MOE)
+    result = transformer_config(network_spec(configure({"model.dtype": "float32"})), MOE)
     assert [name for name in FUSIONS if getattr(result, name)] == ["bias_activation_fusion"]
     assert backend_spec(result).layer_norm is layers.RMSNorm
 
@@ -209,7 +210,8 @@ def test_float32_is_computed_by_the_local_layers(one_rank: Config, available: se
     ("layers", "pp", "vpp"), [(3, 2, 1), (10, 4, 1), (13, 8, 1), (5, 5, 1), (8, 2, 1), (5, 2, 2), (8, 2, 2), (13, 3, 4)]
 )
 def test_stages_share_the_layers_evenly(available: set[str], layers: int, pp: int, vpp: int) -> None:
-    result = transformer_config(configure({"parallel.pp": pp, "parallel.vpp": vpp}), shape_of(num_hidden_layers=layers))
+    network = network_spec(configure({"parallel.pp": pp, "parallel.vpp": vpp}))
+    result = transformer_config(network, shape_of(num_hidden_layers=layers))
     layout = result.pipeline_model_parallel_layout
     if layers % (pp * vpp) == 0:
         assert layout is None
@@ -231,14 +233,14 @@ def test_the_engines_layers_are_used_if_it_is_available(available: set[str], mon
     filled = SimpleNamespace(fill_in=lambda block: f"{block} with our attention")
     monkeypatch.setattr("megatron_collab.trainer.megatron.engine_attention", filled, raising=False)
     available.add("transformer_engine")
-    result = transformer_config(configure({}), MOE)
+    result = transformer_config(network_spec(configure({})), MOE)
     assert backend_spec(result, vp_stage=1) == "block with our attention"
     assert calls == [((result, True), {"normalization": "RMSNorm", "vp_stage": 1})]
 
 
 @pytest.mark.parametrize("shape", [SHAPE, shape_of(model_type="llama"), MOE], ids=lambda shape: shape.family)
 def test_our_norms_and_attention_are_used_without_it(one_rank: Config, available: set[str], shape: ModelShape) -> None:
-    block = backend_spec(transformer_config(configure({}), shape))
+    block = backend_spec(transformer_config(network_spec(configure({})), shape))
     assert block.layer_norm is layers.RMSNorm
     assert len(block.layer_specs) == 2
     for layer in block.layer_specs:

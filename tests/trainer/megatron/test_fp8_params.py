@@ -22,17 +22,18 @@ from megatron.core.fp8_utils import is_float8tensor
 
 from megatron_collab.checkpoint import hf
 from megatron_collab.checkpoint.checkpointer import Checkpoints
+from megatron_collab.config import Config
+from megatron_collab.launch.trainer_specs import sync_spec, trainer_layout, trainer_spec
 from megatron_collab.rehearsal.te_cpu.tensors import value
 from megatron_collab.trainer.megatron import config as megatron_config
-from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
 from megatron_collab.weight_sync.node_routing import written
-from megatron_collab.weight_sync.plan import plan_sync, trainer_layout
+from megatron_collab.weight_sync.plan import plan_sync
 from megatron_collab.weight_sync.sender import Sender
 from megatron_collab.weight_sync.transports.registry import places_of
 from tests.helpers import make_model, policy_servers, selected
-from tests.ranks import learn, make_config, make_samples, run_ranks
+from tests.ranks import init_parallel, learn, make_config, make_samples, run_ranks
 from tests.trainer.test_precision import WIDE, fp8
 
 pytestmark = pytest.mark.processes
@@ -108,10 +109,12 @@ def live(folder: Path, recipes: list[str]) -> dict[str, Any]:
 
 def one_run(folder: Path, recipe: str, kept: bool, **layout: object) -> Lived:
     """`layout`: settings of parallel.*"""
-    with parallel.init_parallel(configure(folder, recipe, kept, **layout)):
+    config = configure(folder, recipe, kept, **layout)
+    with init_parallel(config):
         trainer = make(folder, recipe, kept, **layout)
+        published = sent(trainer, config) if kept else ([], [])
         loaded = {name: shard.detach().clone() for name, shard in hf.named_shards(trainer.chunks)}
-        lived = Lived([], [], [masters(trainer)], {} if kept else loaded, {}, {}, sent(trainer) if kept else ([], []))
+        lived = Lived([], [], [masters(trainer)], {} if kept else loaded, {}, {}, published)
         for step in range(STEPS):
             batch = Batch(make_samples(12, seed=step))
             if step == STEPS - 1:
@@ -131,7 +134,7 @@ def resumed(
     folder: Path, recipe: str, saved: bool, kept: bool, **layout: object
 ) -> tuple[np.ndarray, dict[str, float], Weights]:
     """The last step of a run, by another one that loaded its checkpoint: log-probs, metrics and masters."""
-    with parallel.init_parallel(configure(folder, recipe, kept, **layout)):
+    with init_parallel(configure(folder, recipe, kept, **layout)):
         trainer = make(folder, recipe, kept, **layout)
         with Checkpoints(folder / f"{recipe}-{saved}", keep=1, timeout=60.0) as checkpoints:
             trainer.step, _ = checkpoints.load_latest(trainer.checkpointed)
@@ -153,7 +156,7 @@ def make(folder: Path, recipe: str, kept: bool, **layout: object) -> PolicyTrain
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     FP8GlobalStateManager.reset()  # it holds the groups and scales of the previous run
-    return PolicyTrainer(configure(folder, recipe, kept, **layout))
+    return PolicyTrainer(trainer_spec(configure(folder, recipe, kept, **layout)))
 
 
 def masters(trainer: PolicyTrainer) -> Weights:
@@ -176,12 +179,11 @@ def numbers(quantized: Any) -> list[torch.Tensor]:
     return [*quantized.get_data_tensors(), value(quantized, rowwise=True), value(quantized, rowwise=False)]
 
 
-def sent(trainer: PolicyTrainer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def sent(trainer: PolicyTrainer, config: Config) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Buffers of every round for the servers, from the parameters and from the values they encode."""
-    config, shards = trainer.config, dict(hf.named_shards(trainer.chunks))
-    spec = policy_servers(config)
+    spec, shards = policy_servers(config), dict(hf.named_shards(trainer.chunks))
     plan = plan_sync(trainer.shape, trainer_layout(config), spec.layout, 2)
-    rounds = written(plan, places_of(config, spec.placement, on_gpus=True), dist.get_rank())
+    rounds = written(plan, places_of(sync_spec(config), spec.placement, on_gpus=True), dist.get_rank())
     both = []
     for parameters in (shards, {name: hf.values(shard) for name, shard in shards.items()}):
         sender = Sender(rounds, lambda target, piece: [0], parameters, torch.bfloat16)

@@ -8,6 +8,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_collab.config import Config
+from megatron_collab.launch.trainer_specs import network_spec
 from megatron_collab.models.hf_config import ModelShape, Rope
 from megatron_collab.trainer.megatron import layers
 from megatron_collab.trainer.megatron.config import transformer_config
@@ -20,7 +21,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 @pytest.fixture(scope="module")
 def attention(one_rank: Config) -> layers.CausalAttention:
-    return layers.CausalAttention(transformer_config(one_rank, SHAPE))
+    return layers.CausalAttention(transformer_config(network_spec(one_rank), SHAPE))
 
 
 def packing(positions: torch.Tensor | None = None) -> layers.Rotated:
@@ -73,14 +74,14 @@ def test_attention_uses_the_positions_it_is_given(attention: layers.CausalAttent
 
 def test_the_factor_of_yarn_multiplies_queries_and_keys(one_rank: Config) -> None:
     stretched = Rope(1e4, YARN | {"factor": 1.0, "attention_factor": 1.5})
-    config = transformer_config(one_rank, ModelShape(**{**vars(SHAPE), "rope": stretched}))
+    config = transformer_config(network_spec(one_rank), ModelShape(**{**vars(SHAPE), "rope": stretched}))
     attention = layers.CausalAttention(config, softmax_scale=config.softmax_scale)
     output = attention(*inputs(), packed_seq_params=packing())
     assert torch.allclose(output.double(), expected(*inputs(), scale=1.5**2 * 8**-0.5), atol=1e-6)
 
 
 def test_norm_follows_its_formula(one_rank: Config) -> None:
-    norm = layers.RMSNorm(transformer_config(one_rank, SHAPE), 32, eps=1e-6)
+    norm = layers.RMSNorm(transformer_config(network_spec(one_rank), SHAPE), 32, eps=1e-6)
     torch.nn.init.normal_(norm.weight)
     x = torch.randn(5, 2, 32)
     wide = x.double()

@@ -12,13 +12,13 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from megatron_collab.launch.trainer_specs import trainer_spec
 from megatron_collab.trainer import network
-from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.microbatches import MicroBatch
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
 from tests.helpers import selected
-from tests.ranks import learn, make_config, make_model, make_samples, run_ranks
+from tests.ranks import init_parallel, learn, make_config, make_model, make_samples, run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -79,7 +79,7 @@ def train_in_layouts(folder: Path, layouts: Sequence[str]) -> dict[str, dict[str
         settings = {"train.tokens_per_micro_batch": 30} | LAYOUTS[
             layout
         ]  # some micro-batches have one sequence, some more
-        with parallel.init_parallel(make_config(folder, settings)):
+        with init_parallel(make_config(folder, settings)):
             planned = train(folder, settings, network.PlannedCommunicator)
             results[layout] = {"planned": planned, "exchanged": train(folder, settings, stock)}
     return results
@@ -116,7 +116,7 @@ def train(folder: Path, settings: dict[str, object], communicator: Callable[...,
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(network, "_schedule", watched)
-        trainer = PolicyTrainer(make_config(folder, settings))
+        trainer = PolicyTrainer(trainer_spec(make_config(folder, settings)), communicator=communicator)
         batch = Batch(make_samples(13, seed=3))
         metrics = learn(trainer, batch)
         gradients = [gradient.clone() for gradient in trainer.policy.gradients()]

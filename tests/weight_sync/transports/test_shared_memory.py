@@ -63,6 +63,7 @@ def test_on_a_gpu_another_process_writes_the_segment(number: int) -> None:
     assert segment.data[7] == 5 and segment.data.sum() == 5
 
 
+@pytest.mark.processes
 def test_an_abandoned_server_is_released_until_the_last_rank_has_written(one_rank: Any) -> None:
     """The rank that hosts the place's store is done; another rank of that place is not."""
     writer: Any = SimpleNamespace(parts=[{}], write=lambda *_: None)

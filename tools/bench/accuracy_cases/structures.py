@@ -177,22 +177,27 @@ def _roots(draw: random.Random) -> Gold:
 
 def _interval(draw: random.Random) -> Gold:
     a, b = sorted(draw.sample(range(-9, 10), 2))
-    left, right_end = draw.choice("[("), draw.choice("])")
+    opening, closing = draw.choice("[("), draw.choice("])")
     other = {"[": "(", "(": "[", "]": ")", ")": "]"}
-    same = f"{left}{a}, {b}{right_end}"
+    same = f"{opening}{a}, {b}{closing}"
     less = {"[": r"\le", "(": "<", "]": r"\le", ")": "<"}
     right = (
         same.replace(" ", ""),
         rf"x \in {same}",
-        rf"\left{left}{a},{b}\right{right_end}",
-        f"{a} {less[left]} x {less[right_end]} {b}",
+        rf"\left{opening}{a},{b}\right{closing}",
+        f"{a} {less[opening]} x {less[closing]} {b}",
     )
     wrong: tuple[str, ...] = (
-        f"{other[left]}{a}, {b}{right_end}",
-        f"{left}{a}, {b}{other[right_end]}",
-        f"{left}{a - 1}, {b}{right_end}",
+        f"{other[opening]}{a}, {b}{closing}",
+        f"{opening}{a}, {b}{other[closing]}",
+        f"{opening}{a - 1}, {b}{closing}",
     )
-    wrong += (f"{left}{a}, {b + 1}{right_end}", f"{b}", f"{a}, {b}", f"{a} {less[other[left]]} x {less[right_end]} {b}")
+    wrong += (
+        f"{opening}{a}, {b + 1}{closing}",
+        f"{b}",
+        f"{a}, {b}",
+        f"{a} {less[other[opening]]} x {less[closing]} {b}",
+    )
     return Gold(same, right, wrong)
 
 
@@ -214,8 +219,8 @@ def _ray(draw: random.Random) -> Gold:
 def _union(draw: random.Random) -> Gold:
     a, b = sorted(draw.sample(range(-9, 10), 2))
 
-    def union(left: str, right: str) -> str:
-        return rf"(-\infty, {a}{left} \cup {right}{b}, \infty)"
+    def union(closing: str, opening: str) -> str:
+        return rf"(-\infty, {a}{closing} \cup {opening}{b}, \infty)"
 
     wrong = (
         union("]", "("),

@@ -10,7 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from bad_inputs.valid import CONVERSATION, OUT, PAIR, PLAYED, ROW, SPOKEN, Files, Input, copied, line
+from megatron_collab.observability import transcripts
 
 Edit = Callable[[Path], object]
 
@@ -409,8 +413,38 @@ def instead(content: bytes) -> Edit:
 
 def played(**changed: Any) -> Edit:
     """A recorded future with other values; None removes one."""
-    row = PLAYED | changed
-    return written("transcripts.jsonl", line({name: value for name, value in row.items() if value is not None}))
+    row = {name: value for name, value in (PLAYED | changed).items() if value is not None}
+
+    def edit(run: Path) -> None:
+        transcripts.write_step(run, 0, [[row]])
+
+    return edit
+
+
+def old_transcripts(content: bytes) -> Edit:
+    """The transcripts of an earlier version."""
+
+    def edit(run: Path) -> None:
+        shutil.rmtree(run / "transcripts")
+        (run / "transcripts.jsonl").write_bytes(content)
+
+    return edit
+
+
+def other_table(run: Path) -> None:
+    pq.write_table(pa.table({"loss": [1.0]}), run / TRANSCRIPT)
+
+
+def other_content(content: str) -> Edit:
+    """Groups that have this in place of their futures."""
+
+    def edit(run: Path) -> None:
+        table = pq.read_table(run / TRANSCRIPT)
+        contents = pa.array([content] * len(table), pa.string())
+        place = table.schema.get_field_index("content")
+        pq.write_table(table.set_column(place, "content", contents), run / TRANSCRIPT)
+
+    return edit
 
 
 def state(change: Callable[[dict[str, Any]], object]) -> Edit:
@@ -424,6 +458,7 @@ def state(change: Callable[[dict[str, Any]], object]) -> Edit:
 
 
 STATE = "checkpoints/step_0/state.json"
+TRANSCRIPT = "transcripts/step_000000.parquet"
 READ_RUNS = ("score", "realism")
 _READ_CHECKPOINTS = ("convert", "evaluate run")
 
@@ -450,12 +485,24 @@ RUNS: dict[str, Edit] = {
     "config.json of numbers": written("config.json", b'{"train": 3, "reward": 4, "data": 5}'),
     "config.json of another type": written("config.json", b'{"reward": {"weights": [1]}, "train": {"stage": "rl"}}'),
     "config.json of an unknown stage": written("config.json", b'{"train": {"stage": 3}}'),
-    "transcripts missing": removed("transcripts.jsonl"),
-    "transcripts empty": written("transcripts.jsonl", b""),
-    "transcripts binary": written("transcripts.jsonl", bytes(range(256))),
-    "transcripts a folder": folder_at("transcripts.jsonl"),
-    "transcripts of numbers": written("transcripts.jsonl", b"3\n4\n"),
-    "transcripts of metrics": written("transcripts.jsonl", line({"step": 0, "loss": 1.0})),
+    "transcripts missing": removed("transcripts"),
+    "transcripts empty": written(TRANSCRIPT, b""),
+    "transcripts binary": written(TRANSCRIPT, bytes(range(256))),
+    "transcripts cut": cut(TRANSCRIPT, 0.9),
+    "transcripts without their beginning": lambda run: (run / TRANSCRIPT).write_bytes(
+        bytes(400) + (run / TRANSCRIPT).read_bytes()[400:]
+    ),
+    "transcripts a folder": folder_at(TRANSCRIPT),
+    "transcripts of another table": other_table,
+    "transcripts of numbers": other_content("3"),
+    "transcripts of a list of numbers": other_content("[3]"),
+    "transcripts without JSON": other_content("{"),
+    "transcripts 3,000 deep": other_content("[" * 3000 + "]" * 3000),
+    "old transcripts empty": old_transcripts(b""),
+    "old transcripts binary": old_transcripts(bytes(range(256))),
+    "old transcripts of numbers": old_transcripts(b"3\n4\n"),
+    "old transcripts of metrics": old_transcripts(line({"step": 0, "loss": 1.0})),
+    "old transcripts without future": old_transcripts(line(PLAYED | {"future": "x"})),
     "no future": played(future=None),
     "no messages": played(messages=None),
     "messages a number": played(messages=3),

@@ -60,6 +60,7 @@ READS = {
     "to checkpoint": "0 PATH",
     "recording": "1 PATH",
     "report": "0 PATH",
+    "export": "0 PATH",
     "score": "0 PATH",
 }
 
@@ -108,6 +109,7 @@ WRITES = {
     "reproduce": "--out PATH",
     "quickstart": "--root PATH",
     "realism": "--out PATH",
+    "export": "--out PATH",
     "score": "--out PATH",
 }
 

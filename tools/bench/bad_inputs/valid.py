@@ -61,14 +61,15 @@ class Files:
         """A run that has started from checkpoints and played a task in step 0."""
         from megatron_collab.config import recorded
         from megatron_collab.launch.validate import load
+        from megatron_collab.observability import transcripts
 
         config = load([argument.replace(OUT, str(self.run)) for argument in base.arguments])
         (self.run / "config.json").write_text(json.dumps(recorded(config)))
         (self.run / "metrics.jsonl").write_bytes(line({"step": 0, "reward": 0.5, "loss": 1.0}))
-        played = (
+        played = [
             PLAYED | {"task": str(number), "messages": [*SPOKEN, _answer(text)]} for number, text in enumerate(LOGGED)
-        )
-        (self.run / "transcripts.jsonl").write_bytes(b"".join(map(line, played)))
+        ]
+        transcripts.write_step(self.run, 0, transcripts.by_group(played))
 
 
 # What users say, different enough not to be the same conversation.
@@ -136,6 +137,7 @@ def valid(files: Files) -> dict[str, Input]:
         ("scrub", "recording", ("scrub", str(files.recording), "--out", f"{OUT}/scrubbed", "--pattern", "h.")),
         ("reproduce", "reproduce", ("booking", "--out", f"{OUT}/study")),
         ("report", "report", (str(files.run),)),
+        ("export", "export", (str(files.run), "--out", f"{OUT}.jsonl")),
         ("score", "score", (str(files.run), "--reward", "run", "--out", f"{OUT}.jsonl")),
         ("realism", "users-from-logs", (str(files.log), "--realism", str(files.run))),
         ("evaluate run", "evaluate", (f"model.path={files.run}", *plays)),

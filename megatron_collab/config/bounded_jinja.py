@@ -1,0 +1,198 @@
+"""Jinja templates with bounded renderings: prompts (prompt.py) and the chat templates of models.
+
+A rendering is bounded in CPU time, which every round of a loop and every call of a macro checks, and in the sizes of
+its output and of every value that it computes. Formats have their widths as numbers, not as arguments.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Sized
+from functools import partial, wraps
+from string import Formatter
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+LONGEST = 1 << 20  # characters of a rendered text, besides four times those of its values
+SECONDS = 5.0  # CPU time of a rendering
+_LARGEST = 1 << 24  # characters of a value, all its entries together; bits of a number
+# Filters and methods whose numbers, but the value itself, are widths or counts.
+_WIDTHS = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "tojson", "truncate", "wordwrap", "batch"}
+_WIDTHS |= {"slice"}
+
+
+class TemplateLimit(ValueError):
+    """A template takes more time or space than a rendering may."""
+
+
+class BoundedTemplate:
+    """`source` as a template of `environment`, which `bounded` has made. Raises TemplateSyntaxError."""
+
+    def __init__(self, environment: SandboxedEnvironment, source: str, file: str | None = None) -> None:
+        self._clock = "_clock"
+        while self._clock in source:  # a name that the template does not have
+            self._clock += "_"
+        tree = _Instrumented(self._clock).visit(environment.parse(source, filename=file)).set_environment(environment)
+        code = environment.compile(tree.set_lineno(1), filename=file)
+        self._template = environment.template_class.from_code(environment, code, environment.make_globals(None))
+
+    def render(self, values: Mapping[str, Any]) -> str:
+        """The rendered text. Raises TemplateLimit, and whatever the template raises for these values."""
+        room = LONGEST + 4 * sum(len(str(value)) for value in values.values())
+        pieces = list[str]()
+        for piece in self._template.generate({**values, self._clock: _Clock()}):
+            pieces.append(piece)
+            room -= len(piece)
+            if room < 0:
+                raise TemplateLimit("gives too many characters")
+        return "".join(pieces)
+
+
+def bounded(environment: SandboxedEnvironment) -> SandboxedEnvironment:
+    """An environment with the syntax, filters and globals of `environment`, for BoundedTemplate."""
+    copy = _Environment(
+        trim_blocks=environment.trim_blocks,
+        lstrip_blocks=environment.lstrip_blocks,
+        extensions=list(map(type, environment.extensions.values())),
+        undefined=environment.undefined,
+        finalize=_bounded,
+    )
+    copy.filters = {name: wraps(filter)(_checked(filter, name)) for name, filter in environment.filters.items()}
+    copy.globals = {name: value for name, value in environment.globals.items() if name != "lipsum"}  # unbounded
+    return copy
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Computes no values above _LARGEST."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def call_binop(self, context: Any, operator: str, first: Any, second: Any) -> Any:
+        if operator == "%" and isinstance(first, str):
+            _limit(_widths(_percent_fields(first)))
+        elif operator in ("*", "**"):  # the size is known before it is computed
+            value, times = (first, second) if isinstance(second, int) else (second, first)
+            if isinstance(times, int) and isinstance(value, int) == (operator == "**"):
+                _limit(_size(value) * times)
+        return _bounded(super().call_binop(context, operator, first, second))
+
+    def call(self, context: Any, obj: Any, /, *args: Any, **options: Any) -> Any:
+        if isinstance(obj, _Clock):  # in every round, so without the checks of a call
+            return obj(*args)
+        method = partial(super().call, context, obj)
+        owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)  # Jinja wraps str.format
+        return _checked(method, getattr(obj, "__name__", ""), owner)(*args, **options)
+
+
+class _Instrumented(NodeTransformer):
+    """Makes every round of a loop and every call of a macro look at the clock, and `~` bound its result."""
+
+    def __init__(self, clock: str) -> None:
+        self._clock = clock
+
+    def _call(self, *args: Any) -> Any:
+        return nodes.Call(nodes.Name(self._clock, "load"), list(args), [], None, None)
+
+    def visit_For(self, node: Any) -> Any:
+        node.body.insert(0, nodes.ExprStmt(self._call()))
+        if getattr(node, "test", None):  # of a loop that leaves elements out
+            node.test = nodes.And(nodes.Not(self._call()), node.test)
+        return self.generic_visit(node)
+
+    visit_Macro = visit_CallBlock = visit_For
+
+    def visit_Concat(self, node: Any) -> Any:
+        self.generic_visit(node)
+        return self._call(nodes.List(node.nodes))
+
+
+class _Clock:
+    """Raises TemplateLimit once the rendering has taken SECONDS."""
+
+    def __init__(self) -> None:
+        self._deadline = time.thread_time() + SECONDS
+
+    def __call__(self, parts: Sequence[Any] = ()) -> str:
+        """The text of `parts`."""
+        if time.thread_time() > self._deadline:
+            raise TemplateLimit(f"takes more than {SECONDS:g} s")
+        _limit(_size(parts))
+        return "".join(map(str, parts))
+
+
+def _checked(function: Callable[..., Any], name: str, *owner: Any) -> Callable[..., Any]:
+    """The filter or method `name` of `owner`, with bounded arguments, widths among them, and a bounded result."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        args = tuple(list(value) if isinstance(value, Generator) else value for value in args)
+        values = (*owner, *args, *options.values())
+        for value in values:
+            _limit(_size(value))
+        for width in values[1:] if name in _WIDTHS else ():
+            _limit(width if isinstance(width, int) else 0)
+        if owner and isinstance(owner[0], str) and name in ("format", "format_map"):
+            _limit(_widths(spec or "" for _, _, spec, _ in Formatter().parse(owner[0])))
+        else:
+            _limit(_inserted(name, [value for value in values if isinstance(value, Sized)]))
+        return _bounded(function(*args, **options))
+
+    return call
+
+
+def _inserted(name: str, values: Sequence[Any]) -> int:
+    """Characters that `replace`, `join` or the filter `format` inserts; each of `values` is bounded by itself."""
+    match name, values:
+        case "replace", [str() as text, str() as before, str() as after, *_]:
+            return text.count(before) * len(after)
+        case "join", [first, second, *_]:
+            return len(first) * len(second)
+        case "format", [str() as text, *_]:
+            return _widths(_percent_fields(text))
+    return 0
+
+
+def _percent_fields(text: str) -> list[str]:
+    """Flags, width and precision of each field of a format with `%`; `%(NAME)` may precede them."""
+    return re.findall(r"%[-+ #0-9.*]+" + (r"|\)[-+ #0-9.]+" if "%(" in text else ""), text.replace("%%", ""))
+
+
+def _widths(fields: Iterable[str]) -> int:
+    """The sum of the numbers in the fields of a format."""
+    numbers = list[str]()
+    for field in fields:
+        if "*" in field or "{" in field:
+            raise TemplateLimit("has a format whose width is an argument")
+        numbers += re.findall(r"\d+", field)
+    return sum(map(int, numbers))
+
+
+def _bounded(value: Any) -> Any:
+    _limit(_size(value))
+    return value
+
+
+def _size(value: Any) -> int:
+    """Characters of the texts in `value`, and bits of its numbers; counting ends above _LARGEST."""
+    size, parts = 0, [value]
+    while parts and size <= _LARGEST:
+        part = parts.pop()
+        if isinstance(part, str):
+            size += len(part)
+        elif isinstance(part, int):
+            size += part.bit_length()
+        elif isinstance(part, dict):
+            parts += part
+            parts += part.values()
+        elif isinstance(part, list | tuple):
+            size += len(part)
+            parts += part
+    return size
+
+
+def _limit(size: int) -> None:
+    if size > _LARGEST:
+        raise TemplateLimit(f"computes a value of more than {_LARGEST} characters")

@@ -1,0 +1,41 @@
+"""Why a metric gave its score: what its judge answered while it scored, or what the metric says itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from megatron_collab.runtime.redact import excerpt
+from megatron_collab.types import Judgment
+
+_COLLECTED: ContextVar[list[Judgment] | None] = ContextVar("explanations", default=None)
+
+
+def explain(reason: str, answer: str = "") -> None:
+    """Add a reason, and the judge's answer that states it, to the score that this asyncio task is about to give."""
+    collected = _COLLECTED.get()
+    if collected is not None:  # else the metric is called without a run, as in a test
+        collected.append(Judgment(reason, answer))
+
+
+@contextmanager
+def explained() -> Iterator[Callable[[], Judgment | None]]:
+    """Collect what is explained within; the function that it yields returns all of it, in order, or None.
+
+    Each part is an excerpt, of at most LONGEST_EXCERPT characters.
+    """
+    collected = list[Judgment]()
+    token = _COLLECTED.set(collected)
+    try:
+        yield lambda: _joined(collected)
+    finally:
+        _COLLECTED.reset(token)
+
+
+def _joined(judgments: list[Judgment]) -> Judgment | None:
+    reasons = [judgment.reason for judgment in judgments if judgment.reason]
+    answers = [judgment.answer for judgment in judgments if judgment.answer]
+    if not reasons and not answers:
+        return None
+    return Judgment(excerpt("\n\n".join(reasons)), excerpt("\n\n".join(answers)))

@@ -1,0 +1,131 @@
+"""Rank 0's work for the batch of a step: begins groups, takes them when they are finished, and has some replaced."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from megatron_collab.config import TrainConfig
+from megatron_collab.data.datasets import TrainingData
+from megatron_collab.data.spec import DataSpec
+from megatron_collab.observability import sentinels
+from megatron_collab.observability.run import Run
+from megatron_collab.rollout.lead import Lead
+from megatron_collab.rollout.player import PlaySpec
+from megatron_collab.rollout.scheduler import GroupRequest, Slot, answers, available_results, window
+from megatron_collab.rollout.step_groups import StepGroups
+from megatron_collab.rollout.summary import refuse_missing
+from megatron_collab.rollout.task_requirements import task_requirements
+from megatron_collab.runtime import keys
+from megatron_collab.runtime.process import RunStopped
+from megatron_collab.types import Batch, Group, Task
+
+_COUNTING_SECONDS = 2.0  # for RewardWorkers to return their counters; late ones are skipped
+
+
+class Collector:
+    """Collects the groups of training, on rank 0 only; see RolloutManager for which groups a step has."""
+
+    def __init__(
+        self, train: TrainConfig, play: PlaySpec, data: DataSpec, run: Run, lead: Lead, state: Mapping[str, Any]
+    ) -> None:
+        """`state`: the one of an earlier start of the run, or {}."""
+        self.lead = lead
+        self.flight = lead.flight(play)
+        self.state = dict(state)  # JSON: the next slot, slots in flight, the sentinels' baselines
+        self._train, self._play, self._run = train, play, run
+        with keys.in_environment():
+            tools = play.tools.schemas()
+        self._tasks = TrainingData[Task](data, tools, partial(task_requirements, play))
+        self._pending = [Slot(*slot) for slot in state.get("in_flight", ())]
+        self._next = Slot(*state["next"]) if "next" in state else None
+        self._spent = lead.spend()
+
+    def begin(self, step: int, max_staleness: int) -> None:
+        """Begin the groups that may be in flight at `step`, first those from an earlier start of the run."""
+        if not self.flight:  # an outage while nothing was in flight has no effect
+            self.lead.pool.recover()
+        self._next = self._next or Slot(step, 0, 0)
+        prompts = self._train.prompts_per_step
+        room = window(step, self._train.steps, prompts, max_staleness)
+        while len(self.flight) < room:
+            if self._pending:
+                self._begin(self._pending.pop(0))
+            else:
+                self._begin(self._next)
+                self._next = self._next.after(prompts)
+        self.flight.wait_for(prompts, f"step {step} rollouts")
+
+    def choose(self, step_groups: StepGroups) -> Batch | None:
+        """Take the finished groups; the batch, or None if replacements of some groups must be played first.
+
+        Raises RunStopped if too many scores are missing, no group can be trained, or an alarm stops the run.
+        """
+        step = step_groups.step
+        step_groups.add(self.flight.take())
+        try:
+            refuse_missing(step_groups.played, self._play.reward.max_missing)
+        except RunStopped:
+            self._run.transcripts(step, step_groups.played)
+            raise
+        if step_groups.lacking and step_groups.refill < step_groups.refills:
+            step_groups.refill += 1
+            for number in range(step_groups.lacking):
+                self._begin(Slot(step, step_groups.refill, number))
+            self.flight.wait_for(step_groups.lacking, f"step {step} refill {step_groups.refill}")
+            return None
+        self._run.transcripts(step, step_groups.played)
+        batch = step_groups.batch()
+        watch = self._watch(step, step_groups.played)
+        batch = replace(batch, metrics={**batch.metrics, **self._step_metrics(), **watch.metrics})
+        in_flight = self.flight.slots + self._pending
+        self.state = {"next": self._next, "in_flight": in_flight, "sentinels": watch.state}
+        return batch
+
+    def _watch(self, step: int, groups: Sequence[Group]) -> sentinels.Watch:
+        """What the sentinels of reward hacking see. Raises RunStopped at an alarm, if train.stop_on_alarm is set."""
+        reward = self._play.reward
+        measured = sentinels.measure(groups, reward.opinions, reward.ground_truths)
+        watch = sentinels.watch(self.state.get("sentinels", {}), measured)
+        self._run.alarms(step, watch.alarms)
+        if watch.alarms and self._train.stop_on_alarm:
+            raise RunStopped(f"step {step + 1}: {watch.alarms[0].text()}; to go on, set train.stop_on_alarm=false")
+        return watch
+
+    def _begin(self, slot: Slot) -> None:
+        """Begin a group for the slot's task; every refill draws tasks in a different order."""
+        seed = self._play.seed
+        if slot.refill:
+            seed = int(np.random.SeedSequence((seed, slot.refill)).generate_state(1)[0])
+        at = slot.step * self._train.prompts_per_step + slot.number
+        self.flight.begin(GroupRequest(slot, slot.stream, self._tasks.at(at, seed)))
+
+    def _step_metrics(self) -> dict[str, float]:
+        """Counters of users, tools and servers, and costs of users and judges, since the last step."""
+        counts: Counter[str] = Counter()
+        players = enumerate(self.lead.workers.conversations)
+        calls = {f"the counters of conversation-{n}": player.take_counters.remote() for n, player in players}
+        for counters in answers(calls, self.lead.timeout):
+            counts.update(counters)
+        reward_calls = [worker.take_counters.remote() for worker in self.lead.workers.rewards]
+        for counters in available_results(reward_calls, _COUNTING_SECONDS):
+            counts.update(counters)
+        if self.flight.from_journal:
+            counts["from_journal"], self.flight.from_journal = self.flight.from_journal, 0
+        before, self._spent = self._spent, self.lead.spend()
+        step = spending(before, self._spent)
+        named = {name if name.startswith("llm/") else f"count/{name}": float(n) for name, n in sorted(counts.items())}
+        return {**named, **step}
+
+
+def spending(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """The difference of two totals of the limiter, as metrics; without llm/usd if the price of a call is unknown."""
+    step = {f"llm/{name}": float(total - before[name]) for name, total in sorted(after.items())}
+    if step.get("llm/unpriced"):
+        del step["llm/usd"]
+    return step

@@ -1,0 +1,331 @@
+// A chart: curves with bands, points with intervals, a stack, or one metric against another, drawn as SVG.
+
+import { element, svg } from "./dom.js";
+import { number } from "./format.js";
+import { smoothed, valueText } from "./series.js";
+import { escaped, shortName } from "./text.js";
+
+const HEIGHT = 132;
+const MARGIN = { left: 44, right: 8, top: 8, bottom: 18 };
+const TICKS = 4; // at most about so many on an axis
+
+/**
+ * `element` is the chart with its title, values and table. `onCursor(x)` is called when the reader points at a step,
+ * null when they leave; `onOpen(x)` when they click or press Enter.
+ */
+export class Chart {
+  constructor({ onCursor, onOpen }) {
+    this.title = element("h3");
+    this.readout = element("p", { class: "readout" });
+    this.svg = svg("svg", { "aria-hidden": "true", height: HEIGHT });
+    this.cursor = svg("line", { class: "cursor", y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom });
+    this.plot = element(
+      "div",
+      {
+        class: "plot",
+        role: "slider",
+        tabindex: "0",
+        pointermove: (event) => onCursor(this.nearest(event.offsetX)),
+        pointerleave: () => onCursor(null),
+        click: (event) => onOpen(this.nearest(event.offsetX)),
+        focus: () => onCursor(this.at ?? this.xs.at(-1)),
+        blur: () => onCursor(null),
+        keydown: (event) => this.onKey(event, onCursor, onOpen),
+      },
+      this.svg,
+    );
+    this.table = element(
+      "details",
+      { toggle: () => this.table.open && this.fillTable() },
+      element("summary", {}, "Table"),
+    );
+    this.element = element("figure", { class: "chart" }, this.title, this.readout, this.plot, this.table);
+    this.at = null;
+  }
+
+  /**
+   * Draw `chart`, which is as sections() of series.js describes it, `width` pixels wide. `events`: [{step, kind, text,
+   * color}]; `smoothing`: 0 to 1.
+   */
+  update(chart, events, smoothing, width) {
+    this.chart = chart;
+    this.events = events;
+    this.smoothing = chart.kind === "line" ? smoothing : 0;
+    this.xs = [...new Set(chart.series.flatMap(({ points }) => points.map(({ x }) => x)))].sort((a, b) => a - b);
+    this.title.textContent = escaped(shortName(chart.title));
+    this.draw(Math.max(width, 200));
+    if (this.table.open) this.fillTable();
+  }
+
+  draw(width) {
+    const shown = this.chart.kind === "stack" ? stacked(this.chart.series) : this.chart.series;
+    this.scaleX = scale(range(this.xs), MARGIN.left, width - MARGIN.right);
+    this.scaleY = scale(this.rangeY(shown), HEIGHT - MARGIN.bottom, MARGIN.top);
+    this.svg.setAttribute("width", width);
+    const draw = { line: this.curves, points: this.intervals, stack: this.areas, scatter: this.dots }[this.chart.kind];
+    this.svg.replaceChildren(...this.axes(width), ...this.eventMarks(), ...draw.call(this, shown), this.cursor);
+    this.showAt(this.at);
+  }
+
+  rangeY(series) {
+    const values = series.flatMap(({ points }) => points.flatMap(({ y, low, high }) => [y, low, high]));
+    const [low, high] = range(values.filter((value) => typeof value === "number"));
+    const margin = (high - low) * 0.06;
+    return [this.chart.fromZero && low >= 0 ? 0 : low - margin, high + margin];
+  }
+
+  axes(width) {
+    const nodes = [];
+    for (const value of ticks(this.scaleY.domain)) {
+      const y = this.scaleY(value);
+      nodes.push(svg("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y, y2: y }));
+      nodes.push(
+        svg("text", { class: "tick", x: MARGIN.left - 6, y: y + 3.5, "text-anchor": "end" }, number(value, 3)),
+      );
+    }
+    const whole = this.chart.kind !== "scatter"; // steps
+    for (const value of ticks(this.scaleX.domain, width / 80).filter((tick) => !whole || Number.isInteger(tick))) {
+      const x = this.scaleX(value);
+      const isLast = x > width - MARGIN.right - 12; // its text would not fit around its place
+      nodes.push(
+        svg(
+          "text",
+          { class: "tick", x: isLast ? width : x, y: HEIGHT - 4, "text-anchor": isLast ? "end" : "middle" },
+          number(value, 3),
+        ),
+      );
+    }
+    return nodes;
+  }
+
+  eventMarks() {
+    if (this.chart.kind === "scatter" || !this.xs.length) return [];
+    const [first, last] = this.scaleX.domain;
+    return this.events
+      .filter(({ step }) => step >= first && step <= last)
+      .map(({ step, kind, color }) => {
+        const x = this.scaleX(step);
+        const y2 = HEIGHT - MARGIN.bottom;
+        return svg("line", {
+          class: `event event-${kind === "alarm" ? "alarm" : "setting"} ${color}`,
+          x1: x,
+          x2: x,
+          y1: MARGIN.top,
+          y2,
+        });
+      });
+  }
+
+  curves(series) {
+    const nodes = [];
+    for (const { points, color } of series) {
+      nodes.push(svg("path", { class: `band ${color}`, d: this.bandPath(points) }));
+      if (this.smoothing) nodes.push(svg("path", { class: `raw ${color}`, d: this.path(points) }));
+    }
+    for (const { points, color } of series) {
+      nodes.push(svg("path", { class: `curve ${color}`, d: this.path(smoothed(points, this.smoothing)) }));
+    }
+    return nodes;
+  }
+
+  intervals(series) {
+    const nodes = [];
+    series.forEach(({ points, color }, i) => {
+      const shift = (i - (series.length - 1) / 2) * 4; // runs are evaluated at the same steps
+      const known = points.filter(({ y }) => y !== null);
+      nodes.push(svg("path", { class: `raw ${color}`, d: this.path(known, shift) }));
+      for (const { x, y, low, high } of known) {
+        const at = this.scaleX(x) + shift;
+        if (typeof low === "number" && typeof high === "number") {
+          nodes.push(
+            svg("line", { class: `curve ${color}`, x1: at, x2: at, y1: this.scaleY(low), y2: this.scaleY(high) }),
+          );
+        }
+        nodes.push(svg("circle", { class: `dot ${color}`, cx: at, cy: this.scaleY(y), r: 3 }));
+      }
+    });
+    return nodes;
+  }
+
+  areas(series) {
+    return series
+      .map(({ points, color }) => svg("path", { class: `area ${color}`, d: this.bandPath(points) }))
+      .reverse();
+  }
+
+  dots(series) {
+    const nodes = [];
+    for (const { points, color } of series) {
+      for (const { x, y } of points)
+        nodes.push(svg("circle", { class: `dot ${color}`, cx: this.scaleX(x), cy: this.scaleY(y), r: 2.5 }));
+    }
+    return nodes;
+  }
+
+  /** A line through the points, with a gap at those without a value. A point between gaps becomes a dot. */
+  path(points, shift = 0) {
+    let pen = "M";
+    let path = "";
+    for (const { x, y } of points) {
+      const place = y === null ? "" : `${(this.scaleX(x) + shift).toFixed(1)} ${this.scaleY(y).toFixed(1)}`;
+      path += place && (pen === "M" ? `M${place}h0` : `L${place}`);
+      pen = place ? "L" : "M";
+    }
+    return path;
+  }
+
+  bandPath(points) {
+    const known = points.filter(({ low, high }) => typeof low === "number" && typeof high === "number");
+    if (!known.length) return "";
+    const place = (x, y) => `${this.scaleX(x).toFixed(1)} ${this.scaleY(y).toFixed(1)}`;
+    const upper = known.map(({ x, high }) => place(x, high));
+    const lower = known.map(({ x, low }) => place(x, low)).reverse();
+    return `M${[...upper, ...lower].join("L")}Z`;
+  }
+
+  /** The x among the points that is nearest to a position in the plot, in pixels. */
+  nearest(pixels) {
+    const distance = (x) => Math.abs(this.scaleX(x) - pixels);
+    return this.xs.reduce((best, x) => (distance(x) < distance(best) ? x : best), this.xs[0] ?? null);
+  }
+
+  onKey(event, onCursor, onOpen) {
+    const at = this.xs.indexOf(this.at);
+    const moves = {
+      ArrowLeft: at - 1,
+      ArrowDown: at - 1,
+      ArrowRight: at + 1,
+      ArrowUp: at + 1,
+      Home: 0,
+      End: this.xs.length - 1,
+    };
+    if (event.key === "Enter") onOpen(this.at);
+    else if (event.key in moves) onCursor(this.xs[Math.min(Math.max(moves[event.key], 0), this.xs.length - 1)] ?? null);
+    else return;
+    event.preventDefault();
+  }
+
+  /** Show the values at `x`; null: the last ones. */
+  showAt(x) {
+    this.at = x;
+    const isHere = x !== null && this.xs.includes(x);
+    this.cursor.classList.toggle("shown", isHere);
+    if (isHere) {
+      this.cursor.setAttribute("x1", this.scaleX(x));
+      this.cursor.setAttribute("x2", this.scaleX(x));
+    }
+    const values = this.valuesAt(x);
+    const many = this.chart.kind === "stack";
+    this.readout.replaceChildren(
+      ...values.map(({ label, color, text }) =>
+        element(
+          "span",
+          { class: `value ${color}` },
+          element("span", { class: many ? "" : "unseen" }, `${shortName(label)} `),
+          text,
+        ),
+      ),
+    );
+    this.describe(x ?? this.xs.at(-1), values);
+  }
+
+  /** The values at `x`; without it, or if there are none, the last ones. A series that has none there says so. */
+  valuesAt(x) {
+    const last = x === null || !this.xs.includes(x);
+    return this.chart.series.flatMap(({ label, color, points }) => {
+      const point = last ? points.findLast(({ y }) => y !== null) : points.find((candidate) => candidate.x === x);
+      return points.length ? [{ label, color, text: valueText(point ?? { y: null }, this.chart.kind) }] : [];
+    });
+  }
+
+  /** What a screen reader says of the plot. */
+  describe(x, values) {
+    const { title, kind } = this.chart;
+    const place = `${kind === "scatter" ? "x" : "step"} ${number(x ?? null)}`;
+    const texts = values.map(({ label, text }) => escaped(`${shortName(label)} ${text}`));
+    const attributes = {
+      "aria-label": escaped(shortName(title)),
+      "aria-valuemin": this.xs[0] ?? 0,
+      "aria-valuemax": this.xs.at(-1) ?? 0,
+      "aria-valuenow": x ?? 0,
+      "aria-valuetext": `${place}: ${texts.join(", ") || "no value"}`,
+    };
+    for (const [name, value] of Object.entries(attributes)) this.plot.setAttribute(name, value);
+  }
+
+  fillTable() {
+    const [summary] = this.table.children;
+    this.table.replaceChildren(summary, this.tableOf());
+  }
+
+  tableOf() {
+    const { series, kind, title } = this.chart;
+    const columns = series.map(({ points }) => new Map(points.map((point) => [point.x, point])));
+    const rows = this.xs.map((x) =>
+      element(
+        "tr",
+        {},
+        element("th", { scope: "row" }, number(x)),
+        columns.map((column) => element("td", {}, column.has(x) ? valueText(column.get(x), kind) : "")),
+      ),
+    );
+    const heads = [kind === "scatter" ? "x" : "step", ...series.map(({ label }) => label)];
+    const head = element(
+      "tr",
+      {},
+      heads.map((label) => element("th", { scope: "col" }, shortName(label))),
+    );
+    const table = element(
+      "table",
+      {},
+      element("caption", { class: "unseen" }, shortName(title)),
+      element("thead", {}, head),
+      element("tbody", {}, rows),
+    );
+    return element(
+      "div",
+      { class: "table", tabindex: "0", role: "region", "aria-label": escaped(`Table of ${shortName(title)}`) },
+      table,
+    );
+  }
+}
+
+/** Each series on top of those before it, as bands. */
+function stacked(series) {
+  const sums = new Map();
+  return series.map(({ points, ...rest }) => ({
+    ...rest,
+    points: points.map(({ x, y }) => {
+      const low = sums.get(x) ?? 0;
+      sums.set(x, low + (y ?? 0));
+      return { x, y, low, high: low + (y ?? 0) };
+    }),
+  }));
+}
+
+/** Smallest and largest value; around a single one, an interval of the same order. */
+function range(values) {
+  if (!values.length) return [0, 1];
+  let [low, high] = [Infinity, -Infinity];
+  for (const value of values) [low, high] = [Math.min(low, value), Math.max(high, value)];
+  const half = low === high ? Math.abs(low) / 2 || 0.5 : 0;
+  return [low - half, high + half];
+}
+
+function scale(domain, start, end) {
+  const [low, high] = domain;
+  const place = (value) => start + ((value - low) / (high - low)) * (end - start);
+  return Object.assign(place, { domain });
+}
+
+/** Round values within a range: multiples of 1, 2 or 5 times a power of ten. */
+function ticks([low, high], most = TICKS) {
+  const rough = (high - low) / most;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const size = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= rough) ?? rough;
+  const first = Math.ceil(low / size);
+  const count = Math.floor(high / size) - first + 1;
+  return Array.from({ length: Math.min(Math.max(count, 0), 20) }, (_, i) =>
+    Number(((first + i) * size).toPrecision(12)),
+  );
+}

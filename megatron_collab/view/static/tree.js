@@ -1,0 +1,287 @@
+// A group as a tree: the prompt, the trained turns beside each other, the futures of the chosen turn.
+
+import { element } from "./dom.js";
+import { decimal, mean, plural, signed } from "./format.js";
+import { advantage, means, metricNames, promptLength, rolloutsOf, sharedLength } from "./group.js";
+import { extrasOf, foldedText, messageView, textOf } from "./message.js";
+import { beginning, escaped, marked, shortName } from "./text.js";
+
+/**
+ * The view of a group. `chosen`: {rollout, future, other}, the last one the future to compare with, or null;
+ * `link(choice)` is the address of another choice, `choose(choice)` goes to it.
+ */
+export function treeView(group, chosen, link, choose) {
+  if (!group.rows.length) return element("p", { class: "empty" }, "This group has no futures.");
+  const rollouts = rolloutsOf(group.rows);
+  const rollout = rollouts.find((candidate) => candidate.rollout === chosen.rollout) ?? rollouts[0];
+  const row = rollout.rows.find(({ future }) => future === chosen.future) ?? rollout.rows[0];
+  const other = rollout.rows.find(({ future }) => future === chosen.other && future !== row.future) ?? null;
+  const start = promptLength(group.rows);
+  return element(
+    "div",
+    { class: "tree" },
+    headView(group, rollouts),
+    promptView(group.rows[0], start),
+    element("h3", { id: "turns-title" }, rollouts.length > 1 ? "Trained turns" : "Trained turn"),
+    element(
+      "ol",
+      { class: "turns", "aria-labelledby": "turns-title" },
+      rollouts.map((candidate) => turnView(candidate, rollouts, start, candidate === rollout, link)),
+    ),
+    futuresView(rollout, row, other, start, link, choose),
+  );
+}
+
+function headView(group, rollouts) {
+  const [first] = group.rows;
+  const rewards = rollouts.map(({ rows }) => rows[0].reward);
+  const goal = group.goal ?? first.goal;
+  const user = group.user ?? first.user;
+  const facts = [
+    `step ${group.step}`,
+    `group ${group.position}`,
+    plural(rollouts.length, "rollout"),
+    plural(group.rows.length, "future"),
+    `mean reward ${decimal(mean(rewards))}`,
+    ...(user ? [`user ${shortName(textOf(user))}`] : []),
+  ];
+  return element(
+    "header",
+    { class: "group-head" },
+    element("h2", {}, shortName(group.task)),
+    element("p", { class: "facts" }, facts.join(" \u00b7 ")),
+    goal ? foldedText("Hidden goal", textOf(goal)) : null,
+  );
+}
+
+function promptView(row, start) {
+  const messages = row.messages.slice(0, start);
+  const extras = extrasOf(row, start);
+  const views = messages.map((message, at) => messageView(message, messages[at + 1], extras.get(at)));
+  return element(
+    "section",
+    { class: "prompt", "aria-labelledby": "prompt-title" },
+    element("h3", { id: "prompt-title" }, "Prompt"),
+    views,
+  );
+}
+
+/** The trained turn of a rollout with its reward. */
+function turnView(rollout, rollouts, start, isChosen, link) {
+  const [row] = rollout.rows;
+  const message = row.messages[start];
+  const address = link({ rollout: rollout.rollout, future: 0 });
+  return element(
+    "li",
+    { class: isChosen ? "turn chosen" : "turn", "data-rollout": rollout.rollout },
+    element(
+      "p",
+      { class: "turn-head" },
+      element("a", { href: address, "aria-current": isChosen ? "true" : null }, `Rollout ${rollout.rollout}`),
+      advantageView(advantage(rollout, rollouts)),
+    ),
+    element("p", { class: "rescored" }), // filled while a setting of the reward is changed
+    partsView(rollout.rows),
+    message
+      ? messageView(message, row.messages[start + 1], extrasOf(row, start).get(start))
+      : element("p", { class: "empty" }, "No reply."),
+  );
+}
+
+function advantageView(gain) {
+  if (gain === null) return null;
+  const sign = Math.sign(Number(gain.toFixed(3))); // of what is shown
+  const className = { "-1": "loss", 0: "", 1: "gain" }[sign];
+  return element("span", { class: className, title: "advantage: the reward less the mean of the group" }, signed(gain));
+}
+
+/** The reward with its standard error; by metric the mean score over the futures and its weighted part, if recorded. */
+function partsView(rows) {
+  const names = metricNames(rows);
+  const scores = means(rows, names, ({ scores: values }) => values);
+  const parts = means(rows, names, ({ parts: values }) => values);
+  const hasParts = [...parts.values()].some((part) => part !== null);
+  const heads = ["", "score", ...(hasParts ? ["weighted"] : [])];
+  const [{ reward, standard_error: error }] = rows;
+  const rewardText = typeof error === "number" ? `${decimal(reward)} \u00b1 ${decimal(error)}` : decimal(reward);
+  return element(
+    "table",
+    { class: "parts" },
+    element(
+      "thead",
+      {},
+      element(
+        "tr",
+        {},
+        heads.map((label) => element(label ? "th" : "td", { scope: label ? "col" : null }, label)),
+      ),
+    ),
+    element(
+      "tbody",
+      {},
+      element(
+        "tr",
+        { class: "reward" },
+        element("th", { scope: "row" }, "reward"),
+        element("td", { colspan: heads.length - 1 }, rewardText),
+      ),
+      names.map((name) =>
+        element(
+          "tr",
+          {},
+          element("th", { scope: "row", title: escaped(name) }, shortName(name)),
+          element("td", {}, decimal(scores.get(name))),
+          hasParts ? element("td", {}, signed(parts.get(name))) : null,
+        ),
+      ),
+    ),
+  );
+}
+
+function futuresView(rollout, row, other, start, link, choose) {
+  const tabs = rollout.rows.map((candidate) => tabView(candidate, candidate === row, choose));
+  return element(
+    "section",
+    { class: "futures", "aria-labelledby": "futures-title" },
+    element("h3", { id: "futures-title" }, `Futures of rollout ${rollout.rollout}`),
+    element(
+      "div",
+      {
+        class: "tabs",
+        role: "tablist",
+        "aria-label": "Futures",
+        keydown: (event) => moveTab(event, rollout, row, choose),
+      },
+      tabs,
+    ),
+    element(
+      "div",
+      { id: "future", role: "tabpanel", "aria-labelledby": `tab-${row.future}`, tabindex: "0" },
+      endingView(row),
+      scoresView(row),
+      rollout.rows.length > 1 ? compareView(rollout, row, other, choose) : null,
+      other ? besideView(row, other, start) : alongView(rollout, row, start),
+    ),
+  );
+}
+
+function tabView(row, isChosen, choose) {
+  const attributes = {
+    type: "button",
+    role: "tab",
+    id: `tab-${row.future}`,
+    "aria-selected": isChosen ? "true" : "false",
+    "aria-controls": "future",
+    tabindex: isChosen ? "0" : "-1",
+    click: () => choose({ future: row.future }),
+  };
+  return element("button", attributes, `Future ${row.future}`, element("small", {}, shortName(row.ending ?? "")));
+}
+
+/** Arrows within the tabs, as the pattern for tabs has it. */
+function moveTab(event, rollout, row, choose) {
+  const change = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  const next = rollout.rows[rollout.rows.indexOf(row) + change];
+  if (!change || event.shiftKey) return;
+  event.preventDefault();
+  if (next) choose({ future: next.future });
+}
+
+export function endingView(row) {
+  return element(
+    "p",
+    { class: "ending" },
+    "Ended by ",
+    element("b", {}, shortName(row.ending ?? "nothing")),
+    row.error ? [": ", element("span", { class: "error-text" }, marked(beginning(row.error, 400)))] : null,
+  );
+}
+
+/** Scores of a future, each with the judge's reason and raw answer. */
+export function scoresView(row) {
+  const names = metricNames([row]);
+  if (!names.length) return element("p", { class: "empty" }, "It has no scores.");
+  const head = element(
+    "tr",
+    {},
+    ["metric", "score", "why"].map((label) => element("th", { scope: "col" }, label)),
+  );
+  const body = names.map((name) =>
+    element(
+      "tr",
+      {},
+      element("th", { scope: "row" }, shortName(name)),
+      element("td", { class: "number" }, decimal(row.scores?.[name])),
+      element("td", {}, whyView(row.scores?.[name], row.judgments?.[name])),
+    ),
+  );
+  return element("table", { class: "scores" }, element("thead", {}, head), element("tbody", {}, body));
+}
+
+function whyView(score, judgment) {
+  const missing = score?.missing
+    ? element("p", { class: "error-text" }, "missing: ", marked(beginning(String(score.missing), 400)))
+    : null;
+  const texts = [
+    ["Reason", judgment?.reason],
+    ["Raw answer", judgment?.answer],
+  ];
+  return [missing, ...texts.filter(([, text]) => text).map(([label, text]) => foldedText(label, textOf(text)))];
+}
+
+function compareView(rollout, row, other, choose) {
+  const others = rollout.rows.filter((candidate) => candidate !== row);
+  const select = element(
+    "select",
+    { id: "other-future", change: () => choose({ other: select.value }) },
+    element("option", { value: "" }, "no other future"),
+    others.map(({ future }) => element("option", { value: future }, `future ${future}`)),
+  );
+  select.value = other ? String(other.future) : "";
+  return element("p", { class: "compare" }, element("label", { for: "other-future" }, "Compare with "), select);
+}
+
+/** The chosen future, with a mark at its first message that another future of the turn does not have. */
+function alongView(rollout, row, start) {
+  const shared = sharedLength(rollout.rows.map(({ messages }) => messages));
+  const views = messagesView(row, start + 1, row.messages.length, start);
+  const at = shared - start - 1;
+  if (rollout.rows.length > 1 && at >= 0)
+    views.splice(at, 0, partingView(`${plural(rollout.rows.length, "future")} of this turn`, shared, row));
+  return element("div", { class: "messages" }, views);
+}
+
+/** Two futures: once what they share, then each in a column. */
+function besideView(row, other, start) {
+  const shared = sharedLength([row.messages, other.messages]);
+  const columns = [row, other].map((candidate) =>
+    element(
+      "section",
+      { class: "column", "aria-label": `Future ${candidate.future}` },
+      element("h4", {}, `Future ${candidate.future}`),
+      messagesView(candidate, shared, candidate.messages.length, start),
+    ),
+  );
+  return element(
+    "div",
+    { class: "messages" },
+    messagesView(row, start + 1, shared, start),
+    partingView(`futures ${row.future} and ${other.future}`, shared, row),
+    element("div", { class: "beside" }, columns),
+  );
+}
+
+function partingView(name, shared, row) {
+  const isSame = shared === row.messages.length;
+  const text = isSame
+    ? `The ${name} have all of these messages in common.`
+    : `Here the ${name} part: message ${shared + 1} differs.`;
+  return element("p", { class: "parting" }, text);
+}
+
+export function messagesView(row, from, to, start) {
+  const extras = extrasOf(row, start);
+  const views = [];
+  for (let at = from; at < to; at += 1) views.push(messageView(row.messages[at], row.messages[at + 1], extras.get(at)));
+  return views;
+}

@@ -1,0 +1,86 @@
+"""The bench of the evidence: its page has what the kept results say, and results of a study's folder are kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_collab.statistics import difference, mean
+from tools.bench import evidence
+from tools.bench.evidence import Trainings
+
+PREDICTED = {
+    policy: {f"goals/{key}": value for key in ("desk_utility", *evidence.PREDICTED)}
+    for policy, value in {"optimal": 0.9, "single turn, best bonus": 0.8}.items()
+}
+
+
+def arm(utility: Mapping[str, float]) -> dict[str, Any]:
+    keys = ("desk_utility", *evidence.PREDICTED, *evidence.MEASURED)
+    means = {f"goals/{key}": sum(utility.values()) / len(utility) for key in keys}
+    return {"means": means, "utility": dict(utility), "optimizer_steps": 60.0, "sampled_tokens": 1000.0}
+
+
+@pytest.fixture
+def trainings() -> Trainings:
+    bonus, window_3 = {"a": 0.5, "b": 0.7, "c": 0.9}, {"a": 0.7, "b": 0.8, "c": 0.9}
+    arms = {"sft": arm({"a": 0.1, "b": 0.2, "c": 1.0}), "bonus": arm(bonus), "window_3": arm(window_3)}
+    return Trainings({"seed1": {"predicted": PREDICTED, "arms": arms}})
+
+
+def test_the_committed_page_has_the_committed_results() -> None:
+    text = evidence.PAGE.read_text()
+    assert evidence.page(text, evidence.read()) == text
+
+
+def test_the_primary_difference_is_paired_by_problem(trainings: Trainings) -> None:
+    values = evidence.values({"cost_0.10": trainings})
+    tasks = [
+        {task: [score] for task, score in trainings.seeds["seed1"]["arms"][name]["utility"].items()}
+        for name in ("bonus", "window_3")
+    ]
+    expected = difference(*tasks)
+    assert values["mr_minus_best_single_turn"] == pytest.approx(0.1) == expected.value
+    assert values["interval_low"] == expected.low
+    assert values["regret_over_myopic"] == pytest.approx(0.1 / 0.2)
+
+
+def test_the_rival_is_the_better_reward_of_the_turn_alone(trainings: Trainings) -> None:
+    trainings.seeds["seed1"]["arms"]["single_turn"] = arm({"a": 0.7, "b": 0.8, "c": 0.8})
+    assert evidence.values({"cost_0.10": trainings})["mr_minus_best_single_turn"] == pytest.approx(0.1 / 3)
+
+
+def test_arms_are_compared_in_the_trainings_that_have_both(trainings: Trainings) -> None:
+    second = {"predicted": PREDICTED, "arms": {"bonus": arm({"a": 0.9, "b": 0.9, "c": 1.0})}}
+    both = Trainings({**trainings.seeds, "seed2": second})
+    assert both.gain("window_3", "bonus") == trainings.gain("window_3", "bonus")
+    assert both.utility("bonus").value > trainings.utility("bonus").value
+    assert (both.number("bonus"), both.number("window_3")) == (2, 1)
+
+
+def test_the_table_has_predictions_and_results_side_by_side(trainings: Trainings) -> None:
+    lines = [*evidence.tables({"cost_0.10": trainings, "cost_0.20": Trainings({})})]
+    assert lines[1] == "### A question costs 0.10" and not any("costs 0.20" in line for line in lines)
+    rows = [line.split(" | ") for line in lines if line.startswith("| ")]
+    assert {len(row) for row in rows} == {len(evidence.HEADS) + 1}
+    assert rows[1][:3] == ["| optimal, predicted", "0.900", "0.000"]
+    assert [row[0] for row in rows[3:]] == ["| SFT (1)", "| Single turn, best bonus (1)", "| GRPO-MR, window 3 (1)"]
+    assert rows[5][1] == mean([[0.7], [0.8], [0.9]]).text() and rows[5][3].startswith("+0.100 [")
+
+
+def test_kept_arms_stay_and_an_equal_result_keeps_its_commit(tmp_path: Path) -> None:
+    file = tmp_path / "seed1.json"
+    evidence.update(file, {"predicted": PREDICTED, "arms": {"sft": arm({"a": 0.1})}})
+    before = json.loads(file.read_text())["arms"]["sft"]
+    assert len(before["commit"]) == 40 and set(before["versions"]) == set(evidence.PACKAGES)
+    file.write_text(file.read_text().replace(before["commit"], "earlier"))
+    evidence.update(file, {"predicted": PREDICTED, "arms": {"sft": arm({"a": 0.1}), "bonus": arm({"a": 0.2})}})
+    arms = json.loads(file.read_text())["arms"]
+    assert arms["sft"]["commit"] == "earlier" != arms["bonus"]["commit"]
+    evidence.update(file, {"predicted": PREDICTED, "arms": {"sft": arm({"a": 0.3})}})
+    arms = json.loads(file.read_text())["arms"]
+    assert arms["sft"]["commit"] != "earlier" and arms["bonus"]["utility"] == {"a": 0.2}

@@ -1,0 +1,241 @@
+"""The evidence for multiturn-aware reward, from the results in docs/evidence/: `python tools/bench/evidence.py`.
+
+With `--runs runs/desk`, the folder of `megatron-collab reproduce desk`, every training there is first written to
+docs/evidence/TASK/seedK.json: what was predicted, the mean scores of its arms, the utility of every problem, what the
+training took, date, versions and the checkout's commit. From all files in docs/evidence, those of earlier runs too, the
+tables in docs/evidence.md and docs/figures/evidence.svg are made anew. --smoke changes nothing.
+
+Values, at the cost that is worst for us: `mr_minus_best_single_turn`, the primary difference, which is the utility of
+GRPO-MR with window 3 less that of the better arm that is rewarded for the turn alone; `interval_low`, the lower end of
+its interval; `regret_over_myopic`, the ratio of their regrets. From the last lines of other benches, in docs/evidence/:
+`futures_saved`, `planted_hacks_caught`, `overfit_caught`. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from math import isnan, nan
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from megatron_collab.reproduce import study as studies
+from megatron_collab.reproduce.plan import StudyOptions, chains
+from megatron_collab.reproduce.results import ArmResult, results_of, training_effort
+from megatron_collab.runtime import files
+from megatron_collab.statistics import Estimate, Tasks, difference_of_seeds, mean, mean_of_seeds
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER, PAGE, PICTURE = (ROOT / "docs" / name for name in ("evidence", "evidence.md", "figures/evidence.svg"))
+STUDY = studies.read("desk")
+BEGIN, END = "<!-- tables: tools/bench/evidence.py -->", "<!-- end of the tables -->"
+MEASURE = "goals/desk_utility"  # the primary one
+MYOPIC, MULTITURN = "bonus", "window_3"  # the arms of the primary comparison
+TURN_ALONE = ("single_turn", MYOPIC)
+KEPT = {"estimator": ("futures_saved",), "sentinels": ("planted_hacks_caught", "overfit_caught")}  # by bench
+OPTIMAL, BEST_BONUS = "optimal", "single turn, best bonus"  # predictions
+PREDICTED = ("desk_utility_incomplete", "desk_right", "desk_questions", "desk_needless")
+MEASURED = ("desk_asks_open", "desk_asks_guessable", "token_amount")
+HEADS = (
+    "utility", "regret", "over the best bonus", "utility if incomplete", "right", "questions", "needless", "asks open",
+    "asks guessable", "tokens", "optimizer steps", "sampled tokens",
+)  # fmt: skip
+PACKAGES = ("torch", "sglang", "megatron-core", "numpy")
+
+
+@dataclass(frozen=True)
+class Trainings:
+    """The results of a task: by training seed the content of its file."""
+
+    seeds: Mapping[str, dict[str, Any]]
+
+    @property
+    def arms(self) -> list[str]:
+        """The arms that a training has results of, in the order of the study."""
+        return [arm for arm in STUDY.arms if any(arm in seed["arms"] for seed in self.seeds.values())]
+
+    def utilities(self, *arms: str) -> list[list[Tasks]]:
+        """For each of `arms`, the utility of each problem, by the trainings that have all of them."""
+        shared = [seed["arms"] for seed in self.seeds.values() if all(arm in seed["arms"] for arm in arms)]
+        return [[{task: [score] for task, score in seed[arm]["utility"].items()} for seed in shared] for arm in arms]
+
+    def utility(self, arm: str) -> Estimate:
+        return mean_of_seeds(*self.utilities(arm))
+
+    def gain(self, arm: str, over: str) -> Estimate:
+        """The difference in utility, paired by training and problem."""
+        return difference_of_seeds(*self.utilities(over, arm))
+
+    def number(self, arm: str) -> int:
+        """How many trainings have the arm."""
+        return sum(arm in seed["arms"] for seed in self.seeds.values())
+
+    def mean(self, arm: str, key: str) -> float:
+        """The mean score of a column, over the trainings."""
+        return fmean(seed["arms"][arm]["means"][key] for seed in self.seeds.values() if arm in seed["arms"])
+
+    def effort(self, arm: str, key: str) -> float:
+        """Optimizer steps or sampled tokens of a training, on average; nan if it has none."""
+        values = [seed["arms"][arm][key] for seed in self.seeds.values() if arm in seed["arms"]]
+        return fmean(values) if all(values) else nan
+
+    def predicted(self, policy: str, key: str) -> float:
+        return fmean(seed["predicted"][policy][key] for seed in self.seeds.values())
+
+
+def read() -> dict[str, Trainings]:
+    """What docs/evidence has, by task of the study."""
+    kept = {task: sorted((FOLDER / task).glob("seed*.json")) for task in STUDY.tasks}
+    return {task: Trainings({file.stem: json.loads(file.read_text()) for file in kept[task]}) for task in kept}
+
+
+def keep(runs: Path) -> None:
+    """Write the results of the trainings in `runs`; arms that a file of docs/evidence has already stay in it."""
+    options = StudyOptions(runs, [*STUDY.tasks], [*STUDY.arms], STUDY.model, seeds=1, train_seeds=STUDY.train_seeds)
+    for name, task in STUDY.tasks.items():
+        results = {arm: columns for arm in STUDY.arms if (columns := results_of(STUDY, options, name, arm))}
+        for chain in chains(STUDY, options, name):
+            arms = {
+                arm: _arm(columns, chain.title) | asdict(training_effort(runs / chain.title / arm))
+                for arm, columns in results.items()
+                if any(result and chain.title in result.scores for result in columns)
+            }
+            if arms:
+                predicted = json.loads((runs / chain.title / str(task.reference)).read_text())
+                update(FOLDER / f"{chain.title}.json", {"predicted": predicted, "arms": arms})
+
+
+def _arm(columns: Sequence[ArmResult | None], training: str) -> dict[str, Any]:
+    """The mean score of each column in a training, and the utility of each problem."""
+    scores = {result.column.key: result.scores[training] for result in columns if result and training in result.scores}
+    means = {key: round(mean(tasks.values()).value, 5) for key, tasks in scores.items()}
+    utility = {task: round(fmean(values), 5) for task, values in scores[MEASURE].items()}
+    return {"means": means, "utility": utility}
+
+
+def update(file: Path, content: dict[str, Any]) -> None:
+    """Write predictions and arms; arms that `file` has besides stay, and those with equal results keep their commit."""
+    before = json.loads(file.read_text()) if file.is_file() else {"arms": {}}
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    origin = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit.strip(),
+        "versions": {package: version(package) for package in PACKAGES},
+    }
+    new = {arm: result | origin for arm, result in content["arms"].items() if _changed(before["arms"].get(arm), result)}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    files.replace(file, json.dumps(content | {"arms": before["arms"] | new}, indent=0) + "\n")
+
+
+def _changed(before: Mapping[str, Any] | None, result: Mapping[str, Any]) -> bool:
+    return before is None or any(before[key] != value for key, value in result.items())
+
+
+def tables(tasks: Mapping[str, Trainings]) -> Iterator[str]:
+    """The tables of docs/evidence.md, one for each cost."""
+    for name, trainings in tasks.items():
+        if not trainings.arms:
+            continue
+        optimal = trainings.predicted(OPTIMAL, MEASURE)
+        yield from ("", f"### {STUDY.tasks[name].title}", "")
+        yield f"{len(trainings.seeds)} trainings; of 512 problems of each, half are incomplete."
+        yield from ("", f"| | {' | '.join(HEADS)} |", "|---" * (len(HEADS) + 1) + "|")
+        for policy in next(iter(trainings.seeds.values()))["predicted"]:
+            reached = trainings.predicted(policy, MEASURE)
+            shown = [f"{trainings.predicted(policy, f'goals/{key}'):.3f}" for key in PREDICTED]
+            cells = [f"{reached:.3f}", f"{optimal - reached:.3f}", "", *shown, *[""] * (len(MEASURED) + 2)]
+            yield f"| {policy}, predicted | {' | '.join(cells)} |"
+        for arm in trainings.arms:
+            utility = trainings.utility(arm)
+            gain = (
+                trainings.gain(arm, MYOPIC).text("{:+.3f}".format) if MYOPIC in trainings.arms and arm != MYOPIC else ""
+            )
+            shown = [f"{trainings.mean(arm, f'goals/{key}'):.3f}" for key in (*PREDICTED, *MEASURED)]
+            effort = [_whole(trainings.effort(arm, key)) for key in ("optimizer_steps", "sampled_tokens")]
+            cells = [utility.text(), f"{optimal - utility.value:.3f}", gain, *shown, *effort]
+            yield f"| {STUDY.arms[arm].title} ({trainings.number(arm)}) | {' | '.join(cells)} |"
+
+
+def _whole(value: float) -> str:
+    return "" if isnan(value) else f"{value:,.0f}"
+
+
+def page(text: str, tasks: Mapping[str, Trainings]) -> str:
+    """The page with its tables made anew."""
+    before, _, after = text.partition(BEGIN)
+    return "\n".join([before + BEGIN, *tables(tasks), "", END + after.partition(END)[2]])
+
+
+def draw(tasks: Mapping[str, Trainings], picture: Path) -> None:
+    """Utility of the arms, of every training and their mean, beside what is predicted; a panel for each cost."""
+    shown = {name: trainings for name, trainings in tasks.items() if trainings.arms}
+    figure = Figure(figsize=(4.6 * len(shown), 3.6))
+    panels = [figure.add_subplot(1, len(shown), number) for number in range(1, len(shown) + 1)]
+    for axes, (name, trainings) in zip(panels, shown.items(), strict=True):
+        for place, arm in enumerate(arms := trainings.arms[::-1]):
+            utilities = [fmean(fmean(scores) for scores in tasks.values()) for tasks in trainings.utilities(arm)[0]]
+            axes.plot(utilities, [place] * len(utilities), "o", color="C0", markersize=4, alpha=0.5)
+            axes.plot(fmean(utilities), place, "|", color="C0", markersize=14)
+        for color, policy in (("C2", OPTIMAL), ("C3", BEST_BONUS)):
+            label = f"{policy}, predicted"
+            axes.axvline(trainings.predicted(policy, MEASURE), color=color, linewidth=1, linestyle="--", label=label)
+        axes.set_yticks(range(len(arms)), [STUDY.arms[arm].title for arm in arms], fontsize=8)
+        axes.set_ylim(-0.5, len(arms) - 0.5)
+        axes.set_title(STUDY.tasks[name].title, fontsize=10)
+        axes.set_xlabel("utility")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="upper center", ncols=2)
+    figure.tight_layout(rect=(0, 0, 1, 0.94))
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, metadata={"Date": None})
+
+
+def values(tasks: Mapping[str, Trainings]) -> dict[str, float]:
+    """The values that the bench prints; those of the comparison if there are results of both sides."""
+    gains, regrets = list[Estimate](), list[float]()
+    for trainings in tasks.values():
+        rivals = [arm for arm in TURN_ALONE if arm in trainings.arms]
+        if rivals and MULTITURN in trainings.arms:
+            rival = max(rivals, key=lambda arm: trainings.utility(arm).value)
+            gains.append(trainings.gain(MULTITURN, rival))
+            optimal = trainings.predicted(OPTIMAL, MEASURE)
+            regret, of_rival = (optimal - trainings.utility(arm).value for arm in (MULTITURN, rival))
+            regrets.append(regret / of_rival)
+    result = dict[str, float]()
+    if gains:
+        worst = min(gains, key=lambda gain: gain.low)
+        result = {
+            "mr_minus_best_single_turn": worst.value,
+            "interval_low": worst.low,
+            "regret_over_myopic": max(regrets),
+        }
+    for bench, names in KEPT.items():
+        if (file := FOLDER / f"{bench}.json").is_file():
+            result |= {name: json.loads(file.read_text())["values"][name] for name in names}
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, help="folder of the study, whose results are kept")
+    parser.add_argument("--smoke", action="store_true", help="change nothing")
+    arguments = parser.parse_args()
+    if arguments.runs:
+        keep(arguments.runs)
+    tasks = read()
+    if not arguments.smoke:
+        files.replace(PAGE, page(PAGE.read_text(), tasks))
+        draw(tasks, PICTURE)
+    print(json.dumps({"name": "evidence", "values": values(tasks)}))
+
+
+if __name__ == "__main__":
+    main()
