@@ -69,8 +69,9 @@ logger.info("the end")
 """
 LAUNCHER = """
 import subprocess, sys
-from megatron_collab.runtime import screen
+from megatron_collab.runtime import console, screen
 
+console.begin()
 subprocess.run([sys.executable, "-c", '''SCRIPT'''])
 screen.restore()
 """

@@ -18,6 +18,7 @@ from megatron_collab.types import Conversation, Ending, Finish, Future, Group, M
 from tests.reward.fakes import about
 
 TASK = about("18")
+GROUPS = 20  # of the run that `rewarded_site` shows
 DOWN = Missing("the judge is down")
 WEIGHTS = {"accuracy": 1.0, "interactivity": 0.5, "token_amount": -5e-4, "bleu": 0.0}
 

@@ -1,0 +1,81 @@
+"""A browser and made runs for the tests of the page. Fixtures import `browser`, which skips without Playwright."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.view import recorded_runs, rewarded_runs
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    from tests.view.browser import CHROMIUM, FLAGS, SECONDS, expect, playwright
+
+    expect.set_options(timeout=1000 * SECONDS)
+    with playwright.sync_playwright() as library:
+        chromium = library.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Two runs: the first has finished, the second goes on."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, steps, seed in (("first", 12, 0), ("second", 3, 1)):
+        recorded_runs.write_run(folder / name, steps, seed)
+    recorded_runs.finish(folder / "first")
+    from tests.view.browser import served
+
+    with served([folder / "first", folder / "second"]) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def rewarded_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A run whose rewards follow from its settings, and one with a reward function of its own."""
+    folder, reward = tmp_path_factory.mktemp("rewarded"), rewarded_runs.settings()
+    groups = rewarded_runs.made_groups(reward, rewarded_runs.GROUPS)
+    rewarded_runs.write_run(folder / "built_in", reward, groups)
+    rewarded_runs.write_run(folder / "function", replace(reward, mode="my.rewards:Best"), groups)
+    from tests.view.browser import served
+
+    with served([folder / "built_in", folder / "function"]) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def hostile_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("hostile")
+    recorded_runs.write_hostile_run(folder / "hostile")
+    from tests.view.browser import served
+
+    with served([folder / "hostile"]) as url:
+        yield url
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Opens a page; in the end none has logged an error or opened a dialog."""
+    from tests.view.browser import SECONDS, TOKEN, is_fault
+
+    faults, contexts = list[str](), []
+
+    def opened(url: str, hash_: str = "", **options: Any) -> Any:
+        contexts.append(browser.new_context(viewport={"width": 1400, "height": 900}, **options))
+        page = contexts[-1].new_page()
+        page.set_default_timeout(1000 * SECONDS)
+        page.on("console", lambda message: faults.append(message.text) if is_fault(message) else None)
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("dialog", lambda dialog: (faults.append(f"dialog {dialog.message}"), dialog.dismiss()))
+        page.goto(f"{url}?token={TOKEN}{hash_}")
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert not faults

@@ -1,0 +1,133 @@
+"""Conversations: filters, permalinks, the keyboard, reasons, where futures part, in a real browser."""
+
+from __future__ import annotations
+
+import re
+
+from tests.view.browser import Open, chart, chosen, expect, needs_browser, wait_for_choice
+
+pytestmark = needs_browser
+
+
+def test_a_permalink_restores_filters_sort_and_choice(open_page: Open, site: str) -> None:
+    page = open_page(site, "#conversations")
+    field = page.locator(".filters").get_by_label
+    count = page.locator(".count")
+    expect(count).to_have_text("1\u201350 of 288 futures")
+    page.get_by_role("combobox", name="Ending").select_option("turn_limit")
+    expect(count).to_have_text("1\u201350 of 96 futures")
+    field("From step").fill("6")
+    field("Words").fill("lyon birthday")
+    expect(count).to_have_text("1\u201348 of 48 futures")
+    field("Metric").select_option("token_amount")
+    field("At least").fill("340")
+    expect(count).to_have_text("1\u201312 of 12 futures")
+    field("Sort by").select_option("reward")
+    field("Descending").check()
+    rows = page.locator(".rows tbody tr")
+    rewards = rows.locator("td:nth-child(5)")
+    expect(page).to_have_url(re.compile("descending=1"))
+    expect(rewards.first).to_have_text(max(rewards.all_inner_texts()))
+    assert rewards.all_inner_texts() == sorted(rewards.all_inner_texts(), reverse=True)
+    rows.nth(3).locator("a").click()
+    expect(rows.nth(3)).to_have_class("chosen")
+    before = chosen(page)
+    texts = rows.all_inner_texts()
+    page.reload()
+    expect(count).to_have_text("1\u201312 of 12 futures")
+    wait_for_choice(page, before)
+    assert rows.all_inner_texts() == texts
+    values = [field(label).input_value() for label in ("Words", "From step", "Metric", "At least", "Sort by")]
+    assert values == ["lyon birthday", "6", "token_amount", "340", "reward"]
+    page.get_by_role("button", name="Reset").click()
+    expect(count).to_have_text("1\u201350 of 288 futures")
+    field("Words").fill("nowhere")
+    expect(page.locator(".rows")).to_have_text("No conversation matches the filter.")
+    field("Words").fill("!!")
+    expect(page.get_by_role("alert")).to_have_text("words=!!: contains no word; give letters or digits")
+    field("Words").fill("")
+    expect(page.locator(".rows tbody tr")).to_have_count(50)
+
+
+def test_the_keyboard_alone_suffices(open_page: Open, site: str) -> None:
+    page = open_page(site)
+    press = page.keyboard.press
+    expect(chart(page, "reward")).to_be_visible()
+    press("g")
+    press("c")
+    wait_for_choice(page, (0, 0, 0, 0))
+    for key, choice in [
+        *(("j", (0, 0, 0, 1)), ("j", (0, 0, 0, 2)), ("j", (0, 0, 1, 0)), ("k", (0, 0, 0, 2))),
+        *(("ArrowRight", (0, 0, 1, 0)), ("ArrowRight", (0, 0, 2, 0)), ("ArrowLeft", (0, 0, 1, 0))),
+        *(("Shift+ArrowRight", (0, 0, 1, 1)), ("Shift+ArrowLeft", (0, 0, 1, 0)), ("Shift+ArrowLeft", (0, 0, 1, 0))),
+    ]:
+        press(key)
+        wait_for_choice(page, choice)
+    press("/")
+    expect(page.get_by_label("Words")).to_be_focused()
+    page.keyboard.type("jk?")  # letters, not keys
+    expect(page.locator(".rows")).to_have_text("No conversation matches the filter.")
+    expect(page.get_by_label("Words")).to_have_value("jk?")
+    page.keyboard.press("Control+a")
+    press("Delete")
+    wait_for_choice(page, (0, 0, 0, 0))
+    page.locator(".rows").focus()
+    press("?")
+    expect(page.get_by_role("dialog")).to_contain_text("next rollout of the group")
+    press("Escape")
+    expect(page.get_by_role("dialog")).to_be_hidden()
+    press("g")
+    press("o")
+    expect(chart(page, "reward")).to_be_visible()
+
+
+def test_j_and_k_cross_the_pages_of_the_list(open_page: Open, site: str) -> None:
+    page = open_page(site, "#conversations?step=2&position=0&rollout=0&future=1")  # the 50th row
+    wait_for_choice(page, (2, 0, 0, 1))
+    page.keyboard.press("j")
+    wait_for_choice(page, (2, 0, 0, 2))
+    expect(page.locator(".count")).to_have_text("51\u2013100 of 288 futures")
+    page.keyboard.press("k")
+    wait_for_choice(page, (2, 0, 0, 1))
+    expect(page.locator(".count")).to_have_text("1\u201350 of 288 futures")
+
+
+def test_reasons_thoughts_and_goals_can_be_opened(open_page: Open, site: str) -> None:
+    page = open_page(site, "#conversations?step=3&position=1&rollout=2&future=1")
+    wait_for_choice(page, (3, 1, 2, 1))
+    expect(page.locator(".scores tbody tr").first).to_contain_text("missing: judge.model: no answer within 30 s")
+    expect(page.locator(".turn.chosen .parts")).to_contain_text(re.compile(r"reward\s*0\.\d+ \u00b1 0\.050"))
+    advantages = [text.replace("\u2212", "-") for text in page.locator(".turn-head span").all_inner_texts()]
+    assert len(advantages) == 4 and abs(sum(map(float, advantages))) < 0.003
+    for place, label, text in (
+        ("#future", "Reason", "The assistant asked 2 questions"),
+        ("#future", "Raw answer", '"score": 0.6'),
+        ("#future", "User's thought", "They seem to know what to ask."),
+        ("#future", "User's current answer", "Lyon, Friday"),
+        ("#future", "Call", '"arguments": {"city": "Lyon"}'),
+        ("#future", "Result, 51 characters", "Chez Paul"),
+        (".turn.chosen", "Thought", "The request does not say: Which day suits you?"),
+        (".group-head", "Hidden goal", "step-free access"),
+    ):
+        details = page.locator(place).locator("details", has=page.locator("summary b").get_by_text(label, exact=True))
+        summary, content = details.locator("summary"), details.locator(".text")
+        expect(content).to_be_hidden()
+        summary.focus()
+        summary.press("Enter")
+        expect(content).to_contain_text(text)
+        expect(content).to_be_visible()
+
+
+def test_it_shows_where_futures_part(open_page: Open, site: str) -> None:
+    page = open_page(site, "#conversations?step=3&position=1&rollout=2&future=1")
+    parting = page.locator(".parting")
+    expect(parting).to_have_text("Here the 3 futures of this turn part: message 4 differs.")
+    page.get_by_label("Compare with").select_option("2")
+    expect(parting).to_have_text("Here the futures 1 and 2 part: message 4 differs.")
+    columns = page.locator(".beside .column")
+    expect(columns).to_have_count(2)
+    expect(columns.first).to_contain_text("Half past, please.")
+    expect(columns.last).to_contain_text("In Lyon, near the station.")
+    assert "other=2" in page.url
+    page.get_by_role("tab", name="Future 2").click()
+    expect(columns).to_have_count(0)
