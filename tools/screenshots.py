@@ -1,6 +1,6 @@
 """Takes docs/figures/view_*.png of a run as `megatron-collab view` shows it: `python tools/screenshots.py RUN`.
 
-RUN is the folder of a finished run with evaluations before and after, such as quickstart's: `runs/quickstart/rl`. It needs
+RUN is the folder of a finished run with evaluations before and after, such as runs/quickstart/rl. It needs
 Chromium (tools/setup_browser.sh).
 """
 
@@ -22,7 +22,7 @@ SECONDS = 60  # for anything that the page does
 # By picture: the address after #, and what has to be there.
 VIEWS = {
     "overview": ("overview", "#overview .chart"),
-    "conversations": ("conversations?sort=advantage&descending=1", "#conversations .turn.chosen"),
+    "conversations": ("conversations?sort=reward&descending=1", "#conversations .turn.chosen"),
     "compare": ("compare", "#compare .pair .scores"),
 }
 
