@@ -11,7 +11,7 @@ import pytest
 from tests.view import recorded_runs, rewarded_runs
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while it is open, Playwright has a running event loop, and asyncio.run refuses
 def browser() -> Iterator[Any]:
     from tests.view.browser import CHROMIUM, FLAGS, SECONDS, expect, playwright
 
