@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron_collab.config import SETTINGS, ConfigError, RewardConfig, recorded_value, require
 from megatron_collab.observability import evaluations, records
+from megatron_collab.observability.judges import JudgeChange
 from megatron_collab.observability.transcript_index import Index
 from megatron_collab.observability.transcripts import OLD_FILE, SCORE, step_files
 from megatron_collab.runtime import files
@@ -280,12 +281,14 @@ def _changed_settings(file: Path) -> Iterator[dict[str, Any]]:
 def _alarms(file: Path) -> Iterator[dict[str, Any]]:
     for _, row in records.lines(file):
         if row is not None and records.of_step(row):
-            conversations = row.get("conversations")
-            examples = (
-                f"; conversations {', '.join(map(str, conversations))}" if isinstance(conversations, list) else ""
-            )
-            change = f"{_value(row.get('value'))}, baseline {_value(row.get('baseline'))}"
-            yield _event(row, "alarm", f"sentinel {row.get('sentinel')}: {change}{examples}")
+            places = row["conversations"] if isinstance(row.get("conversations"), list) else []
+            value, baseline, sentinel = (row.get(name) for name in ("value", "baseline", "sentinel"))
+            if isinstance(value, str) and isinstance(baseline, str):
+                text = JudgeChange(str(sentinel), value, baseline, [*map(str, places)]).text()
+            else:
+                examples = f"; conversations {', '.join(map(str, places))}" if places else ""
+                text = f"sentinel {sentinel}: {_value(value)}, baseline {_value(baseline)}{examples}"
+            yield _event(row, "alarm", text)
 
 
 def _event(row: records.Row, kind: str, text: str) -> dict[str, Any]:
