@@ -22,6 +22,7 @@ from megatron_collab.observability.transcripts import OLD_FILE, SCORE, step_file
 from megatron_collab.runtime import files
 from megatron_collab.runtime.text import one_line
 from megatron_collab.statistics import Estimate
+from megatron_collab.view.labels import Label
 from megatron_collab.view.selection import Selection, columns
 
 logger = logging.getLogger(__name__)
@@ -36,16 +37,17 @@ _SCORED = ("rollout", "future", "ending", "reward", "scores")  # keys of a row f
 class RunView:
     """A run in `folder`, which the page knows by `name`. Several threads may ask at a time.
 
-    Raises ConfigError if the folder holds no run.
+    `labels`: of its conversations, by people. Raises ConfigError if the folder holds no run.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, labels: Sequence[Label] = ()) -> None:
         shown = one_line(str(folder))
         require(folder.is_dir(), f"{shown}: no such folder; give the folder of a run")
         expected = f"{METRICS}, {evaluations.FILE} or settings in {SETTINGS}"
         require(_is_run(folder), f"{shown}: has no {expected}; give the folder of a run")
         if fault := evaluations.readable(folder)[1]:
             logger.warning(f"{one_line(str(folder / evaluations.FILE))}: {fault}; the page shows its other records")
+        self.labels = labels
         self.folder, self.name = folder, Path(os.path.realpath(folder)).name
         self._metrics = Metrics(folder / METRICS)
         self._lock = Lock()  # of the index
