@@ -219,6 +219,8 @@ def test_calibration() -> None:
     repeated = [Labeled("a", 1.0, 0.95, 1)] * 9 + [Labeled("b", 0.0, 0.95, 1)]
     (only,) = agreement.calibration(repeated)
     assert only.label.value == 0.5 and (only.labels, only.tasks) == (10, 2), "a task counts once"
+    wrong = agreement.calibration([*repeated, Labeled("c", 1.0, 0.05, 1)])
+    assert agreement.calibration_error(wrong) == pytest.approx((2 * 0.45 + 0.95) / 3)
 
 
 def test_disagreements_are_differences_or_those_of_ranks() -> None:
