@@ -89,9 +89,11 @@ class Run(RunFolder):
                 self._view.alarm(text)
 
     def _watch_judges(self, step: int, groups: Sequence[Group], evaluation: str = "") -> None:
+        """Write the versions that answered for the first time, and the alarms that they raise."""
         lines, alarms = self._judges.watch(groups)
-        append(self.folder / judges.FILE, [{**_moment(step, evaluation), **line} for line in lines])
-        self.alarms(step, alarms, evaluation)
+        if lines:
+            append(self.folder / judges.FILE, [{**_moment(step, evaluation), **line} for line in lines])
+            self.alarms(step, alarms, evaluation)
 
     def evaluation(
         self,

@@ -77,6 +77,8 @@ def test_a_version_that_changes_during_a_run_raises_one_alarm(
     run_folder, alarms = tmp_path / "run", tmp_path / "run" / "alarms.jsonl"
     groups = [judged_by(judgment, f"t-{at}") for at, judgment in enumerate(judgments)]
     with Run(config, config.train, 0, {}, {}) as run:
+        run.evaluation("unjudged", "", 0, {}, [group()])
+        assert not (run_folder / "judges.jsonl").exists()
         run.evaluation("before", "", 0, {}, groups[:1])
         for step in range(4):
             run.transcripts(step, [groups[step + 1]])
