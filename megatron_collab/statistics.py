@@ -289,13 +289,13 @@ def bootstrap(sizes: Sequence[int], statistic: Callable[..., np.ndarray]) -> tup
     from scipy import stats
 
     n, units = min(sizes), [np.arange(size) for size in sizes]
-    deviations = math.sqrt(n / (n - 1)) * stats.t.ppf(_SIDE, n - 1)
+    deviations, level = _expanded(n)
     result = stats.bootstrap(
         units,
         lambda *drawn, axis: statistic(*drawn),
         n_resamples=_DRAWS,
         batch=max(1, _BATCH // max(sizes)),
-        confidence_level=2 * stats.norm.cdf(deviations) - 1,
+        confidence_level=level,
         method="percentile",
         rng=np.random.default_rng(0),
     )
@@ -303,6 +303,49 @@ def bootstrap(sizes: Sequence[int], statistic: Callable[..., np.ndarray]) -> tup
         center, width = float(statistic(*(side[None] for side in units))[0]), deviations * result.standard_error
         return float(center - width), float(center + width)
     return float(result.confidence_interval.low), float(result.confidence_interval.high)
+
+
+def clustered(
+    tasks: Sequence[str], statistic: Callable[[np.ndarray], np.ndarray], bounds: tuple[float, float]
+) -> Estimate:
+    """A statistic of rows, between `bounds`, with the bootstrap interval of drawing whole tasks; `tasks`: of each row.
+
+    `statistic` gets weights [draws, rows], how often the task of each row was drawn, and returns [draws], nan where it
+    is undefined. The interval is that of `bootstrap`, over the draws that define it. There is none for fewer than two
+    tasks, if all draws agree, or if more than a tenth of them are undefined.
+    """
+    value = float(statistic(np.ones((1, len(tasks))))[0]) if len(tasks) else math.nan
+    names, codes = np.unique(np.asarray(tasks, object), return_inverse=True)
+    number = len(names)
+    if number < 2 or math.isnan(value):
+        return Estimate(value)
+    chance, size = np.random.default_rng(0), max(1, _BATCH // (4 * len(tasks)))  # statistics have copies
+    drawn = []
+    for begin in range(0, _DRAWS, size):
+        draws = min(size, _DRAWS - begin)
+        units = chance.integers(0, number, (draws, number)) + number * np.arange(draws)[:, None]
+        counts = np.bincount(units.ravel(), minlength=draws * number).reshape(draws, number)
+        drawn.append(statistic(counts[:, codes].astype(float)))
+    values = np.concatenate(drawn)
+    values = values[~np.isnan(values)]
+    if len(values) < 0.9 * _DRAWS or np.ptp(values) <= 1e-12:
+        return Estimate(value)
+    deviations, level = _expanded(number)
+    if number < _FEW:
+        width = deviations * float(values.std(ddof=1))
+        ends = np.array([value - width, value + width])
+    else:
+        ends = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.clip(ends, *bounds)
+    return Estimate(value, float(low), float(high))
+
+
+def _expanded(number: int) -> tuple[float, float]:
+    """Standard errors to either side for so many units, and the level of a percentile interval that is as wide."""
+    from scipy import stats
+
+    deviations = math.sqrt(number / (number - 1)) * float(stats.t.ppf(_SIDE, number - 1))
+    return deviations, float(2 * stats.norm.cdf(deviations) - 1)
 
 
 def _of_chances(estimate: Estimate) -> Estimate:

@@ -282,11 +282,13 @@ Score = float | Missing
 class Judgment:
     """Why a metric gave its score: the `reason` in words, and the judge's `answer` as it wrote it.
 
-    Either may be empty. If a score is missing because the judge's answer was unusable, `answer` still has it.
+    Any may be empty. If a score is missing because the judge's answer was unusable, `answer` still has it. `versions`:
+    of the judge's model that answered, as its provider names them.
     """
 
     reason: str = ""
     answer: str = ""
+    versions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

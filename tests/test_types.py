@@ -5,7 +5,18 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.types import Conversation, Finish, Future, Group, Message, Task, Turn, visible, without_private
+from megatron_collab.types import (
+    Conversation,
+    Finish,
+    Future,
+    Group,
+    Judgment,
+    Message,
+    Task,
+    Turn,
+    visible,
+    without_private,
+)
 
 
 def turn(prompt_ids: tuple[int, ...], token_ids: tuple[int, ...]) -> Turn:
@@ -103,8 +114,9 @@ def test_a_faulty_reply_is_named(text: str, why: str | None) -> None:
         (Message("user", "hi", private={"thought": "x"}), "private", {}),
         (Future(Conversation((), ()), {"m": 1.0}), "judgments", {}),
         (Group(Task("t", (), "g", "a", "llm"), ()), "user", ""),
+        (Judgment("as it is", "{}", ("judge-1",)), "versions", ()),
     ],
-    ids=["message", "future", "group"],
+    ids=["message", "future", "group", "judgment"],
 )
 def test_a_record_that_an_earlier_version_pickled_reads_as_empty(record: Any, name: str, empty: object) -> None:
     del record.__dict__[name]

@@ -64,13 +64,15 @@ class MalformedAnswer(ValueError):
 
 @dataclass(frozen=True)
 class Answer:
-    """The values of a model's answer and an excerpt of its text.
+    """The values of a model's answer, an excerpt of its text, and the version of the model, as its provider names it.
 
-    `text` is empty if the values are from a cache or recording of an earlier version, which did not keep it.
+    `text` and `version` are empty if the values are from a cache or recording of an earlier version, which did not keep
+    them; `version` also if the provider names none.
     """
 
     values: dict[str, Any]
     text: str
+    version: str = ""
 
 
 @dataclass(frozen=True)

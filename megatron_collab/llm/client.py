@@ -56,7 +56,7 @@ LONGEST_BODY, LONGEST_TEXT = 1 << 24, 1 << 20  # bytes, characters of an answer:
 _PARSED_ASIDE = 1 << 14  # characters; longer answers are parsed in a thread, beside the event loop
 _REFUSED = (400, 422)  # status of a server that does not support an argument such as response_format
 _FAILED = (500, 501)  # status of a server that fails over a response_format, or of any other failure
-_TEXT = "<text>"  # beside the values of an answer in caches and recordings; no field has this name
+_TEXT, _VERSION = "<text>", "<version>"  # beside the values of an answer in caches and recordings; no fields' names
 _TRIALS = 3  # answers after which such a server gets no response_format any more
 _supports_schema = cache(litellm.supports_response_schema)
 
@@ -128,7 +128,7 @@ class LlmClient:
         else:
             question = {**question_of(endpoint), "messages": messages, "schema": json_schema(fields), "sample": sample}
             stored = await self._tape.answer(question, live, shared=sample is not None)
-        return Answer(checked(stored, fields), str(stored.get(_TEXT, "")))
+        return Answer(checked(stored, fields), str(stored.get(_TEXT, "")), str(stored.get(_VERSION, "")))
 
     async def reply(self, endpoint: EndpointConfig, messages: Messages) -> Reply:
         """The model's reply as text; its tokens are estimated if the endpoint reports none. Raises as `ask`."""
@@ -179,13 +179,13 @@ class LlmClient:
         async def send(correction: Messages, allowance: _Allowance) -> Reply:
             return await self._constrained(endpoint, [*messages, *correction], fields, allowance)
 
-        def parsed(text: str) -> dict[str, Any]:
-            return {**parse(text, fields), _TEXT: excerpt(text)}
+        def parsed(reply: Reply) -> dict[str, Any]:
+            return {**parse(reply.text, fields), _TEXT: excerpt(reply.text), _VERSION: reply.version}
 
         async def read(reply: Reply) -> dict[str, Any]:
             if len(reply.text) > _PARSED_ASIDE:
-                return await asyncio.to_thread(parsed, reply.text)
-            return parsed(reply.text)
+                return await asyncio.to_thread(parsed, reply)
+            return parsed(reply)
 
         return await self._ask_until_read(endpoint, send, read, usage, has_fallback)
 
@@ -288,7 +288,7 @@ class LlmClient:
                     answer = await litellm.acompletion(messages=messages, max_retries=0, **options)
             reply = read_reply(endpoint, answer)
             finished = self._reported(endpoint, messages, answer, reply)
-            allowance.note(answer)
+            allowance.note(answer, reply)
         except BaseException as error:
             if _may_have_cost(error):
                 finished = upper_bound
@@ -343,13 +343,12 @@ class _Allowance:
             self.seconds_left -= seconds
             self.usage.seconds += seconds
 
-    def note(self, answer: Any) -> None:
+    def note(self, answer: Any, reply: Reply) -> None:
         """Add the reported tokens of an answer and record the model version."""
         usage = getattr(answer, "usage", None)
         self.usage.prompt_tokens += getattr(usage, "prompt_tokens", None) or 0
         self.usage.answer_tokens += getattr(usage, "completion_tokens", None) or 0
-        versions = getattr(answer, "model", None), getattr(answer, "system_fingerprint", None)
-        self.usage.version = " ".join(str(version) for version in versions if version)
+        self.usage.version = reply.version
 
     def pay(self, usd: float | None) -> None:
         """Add the price of a request; None: unknown."""

@@ -10,27 +10,38 @@ from megatron_collab.runtime.redact import redact
 from megatron_collab.runtime.text import one_line
 
 _ELSE = "change the prompt, or choose another model"
+_LONGEST_VERSION = 200  # characters
 
 
 class Reply(NamedTuple):
-    """A model's reply, its tokens (0: not reported), its finish reason, and why the provider gave not all text."""
+    """A model's reply, its tokens (0: not reported), its finish reason, and why the provider gave not all text.
+
+    `version`: the model that answered, as its provider names it; empty if it does not.
+    """
 
     text: str
     tokens: int
     finish: str | None
     shortfall: str = ""
+    version: str = ""
 
 
 def read_reply(endpoint: EndpointConfig, answer: Any) -> Reply:
     """The first choice of LiteLLM's `answer`; a refusal is a text too."""
     tokens = getattr(getattr(answer, "usage", None), "completion_tokens", None) or 0
+    version = _version(answer)
     if not answer.choices:
-        return Reply("", tokens, None, "the response has no choices")
+        return Reply("", tokens, None, "the response has no choices", version)
     choice = answer.choices[0]
     text, shortfall = choice.message.content or "", ""
     if refusal := (getattr(choice.message, "provider_specific_fields", None) or {}).get("refusal"):
         text, shortfall = text or str(refusal), f"the model refused ({one_line(redact(str(refusal)))}); {_ELSE}"
-    return Reply(text, tokens, choice.finish_reason, shortfall or _shortfall(endpoint, choice))
+    return Reply(text, tokens, choice.finish_reason, shortfall or _shortfall(endpoint, choice), version)
+
+
+def _version(answer: Any) -> str:
+    names = (getattr(answer, "model", None), getattr(answer, "system_fingerprint", None))
+    return one_line(redact(" ".join(str(name) for name in names if name)), _LONGEST_VERSION)
 
 
 def _shortfall(endpoint: EndpointConfig, choice: Any) -> str:

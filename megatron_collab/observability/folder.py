@@ -8,7 +8,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from itertools import chain, islice
@@ -28,7 +27,7 @@ from megatron_collab.observability.writers import CONVERSATIONS, Writer, writers
 from megatron_collab.runtime import files, keys, process
 from megatron_collab.runtime.process import BEST, FINISHED, RunStopped, global_rank
 from megatron_collab.runtime.redact import redacted
-from megatron_collab.types import Finish, Group, Missing, Reward, visible
+from megatron_collab.types import Finish, Group, Judgment, Missing, Reward, visible
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +234,7 @@ def rows_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
                 cut = [at for at, turn in enumerate(conversation.turns) if turn.finish is Finish.LENGTH]
                 notes = enumerate(message.private for message in conversation.messages)
                 private = {str(at): dict(of_message) for at, of_message in notes if of_message}
-                judgments = {name: asdict(judgment) for name, judgment in future.judgments.items()}
+                judgments = {name: _judgment(judgment) for name, judgment in future.judgments.items()}
                 yield {
                     "task": group.task.id,
                     "rollout": i,
@@ -257,6 +256,11 @@ def rows_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
                     **({"judgments": judgments} if judgments else {}),
                     **({"private": private} if private else {}),
                 }
+
+
+def _judgment(judgment: Judgment) -> dict[str, Any]:
+    versions = {"versions": [*judgment.versions]} if judgment.versions else {}
+    return {"reason": judgment.reason, "answer": judgment.answer, **versions}
 
 
 def _terms(reward: Reward) -> dict[str, Any]:

@@ -111,15 +111,22 @@ def first_verdicts(ratings: Iterable[Rating]) -> dict[str, dict[str, str]]:
     return verdicts
 
 
-def preferences(ratings: Iterable[Rating]) -> Iterator[tuple[str, RatedSide, RatedSide]]:
-    """(task, better side, other side) of every two conversations of which more raters preferred one, by time."""
-    verdicts: dict[tuple[str, tuple[RatedSide, RatedSide]], dict[str, str]] = {}
+def first_ratings(ratings: Iterable[Rating]) -> list[Rating]:
+    """Of every rater and every two conversations the first rating that is no skip, by time, with sides in one order."""
+    first: dict[tuple[str, tuple[RatedSide, RatedSide], str], Rating] = {}
     for rating in sorted(ratings, key=lambda rating: rating.time):
         ordered = rating if rating.sides[0] <= rating.sides[1] else rating.mirrored()
         if rating.verdict != SKIP:
-            verdicts.setdefault((rating.task, ordered.sides), {}).setdefault(rating.rater, ordered.verdict)
-    for (task, (first, second)), by_rater in verdicts.items():
-        counts = Counter(by_rater.values())
+            first.setdefault((rating.task, ordered.sides, rating.rater), ordered)
+    return [*first.values()]
+
+
+def preferences(ratings: Iterable[Rating]) -> Iterator[tuple[str, RatedSide, RatedSide]]:
+    """(task, better side, other side) of every two conversations of which more raters preferred one, by time."""
+    verdicts: dict[tuple[str, tuple[RatedSide, RatedSide]], Counter[str]] = {}
+    for rating in first_ratings(ratings):
+        verdicts.setdefault((rating.task, rating.sides), Counter())[rating.verdict] += 1
+    for (task, (first, second)), counts in verdicts.items():
         if counts[FIRST] != counts[SECOND]:
             yield (task, first, second) if counts[FIRST] > counts[SECOND] else (task, second, first)
 

@@ -211,5 +211,6 @@ def _score(value: Any) -> str:
 
 
 def _is_alarm(row: Mapping[str, Any]) -> bool:
-    numbers = (number(row.get(name)) for name in ("value", "baseline"))
-    return of_step(row) and None not in numbers and isinstance(row.get("conversations"), list)
+    values = [row.get(name) for name in ("value", "baseline")]  # versions of a judge are texts
+    is_shown = all(isinstance(value, str) or number(value) is not None for value in values)
+    return of_step(row) and is_shown and isinstance(row.get("conversations"), list)

@@ -10,15 +10,18 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_collab.config import PlayConfig, TrainConfig
-from megatron_collab.observability import evaluations, transcripts
+from megatron_collab.observability import evaluations, judges, transcripts
 from megatron_collab.observability.evaluations import AFTER, BEFORE
 from megatron_collab.observability.folder import RunFolder, append, keep, rows_of, scores, with_intervals
+from megatron_collab.observability.judges import JudgeChange, JudgeVersions
 from megatron_collab.observability.sentinels import Alarm
 from megatron_collab.observability.step_view import StepView
 from megatron_collab.runtime import screen
 from megatron_collab.types import Group
 
 logger = logging.getLogger(__name__)
+
+_EVALUATION = "evaluation"  # key of rows that were written in one
 
 
 class Run(RunFolder):
@@ -37,9 +40,10 @@ class Run(RunFolder):
         self._start, self._began = start, time.monotonic()
         self._view = self._show() if self.leader and screen.is_drawn() else None
         if self.leader:
-            for name in ("metrics.jsonl", "alarms.jsonl"):
-                keep(self.folder / name, lambda row: row["step"] < start)
+            for name in ("metrics.jsonl", "alarms.jsonl", judges.FILE):  # evaluations at `start` are not repeated
+                keep(self.folder / name, lambda row: row["step"] < start + (_EVALUATION in row))
             transcripts.forget(self.folder, start)
+        self._judges = JudgeVersions(self.folder)
 
     def __exit__(self, *error: object) -> None:
         screen.close()
@@ -70,17 +74,26 @@ class Run(RunFolder):
         """Write every future of a step with its scores; print a line if some failed."""
         self._report_failures(f"step {step + 1}", groups)
         transcripts.write_step(self.folder, step, [[*rows_of([group])] for group in groups])
+        self._watch_judges(step, groups)
         if self._view and groups:
             last = groups[-1].rollouts[-1].futures[-1].conversation
             self._view.conversation([message.as_dict() for message in last.messages])
 
-    def alarms(self, step: int, alarms: Sequence[Alarm]) -> None:
-        """Write the alarms of sentinels at a step, and print a line for each."""
-        append(self.folder / "alarms.jsonl", [{"step": step, **asdict(alarm)} for alarm in alarms])
+    def alarms(self, step: int, alarms: Sequence[Alarm | JudgeChange], evaluation: str = "") -> None:
+        """Write the alarms at a step, or in an evaluation before it, and print a line for each."""
+        append(self.folder / "alarms.jsonl", [{**_moment(step, evaluation), **asdict(alarm)} for alarm in alarms])
         for alarm in alarms:
-            logger.warning(f"step {step + 1}: {alarm.text()}")
+            text = f"{f'evaluation {evaluation}' if evaluation else f'step {step + 1}'}: {alarm.text()}"
+            logger.warning(text)
             if self._view:
-                self._view.alarm(f"step {step + 1}: {alarm.text()}")
+                self._view.alarm(text)
+
+    def _watch_judges(self, step: int, groups: Sequence[Group], evaluation: str = "") -> None:
+        """Write the versions that answered for the first time, and the alarms that they raise."""
+        lines, alarms = self._judges.watch(groups)
+        if lines:
+            append(self.folder / judges.FILE, [{**_moment(step, evaluation), **line} for line in lines])
+            self.alarms(step, alarms, evaluation)
 
     def evaluation(
         self,
@@ -92,6 +105,7 @@ class Run(RunFolder):
         against: str | None = None,
     ) -> None:
         super().evaluation(name, set_name, step, metrics, groups, against)
+        self._watch_judges(step, groups, name)
         if self._view:
             self._view.evaluation(f"{name}: {with_intervals(self._evaluations.records[name])}")
 
@@ -123,6 +137,10 @@ class Run(RunFolder):
         super().finish(
             {**named_scores, **by_phase, **incomplete, "train_minutes": round(self._seconds() / 60, 2), **result}
         )
+
+
+def _moment(step: int, evaluation: str) -> dict[str, Any]:
+    return {"step": step, **({_EVALUATION: evaluation} if evaluation else {})}
 
 
 def line(step: int, steps: int, metrics: Mapping[str, float]) -> str:

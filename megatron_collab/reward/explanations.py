@@ -9,21 +9,25 @@ from contextvars import ContextVar
 from megatron_collab.runtime.redact import excerpt
 from megatron_collab.types import Judgment
 
+_MOST_VERSIONS = 8  # of a score: a metric may ask its judge several times
 _COLLECTED: ContextVar[list[Judgment] | None] = ContextVar("explanations", default=None)
 
 
-def explain(reason: str, answer: str = "") -> None:
-    """Add a reason, and the judge's answer that states it, to the score that this asyncio task is about to give."""
+def explain(reason: str, answer: str = "", version: str = "") -> None:
+    """Add a reason to the score that this asyncio task is about to give.
+
+    `answer`: the judge's answer that states it; `version`: of the model that answered.
+    """
     collected = _COLLECTED.get()
     if collected is not None:  # else the metric is called without a run, as in a test
-        collected.append(Judgment(reason, answer))
+        collected.append(Judgment(reason, answer, (version,) if version else ()))
 
 
 @contextmanager
 def explained() -> Iterator[Callable[[], Judgment | None]]:
     """Collect what is explained within; the function that it yields returns all of it, in order, or None.
 
-    Each part is an excerpt, of at most LONGEST_EXCERPT characters.
+    Reasons and answers are excerpts, of at most LONGEST_EXCERPT characters.
     """
     collected = list[Judgment]()
     token = _COLLECTED.set(collected)
@@ -36,6 +40,7 @@ def explained() -> Iterator[Callable[[], Judgment | None]]:
 def _joined(judgments: list[Judgment]) -> Judgment | None:
     reasons = [judgment.reason for judgment in judgments if judgment.reason]
     answers = [judgment.answer for judgment in judgments if judgment.answer]
-    if not reasons and not answers:
+    versions = sorted({version for judgment in judgments for version in judgment.versions})
+    if not reasons and not answers and not versions:
         return None
-    return Judgment(excerpt("\n\n".join(reasons)), excerpt("\n\n".join(answers)))
+    return Judgment(excerpt("\n\n".join(reasons)), excerpt("\n\n".join(answers)), tuple(versions[:_MOST_VERSIONS]))

@@ -101,8 +101,12 @@ def _is_future(row: Row) -> bool:
             isinstance(score, int | float) or (isinstance(score, dict) and "missing" in score)
             for score in row["scores"].values()
         )
-        and all(isinstance(why, dict) and why.keys() >= _JUDGMENT for why in row.get("judgments", {}).values())
+        and all(map(_is_judgment, row.get("judgments", {}).values()))
     )
+
+
+def _is_judgment(why: Any) -> bool:
+    return isinstance(why, dict) and why.keys() >= _JUDGMENT and isinstance(why.get("versions", []), list)
 
 
 def _training_tasks(data: DataSpec) -> list[Examples[Task]]:
@@ -198,4 +202,7 @@ def _scores(row: Row) -> dict[str, Score]:
 
 def _judgments(row: Row) -> dict[str, Judgment]:
     judgments = row.get("judgments", {}).items()
-    return {name: Judgment(str(why["reason"]), str(why["answer"])) for name, why in judgments}
+    return {
+        name: Judgment(str(why["reason"]), str(why["answer"]), tuple(map(str, why.get("versions", ()))))
+        for name, why in judgments
+    }

@@ -1,6 +1,6 @@
 """Look at runs in a browser: curves, evaluations and every conversation, also while the runs are being written.
 
-    megatron-collab view RUN [RUN …] [--port 8000]
+    megatron-collab view RUN [RUN …] [--port 8000] [--labels FILE]
 
 It prints an address and answers there until Ctrl-C, to this machine only and only to those who have the address. From
 another machine, forward the port: ssh -L 8000:127.0.0.1:8000 HOST. It writes nothing in the folders but the ratings of
@@ -10,6 +10,7 @@ a blind test.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import secrets
 import socket
@@ -22,28 +23,46 @@ from pathlib import Path
 import uvicorn
 
 from megatron_collab.commands import ArgumentParser
-from megatron_collab.config import ConfigError
+from megatron_collab.config import ConfigError, require
+from megatron_collab.view.labels import Label, read
 from megatron_collab.view.runs import RunView
 from megatron_collab.view.server import application
+
+logger = logging.getLogger(__name__)
 
 _HOSTS = {"127.0.0.1": socket.AF_INET, "::1": socket.AF_INET6}
 _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT)  # of an address family
 _CONNECTIONS = 100  # at a time
+_FAULTS = 20  # of a file that are printed
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser("view", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--port", type=_port, default=0, help="port of the loopback interface [a free one]")
+    parser.add_argument("--labels", type=Path, metavar="FILE", help="people's labels of the run's conversations")
     options = parser.parse_args(arguments)
     folders = dict[str, Path]()
     for folder in options.runs:
         folders.setdefault(os.path.realpath(folder), folder)  # of a run that is named twice, the first name
     runs = [RunView(folder) for folder in folders.values()]
+    if options.labels:
+        require(len(runs) == 1, f"--labels={options.labels}: are of one run; view {len(runs)} runs without it")
+        runs = [RunView(runs[0].folder, _labels(options.labels))]
     token = secrets.token_urlsafe()
     with listening(options.port) as server_socket:
         _show(address(server_socket), token)
         return serve(uvicorn.Server(_config(runs, token)), server_socket)
+
+
+def _labels(file: Path) -> Sequence[Label]:
+    """The labels in a file. Raises ConfigError if it has a faulty row; the first ones are printed before."""
+    labels, faults = read(file)
+    for fault in faults[:_FAULTS]:
+        logger.error(fault)
+    rows = "1 row is" if len(faults) == 1 else f"{len(faults)} rows are"
+    require(not faults, f"--labels={file}: {rows} faulty; correct the file")
+    return labels
 
 
 def listening(port: int) -> socket.socket:

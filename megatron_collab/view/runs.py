@@ -16,11 +16,13 @@ import numpy as np
 
 from megatron_collab.config import SETTINGS, ConfigError, RewardConfig, recorded_value, require
 from megatron_collab.observability import evaluations, records
+from megatron_collab.observability.judges import JudgeChange
 from megatron_collab.observability.transcript_index import Index
 from megatron_collab.observability.transcripts import OLD_FILE, SCORE, step_files
 from megatron_collab.runtime import files
 from megatron_collab.runtime.text import one_line
 from megatron_collab.statistics import Estimate
+from megatron_collab.view.labels import Label
 from megatron_collab.view.selection import Selection, columns
 
 logger = logging.getLogger(__name__)
@@ -35,16 +37,17 @@ _SCORED = ("rollout", "future", "ending", "reward", "scores")  # keys of a row f
 class RunView:
     """A run in `folder`, which the page knows by `name`. Several threads may ask at a time.
 
-    Raises ConfigError if the folder holds no run.
+    `labels`: of its conversations, by people. Raises ConfigError if the folder holds no run.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, labels: Sequence[Label] = ()) -> None:
         shown = one_line(str(folder))
         require(folder.is_dir(), f"{shown}: no such folder; give the folder of a run")
         expected = f"{METRICS}, {evaluations.FILE} or settings in {SETTINGS}"
         require(_is_run(folder), f"{shown}: has no {expected}; give the folder of a run")
         if fault := evaluations.readable(folder)[1]:
             logger.warning(f"{one_line(str(folder / evaluations.FILE))}: {fault}; the page shows its other records")
+        self.labels = labels
         self.folder, self.name = folder, Path(os.path.realpath(folder)).name
         self._metrics = Metrics(folder / METRICS)
         self._lock = Lock()  # of the index
@@ -280,12 +283,14 @@ def _changed_settings(file: Path) -> Iterator[dict[str, Any]]:
 def _alarms(file: Path) -> Iterator[dict[str, Any]]:
     for _, row in records.lines(file):
         if row is not None and records.of_step(row):
-            conversations = row.get("conversations")
-            examples = (
-                f"; conversations {', '.join(map(str, conversations))}" if isinstance(conversations, list) else ""
-            )
-            change = f"{_value(row.get('value'))}, baseline {_value(row.get('baseline'))}"
-            yield _event(row, "alarm", f"sentinel {row.get('sentinel')}: {change}{examples}")
+            places = row["conversations"] if isinstance(row.get("conversations"), list) else []
+            value, baseline, sentinel = (row.get(name) for name in ("value", "baseline", "sentinel"))
+            if isinstance(value, str) and isinstance(baseline, str):
+                text = JudgeChange(str(sentinel), value, baseline, [*map(str, places)]).text()
+            else:
+                examples = f"; conversations {', '.join(map(str, places))}" if places else ""
+                text = f"sentinel {sentinel}: {_value(value)}, baseline {_value(baseline)}{examples}"
+            yield _event(row, "alarm", text)
 
 
 def _event(row: records.Row, kind: str, text: str) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from megatron_collab.config import ConfigError
 from megatron_collab.runtime.text import one_line
 from megatron_collab.view.blind import rate, result
 from megatron_collab.view.comparison import Side, compared, parts, side
+from megatron_collab.view.judge import judge_check
 from megatron_collab.view.runs import RunView
 from megatron_collab.view.selection import places, selection
 
@@ -72,6 +73,7 @@ def application(runs: Sequence[RunView], token: str) -> ASGIApp:
         "/api/runs/{run:int}/groups/{step:int}/{position:int}": of_run(_group),
         "/api/runs/{run:int}/parts": of_run(lambda run, _: parts(run)),
         "/api/runs/{run:int}/conversations": of_run(_conversations),
+        "/api/runs/{run:int}/judge": of_run(partial(_judge, runs)),
         "/api/comparison": lambda request: compared(*_sides(runs, request)),
         "/api/ratings": lambda request: result(*_sides(runs, request)),
     }
@@ -176,6 +178,11 @@ def _conversations(run: RunView, request: Request) -> Any:
         return Side(run, part).conversations(task)
     except LookupError as error:
         raise HTTPException(404, one_line(str(error))) from None
+
+
+def _judge(runs: Sequence[RunView], run: RunView, request: Request) -> Any:
+    source, metric = (request.query_params.get(name, "") for name in ("source", "metric"))
+    return judge_check(runs, runs.index(run), source, metric)
 
 
 def _sides(runs: Sequence[RunView], request: Request) -> list[Side]:

@@ -215,7 +215,7 @@ def opened(folder: Path, start: int) -> Run:
     return Run(config, config.train, start, {}, {})
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "alarms.jsonl", "history.jsonl"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "alarms.jsonl", "judges.jsonl", "history.jsonl"])
 def test_of_torn_lines_the_others_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     whole = [json.dumps({"step": step, "text": "\ud800 \u2028", "reward": 0.5}) for step in range(2)]
     foreign = ["[1]", "7", '{"step": "1"}', '{"reward": 1}', "{" * 9999]

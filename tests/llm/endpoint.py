@@ -17,15 +17,15 @@ from megatron_collab.config import EndpointConfig
 Reply = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def says(content: str | Mapping[str, Any], tokens: int = 120) -> Reply:
-    """An answer; an object is written as JSON. `tokens`: what it says that it took."""
+def says(content: str | Mapping[str, Any], tokens: int = 120, **more: Any) -> Reply:
+    """An answer; an object is written as JSON. `tokens`: what it says that it took; `more`: fields of the response."""
     text = content if isinstance(content, str) else json.dumps(content)
 
     async def reply(request: web.Request) -> web.Response:
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
         usage = {"prompt_tokens": tokens - 20, "completion_tokens": 20, "total_tokens": tokens}
         body = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
-        return web.json_response({**body, "usage": usage})
+        return web.json_response({**body, "usage": usage, **more})
 
     return reply
 

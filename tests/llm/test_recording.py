@@ -116,7 +116,7 @@ def test_a_call_says_what_it_took(tmp_path: Path) -> None:
     recording = Recording(folder)
     call = recording.stored(0).call()
     assert (len(recording), recording.runs, recording.torn) == (1, {f"{tmp_path}/run"}, [])
-    assert call.answer == {"said": "yes", "<text>": '{"said": "yes"}'} and call.failed is None
+    assert call.answer == {"said": "yes", "<text>": '{"said": "yes"}', "<version>": "m"} and call.failed is None
     assert call.question["messages"] == QUESTION, "as it was asked, without the corrections"
     usage = call.taken
     assert (usage.prompt_tokens, usage.answer_tokens, usage.requests, usage.version) == (200, 40, 2, "m")
@@ -155,7 +155,7 @@ def test_the_text_of_an_answer_is_replayed_as_it_was(tmp_path: Path) -> None:
 
     text = f'My answer: {{"said": "yes"}} {KEY}'
     answer, endpoint = recorded(tmp_path, says(text), ask=judged)
-    assert answer == Answer({"said": "yes"}, 'My answer: {"said": "yes"} ***')
+    assert answer == Answer({"said": "yes"}, 'My answer: {"said": "yes"} ***', "m")
     assert replay(tmp_path, endpoint, judged) == answer
 
 

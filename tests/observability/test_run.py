@@ -126,7 +126,7 @@ def test_a_transcript_keeps_what_was_paid_for(tmp_path: Path, monkeypatch: pytes
     (future,) = rollout.futures
     friday = Message("user", "friday", private={"thought": f"my key is {key}"})
     conversation = replace(future.conversation, messages=(*future.conversation.messages, friday))
-    judgments = {"booking_right": Judgment("as the goal says", '{"thought": "as the goal says", "score": 1}')}
+    judgments = {"booking_right": Judgment("as the goal says", '{"score": 1}', ("judge-1 fp",))}
     futures = (replace(future, conversation=conversation, judgments=judgments), future)
     reward = Reward(1.0, 0.25, {"booking_right": np.float32(1.5), "ask_when_missing": math.nan})
     rollouts = tuple(replace(rollout, futures=futures, reward=value) for value in (reward, Reward(-1.0)))
@@ -136,7 +136,9 @@ def test_a_transcript_keeps_what_was_paid_for(tmp_path: Path, monkeypatch: pytes
     assert {name: first[name] for name in ("goal", "user")} == {"goal": "goal", "user": "patient"}
     terms = {"parts": {"booking_right": 1.5, "ask_when_missing": None}, "standard_error": 0.25}
     assert {name: first[name] for name in terms} == terms
-    assert first["judgments"] == {name: vars(judgment) for name, judgment in judgments.items()}
+    (judgment,) = judgments.values()
+    kept = {"reason": judgment.reason, "answer": judgment.answer, "versions": ["judge-1 fp"]}
+    assert first["judgments"] == {"booking_right": kept}
     assert first["private"] == {"2": {"thought": "my key is ***"}}
     keys = {"goal", "user", *terms, "judgments", "private"}
     assert not second.keys() & keys

@@ -154,4 +154,4 @@ def test_alarms_are_on_the_console_in_a_file_and_in_the_report(
         rows = [json.loads(text) for text in (tmp_path / "alarms.jsonl").read_text().splitlines()]
     assert [(row["step"], row["sentinel"]) for row in rows] == [(3, "questions")]
     page = report.write(tmp_path).read_text()
-    assert "Alarms of reward hacking" in page and "task-3/1/0, task-4/0/0" in page and "flattery" not in page
+    assert "signs of reward hacking" in page and "task-3/1/0, task-4/0/0" in page and "flattery" not in page

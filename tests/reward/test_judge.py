@@ -121,13 +121,13 @@ RAW = 'So:\n{"thought": "is kind", "score": 0.50}\nBye.'
 def test_the_judges_thought_and_raw_answer_explain_the_score() -> None:
     values, judgment = explanation(says("no JSON"), says(RAW))
     assert values == {"thought": "is kind", "score": 0.5}
-    assert judgment == Judgment("is kind", RAW), "the answer that counts"
+    assert judgment == Judgment("is kind", RAW, ("m",)), "the answer that counts"
 
 
 def test_a_cached_answer_explains_the_score_as_at_first(tmp_path: Path) -> None:
     clients = [LlmClient(cache=Cache(tmp_path)) for _ in range(2)]
     first, cached = explanations(*clients, replies=[says(RAW), says({"thought": "no", "score": 0})])
-    assert first == cached == ({"thought": "is kind", "score": 0.5}, Judgment("is kind", RAW))
+    assert first == cached == ({"thought": "is kind", "score": 0.5}, Judgment("is kind", RAW, ("m",)))
 
 
 def test_an_answer_that_an_earlier_version_cached_has_only_a_reason(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_written_groups_are_read_back(folder: Path) -> None:
 
 
 def test_judgments_are_read_back_and_rows_of_earlier_versions_have_none(tmp_path: Path) -> None:
-    judgments = {"judged": Judgment("", "no JSON"), "right": Judgment("is 18", '{"thought": "is 18"}')}
+    judgments = {"judged": Judgment("", "no JSON"), "right": Judgment("is 18", "{}", ("judge-1",))}
     judged = replace(future(A, "one", "why?"), judgments=judgments)
     noted = replace(judged.conversation.messages[-1], private={"thought": "odd"})
     conversation = replace(judged.conversation, messages=(*judged.conversation.messages[:-1], noted))
@@ -156,6 +156,7 @@ def test_changed_data_and_unknown_steps_are_refused(folder: Path) -> None:
         *({"scores": [1]}, {"scores": {"right": "x"}}, {"reward": "x"}, {"ending": "bored"}, {"rollout": "x"}),
         *({"cut": 3}, {"turns": 3}, {"error": None}, {"goal": 3}, {"private": []}, {"parts": 1}),
         *({"judgments": []}, {"judgments": {"right": "x"}}, {"judgments": {"right": {"reason": "x"}}}),
+        {"judgments": {"right": {"reason": "x", "answer": "x", "versions": 1}}},
     ],
     ids=str,
 )

@@ -36,9 +36,10 @@ Open = Callable[..., Any]
 
 
 @contextmanager
-def served(folders: Sequence[Path]) -> Iterator[str]:
-    """The address of a server for runs."""
-    config = uvicorn.Config(application([*map(RunView, folders)], TOKEN), log_level="error", access_log=False)
+def served(runs: Sequence[Path | RunView]) -> Iterator[str]:
+    """The address of a server for runs, or for those in folders."""
+    views = [run if isinstance(run, RunView) else RunView(run) for run in runs]
+    config = uvicorn.Config(application(views, TOKEN), log_level="error", access_log=False)
     server = uvicorn.Server(config)
     with listening(0) as server_socket:
         thread = threading.Thread(target=server.run, args=([server_socket],))

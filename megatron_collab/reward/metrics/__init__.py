@@ -231,7 +231,7 @@ class Judge:
         """The judge's values of `fields` for `prompt`; Missing if it gives no usable answer.
 
         Each prompt is sent once and its answer cached. `model` replaces the endpoint's model. The answer's text, also
-        of an unusable answer, and its `thought` explain the metric's score. Raises BudgetSpent.
+        of an unusable answer, its `thought` and the model's version explain the metric's score. Raises BudgetSpent.
         """
         endpoint = replace(self.endpoint, model=model or self.endpoint.model)
         try:
@@ -239,7 +239,7 @@ class Judge:
         except LlmError as error:
             explain("", error.answer)
             return Missing(str(error))
-        explain(str(answer.values.get(THOUGHT.name, "")), answer.text)
+        explain(str(answer.values.get(THOUGHT.name, "")), answer.text, answer.version)
         return answer.values
 
 

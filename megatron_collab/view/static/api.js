@@ -34,6 +34,7 @@ export const comparison = (left, right, signal) => get("comparison", { left, rig
 export const conversations = (run, part, task, signal) => get(`runs/${run}/conversations`, { part, task }, signal);
 export const ratings = (left, right) => get("ratings", { left, right });
 export const rate = (rating) => post("ratings", rating);
+export const judge = (run, source, metric, signal) => get(`runs/${run}/judge`, { source, metric }, signal);
 export const group = (run, step, position, signal) => get(`runs/${run}/groups/${step}/${position}`, {}, signal);
 export const reward = (run) => get(`runs/${run}/reward`);
 /** What the rewards of groups [{step, position}] are computed from. */

@@ -45,7 +45,8 @@ export class Chart {
 
   /**
    * Draw `chart`, which is as sections() of series.js describes it, `width` pixels wide. `events`: [{step, kind, text,
-   * color}]; `smoothing`: 0 to 1.
+   * color}]; `smoothing`: 0 to 1. `chart.x` names what is on the axis if it is not steps; if `chart.isSquare`, both
+   * axes are from 0 to 1, and a diagonal shows equal values.
    */
   update(chart, events, smoothing, width) {
     this.chart = chart;
@@ -59,15 +60,25 @@ export class Chart {
 
   draw(width) {
     const shown = this.chart.kind === "stack" ? stacked(this.chart.series) : this.chart.series;
-    this.scaleX = scale(range(this.xs), MARGIN.left, width - MARGIN.right);
+    this.scaleX = scale(this.chart.isSquare ? [0, 1] : range(this.xs), MARGIN.left, width - MARGIN.right);
     this.scaleY = scale(this.rangeY(shown), HEIGHT - MARGIN.bottom, MARGIN.top);
     this.svg.setAttribute("width", width);
     const draw = { line: this.curves, points: this.intervals, stack: this.areas, scatter: this.dots }[this.chart.kind];
-    this.svg.replaceChildren(...this.axes(width), ...this.eventMarks(), ...draw.call(this, shown), this.cursor);
+    const marks = [...this.eventMarks(), ...this.diagonal()];
+    this.svg.replaceChildren(...this.axes(width), ...marks, ...draw.call(this, shown), this.cursor);
     this.showAt(this.at);
   }
 
+  get xName() {
+    return this.chart.x ?? "step";
+  }
+
+  get isOfSteps() {
+    return this.chart.x === undefined;
+  }
+
   rangeY(series) {
+    if (this.chart.isSquare) return [0, 1];
     const values = series.flatMap(({ points }) => points.flatMap(({ y, low, high }) => [y, low, high]));
     const [low, high] = range(values.filter((value) => typeof value === "number"));
     const margin = (high - low) * 0.06;
@@ -83,8 +94,8 @@ export class Chart {
         svg("text", { class: "tick", x: MARGIN.left - 6, y: y + 3.5, "text-anchor": "end" }, number(value, 3)),
       );
     }
-    const whole = this.chart.kind !== "scatter"; // steps
-    for (const value of ticks(this.scaleX.domain, width / 80).filter((tick) => !whole || Number.isInteger(tick))) {
+    const isShown = (tick) => !this.isOfSteps || Number.isInteger(tick);
+    for (const value of ticks(this.scaleX.domain, width / 80).filter(isShown)) {
       const x = this.scaleX(value);
       const isLast = x > width - MARGIN.right - 12; // its text would not fit around its place
       nodes.push(
@@ -99,7 +110,7 @@ export class Chart {
   }
 
   eventMarks() {
-    if (this.chart.kind === "scatter" || !this.xs.length) return [];
+    if (!this.isOfSteps || !this.xs.length) return [];
     const [first, last] = this.scaleX.domain;
     return this.events
       .filter(({ step }) => step >= first && step <= last)
@@ -114,6 +125,12 @@ export class Chart {
           y2,
         });
       });
+  }
+
+  diagonal() {
+    if (!this.chart.isSquare) return [];
+    const [x1, x2, y1, y2] = [this.scaleX(0), this.scaleX(1), this.scaleY(0), this.scaleY(1)];
+    return [svg("line", { class: "diagonal", x1, x2, y1, y2 })];
   }
 
   curves(series) {
@@ -131,7 +148,7 @@ export class Chart {
   intervals(series) {
     const nodes = [];
     series.forEach(({ points, color }, i) => {
-      const shift = (i - (series.length - 1) / 2) * 4; // runs are evaluated at the same steps
+      const shift = this.isOfSteps ? (i - (series.length - 1) / 2) * 4 : 0; // runs are evaluated at the same steps
       const known = points.filter(({ y }) => y !== null);
       nodes.push(svg("path", { class: `raw ${color}`, d: this.path(known, shift) }));
       for (const { x, y, low, high } of known) {
@@ -240,8 +257,8 @@ export class Chart {
 
   /** What a screen reader says of the plot. */
   describe(x, values) {
-    const { title, kind } = this.chart;
-    const place = `${kind === "scatter" ? "x" : "step"} ${number(x ?? null)}`;
+    const { title } = this.chart;
+    const place = `${this.xName} ${number(x ?? null)}`;
     const texts = values.map(({ label, text }) => escaped(`${shortName(label)} ${text}`));
     const attributes = {
       "aria-label": escaped(shortName(title)),
@@ -269,7 +286,7 @@ export class Chart {
         columns.map((column) => element("td", {}, column.has(x) ? valueText(column.get(x), kind) : "")),
       ),
     );
-    const heads = [kind === "scatter" ? "x" : "step", ...series.map(({ label }) => label)];
+    const heads = [this.xName, ...series.map(({ label }) => label)];
     const head = element(
       "tr",
       {},

@@ -6,6 +6,7 @@ import { Blind } from "./blind.js";
 import { Compare } from "./compare.js";
 import { Conversations } from "./conversations.js";
 import { element } from "./dom.js";
+import { Judge } from "./judge.js";
 import { setUpKeyboard } from "./keyboard.js";
 import { Overview } from "./overview.js";
 import { setUpTheme } from "./theme.js";
@@ -32,6 +33,7 @@ async function start() {
     conversations: new Conversations(byId("conversations"), runs),
     compare: new Compare(byId("compare"), runs),
     blind: new Blind(byId("blind"), runs),
+    judge: new Judge(byId("judge"), runs),
   };
   const latest = Object.fromEntries(VIEWS.map((view) => [view, {}])); // choices of a view survive a look at the other
   let shown = "";
@@ -93,6 +95,7 @@ function keys({ conversations, compare, blind }, latest, help) {
     ["g c", "to the conversations", () => go("conversations", latest.conversations)],
     ["g v", "to the comparison", () => go("compare", latest.compare)],
     ["g b", "to the blind test", () => go("blind", latest.blind)],
+    ["g j", "to the judge check", () => go("judge", latest.judge)],
     ["?", "these keys", () => help.showModal()],
   ];
 }

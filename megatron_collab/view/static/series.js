@@ -112,7 +112,7 @@ export function against(runs, x, y) {
     color,
     points: rows.filter((row) => isNumber(row[x]) && isNumber(row[y])).map((row) => ({ x: row[x], y: row[y] })),
   }));
-  return { key: "against", title: `${y} against ${x}`, kind: "scatter", series };
+  return { key: "against", title: `${y} against ${x}`, kind: "scatter", x: "x", series };
 }
 
 const isNumber = (value) => typeof value === "number";
