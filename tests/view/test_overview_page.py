@@ -84,15 +84,15 @@ def test_evaluations_are_asked_for_only_if_they_are_new(open_page: Open, tmp_pat
     with served([run]) as url:
         page = open_page(url)
         page.clock.install()
-        asked: list[str] = []
-        page.on("request", lambda request: asked.append(request.url.rpartition("/")[2].partition("?")[0]))
+        paths: list[str] = []
+        page.on("request", lambda request: paths.append(request.url.rpartition("/")[2].partition("?")[0]))
         page.reload()
         expect(page.locator(".legend small")).to_have_text("train \u00b7 2 steps \u00b7 running")
         for steps in (3, 4):
             recorded_runs.write_step(run, steps - 1)
             page.clock.fast_forward(POLL_MS)
             expect(page.locator(".legend small")).to_have_text(f"train \u00b7 {steps} steps \u00b7 running")
-        assert asked.count("metrics") >= 3 and asked.count("evaluations") == asked.count("events") == 1
+        assert paths.count("metrics") >= 3 and paths.count("evaluations") == paths.count("events") == 1
 
 
 def test_runs_lie_over_each_other_by_color(open_page: Open, site: str) -> None:
