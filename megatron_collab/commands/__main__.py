@@ -10,7 +10,7 @@ from importlib import import_module
 
 from megatron_collab import __version__
 from megatron_collab.commands import EXIT_BAD_INPUT
-from megatron_collab.runtime import console, gpu_environment, network
+from megatron_collab.runtime import console, gpu_environment, network, signals
 from megatron_collab.runtime.files import COMPILE_CACHE
 
 logger = logging.getLogger("megatron_collab")  # __name__ is __main__ if this module is the program
@@ -65,6 +65,7 @@ def main() -> int:
         os.execv(sys.executable, [sys.executable, "-m", PROGRAMS[name], *arguments])
     if name == "doctor":  # imports what a run imports
         gpu_environment.reload()
+    signals.end_commands()
     return run(name, arguments)
 
 

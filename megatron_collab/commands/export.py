@@ -21,6 +21,7 @@ from megatron_collab.config import WRITTEN_FILE, check_path, require
 from megatron_collab.data.pairs import pair
 from megatron_collab.observability import evaluations, ratings, transcripts
 from megatron_collab.observability.transcripts import Row
+from megatron_collab.runtime import screen
 from megatron_collab.runtime.files import draft_of, irregular
 from megatron_collab.runtime.text import one_line
 
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
         fault = irregular(file) if file.exists() else ""
         require(not fault, f"--out={options.out}: {fault}")
         file.parent.mkdir(parents=True, exist_ok=True)
-        with draft_of(file) as draft:
+        with draft_of(file) as draft, screen.phase(f"writing {file.name}"):
             draft.writelines(lines)
         return 0
     # Not through sys.stdout, which drops what cannot be written: a full disk must not look like the end of the run.

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     from megatron_collab.data.preparation import Preparation, groups_of_eval
     from megatron_collab.data.sources import parse_sources
     from megatron_collab.data.survey import unread_note
-    from megatron_collab.runtime import hub
+    from megatron_collab.runtime import hub, screen
 
     source, *more_sources = parse_sources(options.source, "SOURCE")
     require(not more_sources, f"SOURCE={options.source}: prepare one source at a time, and mix them in data.train")
@@ -49,13 +49,14 @@ def main(arguments: Sequence[str]) -> int:
         renderer = ChatRenderer(options.model, setting="--model") if options.model else None
         text = system.render().strip() if system else ""
         preparation = Preparation(source, options.to, text, options.gap, renderer, options.max_tokens or 0)
-        groups = Counter(example.group for example in preparation)
+        with screen.phase(f"grouping {source.title}"):
+            groups = Counter(example.group for example in preparation)
         require(bool(groups), f"SOURCE={source.source}: no rows are left: {_joined_counts(preparation.dropped)}")
         dropped, unread = dict(preparation.dropped), dict(preparation.unread)
         held_out = groups_of_eval(groups, options.eval_share, options.seed)
         options.out.mkdir(parents=True, exist_ok=True)
         counts = {"train": 0} | ({"eval": 0} if held_out else {})
-        with ExitStack() as stack:
+        with ExitStack() as stack, screen.phase(f"writing {options.out}"):
             files = {side: stack.enter_context((options.out / f"{side}.jsonl").open("w")) for side in counts}
             for example in preparation:
                 side = "eval" if example.group in held_out else "train"

@@ -23,6 +23,7 @@ _LARGEST = 1 << 24  # characters of a value, all its entries together; bits of a
 # Filters and methods whose numbers, but the value itself, are widths or counts.
 _WIDTHS = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "tojson", "truncate", "wordwrap", "batch"}
 _WIDTHS |= {"slice"}
+_FIELD = re.compile(r"[-+ #0]*(?:\*|[0-9]*)(?:\.(?:\*|[0-9]*))?[hlL]?")
 
 
 class TemplateLimit(ValueError):
@@ -156,8 +157,24 @@ def _inserted(name: str, values: Sequence[Any]) -> int:
 
 
 def _percent_fields(text: str) -> list[str]:
-    """Flags, width and precision of each field of a format with `%`; `%(NAME)` may precede them."""
-    return re.findall(r"%[-+ #0-9.*]+" + (r"|\)[-+ #0-9.]+" if "%(" in text else ""), text.replace("%%", ""))
+    """Flags, width and precision of each field of a format with `%`, as Python reads them."""
+    fields, start = list[str](), text.find("%")
+    while start >= 0:
+        match = _FIELD.match(text, _after_name(text, start + 1))
+        assert match  # it matches everywhere
+        fields.append(match[0])
+        start = text.find("%", match.end() + 1)  # behind the conversion, which may be another %
+    return fields
+
+
+def _after_name(text: str, start: int) -> int:
+    """The place behind the name in parentheses that may begin at `start` and have others in it."""
+    depth, end = 0, start
+    for end in range(start, len(text)):
+        depth += (text[end] == "(") - (text[end] == ")")
+        if depth <= 0:
+            break
+    return end + 1 if end > start else start
 
 
 def _widths(fields: Iterable[str]) -> int:

@@ -68,14 +68,16 @@ class SurveyedSources[Read]:
         self.fingerprints: list[str] = []  # of each source: of its rows and of how they are tokenized
         self.surveys: list[Survey] = []
         for source in self.sources:
+            required = requirements(source)
             load: Any = {"rl": load_tasks, "sft": load_conversations, "dpo": load_pairs}[stage]
-            examples: Examples[Any] = load(source, setting, data.format, self._folder)
+            in_child = {"in_child": required.in_child} if stage == "rl" else {}
+            examples: Examples[Any] = load(source, setting, data.format, self._folder, **in_child)
             if data.prefixes and setting == "data.train" and stage == "rl":
                 examples = at_every_depth(examples)
             if stage == "dpo" and FORMATS[examples.format].pair is None:
                 examples = pairs_of_candidates(examples)
             # A prompt needs room for a token of the reply.
-            result = self._survey(examples, self._room() - int(stage == "rl"), requirements(source))
+            result = self._survey(examples, self._room() - int(stage == "rl"), required)
             examples.leave_out(result.left_out)
             message = f"{setting}={source.source}: all rows are left out: {_counts(result)}; give others"
             require(len(examples) > 0, message)
@@ -123,7 +125,7 @@ class SurveyedSources[Read]:
             return self._new_survey(examples, longest, requirements)
         tokenizer = tokenizer_files(hub.folder(self._data.prompt.model))
         prompt = [self._tools, self._data.prompt.arguments, self._data.prompt.system]
-        requirements_key = [sorted(requirements.lacks), requirements.depends_on]
+        requirements_key = [sorted(requirements.settings), requirements.depends_on]
         reader = [fingerprint, examples.use, examples.format, longest]
         identity = [*reader, tokenizer, prompt, requirements_key, __version__]
         key = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=8).hexdigest()

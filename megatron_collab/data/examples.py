@@ -15,10 +15,12 @@ from megatron_collab.data.messages import Unfit, unread_parts
 from megatron_collab.data.readers import checked_task
 from megatron_collab.data.rows import open_rows
 from megatron_collab.data.sources import Source
-from megatron_collab.runtime import hub
+from megatron_collab.runtime import hub, screen
+from megatron_collab.runtime.trial import TrialError, run_trial
 from megatron_collab.types import Message, Task
 
 _Read = TypeVar("_Read")
+READER_SECONDS = 600.0  # of a user's reader for a source
 
 
 class TaskReader(Extension):
@@ -131,12 +133,17 @@ AUTO = RowFormat()
 
 
 def load_tasks(
-    source: Source | Path | str, setting: str = "data.train", format: RowFormat = AUTO, cache: Path | None = None
+    source: Source | Path | str,
+    setting: str = "data.train",
+    format: RowFormat = AUTO,
+    cache: Path | None = None,
+    in_child: bool = True,
 ) -> Examples[Task]:
     """The tasks of a source in its order, in any format that is read as tasks, or by the reader of data.format.
 
-    The rows are stored as Arrow in `cache`, by default in a temporary folder. Raises ConfigError for an invalid source
-    or reader, ValueError if the data cannot be read.
+    The rows are stored as Arrow in `cache`, by default in a temporary folder. `in_child`: the reader is called in a
+    fork of this process, with a limit on time and memory. Raises ConfigError for an invalid source or reader,
+    ValueError if the data cannot be read.
     """
     source = source if isinstance(source, Source) else Source(source=str(source))
     if ":" not in format.name:
@@ -145,15 +152,19 @@ def load_tasks(
     read = make(format.name, "data.format", TaskReader, format.options, "data.format_options.")
     is_on_hub = hub.parse(source.source) is not None
     path = hub.download(source.source, setting, "dataset", ["*"]) if is_on_hub else Path(source.source)
+    out = "correct one of them, or write its tasks to a file once"
     try:
-        tasks = list(read(path))
+        with screen.phase(f"reading {source.title}"):
+            tasks = run_trial(lambda: list(read(path)), READER_SECONDS) if in_child else list(read(path))
     except ConfigError:
         raise
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+    except TrialError as error:
+        raise ValueError(f"{where}: data.format={format.name} {error}; {out}") from error
     except BaseException as error:  # a user's reader may raise anything
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ValueError(f"{where}: data.format={format.name} fails on it ({reason}); correct one of them") from error
+        raise ValueError(f"{where}: data.format={format.name} fails ({reason}); {out}") from error
     if not tasks:
         raise ValueError(f"{where}: data.format reads no tasks from it")
 

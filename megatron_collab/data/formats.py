@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from megatron_collab.data.readers import Candidate
 from megatron_collab.types import Task
 
 Use = Literal["task", "conversation", "pair"]  # what rows are read as: for rl, sft, dpo
+_SHOWN = 400  # characters of the columns in a message
 STAGES: dict[str, Use] = {"rl": "task", "sft": "conversation", "dpo": "pair"}
 
 
@@ -105,8 +107,9 @@ def recognize(name: str, columns: Collection[str], first: Row, use: Use, where: 
     if FORMATS[closest].columns[0] in columns or ("goal" in columns and use != "pair"):
         # Reading its rows then names what they lack.
         return closest, f"it has {FORMATS[closest].columns[0]}"
+    shown = textwrap.shorten(", ".join(columns), _SHOWN, placeholder=" …")
     raise ValueError(
-        f"{where}: the columns {', '.join(columns)} match no known format of {use}s ({', '.join(known)}); set "
+        f"{where}: the columns {shown} match no known format of {use}s ({', '.join(known)}); set "
         "data.format to one of them or to a reader package.module:Class, or give other rows"
     )
 

@@ -12,6 +12,7 @@ import json
 import re
 import zlib
 from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count
 from lzma import LZMAError
@@ -25,7 +26,7 @@ from megatron_collab.runtime import files
 DEPTH = 100  # of nested lists and objects: copying, pickling or printing a row recurses as deep
 ROW_BYTES = 64 << 20  # maximum length of a row
 NAMED = 5  # maximum number of rows that a message names
-_BATCH = 1000  # rows read from a table at once
+_BATCH = 16  # rows read from a table at once: each may have ROW_BYTES
 _KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object"}
 _SEPARATOR = re.compile(r"[;\t|,]")  # of columns
 _MEMBER = re.compile(r"[^\s,]")  # the beginning of the next row in a JSON list
@@ -169,8 +170,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) < len(pairs):
         names = [name for name, _ in pairs]
-        duplicate = next(name for name in names if names.count(name) > 1)
-        raise Unreadable(f"names {duplicate!r} twice in an object; remove one of them")
+        raise Unreadable(f"names {_repeated(names)!r} twice in an object; remove one of them")
     return members
 
 
@@ -250,6 +250,11 @@ def _too_deep(number: int | None) -> Unreadable:
     return Unreadable(f"nests lists and objects more than {DEPTH} deep; flatten or remove it", number)
 
 
+def _repeated(names: Sequence[str]) -> str | None:
+    """The first name that there is twice; None if there is none."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
+
+
 def _table(file: Path, delimiter: str) -> Iterator[ParsedRow]:
     """Every value stays a text as it was written; empty values become null."""
     csv.field_size_limit(ROW_BYTES)
@@ -260,7 +265,7 @@ def _table(file: Path, delimiter: str) -> Iterator[ParsedRow]:
     reader = csv.reader(chain([header], lines), delimiter=delimiter, strict=True)
     try:
         columns = next(reader, [])
-        if duplicate := next((name for name in columns if columns.count(name) > 1), None):
+        if (duplicate := _repeated(columns)) is not None:
             raise Unreadable(f"names the column {duplicate!r} twice; rename one of them", 1)
         number = reader.line_num + 1
         for values in reader:

@@ -170,10 +170,18 @@ def _declared_patterns(folder: Path, source: Source, where: str) -> dict[str, li
 
     try:
         configs = DatasetCard.load(card).data.to_dict().get("configs") or []
-    except (ValueError, YAMLError) as error:
+        subsets = {str(config.get("config_name", "default")): config for config in configs if "data_files" in config}
+        patterns = {subset: sanitize_patterns(config["data_files"]) for subset, config in subsets.items()}
+        lists = {
+            subset: {split: [paths] if isinstance(paths, str) else list(paths) for split, paths in by_split.items()}
+            for subset, by_split in patterns.items()
+        }
+        texts = [path for by_split in lists.values() for paths in by_split.values() for path in paths]
+        if not all(isinstance(path, str) for path in texts):
+            raise ValueError("data_files must name files or patterns")
+    except (ValueError, TypeError, AttributeError, LookupError, YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{where}: {card} cannot be read ({reason}); correct it, or give a file") from error
-    subsets = {config.get("config_name", "default"): config for config in configs if "data_files" in config}
     if not subsets:
         return {}
     defaults = [name for name, config in subsets.items() if config.get("default") or name == "default"]
@@ -182,8 +190,7 @@ def _declared_patterns(folder: Path, source: Source, where: str) -> dict[str, li
     message = f"{where}: has the subsets {', '.join(subsets)}; choose one, e.g. {example}"
     require(source.subset is not None or bool(defaults) or len(subsets) == 1, message)
     require(subset in subsets, f"{where}: no subset {subset}{nearest(subset, subsets)}; there are {', '.join(subsets)}")
-    patterns = sanitize_patterns(subsets[subset]["data_files"])
-    return {split: [paths] if isinstance(paths, str) else list(paths) for split, paths in patterns.items()}
+    return lists[subset]
 
 
 def _files_of_splits(folder: Path, source: Source, where: str) -> dict[str, list[str]]:

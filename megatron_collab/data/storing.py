@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 
 from megatron_collab.data.parsing import NAMED, ParsedRow, Unreadable, parse, refusal
-from megatron_collab.runtime import files
+from megatron_collab.runtime import files, screen
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -53,10 +53,12 @@ def stored_rows(file: str, where: str, cache: Path) -> StoredRows:
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / f".rows-{digest}.lock"):
         if not about.is_file():
-            files.replace(about, json.dumps({"file": file, "columns": _write(Path(file), where, arrow)}))
+            with screen.phase(f"reading {Path(file).name}"):
+                columns = _write(Path(file), where, arrow)
+            files.replace(about, json.dumps({"file": file, "columns": columns}))
     table = pa.ipc.open_file(pa.memory_map(str(arrow))).read_all()
-    columns = tuple(json.loads(about.read_text())["columns"])
-    return StoredRows(file, table["row"], table["number"], columns, digest)
+    names = tuple(json.loads(about.read_text())["columns"])
+    return StoredRows(file, table["row"], table["number"], names, digest)
 
 
 def _write(file: Path, where: str, arrow: Path) -> list[str]:

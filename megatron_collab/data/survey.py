@@ -7,7 +7,8 @@ import json
 import textwrap
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,31 +20,32 @@ from megatron_collab.data.formats import FORMATS, Format
 from megatron_collab.data.messages import Unfit
 from megatron_collab.data.parsing import NAMED, refusal
 from megatron_collab.data.readers import Candidate
-from megatron_collab.runtime.trial import TrialError, run_trial
+from megatron_collab.runtime.screen import progress
+from megatron_collab.runtime.trial import Steps, TrialError, run_trial
 from megatron_collab.types import Task
 
-TRIAL_SECONDS = 60.0  # of a metric's `unscorable`
+TRIAL_SECONDS = 60.0  # of each call of a metric, user or tool before the start
 _SAMPLE = 100  # tasks of a source that metrics try, evenly spread
-Lacks = Callable[[Task], str | None]  # what a task lacks for a metric or a user; None: nothing
-
-
-def _accept(task: Task) -> None:
-    """Accepts every task."""
+_NO_ROW = -1
+Step = Callable[[str], None]  # is called with the name of what comes next, for the case that it never ends
 
 
 @dataclass(frozen=True)
 class TaskRequirements:
     """The requirements on every task.
 
-    `lacks`, by setting: what a task lacks for the metric to apply, or for the user to play. `check` raises ValueError
-    if the task's user, a metric or a tool cannot read it. `trials`, by setting: of tasks that lack nothing for it, by
-    place the reasons why the metric could not score them; called in a fork of this process, so only processes without
-    devices may have them. `depends_on`: the settings behind all, as JSON.
+    `settings`: of the metrics and users that not every task may fit. `missing`, by such a setting: what a task lacks
+    for the metric to apply, or for the user to play; raises ValueError if the task's user, a metric or a tool cannot
+    read it. `trials`, by setting: of tasks that lack nothing for it, by place the reasons why the metric could not
+    score them. `in_child`: all this, and the reader of data.format, is called in a fork of this process, since
+    it may crash or never end; so only processes without devices may have it. `depends_on`: the settings behind all,
+    as JSON.
     """
 
-    lacks: Mapping[str, Lacks] = field(default_factory=dict)
-    check: Callable[[Task], None] = _accept
-    trials: Mapping[str, Callable[[Sequence[Task]], Mapping[int, str]]] = field(default_factory=dict)
+    settings: Collection[str] = ()
+    missing: Callable[[Task, Step], Mapping[str, str]] = lambda task, step: {}
+    trials: Mapping[str, Callable[[Sequence[Task], Step], Mapping[int, str]]] = field(default_factory=dict)
+    in_child: bool = False
     depends_on: Any = None
 
 
@@ -87,24 +89,58 @@ def survey(
 
     `tokens` of an example is called only if `at_most`, an upper bound, exceeds `longest`. `control_tokens` of an
     example: how many its texts have. Raises ValueError for bad rows, naming setting, file and row of the first, and how
-    many there are.
+    many there are; also if a metric, user or tool crashes, or takes too long or too much memory.
     """
+    work = partial(_survey, examples, longest, at_most, tokens, requirements, control_tokens)
+    with closing(progress(f"checking {examples.source.title}", len(examples.rows), unit="row")) as bar:
+        shown = 0
+
+        def show(number: int) -> None:
+            nonlocal shown
+            if number > shown:
+                bar.update(number - shown)
+                shown = number
+
+        if not requirements.in_child:
+            return work(lambda number, name="": show(number))
+        steps = Steps()
+        try:
+            return run_trial(partial(work, steps.enter), TRIAL_SECONDS, steps=steps, progress=show)
+        except TrialError as error:
+            number, name = steps.current
+            row = [] if number == _NO_ROW else [examples.at(number)]
+            raise ValueError(": ".join([*row, f"{name or 'the survey'} {error}; mend it, or leave it out"])) from error
+
+
+def _survey(
+    examples: Examples[Any],
+    longest: int,
+    at_most: Callable[[Any], int],
+    tokens: Callable[[Any], int],
+    requirements: TaskRequirements,
+    control_tokens: Callable[[Any], int],
+    enter: Callable[..., None],
+) -> Survey:
+    """As `survey`; enters a step, of the row's number and perhaps a name, before each row and each foreign call."""
     left_out, dropped, users, unread = list[int](), Counter[str](), dict[str, str](), Counter[str]()
     bad, first_bad, forged = list[int](), "", list[int]()
-    lacking = {setting: Counter[str]() for setting in requirements.lacks}
+    lacking = {setting: Counter[str]() for setting in requirements.settings}
     sample, every = list[tuple[int, Task, Mapping[str, str]]](), -(-len(examples.rows) // _SAMPLE)
     ids = _TaskIds()
     format = FORMATS.get(examples.format)
     chosen = _chosen_candidates(examples, format) if format and format.candidate and not examples.distinct else None
     for number, row in examples.numbered():
         try:
+            enter(number)
             example = examples.read(row, number)
             if chosen is not None and number not in chosen:
                 raise Unfit("replaced by another candidate")
             counts = (_token_count(example, count, examples.at, number) for count in (at_most, tokens))
             if all(count > longest for count in counts):
                 raise Unfit(f"of more than {longest} tokens")
-            task_lacks = _missing_parts(example, requirements, examples.at, number) if isinstance(example, Task) else {}
+            task_lacks: Mapping[str, str] = {}
+            if isinstance(example, Task):
+                task_lacks = _missing_parts(example, requirements, examples.at, number, enter)
             if count := control_tokens(example):
                 forged.append(count)
             for part in examples.unread(row):
@@ -127,26 +163,23 @@ def survey(
         next_rows = [examples.at(number).rpartition(" ")[2] for number in bad[1:NAMED]]
         raise ValueError(refusal(first_bad, next_rows, len(bad), len(examples.rows)))
     lacking_counts = {setting: dict(counts) for setting, counts in lacking.items() if counts}
-    unscorable = _unscorable(requirements, sample, examples.at)
+    unscorable = _unscorable(requirements, sample, examples.at, partial(enter, _NO_ROW))
     notes = ids.message(examples), unread_note(unread)
     kept_as_text = f"{sum(forged)} control tokens of the model in texts of {len(forged)} rows are kept as text"
     return Survey(left_out, dict(dropped), users, lacking_counts, *notes, unscorable, kept_as_text if forged else "")
 
 
 def _unscorable(
-    requirements: TaskRequirements, sample: Sequence[tuple[int, Task, Mapping[str, str]]], at: Callable[[int], str]
+    requirements: TaskRequirements,
+    sample: Sequence[tuple[int, Task, Mapping[str, str]]],
+    at: Callable[[int], str],
+    step: Step,
 ) -> dict[str, tuple[int, int, str]]:
-    """`Survey.unscorable` of a sample: numbers, tasks and what they lack. Raises ValueError if a trial fails."""
+    """`Survey.unscorable` of a sample: numbers, tasks and what they lack. Raises ValueError if a metric does."""
     counts = {}
     for setting, trial in requirements.trials.items():
         tried = [(number, task) for number, task, task_lacks in sample if setting not in task_lacks]
-        try:
-            reasons = run_trial(partial(trial, [task for _, task in tried]), TRIAL_SECONDS)
-        except (TrialError, ValueError) as error:
-            message = f"{setting}: unscorable() of the metric, which tries {len(tried)} tasks before the start,"
-            fault = error if isinstance(error, TrialError) else f"fails (ValueError: {error})"
-            raise ValueError(f"{message} {fault}; mend it, or leave the metric out") from error
-        if reasons:
+        if reasons := trial([task for _, task in tried], step):
             first = min(reasons)
             counts[setting] = len(reasons), len(tried), f"{at(tried[first][0])}: {reasons[first]}"
     return counts
@@ -177,14 +210,18 @@ class _TaskIds:
         return f"repeated ids: {len(repeats)} rows have the id of an earlier one, the first is {place} ({name})"
 
 
-def _missing_parts(task: Task, requirements: TaskRequirements, at: Callable[[int], str], number: int) -> dict[str, str]:
-    """What a task lacks, by setting. Raises ValueError if the check refuses the task."""
+def _missing_parts(
+    task: Task,
+    requirements: TaskRequirements,
+    at: Callable[[int], str],
+    number: int,
+    enter: Callable[[int, str], None],
+) -> Mapping[str, str]:
+    """What a task lacks, by setting. Raises ValueError if the task is refused."""
     try:
-        requirements.check(task)
-        return {setting: requirement for setting, lacks in requirements.lacks.items() if (requirement := lacks(task))}
-    except BaseException as error:  # users, metrics and tools may raise anything
-        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"{at(number)}: {reason}") from error
+        return requirements.missing(task, partial(enter, number))
+    except ValueError as error:
+        raise ValueError(f"{at(number)}: {error}") from error
 
 
 def _token_count(example: Any, tokens: Callable[[Any], int], at: Callable[[int], str], number: int) -> int:

@@ -18,7 +18,7 @@ from megatron_collab.config import Config, PlayConfig
 from megatron_collab.data.datasets import SupervisedData
 from megatron_collab.launch.inputs import record_inputs
 from megatron_collab.observability.run import Run
-from megatron_collab.runtime import hang_detector, hub, rank0, signals
+from megatron_collab.runtime import hang_detector, hub, process, rank0, screen, signals
 from megatron_collab.runtime.process import Preempted, RunStopped, imports_done
 from megatron_collab.runtime.redact import redact
 from megatron_collab.trainer.megatron import parallel
@@ -42,6 +42,8 @@ class Session(ExitStack):
 
     def __enter__(self) -> Self:
         imports_done()
+        if process.global_rank() == 0:
+            self.enter(screen.stages(lambda: process.stage))
         self.enter(hang_detector.watch(self.config.launch.timeout, self.folder.parent))
         self.enter(parallel.leader_ends_first(self.config.launch.timeout, self.explain))
         return self

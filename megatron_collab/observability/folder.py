@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from itertools import chain, islice
-from numbers import Real
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +21,7 @@ from megatron_collab.config import SETTINGS, PlayConfig, changes, recorded
 from megatron_collab.observability import evaluations, records
 from megatron_collab.observability.evaluations import Evaluations
 from megatron_collab.observability.gap import gap_metrics
-from megatron_collab.observability.transcripts import plain, write
+from megatron_collab.observability.transcripts import write
 from megatron_collab.observability.writers import CONVERSATIONS, Writer, writers
 from megatron_collab.runtime import files, keys, process
 from megatron_collab.runtime.process import BEST, FINISHED, RunStopped, global_rank
@@ -116,7 +115,7 @@ class RunFolder:
             old_file.unlink(missing_ok=True)
         self._evaluations.records[name] = record
         gaps = gap_metrics(self.folder, self._evaluations.records, name, against) if against else {}
-        self._evaluations.records[name] = record = plain({**record, **gaps})
+        self._evaluations.records[name] = record = records.finite({**record, **gaps})
         replace(self.folder / evaluations.FILE, self._evaluations.records)
         self._write(step, evaluations.scalars(record))
         for writer in self._writers if rows else ():
@@ -267,14 +266,8 @@ def _terms(reward: Reward) -> dict[str, Any]:
     """What the reward was computed from, if it was: nothing of a missing reward, or of one of a malformed turn."""
     if not reward.parts:
         return {}
-    parts = {name: _plain_number(value) for name, value in reward.parts.items()}
-    return {"parts": parts, "standard_error": _plain_number(reward.standard_error)}
-
-
-def _plain_number(value: Any) -> float | None:
-    """`value` as JSON can hold it: functions of reward.mode may return numbers of other libraries, or NaN."""
-    number = float(value) if isinstance(value, Real) else math.nan
-    return number if math.isfinite(number) else None
+    terms: dict[str, Any] = records.finite({"parts": dict(reward.parts), "standard_error": reward.standard_error})
+    return terms
 
 
 def keep(file: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
@@ -299,7 +292,7 @@ def append(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Append JSON lines, keys redacted."""
     with files.writing(file), file.open("a") as stream:
         for row in rows:
-            stream.write(json.dumps(plain(redacted(row))) + "\n")
+            stream.write(json.dumps(records.finite(redacted(row))) + "\n")
 
 
 def replace(file: Path, content: Mapping[str, Any]) -> None:

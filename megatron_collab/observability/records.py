@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,20 @@ def of_step(row: Row) -> bool:
     return type(step) is int and 0 <= step < _MOST_STEPS
 
 
-def number(value: Any) -> float | None:
-    """The value if it can be averaged and drawn, else None."""
-    return value if type(value) in (int, float) and -_MOST < value < _MOST else None
+def number(value: Any, most: float = _MOST) -> float | None:
+    """The value if it can be averaged and drawn, and is below `most` in size, else None."""
+    return value if type(value) in (int, float) and -most < value < most else None
+
+
+def finite(value: Any) -> Any:
+    """A value for JSON, with null for numbers that it cannot hold (NaN, infinity); those of libraries become floats."""
+    if isinstance(value, dict):
+        return {name: finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    if isinstance(value, Real) and not isinstance(value, int):
+        return float(value) if math.isfinite(value) else None
+    return value
 
 
 def unreadable_lines(count: int) -> str:

@@ -10,7 +10,6 @@ that was resumed since has both, and its lines are of earlier steps than its fil
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import re
 from collections import defaultdict
@@ -38,6 +37,7 @@ _LEVEL = 12  # of zstd: about 30 MB of JSON per second
 _LONGEST_WORD = 64  # characters; longer ones count as several
 _WORD = re.compile(rf"\w{{1,{_LONGEST_WORD}}}")
 _NOT_TEXT = ("task", "role", "ending")  # values that have their own columns or say nothing
+_LARGEST = float(np.finfo(np.float32).max)
 _BATCH = 8  # groups that are decoded at a time
 _STEP_FILE = re.compile(r"step_(\d{6,15})\.parquet")
 _LISTS = {"rollout": pa.int32(), "future": pa.int32(), "ending": pa.string()}  # columns of repeated values
@@ -102,7 +102,7 @@ def tables_of(groups: Iterable[Sequence[Row]], step: int | None) -> Iterator[pa.
     for futures in groups:
         if not futures:
             continue
-        rows = [plain(row) for row in redacted(futures)]
+        rows = records.finite(redacted(futures))
         content = json.dumps(rows, separators=(",", ":"))
         if batch and (len(batch) == MOST_GROUPS or characters + len(content) > _MOST_CONTENT):
             yield _table(batch, step)
@@ -111,22 +111,6 @@ def tables_of(groups: Iterable[Sequence[Row]], step: int | None) -> Iterator[pa.
         characters += len(content)
     if batch:
         yield _table(batch, step)
-
-
-def plain(row: Row) -> dict[str, Any]:
-    """The row with null for numbers that JSON cannot hold (NaN, infinity)."""
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
-
-
-def read(file: Path) -> Iterator[list[Row]]:
-    """The futures in `file` by group, as they were written; with their step if they have one.
-
-    Raises ConfigError if it is damaged, and FileNotFoundError.
-    """
-    with readable(file):
-        source = pq.ParquetFile(file, memory_map=True)
-        for number in range(source.num_row_groups):
-            yield from read_row_group(source, number)
 
 
 def read_row_group(source: pq.ParquetFile, number: int, positions: Sequence[int] | None = None) -> Iterator[list[Row]]:
@@ -168,12 +152,14 @@ def readable(file: Path) -> Iterator[None]:
 def rows_of_file(file: Path) -> Iterator[Row | None]:
     """The futures in a file of either format, and None for each line that is no JSON object; nothing without a file.
 
-    Raises ConfigError if a Parquet file is damaged.
+    They are as they were written, with their step if they have one. Raises ConfigError if a Parquet file is damaged.
     """
     if file.suffix == ".parquet":
-        with suppress(FileNotFoundError):
-            for rows in read(file):
-                yield from rows
+        with suppress(FileNotFoundError), readable(file):
+            source = pq.ParquetFile(file, memory_map=True)
+            for number in range(source.num_row_groups):
+                for rows in read_row_group(source, number):
+                    yield from rows
     else:
         yield from (row for _, row in records.lines(file))
 
@@ -288,9 +274,8 @@ def _texts(row: Row) -> Iterator[str]:
 
 def _floats(values: Sequence[Any]) -> list[float | None]:
     """The values that are finite in float32, else null."""
-    most = float(np.finfo(np.float32).max)
-    finite = [number if (number := records.number(value)) is None or abs(number) <= most else None for value in values]
-    return [None if number is None else float(number) for number in finite]
+    numbers = [records.number(value, _LARGEST) for value in values]
+    return [None if number is None else float(number) for number in numbers]
 
 
 def _integer(value: Any) -> int:

@@ -1,6 +1,7 @@
 """The bottom of a terminal while something takes long: progress bars and a view of the run, drawn in place.
 
-If stderr is no terminal, or with --plain, a bar prints a line every LOG_EVERY seconds instead, and there is no view.
+If stderr is no terminal, or with --plain, a bar prints a line every LOG_EVERY seconds instead, a phase one at its end
+if it took as long, and there is no view.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import os
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # rich takes a tenth of a second to import, and is needed on terminals only
     from rich.console import RenderableType
+    from rich.text import Text
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +45,31 @@ def progress(title: str, total: int, unit: str = "task", done: int = 0) -> Bar:
     if is_drawn():
         return _screen().bar(title, total, unit, done)
     return _Lines(title, total, unit, done) if _shows() else _Hidden()
+
+
+@contextmanager
+def phase(title: str) -> Iterator[None]:
+    """Within the block, show that `title` goes on, and for how long; for work whose size is not known."""
+    began = time.monotonic()
+    with stages(lambda: title):
+        yield
+    seconds = time.monotonic() - began
+    if seconds >= LOG_EVERY and _shows() and not is_drawn():
+        print(f"{title}: {duration(seconds)}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def stages(current: Callable[[], str]) -> Iterator[None]:
+    """Within the block, show the `current` stage and for how long it goes on, if anything is drawn."""
+    if not is_drawn():
+        yield
+        return
+    drawn, line = _screen(), _Stage(current)
+    drawn.add(line)
+    try:
+        yield
+    finally:
+        drawn.drop(line)
 
 
 def _shows() -> bool:
@@ -94,7 +122,11 @@ class _Screen:
             console=self._console,
         )
         self._view: RenderableType | None = None
+        self._stages = list[_Stage]()
         self._lock = threading.RLock()
+        # A child must not inherit the lock of a stream that this thread is writing to.
+        release = self._lock.release
+        os.register_at_fork(before=self._lock.acquire, after_in_parent=release, after_in_child=release)
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._drawn = list[str]()
@@ -120,7 +152,20 @@ class _Screen:
         """A second time: nothing."""
         if bar in self._bars.task_ids:
             self._bars.remove_task(bar)  # type: ignore[arg-type]
-        if self._view is None and not self._bars.task_ids:
+        self._end_if_empty()
+
+    def add(self, stage: _Stage) -> None:
+        self._stages.append(stage)
+        self._start()
+
+    def drop(self, stage: _Stage) -> None:
+        """Nothing if the screen was closed meanwhile."""
+        if stage in self._stages:
+            self._stages.remove(stage)
+        self._end_if_empty()
+
+    def _end_if_empty(self) -> None:
+        if self._view is None and not self._bars.task_ids and not self._stages:
             self.close()
 
     def close(self) -> None:
@@ -131,6 +176,7 @@ class _Screen:
         self._thread = None
         for bar in self._bars.task_ids:
             self._bars.remove_task(bar)
+        self._stages.clear()
         view, self._view = self._view, None
         with self._lock:
             self._release()
@@ -162,7 +208,8 @@ class _Screen:
         size = _size()
         with self._lock:
             is_resized, self._size = size != self._size, size
-            bars = self._lines(self._bars.get_renderable()) if self._bars.task_ids else []
+            bars = [line for stage in [*self._stages] for line in self._lines(stage.text())]
+            bars += self._lines(self._bars.get_renderable()) if self._bars.task_ids else []
             view = [] if self._view is None else self._lines(self._view)
             most = max(size.lines - _SCROLLING, 0)
             lines = [*view[: max(most - len(bars), 0)], *bars][:most]
@@ -208,6 +255,21 @@ def _screen() -> _Screen:
     if _Screen.instance is None:
         _Screen.instance = _Screen()
     return _Screen.instance
+
+
+class _Stage:
+    """A line with what goes on, and since when."""
+
+    def __init__(self, current: Callable[[], str]) -> None:
+        self._current, self._title, self._began = current, "", 0.0
+
+    def text(self) -> Text:
+        from rich.text import Text
+
+        title, now = self._current(), time.monotonic()
+        if title != self._title:
+            self._title, self._began = title, now
+        return Text(f"{title}, {duration(now - self._began)}", no_wrap=True, overflow="ellipsis")
 
 
 class _Drawn:

@@ -23,6 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_collab.runtime import screen
+
 PREEMPTION = signal.SIGUSR1
 # The launcher passes SIGTERM and SIGHUP on as this one: SIGTERM from the launcher itself means that a rank failed.
 GRACE = signal.SIGHUP
@@ -81,6 +83,12 @@ def give_to(take: Take) -> None:
     _take = take
 
 
+def end_commands() -> None:
+    """SIGTERM ends a command that is no program of a run as Ctrl-C does: what it has entered is left in order."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_TERMINATED))
+
+
 def end_at_once(number: signal.Signals, sender: int) -> None:
     """Default handler before a run exists: exit at once. Of all ranks only rank 0 exits; the launcher ends others."""
     from_launcher = sender == launcher()
@@ -88,6 +96,7 @@ def end_at_once(number: signal.Signals, sender: int) -> None:
         os._exit(EXIT_TERMINATED)
     if os.environ.get("RANK", "0") == "0":
         number = signal.SIGTERM if from_launcher and number == GRACE else number
+        screen.restore()
         with suppress(OSError):  # its terminal may be closed, which sent the signal
             print(f"megatron-collab: received {number.name} before the run began; exiting", file=sys.stderr, flush=True)
         os._exit(exit_code(number))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 import signal
+import struct
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe
@@ -15,17 +18,48 @@ from megatron_collab.runtime import process
 
 _ROOM = 4 << 30  # bytes that the child may allocate beyond the memory of this process
 _RAYON = "TOKENIZERS_PARALLELISM"
+_POLL_SECONDS = 0.1
+_STEP = struct.Struct("q504s")  # the number of a row, a name
 
 
 class TrialError(Exception):
     """The work failed, crashed or timed out; the message is the reason in a few words."""
 
 
-def run_trial[Result](work: Callable[[], Result], seconds: float, room: int = _ROOM) -> Result:
+class Steps:
+    """The step that the child of a trial is in, which the parent reads from memory that both share.
+
+    A step is the number of a row and the name of what is done with it; without a name, it has no limit.
+    """
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, _STEP.size)
+
+    def enter(self, number: int, name: str = "") -> None:
+        """In the child: begin a step."""
+        _STEP.pack_into(self._memory, 0, number, name.encode(errors="replace"))
+
+    @property
+    def current(self) -> tuple[int, str]:
+        """The number and name of the step that was begun last."""
+        number, name = _STEP.unpack(self._memory[:])
+        return number, name.rstrip(b"\0").decode(errors="replace")
+
+
+def run_trial[Result](
+    work: Callable[[], Result],
+    seconds: float,
+    room: int = _ROOM,
+    steps: Steps | None = None,
+    progress: Callable[[int], None] = lambda number: None,
+) -> Result:
     """The result of `work`, which is done in a fork of this process and pickled.
 
     Raises TrialError if it fails, or takes more than `seconds` or `room` bytes. A ValueError of the work is raised
     here. The child is killed, so even work that Python cannot interrupt is stopped, such as a power of large numbers.
+
+    If the work enters `steps`, the seconds limit each step with a name, and `progress` gets the number of the current
+    one several times a second.
     """
     receiver, sender = Pipe(duplex=False)
     with _quiet_tokenizers():
@@ -35,7 +69,7 @@ def run_trial[Result](work: Callable[[], Result], seconds: float, room: int = _R
     sender.close()
     answer: tuple[type[Exception] | None, Any] | None = None
     try:
-        ended = receiver.poll(seconds)
+        ended = receiver.poll(seconds) if steps is None else _wait(receiver, seconds, steps, progress)
         with suppress(EOFError):  # it ended without an answer
             answer = receiver.recv() if ended else None
     finally:
@@ -50,13 +84,29 @@ def run_trial[Result](work: Callable[[], Result], seconds: float, room: int = _R
     return cast(Result, result)
 
 
+def _wait(receiver: Connection, seconds: float, steps: Steps, progress: Callable[[int], None]) -> bool:
+    """Whether the child answers or ends before a step with a name has taken more than `seconds`."""
+    step, began = steps.current, time.monotonic()
+    while not receiver.poll(_POLL_SECONDS):
+        if (current := steps.current) != step:
+            step, began = current, time.monotonic()
+            progress(current[0])
+        elif step[1] and time.monotonic() - began > seconds:
+            return False
+    return True
+
+
 def _try(work: Callable[[], object], sender: Connection, parent: int, room: int) -> NoReturn:
     """In the child: do the work and exit without cleanup, so that nothing shared is flushed or removed twice."""
     try:
         process.die_with_parent(parent)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + room, most))
         sender.send((None, work()))
+    except MemoryError:
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        sender.send((TrialError, f"takes more than {room / 2**30:g} GiB of memory"))
     except ValueError as error:
         sender.send((ValueError, str(error)))
     except BaseException as error:  # an extension may raise anything

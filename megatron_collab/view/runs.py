@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -69,7 +69,7 @@ class RunView:
         """Rows of steps after `after`, at most MOST_ROWS, and whether the run will write no further ones.
 
         `start` in the answer is another number each time that the run resumed and repeats steps. If a request has an
-        earlier one, the rows begin with the first.
+        earlier one, the rows begin with the first. `records` is another text if evaluations or events may have changed.
         """
         finished = records.finished(self.folder)  # before the rows, since the run may write its last ones in between
         rows = self._metrics.rows()
@@ -79,6 +79,7 @@ class RunView:
             "rows": later[:MOST_ROWS],
             "finished": finished and len(later) <= MOST_ROWS,
             "start": self._metrics.starts,
+            "records": " ".join(map(_version, (self.folder / name for name in (evaluations.FILE, HISTORY, ALARMS)))),
         }
 
     def evaluations(self) -> list[dict[str, Any]]:
@@ -190,6 +191,14 @@ class Metrics:
                     self._bytes += len(line)
                     self._rows += [row] if row else []
             return list(self._rows)
+
+
+def _version(file: Path) -> str:
+    """Another text for each content of the file."""
+    with suppress(OSError):
+        status = file.stat()
+        return f"{status.st_ino}.{status.st_size}.{status.st_mtime_ns}"
+    return "-"
 
 
 def _metrics_row(line: bytes) -> dict[str, Any] | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,6 +27,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_collab.config import ConfigError
+from megatron_collab.observability.records import finite
 from megatron_collab.runtime.text import one_line
 from megatron_collab.view.blind import rate, result
 from megatron_collab.view.comparison import Side, compared, parts, side
@@ -232,16 +232,8 @@ def _json(content: Any, status: int = 200) -> Response:
     try:
         text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     except ValueError:
-        text = json.dumps(_finite(content), allow_nan=False, separators=(",", ":"))
+        text = json.dumps(finite(content), allow_nan=False, separators=(",", ":"))
     return Response(text, status, media_type="application/json")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _fault(request: Request, status: int, message: str) -> Response:

@@ -344,9 +344,41 @@ def test_a_split_that_a_reader_of_ones_own_does_not_read_is_named(
     message = "split=train[:1]: not read, data.format reads all of the source"
     assert f"data.train={tmp_path}/d.txt: {message}" in capsys.readouterr().out.splitlines()
     assert started(tmp_path, model, "d.txt", b"a\nb\n", "rl", f"{reader}:fails") == EXIT_BAD_INPUT
-    assert f"data.train={tmp_path}/d.txt: data.format={reader[12:]}:fails fails on it (KeyError" in (
-        capsys.readouterr().err
+    message = f"data.train={tmp_path}/d.txt: data.format={reader[12:]}:fails fails (KeyError"
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("code", "seconds", "fault"),
+    [
+        ("while True: yield task", 2.0, "does not finish within 2 s"),
+        ("while True: pass\n    yield task", 2.0, "does not finish within 2 s"),
+        ("yield task; bytes(1 << 35)", 60.0, "takes more than 4 GiB of memory"),
+        ("yield task; os.abort()", 60.0, "ends the process with code -6"),
+        ("yield lambda: task", 60.0, "fails (AttributeError: "),
+    ],
+)
+def test_a_reader_of_ones_own_has_limits(
+    tmp_path: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    code: str,
+    seconds: float,
+    fault: str,
+) -> None:
+    (tmp_path / "read.py").write_text(
+        "import os\n"
+        "from megatron_collab.types import Message, Task\n"
+        "task = Task('a', (Message('user', 'hi'),), 'g', '', 'replay', {'replay': ['so']})\n"
+        f"def rows(path):\n    {code}\n"
     )
+    monkeypatch.setattr("megatron_collab.data.examples.READER_SECONDS", seconds)
+    reader = f"data.format={tmp_path}/read.py:rows"
+    assert started(tmp_path, model, "d.txt", b"a\n", "rl", reader) == EXIT_BAD_INPUT
+    err = capsys.readouterr().err
+    assert err.startswith(f"megatron-collab: data.train={tmp_path}/d.txt: {reader} {fault}") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.json", "d.csv", "d.parquet"])

@@ -139,6 +139,9 @@ def test_rendering_is_bounded_in_a_run_too(
         "[1] | tojson(indent=300000000)",
         "'%(n)300000000d' % {'n': 1}",
         "'%(n)300000000d' | format(n=1)",
+        "'%(n(x)y)300000000d' % {'n(x)y': 1}",
+        "'%%%5%%-300000000d' % 1",
+        "'%(n) -300000000ld' % {'n': 1}",
         "'{:300000000}'.format(1)",
         "'{n:300000000}'.format_map({'n': 1})",
         "'{:0100000000000}'.format(1)",
@@ -186,11 +189,11 @@ def test_bounds_leave_ordinary_templates_as_they_are(tmp_path: Path) -> None:
         "{{ (10**9) | string | join('-') }}{{ '%5.1f' % 2 }}{{ '{:3}'.format(10**9) }}"
         "{{ '20250101 %s' % 1 }}{{ '20250101 {}'.format(2) }}"
         """{{ '{"a": {"b": %s}} 100%% *(x) 20250101*' % 3 }}{{ '{{{}: {{%*9}}}}'.format('%*d') }}"""
-        "{{ '%(a)2s' % {'a': 4} }}"
+        "{{ '%(a)2s (of 300000000) 300000000) %(a (300000000))s' % {'a': 4, 'a (300000000)': 5} }}"
     )
     prompt = read_prompt("p", written(tmp_path, text), "", VARIABLES)
     numbers = "21000000000100000000050000000001-0-0-0-0-0-0-0-0-0  2.0100000000020250101 120250101 2"
-    formats = '{"a": {"b": 3}} 100% *(x) 20250101*{%*d: {%*9}} 4'
+    formats = '{"a": {"b": 3}} 100% *(x) 20250101*{%*d: {%*9}} 4 (of 300000000) 300000000) 5'
     assert prompt.render() == f"<1|2>1325<a|2>in ABAB [1, 2]32{numbers}{formats}"
     long = "x" * (5 << 20)
     assert read_prompt("q", written(tmp_path, "{{ goal }}"), "", VARIABLES).render(goal=long) == long

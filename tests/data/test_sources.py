@@ -205,6 +205,10 @@ def test_unreadable_sources_are_refused_in_one_line(tmp_path: Path, capfd: pytes
     (tmp_path / "rows.jsonl").write_text(jsonl(ROWS))
     (tmp_path / "card").mkdir()
     (tmp_path / "card" / "README.md").write_text("---\nconfigs: [\n---\n")
+    for name, data_files in (("nested", "[[rows.jsonl]]"), ("number", "3")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "README.md").write_text(f"---\nconfigs:\n- data_files: {data_files}\n---\n")
+    (tmp_path / "wide.csv").write_text(",".join(f"c{i}" for i in range(2000)) + "\n1\n")
     for name, settings, message in (
         ("empty.jsonl.gz", {}, "has no rows; give a source with some"),
         ("empty.parquet", {}, "cannot be read as parquet (Parquet file size is 0 bytes); it may be"),
@@ -213,11 +217,16 @@ def test_unreadable_sources_are_refused_in_one_line(tmp_path: Path, capfd: pytes
         ("rows.jsonl", {"split": "train+test"}, "no split but train"),
         ("rows.jsonl", {"subset": "main"}, "files have no subsets"),
         ("card", {}, "README.md cannot be read ("),
+        ("nested", {}, "README.md cannot be read ("),
+        ("number", {}, "README.md cannot be read ("),
     ):
         with pytest.raises(ValueError) as refusal:
             opened(str(tmp_path / name), **settings)
         assert str(refusal.value).startswith(f"data.train={tmp_path / name}") and message in str(refusal.value)
         assert "\n" not in str(refusal.value)
+    with pytest.raises(ValueError, match=r"wide.csv: the columns c0, .* … match no known format") as refusal:
+        load_tasks(tmp_path / "wide.csv")
+    assert len(str(refusal.value)) < 2000
     assert not capfd.readouterr().err
 
 

@@ -182,7 +182,69 @@ def test_a_metric_that_can_score_no_task_is_refused_before_the_start(
     with pytest.raises(ConfigError, match=r"mine.py:Mine=1: .* row 1: bring a map, or give other tasks"):
         lines({f"{metrics}:Mine": 1.0}, "7", "8")
     monkeypatch.setattr("megatron_collab.data.survey.TRIAL_SECONDS", 0.5)
-    trial = r"unscorable\(\) of the metric, which tries 2 tasks before the start"
     for name, fault in {"Broken": r"fails \(SystemExit:\)", "Endless": r"does not finish within 0\.5 s"}.items():
-        with pytest.raises(ValueError, match=rf"mine.py:{name}: {trial}, {fault}; mend it, or leave the metric out"):
+        trial = rf"unscorable\(\) of {name}, which tries 2 tasks before the start, {fault}; mend it, or leave it out"
+        with pytest.raises(ValueError, match=rf"reward\.weights\..*mine\.py:{name}: {trial}$"):
             lines({f"{metrics}:{name}": 1.0}, "7", "8")
+
+
+FAULTS = {  # code, limit in seconds, message
+    "Endless": ("while True: pass", 1.0, "does not finish within 1 s"),
+    "Large": ("bytes(1 << 35)", 60.0, "takes more than 4 GiB of memory"),
+    "Crash": ("os._exit(7)", 60.0, "ends the process with code 7"),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("part", ["metric", "selective", "user", "tool"])
+def test_code_of_the_users_own_has_limits_for_each_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, fault: str
+) -> None:
+    """A call that never ends, eats the memory or ends the process is refused with row, setting and class."""
+    byte_level_tokenizer(300).save_pretrained(tmp_path / "model")
+    row = {"prompt": [{"role": "user", "content": "hi"}], "user": "replay", "metadata": {"replay": ["so"]}}
+    write_jsonl(tmp_path / "rows.jsonl", [{**row, "goal": goal} for goal in "aba"])
+    code, seconds, reason = FAULTS[fault]
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "import os\n"
+        "from megatron_collab.reward.metrics import Metric\n"
+        "from megatron_collab.rollout.tools import Tool\n"
+        "from megatron_collab.rollout.users import User\n"
+        "def read(task):\n"
+        f"    if task.goal == 'b':\n        {code}\n"
+        "class Mine(Metric):\n"
+        "    @classmethod\n"
+        "    def check_task(cls, options, task): read(task)\n"
+        "class Selective(Metric):\n"
+        "    @classmethod\n"
+        "    def lacks(cls, options, task): return read(task)\n"
+        "class Talker(User):\n"
+        "    @classmethod\n"
+        "    def check_task(cls, task, argument, settings): read(task)\n"
+        "class Kit(Tool):\n"
+        "    SCHEMA = {'name': 'look', 'parameters': {'type': 'object', 'properties': {}}}\n"
+        "    def check_task(self, task): read(task)\n"
+    )
+    config = Config()
+    config.run.dir, config.model.path, config.train.stage = f"{tmp_path}/run", f"{tmp_path}/model", "rl"
+    config.data.train, config.reward.weights = str(tmp_path / "rows.jsonl"), {"asks": 1.0}
+    call = {
+        "metric": f"reward.weights.{mine}:Mine: check_task() of Mine",
+        "selective": "reward.weights.short: lacks() of Selective",
+        "user": f"user {mine}:Talker: check_task() of Talker",
+        "tool": "tool Kit: check_task() of Kit",
+    }[part]
+    if part == "metric":
+        config.reward.weights |= {f"{mine}:Mine": 1.0}
+    elif part == "selective":
+        config.reward.metrics, config.reward.weights = {"short": {"metric": f"{mine}:Selective"}}, {"short": 1.0}
+    elif part == "user":
+        config.user.name = f"{mine}:Talker"
+    else:
+        config.rollout.tools = [f"{mine}:Kit"]
+    monkeypatch.setattr("megatron_collab.data.survey.TRIAL_SECONDS", seconds)
+    with pytest.raises(ValueError, match=f"^data.train={tmp_path}/rows.jsonl row 2: ") as refused:
+        prepare.read_data(config, run_spec(config), ())
+    assert str(refused.value).endswith(f" row 2: {call} {reason}; mend it, or leave it out")

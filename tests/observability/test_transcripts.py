@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -40,16 +42,20 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     groups = [group("a"), group(ODD, text=ODD, judgements=[{"reason": ODD}], played=1), group("", 1, 1, reward=None)]
     transcripts.write_step(tmp_path, 12, groups)
     assert [file.name for file in (tmp_path / "transcripts").iterdir()] == ["step_000012.parquet"]
-    assert [*transcripts.read(transcripts.step_file(tmp_path, 12))] == [
-        [{"step": 12, **future} for future in rows] for rows in groups
+    assert [*transcripts.rows_of_file(transcripts.step_file(tmp_path, 12))] == [
+        {"step": 12, **future} for rows in groups for future in rows
     ]
     transcripts.write(tmp_path / "eval_before.parquet", groups)
-    assert [*transcripts.read(tmp_path / "eval_before.parquet")] == groups, "an evaluation's rows have no step"
+    assert [*transcripts.rows_of_file(tmp_path / "eval_before.parquet")] == [*chain(*groups)], (
+        "an evaluation's rows have no step"
+    )
 
 
 def test_numbers_that_json_cannot_hold_are_null(tmp_path: Path) -> None:
-    transcripts.write_step(tmp_path, 0, [[row(reward=math.nan), row(future=1, reward=-math.inf)]])
-    assert [future["reward"] for future in transcripts.run_rows(tmp_path)] == [None, None]
+    nested = {"a": [math.nan, np.float32(0.5), True, 3]}
+    transcripts.write_step(tmp_path, 0, [[row(reward=math.nan, parts=nested), row(future=1, reward=-math.inf)]])
+    first, second = transcripts.run_rows(tmp_path)
+    assert (first["reward"], second["reward"], first["parts"]) == (None, None, {"a": [None, 0.5, True, 3]})
 
 
 def test_keys_are_redacted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +93,7 @@ def test_groups_beyond_a_row_group_keep_their_order(tmp_path: Path) -> None:
     source = pq.ParquetFile(transcripts.step_file(tmp_path, 0))
     sizes = [source.metadata.row_group(number).num_rows for number in range(source.num_row_groups)]
     assert sum(sizes) == 151 and max(sizes) <= 64 and len(sizes) > 3
-    tasks = [rows[0]["task"] for rows in transcripts.read(transcripts.step_file(tmp_path, 0))]
+    tasks = [row["task"] for row in transcripts.rows_of_file(transcripts.step_file(tmp_path, 0)) if not row["future"]]
     assert tasks == [*map(str, range(150)), "large"]
 
 

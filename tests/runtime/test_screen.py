@@ -46,6 +46,7 @@ def test_a_duration_is_written_in_its_two_largest_units(seconds: float, text: st
 
 
 ON_TERMINAL = """
+FIRST
 import logging, signal, subprocess, sys, time
 from rich.text import Text
 from megatron_collab.runtime import console, screen
@@ -78,8 +79,8 @@ screen.restore()
 ROWS, COLUMNS = 24, 80
 
 
-def on_terminal(within: str = "", *flags: str, launcher: str = "SCRIPT") -> pyte.HistoryScreen:
-    """A terminal after the script, which does `within` before it ends and may be started by a `launcher`."""
+def on_terminal(within: str = "", *flags: str, launcher: str = "SCRIPT", first: str = "") -> pyte.HistoryScreen:
+    """A terminal after the script, which does `first`, then `within` before it ends, and may have a `launcher`."""
     terminal = pyte.HistoryScreen(COLUMNS, ROWS, history=1000)
     stream = pyte.ByteStream(terminal)
     ours, theirs = pty.openpty()
@@ -93,7 +94,7 @@ def on_terminal(within: str = "", *flags: str, launcher: str = "SCRIPT") -> pyte
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     script = ON_TERMINAL.replace("console.begin()", f"console.take_flags({[*flags]!r})\nconsole.begin()", 1)
-    script = launcher.replace("SCRIPT", script.replace("WITHIN", within))
+    script = launcher.replace("SCRIPT", script.replace("FIRST", first).replace("WITHIN", within))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
     environment["TERM"] = "xterm"
     try:
@@ -138,13 +139,67 @@ def test_the_view_is_at_the_bottom_while_lines_scroll() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("end", ["sys.exit(3)", "raise ValueError", "import os; os.kill(os.getpid(), signal.SIGKILL)"])
-def test_a_terminal_scrolls_again_after_a_process_that_drew(end: str) -> None:
+@pytest.mark.parametrize(
+    ("first", "end", "last"),
+    [
+        ("", "sys.exit(3)", "the view"),
+        ("", "raise ValueError", "the view"),
+        ("signals.end_commands()", "kill('SIGTERM')", "the view"),
+        ("signals.begin()", "kill('SIGTERM')", "megatron-collab: received SIGTERM before the run began; exiting"),
+        ("", "kill('SIGKILL')", "ValueError: of another process"),
+    ],
+)
+def test_a_terminal_scrolls_again_after_a_process_that_drew(first: str, end: str, last: str) -> None:
     """Also one that was killed, if its launcher restores the terminal."""
-    killed = "KILL" in end
-    terminal = on_terminal(f"screen._screen()._draw()\n{end}", launcher=LAUNCHER if killed else "SCRIPT")
+    first = f"""
+import os, signal, time
+from megatron_collab.runtime import signals
+
+def kill(name):
+    os.kill(os.getpid(), getattr(signal, name))
+    time.sleep(60)
+
+{first}
+"""
+    launcher = LAUNCHER if "KILL" in end else "SCRIPT"
+    terminal = on_terminal(f"screen._screen()._draw()\n{end}", launcher=launcher, first=first)
     assert terminal.margins is None
-    assert rows(terminal)[-1].startswith("ValueError: of another process" if killed else "the view")
+    assert any(row.startswith(last) for row in rows(terminal)[-3:])
+
+
+@pytest.mark.processes
+def test_a_stage_is_shown_while_it_goes_on() -> None:
+    """Also in a process that forks meanwhile."""
+    within = """
+import os
+title = "loading the model"
+with screen.stages(lambda: title):
+    screen._screen()._draw()
+    title = "a sync"
+    for n in range(20):
+        if not os.fork():
+            print(f"child {n}", file=sys.stderr)
+            os._exit(0)
+        os.wait()
+    screen._screen()._draw()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    terminal = on_terminal(within)
+    assert terminal.display[-2].startswith("a sync, ")
+    assert terminal.display[-3].strip() == "the view" and terminal.display[-1].startswith("evaluation ")
+    assert [row for row in rows(terminal) if row.startswith("child")] == [f"child {n}" for n in range(20)]
+
+
+def test_a_phase_prints_a_line_in_a_log_file_if_it_was_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with screen.phase("reading"):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(screen, "LOG_EVERY", 0.0)
+    with screen.phase("reading"):
+        pass
+    assert capsys.readouterr().err == "reading: 0.0 s\n"
 
 
 @pytest.mark.processes

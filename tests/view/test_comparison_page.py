@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from megatron_collab.observability import evaluations, transcripts
 from tests.view import recorded_runs
 from tests.view.browser import Open, expect, needs_browser, served
@@ -111,7 +113,9 @@ def test_a_blind_test_by_keyboard(open_page: Open, tmp_path: Path) -> None:
     assert {row["shown_left"] for row in rows} <= {"left", "right"}
 
 
-def test_who_has_seen_the_result_rates_nothing_more(open_page: Open, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seen", ["result", "names"])
+def test_who_has_seen_the_result_rates_nothing_more(open_page: Open, tmp_path: Path, seen: str) -> None:
+    """Nor who has seen which side was which, in the comparison."""
     run = tmp_path / "run"
     recorded_runs.write_run(run, 1)
     with served([run]) as url:
@@ -126,8 +130,11 @@ def test_who_has_seen_the_result_rates_nothing_more(open_page: Open, tmp_path: P
             page.keyboard.press("ArrowLeft")
         expect(progress).to_have_text("2 of 6 tasks rated")
         expect(page.locator("#blind .outcome")).to_contain_text("it ends the test")
-        page.get_by_role("button", name="Show the result and end").click()
-        expect(results.first).to_contain_text("of 2 tasks")
+        if seen == "result":
+            page.get_by_role("button", name="Show the result and end").click()
+            expect(results.first).to_contain_text("of 2 tasks")
+        else:
+            page.get_by_role("link", name="Compare with names and scores").click()
         for sides in ("left=0:before&right=0:after", "left=0:after&right=0:before"):
             page.goto(f"{url}#compare?{sides}")
             expect(page.locator(".pair h2")).to_have_text("booking-0")
@@ -135,6 +142,7 @@ def test_who_has_seen_the_result_rates_nothing_more(open_page: Open, tmp_path: P
             expect(page.locator("#blind .empty")).to_have_text("You have ended the test of these sides.")
             page.keyboard.press("ArrowLeft")
             expect(page.locator(".verdict-skip")).to_be_disabled()
+            expect(results.first).to_contain_text("of 2 tasks")
         page.goto(f"{url}#blind?left=0:before&right=0:step_6")  # has no conversations
         expect(page.locator("#blind").get_by_role("alert")).to_be_visible()
     assert len((run / "ratings.jsonl").read_text().splitlines()) == 2

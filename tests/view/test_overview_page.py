@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from tests.view import recorded_runs
-from tests.view.browser import POLL_MS, Open, chart, expect, needs_browser, served, wait_for_choice
+from tests.view.browser import POLL_FINISHED_MS, POLL_MS, Open, chart, expect, needs_browser, served, wait_for_choice
 
 pytestmark = needs_browser
 
@@ -72,6 +72,27 @@ def test_new_steps_appear_while_a_run_grows(open_page: Open, tmp_path: Path) -> 
         recorded_runs.finish(run)
         page.clock.fast_forward(POLL_MS)
         expect(state).to_have_text("train \u00b7 1 step \u00b7 finished")
+        (run / "result.json").unlink()  # its steps are raised, and it goes on
+        recorded_runs.write_step(run, 1)
+        page.clock.fast_forward(POLL_FINISHED_MS)
+        expect(state).to_have_text("train \u00b7 2 steps \u00b7 running")
+
+
+def test_evaluations_are_asked_for_only_if_they_are_new(open_page: Open, tmp_path: Path) -> None:
+    run = tmp_path / "growing"
+    recorded_runs.write_run(run, 2)
+    with served([run]) as url:
+        page = open_page(url)
+        page.clock.install()
+        paths: list[str] = []
+        page.on("request", lambda request: paths.append(request.url.rpartition("/")[2].partition("?")[0]))
+        page.reload()
+        expect(page.locator(".legend small")).to_have_text("train \u00b7 2 steps \u00b7 running")
+        for steps in (3, 4):
+            recorded_runs.write_step(run, steps - 1)
+            page.clock.fast_forward(POLL_MS)
+            expect(page.locator(".legend small")).to_have_text(f"train \u00b7 {steps} steps \u00b7 running")
+        assert paths.count("metrics") >= 3 and paths.count("evaluations") == paths.count("events") == 1
 
 
 def test_runs_lie_over_each_other_by_color(open_page: Open, site: str) -> None:

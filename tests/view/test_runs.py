@@ -68,7 +68,7 @@ def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path) -> None:
         RunView(odd)
     assert str(error.value).isprintable()
     (odd / "config.json").write_text('{"run": {"dir": "x"}}')  # of a run before its first step
-    assert RunView(odd).metrics(-1) == {"rows": [], "finished": False, "start": 0}
+    assert RunView(odd).metrics(-1) == {"rows": [], "finished": False, "start": 0, "records": "- - -"}
 
 
 def test_a_folder_has_a_name_whatever_it_is_called(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,8 +82,18 @@ def test_metrics_after_a_step(folder: Path) -> None:
         "rows": [{"step": step, "reward": step / 10, "kl": None} for step in range(3)],
         "finished": False,
         "start": 1,
+        "records": "- - -",
     }
-    assert steps(run.metrics(1)) == [2] and run.metrics(2) == {"rows": [], "finished": False, "start": 1}
+    assert steps(run.metrics(1)) == [2] and run.metrics(2)["rows"] == []
+
+
+def test_the_page_knows_when_evaluations_and_events_are_new(folder: Path) -> None:
+    run, known = RunView(folder), set[str]()
+    for n, name in enumerate(("evaluations.json", "history.jsonl", "alarms.jsonl", "alarms.jsonl")):
+        known.add(run.metrics(-1)["records"])
+        append(folder / name, "{}\n")
+        assert len(known) == n + 1
+    assert run.metrics(-1)["records"] not in known and run.metrics(-1) == run.metrics(-1)
 
 
 def test_metrics_that_are_no_numbers_are_none(tmp_path: Path) -> None:
@@ -120,7 +130,8 @@ def test_steps_that_a_resume_repeats_are_gone(folder: Path) -> None:
     run, file = RunView(folder), folder / "metrics.jsonl"
     run.metrics(-1)
     write(file, [{"step": 0, "reward": 0.0}])
-    assert run.metrics(2, 1) == {"rows": [{"step": 0, "reward": 0.0}], "finished": False, "start": 2}
+    answer = run.metrics(2, 1)
+    assert (answer["rows"], answer["finished"], answer["start"]) == ([{"step": 0, "reward": 0.0}], False, 2)
     assert run.metrics(0, 2)["rows"] == []
     append(file, '{"step": 1, "reward": 0.7}\n')
     assert run.metrics(-1)["rows"] == [{"step": 0, "reward": 0.0}, {"step": 1, "reward": 0.7}]
@@ -129,7 +140,7 @@ def test_steps_that_a_resume_repeats_are_gone(folder: Path) -> None:
     file.write_text('{"step": 0, "reward": 0.125}\n')
     assert run.metrics(-1)["rows"] == [{"step": 0, "reward": 0.125}], "cut in its place"
     file.unlink()
-    assert run.metrics(1, 4) == {"rows": [], "finished": False, "start": 5}
+    assert (run.metrics(1, 4)["rows"], run.metrics(-1)["start"]) == ([], 5)
 
 
 def test_a_long_run_comes_in_parts_and_is_finished_with_the_last(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

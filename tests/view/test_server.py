@@ -152,6 +152,7 @@ def test_metrics_of_a_run(client: TestClient) -> None:
         "rows": [{"step": 1, "reward": 0.6}],
         "finished": False,
         "start": 1,
+        "records": "- - -",
     }
     assert len(client.get("/api/runs/0/metrics?after=5&start=0").json()["rows"]) == 2
     assert client.get("/api/runs/0/evaluations").json() == []

@@ -93,7 +93,9 @@ class LlmUser(User):
             self.users.counters["user_replies"] += 1
             refused = refusal(answer["response"], self.task, instructions, messages)
             if refused is None:
-                notes = {"persona": self.persona, **{name: answer[name] for name in ("thought", "current_answer")}}
+                is_noted = any("persona" in message.private for message in messages)
+                notes = {} if is_noted else {"persona": self.persona}
+                notes |= {name: answer[name] for name in ("thought", "current_answer")}
                 return Message("user", str(answer["response"]), private=notes)
             self.users.counters[refused] += 1
             refused_answer = {"role": "assistant", "content": json.dumps(answer, ensure_ascii=False)}

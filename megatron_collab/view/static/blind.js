@@ -25,7 +25,8 @@ export class Blind {
     this.result = null;
     this.shown = null; // {task, order}: what can be rated now; order: the sides as they are shown
     this.orders = new Map(); // by sides and task, what was drawn: a rating is about what was shown all the time
-    this.ended = new Set(); // pairs of sides of which the result was shown: nothing more is rated
+    this.begun = new Set(); // pairs of sides of which a task was shown
+    this.ended = new Set(); // pairs of sides of which the result, or names and scores, were shown: nothing more is rated
     this.generation = 0; // of what is being read: later answers of an earlier one are dropped
     this.build(container);
   }
@@ -38,7 +39,7 @@ export class Blind {
       this.next();
     });
     this.progress = element("p", { role: "status" });
-    this.back = element("a", {}, "Compare with names and scores");
+    this.back = element("a", {}, "Compare with names and scores, which ends the test");
     this.buttons = VERDICTS.map(([verdict, label]) =>
       element("button", { type: "button", class: `verdict-${verdict}`, click: () => this.rate(verdict) }, label),
     );
@@ -124,6 +125,7 @@ export class Blind {
         blindPairView(answers.map(({ rows }) => rows[0].messages)),
       );
       this.setShown({ task, order });
+      this.begun.add(this.pairKey());
     } catch (error) {
       if (generation === this.generation) this.showFault(error);
     }
@@ -140,8 +142,14 @@ export class Blind {
   }
 
   /** The two sides, whichever of them is at the left in the comparison. */
-  pairKey() {
-    return JSON.stringify([this.sides.left, this.sides.right].sort());
+  pairKey({ left, right } = this.sides) {
+    return JSON.stringify([left, right].sort());
+  }
+
+  /** Names and scores of sides were shown: if their test has begun, it ends. */
+  sawNames(sides) {
+    const key = this.pairKey(sides);
+    if (this.begun.has(key)) this.ended.add(key);
   }
 
   hasEnded() {

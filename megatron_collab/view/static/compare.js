@@ -14,8 +14,10 @@ const SIDES = ["left", "right"];
 const SHOWN = 200; // tasks in the list; a button adds as many
 
 export class Compare {
-  constructor(container, runs) {
+  /** `onSides({left, right})`: called before names and scores of these sides are shown. */
+  constructor(container, runs, onSides) {
     this.runs = runs;
+    this.onSides = onSides;
     this.parts = null; // by run, what can be compared
     this.choices = {};
     this.comparison = { key: "", answer: null };
@@ -117,6 +119,7 @@ export class Compare {
     if (choices !== this.choices) return; // others have been chosen meanwhile
     this.choices = { ...defaults(parts), ...choices };
     this.setSides(parts);
+    this.onSides(this.choices);
     this.blind.href = hashOf("blind", { left: this.choices.left, right: this.choices.right });
     if (!this.choices.left) {
       this.table.replaceChildren(element("p", { class: "empty" }, "No run here has recorded conversations yet."));

@@ -28,11 +28,12 @@ async function start() {
     byId("main").append(element("p", { class: "error", role: "alert" }, error.message));
     return;
   }
+  const blind = new Blind(byId("blind"), runs);
   const views = {
     overview: new Overview(byId("overview"), runs, showConnection),
     conversations: new Conversations(byId("conversations"), runs),
-    compare: new Compare(byId("compare"), runs),
-    blind: new Blind(byId("blind"), runs),
+    compare: new Compare(byId("compare"), runs, (sides) => blind.sawNames(sides)),
+    blind,
     judge: new Judge(byId("judge"), runs),
   };
   const latest = Object.fromEntries(VIEWS.map((view) => [view, {}])); // choices of a view survive a look at the other

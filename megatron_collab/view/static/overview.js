@@ -9,6 +9,7 @@ import { against, names, sections } from "./series.js";
 import { beginning, escaped, shortName } from "./text.js";
 
 const POLL_MS = 2_000;
+const POLL_FINISHED_MS = 30_000; // a finished run goes on if its steps are raised
 const COLORS = 8;
 const DEFAULTS = { smooth: "0.6", x: "kl", y: "reward" };
 const CHART_PX = 280; // width that a chart has at least
@@ -97,17 +98,21 @@ export class Overview {
     this.choose({ runs: shown.length === this.runs.length ? "" : shown.join(",") || "none" });
   }
 
-  /** Read new steps of all runs that are not finished, again and again. */
+  /** Read new steps of all runs, again and again; of those that are finished more rarely. */
   async poll() {
-    const answers = await Promise.allSettled(this.runs.filter((run) => !run.isComplete).map((run) => this.read(run)));
+    const now = Date.now();
+    const due = this.runs.filter((run) => !run.isComplete || now - run.readAt >= POLL_FINISHED_MS);
+    for (const run of due) run.readAt = now;
+    const answers = await Promise.allSettled(due.map((run) => this.read(run)));
     this.onConnection(answers.find(({ reason }) => reason)?.reason.message ?? "");
     if (answers.some(({ value }) => value)) this.redraw();
-    if (this.runs.some((run) => !run.isComplete)) setTimeout(() => this.poll(), POLL_MS);
+    setTimeout(() => this.poll(), POLL_MS);
   }
 
   /** Whether anything about the run is new. */
   async read(run) {
-    const before = JSON.stringify([run.isComplete, run.start, run.rows.length, run.evaluations, run.events]);
+    const state = () => JSON.stringify([run.isComplete, run.start, run.rows.length, run.records]);
+    const before = state();
     let answer;
     do {
       answer = await api.metrics(run.run, run.rows.at(-1)?.step ?? -1, run.start ?? "");
@@ -115,9 +120,12 @@ export class Overview {
       run.start = answer.start;
       run.rows.push(...answer.rows);
     } while (answer.rows.length && !answer.finished); // an answer has a bound
-    [run.evaluations, run.events] = await Promise.all([api.evaluations(run.run), api.events(run.run)]);
+    if (answer.records !== run.records) {
+      [run.evaluations, run.events] = await Promise.all([api.evaluations(run.run), api.events(run.run)]);
+      run.records = answer.records;
+    }
     run.isComplete = answer.finished;
-    return before !== JSON.stringify([run.isComplete, run.start, run.rows.length, run.evaluations, run.events]);
+    return before !== state();
   }
 
   redraw() {

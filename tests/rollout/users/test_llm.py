@@ -80,7 +80,7 @@ def test_the_user_sees_its_goal_and_the_conversation_and_never_the_answer() -> N
 
 
 def test_what_the_user_keeps_to_itself_is_noted_and_shown_to_nobody(tmp_path: Path) -> None:
-    """Not even to the model in its next turn; a rejected message leaves no notes."""
+    """Not even to the model in its next turn; a rejected message leaves no notes, and the persona is noted once."""
     (tmp_path / "people.txt").write_text("a nurse\n")
     first = {"thought": "lacks the amount", "current_answer": "milk"}
 
@@ -94,7 +94,7 @@ def test_what_the_user_keeps_to_itself_is_noted_and_shown_to_nobody(tmp_path: Pa
     messages, requests, _ = with_endpoint(*replies, play=play, personas=str(tmp_path / "people.txt"))
     assert [message.private for message in messages] == [
         {"persona": "a nurse", **first},
-        {"persona": "a nurse", "thought": "enough", "current_answer": ""},
+        {"thought": "enough", "current_answer": ""},
     ]
     assert "lacks the amount" not in json.dumps(requests[-1]["messages"])
 
