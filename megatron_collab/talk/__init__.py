@@ -1,0 +1,8 @@
+"""Talk with the models of a run: `session.py` serves them and begins chats, which `worker.py` plays as rollouts are.
+
+`chat.py` is the command in a terminal, `serve.py` serves a model to other programs.
+"""
+
+
+class ChatError(RuntimeError):
+    """The chat cannot go on so: it has ended, no user can write, or the model is lost; the message says the way out."""
