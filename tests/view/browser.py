@@ -16,6 +16,7 @@ import uvicorn
 from megatron_collab.view.command import address, listening
 from megatron_collab.view.runs import RunView
 from megatron_collab.view.server import application
+from tests.view.scripted_speaker import ScriptedSpeaker
 
 CHROMIUM = shutil.which("chromium")
 playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: make setup installs it")
@@ -37,8 +38,9 @@ Open = Callable[..., Any]
 
 @contextmanager
 def served(folders: Sequence[Path]) -> Iterator[str]:
-    """The address of a server for runs."""
-    config = uvicorn.Config(application([*map(RunView, folders)], TOKEN), log_level="error", access_log=False)
+    """The address of a server for runs, whose models are scripted."""
+    page = application([*map(RunView, folders)], TOKEN, ScriptedSpeaker)
+    config = uvicorn.Config(page, log_level="error", access_log=False)
     server = uvicorn.Server(config)
     with listening(0) as server_socket:
         thread = threading.Thread(target=server.run, args=([server_socket],))
