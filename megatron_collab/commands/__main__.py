@@ -28,6 +28,8 @@ COMMANDS = {
     "plan-sync": "predict the weight sync of a run: bytes by path, rounds, seconds",
     "convert": "convert a checkpoint to a Hugging Face folder, or back",
     "view": "look at runs in a browser: curves, evaluations, every conversation",
+    "chat": "talk with the models of a run in the terminal, also as its simulated users; sample futures",
+    "serve": "serve a model of a run to other programs (OpenAI-compatible)",
     "report": "rewrite report.html of a run",
     "export": "write the transcripts of a run as lines of JSON",
     "score": "score the futures of a run under several rewards, side by side",
@@ -45,6 +47,8 @@ SATELLITES = {
     "users-from-logs": "megatron_collab.user_logs.command",
     "rehearse": "megatron_collab.rehearsal.command",
     "view": "megatron_collab.view.command",
+    "chat": "megatron_collab.talk.chat",
+    "serve": "megatron_collab.talk.serve",
 }
 
 _OF_LOGS = ("presidio_analyzer", "sklearn", "datasketch", "spacy")  # heavy, and needed by one command only

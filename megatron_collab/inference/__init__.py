@@ -1,6 +1,7 @@
 """SGLang servers and their clients. This module: variables and a flag that a server process is started with."""
 
 KEY_VARIABLE = "MEGATRON_COLLAB_SERVER_KEY"  # the API key: command-line arguments are visible to every user of the node
+CLIENT_KEY_VARIABLE = "MEGATRON_COLLAB_SERVER_CLIENT_KEY"  # if set, KEY_VARIABLE is only for managing the server
 PARENT_VARIABLE = "MEGATRON_COLLAB_SERVER_PARENT"  # process id; the server ends with that process
 CHECK_VARIABLE = "MEGATRON_COLLAB_SERVER_CHECK"  # JSON of the settings' arguments: only check them, serve nothing
 STACKS_VARIABLE = "MEGATRON_COLLAB_SERVER_STACKS"  # folder and name of the stack dumps of its processes

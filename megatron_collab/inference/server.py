@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from megatron_collab.inference import (
     CHECK_VARIABLE,
+    CLIENT_KEY_VARIABLE,
     KEY_VARIABLE,
     PARENT_VARIABLE,
     ROW_BY_ROW,
@@ -86,11 +87,18 @@ class ServerProcess:
         port: int = 0,
         *,
         part: Part | None = None,
+        host: str = "",
+        client_key: str = "",
     ) -> None:
-        """Start it; its output goes to `log`. `port`: of an earlier start. Raises ServerError if it is in use."""
+        """Start it; its output goes to `log`. `port`: of an earlier start. Raises ServerError if it is in use.
+
+        `host`: IPv4 address to listen on instead. `client_key`: another key for other programs, with which they can
+        sample, but not manage the server.
+        """
         self._spec, self._log, self._index, self._api_key = spec, log, index, api_key
+        self._client_key = client_key
         first = spec.host.port
-        host, parts = network.address(spec.host.interface), spec.placement.per_node
+        host, parts = host or network.address(spec.host.interface), spec.placement.per_node
         port = port or (first + index if first else 0)
         try:
             self._port = bindable("rollout.server.port", port, host, index % parts, parts)
@@ -128,6 +136,7 @@ class ServerProcess:
             "TMPDIR": str(self._scratch.path),
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": store,
             STACKS_VARIABLE: str(stack_files),
+            CLIENT_KEY_VARIABLE: self._client_key,
         }
         with self._log.open("ab") as output:
             return subprocess.Popen(

@@ -101,6 +101,19 @@ def keep_loads_in_temporary_folder() -> None:
     load_snapshot.shm_path_for = lambda name: f"{tempfile.gettempdir()}/loads-{name}"
 
 
+def guard_from_clients() -> None:
+    """Keep the settings, with the managing key among them, and the websocket from programs that have only a key to
+    sample. A server for such programs calls this after its modules are imported.
+    """
+    from sglang.srt.entrypoints import http_server
+    from starlette.routing import WebSocketRoute
+
+    for answer in (http_server.server_info, http_server.get_server_info):
+        http_server.auth_level(http_server.AuthLevel.ADMIN_OPTIONAL)(answer)
+    routes = http_server.app.router.routes
+    routes[:] = [route for route in routes if not isinstance(route, WebSocketRoute)]
+
+
 def zero_biases_of_heads() -> None:
     """Zero the biases of reward models' heads. A server that scores calls this after its modules are imported."""
     from sglang.srt.models.qwen2_classification import Qwen2ForSequenceClassification
@@ -252,6 +265,15 @@ PATCHES = (
         until="SGLang unlinks it, or takes its folder from a setting",
         test="tests/inference/test_server.py::test_a_server_that_dies_shows_its_last_words_and_leaves_no_files",
         uses=("sglang.srt.managers.load_snapshot.shm_path_for",),
+    ),
+    _sglang(
+        "settings and websocket kept from clients",
+        why="/server_info shows every setting, the key to manage the server among them, to programs that have only the "
+        "key to sample; the websocket for transcriptions needs no key.",
+        upstream="sglang/srt/entrypoints/http_server.py:863, sglang/srt/utils/auth.py:176",
+        until="SGLang hides its keys there, and asks for one on websockets",
+        test="tests/talk/test_commands.py::test_a_served_model_is_for_those_who_have_the_key",
+        uses=("sglang.srt.entrypoints.http_server.server_info", "sglang.srt.entrypoints.http_server.get_server_info"),
     ),
     _sglang(
         "adapters in their slot from the start",

@@ -167,11 +167,12 @@ def start_workers(
     client: ClientSpec,
     servers: list[tuple[str, str]],
     served: Mapping[str, ServedModel],
+    kind: type[ConversationWorker] = ConversationWorker,
 ) -> Workers:
     """Start the run's workers, spread over the nodes, and its limiter, without waiting for them.
 
     `play`: how groups are played; `client`: how turns are requested from `servers`, address and key of each SGLang
-    server of the policy; `served`: the other models that the run serves, by name.
+    server of the policy; `served`: the other models that the run serves, by name; `kind`: of those that play.
     """
     from megatron_collab.llm import limiter
 
@@ -181,7 +182,7 @@ def start_workers(
         start_actor(RewardWorker, play.reward, play.llm, play.run_dir, name, served, name=name) for name in names
     ]
     players = [
-        start_actor(ConversationWorker, play, client, servers, names, f"conversation-{i}", served)
+        start_actor(kind, play, client, servers, names, f"conversation-{i}", served)
         for i in range(play.rollout.workers)
     ]
     return Workers(players, rewards, limiter_actor)

@@ -73,6 +73,13 @@ def show(text: str, end: str = "\n") -> None:
     print(printable(text), end=end, flush=True)
 
 
+def show_secret(line: str) -> None:
+    """Print a line whose key its reader needs: sys.stdout itself redacts it."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(f"{line}\n".encode())
+    sys.stdout.buffer.flush()
+
+
 def _outliving(stream: TextIO | None) -> TextIO:
     """`stream`, which from now on drops output that cannot be written: a run outlives its pipe, its terminal and a full
     disk. A stream that was closed before the start is replaced by one that drops everything.

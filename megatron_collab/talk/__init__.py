@@ -2,3 +2,7 @@
 
 `chat.py` is the command in a terminal, `serve.py` serves a model to other programs.
 """
+
+
+class ChatError(RuntimeError):
+    """The chat cannot go on so: it has ended, no user can write, or the model is lost; the message says the way out."""

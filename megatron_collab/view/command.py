@@ -13,7 +13,6 @@ import errno
 import os
 import secrets
 import socket
-import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ import uvicorn
 
 from megatron_collab.commands import ArgumentParser
 from megatron_collab.config import ConfigError
+from megatron_collab.runtime.console import show_secret
 from megatron_collab.view.runs import RunView
 from megatron_collab.view.server import application
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     runs = [RunView(folder) for folder in folders.values()]
     token = secrets.token_urlsafe()
     with listening(options.port) as server_socket:
-        _show(address(server_socket), token)
+        show_secret(f"{address(server_socket)}?token={token}")
         return serve(uvicorn.Server(_config(runs, token)), server_socket)
 
 
@@ -93,13 +93,6 @@ def _config(runs: Sequence[RunView], token: str) -> uvicorn.Config:
         server_header=False,
         limit_concurrency=_CONNECTIONS,
     )
-
-
-def _show(url: str, token: str) -> None:
-    """Print the address. Not through sys.stdout itself, in which a token is redacted: this reader needs it."""
-    sys.stdout.flush()
-    sys.stdout.buffer.write(f"{url}?token={token}\n".encode())
-    sys.stdout.buffer.flush()
 
 
 def _port(text: str) -> int:

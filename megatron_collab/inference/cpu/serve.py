@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from megatron_collab.inference import (
     CHECK_VARIABLE,
+    CLIENT_KEY_VARIABLE,
     KEY_VARIABLE,
     MEETING,
     PARENT_VARIABLE,
@@ -76,6 +77,7 @@ gc.disable()
 
 from megatron_collab import patches
 from megatron_collab.patches.sglang import (
+    guard_from_clients,
     hide_unused_packages,
     keep_loads_in_temporary_folder,
     leave_offsets_unpinned,
@@ -121,4 +123,9 @@ if __name__ == "__main__":
 
         print("\n" + json.dumps(fault(json.loads(server_args), sys.argv[1:])))
         sys.exit()
-    run_server(prepare_server_args([*sys.argv[1:], "--api-key", os.environ.pop(KEY_VARIABLE)]))
+    key, client_key = os.environ.pop(KEY_VARIABLE), os.environ.pop(CLIENT_KEY_VARIABLE, "")
+    key_args = ["--api-key", key]
+    if client_key:
+        guard_from_clients()
+        key_args = ["--api-key", client_key, "--admin-api-key", key]
+    run_server(prepare_server_args([*sys.argv[1:], *key_args]))

@@ -1,0 +1,51 @@
+"""The settings under which the models of a run are served: its recorded ones, without what only a training needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_collab.config import ConfigError, EvaluateConfig, recorded_values, require
+from megatron_collab.launch import evaluation, servers, validate
+from megatron_collab.launch.spec import RunSpec, evaluation_spec
+from megatron_collab.runtime import device, gpu_environment
+from megatron_collab.runtime.process import RunStopped
+
+_NOT_RECORDED = ("llm.record", "llm.replay", "llm.replay_missing", "llm.replay_latency")  # calls of a chat are new
+_DECIDED = ("model.path", "run.dir", "rollout.player", "rollout.server.replicas")
+
+
+def run_settings(run: Path, models: int, overrides: Sequence[str]) -> EvaluateConfig:
+    """The settings of the run in folder `run`, changed by `overrides`, to serve that many of its `models` on this node.
+
+    If there are too few GPUs, the models share them. Raises ConfigError for settings that cannot work here.
+    """
+    for name in _DECIDED:
+        set_here = any(override.lstrip("+").partition("=")[0] == name for override in overrides)
+        require(not set_here, f"{name}: the model of the run and this command decide it; remove it")
+    values = recorded_values(run, EvaluateConfig)
+    recorded = {name: value for name, value in values.items() if name not in _NOT_RECORDED}
+    config = evaluation.compose_absolute(EvaluateConfig, overrides, recorded)
+    gpu_environment.enter()
+    server = replace(config.rollout.server, replicas=1, nnodes=1, port=0)
+    rollout = replace(config.rollout, server=server, player="futures", player_options={}, workers=1, max_messages=None)
+    launch, reward = replace(config.launch, nodes=1, interface=None), replace(config.reward, workers=1)
+    config = replace(config, rollout=rollout, launch=launch, reward=reward)
+    try:
+        spec = evaluation_spec(config)
+        assert spec.serving
+        servers.check_gpus(config, spec.serving)
+        servers.check_arguments(spec.serving)
+        has_room = device.select(config.launch.device).type != device.GPU or models * server.tp <= device.count()
+    except (ValueError, OSError, RunStopped) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    validate.check_options(config)
+    replicas = replace(server, replicas=models if has_room else 1)
+    return replace(config, rollout=replace(rollout, server=replicas))
+
+
+def spec_in(config: EvaluateConfig, folder: Path, model: Path) -> RunSpec:
+    """The settled settings of `config` with the Hugging Face folder `model`, in a run folder `folder`."""
+    run, policy = replace(config.run, dir=str(folder)), replace(config.model, path=str(model))
+    return evaluation_spec(replace(config, run=run, model=policy))
