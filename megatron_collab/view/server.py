@@ -36,7 +36,7 @@ from megatron_collab.view.comparison import Side, compared, parts, side
 from megatron_collab.view.runs import RunView
 from megatron_collab.view.selection import places, selection
 from megatron_collab.view.speaker import SpeakerProcess
-from megatron_collab.view.talk import Start, Talk, models
+from megatron_collab.view.talk import PageTalk, Start, models
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def application(runs: Sequence[RunView], token: str, start: Start = SpeakerProce
 
     `start` serves models when a reader wants to talk with them.
     """
-    talk = Talk(runs, start)
+    talk = PageTalk(runs, start)
 
     def listed(request: Request) -> Any:
         return [{"run": number, **run.summary()} for number, run in enumerate(runs)]

@@ -95,7 +95,7 @@ async def _converse(talk: Talk, requests: SimpleQueue[Request | None], tell: Tel
 
 
 class _Side:
-    """A model's conversation. `state` is an entry of `chats` (talk.Session)."""
+    """A model's conversation. `state` is an entry of `chats` (view.talk.TalkSession)."""
 
     def __init__(self, talk: Talk, number: int) -> None:
         self._talk, self._number = talk, number

@@ -37,7 +37,7 @@ class Speaker(Protocol):
         """Let it do an `action` (begin, say, user, futures, undo) in all conversations, one after the other."""
 
     def updates(self) -> Iterator[Mapping[str, Any]]:
-        """Parts of the state of a Session that are new, until it has ended."""
+        """Parts of the state of a TalkSession that are new, until it has ended."""
 
     def end(self) -> None:
         """Let it end; returns at once. May be called twice, from any thread."""
@@ -51,16 +51,16 @@ def models(run: RunView) -> list[dict[str, Any]]:
     return [{"name": model.name, "step": model.step} for model in models_of(run.folder)]
 
 
-class Talk:
+class PageTalk:
     """The models that are served for the page: none, or those of one session."""
 
     def __init__(self, runs: Sequence[RunView], start: Start) -> None:
         self._runs, self._start = runs, start
-        self._session: Session | None = None
+        self._session: TalkSession | None = None
         self._lock = Lock()  # one action is accepted at a time
 
     def state(self) -> dict[str, Any] | None:
-        """That of the session (Session.state); None before the first one."""
+        """That of the session (TalkSession.state); None before the first one."""
         return None if self._session is None else self._session.state
 
     def act(self, body: bytes) -> dict[str, Any] | None:
@@ -103,10 +103,10 @@ class Talk:
         if session:
             session.end()
             session.join()  # the next models may need its memory
-        self._session = Session(run, names, self._start(folder, names), about)
+        self._session = TalkSession(run, names, self._start(folder, names), about)
 
 
-class Session:
+class TalkSession:
     """Models of a run while a speaker serves them.
 
     `state`: `run` and the names of its `models`; `progress`, a line while they start; `sets`, the tasks of the run;
