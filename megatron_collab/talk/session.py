@@ -25,6 +25,7 @@ from megatron_collab.launch import validate
 from megatron_collab.launch.data_specs import recorded_data
 from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.rollout.scheduler import answers
+from megatron_collab.rollout.users import DEFAULT
 from megatron_collab.rollout.workers import start_workers
 from megatron_collab.runtime import keys
 from megatron_collab.runtime.files import ScratchFolder
@@ -161,7 +162,7 @@ class Talk(ExitStack):
         raise ConfigError(f"{self.run}: no task has the id {task}; its data may have changed")
 
     def _of_run(self, task: Task, task_set: TaskSet) -> Task:
-        return self.played_by(task, self._users.for_set(task_set.user).name_of(task))
+        return self.played_by(task, self._users.for_set(task_set.user).name_of(task) or DEFAULT)
 
     def played_by(self, task: Task, user: str) -> Task:
         """The task, with this user to play it. Raises ConfigError if there is no such user, or it cannot be used."""

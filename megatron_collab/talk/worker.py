@@ -19,7 +19,7 @@ from megatron_collab.observability.transcripts import plain
 from megatron_collab.rollout.conversation import FuturesPlayer, RolloutPlace
 from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.rollout.tools.toolbox import ConversationTools
-from megatron_collab.rollout.users import DEFAULT, Users
+from megatron_collab.rollout.users import Users
 from megatron_collab.rollout.workers import ConversationWorker
 from megatron_collab.runtime.redact import redacted
 from megatron_collab.talk import ChatError
@@ -107,13 +107,11 @@ class TalkPlayer(FuturesPlayer):
         conversation = self._append(moment.conversation, [Message("user", text)], sampling)
         try:
             async with asyncio.timeout(self.rollout.deadline):
-                return (
-                    conversation
-                    if conversation.ending
-                    else await self._turn(conversation, place, sampling, moment.tools)
-                )
+                if not conversation.ending:
+                    conversation = await self._turn(conversation, place, sampling, moment.tools)
         except TimeoutError:
-            return conversation.end(Ending.DEADLINE, self._deadline_message())
+            conversation = conversation.end(Ending.DEADLINE, self._deadline_message())
+        return conversation
 
     async def user_turn(self, moment: Moment, place: RolloutPlace) -> Conversation:
         """The conversation after a message of the simulated user and the model's answer."""
@@ -254,5 +252,4 @@ def _require_open(moment: Moment) -> None:
 
 def _rows(task: Task, rollout: Rollout) -> list[Row]:
     """The futures of a chat as rows of a run's transcripts, keys redacted."""
-    group = Group(task, (rollout,), user=task.user or DEFAULT)
-    return [plain(redacted(row)) for row in rows_of([group])]
+    return [plain(redacted(row)) for row in rows_of([Group(task, (rollout,))])]
