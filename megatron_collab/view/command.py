@@ -4,7 +4,7 @@
 
 It prints an address and answers there until Ctrl-C, to this machine only and only to those who have the address. From
 another machine, forward the port: ssh -L 8000:127.0.0.1:8000 HOST. It writes nothing in the folders but the ratings of
-a blind test.
+a blind test, and starts nothing until you talk with a model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The web server of `megatron-collab view`: for this machine and for those who have its token. It writes only ratings.
+"""The web server of `megatron-collab view`: for this machine and for those who have its token.
+
+It writes only ratings, and starts a process only for a talk with models.
 
 A page elsewhere can neither read an answer (no CORS, a cookie for this site only) nor reach the server under another
 name (the Host header must be that of the loopback interface), and what it shows runs no script but the package's own.
@@ -34,6 +36,8 @@ from megatron_collab.view.comparison import Side, compared, parts, side
 from megatron_collab.view.judge import judge_check
 from megatron_collab.view.runs import RunView
 from megatron_collab.view.selection import places, selection
+from megatron_collab.view.speaker import SpeakerProcess
+from megatron_collab.view.talk import PageTalk, Start, models
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +54,12 @@ _LONGEST_PATH = 200  # characters
 _MOST_BODY, _BODY_SECONDS = 1 << 16, 10  # of a request that writes
 
 
-def application(runs: Sequence[RunView], token: str) -> ASGIApp:
-    """The page and its API over `runs`, for requests that have `token`: once in the address, then in a cookie."""
+def application(runs: Sequence[RunView], token: str, start: Start = SpeakerProcess) -> ASGIApp:
+    """The page and its API over `runs`, for requests that have `token`: once in the address, then in a cookie.
+
+    `start` serves models when a reader wants to talk with them.
+    """
+    talk = PageTalk(runs, start)
 
     def listed(request: Request) -> Any:
         return [{"run": number, **run.summary()} for number, run in enumerate(runs)]
@@ -74,11 +82,14 @@ def application(runs: Sequence[RunView], token: str) -> ASGIApp:
         "/api/runs/{run:int}/parts": of_run(lambda run, _: parts(run)),
         "/api/runs/{run:int}/conversations": of_run(_conversations),
         "/api/runs/{run:int}/judge": of_run(partial(_judge, runs)),
+        "/api/runs/{run:int}/models": of_run(lambda run, _: models(run)),
+        "/api/talk": lambda _: talk.state(),
         "/api/comparison": lambda request: compared(*_sides(runs, request)),
         "/api/ratings": lambda request: result(*_sides(runs, request)),
     }
     routes = [Route(path, _endpoint(answer)) for path, answer in api.items()]
-    routes += [Route("/api/ratings", _posted(partial(rate, runs)), methods=["POST"])]
+    written: dict[str, Callable[[bytes], Any]] = {"/api/ratings": partial(rate, runs), "/api/talk": talk.act}
+    routes += [Route(path, _posted(write), methods=["POST"]) for path, write in written.items()]
     routes += [Route("/", _file), Route("/static/{name}", _file)]
     faults: dict[Any, Any] = {
         HTTPException: _refused,
@@ -193,7 +204,7 @@ def _sides(runs: Sequence[RunView], request: Request) -> list[Side]:
 
 
 def _posted(write: Callable[[bytes], Any]) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint that writes what the page itself sends as JSON: no other page can."""
+    """An endpoint that does what the page itself sends as JSON: no other page can."""
 
     async def answer(request: Request) -> Response:
         origin, site = request.headers.get("origin", ""), request.headers.get("sec-fetch-site", "same-origin")

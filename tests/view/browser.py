@@ -16,6 +16,7 @@ import uvicorn
 from megatron_collab.view.command import address, listening
 from megatron_collab.view.runs import RunView
 from megatron_collab.view.server import application
+from tests.view.scripted_speaker import ScriptedSpeaker
 
 CHROMIUM = shutil.which("chromium")
 playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: make setup installs it")
@@ -37,9 +38,10 @@ Open = Callable[..., Any]
 
 @contextmanager
 def served(runs: Sequence[Path | RunView]) -> Iterator[str]:
-    """The address of a server for runs, or for those in folders."""
+    """The address of a server for runs, or for those in folders; their models are scripted."""
     views = [run if isinstance(run, RunView) else RunView(run) for run in runs]
-    config = uvicorn.Config(application(views, TOKEN), log_level="error", access_log=False)
+    page = application(views, TOKEN, ScriptedSpeaker)
+    config = uvicorn.Config(page, log_level="error", access_log=False)
     server = uvicorn.Server(config)
     with listening(0) as server_socket:
         thread = threading.Thread(target=server.run, args=([server_socket],))

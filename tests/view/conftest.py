@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.view import recorded_runs, rewarded_runs
+from tests.view import recorded_runs, rewarded_runs, scripted_speaker
 
 
 @pytest.fixture(scope="module")  # while it is open, Playwright has a running event loop, and asyncio.run refuses
@@ -29,6 +29,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     for name, steps, seed in (("first", 12, 0), ("second", 3, 1)):
         recorded_runs.write_run(folder / name, steps, seed)
     recorded_runs.finish(folder / "first")
+    scripted_speaker.write_models(folder / "first", 6, 12)
     from tests.view.browser import served
 
     with served([folder / "first", folder / "second"]) as url:

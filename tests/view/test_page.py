@@ -50,10 +50,17 @@ def test_what_would_hide_is_shown_and_a_long_text_is_folded(open_page: Open, hos
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("view", ["overview", "conversations", "compare", "blind"])
+@pytest.mark.parametrize("view", ["overview", "conversations", "compare", "blind", "talk"])
 def test_axe_reports_nothing_serious(open_page: Open, site: str, view: str, theme: str) -> None:
     page = open_page(site, f"#{view}", color_scheme=theme)
     contents = {"overview": ".chart", "conversations": ".turn.chosen", "compare": ".pair .scores", "blind": ".column"}
+    if view == "talk":
+        page.get_by_role("button", name=re.compile("^Start|^New")).click()
+        page.get_by_label("Message as the user").fill("hello")
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator("#talk .message.assistant")).to_have_count(2)
+        page.get_by_role("button", name="Play futures").click()
+        contents["talk"] = ".scores"
     expect(page.locator(f"#{view} {contents[view]}").first).to_be_visible()
     unfold(page, f"#{view}", most=20 if view == "conversations" else 2)
     if view == "conversations":

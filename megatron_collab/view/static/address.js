@@ -1,6 +1,6 @@
 // The address's hash holds everything that is chosen, #VIEW?NAME=VALUE&…, so that an address is a permalink.
 
-export const VIEWS = ["overview", "conversations", "compare", "blind", "judge"];
+export const VIEWS = ["overview", "conversations", "compare", "blind", "judge", "talk"];
 
 /** The view and the choices of the address; an unknown view is the first one. */
 export function read(hash = location.hash) {

@@ -40,3 +40,8 @@ export const reward = (run) => get(`runs/${run}/reward`);
 /** What the rewards of groups [{step, position}] are computed from. */
 export const scores = (run, groups) =>
   get(`runs/${run}/scores`, { groups: groups.map(({ step, position }) => `${step}.${position}`).join(",") });
+export const models = (run) => get(`runs/${run}/models`);
+/** The models that are served and their conversations; null before the first ones. */
+export const talk = () => get("talk");
+/** Let them do something; the answer is as that of `talk`. */
+export const actInTalk = (action, values = {}) => post("talk", { action, ...values });

@@ -309,9 +309,9 @@ export class Conversations {
     this.reader.dataset.drawn = drawn;
     const link = (choice) => this.linkTo(choice);
     const focused = this.reader.contains(document.activeElement) ? document.activeElement : null;
-    this.reader.replaceChildren(
-      treeView(this.group.answer, chosen, link, (choice) => this.choose(choice, { replace: true })),
-    );
+    const choose = (choice) => this.choose(choice, { replace: true });
+    const talk = hashOf("talk", { run: this.choices.run, task: String(this.group.answer.task).toWellFormed() });
+    this.reader.replaceChildren(treeView(this.group.answer, chosen, link, choose, talk));
     const turn = this.reader.querySelector(".turn.chosen");
     if (turn) turn.parentElement.scrollLeft = turn.offsetLeft - turn.parentElement.offsetLeft;
     if (focused?.role === "tab") this.reader.querySelector("[role=tab][aria-selected=true]").focus();

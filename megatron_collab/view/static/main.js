@@ -9,6 +9,7 @@ import { element } from "./dom.js";
 import { Judge } from "./judge.js";
 import { setUpKeyboard } from "./keyboard.js";
 import { Overview } from "./overview.js";
+import { Talk } from "./talk.js";
 import { setUpTheme } from "./theme.js";
 
 const byId = (id) => document.getElementById(id);
@@ -35,6 +36,7 @@ async function start() {
     compare: new Compare(byId("compare"), runs, (sides) => blind.sawNames(sides)),
     blind,
     judge: new Judge(byId("judge"), runs),
+    talk: new Talk(byId("talk"), runs),
   };
   const latest = Object.fromEntries(VIEWS.map((view) => [view, {}])); // choices of a view survive a look at the other
   let shown = "";
@@ -44,6 +46,7 @@ async function start() {
       views.conversations.forgetList();
       views.compare.forget();
       views.blind.forget();
+      views.talk.forget();
     }
     shown = view;
     latest[view] = choices;
@@ -72,7 +75,7 @@ async function start() {
   show();
 }
 
-function keys({ conversations, compare, blind }, latest, help) {
+function keys({ conversations, compare, blind, talk }, latest, help) {
   const reading = (action) => () => (read().view === "conversations" ? action() : false);
   const rating = (verdict) => () => (read().view === "blind" ? blind.rate(verdict) : false);
   const rollout = (change) => reading(() => conversations.moveRollout(change));
@@ -91,12 +94,14 @@ function keys({ conversations, compare, blind }, latest, help) {
     ["r", "to the settings of the reward", reading(() => conversations.focusReward())],
     ["=", "in a blind test: both are equal", rating("tie")],
     ["s", "in a blind test: skip", rating("skip")],
+    ["w", "in a talk: to the message", () => (read().view === "talk" ? talk.focusText() : false)],
     ["/", "to the filter", () => toFilter(conversations, latest)],
     ["g o", "to the overview", () => go("overview", latest.overview)],
     ["g c", "to the conversations", () => go("conversations", latest.conversations)],
     ["g v", "to the comparison", () => go("compare", latest.compare)],
     ["g b", "to the blind test", () => go("blind", latest.blind)],
     ["g j", "to the judge check", () => go("judge", latest.judge)],
+    ["g t", "to the talk", () => go("talk", latest.talk)],
     ["?", "these keys", () => help.showModal()],
   ];
 }

@@ -8,9 +8,10 @@ import { beginning, escaped, marked, shortName } from "./text.js";
 
 /**
  * The view of a group. `chosen`: {rollout, future, other}, the last one the future to compare with, or null;
- * `link(choice)` is the address of another choice, `choose(choice)` goes to it.
+ * `link(choice)` is the address of another choice, `choose(choice)` goes to it; `talk`: the address of a talk about the
+ * task.
  */
-export function treeView(group, chosen, link, choose) {
+export function treeView(group, chosen, link, choose, talk) {
   if (!group.rows.length) return element("p", { class: "empty" }, "This group has no futures.");
   const rollouts = rolloutsOf(group.rows);
   const rollout = rollouts.find((candidate) => candidate.rollout === chosen.rollout) ?? rollouts[0];
@@ -20,7 +21,7 @@ export function treeView(group, chosen, link, choose) {
   return element(
     "div",
     { class: "tree" },
-    headView(group, rollouts),
+    headView(group, rollouts, talk),
     promptView(group.rows[0], start),
     element("h3", { id: "turns-title" }, rollouts.length > 1 ? "Trained turns" : "Trained turn"),
     element(
@@ -28,11 +29,15 @@ export function treeView(group, chosen, link, choose) {
       { class: "turns", "aria-labelledby": "turns-title" },
       rollouts.map((candidate) => turnView(candidate, rollouts, start, candidate === rollout, link)),
     ),
-    futuresView(rollout, row, other, start, link, choose),
+    futuresView(
+      { rows: rollout.rows, title: `Futures of rollout ${rollout.rollout}`, from: start + 1, turn: start },
+      { row, other },
+      choose,
+    ),
   );
 }
 
-function headView(group, rollouts) {
+function headView(group, rollouts, talk) {
   const [first] = group.rows;
   const rewards = rollouts.map(({ rows }) => rows[0].reward);
   const goal = group.goal ?? first.goal;
@@ -49,7 +54,7 @@ function headView(group, rollouts) {
     "header",
     { class: "group-head" },
     element("h2", {}, shortName(group.task)),
-    element("p", { class: "facts" }, facts.join(" \u00b7 ")),
+    element("p", { class: "facts" }, facts.join(" \u00b7 "), " \u00b7 ", element("a", { href: talk }, "talk about it")),
     goal ? foldedText("Hidden goal", textOf(goal)) : null,
   );
 }
@@ -96,7 +101,7 @@ function advantageView(gain) {
 }
 
 /** The reward with its standard error; by metric the mean score over the futures and its weighted part, if recorded. */
-function partsView(rows) {
+export function partsView(rows) {
   const names = metricNames(rows);
   const scores = means(rows, names, ({ scores: values }) => values);
   const parts = means(rows, names, ({ parts: values }) => values);
@@ -138,40 +143,50 @@ function partsView(rows) {
   );
 }
 
-function futuresView(rollout, row, other, start, link, choose) {
-  const tabs = rollout.rows.map((candidate) => tabView(candidate, candidate === row, choose));
+/**
+ * Futures in tabs: `row` is shown, `other` is the one to compare it with, or null. `futures`: their rows, their title and
+ * what is below it; their messages are shown `from` this one on, the raw replies begin at `turn`; `prefix`: of their ids.
+ */
+export function futuresView(futures, { row, other }, choose) {
+  const { rows, title, head = null, prefix = "" } = futures;
   return element(
     "section",
-    { class: "futures", "aria-labelledby": "futures-title" },
-    element("h3", { id: "futures-title" }, `Futures of rollout ${rollout.rollout}`),
+    { class: "futures", "aria-labelledby": `${prefix}futures-title` },
+    element("h3", { id: `${prefix}futures-title` }, title),
+    head,
     element(
       "div",
       {
         class: "tabs",
         role: "tablist",
         "aria-label": "Futures",
-        keydown: (event) => moveTab(event, rollout, row, choose),
+        keydown: (event) => moveTab(event, rows, row, choose),
       },
-      tabs,
+      rows.map((candidate) => tabView(candidate, candidate === row, prefix, choose)),
     ),
     element(
       "div",
-      { id: "future", role: "tabpanel", "aria-labelledby": `tab-${row.future}`, tabindex: "0" },
+      {
+        id: `${prefix}future`,
+        role: "tabpanel",
+        "aria-labelledby": `${prefix}tab-${row.future}`,
+        tabindex: "0",
+      },
       endingView(row),
       scoresView(row),
-      rollout.rows.length > 1 ? compareView(rollout, row, other, choose) : null,
-      other ? besideView(row, other, start) : alongView(rollout, row, start),
+      rows.length > 1 ? compareView(rows, row, other, prefix, choose) : null,
+      other ? besideView(row, other, futures) : alongView(row, futures),
     ),
   );
 }
 
-function tabView(row, isChosen, choose) {
+function tabView(row, isChosen, prefix, choose) {
   const attributes = {
     type: "button",
     role: "tab",
-    id: `tab-${row.future}`,
+    id: `${prefix}tab-${row.future}`,
     "aria-selected": isChosen ? "true" : "false",
-    "aria-controls": "future",
+    "aria-controls": `${prefix}future`,
     tabindex: isChosen ? "0" : "-1",
     click: () => choose({ future: row.future }),
   };
@@ -179,9 +194,9 @@ function tabView(row, isChosen, choose) {
 }
 
 /** Arrows within the tabs, as the pattern for tabs has it. */
-function moveTab(event, rollout, row, choose) {
+function moveTab(event, rows, row, choose) {
   const change = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-  const next = rollout.rows[rollout.rows.indexOf(row) + change];
+  const next = rows[rows.indexOf(row) + change];
   if (!change || event.shiftKey) return;
   event.preventDefault();
   if (next) choose({ future: next.future });
@@ -229,43 +244,44 @@ function whyView(score, judgment) {
   return [missing, ...texts.filter(([, text]) => text).map(([label, text]) => foldedText(label, textOf(text)))];
 }
 
-function compareView(rollout, row, other, choose) {
-  const others = rollout.rows.filter((candidate) => candidate !== row);
+function compareView(rows, row, other, prefix, choose) {
+  const others = rows.filter((candidate) => candidate !== row);
+  const id = `${prefix}other-future`;
   const select = element(
     "select",
-    { id: "other-future", change: () => choose({ other: select.value }) },
+    { id, change: () => choose({ other: select.value }) },
     element("option", { value: "" }, "no other future"),
     others.map(({ future }) => element("option", { value: future }, `future ${future}`)),
   );
   select.value = other ? String(other.future) : "";
-  return element("p", { class: "compare" }, element("label", { for: "other-future" }, "Compare with "), select);
+  return element("p", { class: "compare" }, element("label", { for: id }, "Compare with "), select);
 }
 
-/** The chosen future, with a mark at its first message that another future of the turn does not have. */
-function alongView(rollout, row, start) {
-  const shared = sharedLength(rollout.rows.map(({ messages }) => messages));
-  const views = messagesView(row, start + 1, row.messages.length, start);
-  const at = shared - start - 1;
-  if (rollout.rows.length > 1 && at >= 0)
-    views.splice(at, 0, partingView(`${plural(rollout.rows.length, "future")} of this turn`, shared, row));
+/** The chosen future, with a mark at its first message that another one does not have. */
+function alongView(row, { rows, from, turn }) {
+  const shared = sharedLength(rows.map(({ messages }) => messages));
+  const views = messagesView(row, from, row.messages.length, turn);
+  const at = shared - from;
+  if (rows.length > 1 && at >= 0)
+    views.splice(at, 0, partingView(`${plural(rows.length, "future")} of this turn`, shared, row));
   return element("div", { class: "messages" }, views);
 }
 
 /** Two futures: once what they share, then each in a column. */
-function besideView(row, other, start) {
+function besideView(row, other, { from, turn }) {
   const shared = sharedLength([row.messages, other.messages]);
   const columns = [row, other].map((candidate) =>
     element(
       "section",
       { class: "column", "aria-label": `Future ${candidate.future}` },
       element("h4", {}, `Future ${candidate.future}`),
-      messagesView(candidate, shared, candidate.messages.length, start),
+      messagesView(candidate, shared, candidate.messages.length, turn),
     ),
   );
   return element(
     "div",
     { class: "messages" },
-    messagesView(row, start + 1, shared, start),
+    messagesView(row, from, shared, turn),
     partingView(`futures ${row.future} and ${other.future}`, shared, row),
     element("div", { class: "beside" }, columns),
   );

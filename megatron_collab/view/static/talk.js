@@ -1,0 +1,353 @@
+// Talk with models of a run: one, or two beside each other; as the user, or with a simulated user at the wheel.
+
+import * as api from "./api.js";
+import { go, read } from "./address.js";
+import { element } from "./dom.js";
+import { plural } from "./format.js";
+import { extrasOf, foldedText, messageView, textOf } from "./message.js";
+import { shortName } from "./text.js";
+import { endingView, futuresView, partsView, scoresView } from "./tree.js";
+
+const SIDES = ["left", "right"]; // choices of models
+const BUSY_MS = 200; // between two looks at what the models do
+const IDLE_MS = 5_000; // another page of the same command may use them too
+const MOST_FUTURES = 8;
+const DOING = {
+  start: "The models start\u2026",
+  say: "The model replies\u2026",
+  user: "The simulated user writes, then the model replies\u2026",
+  futures: "Futures are being played\u2026",
+  begin: "A conversation begins\u2026",
+  undo: "The last message is taken back\u2026",
+};
+
+export class Talk {
+  constructor(container, runs) {
+    this.runs = runs;
+    this.models = new Map(); // by run: its models
+    this.choices = {};
+    this.session = null; // as the server has it
+    this.version = null; // of the session that is shown
+    this.isSent = false; // an action, which the server has not accepted yet
+    this.columns = [];
+    this.build(container);
+  }
+
+  build(container) {
+    const select = (name, changed = {}) => {
+      const field = element("select", { id: `talk-${name}`, name });
+      field.addEventListener("input", () => this.choose({ ...changed, [name]: field.value }));
+      return field;
+    };
+    this.fields = { run: select("run", { left: "", right: "", task: "" }), task: select("task") };
+    for (const side of SIDES) this.fields[side] = select(side);
+    this.fields.run.append(...this.runs.map(({ run, name }) => element("option", { value: run }, shortName(name))));
+    const labels = { run: "Run", left: "Model", right: "Beside it", task: "Task" };
+    this.startButton = element("button", { type: "submit", disabled: true }, "Start");
+    this.stopButton = element("button", { type: "button", click: () => this.act("stop") }, "Stop");
+    this.form = element(
+      "form",
+      { class: "talk-choices", "aria-label": "What to talk with", submit: (event) => this.start(event) },
+      Object.entries(labels).map(([name, label]) =>
+        element("label", { for: `talk-${name}`, hidden: name === "run" && this.runs.length < 2 }, label, this.fields[name]),
+      ),
+      this.startButton,
+      this.stopButton,
+    );
+    this.status = element("p", { class: "talk-status", role: "status" });
+    this.choiceFault = element("div", {});
+    this.fault = element("div", {});
+    this.goal = element("div", {});
+    this.chats = element("div", { class: "talk-chats" });
+    container.append(
+      element(
+        "div",
+        { class: "talk" },
+        this.form,
+        this.choiceFault,
+        this.fault,
+        this.goal,
+        this.chats,
+        this.status,
+        this.buildComposer(),
+      ),
+    );
+  }
+
+  buildComposer() {
+    this.text = element("textarea", { id: "talk-text", rows: "2", placeholder: "Enter sends, Shift+Enter is a new line" });
+    this.text.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      this.send();
+    });
+    this.count = element("input", { id: "talk-count", type: "number", min: "1", max: MOST_FUTURES, value: "3" });
+    const button = (label, click) => element("button", { type: "button", click }, label);
+    const play = () => this.act("futures", { count: Math.trunc(Number(this.count.value)) });
+    this.actions = [
+      button("Send", () => this.send()),
+      button("Simulated user", () => this.act("user")),
+      button("Play futures", play),
+      button("Undo", () => this.act("undo")),
+    ];
+    const [send, user, futures, undo] = this.actions;
+    this.composer = element(
+      "div",
+      { class: "composer", role: "group", "aria-label": "Your turn" },
+      element("label", { class: "unseen", for: "talk-text" }, "Message as the user"),
+      this.text,
+      element(
+        "p",
+        {},
+        [send, user, futures],
+        element("label", { class: "unseen", for: "talk-count" }, "Number of futures"),
+        this.count,
+        undo,
+      ),
+    );
+    return this.composer;
+  }
+
+  /** Ask again at the next `show`: a run that goes on may have more checkpoints by then. */
+  forget() {
+    this.models.clear();
+  }
+
+  choose(changed) {
+    go("talk", { ...this.choices, ...changed }, { replace: true });
+  }
+
+  async show(choices) {
+    if (!this.runs.length) return;
+    this.choices = choices;
+    const run = choices.run ?? String(this.runs[0].run);
+    let fault = "";
+    try {
+      if (!this.models.has(run)) this.models.set(run, await api.models(run));
+    } catch (error) {
+      fault = error.message;
+    }
+    if (choices !== this.choices) return; // others have been chosen meanwhile
+    showFault(this.choiceFault, fault);
+    const names = (this.models.get(run) ?? []).map(({ name }) => name);
+    const first = { left: names[0] ?? "", right: names.length > 1 ? names.at(-1) : "" };
+    this.chosen = { run, right: "", task: "", ...(choices.left ? {} : first), ...choices };
+    await this.look();
+  }
+
+  /** Look at what the models do, again and again while this view is shown. */
+  async look() {
+    try {
+      this.draw(await api.talk());
+    } catch (error) {
+      showFault(this.fault, error.message);
+    }
+    this.lookLater();
+  }
+
+  lookLater() {
+    clearTimeout(this.timer);
+    const look = () => read().view === "talk" && this.look();
+    this.timer = setTimeout(look, this.session?.doing ? BUSY_MS : IDLE_MS);
+  }
+
+  /** True if the server has accepted the action. While another one runs, a button does nothing. */
+  async act(action, values = {}) {
+    if (action !== "stop" && (this.isSent || (action !== "start" && this.isBusy()))) return false;
+    this.isSent = true;
+    if (action === "start") this.status.textContent = DOING.start; // before that, other models may have to end
+    this.drawButtons();
+    try {
+      this.draw(await api.actInTalk(action, values));
+      return true;
+    } catch (error) {
+      showFault(this.fault, error.message);
+      return false;
+    } finally {
+      this.isSent = false;
+      this.drawButtons();
+      this.lookLater();
+    }
+  }
+
+  isBusy() {
+    return this.isSent || Boolean(this.session?.doing);
+  }
+
+  drawButtons() {
+    for (const button of this.actions) button.setAttribute("aria-disabled", String(this.isBusy()));
+  }
+
+  start(event) {
+    event.preventDefault();
+    const { run, left, right, task } = this.chosen;
+    return this.act("start", { run: Number(run), models: [left, right].filter(Boolean), task });
+  }
+
+  async send() {
+    const text = this.text.value;
+    if (text.trim() && (await this.act("say", { text }))) this.text.value = "";
+  }
+
+  focusText() {
+    this.text.focus();
+  }
+
+  draw(session) {
+    if (session?.version < this.version) return; // an answer that was overtaken by a later one
+    this.session = session;
+    this.drawChoices();
+    if (session?.version === this.version) return;
+    this.version = session?.version;
+    const { chats = [], ended = true, fault = "", said = "" } = session ?? {};
+    showFault(this.fault, fault);
+    this.status.textContent = statusOf(session);
+    this.stopButton.hidden = ended;
+    this.composer.hidden = ended || !chats.length;
+    this.drawButtons();
+    this.drawChats(session?.models ?? [], chats, said);
+  }
+
+  drawChoices() {
+    const { run, left, right, task } = this.chosen;
+    const models = (this.models.get(run) ?? []).map(({ name }) => [name, titleOf(name)]);
+    const session = String(this.session?.run) === run ? this.session : null;
+    const sets = (session?.sets ?? []).map(({ name, tasks, total }) => [
+      `${name}, ${tasks.length} of ${plural(total, "task")}`,
+      tasks.map(({ id, text }) => [id, `${id}: ${text}`]),
+    ]);
+    this.fields.run.value = run;
+    offer(this.fields.left, [["", models]], left);
+    offer(this.fields.right, [["", [["", "no second model"], ...models]]], right);
+    offer(this.fields.task, [["", [["", "none: an empty conversation"]]], ...sets], task);
+    const isServed = session && !session.ended && isSame(session.models, [left, right].filter(Boolean));
+    this.startButton.disabled = !models.length;
+    this.startButton.textContent = isServed ? "New conversation" : "Start";
+  }
+
+  drawChats(models, chats, said) {
+    const names = chats.length ? models : [];
+    const drawn = this.columns.map(({ name }) => name);
+    if (!isSame(names, drawn)) {
+      this.columns = names.map((name, at) => new Column(name, `talk-${at}-`));
+      this.chats.replaceChildren(...this.columns.map(({ root }) => root));
+      this.chats.classList.toggle("beside", names.length > 1);
+    }
+    this.columns.forEach((column, at) => column.draw(chats[at], said));
+    const goal = chats.find(({ row }) => row?.goal)?.row.goal ?? "";
+    if (goal === this.shownGoal) return;
+    this.shownGoal = goal;
+    this.goal.replaceChildren(...(goal ? [foldedText("Hidden goal", textOf(goal))] : []));
+  }
+}
+
+/** The conversation with a model. What a reader has unfolded in it stays so while it grows. */
+class Column {
+  constructor(name, prefix) {
+    this.name = name;
+    this.prefix = prefix; // of ids
+    this.shown = []; // of each message that is shown, what it was made of
+    this.endKey = ""; // what is shown below them was made of
+    this.chosen = { future: 0, other: null }; // of the futures
+    this.messages = element("div", { class: "messages", role: "log", "aria-label": `Conversation with ${name}` });
+    this.end = element("div", { class: "talk-end" });
+    this.futures = element("div", {});
+    this.root = element(
+      "section",
+      { class: "column", "aria-label": name },
+      element("h3", {}, shortName(titleOf(name))),
+      this.messages,
+      this.end,
+      this.futures,
+    );
+  }
+
+  /** `said`: what the user has just said, to which a busy model replies. */
+  draw({ prompt, row, futures, fault, busy }, said) {
+    this.drawMessages(row, prompt, busy ? said : "");
+    const key = JSON.stringify([row?.ending, row?.error, row?.scores, fault, futures]);
+    if (key === this.endKey) return;
+    this.endKey = key;
+    const hasScores = Object.keys(row?.scores ?? {}).length > 0;
+    this.end.replaceChildren(
+      ...(row?.ending ? [endingView(row)] : []),
+      ...(hasScores ? [scoresView(row)] : []),
+      ...(fault ? [element("p", { class: "error-text" }, fault)] : []),
+    );
+    this.chosen = { future: 0, other: null };
+    this.drawFutures(row, prompt, futures);
+  }
+
+  drawMessages(row, prompt, said) {
+    const messages = [...(row?.messages ?? []), ...(said ? [{ role: "user", content: said }] : [])];
+    const extras = row ? extrasOf(row, prompt) : new Map();
+    const made = messages.map((message, at) => JSON.stringify([message, messages[at + 1]?.role, extras.get(at)]));
+    let same = 0;
+    while (same < made.length && made[same] === this.shown[same]) same += 1;
+    if (same === made.length && same === this.shown.length) return;
+    while (this.messages.children.length > same) this.messages.lastChild.remove();
+    for (let at = same; at < messages.length; at += 1)
+      this.messages.append(messageView(messages[at], messages[at + 1], extras.get(at)));
+    this.shown = made;
+    this.messages.lastChild?.scrollIntoView({ block: "nearest" });
+  }
+
+  drawFutures(row, prompt, futures) {
+    if (!futures.length) {
+      this.futures.replaceChildren();
+      return;
+    }
+    const shown = futures.find(({ future }) => future === this.chosen.future) ?? futures[0];
+    const other = futures.find(({ future }) => future === this.chosen.other && future !== shown.future) ?? null;
+    const choose = ({ future = shown.future, other: compared = "" }) => {
+      this.chosen = { future, other: compared === "" ? null : Number(compared) };
+      const { id } = document.activeElement;
+      this.drawFutures(row, prompt, futures);
+      const focused = id.includes("tab-") ? `${this.prefix}tab-${future}` : id;
+      document.getElementById(focused)?.focus();
+    };
+    const title = `${plural(futures.length, "future")} of this conversation`;
+    const places = { prefix: this.prefix, from: row.messages.length, turn: prompt };
+    const view = { rows: futures, title, head: partsView(futures), ...places };
+    this.futures.replaceChildren(futuresView(view, { row: shown, other }, choose));
+  }
+}
+
+function statusOf(session) {
+  if (!session) return "Start serves the models on this machine, which takes up to minutes.";
+  if (session.ended) return "The models are no longer served.";
+  if (session.doing && !session.chats.length) return session.progress || DOING.start;
+  return DOING[session.doing] ?? "";
+}
+
+function titleOf(model) {
+  return model.replaceAll("_", " ");
+}
+
+function isSame(names, others) {
+  return JSON.stringify(names) === JSON.stringify(others);
+}
+
+function showFault(place, message) {
+  if (place.textContent === message) return;
+  place.replaceChildren(...(message ? [element("p", { class: "error", role: "alert" }, message)] : []));
+}
+
+/**
+ * Offer groups [label, [[value, label], …]], those without a label as they are, and select a value, also one that is
+ * not offered: an address may name what is not there.
+ */
+function offer(field, groups, value) {
+  const isOffered = groups.some(([, options]) => options.some(([name]) => name === value));
+  const all = isOffered || !value ? groups : [...groups, ["", [[value, value]]]];
+  const key = JSON.stringify(all);
+  if (field.offered !== key) {
+    field.offered = key;
+    const views = ([label, options]) => {
+      const list = options.map(([name, title]) => element("option", { value: name }, shortName(title)));
+      return label ? [element("optgroup", { label: shortName(label) }, list)] : list;
+    };
+    field.replaceChildren(...all.flatMap(views));
+  }
+  field.value = value;
+}

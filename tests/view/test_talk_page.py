@@ -1,0 +1,134 @@
+"""Talk: two models beside each other, a simulated user, futures, in a real browser. Their process is scripted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.view import recorded_runs
+from tests.view.browser import Open, assert_harmless, expect, needs_browser, served, unfold
+from tests.view.scripted_speaker import BROKEN, FAULT, HOSTILE, WAIT, ScriptedSpeaker, write_models
+
+pytestmark = needs_browser
+
+
+@pytest.fixture(scope="module")
+def talk_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("talks")
+    for name in ("run", BROKEN):
+        recorded_runs.write_run(folder / name, 1)
+        write_models(folder / name, 6, 12)
+    (folder / "evaluation").mkdir()
+    (folder / "evaluation" / "config.json").write_text('{"program": "evaluate", "run": {}}')
+    with served([folder / "run", folder / BROKEN, folder / "evaluation"]) as url:
+        yield url
+
+
+def test_before_and_after_by_keyboard(open_page: Open, talk_site: str) -> None:
+    page = open_page(talk_site, "#blind")
+    press, field = page.keyboard.press, page.get_by_label
+    expect(page.get_by_role("heading", name="Which conversation is better?")).to_be_visible()
+    press("g")
+    press("t")
+    expect(page.locator("#talk-left")).to_have_value("before")
+    expect(page.locator("#talk-right")).to_have_value("step_12")
+    expect(page.locator(".composer")).to_be_hidden()
+    page.get_by_role("button", name="Start").press("Enter")
+    columns = page.locator("#talk .column")
+    expect(columns.locator("h3")).to_have_text(["before", "step 12"])
+    press("w")
+    expect(field("Message as the user")).to_be_focused()
+    page.keyboard.type("gt?")
+    press("Shift+Enter")
+    page.keyboard.type("hello")
+    press("Enter")
+    for name, column in zip(("before", "step_12"), (columns.first, columns.last), strict=True):
+        expect(column.locator(".text")).to_have_text(["gt?\nhello", f"{name} heard: gt?\nhello"])
+    expect(field("Message as the user")).to_have_value("")
+    expect(field("Message as the user")).to_be_focused()
+    ScriptedSpeaker.go_on.clear()
+    page.keyboard.type(WAIT)
+    press("Enter")
+    expect(columns.first.locator(".message.user")).to_have_count(2)
+    expect(page.locator(".talk-status")).to_have_text("The model replies\u2026")
+    page.keyboard.type("too early")
+    press("Enter")
+    expect(field("Message as the user")).to_have_value("too early")
+    page.reload()
+    expect(columns.first.locator(".message.user")).to_have_count(2)
+    ScriptedSpeaker.go_on.set()
+    expect(columns.last.locator(".message.assistant")).to_have_count(2)
+    page.get_by_role("button", name="Undo").press("Enter")
+    expect(columns.last.locator(".message.assistant")).to_have_count(1)
+    page.get_by_role("button", name="Stop").press("Enter")
+    expect(page.locator(".talk-status")).to_have_text("The models are no longer served.")
+    expect(columns).to_have_count(2)
+
+
+def test_a_task_with_its_simulated_user_and_futures(open_page: Open, talk_site: str) -> None:
+    page = open_page(talk_site, "#talk?left=step_6&right=&task=booking-1")
+    status, columns = page.locator(".talk-status"), page.locator("#talk .column")
+    page.get_by_role("button", name="Start").click()
+    column = columns.first
+    expect(column.locator(".message.assistant .text")).to_have_text(["step_6 heard: I would like a table, number 1."])
+    expect(columns).to_have_count(1)
+    tasks = page.locator("#talk-task")
+    expect(tasks.locator("optgroup")).to_have_attribute("label", "test, 3 of 50 tasks")
+    unfold(page, "#talk")
+    expect(page.locator("#talk")).to_contain_text("step-free access")
+    expect(column.locator(".message.assistant")).to_contain_text("step_6 thinks")
+    page.get_by_role("button", name="Simulated user").click()
+    expect(column.locator(".message.user")).to_have_count(2)
+    expect(column.locator(".message.assistant").first.get_by_text("step_6 thinks").last).to_be_visible()  # still open
+    page.get_by_label("Number of futures").fill("2")
+    page.get_by_role("button", name="Play futures").click()
+    tabs = column.get_by_role("tab")
+    expect(tabs).to_have_count(2)
+    expect(column.locator(".scores")).to_contain_text("interactivity")
+    tabs.first.press("ArrowRight")
+    expect(tabs.last).to_be_focused()
+    future = column.get_by_role("tabpanel")
+    expect(future.locator(".message.user")).to_have_text(re.compile("Answer 1"))
+    column.get_by_label("Compare with").select_option("0")
+    expect(future.locator(".beside")).to_contain_text("Answer 0")
+    page.get_by_label("Number of futures").fill("9")
+    page.get_by_role("button", name="Play futures").click()
+    expect(page.get_by_role("alert")).to_have_text("count: give 1 to 8")
+    page.get_by_role("button", name="Simulated user").click()
+    expect(column.locator(".talk-end")).to_have_text("Ended by user_done")
+    expect(tabs).to_have_count(0)
+    tasks.select_option("booking-2")
+    page.get_by_role("button", name="New conversation").click()
+    expect(column.locator(".message.user .text")).to_have_text(["I would like a table, number 2."])
+    expect(status).to_have_text("")
+    assert "task=booking-2" in page.url and "left=step_6" in page.url
+
+
+def test_a_hostile_reply_stays_text(open_page: Open, talk_site: str) -> None:
+    page = open_page(talk_site, "#talk")
+    page.get_by_role("button", name="Start").click()
+    page.get_by_label("Message as the user").fill(HOSTILE)
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator("#talk .message.assistant")).to_have_count(2)
+    page.get_by_role("button", name="Play futures").click()
+    expect(page.locator("#talk [role=tab]")).to_have_count(6)
+    unfold(page, "#talk")
+    assert_harmless(page)
+    page.set_viewport_size({"width": 700, "height": 900})
+    assert_harmless(page)
+
+
+def test_a_failed_start_is_one_line(open_page: Open, talk_site: str) -> None:
+    page = open_page(talk_site, "#talk?run=2")
+    expect(page.get_by_role("alert")).to_contain_text("trains no model")
+    expect(page.get_by_role("button", name="Start")).to_be_disabled()
+    page.locator("#talk-run").select_option("1")
+    page.get_by_role("button", name="Start").click()
+    expect(page.get_by_role("alert")).to_have_text(FAULT)
+    expect(page.locator(".talk-status")).to_have_text("The models are no longer served.")
+    page.locator("#talk-run").select_option("0")
+    page.get_by_role("button", name="Start").click()
+    expect(page.locator("#talk .column")).to_have_count(2)
+    expect(page.get_by_role("alert")).to_have_count(0)
