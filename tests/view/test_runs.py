@@ -51,6 +51,7 @@ def test_a_run_is_listed(folder: Path) -> None:
         "finished": False,
         "steps": 3,
         "has_transcripts": False,
+        "evaluations": [],
     }
     assert RunView(folder).summary() == listed
     (folder / "result.json").write_text("{}")
@@ -269,7 +270,7 @@ def test_futures_are_rows_without_their_conversations(folder: Path) -> None:
     transcripts.write_step(folder, 7, [group("a", 1, 1), [row("b", 0, 0, reward=None, ending=None, scores=scores)]])
     answer = RunView(folder).futures(selection([("offset", "1")]))
     assert answer == {
-        "total": 2, "endings": ["user_done"], "columns": ["reward", "right", "judged"],
+        "total": 2, "endings": ["user_done"], "columns": ["reward", "right", "judged"], "evaluations": [],
         "rows": [
             {
                 "step": 7, "position": 1, "task": "b", "rollout": 0, "future": 0, "ending": None, "reward": None,
@@ -283,7 +284,8 @@ def test_a_group_comes_whole(folder: Path) -> None:
     rows = group("a", goal={"day": "friday"}, private={"1": {"thought": ODD}})
     transcripts.write_step(folder, 7, [group("other"), rows])
     assert RunView(folder).group(7, 1) == {
-        "step": 7, "position": 1, "task": "a", "goal": {"day": "friday"}, "user": None,
+        "evaluation": "", "step": 7, "position": 1, "has_tokens": False,
+        "task": "a", "goal": {"day": "friday"}, "user": None,
         "rows": [{"step": 7, **future} for future in rows],
     }  # fmt: skip
     for step, position in ((7, 2), (8, 0), (10**30, 0)):
@@ -303,7 +305,13 @@ def test_transcripts_of_an_earlier_version_are_shown_and_their_torn_line_is_not(
 
 def test_steps_come_and_go_as_the_run_writes_and_resumes(folder: Path) -> None:
     run, steps = RunView(folder), [("sort", "step"), ("descending", "1"), ("limit", "1")]
-    assert run.futures(selection([])) == {"total": 0, "rows": [], "endings": [], "columns": ["reward"]}
+    assert run.futures(selection([])) == {
+        "total": 0,
+        "rows": [],
+        "endings": [],
+        "columns": ["reward"],
+        "evaluations": [],
+    }
     for step in range(3):
         transcripts.write_step(folder, step, [[row(f"of-{step}")]])
         assert run.futures(selection(steps))["rows"][0]["step"] == step
@@ -316,7 +324,7 @@ def test_steps_come_and_go_as_the_run_writes_and_resumes(folder: Path) -> None:
 def test_a_run_is_indexed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transcripts.write_step(folder, 0, [group()])
     opened: list[Path] = []
-    monkeypatch.setattr(runs, "Index", lambda path: opened.append(path) or Index(path))
+    monkeypatch.setattr(runs, "Index", lambda path, *more: opened.append(path) or Index(path, *more))
     run = RunView(folder)
     assert not opened, "the command answers before it has read a large run"
     for _ in range(2):

@@ -8,9 +8,10 @@ import { beginning, escaped, marked, shortName } from "./text.js";
 
 /**
  * The view of a group. `chosen`: {rollout, future, other}, the last one the future to compare with, or null;
- * `link(choice)` is the address of another choice, `choose(choice)` goes to it.
+ * `link(choice)` is the address of another choice, `choose(choice)` goes to it, `toggleTokens(rollout)` shows the tokens
+ * of a rollout, which are not part of the tree.
  */
-export function treeView(group, chosen, link, choose) {
+export function treeView(group, chosen, link, choose, toggleTokens) {
   if (!group.rows.length) return element("p", { class: "empty" }, "This group has no futures.");
   const rollouts = rolloutsOf(group.rows);
   const rollout = rollouts.find((candidate) => candidate.rollout === chosen.rollout) ?? rollouts[0];
@@ -22,14 +23,23 @@ export function treeView(group, chosen, link, choose) {
     { class: "tree" },
     headView(group, rollouts),
     promptView(group.rows[0], start),
-    element("h3", { id: "turns-title" }, rollouts.length > 1 ? "Trained turns" : "Trained turn"),
+    element("h3", { id: "turns-title" }, turnsTitle(group, rollouts)),
     element(
       "ol",
       { class: "turns", "aria-labelledby": "turns-title" },
-      rollouts.map((candidate) => turnView(candidate, rollouts, start, candidate === rollout, link)),
+      rollouts.map((candidate) =>
+        turnView(candidate, rollouts, start, candidate === rollout, link, group.has_tokens && toggleTokens),
+      ),
     ),
+    group.has_tokens ? element("div", { class: "tokens" }) : null,
     futuresView(rollout, row, other, start, link, choose),
   );
+}
+
+/** Of an evaluation no turn is trained. */
+function turnsTitle({ evaluation }, rollouts) {
+  const [single, several] = evaluation ? ["First reply", "First replies"] : ["Trained turn", "Trained turns"];
+  return rollouts.length > 1 ? several : single;
 }
 
 function headView(group, rollouts) {
@@ -38,6 +48,7 @@ function headView(group, rollouts) {
   const goal = group.goal ?? first.goal;
   const user = group.user ?? first.user;
   const facts = [
+    ...(group.evaluation ? [`evaluation ${shortName(group.evaluation)}`] : []),
     `step ${group.step}`,
     `group ${group.position}`,
     plural(rollouts.length, "rollout"),
@@ -67,7 +78,7 @@ function promptView(row, start) {
 }
 
 /** The trained turn of a rollout with its reward. */
-function turnView(rollout, rollouts, start, isChosen, link) {
+function turnView(rollout, rollouts, start, isChosen, link, toggleTokens) {
   const [row] = rollout.rows;
   const message = row.messages[start];
   const address = link({ rollout: rollout.rollout, future: 0 });
@@ -79,6 +90,7 @@ function turnView(rollout, rollouts, start, isChosen, link) {
       { class: "turn-head" },
       element("a", { href: address, "aria-current": isChosen ? "true" : null }, `Rollout ${rollout.rollout}`),
       advantageView(advantage(rollout, rollouts)),
+      toggleTokens ? tokensButton(rollout.rollout, toggleTokens) : null,
     ),
     element("p", { class: "rescored" }), // filled while a setting of the reward is changed
     partsView(rollout.rows),
@@ -86,6 +98,12 @@ function turnView(rollout, rollouts, start, isChosen, link) {
       ? messageView(message, row.messages[start + 1], extrasOf(row, start).get(start))
       : element("p", { class: "empty" }, "No reply."),
   );
+}
+
+function tokensButton(rollout, toggleTokens) {
+  const name = `Tokens of rollout ${rollout}`;
+  const attributes = { type: "button", class: "to-tokens", id: `tokens-of-${rollout}`, "aria-label": name, title: name };
+  return element("button", { ...attributes, "aria-expanded": "false", click: () => toggleTokens(rollout) }, "Tokens");
 }
 
 function advantageView(gain) {
