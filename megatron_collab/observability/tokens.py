@@ -78,7 +78,7 @@ def write(folder: Path, step: int, rows: Iterable[Row]) -> None:
 def read(folder: Path, step: int, position: int, rollout: int) -> list[Row]:
     """The rows of a rollout's trained turns, in order; empty if none are recorded. Raises ConfigError if damaged."""
     file = step_file(folder, step, TOKENS)
-    if not file.is_file():
+    if not file.is_file() or max(position, rollout) >= 1 << 31:  # more than the columns can hold
         return []
     with readable(file):
         table = pq.read_table(file, filters=[("position", "=", position), ("rollout", "=", rollout)])

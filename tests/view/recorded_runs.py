@@ -196,8 +196,8 @@ def write_hostile_run(run: Path) -> None:
     rows = [hostile_row(rollout, text) for rollout, text in enumerate(texts)]
     rows[3]["messages"][-1]["content"] = "w" * 1_000_000
     transcripts.write_step(run, 0, [rows])
-    of_turn = tokens_of(0, 0)
-    pieces = [[text.encode(errors="replace").decode()] * len(of_turn["pieces"]) for text in texts]
+    of_turn = {name: value if isinstance(value, int) else value[:2] for name, value in tokens_of(0, 0).items()}
+    pieces = [[text.encode(errors="replace").decode()] * 2 for text in texts]
     tokens.write(run, 0, [{**of_turn, "rollout": at, "pieces": of_rollout} for at, of_rollout in enumerate(pieces)])
     transcripts.write(evaluations.file_of(run, "before"), [rows])
     names = {f"score/{MARKUP}": 0.5, "score/" + "m" * 300: 0.1, "ending/__proto__": 1.0, "score/constructor": 0.2}

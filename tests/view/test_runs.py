@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from megatron_collab.config import ConfigError, RewardConfig
-from megatron_collab.observability import transcripts
+from megatron_collab.observability import metric_kinds, tokens, transcripts
 from megatron_collab.observability.transcript_index import Index
 from megatron_collab.view import runs
 from megatron_collab.view.runs import RunView
 from megatron_collab.view.selection import selection
+from tests.observability.test_tokens import learned
 from tests.observability.test_transcripts import ODD, group, old_lines, row
 
 
@@ -330,3 +331,44 @@ def test_a_run_is_indexed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(2):
         assert run.futures(selection([]))["total"] == 6 and len(run.group(0, 0)["rows"]) == 6
     assert opened == [folder]
+
+
+def test_an_evaluation_is_asked_for_by_its_name(folder: Path) -> None:
+    records = {name: {"step": step, "set": "", "tasks": 1} for name, step in (("before", 0), ("../x", 1), ("after", 9))}
+    (folder / "evaluations.json").write_text(json.dumps(records))
+    transcripts.write(folder / "eval_after.parquet", [group("evaluated", 2, 1)])
+    transcripts.write_step(folder, 9, [group("trained")])
+    run = RunView(folder)
+    assert run.summary()["evaluations"] == ["after"] == run.futures(selection([]))["evaluations"]
+    answer = run.futures(selection([("task", "evaluated")]), "after")
+    assert [(of["step"], of["position"], of["rollout"]) for of in answer["rows"]] == [(9, 0, 0), (9, 0, 1)]
+    assert run.futures(selection([]))["total"] == 6, "those of training are others"
+    shown = run.group(9, 0, "after")
+    assert (shown["task"], shown["evaluation"], shown["has_tokens"]) == ("evaluated", "after", False)
+    assert run.scores([(9, 0)], "after")[0]["rows"][1]["rollout"] == 1
+    assert run.group(9, 0)["task"] == "trained"
+    for name in ("before", "../x", "none\n"):
+        with pytest.raises(LookupError, match="has no conversations of"):
+            run.futures(selection([]), name)
+
+
+def test_a_judge_is_above_the_facts_if_the_run_says_which_metrics_are_which(folder: Path) -> None:
+    scores = {"judged": 0.5, "right": 1.0}
+    transcripts.write_step(folder, 0, [[row(scores=scores)]])
+    kinds = [{"opinions": ["judged"], "ground_truths": ["right"]}, {"opinions": "judged"}, [], {"opinions": [1]}]
+    for kind in kinds:
+        (folder / metric_kinds.FILE).write_text(json.dumps(kind))
+        above = [name for name in RunView(folder).futures(selection([]))["columns"] if "above" in name]
+        assert above == (["judged above right"] if kind is kinds[0] else [])
+
+
+def test_tokens_are_there_if_they_were_recorded(folder: Path) -> None:
+    transcripts.write_step(folder, 1, [group("a")])
+    run = RunView(folder)
+    assert not run.group(1, 0)["has_tokens"]
+    tokens.write(folder, 1, [learned(0, 0), learned(0, 1, pieces=["b", "c"])])
+    assert run.group(1, 0)["has_tokens"]
+    assert [turn["pieces"] for turn in run.tokens(1, 0, 1)] == [["b", "c"]]
+    for place in ((1, 0, 2), (2, 0, 0)):
+        with pytest.raises(LookupError, match="has no tokens of rollout"):
+            run.tokens(*place)

@@ -65,8 +65,8 @@ export class Conversations {
     if (!this.firstRun) return;
     clearTimeout(this.timer); // the address has what it would add, or goes back behind it
     this.choices = { run: String(this.firstRun.run), ...choices };
-    const { has_transcripts: isTrained, evaluations } = this.runs.find(({ run }) => String(run) === this.choices.run) ?? {};
-    if (!isTrained) this.choices.evaluation ??= evaluations?.[0];
+    const run = this.runs.find((candidate) => String(candidate.run) === this.choices.run);
+    if (!run?.has_transcripts) this.choices.evaluation ??= run?.evaluations[0];
     this.filters.show(this.choices);
     await this.readReward();
     this.settings = this.panel.show(this.choices);

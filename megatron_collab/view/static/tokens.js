@@ -2,7 +2,7 @@
 
 import { element } from "./dom.js";
 import { number, plural, signed } from "./format.js";
-import { marked } from "./text.js";
+import { beginning, marked } from "./text.js";
 
 const SHOWN = 2_000; // tokens of a turn at first; a button adds as many
 export const SHADES = { probability: "probability", ratio: "ratio", advantage: "advantage" };
@@ -31,14 +31,16 @@ export function tokensView(turns, shade, choose) {
       select,
       element("span", {}, LEGENDS[shade]),
     ),
-    turns.map((turn, at) => turnView(turn, turns.length > 1 ? `Turn ${at + 1}` : "Tokens of the trained turn", shade)),
+    turns.map((turn, at) => turnView(turn, turns.length > 1 ? `Tokens of turn ${at + 1}` : "Tokens of the turn", shade)),
   );
 }
 
 function turnView(turn, label, shade) {
   const count = turn.pieces.length;
-  const value = element("p", { class: "token-value", role: "status" }, `${plural(count, "token")}; point at one, or use the arrows.`);
-  const list = element("div", { class: "token-list", role: "listbox", "aria-label": label, "aria-orientation": "horizontal" });
+  const hint = `${plural(count, "token")}; point at one, or use the arrows.`;
+  const value = element("p", { class: "token-value", role: "status" }, hint);
+  const attributes = { class: "token-list", role: "listbox", "aria-label": label, "aria-orientation": "horizontal" };
+  const list = element("div", attributes);
   const more = element("button", { type: "button", class: "more", click: () => show() });
   const describe = ({ target }) => {
     const at = [...list.children].indexOf(target.closest(".token"));
@@ -55,7 +57,7 @@ function turnView(turn, label, shade) {
   list.addEventListener("focusin", describe);
   list.addEventListener("keydown", (event) => moveFocus(event, list));
   show();
-  return element("div", { class: "token-turn" }, label.startsWith("Turn") ? element("h4", {}, label) : null, value, list, more);
+  return element("div", { class: "token-turn" }, element("h4", {}, label), value, list, more);
 }
 
 /** A token: text, never markup. What would not show, a line's end too, has a sign. */
@@ -72,7 +74,7 @@ function tokenView(turn, at, shade) {
     },
     marked(turn.pieces[at].replaceAll("\n", "\u21b5\n") || "\u2205"),
   );
-  view.style.setProperty("--strength", `${Math.round(100 * Math.min(strength, 1))}%`);
+  view.style.setProperty("--strength", `${Math.round(100 * Math.min(Math.sqrt(strength), 1))}%`); // small ones show too
   return view;
 }
 
@@ -101,7 +103,8 @@ function valuesOf(turn, at) {
     `weights of step ${turn.version[at]}`,
     turn.trained?.[at] ? null : "not trained",
   ];
-  return [element("b", { dir: "auto" }, marked(turn.pieces[at])), ` \u00b7 ${facts.filter(Boolean).join(" \u00b7 ")}`];
+  const piece = beginning(turn.pieces[at].replaceAll("\n", "\u21b5"));
+  return [element("b", { dir: "auto" }, marked(piece)), ` \u00b7 ${facts.filter(Boolean).join(" \u00b7 ")}`];
 }
 
 /** The arrows go from token to token; the keys of the page keep their meaning elsewhere. */

@@ -101,9 +101,15 @@ function turnView(rollout, rollouts, start, isChosen, link, toggleTokens) {
 }
 
 function tokensButton(rollout, toggleTokens) {
-  const name = `Tokens of rollout ${rollout}`;
-  const attributes = { type: "button", class: "to-tokens", id: `tokens-of-${rollout}`, "aria-label": name, title: name };
-  return element("button", { ...attributes, "aria-expanded": "false", click: () => toggleTokens(rollout) }, "Tokens");
+  const attributes = {
+    type: "button",
+    class: "to-tokens",
+    id: `tokens-of-${rollout}`,
+    "aria-label": `Tokens of rollout ${rollout}`,
+    "aria-expanded": "false",
+    click: () => toggleTokens(rollout),
+  };
+  return element("button", attributes, "Tokens");
 }
 
 function advantageView(gain) {
