@@ -74,6 +74,9 @@ def train_rl(config: Config, play: PlaySpec, data: DataSpec, serving: ServingSpe
                 clock.lap("update")
             # 3. Record
             rollouts.learned(stats)
+            if config.train.record_tokens:
+                rollouts.record_tokens(scored, trainer.log_probs(trainer.chunks, scored, interruptible=False))
+                clock.lap("tokens")
             training.record(step, {**batch.metrics, **stats, **servers.take_counters(), **clock.read()})
             step += 1
             if training.save_due(step):

@@ -372,7 +372,8 @@ class Sample:
     order, which exist if later turns do not see the thoughts of earlier ones. The model processes the sequences
     separately; baselines, means and mini-batches treat them as one sample. `routing` (if rollout.routing_replay): the
     experts of each token, unsigned integers [S, layers * experts of a token]; 0 for a sequence's last token, which is
-    never read.
+    never read. `origin`: the number of the group in the step and of the rollout in it that has the trained turns; None
+    of later turns and in supervised stages.
     """
 
     token_ids: np.ndarray
@@ -383,6 +384,7 @@ class Sample:
     later: bool = False
     cuts: tuple[int, ...] = ()
     routing: np.ndarray | None = None
+    origin: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ def samples_of(group: Group, spec: CreditSpec, number: int, formula: RewardFormu
         rollouts = select_rollouts(rollouts, spec)
     if len(rollouts) < spec.min_rewards:
         return []
+    places = [*map(id, group.rollouts)]
+    origins = [(number, places.index(id(rollout))) for rollout in rollouts]
     if spec.algo.objective == "policy" and spec.algo.advantage == "gdpo":
         rollouts = _decoupled(rollouts, spec.reward)
     name = f"{number}/{group.task.id}"
@@ -52,6 +54,8 @@ def samples_of(group: Group, spec: CreditSpec, number: int, formula: RewardFormu
         samples = [conversation_sample(rollout, spec.reward, name) for rollout in rollouts]
     else:
         samples = _with_futures(rollouts, spec, name, formula)
+    trained, later = samples[: len(rollouts)], samples[len(rollouts) :]
+    samples = [replace(turns, origin=origin) for turns, origin in zip(trained, origins, strict=True)] + later
     overlong = spec.algo.objective == "policy" and spec.algo.overlong
     return [penalize_overlong(sample, spec) for sample in samples] if overlong else samples
 

@@ -262,6 +262,11 @@ class TrainConfig(EvalTasksConfig):
         None, "also keep the checkpoint with the highest eval/[SET/]METRIC; with a leading -: the lowest"
     )
     eval_every: int = mutable(0, "steps between evaluations; 0: only before the first step and after the last", ge=0)
+    record_tokens: bool = mutable(
+        False,
+        "rl: record the tokens of trained turns with probability, ratio and advantage: "
+        "a forward pass, 3 KB and 3 to 5 bytes a token each step",
+    )
     stop_on_alarm: bool = mutable(False, "rl: stop the run, saved, when a sentinel of reward hacking raises an alarm")
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from itertools import dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -415,3 +415,14 @@ class PromptSpec:
     def renderer(self, tools: Sequence[Mapping[str, Any]] = ()) -> ChatRenderer:
         """The renderer of the policy, the same in rollouts and in supervised training. Raises ConfigError."""
         return ChatRenderer(self.model, tools, self.arguments, self.system)
+
+    def pieces(self) -> Callable[[int], str]:
+        """A function that gives the text of a token within a text: U+FFFD for a part of a character."""
+        decode = partial(load_tokenizer(self.model, "model.path").decode, clean_up_tokenization_spaces=False)
+        first = decode([0])  # decoders drop the space in front of the first token
+
+        @cache
+        def piece(token: int) -> str:
+            return decode([0, token]).removeprefix(first)
+
+        return piece

@@ -12,13 +12,14 @@ from datetime import UTC, datetime
 from importlib import metadata
 from itertools import chain, islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
 from megatron_collab import __version__
 from megatron_collab.config import SETTINGS, PlayConfig, changes, recorded
-from megatron_collab.observability import evaluations, records
+from megatron_collab.observability import evaluations, metric_kinds, records
 from megatron_collab.observability.evaluations import Evaluations
 from megatron_collab.observability.gap import gap_metrics
 from megatron_collab.observability.transcripts import write
@@ -26,7 +27,7 @@ from megatron_collab.observability.writers import CONVERSATIONS, Writer, writers
 from megatron_collab.runtime import files, keys, process
 from megatron_collab.runtime.process import BEST, FINISHED, RunStopped, global_rank
 from megatron_collab.runtime.redact import redacted
-from megatron_collab.types import Finish, Group, Judgment, Missing, Reward, visible
+from megatron_collab.types import Conversation, Finish, Group, Judgment, Missing, Reward, visible
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +137,10 @@ class RunFolder:
         """Whether no recorded evaluation lacks a score."""
         return all(map(evaluations.is_complete, self._evaluations.records.values()))
 
+    def record_metric_kinds(self, opinions: Sequence[str], ground_truths: Sequence[str]) -> None:
+        """Record which metrics a model decides, and which facts do."""
+        replace(self.folder / metric_kinds.FILE, {"opinions": opinions, "ground_truths": ground_truths})
+
     def scalars(self) -> dict[str, float]:
         """The metrics of all evaluations; if a set has several, those of the last one."""
         metrics: dict[str, float] = {}
@@ -241,7 +246,7 @@ def rows_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
                     **({"played": group.task.played} if group.task.played else {}),  # as the user's first message
                     **(of_group if i == j == 0 else {}),
                     "reward": None if isinstance(reward, Missing) else reward,
-                    **(_terms(rollout.reward) if j == 0 else {}),
+                    **(_terms(rollout.reward) | _surprise(rollout.start) if j == 0 else {}),
                     **({"turns": raw} if any(text != visible(text) for text in raw) else {}),  # with their thoughts
                     **({"cut": cut} if cut else {}),  # turns that were cut at their token budget
                     **({"turn_rewards": conversation.turn_rewards} if any(conversation.turn_rewards) else {}),
@@ -268,6 +273,17 @@ def _terms(reward: Reward) -> dict[str, Any]:
         return {}
     terms: dict[str, Any] = records.finite({"parts": dict(reward.parts), "standard_error": reward.standard_error})
     return terms
+
+
+def _surprise(start: Conversation) -> dict[str, float]:
+    """Mean of -log p over the sampled tokens of the trained turns; nothing if no probability is known."""
+    log_probs = [
+        log_prob
+        for turn in start.turns
+        for at, (token, log_prob) in enumerate(zip(turn.token_ids, turn.log_probs, strict=True))
+        if token >= 0 and not turn.forced[0] <= at < turn.forced[1]  # below 0: of an endpoint, which are only counted
+    ]
+    return {"surprise": round(-fmean(log_probs), 6)} if log_probs else {}
 
 
 def keep(file: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:

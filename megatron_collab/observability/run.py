@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from megatron_collab.config import PlayConfig, TrainConfig
-from megatron_collab.observability import evaluations, judges, transcripts
+from megatron_collab.observability import evaluations, judges, tokens, transcripts
 from megatron_collab.observability.evaluations import AFTER, BEFORE
 from megatron_collab.observability.folder import RunFolder, append, keep, rows_of, scores, with_intervals
 from megatron_collab.observability.judges import JudgeChange, JudgeVersions
@@ -78,6 +78,10 @@ class Run(RunFolder):
         if self._view and groups:
             last = groups[-1].rollouts[-1].futures[-1].conversation
             self._view.conversation([message.as_dict() for message in last.messages])
+
+    def record_tokens(self, step: int, rows: Iterable[tokens.Row]) -> None:
+        """Write the tokens of a step's trained turns, see train.record_tokens."""
+        tokens.write(self.folder, step, rows)
 
     def alarms(self, step: int, alarms: Sequence[Alarm | JudgeChange], evaluation: str = "") -> None:
         """Write the alarms at a step, or in an evaluation before it, and print a line for each."""

@@ -20,9 +20,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from megatron_collab.observability import records, transcripts
+from megatron_collab.observability import evaluations, records, transcripts
 from megatron_collab.observability.conversations import is_conversation
-from megatron_collab.observability.transcripts import SCORE, STANDARD_ERROR, Row
+from megatron_collab.observability.transcripts import SCORE, TERMS, Row
 
 _FILES = 100  # that are read before their columns are joined, and the memory of reading is used again
 _THREADS = 4  # that read files; a reading thread mostly waits for the disk or decompresses
@@ -35,7 +35,7 @@ class Query:
     """What futures must have to be selected; all conditions must hold, and None is no condition.
 
     `steps`: first and last step; `task`: a part of the task's id; `scores`: ranges by metric, which missing scores are
-    outside of; `words`: each of them must be a part of a word in the future's group.
+    outside of; `words`: each of them must be a part of a word in the future's group; `terms`: ranges by name in TERMS.
     """
 
     steps: Range | None = None
@@ -44,6 +44,7 @@ class Query:
     reward: Range | None = None
     scores: Mapping[str, Range] = field(default_factory=dict)
     words: str = ""
+    terms: Mapping[str, Range] = field(default_factory=dict)
 
 
 class FuturePlace(NamedTuple):
@@ -59,7 +60,7 @@ class _Columns:
     """The columns of an index, without futures at first.
 
     Arrays by future: `group` (its number), `rollout`, `future`, `ending` (its place in `endings`, -1: none), and
-    `values` by name: `reward`, `standard_error` if recorded, `score/METRIC`; float32, NaN where missing. Arrays by
+    `values` by name: `reward`, TERMS if recorded, `score/METRIC`; float32, NaN where missing. Arrays by
     group: `step`, `position` (in its step), `task` (its place in `tasks`), `first` (its first future).
     """
 
@@ -82,12 +83,19 @@ class _Columns:
 class Index(_Columns):
     """The futures of the run in `folder`, numbered in order of steps; `refresh` adds those of new steps.
 
-    Raises ConfigError if a file is damaged.
+    `evaluation`: name and step of an evaluation whose conversations are indexed instead. For each of `pairs`, an
+    opinion and a ground truth, `values` also has `score/OPINION above TRUTH`: the difference of both scores,
+    standardized over all futures, if both are recorded. Raises ConfigError if a file is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        evaluation: tuple[str, int] | None = None,
+        pairs: Sequence[tuple[str, str]] = (),
+    ) -> None:
         super().__init__()
-        self.folder = folder
+        self.folder, self._evaluation, self._pairs = folder, evaluation, pairs
         self.refresh()
 
     def _clear(self) -> None:
@@ -95,7 +103,7 @@ class Index(_Columns):
 
     def refresh(self) -> bool:
         """Read the files that are new; all files if others changed, since the run was resumed. Whether any did."""
-        known = _files(self.folder)
+        known = _known(self._files())
         if known == self._known:
             return False
         if not self._known.items() <= known.items() or [*known][: len(self._known)] != [*self._known]:
@@ -104,13 +112,28 @@ class Index(_Columns):
         try:
             with ThreadPoolExecutor(_THREADS) as pool:
                 for files in batched(fresh, _FILES):
-                    if parts := [part for of_file in pool.map(_parts, files) for part in of_file]:
+                    step = self._evaluation and self._evaluation[1]
+                    if parts := [part for of_file in pool.map(partial(_parts, step=step), files) for part in of_file]:
                         self._add(parts)
         except BaseException:
             self._clear()
             raise
+        for opinion, truth in self._pairs:
+            self._compare(opinion, truth)
         self._known = known
         return True
+
+    def _files(self) -> list[Path]:
+        if self._evaluation:
+            return [evaluations.file_of(self.folder, self._evaluation[0])]
+        return [self.folder / transcripts.OLD_FILE, *transcripts.step_files(self.folder).values()]
+
+    def _compare(self, opinion: str, truth: str) -> None:
+        """Add or replace the column of a pair."""
+        scores = [self.values.get(f"{SCORE}{name}") for name in (opinion, truth)]
+        standardized = [_standardized(column) for column in scores if column is not None]
+        if len(standardized) == 2:
+            self.values[f"{SCORE}{opinion} above {truth}"] = standardized[0] - standardized[1]
 
     def _add(self, parts: Sequence[_Part]) -> None:
         """Append the columns of new parts, with words and tasks numbered over the whole run."""
@@ -181,7 +204,7 @@ class Index(_Columns):
         if query.ending is not None:
             place = self.endings.index(query.ending) if query.ending in self.endings else len(self.endings)
             futures &= self.ending == place
-        ranges = {f"{SCORE}{name}": bounds for name, bounds in query.scores.items()}
+        ranges = {**{f"{SCORE}{name}": bounds for name, bounds in query.scores.items()}, **query.terms}
         for name, bounds in (ranges | ({"reward": query.reward} if query.reward else {})).items():
             futures &= _within(self.values[name], bounds) if name in self.values else False
         return np.flatnonzero(futures)
@@ -278,10 +301,10 @@ class _Part:
         self.tasks, self.values = None, {}
 
 
-def _files(folder: Path) -> dict[Path, tuple[int, int, int]]:
-    """The files of transcripts with what changes if they are written again."""
+def _known(files: Iterable[Path]) -> dict[Path, tuple[int, int, int]]:
+    """The files that exist, with what changes if they are written again."""
     stats = {}
-    for file in (folder / transcripts.OLD_FILE, *transcripts.step_files(folder).values()):
+    for file in files:
         try:
             stat = file.stat()
         except FileNotFoundError:  # removed by a resume since it was listed
@@ -290,9 +313,10 @@ def _files(folder: Path) -> dict[Path, tuple[int, int, int]]:
     return stats
 
 
-def _parts(file: Path) -> list[_Part]:
-    if file.name == transcripts.OLD_FILE:
-        return [*_old_parts(file)]
+def _parts(file: Path, step: int | None) -> list[_Part]:
+    """The parts of a file of either format. `step`: of an evaluation, whose rows have none."""
+    if file.suffix != ".parquet":
+        return [*_old_parts(file, step)]
     try:
         with transcripts.readable(file):
             dictionaries = ["task", "ending.list.element"]
@@ -302,20 +326,20 @@ def _parts(file: Path) -> list[_Part]:
                 source.read_row_group(number, columns=columns, use_threads=False)
                 for number in range(source.num_row_groups)
             ]
-            return [_part(table, partial(_content, file, number)) for number, table in enumerate(tables)]
+            return [_part(table, step, partial(_content, file, number)) for number, table in enumerate(tables)]
     except FileNotFoundError:  # removed by a resume since it was listed
         return []
 
 
-def _part(table: pa.Table, content: Callable[[Sequence[int]], list[list[Row]]]) -> _Part:
+def _part(table: pa.Table, step: int | None, content: Callable[[Sequence[int]], list[list[Row]]]) -> _Part:
     columns = {name: column.chunk(0) for name, column in zip(table.column_names, table.columns, strict=True)}
     endings = columns["ending"].flatten()
     endings = endings if pa.types.is_dictionary(endings.type) else endings.dictionary_encode()
-    names = [name for name in columns if name.startswith(SCORE) or name in ("reward", STANDARD_ERROR)]
+    names = [name for name in columns if name.startswith(SCORE) or name in ("reward", *TERMS)]
     values = {name: columns[name].flatten().to_numpy(zero_copy_only=False) for name in names}
     return _Part(
         content,
-        columns["step"][0].as_py(),
+        columns["step"][0].as_py() if step is None else step,
         len(table),
         columns["reward"].value_lengths().to_numpy(),
         columns["task"],
@@ -334,26 +358,27 @@ def _content(file: Path, number: int, places: Sequence[int]) -> list[list[Row]]:
         return [*transcripts.read_row_group(pq.ParquetFile(file, memory_map=True), number, places)]
 
 
-def _old_parts(file: Path) -> Iterator[_Part]:
-    """The futures of transcripts.jsonl; lines that are none are left out."""
-    for step, step_lines in groupby(_old_lines(file), key=lambda line: line[2]["step"]):
+def _old_parts(file: Path, evaluated: int | None) -> Iterator[_Part]:
+    """The futures of lines of an earlier version; those that are none are left out. `evaluated`: as in `_parts`."""
+    lines_of_file = _old_lines(file, evaluated is not None)
+    for step, step_lines in groupby(lines_of_file, key=lambda line: line[2].get("step", evaluated)):
         lines = [*step_lines]
         spans = {id(row): (begin, end) for begin, end, row in lines}
         groups = [*transcripts.by_group(row for _, _, row in lines)]
         group_spans = [(spans[id(group[0])][0], spans[id(group[-1])][1]) for group in groups]
         at = 0
         for table in transcripts.tables_of(groups, step):
-            yield _part(table, partial(_old_content, file, group_spans[at : at + len(table)]))
+            yield _part(table, step, partial(_old_content, file, group_spans[at : at + len(table)]))
             at += len(table)
 
 
-def _old_lines(file: Path) -> Iterator[_Line]:
-    """Begin, end and row of each line that is a future."""
+def _old_lines(file: Path, is_evaluation: bool) -> Iterator[_Line]:
+    """Begin, end and row of each line that is a future; one of training has a step."""
     begin = 0
     with file.open("rb") as stream:
         for line in stream:
             row, end = records.parsed(line.decode(errors="replace")), begin + len(line)
-            if row is not None and records.of_step(row) and is_conversation(row):
+            if row is not None and (is_evaluation or records.of_step(row)) and is_conversation(row):
                 yield begin, end, row
             begin = end
 
@@ -381,6 +406,15 @@ def _numbered(distinct: pa.np.ndarray, pieces: Sequence[pa.np.ndarray]) -> tuple
     encoded = pa.concat_arrays(texts).dictionary_encode()
     places = np.split(encoded.indices.to_numpy(), np.cumsum([len(text) for text in texts])[:-1])
     return encoded.dictionary, places[1:]
+
+
+def _standardized(values: np.ndarray) -> np.ndarray:
+    """(values - mean) / standard deviation, NaN where missing; 0 if all values are equal."""
+    finite = values[~np.isnan(values)]
+    if not len(finite):
+        return values
+    spread = finite.std()
+    return (values - finite.mean()) / (spread if spread else 1)
 
 
 def _within(values: np.ndarray, bounds: Range) -> np.ndarray:

@@ -29,7 +29,7 @@ from megatron_collab.runtime.redact import redacted
 
 Row = Mapping[str, Any]
 
-FOLDER, OLD_FILE = "transcripts", "transcripts.jsonl"
+FOLDER, TOKENS, OLD_FILE = "transcripts", "tokens", "transcripts.jsonl"
 MOST_GROUPS = 64  # of a row group: the bits of a word
 _MOST_CONTENT = 1 << 22  # characters of JSON of a row group that has more than one group
 _PAGE = 1 << 19  # bytes of JSON that zstd packs as a whole; 4 % more bytes than one page for 64 groups
@@ -41,17 +41,18 @@ _LARGEST = float(np.finfo(np.float32).max)
 _BATCH = 8  # groups that are decoded at a time
 _STEP_FILE = re.compile(r"step_(\d{6,15})\.parquet")
 _LISTS = {"rollout": pa.int32(), "future": pa.int32(), "ending": pa.string()}  # columns of repeated values
-STANDARD_ERROR, SCORE = "standard_error", "score/"  # columns of float32 if the rows have such values
+SCORE = "score/"
+TERMS = ("standard_error", "surprise")  # besides scores and reward, columns of float32 if the rows have such values
 
 
-def step_file(folder: Path, step: int) -> Path:
-    """The file of a step of the run in `folder`."""
-    return folder / FOLDER / f"step_{step:06}.parquet"
+def step_file(folder: Path, step: int, kind: str = FOLDER) -> Path:
+    """The file of a step of the run in `folder`. `kind`: the folder in it, of transcripts or of tokens."""
+    return folder / kind / f"step_{step:06}.parquet"
 
 
-def step_files(folder: Path) -> dict[int, Path]:
+def step_files(folder: Path, kind: str = FOLDER) -> dict[int, Path]:
     """The files of the run in `folder` by step, in order of steps."""
-    parent = folder / FOLDER
+    parent = folder / kind
     names = [file.name for file in parent.iterdir()] if parent.is_dir() else []
     matches = filter(None, map(_STEP_FILE.fullmatch, names))
     return dict(sorted((int(match[1]), parent / match[0]) for match in matches))
@@ -191,8 +192,11 @@ def by_group(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 def forget(folder: Path, start: int) -> None:
-    """Remove the transcripts of the run in `folder` from step `start` on, which are repeated; others are not read."""
-    for step, file in step_files(folder).items():
+    """Remove transcripts and tokens of the run in `folder` from step `start` on, which are repeated.
+
+    Others are not read.
+    """
+    for step, file in (*step_files(folder).items(), *step_files(folder, TOKENS).items()):
         if step >= start:
             with files.writing(file):
                 file.unlink()
@@ -224,8 +228,7 @@ def _table(groups: Sequence[tuple[Sequence[Row], str]], step: int | None) -> pa.
         f"{SCORE}{name}": [of.get(name) for of in scores] for name in dict.fromkeys(n for of in scores for n in of)
     }
     numbers["reward"] = [row.get("reward") for row in rows]
-    if any(STANDARD_ERROR in row for row in rows):
-        numbers[STANDARD_ERROR] = [row.get(STANDARD_ERROR) for row in rows]
+    numbers |= {name: [row.get(name) for row in rows] for name in TERMS if any(name in row for row in rows)}
     words, bits = _inverted([group for group, _ in groups])
     no_words = [None] * (len(groups) - 1)
     return pa.table(

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from textwrap import indent
 from typing import Any, Protocol
 from uuid import uuid4
 
 from megatron_collab.config import PlayConfig, uses_wandb
 from megatron_collab.runtime import files
-from megatron_collab.runtime.redact import redacted
+from megatron_collab.runtime.redact import excerpt, redacted
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +54,9 @@ class TensorBoard:
 
     def conversations(self, step: int, name: str, rows: Rows) -> None:
         for row in rows:
-            dialogue = "\n\n".join(f"**{message['role']}:** {message['content']}" for message in row["messages"])
-            self._writer.add_text(f"{name}/{row['task']}", f"{dialogue}\n\n{_scores(row)} ({row['ending']})", step)
+            sections = [f"{part}:\n{value}" for part, value in _cells(row).items() if value not in ("", None)]
+            # As a block of code: TensorBoard renders Markdown, also images from addresses that a model wrote.
+            self._writer.add_text(f"{name}/{row['task']}", indent("\n\n".join(sections), "    ", lambda _: True), step)
         self._writer.flush()
 
     def close(self, failed: bool) -> None:
@@ -96,16 +98,34 @@ class WeightsAndBiases:
         self._wandb.log(dict(metrics), step=step)
 
     def conversations(self, step: int, name: str, rows: Rows) -> None:
-        columns: list[str | int] = ["step", "task", "conversation", "ending", "reward", "scores"]
-        table = self._wandb.Table(columns=columns)
-        for row in rows:
-            dialogue = "\n\n".join(f"{message['role']}: {message['content']}" for message in row["messages"])
-            table.add_data(step, row["task"], dialogue, str(row["ending"]), row["reward"], _scores(row))
+        cells = [{"step": step, "task": row["task"], **_cells(row)} for row in rows]
+        columns: list[str | int] = [*cells[0]]
+        table = self._wandb.Table(columns=columns, data=[[*of_row.values()] for of_row in cells])
         self._wandb.log({f"{name}/conversations": table}, step=step)
 
     def close(self, failed: bool) -> None:
         self._wandb.finish(exit_code=int(failed))
 
 
-def _scores(row: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in row["scores"].items() if isinstance(value, int | float))
+def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What is shown of a conversation, by name; each text has at most LONGEST_EXCERPT characters."""
+    dialogue = [f"{message['role']}: {message['content']}" for message in row["messages"]]
+    reasons = [f"{name}: {of['reason'] or of['answer']}" for name, of in row.get("judgments", {}).items()]
+    private = [
+        f"message {at}, {name}: {note}" for at, of in row.get("private", {}).items() for name, note in of.items()
+    ]
+    return {
+        "conversation": excerpt("\n\n".join(dialogue)),
+        "ending": str(row["ending"]),
+        "reward": row["reward"],
+        "standard_error": row.get("standard_error"),
+        "scores": _numbers(row["scores"]),
+        "parts": _numbers(row.get("parts", {})),
+        "reasons": excerpt("\n\n".join(reasons)),
+        "goal": excerpt(str(row.get("goal", ""))),
+        "private": excerpt("\n\n".join(private)),
+    }
+
+
+def _numbers(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in values.items() if isinstance(value, int | float))

@@ -13,7 +13,7 @@ import numpy as np
 from megatron_collab.config import TrainConfig
 from megatron_collab.data.datasets import TrainingData
 from megatron_collab.data.spec import DataSpec
-from megatron_collab.observability import sentinels
+from megatron_collab.observability import sentinels, tokens
 from megatron_collab.observability.run import Run
 from megatron_collab.rollout.lead import Lead
 from megatron_collab.rollout.player import PlaySpec
@@ -23,7 +23,7 @@ from megatron_collab.rollout.summary import refuse_missing
 from megatron_collab.rollout.task_requirements import task_requirements
 from megatron_collab.runtime import keys
 from megatron_collab.runtime.process import RunStopped
-from megatron_collab.types import Batch, Group, Task
+from megatron_collab.types import Batch, Group, ScoredBatch, Task
 
 _COUNTING_SECONDS = 2.0  # for RewardWorkers to return their counters; late ones are skipped
 
@@ -45,6 +45,8 @@ class Collector:
         self._pending = [Slot(*slot) for slot in state.get("in_flight", ())]
         self._next = Slot(*state["next"]) if "next" in state else None
         self._spent = lead.spend()
+        self._pieces = data.prompt.pieces
+        self._played: tuple[int, Sequence[Group]] = (0, ())  # a step with its groups, until its tokens are recorded
 
     def begin(self, step: int, max_staleness: int) -> None:
         """Begin the groups that may be in flight at `step`, first those from an earlier start of the run."""
@@ -81,11 +83,18 @@ class Collector:
             return None
         self._run.transcripts(step, step_groups.played)
         batch = step_groups.batch()
+        if self._train.record_tokens:
+            self._played = step, step_groups.played
         watch = self._watch(step, step_groups.played)
         batch = replace(batch, metrics={**batch.metrics, **self._step_metrics(), **watch.metrics})
         in_flight = self.flight.slots + self._pending
         self.state = {"next": self._next, "in_flight": in_flight, "sentinels": watch.state}
         return batch
+
+    def record_tokens(self, batch: ScoredBatch, log_probs: Sequence[np.ndarray]) -> None:
+        """As RolloutManager.record_tokens."""
+        (step, groups), self._played = self._played, (0, ())
+        self._run.record_tokens(step, tokens.rows_of(groups, batch, log_probs, self._pieces()))
 
     def _watch(self, step: int, groups: Sequence[Group]) -> sentinels.Watch:
         """What the sentinels of reward hacking see. Raises RunStopped at an alarm, if train.stop_on_alarm is set."""

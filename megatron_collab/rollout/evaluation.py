@@ -48,6 +48,8 @@ class Evaluator:
         self._tasks: dict[EvaluationSet, list[Task]] = {}
         self._flight: Flight | None = None
         self._played: dict[Slot, Group] = {}  # in the current evaluation, on rank 0
+        if lead:
+            run.record_metric_kinds(play.reward.opinions, play.reward.ground_truths)
 
     @property
     def _rank_0_lead(self) -> Lead:

@@ -6,10 +6,12 @@ Rank 0 calls the workers and broadcasts the batch; the other ranks wait for it i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from megatron_collab.algo.credit import CreditSpec
 from megatron_collab.config import TrainConfig
@@ -23,8 +25,8 @@ from megatron_collab.rollout.scheduler import wait
 from megatron_collab.rollout.servers import Servers
 from megatron_collab.rollout.step_groups import StepGroups
 from megatron_collab.runtime.process import RunStopped, beat
-from megatron_collab.runtime.rank0 import from_leader
-from megatron_collab.types import Batch
+from megatron_collab.runtime.rank0 import from_leader, shared
+from megatron_collab.types import Batch, ScoredBatch
 from megatron_collab.weight_sync.sync import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -105,6 +107,10 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
     def learned(self, stats: Mapping[str, float]) -> None:
         """Record that the last batch was trained; `stats` are the metrics of its update."""
         self._digests.learned(stats)
+
+    def record_tokens(self, batch: ScoredBatch, log_probs: Sequence[np.ndarray]) -> None:
+        """Record the tokens of the last step's trained turns; collective. `log_probs`: after the update of `batch`."""
+        shared(lambda: self._rank_0_collector.record_tokens(batch, log_probs))
 
     def state(self) -> dict[str, Any]:
         """Checkpoint state as JSON, on rank 0: next slot, slots in flight, the sentinels' baselines, weight digests."""

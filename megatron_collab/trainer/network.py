@@ -192,18 +192,19 @@ def infer(
     columns: Columns,
     micro_batches: Sequence[MicroBatch],
     compute: Callable[[MicroBatch, Tensor], Tensor],
+    interruptible: bool = True,
 ) -> list[np.ndarray]:
     """Values of `compute` for the trained tokens, 0 elsewhere, float32 [S] per sample on every rank; collective.
 
     `micro_batches`: this rank's part of `columns`. `compute` maps a micro-batch and its hidden states to float [N], on
-    the last pipeline stage. Raises Preempted on every rank if rank 0 received a preemption notice.
+    the last pipeline stage. If `interruptible`, raises Preempted on every rank if rank 0 received a preemption notice.
     """
 
     def collect(micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> Tensor:
         return compute(micro_batch, hidden)
 
     options = {"forward_only": True, "collect_non_loss_data": True}
-    parts = _schedule(chunks, micro_batches, collect, PlannedCommunicator, interruptible=True, **options)
+    parts = _schedule(chunks, micro_batches, collect, PlannedCommunicator, interruptible, **options)
     home, lengths = next(chunks[0].parameters()).device, [len(token_ids) for token_ids in columns["token_ids"]]
     flat = torch.zeros(sum(lengths), device=home)
     if parts and parallel_state.get_tensor_model_parallel_rank() == 0:  # its peers computed the same

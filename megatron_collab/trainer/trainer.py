@@ -224,15 +224,20 @@ class PolicyTrainer:
             reference += self.reference_log_probs(batch)
         return validation_metrics(masks, rows, reference, self.spec.algo.dpo)
 
-    def log_probs(self, chunks: Sequence[torch.nn.Module], batch: Batch, *, replay: bool = True) -> list[np.ndarray]:
+    def log_probs(
+        self, chunks: Sequence[torch.nn.Module], batch: Batch, *, replay: bool = True, interruptible: bool = True
+    ) -> list[np.ndarray]:
         """Log-probs of the trained tokens, 0 elsewhere, float32 [S] per sample on every rank; collective.
 
-        `replay`: route tokens to the experts recorded in the samples, if any.
+        `replay`: route tokens to the experts recorded in the samples, if any. `interruptible`: whether it may raise
+        Preempted, like `score`.
         """
         head = self._head(chunks)
         columns = _cut(_columns(batch, replay=replay), batch.samples)
         micro_batches = self._micro_batches(columns)
-        rows = infer(chunks, columns, micro_batches, lambda micro_batch, hidden: head(micro_batch, hidden)[0])
+        rows = infer(
+            chunks, columns, micro_batches, lambda micro_batch, hidden: head(micro_batch, hidden)[0], interruptible
+        )
         return _joined(rows, batch.samples)
 
     def _micro_batches(self, columns: Columns, pairs: bool = False) -> list[MicroBatch]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from megatron_collab.config import require
-from megatron_collab.observability import evaluations, transcripts
+from megatron_collab.observability import transcripts
 from megatron_collab.observability.conversations import TRAINING, MetricChange, changes, rows_of_part, step_of
 from megatron_collab.observability.records import number
 from megatron_collab.runtime.text import one_line
@@ -24,7 +23,7 @@ _Tasks = Mapping[str, Sequence[transcripts.Row]]  # by id, the rows of a task
 def parts(run: RunView) -> list[str]:
     """What can be compared: the evaluations with conversations, then the steps of training with transcripts."""
     steps = run.transcript_steps()[-MOST_STEPS:]
-    return [*_evaluations(run.folder), *(f"{TRAINING}{step}" for step in steps)]
+    return [*run.evaluated(), *(f"{TRAINING}{step}" for step in steps)]
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Side:
 
     def __post_init__(self) -> None:
         is_step = self.step is not None and self.step in self.run.transcript_steps()
-        if not is_step and self.part not in _evaluations(self.run.folder):
+        if not is_step and self.part not in self.run.evaluated():
             raise LookupError(f"{self.run.name} has no conversations of {one_line(self.part, 80)}")
 
     def rows(self) -> Iterator[transcripts.Row]:
@@ -120,16 +119,3 @@ def _means(rows: Sequence[transcripts.Row]) -> dict[str, float]:
     names = dict.fromkeys(name for row in rows for name in row["scores"])
     values = {name: [value for row in rows if (value := number(row["scores"].get(name))) is not None] for name in names}
     return {name: fmean(scores) for name, scores in values.items() if scores}
-
-
-def _evaluations(folder: Path) -> list[str]:
-    """The evaluations of which there are conversations. Earlier versions wrote some without records."""
-    names = evaluations.readable(folder)[0] or (evaluations.BEFORE, evaluations.AFTER)
-    return [name for name in names if _is_file(folder, name)]
-
-
-def _is_file(folder: Path, name: str) -> bool:
-    try:
-        return evaluations.file_of(folder, name).is_file()
-    except (OSError, ValueError):  # no file can have such a name
-        return False

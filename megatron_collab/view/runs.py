@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from megatron_collab.config import SETTINGS, ConfigError, RewardConfig, recorded_value, require
-from megatron_collab.observability import evaluations, records
+from megatron_collab.observability import evaluations, metric_kinds, records, tokens
 from megatron_collab.observability.judges import JudgeChange
 from megatron_collab.observability.transcript_index import Index
-from megatron_collab.observability.transcripts import OLD_FILE, SCORE, step_files
+from megatron_collab.observability.transcripts import OLD_FILE, SCORE, TOKENS, step_file, step_files
 from megatron_collab.runtime import files
 from megatron_collab.runtime.text import one_line
 from megatron_collab.statistics import Estimate
@@ -27,6 +27,7 @@ from megatron_collab.view.selection import Selection, columns
 
 logger = logging.getLogger(__name__)
 
+_UNRECORDED = {evaluations.BEFORE: 0, evaluations.AFTER: 0}  # evaluations of an early version
 METRICS, HISTORY, ALARMS = "metrics.jsonl", "history.jsonl", "alarms.jsonl"
 MOST_ROWS = 5000  # steps in an answer; the page asks for the next ones
 _LONGEST_VALUE = 120  # characters of a value in an event
@@ -50,8 +51,8 @@ class RunView:
         self.labels = labels
         self.folder, self.name = folder, Path(os.path.realpath(folder)).name
         self._metrics = Metrics(folder / METRICS)
-        self._lock = Lock()  # of the index
-        self._index: Index | None = None
+        self._lock = Lock()  # of the indexes
+        self._indexes: dict[tuple[str, int] | None, Index] = {}  # by evaluation, of which there is one; None: training
 
     def summary(self) -> dict[str, Any]:
         """The run's entry in the list of runs."""
@@ -63,6 +64,7 @@ class RunView:
             "finished": records.finished(self.folder),
             "steps": len(self._metrics.rows()),
             "has_transcripts": has_transcripts,
+            "evaluations": [*self.evaluated()],
         }
 
     def metrics(self, after: int, start: int | None = None) -> dict[str, Any]:
@@ -112,23 +114,52 @@ class RunView:
         require(fault is None, f"{self.folder / SETTINGS}: {fault}")
         return values
 
-    def futures(self, selection: Selection) -> dict[str, Any]:
-        """The selected futures, how many there are in all, the endings of the run, and its columns of numbers."""
-        with self._indexed() as index:
+    def evaluated(self) -> dict[str, int]:
+        """The evaluations with conversations, by name their step. Earlier versions wrote some without records."""
+        recorded = evaluations.readable(self.folder)[0]
+        steps = {name: record["step"] for name, record in recorded.items()} or _UNRECORDED
+        return {name: step for name, step in steps.items() if self._has_conversations(name)}
+
+    def _has_conversations(self, evaluation: str) -> bool:
+        try:
+            return evaluations.file_of(self.folder, evaluation).is_file()
+        except (OSError, ValueError):  # no file can have such a name
+            return False
+
+    def futures(self, selection: Selection, evaluation: str = "") -> dict[str, Any]:
+        """The selected futures, how many there are in all, endings, columns of numbers, and the evaluations of the run.
+
+        `evaluation`, here and below: whose conversations, if not those of training. Raises LookupError if there is none
+        of this name.
+        """
+        with self._indexed(evaluation) as index:
             total, futures = selection.of(index)
             rows = [_future(index, int(number)) for number in futures]
-            return {"total": total, "rows": rows, "endings": list(index.endings), "columns": columns(index)}
+            offered = {"endings": list(index.endings), "columns": columns(index), "evaluations": [*self.evaluated()]}
+            return {"total": total, "rows": rows, **offered}
 
-    def group(self, step: int, position: int) -> dict[str, Any]:
-        """All futures of a group, whole. Raises LookupError if there is none, OSError if a resume just removed it."""
-        with self._indexed() as index:
+    def group(self, step: int, position: int, evaluation: str = "") -> dict[str, Any]:
+        """All futures of a group, whole, and whether its tokens are recorded.
+
+        Raises LookupError if there is none, OSError if a resume just removed it.
+        """
+        with self._indexed(evaluation) as index:
             rows = index.group_rows(step, position)
+        place = {"evaluation": evaluation, "step": step, "position": position}
         first = {name: rows[0].get(name) for name in ("task", "goal", "user")}
-        return {"step": step, "position": position, **first, "rows": rows}
+        has_tokens = not evaluation and step_file(self.folder, step, TOKENS).is_file()
+        return {**place, **first, "has_tokens": has_tokens, "rows": rows}
 
-    def scores(self, places: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    def tokens(self, step: int, position: int, rollout: int) -> list[tokens.Row]:
+        """The tokens of the trained turns of a rollout. Raises LookupError if none are recorded."""
+        turns = tokens.read(self.folder, step, position, rollout)
+        if not turns:
+            raise LookupError(f"step {step} has no tokens of rollout {rollout} of group {position}")
+        return turns
+
+    def scores(self, places: Sequence[tuple[int, int]], evaluation: str = "") -> list[dict[str, Any]]:
         """What the rewards of groups, named by step and position, are computed from. Raises as `group`."""
-        with self._indexed() as index:
+        with self._indexed(evaluation) as index:
             groups = [index.group_rows(*place) for place in places]
         return [
             {"step": step, "position": position, "rows": [{name: row.get(name) for name in _SCORED} for row in rows]}
@@ -144,14 +175,19 @@ class RunView:
         return sorted(steps)
 
     @contextmanager
-    def _indexed(self) -> Iterator[Index]:
-        """The index over the run's transcripts as they are now, for one thread at a time."""
+    def _indexed(self, evaluation: str = "") -> Iterator[Index]:
+        """The index over the run's transcripts as they are now, for one thread at a time. Raises as `futures`."""
+        evaluated = self.evaluated() if evaluation else {}
+        if evaluation and evaluation not in evaluated:
+            raise LookupError(f"{self.name} has no conversations of {one_line(evaluation, 80)}")
+        key = (evaluation, evaluated[evaluation]) if evaluation else None
         with self._lock:
-            if self._index is None:
-                self._index = Index(self.folder)
+            if key in self._indexes:
+                self._indexes[key].refresh()
             else:
-                self._index.refresh()
-            yield self._index
+                self._indexes = {of: index for of, index in self._indexes.items() if of is None}
+                self._indexes[key] = Index(self.folder, key, metric_kinds.pairs(self.folder))
+            yield self._indexes[key]
 
 
 class Metrics:

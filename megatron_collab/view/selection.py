@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_collab.config import require
 from megatron_collab.observability.transcript_index import Index, Query
-from megatron_collab.observability.transcripts import SCORE, STANDARD_ERROR, words_of
+from megatron_collab.observability.transcripts import SCORE, TERMS, words_of
 from megatron_collab.runtime.text import one_line
 
 MOST_FUTURES, FUTURES = 200, 50  # of an answer, and the default
@@ -25,13 +25,12 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Selection:
-    """A part of the futures that meet `query`, and whose standard error is in `errors`: `limit` ones from `offset` on.
+    """A part of the futures that meet `query`: `limit` ones from `offset` on.
 
     `sort`: a column, or empty for the order of the run.
     """
 
     query: Query
-    errors: tuple[float, float] | None
     sort: str
     descending: bool
     offset: int
@@ -40,9 +39,6 @@ class Selection:
     def of(self, index: Index) -> tuple[int, Array]:
         """How many futures of `index` are selected, and the numbers of this part. Raises ConfigError without `sort`."""
         futures = index.select(self.query)
-        if self.errors:
-            errors = index.values.get(STANDARD_ERROR, np.full(len(index), np.nan, np.float32))[futures]
-            futures = futures[(errors >= self.errors[0]) & (errors <= self.errors[1])]
         total, end = len(futures), self.offset + self.limit
         if self.sort:
             known = [*_PLACES, *columns(index)]
@@ -53,7 +49,7 @@ class Selection:
 
 
 def columns(index: Index) -> list[str]:
-    """The numbers of a future that can be filtered and sorted: reward, standard_error if recorded, metrics."""
+    """The numbers of a future that can be filtered and sorted: reward, TERMS if recorded, metrics."""
     return [name.removeprefix(SCORE) for name in index.values]
 
 
@@ -79,7 +75,7 @@ def selection(parameters: Iterable[tuple[str, str]]) -> Selection:
     require(count <= MOST_WORDS, f"words: more than {MOST_WORDS}")
     require(count > 0 or not words, f"words={one_line(words, 80)}: contains no word; give letters or digits")
     bounds = {name: (low, high) for name, (low, high) in ranges.items()}
-    reward, errors = (bounds.pop(name, None) for name in ("reward", STANDARD_ERROR))
+    reward, terms = bounds.pop("reward", None), {name: bounds.pop(name) for name in TERMS if name in bounds}
     steps = [_integer(values, name, default) for name, default in (("first_step", 0), ("last_step", 2**53))]
     query = Query(
         steps=(steps[0], steps[1]) if values.get("first_step") or values.get("last_step") else None,
@@ -88,10 +84,11 @@ def selection(parameters: Iterable[tuple[str, str]]) -> Selection:
         reward=reward,
         scores=bounds,
         words=words,
+        terms=terms,
     )
     descending = _integer(values, "descending", 0, most=1) == 1
     limit = _integer(values, "limit", FUTURES, most=MOST_FUTURES)
-    return Selection(query, errors, values.get("sort", ""), descending, _integer(values, "offset", 0), limit)
+    return Selection(query, values.get("sort", ""), descending, _integer(values, "offset", 0), limit)
 
 
 def places(text: str) -> list[tuple[int, int]]:
@@ -106,7 +103,7 @@ def places(text: str) -> list[tuple[int, int]]:
 
 def _value_name(column: str) -> str:
     """The name in an index of a column as the page names it."""
-    return column if column in (*_PLACES, "reward", STANDARD_ERROR) else f"{SCORE}{column}"
+    return column if column in (*_PLACES, "reward", *TERMS) else f"{SCORE}{column}"
 
 
 def _integer(values: Mapping[str, str], name: str, default: int, most: int = 2**53) -> int:

@@ -51,6 +51,7 @@ HEADERS = {
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 _HOST = re.compile(r"(?:127\.0\.0\.1|\[::1\]|localhost)(?::\d{1,5})?", re.IGNORECASE)  # a tunnel has another port
 _LONGEST_PATH = 200  # characters
+_EVALUATION = "evaluation"  # parameter: whose conversations, if not those of training
 _MOST_BODY, _BODY_SECONDS = 1 << 16, 10  # of a request that writes
 
 
@@ -75,10 +76,9 @@ def application(runs: Sequence[RunView], token: str, start: Start = SpeakerProce
         "/api/runs/{run:int}/settings": of_run(lambda run, _: run.settings()),
         "/api/runs/{run:int}/reward": of_run(lambda run, _: run.reward()),
         "/api/runs/{run:int}/scores": of_run(_scores),
-        "/api/runs/{run:int}/futures": of_run(
-            lambda run, request: run.futures(selection(request.query_params.multi_items()))
-        ),
+        "/api/runs/{run:int}/futures": of_run(_futures),
         "/api/runs/{run:int}/groups/{step:int}/{position:int}": of_run(_group),
+        "/api/runs/{run:int}/tokens/{step:int}/{position:int}/{rollout:int}": of_run(_tokens),
         "/api/runs/{run:int}/parts": of_run(lambda run, _: parts(run)),
         "/api/runs/{run:int}/conversations": of_run(_conversations),
         "/api/runs/{run:int}/judge": of_run(partial(_judge, runs)),
@@ -166,17 +166,31 @@ def _after(request: Request) -> tuple[int, int | None]:
     return int(after), int(start) if start else None
 
 
+def _futures(run: RunView, request: Request) -> Any:
+    parameters = [entry for entry in request.query_params.multi_items() if entry[0] != _EVALUATION]
+    return _existing(lambda: run.futures(selection(parameters), _evaluation(request)))
+
+
 def _group(run: RunView, request: Request) -> Any:
-    return _existing(lambda: run.group(request.path_params["step"], request.path_params["position"]))
+    step, position = (request.path_params[name] for name in ("step", "position"))
+    return _existing(lambda: run.group(step, position, _evaluation(request)))
+
+
+def _tokens(run: RunView, request: Request) -> Any:
+    return _existing(lambda: run.tokens(*(request.path_params[name] for name in ("step", "position", "rollout"))))
 
 
 def _scores(run: RunView, request: Request) -> Any:
     named = places(request.query_params.get("groups", ""))
-    return _existing(lambda: run.scores(named))
+    return _existing(lambda: run.scores(named, _evaluation(request)))
+
+
+def _evaluation(request: Request) -> str:
+    return request.query_params.get(_EVALUATION, "")
 
 
 def _existing(read: Callable[[], Any]) -> Any:
-    """What `read` returns; 404 if there is no such group."""
+    """What `read` returns; 404 if there is no such group or evaluation."""
     try:
         return read()
     except LookupError as error:

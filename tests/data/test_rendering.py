@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from megatron_collab.config import Config
-from megatron_collab.data.chat_template import ChatRenderer
+from megatron_collab.data.chat_template import ChatRenderer, PromptSpec
 from megatron_collab.data.datasets import SurveyedSources, render_sample, write_jsonl
 from megatron_collab.data.sources import TrainingSource
 from megatron_collab.environments import tiny_model
@@ -355,3 +355,14 @@ def test_a_template_that_does_not_end_for_a_role(folder: Path, monkeypatch: pyte
     chat = chat_of(folder, "legacy", LOOPS)
     with pytest.raises(ValueError, match=r"refuses messages of the roles user, tool \(takes more than 0\.2 s\); move"):
         chat.check_shown([Message("user", "hi"), Message("tool", "4")])
+
+
+@pytest.mark.parametrize("kind", ["bytes", "words", "legacy", "first"])
+def test_the_pieces_of_a_text_are_its_tokens(folder: Path, kind: str) -> None:
+    """With their spaces, which decoders drop in front of a text; a part of a character is U+FFFD."""
+    chat = chat_of(folder, kind, CHATML)
+    piece = PromptSpec(str(chat.model_path), {}, None).pieces()
+    tokens = chat.tokens("hello there which day")
+    assert len(tokens) > 1 and "".join(map(piece, tokens)).lstrip() == "hello there which day"
+    if kind == "bytes":
+        assert {*map(piece, chat.tokens("\U0001f600"))} == {"\ufffd"}

@@ -43,6 +43,7 @@ METRICS = {
     "seconds/rollout": 1.5,
     "seconds/update": 0.25,
 }
+KEY = "sk-proj-0123456789abcdef0123456789"
 NAMES = {"needless": "ask_when_complete", "accuracy": "booking_right"}
 RESULT_KEYS = {
     "needless_before", "needless_after", "accuracy_before", "accuracy_after", "before", "after", "train_minutes",
@@ -121,10 +122,9 @@ def test_a_transcript_has_messages_scores_and_reasons(tmp_path: Path) -> None:
 
 def test_a_transcript_keeps_what_was_paid_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal and user once for a group, terms of the reward once for a rollout, judgments and notes for a future."""
-    key = "sk-proj-0123456789abcdef0123456789"
     (rollout,) = group().rollouts
     (future,) = rollout.futures
-    friday = Message("user", "friday", private={"thought": f"my key is {key}"})
+    friday = Message("user", "friday", private={"thought": f"my key is {KEY}"})
     conversation = replace(future.conversation, messages=(*future.conversation.messages, friday))
     judgments = {"booking_right": Judgment("as the goal says", '{"score": 1}', ("judge-1 fp",))}
     futures = (replace(future, conversation=conversation, judgments=judgments), future)
@@ -134,7 +134,7 @@ def test_a_transcript_keeps_what_was_paid_for(tmp_path: Path, monkeypatch: pytes
         run.transcripts(0, [replace(group(), rollouts=rollouts, user="patient")] * 2)
     first, second, *later = transcript_rows(tmp_path)
     assert {name: first[name] for name in ("goal", "user")} == {"goal": "goal", "user": "patient"}
-    terms = {"parts": {"booking_right": 1.5, "ask_when_missing": None}, "standard_error": 0.25}
+    terms = {"parts": {"booking_right": 1.5, "ask_when_missing": None}, "standard_error": 0.25, "surprise": 0.375}
     assert {name: first[name] for name in terms} == terms
     (judgment,) = judgments.values()
     kept = {"reason": judgment.reason, "answer": judgment.answer, "versions": ["judge-1 fp"]}
@@ -142,7 +142,18 @@ def test_a_transcript_keeps_what_was_paid_for(tmp_path: Path, monkeypatch: pytes
     assert first["private"] == {"2": {"thought": "my key is ***"}}
     keys = {"goal", "user", *terms, "judgments", "private"}
     assert not second.keys() & keys
-    assert [row.keys() & keys for row in later[:3]] == [{"judgments", "private"}, set(), keys]
+    without_terms = {"surprise", "judgments", "private"}
+    assert [row.keys() & keys for row in later[:3]] == [without_terms, set(), keys]
+
+
+def test_surprise_is_of_sampled_tokens_alone(tmp_path: Path) -> None:
+    """Without the marks that close a thought; and unknown of an endpoint, which counts tokens and names none."""
+    (rollout,) = group().rollouts
+    turns = [replace(rollout.start.turns[0], forced=(1, 2)), replace(rollout.start.turns[0], token_ids=(-1, -1))]
+    rollouts = tuple(replace(rollout, start=replace(rollout.start, turns=(turn,))) for turn in turns)
+    with opened(tmp_path) as run:
+        run.transcripts(0, [replace(group(), rollouts=rollouts)])
+    assert [row.get("surprise") for row in transcript_rows(tmp_path)] == [0.5, None]
 
 
 def test_an_evaluation_without_a_score_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,8 +232,20 @@ def evaluate(run: Run, eval_set: str, step: int, right: float) -> str | None:
     if name:
         metrics = {"score/right": right, "score_low/right": 0.125, "score_high/right": 0.875}
         metrics |= {"ending/malformed": 0.5, "missing": 1.0}
-        run.evaluation(name, eval_set, step, metrics, [group(right)])
+        run.evaluation(name, eval_set, step, metrics, [noted(group(right))])
     return name
+
+
+def noted(played: Group) -> Group:
+    """The group with what a judge and a user wrote, which contains a key, an image and too many words."""
+    (rollout,) = played.rollouts
+    (future,) = rollout.futures
+    thought = Message("user", "friday", private={"thought": f"my key is {KEY}"})
+    conversation = replace(future.conversation, messages=(*future.conversation.messages, thought))
+    judgments = {"booking_right": Judgment("as the goal says\r![](http://a.b/c)"), "asked": Judgment("", "w " * 30_000)}
+    futures = (replace(future, conversation=conversation, judgments=judgments),)
+    reward = Reward(rollout.reward.value, 0.25, {"booking_right": 1.5})
+    return replace(played, rollouts=(replace(rollout, futures=futures, reward=reward),))
 
 
 def test_an_evaluation_is_in_every_place_with_its_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,7 +263,12 @@ def test_an_evaluation_is_in_every_place_with_its_interval(tmp_path: Path, capsy
     assert set(events.Tags()["scalars"]) == names
     assert events.Tags()["tensors"] == ["eval/math/t-1/text_summary", "eval/code/t-1/text_summary"]
     (text,) = events.Tensors("eval/math/t-1/text_summary")
-    assert b"**assistant:** which day ?" in text.tensor_proto.string_val[0]
+    lines = text.tensor_proto.string_val[0].decode().splitlines()
+    assert all(line.startswith("    ") for line in lines), "a block of code"
+    of_judge = {"booking_right: as the goal says", "![](http://a.b/c)", "booking_right 1.5", "0.25"}
+    dialogue = {"assistant: which day ?", "goal", "message 2, thought: my key is ***"}
+    assert of_judge | dialogue <= {line.strip() for line in lines}
+    assert max(map(len, lines)) <= 20_004 and any(line.endswith("… [cut]") for line in lines)
 
 
 @pytest.mark.processes
@@ -398,10 +426,15 @@ def test_weights_and_biases_gets_one_run_over_all_starts(tmp_path: Path, monkeyp
     assert all(METRICS.items() <= scalars[step].items() for step in (0, 1))
     assert (scalars[0]["eval/math/right"], scalars[0]["eval/math/right_low"]) == (0.5, 0.125)
     (table,) = tables
-    assert table["columns"] == ["step", "task", "conversation", "ending", "reward", "scores"]
-    (row,) = table["data"]
-    assert row[:2] == [0, "t-1"] and row[4] == 0.5
-    assert row[2].endswith("assistant: which day ?") and "booking_right 0.5" in row[5]
+    (data,) = table["data"]
+    row = dict(zip(table["columns"], data, strict=True))
+    assert row["conversation"].endswith("assistant: which day ?\n\nuser: friday")
+    assert row["reasons"].startswith("booking_right: as the goal says") and len(row.pop("reasons")) == 20_000
+    assert row.pop("conversation") and row == {
+        "step": 0, "task": "t-1", "ending": "user_done", "reward": 0.5, "standard_error": 0.25, "goal": "goal",
+        "scores": "booking_right 0.5, ask_when_missing 1", "parts": "booking_right 1.5",
+        "private": "message 2, thought: my key is ***",
+    }  # fmt: skip
 
 
 def test_a_line_shows_what_is_there() -> None:

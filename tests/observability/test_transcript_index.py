@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_collab.config import ConfigError
-from megatron_collab.observability import transcript_index, transcripts
+from megatron_collab.observability import evaluations, transcript_index, transcripts
 from megatron_collab.observability.transcript_index import FuturePlace, Index, Query
 from tests.observability.test_transcripts import ODD, group, old_lines, row
 
@@ -199,3 +201,62 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         index.rows([0])
     assert index.refresh() and len(index) == 0
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_an_evaluation_is_indexed_by_itself(run: Path, tmp_path: Path, is_old: bool) -> None:
+    """Its rows have no step: they get that of its record. Earlier versions wrote them as lines."""
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    groups = [random_group(f"task-{number}", random.Random(number)) for number in range(70)]
+    file, old_file = evaluations.files_of(folder, "math/step_20")
+    if is_old:
+        old_file.write_text("".join(json.dumps(future) + "\n" for rows in groups for future in rows) + '{"torn')
+    else:
+        transcripts.write(file, groups)
+    index = Index(folder, ("math/step_20", 20))
+    assert len(index) == sum(map(len, groups)) and {*index.step} == {20}
+    assert index.group_rows(20, 66) == groups[66] and index.place(0) == FuturePlace(20, 0, 0, 0)
+    assert index.rows(index.select(Query(words="alphabet"))) == [
+        future
+        for rows in groups
+        if any("alphabet" in future["messages"][0]["content"] for future in rows)
+        for future in rows
+    ]
+    transcripts.write(file, groups[:1])
+    old_file.unlink(missing_ok=True)
+    assert index.refresh() and len(index) == len(groups[0])
+
+
+def test_a_judge_is_compared_with_the_facts(tmp_path: Path) -> None:
+    """Both scores are standardized over the run, and again as it grows; a missing one gives none."""
+    scores: list[dict[str, Any]] = [
+        {"judged": 0.9, "right": 0.0}, {"judged": 0.5, "right": 1.0}, {"judged": 0.1, "right": 2.0}, {"judged": 0.5},
+        {"judged": {"missing": "down"}, "right": 1.0},
+    ]  # fmt: skip
+    pairs = [("judged", "right"), ("judged", "none")]
+    for step in (0, 1):
+        transcripts.write_step(tmp_path, step, [[row(future=at, scores=of) for at, of in enumerate(scores)]])
+    index = Index(tmp_path, pairs=pairs)
+    name = "score/judged above right"
+    assert [column for column in index.values if "above" in column] == [name]
+    judged = (0.9 - 0.5) / np.std([0.9, 0.5, 0.1, 0.5])
+    right = (0.0 - 1.0) / np.std([0, 1, 2, 1])
+    assert index.values[name][:3] == pytest.approx([judged - right, 0, right - judged], abs=1e-6)
+    assert [*np.isnan(index.values[name][:5])] == [False, False, False, True, True]
+    assert [*index.sort(index.select(Query()), name, True)[:4]] == [0, 5, 1, 6]
+    assert [*index.select(Query(scores={"judged above right": (1, 9)}))] == [0, 5]
+    transcripts.write_step(tmp_path, 2, [[row(scores={"judged": 0.1, "right": 0.0})] * 4])
+    assert index.refresh() and len(index.values[name]) == 14
+    judged = (0.9 - np.mean(of := [0.9, 0.5, 0.1, 0.5, 0.1, 0.1])) / np.std(of)
+    right = (0.0 - np.mean(of := [0, 1, 2, 1, 0, 0])) / np.std(of)
+    assert index.values[name][0] == pytest.approx(judged - right, abs=1e-6)
+
+
+def test_surprise_is_a_column_if_a_run_recorded_it(run: Path, tmp_path: Path) -> None:
+    assert "surprise" not in Index(run).values
+    transcripts.write_step(tmp_path, 0, [[row(surprise=0.5), row(future=1)], [row(surprise=2.0)]])
+    index = Index(tmp_path)
+    assert [*index.sort(index.select(Query()), "surprise", True)] == [2, 0, 1]
+    assert [*index.select(Query(terms={"surprise": (0, 1)}))] == [0]
+    assert not len(Index(run).select(Query(terms={"surprise": (0, 1)})))

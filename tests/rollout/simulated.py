@@ -97,12 +97,13 @@ class World:
     """A run with one worker whose groups have `rewards`, and weights whose version is the step.
 
     By stream, `played` has the task, `calls` how often it was played, `begun` the version that sampled it and `sets`
-    its evaluation set. `written_steps` are the transcripts by step, `usd` is the money spent, `peak` the most groups in
-    flight. Streams in `slow` do not finish; the first time they are played, those in `broken` end with errors and those
-    in `unscored` lack their scores, the latter the first `unscored_calls` times. From look number `outage` on all
-    servers are lost, until they are revived, which calls `on_revive`; from look number `scoring_outage` on those of a
-    reward model, until the run waits for them. `stats` are the metrics of every update, `reply` is the text of every
-    turn, `alarms` are those of sentinels. `journal`: keep the journal of an earlier run in `folder`.
+    its evaluation set. `written_steps` are the transcripts by step, `tokens` their tokens, `usd` is the money spent,
+    `peak` the most groups in flight. Streams in `slow` do not finish; the first time they are played, those in `broken`
+    end with errors and those in `unscored` lack their scores, the latter the first `unscored_calls` times. From look
+    number `outage` on all servers are lost, until they are revived, which calls `on_revive`; from look number
+    `scoring_outage` on those of a reward model, until the run waits for them. `stats` are the metrics of every update,
+    `reply` is the text of every turn, `alarms` are those of sentinels. `journal`: keep the journal of an earlier run in
+    `folder`.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class World:
         self.sets: dict[str, EvaluationSet | None] = {}
         self.written_steps: dict[int, Sequence[Group]] = {}
         self.evaluated: list[Group] = []
+        self.tokens: dict[int, list[Any]] = {}
         self.alarms: list[Alarm] = []
         self.peak = 0
         self.slow: set[str] = set()
@@ -169,6 +171,8 @@ class World:
             alarms=lambda step, alarms: self.alarms.extend(alarms),
             evaluation_due=lambda set_name, step: self.evaluations.due(set_name, step, config.train.eval_every),
             evaluation=self._record,
+            record_metric_kinds=lambda opinions, ground_truths: None,
+            record_tokens=lambda step, rows: self.tokens.update({step: [*rows]}),
         )
         data, credit = data_spec(config), CreditSpec(config.algo, config.reward, config.rollout)
         self.manager = RolloutManager(config.train, credit, data, servers, weights, run, state or {})

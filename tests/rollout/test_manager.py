@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import pytest
 
+from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.rollout.collector import spending
 from megatron_collab.runtime.process import RunStopped
+from megatron_collab.types import ScoredBatch
 from tests.rollout.simulated import DIFFERENT, LOST, World
 
 # Two steps of a run from before sampling could run ahead: streams with their tasks as they were played, the groups of
@@ -103,3 +106,22 @@ def test_an_alarm_stops_the_run_if_that_is_set(world: Callable[..., World]) -> N
     resumed = world(lambda task: DIFFERENT, state=state)
     ask_from(resumed, 15, range(step, 24))
     assert resumed.alarms == run.alarms
+
+
+def test_tokens_are_recorded_at_the_places_of_the_transcripts(world: Callable[..., World]) -> None:
+    """Also of groups that are not trained, since their rewards are equal."""
+    run = world(lambda task: DIFFERENT if task % 2 else [1.0] * 3, 2)
+    run.config.train.record_tokens = True
+    for step in (0, 1):
+        scored = with_advantages(ScoredBatch(run.next(step).samples), run.config.algo)
+        run.manager.record_tokens(scored, [sample.log_probs + 0.5 for sample in scored.samples])
+        rows = run.tokens[step]
+        assert [(row["position"], row["rollout"]) for row in rows] == [
+            (position, number) for position in range(len(run.written_steps[step])) for number in range(3)
+        ]
+        trained = [row for row in rows if "trained" in row]
+        assert {run.written_steps[step][row["position"]].task.id for row in trained} == {*map(str, run.trained(scored))}
+        assert 0 < len(trained) < len(rows)
+        expected = [1.0 if row["rollout"] != 1 else -1.0 for row in trained]
+        assert [np.sign(row["advantage"][0]) for row in trained] == expected
+        assert all(row["pieces"] == ["(", ")"] and [*row["log_ratio"]] == [0.5, 0.5] for row in trained)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_collab.config import SETTINGS
-from megatron_collab.observability import evaluations, folder, transcripts
+from megatron_collab.observability import evaluations, folder, metric_kinds, tokens, transcripts
 from megatron_collab.runtime.process import FINISHED
 
 Row = dict[str, Any]
@@ -43,6 +46,7 @@ def write_run(run: Path, steps: int, seed: int = 0, groups: int = 2) -> None:
         transcripts.write(evaluations.file_of(run, name), evaluated(gain))
     for step in range(steps):
         write_step(run, step, seed, groups)
+    folder.replace(run / metric_kinds.FILE, {"opinions": ["interactivity"], "ground_truths": ["accuracy"]})
     change = {"time": "2026-01-01", "step": 5, "setting": "optim.lr", "before": 1e-6, "after": 5e-7}
     folder.append(run / "history.jsonl", [change])
     alarm = {"step": 9, "sentinel": "flattery", "value": 0.8, "baseline": 0.2, "conversations": ["task-1/0/0"]}
@@ -54,9 +58,11 @@ def finish(run: Path) -> None:
 
 
 def write_step(run: Path, step: int, seed: int = 0, groups: int = 2, **more: float) -> None:
-    """The metrics, with `more` of them, and the transcripts of a step."""
+    """The metrics, with `more` of them, and the transcripts of a step; if it is an odd one, tokens too."""
     chance = random.Random(f"{seed}/{step}")
     transcripts.write_step(run, step, [[*futures_of(step, position, chance)] for position in range(groups)])
+    if step % 2:
+        tokens.write(run, step, [tokens_of(at, rollout) for at in range(groups) for rollout in range(ROLLOUTS)])
     folder.append(run / "metrics.jsonl", [{"step": step, **metrics_of(step, chance), **more}])
 
 
@@ -103,10 +109,21 @@ def futures_of(step: int, position: int, chance: random.Random) -> Iterator[Row]
                 "future": future,
                 **({"goal": GOAL, "user": "llm/hurried"} if rollout == future == 0 else {}),
                 "reward": reward,
-                **({"parts": PARTS, "standard_error": 0.05} if future == 0 else {}),
+                **({"parts": PARTS, "standard_error": 0.05, "surprise": (step + 1) / 10} if future == 0 else {}),
                 **conversation(rollout, future),
                 **scores(rollout, future),
             }
+
+
+def tokens_of(position: int, rollout: int) -> Row:
+    """A token for each word of the trained turn, with probabilities of 0.5, 0.25, …; the mark </think> is forced."""
+    pieces = re.findall(r"\s*\S+", conversation(rollout, 0)["turns"][0])
+    sampled = np.array([piece.strip() != "</think>" for piece in pieces])
+    log_probs = -np.log(2) * (1 + np.arange(len(pieces)) % 8)
+    values = {"log_prob": log_probs, "log_ratio": -log_probs / 20, "advantage": np.full(len(pieces), rollout - 1.5)}
+    masked = {name: np.where(sampled, value, np.nan).astype(np.float16) for name, value in values.items()}
+    place = {"position": position, "rollout": rollout, "turn": 0}
+    return {**place, "pieces": pieces, **masked, "trained": sampled, "version": [7] * len(pieces)}
 
 
 def evaluated(gain: int) -> Iterator[list[Row]]:
@@ -179,6 +196,9 @@ def write_hostile_run(run: Path) -> None:
     rows = [hostile_row(rollout, text) for rollout, text in enumerate(texts)]
     rows[3]["messages"][-1]["content"] = "w" * 1_000_000
     transcripts.write_step(run, 0, [rows])
+    of_turn = {name: value if isinstance(value, int) else value[:2] for name, value in tokens_of(0, 0).items()}
+    pieces = [[text.encode(errors="replace").decode()] * 2 for text in texts]
+    tokens.write(run, 0, [{**of_turn, "rollout": at, "pieces": of_rollout} for at, of_rollout in enumerate(pieces)])
     transcripts.write(evaluations.file_of(run, "before"), [rows])
     names = {f"score/{MARKUP}": 0.5, "score/" + "m" * 300: 0.1, "ending/__proto__": 1.0, "score/constructor": 0.2}
     folder.append(run / "metrics.jsonl", [{"step": step, "reward": 0.1, **names} for step in range(3)])

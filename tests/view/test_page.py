@@ -20,8 +20,9 @@ def test_a_hostile_run_executes_nothing_and_breaks_no_layout(open_page: Open, ho
     unfold(page, "#overview")
     assert_harmless(page)
     for rollout in range(7):
-        page.goto(f"{hostile_site}#conversations?step=0&position=0&rollout={rollout}&future=0")
+        page.goto(f"{hostile_site}#conversations?step=0&position=0&rollout={rollout}&future=0&tokens=ratio")
         expect(page.locator(".turn.chosen a")).to_have_text(f"Rollout {rollout}")
+        expect(page.locator(".tokens .token").first).to_be_attached()
         unfold(page, "#conversations")
         expect(page.locator("#reward .controls tbody th").first).to_have_text(recorded_runs.MARKUP[:100] + "\u2026")
         assert_harmless(page)
@@ -52,7 +53,8 @@ def test_what_would_hide_is_shown_and_a_long_text_is_folded(open_page: Open, hos
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("view", ["overview", "conversations", "compare", "blind", "talk"])
 def test_axe_reports_nothing_serious(open_page: Open, site: str, view: str, theme: str) -> None:
-    page = open_page(site, f"#{view}", color_scheme=theme)
+    tokens = "?step=1&position=0&rollout=2&future=0&tokens=probability" if view == "conversations" else ""
+    page = open_page(site, f"#{view}{tokens}", color_scheme=theme)
     contents = {"overview": ".chart", "conversations": ".turn.chosen", "compare": ".pair .scores", "blind": ".column"}
     if view == "talk":
         page.get_by_role("button", name=re.compile("^Start|^New")).click()
@@ -64,6 +66,8 @@ def test_axe_reports_nothing_serious(open_page: Open, site: str, view: str, them
     expect(page.locator(f"#{view} {contents[view]}").first).to_be_visible()
     unfold(page, f"#{view}", most=20 if view == "conversations" else 2)
     if view == "conversations":
+        page.locator(".token").nth(3).focus()
+        expect(page.locator(".token-value")).to_contain_text("probability")
         page.get_by_role("button", name="Show as a file").click()
         page.get_by_role("slider", name="weight of accuracy, slider").press("Home")
         expect(page.locator("#order")).to_be_visible()

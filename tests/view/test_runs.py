@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from megatron_collab.config import ConfigError, RewardConfig
-from megatron_collab.observability import transcripts
+from megatron_collab.observability import metric_kinds, tokens, transcripts
 from megatron_collab.observability.transcript_index import Index
 from megatron_collab.view import runs
 from megatron_collab.view.runs import RunView
 from megatron_collab.view.selection import selection
+from tests.observability.test_tokens import learned
 from tests.observability.test_transcripts import ODD, group, old_lines, row
 
 
@@ -51,6 +52,7 @@ def test_a_run_is_listed(folder: Path) -> None:
         "finished": False,
         "steps": 3,
         "has_transcripts": False,
+        "evaluations": [],
     }
     assert RunView(folder).summary() == listed
     (folder / "result.json").write_text("{}")
@@ -280,7 +282,7 @@ def test_futures_are_rows_without_their_conversations(folder: Path) -> None:
     transcripts.write_step(folder, 7, [group("a", 1, 1), [row("b", 0, 0, reward=None, ending=None, scores=scores)]])
     answer = RunView(folder).futures(selection([("offset", "1")]))
     assert answer == {
-        "total": 2, "endings": ["user_done"], "columns": ["reward", "right", "judged"],
+        "total": 2, "endings": ["user_done"], "columns": ["reward", "right", "judged"], "evaluations": [],
         "rows": [
             {
                 "step": 7, "position": 1, "task": "b", "rollout": 0, "future": 0, "ending": None, "reward": None,
@@ -294,7 +296,8 @@ def test_a_group_comes_whole(folder: Path) -> None:
     rows = group("a", goal={"day": "friday"}, private={"1": {"thought": ODD}})
     transcripts.write_step(folder, 7, [group("other"), rows])
     assert RunView(folder).group(7, 1) == {
-        "step": 7, "position": 1, "task": "a", "goal": {"day": "friday"}, "user": None,
+        "evaluation": "", "step": 7, "position": 1, "has_tokens": False,
+        "task": "a", "goal": {"day": "friday"}, "user": None,
         "rows": [{"step": 7, **future} for future in rows],
     }  # fmt: skip
     for step, position in ((7, 2), (8, 0), (10**30, 0)):
@@ -314,7 +317,13 @@ def test_transcripts_of_an_earlier_version_are_shown_and_their_torn_line_is_not(
 
 def test_steps_come_and_go_as_the_run_writes_and_resumes(folder: Path) -> None:
     run, steps = RunView(folder), [("sort", "step"), ("descending", "1"), ("limit", "1")]
-    assert run.futures(selection([])) == {"total": 0, "rows": [], "endings": [], "columns": ["reward"]}
+    assert run.futures(selection([])) == {
+        "total": 0,
+        "rows": [],
+        "endings": [],
+        "columns": ["reward"],
+        "evaluations": [],
+    }
     for step in range(3):
         transcripts.write_step(folder, step, [[row(f"of-{step}")]])
         assert run.futures(selection(steps))["rows"][0]["step"] == step
@@ -327,9 +336,50 @@ def test_steps_come_and_go_as_the_run_writes_and_resumes(folder: Path) -> None:
 def test_a_run_is_indexed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transcripts.write_step(folder, 0, [group()])
     opened: list[Path] = []
-    monkeypatch.setattr(runs, "Index", lambda path: opened.append(path) or Index(path))
+    monkeypatch.setattr(runs, "Index", lambda path, *more: opened.append(path) or Index(path, *more))
     run = RunView(folder)
     assert not opened, "the command answers before it has read a large run"
     for _ in range(2):
         assert run.futures(selection([]))["total"] == 6 and len(run.group(0, 0)["rows"]) == 6
     assert opened == [folder]
+
+
+def test_an_evaluation_is_asked_for_by_its_name(folder: Path) -> None:
+    records = {name: {"step": step, "set": "", "tasks": 1} for name, step in (("before", 0), ("../x", 1), ("after", 9))}
+    (folder / "evaluations.json").write_text(json.dumps(records))
+    transcripts.write(folder / "eval_after.parquet", [group("evaluated", 2, 1)])
+    transcripts.write_step(folder, 9, [group("trained")])
+    run = RunView(folder)
+    assert run.summary()["evaluations"] == ["after"] == run.futures(selection([]))["evaluations"]
+    answer = run.futures(selection([("task", "evaluated")]), "after")
+    assert [(of["step"], of["position"], of["rollout"]) for of in answer["rows"]] == [(9, 0, 0), (9, 0, 1)]
+    assert run.futures(selection([]))["total"] == 6, "those of training are others"
+    shown = run.group(9, 0, "after")
+    assert (shown["task"], shown["evaluation"], shown["has_tokens"]) == ("evaluated", "after", False)
+    assert run.scores([(9, 0)], "after")[0]["rows"][1]["rollout"] == 1
+    assert run.group(9, 0)["task"] == "trained"
+    for name in ("before", "../x", "none\n"):
+        with pytest.raises(LookupError, match="has no conversations of"):
+            run.futures(selection([]), name)
+
+
+def test_a_judge_is_above_the_facts_if_the_run_says_which_metrics_are_which(folder: Path) -> None:
+    scores = {"judged": 0.5, "right": 1.0}
+    transcripts.write_step(folder, 0, [[row(scores=scores)]])
+    kinds = [{"opinions": ["judged"], "ground_truths": ["right"]}, {"opinions": "judged"}, [], {"opinions": [1]}]
+    for kind in kinds:
+        (folder / metric_kinds.FILE).write_text(json.dumps(kind))
+        above = [name for name in RunView(folder).futures(selection([]))["columns"] if "above" in name]
+        assert above == (["judged above right"] if kind is kinds[0] else [])
+
+
+def test_tokens_are_there_if_they_were_recorded(folder: Path) -> None:
+    transcripts.write_step(folder, 1, [group("a")])
+    run = RunView(folder)
+    assert not run.group(1, 0)["has_tokens"]
+    tokens.write(folder, 1, [learned(0, 0), learned(0, 1, pieces=["b", "c"])])
+    assert run.group(1, 0)["has_tokens"]
+    assert [turn["pieces"] for turn in run.tokens(1, 0, 1)] == [["b", "c"]]
+    for place in ((1, 0, 2), (2, 0, 0)):
+        with pytest.raises(LookupError, match="has no tokens of rollout"):
+            run.tokens(*place)

@@ -20,7 +20,7 @@ def parsed(query: str) -> Selection:
 
 
 def test_an_empty_value_is_no_condition() -> None:
-    everything = Selection(Query(), None, sort="", descending=False, offset=0, limit=50)
+    everything = Selection(Query(), sort="", descending=False, offset=0, limit=50)
     assert parsed("") == everything
     empty = "first_step=&last_step=&task=&ending=&words=+&low.a=&high.a=&sort=&descending=&offset=&limit="
     assert parsed(empty) == everything
@@ -34,12 +34,13 @@ def test_every_parameter_counts() -> None:
         reward=(-math.inf, 0.5),
         scores={"right": (0.0, 1.0), "a.b": (-1.5, math.inf)},
         words="two words",
+        terms={"standard_error": (0.1, math.inf), "surprise": (-math.inf, 2.0)},
     )
     text = (
         "last_step=7&task=a%26b&ending=user_done&high.reward=0.5&low.right=0&high.right=1&low.a.b=-1.5"
-        "&words=two+words&low.standard_error=0.1&sort=right&descending=1&offset=100&limit=200"
+        "&words=two+words&low.standard_error=0.1&high.surprise=2&sort=right&descending=1&offset=100&limit=200"
     )
-    assert parsed(text) == Selection(query, (0.1, math.inf), "right", descending=True, offset=100, limit=200)
+    assert parsed(text) == Selection(query, "right", descending=True, offset=100, limit=200)
     assert parsed("first_step=3").query.steps == (3, 2**53)
 
 

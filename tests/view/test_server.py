@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from megatron_collab.observability import transcripts
+from megatron_collab.observability import tokens, transcripts
 from megatron_collab.observability.transcript_index import Index
 from megatron_collab.view.runs import RunView
 from megatron_collab.view.server import application
+from tests.observability.test_tokens import learned
 from tests.observability.test_transcripts import ODD, group, old_lines, row
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -240,3 +241,20 @@ def test_two_sides_are_compared(client: TestClient, folder: Path) -> None:
     assert fault(client, "/api/comparison?left=0:training/3&right=1:x", 404) == "no run 1; there are 1"
     assert "no conversations of after" in fault(client, "/api/runs/0/conversations?part=after&task=a", 404)
     assert "no conversation about task b" in fault(client, "/api/runs/0/conversations?part=training/4&task=b", 404)
+
+
+def test_evaluations_and_tokens_are_asked_for_by_address(client: TestClient, folder: Path) -> None:
+    transcripts.write(folder / "eval_before.parquet", [group("evaluated", 1, 2)])
+    transcripts.write_step(folder, 3, [group()])
+    tokens.write(folder, 3, [learned(0, 1)])
+    assert client.get("/api/runs/0/futures?evaluation=before&task=evaluated").json()["total"] == 2
+    assert client.get("/api/runs/0/groups/0/0?evaluation=before").json()["task"] == "evaluated"
+    assert client.get("/api/runs/0/scores?groups=0.0&evaluation=before").json()[0]["rows"][1]["future"] == 1
+    for path in ("futures?", "groups/0/0?", "scores?groups=0.0&"):
+        assert "has no conversations of x y" in fault(client, f"/api/runs/0/{path}evaluation=x%0ay", 404)
+    (turn,) = client.get("/api/runs/0/tokens/3/0/1").json()
+    assert (turn["log_prob"], turn["advantage"], turn["trained"]) == ([-0.5, None], [-1.0, None], [True, False])
+    for place in ("3/0/0", "4/0/1", f"3/{10**30}/1", f"{10**30}/0/1"):
+        assert "has no tokens" in fault(client, f"/api/runs/0/tokens/{place}", 404)
+    transcripts.step_file(folder, 3, transcripts.TOKENS).write_bytes(b"PAR1 no")
+    assert "tokens/step_000003.parquet: cannot be read" in fault(client, "/api/runs/0/tokens/3/0/1", 400)

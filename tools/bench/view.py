@@ -4,7 +4,8 @@
 futures. A conversation has 5 messages: its group shares the first, a rollout's futures the second. Words are drawn from
 a made vocabulary so that zstd packs the text of single conversations about as well as English (`text_over_zstd`); a
 group has a topic, a fifth of its words. A future has four metrics, of which one applies to some tasks and one is
-missing at times. Steps are written as a run writes them. Then, in a fresh process:
+missing at times; one is compared with another, as a judge with a ground truth. Steps are written as a run writes them.
+Then, in a fresh process:
 
     open_seconds = until the index of the run is open, imports included (bound: 2);
     filter_ms = until the first 50 futures of a filter are read: the slowest of the filters that are printed, each the
@@ -96,6 +97,7 @@ def _row(task: str, rollout: int, future: int, texts: list[str], values: np.ndar
     accuracy, judged, length, applies = map(float, values)
     return {
         **{"task": task, "rollout": rollout, "future": future, "reward": round(accuracy - 0.3 * length, 4)},
+        **({"surprise": round(2 * applies, 6)} if future == 0 else {}),
         **{"ending": "user_done" if judged < 0.8 else "turn_limit", "error": ""},
         "messages": [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)],
         "scores": {
@@ -132,7 +134,7 @@ def serve(run: Path) -> None:
     began, cpu = time.perf_counter(), time.process_time()
     from megatron_collab.observability.transcript_index import Index, Query
 
-    index = Index(run)
+    index = Index(run, pairs=[("interactivity", "accuracy")])
     values = {"open_seconds": time.perf_counter() - began, "open_cpu_seconds": time.process_time() - cpu}
     values["futures"] = len(index)
     last = int(index.step[-1])
@@ -148,6 +150,8 @@ def serve(run: Path) -> None:
         "words": (Query(words=" ".join(rare[:4])), None),
         "letters": (Query(words="a"), None),
         "sorted by reward": (Query(), "reward"),
+        "sorted by surprise": (Query(), "surprise"),
+        "judge above truth": (Query(), "score/interactivity above accuracy"),
         "all": (Query((0, last), "7", "user_done", (0, 1), {"accuracy": (1, 1)}, rare[0]), "score/token_amount"),
     }
     times, cpu_times = {}, {}

@@ -35,11 +35,16 @@ export const conversations = (run, part, task, signal) => get(`runs/${run}/conve
 export const ratings = (left, right) => get("ratings", { left, right });
 export const rate = (rating) => post("ratings", rating);
 export const judge = (run, source, metric, signal) => get(`runs/${run}/judge`, { source, metric }, signal);
-export const group = (run, step, position, signal) => get(`runs/${run}/groups/${step}/${position}`, {}, signal);
+/** `evaluation`: of whose conversations; empty for those of training. */
+export const group = (run, step, position, evaluation) =>
+  get(`runs/${run}/groups/${step}/${position}`, evaluation ? { evaluation } : {});
+export const tokens = (run, step, position, rollout) => get(`runs/${run}/tokens/${step}/${position}/${rollout}`);
 export const reward = (run) => get(`runs/${run}/reward`);
 /** What the rewards of groups [{step, position}] are computed from. */
-export const scores = (run, groups) =>
-  get(`runs/${run}/scores`, { groups: groups.map(({ step, position }) => `${step}.${position}`).join(",") });
+export const scores = (run, groups, evaluation) => {
+  const places = groups.map(({ step, position }) => `${step}.${position}`).join(",");
+  return get(`runs/${run}/scores`, { groups: places, ...(evaluation ? { evaluation } : {}) });
+};
 export const models = (run) => get(`runs/${run}/models`);
 /** The models that are served and their conversations; null before the first ones. */
 export const talk = () => get("talk");

@@ -3,27 +3,30 @@
 import * as api from "./api.js";
 import { go, hashOf, read } from "./address.js";
 import { element } from "./dom.js";
-import { Filters, PLACES } from "./filters.js";
+import { Filters, hasConversations, PLACES } from "./filters.js";
 import { decimal, plural } from "./format.js";
 import { rolloutsOf } from "./group.js";
 import { RewardPanel, rescoredView } from "./rescore.js";
 import { groupRewards, isOfReward } from "./reward.js";
 import { shortName } from "./text.js";
+import { SHADES, tokensView } from "./tokens.js";
 import { treeView } from "./tree.js";
 
 const PAGE = 50; // rows of the list at a time
 const ADDRESS_MS = 200; // after the last move of a slider, since browsers limit how often the address may change
 const ORDER = "order"; // choice: the rows of the list by their recomputed reward, one of ORDERS
 const ORDERS = { "": "none", descending: "descending", ascending: "ascending" }; // as aria-sort names them
+const TOKENS = "tokens"; // choice: the tokens of the trained turn are shown, shaded by one of SHADES
 const OF_FUTURE = ["step", "position", "rollout", "future"]; // choices that name a row of the list
 
 export class Conversations {
   constructor(container, runs) {
     this.runs = runs;
-    this.firstRun = runs.find((run) => run.has_transcripts);
+    this.firstRun = runs.find((run) => run.has_transcripts) ?? runs.find(hasConversations);
     this.choices = {};
     this.list = { key: "", rows: [], shown: [], total: 0 }; // `shown`: the rows in the order of the table
     this.group = { key: "", answer: null };
+    this.tokens = { key: "", turns: null };
     this.entersAtEnd = false;
     this.settings = null; // of the reward, which the address may change; null: rewards cannot be recomputed
     this.rewardRun = null;
@@ -62,6 +65,8 @@ export class Conversations {
     if (!this.firstRun) return;
     clearTimeout(this.timer); // the address has what it would add, or goes back behind it
     this.choices = { run: String(this.firstRun.run), ...choices };
+    const run = this.runs.find((candidate) => String(candidate.run) === this.choices.run);
+    if (!run?.has_transcripts) this.choices.evaluation ??= run?.evaluations[0];
     this.filters.show(this.choices);
     await this.readReward();
     this.settings = this.panel.show(this.choices);
@@ -78,20 +83,23 @@ export class Conversations {
   /** Filters of the choices: all but those that name a future, and those of the reward. */
   filterChoices() {
     const { other, ...filters } = this.choices;
-    const isFilter = (name) => !OF_FUTURE.includes(name) && name !== ORDER && !isOfReward(name);
+    const isFilter = (name) => ![...OF_FUTURE, ORDER, TOKENS].includes(name) && !isOfReward(name);
     return Object.fromEntries(Object.entries(filters).filter(([name]) => isFilter(name)));
   }
 
   /** Other filters. The settings of the reward stay, unless it is another run, which has other metrics. */
   filter(choices) {
     const isSameRun = choices.run === this.choices.run;
-    const kept = Object.entries(this.choices).filter(([name]) => name === ORDER || isOfReward(name));
+    const kept = Object.entries(this.choices).filter(([name]) => [ORDER, TOKENS].includes(name) || isOfReward(name));
+    if (!isSameRun) delete choices.evaluation;
     this.go({ ...choices, ...(isSameRun ? Object.fromEntries(kept) : {}) }, { replace: true });
   }
 
   /** Read the settings of the run's reward, once for a run. */
   async readReward() {
-    const { run } = this.choices;
+    const { run, evaluation } = this.choices;
+    if (evaluation !== this.evaluation) this.scores = new Map();
+    this.evaluation = evaluation;
     if (run === this.rewardRun) return;
     this.rewardRun = run;
     this.scores = new Map();
@@ -137,8 +145,9 @@ export class Conversations {
     const groups = new Map(this.list.rows.map((row) => [groupKey(row), row]));
     const lacking = [...groups].filter(([key]) => !this.scores.has(key)).map(([, row]) => row);
     if (!lacking.length) return;
-    const { scores } = this; // of this run
-    for (const group of await api.scores(this.choices.run, lacking)) scores.set(groupKey(group), group.rows);
+    const { scores } = this; // of this run and evaluation
+    const { run, evaluation } = this.choices;
+    for (const group of await api.scores(run, lacking, evaluation)) scores.set(groupKey(group), group.rows);
   }
 
   /** By group of the list and rollout: the recomputed reward, null if it is missing. */
@@ -169,7 +178,7 @@ export class Conversations {
       try {
         const answer = await api.futures(run, { ...filters, limit: PAGE }, request.signal);
         this.list = { key, ...answer, shown: answer.rows };
-        this.filters.setOptions(answer.endings, answer.columns);
+        this.filters.setOptions(answer.endings, answer.columns, answer.evaluations);
         this.filters.show(this.choices);
       } catch (error) {
         if (error.name === "AbortError") return;
@@ -270,12 +279,12 @@ export class Conversations {
   }
 
   async showGroup() {
-    const { run, step, position = "0" } = this.choices;
-    const key = step === undefined ? "" : [run, step, position].join("/");
+    const { run, evaluation = "", step, position = "0" } = this.choices;
+    const key = step === undefined ? "" : [run, evaluation, step, position].join("/");
     if (key !== this.group.key) {
       this.group = { key, answer: null };
       try {
-        const answer = key && (await api.group(run, step, position));
+        const answer = key && (await api.group(run, step, position, evaluation));
         if (key !== this.group.key) return; // another one has been chosen meanwhile
         this.group.answer = answer;
       } catch (error) {
@@ -294,6 +303,7 @@ export class Conversations {
     this.drawTree();
     this.drawLinks();
     this.drawRewards();
+    this.showTokens();
   }
 
   /** The tree of the group, unless it is there already: what a reader has unfolded stays so. */
@@ -311,7 +321,8 @@ export class Conversations {
     const focused = this.reader.contains(document.activeElement) ? document.activeElement : null;
     const choose = (choice) => this.choose(choice, { replace: true });
     const talk = hashOf("talk", { run: this.choices.run, task: String(this.group.answer.task).toWellFormed() });
-    this.reader.replaceChildren(treeView(this.group.answer, chosen, link, choose, talk));
+    const toggleTokens = (rollout) => this.toggleTokens(rollout);
+    this.reader.replaceChildren(treeView(this.group.answer, chosen, link, choose, talk, toggleTokens));
     const turn = this.reader.querySelector(".turn.chosen");
     if (turn) turn.parentElement.scrollLeft = turn.offsetLeft - turn.parentElement.offsetLeft;
     if (focused?.role === "tab") this.reader.querySelector("[role=tab][aria-selected=true]").focus();
@@ -339,6 +350,49 @@ export class Conversations {
       const line = this.settings.isChanged ? rescoredView(reward, rewards.length) : "";
       turn.querySelector(".rescored").replaceChildren(line);
     }
+  }
+
+  /** The tokens of the chosen rollout below the trained turns, if that is chosen. */
+  async showTokens() {
+    const place = this.reader.querySelector(".tokens");
+    const { run, step, position = "0", rollout = "0" } = this.choices;
+    const shade = Object.hasOwn(SHADES, this.choices[TOKENS] ?? "") ? this.choices[TOKENS] : "";
+    for (const button of this.reader.querySelectorAll(".to-tokens"))
+      button.setAttribute("aria-expanded", String(shade !== "" && button.id === `tokens-of-${rollout}`));
+    if (!place) return;
+    const key = shade && [run, step, position, rollout].join("/");
+    if (key && key !== this.tokens.key) {
+      this.tokens = { key, turns: null };
+      try {
+        const turns = await api.tokens(run, step, position, rollout);
+        if (key === this.tokens.key) this.tokens.turns = turns;
+      } catch (error) {
+        if (key !== this.tokens.key) return;
+        this.tokens.key = "";
+        this.showFault(place, error);
+      }
+      if (key === this.tokens.key) this.showTokens(); // what is chosen may have changed meanwhile
+      return;
+    }
+    const drawn = `${key} ${shade}`;
+    if (drawn === place.dataset.drawn || (key && !this.tokens.turns)) return;
+    place.dataset.drawn = drawn;
+    const keepsFocus = document.activeElement?.id === "tokens-shade";
+    const choose = (value) => this.choose({ [TOKENS]: value }, { replace: true });
+    place.replaceChildren(key ? tokensView(this.tokens.turns, shade, choose) : "");
+    if (keepsFocus) document.getElementById("tokens-shade")?.focus();
+  }
+
+  /** Show the tokens of a rollout, of the chosen one if none is named, or hide them if they are shown. */
+  toggleTokens(rollout = Number(this.choices.rollout ?? 0)) {
+    if (!this.group.answer) return;
+    if (!this.group.answer.has_tokens) {
+      this.selection.textContent = "No tokens of this group are recorded: see train.record_tokens";
+      return;
+    }
+    const isChosen = rollout === Number(this.choices.rollout ?? 0);
+    const shade = isChosen && this.choices[TOKENS] ? "" : this.choices[TOKENS] || Object.keys(SHADES)[0];
+    this.choose({ ...(isChosen ? {} : { rollout, future: 0, other: "" }), [TOKENS]: shade }, { replace: true });
   }
 
   showFault(place, error) {

@@ -5,6 +5,10 @@ import { shortName } from "./text.js";
 
 const DELAY_MS = 250; // after the last key, so that not every letter asks the server
 export const PLACES = ["step", "task", "ending"]; // what a list can be sorted by beside numbers
+const ORDERS = {
+  standard_error: "standard error (futures disagree)",
+  surprise: "surprise (\u2212log p per token)",
+};
 const TEXTS = [
   ["words", "Words", "text", "all of them occur in the group"],
   ["task", "Task", "text", ""],
@@ -28,10 +32,10 @@ export class Filters {
       "aria-label": "Filter conversations",
       submit: send,
     });
-    const options = runs
-      .filter((run) => run.has_transcripts)
-      .map((run) => element("option", { value: run.run }, run.name));
+    this.runs = runs.filter(hasConversations);
+    const options = this.runs.map((run) => element("option", { value: run.run }, run.name));
     this.add("run", "Run", element("select", {}, options)).hidden = options.length < 2;
+    this.add("evaluation", "Conversations of", element("select"));
     for (const [name, label, type, help] of TEXTS)
       this.add(name, label, element("input", { type, min: type === "number" && "0", title: help, placeholder: help }));
     this.add("ending", "Ending", element("select"));
@@ -41,7 +45,7 @@ export class Filters {
     this.add("sort", "Sort by", element("select"));
     this.add("descending", "Descending", element("input", { type: "checkbox", value: "1" }));
     this.element.append(element("button", { type: "button", class: "reset", click: () => this.reset() }, "Reset"));
-    this.setOptions([], []);
+    this.setOptions([], [], []);
   }
 
   add(name, label, field) {
@@ -57,8 +61,12 @@ export class Filters {
     return line;
   }
 
-  /** What the run offers: endings to choose, and columns for the range and the order. */
-  setOptions(endings, columns) {
+  /** What the run offers: endings and evaluations to choose, and columns for the range and the order. */
+  setOptions(endings, columns, evaluations) {
+    const { evaluation, run } = this.fields;
+    const isTrained = this.runs.some(({ run: of, has_transcripts: has }) => String(of) === run.value && has);
+    setSelect(evaluation, [...(isTrained ? [["", "training"]] : []), ...evaluations.map((name) => [name, name])]);
+    evaluation.closest("label").hidden = evaluation.options.length < 2;
     setSelect(this.fields.ending, [["", "any"], ...endings.map((name) => [name, name])]);
     setSelect(
       this.fields.metric,
@@ -66,7 +74,7 @@ export class Filters {
     );
     setSelect(
       this.fields.sort,
-      [...PLACES, ...columns].map((name) => [name, name]),
+      [...PLACES, ...columns].map((name) => [name, ORDERS[name] ?? name]),
     );
   }
 
@@ -87,7 +95,7 @@ export class Filters {
     clearTimeout(this.timer);
     const value = (name) => this.fields[name].value.trim();
     const choices = {};
-    for (const name of ["run", "words", "task", "first_step", "last_step", "ending", "sort"])
+    for (const name of ["run", "evaluation", "words", "task", "first_step", "last_step", "ending", "sort"])
       choices[name] = value(name);
     choices.descending = this.fields.descending.checked ? "1" : "";
     if (choices.sort === PLACES[0] && !choices.descending) choices.sort = ""; // the order that it has anyway
@@ -96,9 +104,14 @@ export class Filters {
   }
 
   reset() {
-    this.onChange({ run: this.fields.run.value });
+    this.onChange({ run: this.fields.run.value, evaluation: this.fields.evaluation.value });
     this.fields.words.focus();
   }
+}
+
+/** Whether the view has conversations of a run to show. */
+export function hasConversations({ has_transcripts: has, evaluations }) {
+  return has || evaluations.length > 0;
 }
 
 /** The metric of a range in the address, low.NAME=… and high.NAME=…, with its bounds. */

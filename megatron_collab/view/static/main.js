@@ -91,6 +91,7 @@ function keys({ conversations, compare, blind, talk }, latest, help) {
     ["ArrowLeft", "previous rollout; left is better", either(rating("left"), rollout(-1))],
     ["Shift+ArrowRight", "next future of the rollout", reading(() => conversations.moveFuture(1))],
     ["Shift+ArrowLeft", "previous future", reading(() => conversations.moveFuture(-1))],
+    ["t", "the tokens of the trained turn, if they are recorded", reading(() => conversations.toggleTokens())],
     ["r", "to the settings of the reward", reading(() => conversations.focusReward())],
     ["=", "in a blind test: both are equal", rating("tie")],
     ["s", "in a blind test: skip", rating("skip")],

@@ -9,9 +9,9 @@ import { beginning, escaped, marked, shortName } from "./text.js";
 /**
  * The view of a group. `chosen`: {rollout, future, other}, the last one the future to compare with, or null;
  * `link(choice)` is the address of another choice, `choose(choice)` goes to it; `talk`: the address of a talk about the
- * task.
+ * task; `toggleTokens(rollout)` shows the tokens of a rollout, which are not part of the tree.
  */
-export function treeView(group, chosen, link, choose, talk) {
+export function treeView(group, chosen, link, choose, talk, toggleTokens) {
   if (!group.rows.length) return element("p", { class: "empty" }, "This group has no futures.");
   const rollouts = rolloutsOf(group.rows);
   const rollout = rollouts.find((candidate) => candidate.rollout === chosen.rollout) ?? rollouts[0];
@@ -23,12 +23,15 @@ export function treeView(group, chosen, link, choose, talk) {
     { class: "tree" },
     headView(group, rollouts, talk),
     promptView(group.rows[0], start),
-    element("h3", { id: "turns-title" }, rollouts.length > 1 ? "Trained turns" : "Trained turn"),
+    element("h3", { id: "turns-title" }, turnsTitle(group, rollouts)),
     element(
       "ol",
       { class: "turns", "aria-labelledby": "turns-title" },
-      rollouts.map((candidate) => turnView(candidate, rollouts, start, candidate === rollout, link)),
+      rollouts.map((candidate) =>
+        turnView(candidate, rollouts, start, candidate === rollout, link, group.has_tokens && toggleTokens),
+      ),
     ),
+    group.has_tokens ? element("div", { class: "tokens" }) : null,
     futuresView(
       { rows: rollout.rows, title: `Futures of rollout ${rollout.rollout}`, from: start + 1, turn: start },
       { row, other },
@@ -37,12 +40,19 @@ export function treeView(group, chosen, link, choose, talk) {
   );
 }
 
+/** Of an evaluation no turn is trained. */
+function turnsTitle({ evaluation }, rollouts) {
+  const [single, several] = evaluation ? ["First reply", "First replies"] : ["Trained turn", "Trained turns"];
+  return rollouts.length > 1 ? several : single;
+}
+
 function headView(group, rollouts, talk) {
   const [first] = group.rows;
   const rewards = rollouts.map(({ rows }) => rows[0].reward);
   const goal = group.goal ?? first.goal;
   const user = group.user ?? first.user;
   const facts = [
+    ...(group.evaluation ? [`evaluation ${shortName(group.evaluation)}`] : []),
     `step ${group.step}`,
     `group ${group.position}`,
     plural(rollouts.length, "rollout"),
@@ -72,7 +82,7 @@ function promptView(row, start) {
 }
 
 /** The trained turn of a rollout with its reward. */
-function turnView(rollout, rollouts, start, isChosen, link) {
+function turnView(rollout, rollouts, start, isChosen, link, toggleTokens) {
   const [row] = rollout.rows;
   const message = row.messages[start];
   const address = link({ rollout: rollout.rollout, future: 0 });
@@ -84,6 +94,7 @@ function turnView(rollout, rollouts, start, isChosen, link) {
       { class: "turn-head" },
       element("a", { href: address, "aria-current": isChosen ? "true" : null }, `Rollout ${rollout.rollout}`),
       advantageView(advantage(rollout, rollouts)),
+      toggleTokens ? tokensButton(rollout.rollout, toggleTokens) : null,
     ),
     element("p", { class: "rescored" }), // filled while a setting of the reward is changed
     partsView(rollout.rows),
@@ -91,6 +102,18 @@ function turnView(rollout, rollouts, start, isChosen, link) {
       ? messageView(message, row.messages[start + 1], extrasOf(row, start).get(start))
       : element("p", { class: "empty" }, "No reply."),
   );
+}
+
+function tokensButton(rollout, toggleTokens) {
+  const attributes = {
+    type: "button",
+    class: "to-tokens",
+    id: `tokens-of-${rollout}`,
+    "aria-label": `Tokens of rollout ${rollout}`,
+    "aria-expanded": "false",
+    click: () => toggleTokens(rollout),
+  };
+  return element("button", attributes, "Tokens");
 }
 
 function advantageView(gain) {
