@@ -234,7 +234,7 @@ def test_silence_is_an_engine_error_that_names_the_setting() -> None:
 
 def test_no_server_is_an_engine_error() -> None:
     async def run() -> None:
-        client = SGLangClient("http://127.0.0.1:9", "secret", ClientSpec(1.0, "qwen25"))
+        client = SGLangClient("http://127.0.0.1:9", "secret", ClientSpec(60.0, "qwen25"))
         try:
             await turn_of(client)
         finally:
