@@ -21,7 +21,7 @@ from tests.helpers import listening
 
 pytestmark = pytest.mark.processes
 
-TIMEOUT = 120
+TIMEOUT = 300
 # Rank 0 has a process like any server; it waits for the signal, rank 1 for rank 0.
 WAITS = """
 import os, subprocess, sys, time
