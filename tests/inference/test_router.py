@@ -104,7 +104,7 @@ def with_servers(count: int, play: Callable[[Servers, Router], Awaitable[None]])
                 application.router.add_post("/generate", servers.handler(server))
                 running = await stack.enter_async_context(TestServer(application))
                 addresses.append((str(running.make_url("")).rstrip("/"), "secret"))
-            router = Router(addresses, ClientSpec(5.0, "qwen25"))
+            router = Router(addresses, ClientSpec(60.0, "qwen25"))
             stack.push_async_callback(router.close)
             await play(servers, router)
 
