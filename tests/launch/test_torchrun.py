@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -112,7 +112,8 @@ def agent(script: str, folder: Path, *arguments: str, options: Sequence[str] = (
     finally:
         if process.poll() is None:
             for target in [*psutil.Process(process.pid).children(recursive=True), process]:
-                target.kill()
+                with suppress(psutil.NoSuchProcess):  # the end of one ends others
+                    target.kill()
             process.communicate()
 
 
