@@ -25,6 +25,7 @@ from tests.fork_server import end_fork_servers
 from tests.helpers import free_port, make_model, policy_servers
 from tests.patched import PatchOnImport
 from tests.ranks import init_parallel
+from tests.virtual_time import VirtualTimeLoop
 
 # Ray reads the token once per process, and tests that set the environment remove variables that are new to it.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -148,6 +149,12 @@ def shares_fixtures(item: pytest.Item) -> bool:
     """Whether the test takes a fixture that its file makes once for all its tests."""
     fixtures = [definition for definitions in item._fixtureinfo.name2fixturedefs.values() for definition in definitions]
     return any(entry.scope == "module" and entry.func.__module__ == item.module.__name__ for entry in fixtures)
+
+
+@pytest.fixture
+def virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """asyncio.run has a clock that jumps over pauses, so that no deadline depends on how busy the machine is."""
+    monkeypatch.setattr("asyncio.events.new_event_loop", VirtualTimeLoop)
 
 
 @pytest.fixture(scope="session")

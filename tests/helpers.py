@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
@@ -107,9 +108,20 @@ def listening(processes: Iterable[psutil.Process]) -> dict[psutil.Process, set[t
     return addresses
 
 
+_ports = set[int]()
+
+
 def free_port() -> int:
-    """A free port of the loopback interface, below the kernel's range of ephemeral ports."""
-    return bindable("port", 0)
+    """A free port of the loopback interface, below the kernel's range of ephemeral ports.
+
+    It is bound only later, so no other call in this process or in another worker of the session gives the same one.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    while (port := bindable("port", 0, part=worker, parts=workers)) in _ports:
+        pass
+    _ports.add(port)
+    return port
 
 
 def make_model(

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 
 def place(word: str) -> tuple[int, int, str, bool]:
     """As a rank: its fork server, its number, a variable of the test, whether libraries are patched."""
-    print(f"{word} of rank {os.environ['RANK']}", file=sys.stderr)
+    os.write(2, f"{word} of rank {os.environ['RANK']}\n".encode())  # print may write the line in two pieces
     (server,) = [parent.pid for parent in psutil.Process().parents() if "tests.forked" in parent.cmdline()][-1:]
     changed = "megatron.core" in sys.modules and SET_BY_PATCHES in os.environ
     return server, int(os.environ["RANK"]), os.environ["OF_THE_TEST"], changed

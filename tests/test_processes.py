@@ -42,7 +42,7 @@ def test_a_process_is_known_by_the_test_that_started_it() -> None:
         child.kill()
     grandchild, test = started["sleep", "600"]
     grandchild.kill()
-    grandchild.wait(10)
+    grandchild.wait(60)
     assert orphan.returncode == 0 and started["sleep", "601"][1] == test
     assert test.startswith("tests/test_processes.py::test_a_process_is_known_by_the_test_that_started_it")
     assert grandchild not in processes.alive()
@@ -52,7 +52,7 @@ def test_a_session_ends_what_a_failed_test_leaves_and_fails_for_what_others_leav
     file = tmp_path / "test_leaves.py"
     file.write_text(LEAVES)
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", str(file)]
-    session = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    session = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     (leftover,) = (
         process for process in psutil.process_iter(["cmdline"]) if (process.info["cmdline"] or [])[2:] == [str(file)]
     )

@@ -392,7 +392,8 @@ def _apply_template(
 def _bounded_template(source: str) -> BoundedTemplate:
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    return BoundedTemplate(bounded(_compile_jinja_template(source).environment), source)
+    # Of any template: compiling this one there would compute its constant expressions, without a bound.
+    return BoundedTemplate(bounded(_compile_jinja_template("").environment), source)
 
 
 @dataclass(frozen=True)

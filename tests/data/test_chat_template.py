@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from megatron_collab.config import Config, ConfigError, RolloutConfig, SamplingConfig, bounded_jinja
-from megatron_collab.data.chat_template import ChatRenderer, render_once
+from megatron_collab.config.bounded_jinja import TemplateLimit
+from megatron_collab.data.chat_template import ChatRenderer, _bounded_template, render_once
 from megatron_collab.data.datasets import SupervisedData, conversation_row, write_jsonl
 from megatron_collab.environments import booking, tiny_model
 from megatron_collab.launch.data_specs import data_spec, prompt_spec
@@ -385,6 +387,17 @@ def test_a_rendering_is_bounded(tmp_path: Path, part: str, reason: str, monkeypa
         assert f"model.path={tmp_path}: its chat template fails ({reason}" in line and "\n" not in line
         assert line.endswith("; fix it, or give another model")
     assert chat.first(messages) == plain, "the process lives"
+
+
+def test_a_constant_of_a_template_is_bounded_as_well() -> None:
+    """Jinja computes constant expressions when it compiles a template, unless its environment bounds them."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(TemplateLimit, match="computes a value of more than"):
+            _bounded_template("{{ 'x' * 10**8 }}").render({})
+        assert tracemalloc.get_traced_memory()[1] < 10**7
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_row_that_the_template_cannot_render_stops_supervised_training(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ async def stream_turn(request: web.Request) -> web.StreamResponse:
     return await stream(request, BEGUN, ANSWER)
 
 
-def served(handler: Handler, use: Callable[[SGLangClient], Awaitable[Any]], timeout: float = 5.0) -> Any:
+def served(handler: Handler, use: Callable[[SGLangClient], Awaitable[Any]], timeout: float = 60.0) -> Any:
     """Result of `use` with a client whose server answers every request with `handler`."""
 
     async def run() -> Any:
@@ -79,7 +79,7 @@ async def turn_of(client: SGLangClient, prompt: tuple[int, ...] = (4, 5, 6)) -> 
     return await client.generate(prompt, max_new_tokens=9, sampling=SAMPLING, seed=-3)
 
 
-def ask(handler: Handler, timeout: float = 5.0) -> Turn:
+def ask(handler: Handler, timeout: float = 60.0) -> Turn:
     return served(handler, turn_of, timeout)
 
 
@@ -234,7 +234,7 @@ def test_silence_is_an_engine_error_that_names_the_setting() -> None:
 
 def test_no_server_is_an_engine_error() -> None:
     async def run() -> None:
-        client = SGLangClient("http://127.0.0.1:9", "secret", ClientSpec(1.0, "qwen25"))
+        client = SGLangClient("http://127.0.0.1:9", "secret", ClientSpec(60.0, "qwen25"))
         try:
             await turn_of(client)
         finally:

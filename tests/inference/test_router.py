@@ -104,7 +104,7 @@ def with_servers(count: int, play: Callable[[Servers, Router], Awaitable[None]])
                 application.router.add_post("/generate", servers.handler(server))
                 running = await stack.enter_async_context(TestServer(application))
                 addresses.append((str(running.make_url("")).rstrip("/"), "secret"))
-            router = Router(addresses, ClientSpec(5.0, "qwen25"))
+            router = Router(addresses, ClientSpec(60.0, "qwen25"))
             stack.push_async_callback(router.close)
             await play(servers, router)
 
@@ -136,10 +136,12 @@ def test_a_busy_server_is_passed_over_for_new_affinities() -> None:
     async def play(servers: Servers, router: Router) -> None:
         servers.released.clear()
         first = asyncio.create_task(ask(router, ["a"] * 20))
-        await asyncio.sleep(0.01)
+        while sum(router.in_flight) < 20:
+            await asyncio.sleep(0)
         busy = max(range(2), key=lambda server: router.in_flight[server])
         second = asyncio.create_task(ask(router, NAMES[:10]))
-        await asyncio.sleep(0.01)
+        while sum(router.in_flight) < 30:
+            await asyncio.sleep(0)
         assert router.in_flight[busy] == 20
         assert router.in_flight[1 - busy] == 10
         servers.released.set()

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -21,7 +21,7 @@ from tests.helpers import listening
 
 pytestmark = pytest.mark.processes
 
-TIMEOUT = 120
+TIMEOUT = 300
 # Rank 0 has a process like any server; it waits for the signal, rank 1 for rank 0.
 WAITS = """
 import os, subprocess, sys, time
@@ -112,7 +112,8 @@ def agent(script: str, folder: Path, *arguments: str, options: Sequence[str] = (
     finally:
         if process.poll() is None:
             for target in [*psutil.Process(process.pid).children(recursive=True), process]:
-                target.kill()
+                with suppress(psutil.NoSuchProcess):  # the end of one ends others
+                    target.kill()
             process.communicate()
 
 

@@ -102,15 +102,16 @@ def test_the_request_has_the_parameters_and_the_schema() -> None:
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("fault", "timeout"),
     [
-        *(fails(status) for status in (408, 409, 429, 500, 503)),
-        *(resets, pytest.param(hangs(), marks=pytest.mark.processes), writes("<html>"), writes("{}")),
+        *((fails(status), 60.0) for status in (408, 409, 429, 500, 503)),
+        *((resets, 60.0), pytest.param(hangs(), 3.0, marks=pytest.mark.processes)),
+        *((writes("<html>"), 60.0), (writes("{}"), 60.0)),
     ],
     ids=["408", "409", "429", "500", "503", "reset", "hang", "html", "empty"],
 )
-def test_what_may_pass_is_tried_again(fault: Reply) -> None:
-    answer, requests = ask(fault, GOOD, timeout=3.0)
+def test_what_may_pass_is_tried_again(fault: Reply, timeout: float) -> None:
+    answer, requests = ask(fault, GOOD, timeout=timeout)
     assert answer == {"score": 0.5}
     assert len(requests) == 2
 

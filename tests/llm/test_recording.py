@@ -139,13 +139,19 @@ def test_failures_are_replayed_as_they_were(tmp_path: Path) -> None:
     assert unusable[2] == "no JSON, ***"
     assert replay(tmp_path / "unusable", endpoint, failing) == unusable
 
+    arrived = asyncio.Event()
+
+    async def hang(request: web.Request) -> web.StreamResponse:
+        arrived.set()
+        return await hangs()(request)
+
     async def impatient(client: LlmClient, endpoint: EndpointConfig) -> None:
         task = asyncio.create_task(once(client, endpoint))
-        await asyncio.sleep(0.3)
+        await arrived.wait()
         task.cancel()
         await asyncio.wait([task])
 
-    _, endpoint = recorded(tmp_path / "cut", hangs(), ask=impatient)
+    _, endpoint = recorded(tmp_path / "cut", hang, ask=impatient)
     assert replay(tmp_path / "cut", endpoint, failing) == (LlmError, "openai/m: cut off while it was recorded", "")
 
 

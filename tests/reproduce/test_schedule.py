@@ -91,7 +91,7 @@ sys.exit(asyncio.run(main()))
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 75
+        assert process.wait(60) == 75
         assert {file.name for file in tmp_path.iterdir()} == {"a1", "b1"} - ({"b1"} if jobs == 1 else set())
     finally:
         process.kill()

@@ -16,6 +16,7 @@ from megatron_collab.reward.explanations import explained
 from megatron_collab.reward.metrics import THOUGHT, Judge
 from megatron_collab.runtime.redact import LONGEST_EXCERPT
 from megatron_collab.types import Judgment, Missing
+from tests.helpers import free_port
 from tests.llm.endpoint import Endpoint, Reply, fails, says
 
 SCORE = [Field("score", float, 0.0, 1.0)]
@@ -83,7 +84,7 @@ def test_an_unreachable_endpoint_is_retried_until_the_deadline(monkeypatch: pyte
     monkeypatch.setattr(clients, "_LONGEST_PAUSE", 0.4)
 
     async def run() -> tuple[Any, Any]:
-        async with Endpoint(says({"score": 1})) as before:
+        async with Endpoint(says({"score": 1}), port=free_port()) as before:  # which nobody takes meanwhile
             lasting, short = (Judge(LlmClient(), before.config(attempts=1, deadline=s)) for s in (60.0, 2.0))
             await lasting.ask("Do you know LiteLLM by now?", SCORE)
         pending = [asyncio.create_task(lasting.ask(f"Good, {i}?", SCORE)) for i in range(8)]

@@ -451,7 +451,7 @@ def local_ray() -> Iterator[None]:
 
 @pytest.mark.processes
 def test_a_ray_worker_outlives_what_it_runs(local_ray: None) -> None:
-    worker = ray.remote(num_cpus=0)(PassRate).remote(PassRate.Options(cpu_seconds=2), None)
+    worker = ray.remote(num_cpus=0)(PassRate).remote(PassRate.Options(cpu_seconds=4), None)
     bomb = "import os\nwhile True:\n    os.fork()\n"
     harmful = [reply(code) for code in (bomb, "while True:\n    pass\n", "import os\nos.kill(os.getppid(), 9)\n")]
     assert ray.get([worker.score.remote(*played(TWICE, text)) for text in harmful]) == [0.0, 0.0, 0.0]

@@ -53,18 +53,20 @@ def test_what_the_run_serves_is_asked_without_a_proxy(monkeypatch: pytest.Monkey
     assert {os.environ[name] for name in names} == {"example.org,localhost,127.0.0.1,::1,10.1.0.7"}
 
 
+@pytest.mark.usefixtures("virtual_time")
 def test_a_metric_that_takes_too_long_is_missing_and_the_others_are_not() -> None:
     worker = worker_of(settings("length", "slow", timeout=0.05))
     late = Missing("no score within reward.timeout=0.05 s")
     assert score(worker, "never", "now") == [{"length": 5.0, "slow": late}, {"length": 3.0, "slow": 1.0}]
 
 
-@pytest.mark.processes
+@pytest.mark.usefixtures("virtual_time")
 def test_waiting_for_others_does_not_count_as_taking_long() -> None:
     worker = worker_of(settings("process", concurrency=1, timeout=1.0))
     assert score(worker, *"abcdef") == [{"process": os.getpid()}] * 6
 
 
+@pytest.mark.usefixtures("virtual_time")
 def test_a_worker_makes_as_many_scores_at_once_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     now, most = 0, 0
 
@@ -81,6 +83,7 @@ def test_a_worker_makes_as_many_scores_at_once_as_it_may(monkeypatch: pytest.Mon
     assert most == 3
 
 
+@pytest.mark.usefixtures("virtual_time")
 def test_a_slow_metric_takes_no_place_from_another() -> None:
     """With one slot per metric, a judge that hangs in one conversation does not block the other metrics."""
     worker = worker_of(settings("slow", "process", concurrency=1))

@@ -176,6 +176,7 @@ def test_a_task_that_does_not_fit_is_an_error() -> None:
     assert "rollout.context_length=19" in conversation.error
 
 
+@pytest.mark.usefixtures("virtual_time")
 def test_all_futures_are_played_at_once() -> None:
     class Patient(FakePolicy):
         """Answers a future only once all of them ask."""
@@ -228,6 +229,7 @@ def test_an_aborted_turn_is_an_error() -> None:
     assert conversation.turns == ()
 
 
+@pytest.mark.usefixtures("virtual_time")
 def test_a_future_past_its_deadline_keeps_its_messages() -> None:
     class Stuck(FakePolicy):
         async def generate(self, prompt_ids: tuple[int, ...], **options: Any) -> Turn:
@@ -273,6 +275,7 @@ class Finishing(FakeUsers):
         self.ends.append(conversation)
 
 
+@pytest.mark.usefixtures("virtual_time")
 @pytest.mark.parametrize(("hangs", "why"), [(False, "the world is gone"), (True, "rollout.deadline=0.05")])
 def test_an_error_in_finish_ends_only_that_conversation(monkeypatch: pytest.MonkeyPatch, hangs: bool, why: str) -> None:
     """It has its type and is counted, the messages stay, and so does an earlier error."""
@@ -292,6 +295,7 @@ def test_an_error_in_finish_ends_only_that_conversation(monkeypatch: pytest.Monk
         assert len(conversation.turns) == (2 if text == "ok" else 1) and users.ends == [conversation]
 
 
+@pytest.mark.usefixtures("virtual_time")
 def test_a_user_has_time_to_finish_after_the_deadline() -> None:
     """To close what it holds, such as a session with a server; its rewards count."""
 

@@ -141,6 +141,7 @@ def test_a_malformed_turn_anywhere_ends_a_whole_conversation_with_the_penalty() 
     assert rewards.conversations == []
 
 
+@pytest.mark.usefixtures("virtual_time")
 def test_a_future_is_scored_the_moment_it_ends() -> None:
     """A future that ended early is scored while another one is still played."""
     order: list[str] = []

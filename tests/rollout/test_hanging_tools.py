@@ -44,17 +44,19 @@ def test_hung_calls_delay_no_other_call_and_fail_beyond_a_limit(
     monkeypatch.setattr(tools, "HUNG", 3)
     (tmp_path / "blocked.py").write_text(BLOCKED)
     spec = f"{tmp_path}/blocked.py:block"
-    box = toolbox_of(RolloutConfig(tools=[spec], tool_timeout=0.6), FakePolicy(lambda prompt, seed: ""))
+    box = toolbox_of(RolloutConfig(tools=[spec], tool_timeout=60.0), FakePolicy(lambda prompt, seed: ""))
 
     async def calls() -> list[str]:
         answers = []
         async with box.open(TASK) as session:
             for wait in (True, True, False, True):
+                box.timeout = 0.3 if wait else 60.0
                 answers.append((await session.answer(f'call block {{"wait": {str(wait).lower()}}}'))[0][0].content)
             with pytest.raises(ToolFailure, match="3 tool calls have timed out and still hang in their threads"):
                 await session.answer('call block {"wait": false}')
             find_tool(spec).function.__globals__["ends"].set()  # type: ignore[attr-defined]
-            assert wait_for(lambda: not any(thread.is_alive() for thread in tools._hung), 10)
+            assert wait_for(lambda: not any(thread.is_alive() for thread in tools._hung), 60)
+            box.timeout = 60.0
             answers.append((await session.answer('call block {"wait": true}'))[0][0].content)
         return answers
 

@@ -22,11 +22,13 @@ from tests.rollout.fakes import CharacterRenderer, FakePolicy, FakeUsers, config
 
 TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")
 MINE = """
-import asyncio, time
+import asyncio, threading
 from typing import Any
 from megatron_collab.rollout.tools import Tool, ToolError, ToolResult
 
 LOG = []
+ALL = threading.Barrier(20)
+LATE = threading.Event()
 
 
 class Notebook(Tool):
@@ -44,7 +46,7 @@ class Notebook(Tool):
         if word == "bug":
             raise KeyError(word)
         if word == "slow":
-            time.sleep(0.5)
+            ALL.wait(60)
         self.words.append(word)
         return ToolResult(" ".join(self.words), 0.5 * len(word))
 
@@ -101,7 +103,7 @@ class Starts(Notebook):
         super().start(task)
         LOG.append("")
         if len(LOG) == 2:
-            time.sleep(0.5)
+            LATE.wait(60)
         if len(LOG) == 4:
             raise ValueError("not yet")
 
@@ -276,13 +278,19 @@ def test_half_a_surrogate_pair_in_a_call_is_replaced(mine: Path) -> None:
 
 
 def test_tools_whose_start_fails_are_started_again_at_the_next_call_and_closed(mine: Path) -> None:
-    box = toolbox_of(RolloutConfig(tools=[f"{mine}:Starts"], tool_timeout=0.2), FakePolicy(lambda prompt, seed: ""))
-    log = vars(sys.modules[find_tool(f"{mine}:Starts").__module__])["LOG"]
+    box = toolbox_of(RolloutConfig(tools=[f"{mine}:Starts"], tool_timeout=0.5), FakePolicy(lambda prompt, seed: ""))
+    module = vars(sys.modules[find_tool(f"{mine}:Starts").__module__])
+    log = module["LOG"]
     log.clear()
 
     async def three() -> list[str]:
         async with box.open(TASK) as session:
-            return [(await session.answer('call note {"word": "a"}'))[0][0].content for _ in range(3)]
+            answers = []
+            for _ in range(3):
+                answers.append((await session.answer('call note {"word": "a"}'))[0][0].content)
+                box.timeout = 60.0
+                module["LATE"].set()
+            return answers
 
     assert asyncio.run(three()) == ["error: note timed out", "error: not yet", "t a"]
     assert log == ["start", ""] * 3 + ["close t", "close t", "close t a"]
@@ -352,19 +360,17 @@ def test_a_tool_that_fails_ends_its_conversation_and_is_closed(tool: str, word: 
 
 
 def test_synchronous_tools_do_not_delay_other_conversations(mine: Path) -> None:
-    """Calls of several conversations sleep at once, outside the event loop's thread."""
+    """Calls of 20 conversations wait for each other, outside the event loop's thread."""
     box = toolbox_of(RolloutConfig(tools=[f"{mine}:Notebook"]), FakePolicy(lambda prompt, seed: ""))
 
     async def conversation() -> None:
         async with box.open(TASK) as session:
             await session.answer('call note {"word": "slow"}')
 
-    async def together() -> float:
-        began = asyncio.get_running_loop().time()
+    async def together() -> None:
         await asyncio.gather(*(conversation() for _ in range(20)))
-        return asyncio.get_running_loop().time() - began
 
-    assert asyncio.run(together()) < 20 * 0.5 / 2
+    asyncio.run(together())
 
 
 def test_the_tools_of_the_how_to_work(tmp_path: Path) -> None:

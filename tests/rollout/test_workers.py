@@ -123,7 +123,7 @@ def session(options: Config, proxy: RecordingProxy) -> Iterator[None]:
     with ray_session(2):
         yield
     remaining = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
-    _, alive = psutil.wait_procs(remaining, timeout=10)
+    _, alive = psutil.wait_procs(remaining, timeout=60)
     assert alive == []
 
 
@@ -343,13 +343,13 @@ def gives_up_on_a_worker_that_hangs(worker: Any, task: Task, config: Config) -> 
             flight.wait_for(2, "step 7")
             while flight.poll() != "finished":
                 pass
-        with pytest.raises(Hung, match=r"waited 0\.1 s \(half of launch\.timeout\) for its counters"):
-            answers({"its counters": worker.take_counters.remote(), "what is there": ray.put(1)}, 0.1)
-        assert available_results([worker.take_counters.remote(), ray.put(1)], 0.1) == [1]
+        with pytest.raises(Hung, match=r"waited 1 s \(half of launch\.timeout\) for its counters"):
+            answers({"its counters": worker.take_counters.remote(), "what is there": ray.put(1)}, 1.0)
+        assert available_results([worker.take_counters.remote(), ray.put(1)], 1.0) == [1]
         assert file.stat().st_size == 0
     finally:
         process.resume()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while "default_worker.py" not in file.read_text():  # the signal was pending meanwhile
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -117,6 +117,7 @@ def test_workers_take_the_keys_and_rays_own_processes_have_none(tmp_path: Path) 
     script = """
         import os
         import sys
+        from contextlib import suppress
         from pathlib import Path
 
         import psutil
@@ -140,8 +141,9 @@ def test_workers_take_the_keys_and_rays_own_processes_have_none(tmp_path: Path) 
             ray.get(bound.spend.remote())
             print(ray.get(worker.has.remote()))
             for process in psutil.Process().children(recursive=True):
-                environment = Path(f"/proc/{process.pid}/environ").read_text()
-                print(process.name(), "has" if sys.argv[2] in environment else "lacks")
+                with suppress(OSError, psutil.NoSuchProcess):  # it has just ended
+                    environment = Path(f"/proc/{process.pid}/environ").read_text()
+                    print(process.name(), "has" if sys.argv[2] in environment else "lacks")
         """
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
     command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path), KEY]

@@ -189,8 +189,7 @@ class Dying:
     __del__ = fails
 
 async def forgotten():
-    asyncio.create_task(asyncio.to_thread(fails))
-    await asyncio.sleep(0.2)
+    await asyncio.wait([asyncio.create_task(asyncio.to_thread(fails))])
 
 print("printed {key}")
 logging.getLogger("ray").error("logged {key}")

@@ -101,7 +101,7 @@ def on_terminal(within: str = "", *flags: str, launcher: str = "SCRIPT", first: 
         subprocess.run([sys.executable, "-c", script], stdout=theirs, stderr=theirs, env=environment, timeout=100)
     finally:
         os.close(theirs)
-        reader.join(10)
+        reader.join(60)
         os.close(ours)
     return terminal
 

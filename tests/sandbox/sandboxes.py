@@ -17,7 +17,7 @@ from megatron_collab import sandbox
 from megatron_collab.sandbox import Limits, Program, Result
 
 PROJECT = Path(__file__).resolve().parents[2]
-LIMITS = Limits(cpu=2, wall=10.0)
+LIMITS = Limits(cpu=2, wall=60.0)  # programs have a low priority
 
 
 def run(source: str, limits: Limits = LIMITS) -> Result:

@@ -12,7 +12,7 @@ from megatron_collab.sandbox import Limits
 from megatron_collab.sandbox.sandboxed import memory
 from tests.sandbox.sandboxes import nothing_is_left, run, unindented
 
-SMALL = Limits(memory=200 << 20)
+SMALL = Limits(memory=200 << 20, wall=60.0)
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures(nothing_is_left.__name__)]
 
 

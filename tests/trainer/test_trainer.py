@@ -211,6 +211,7 @@ def test_packing_does_not_matter(folder: Path, alone: dict, budget: int, stage: 
     assert_same_training(train(folder, STAGES[stage] | {"train.tokens_per_micro_batch": budget}), alone[stage])
 
 
+@pytest.mark.processes
 def test_training_moves_the_policy_and_ratios_are_clipped(alone: dict) -> None:
     first, _, last = alone["rl"]["metrics"]
     assert first["kl"] == 0.0 and last["kl"] > 1e-3

@@ -105,6 +105,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(folder / "model")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("settings", [{}, {"train.tokens_per_micro_batch": 90}, {"algo.loss": "gspo"}])
 def test_trees_train_like_plain_packing(folder: Path, one_rank: Config, settings: dict[str, object]) -> None:
     assert_equal(*both_ways(make_config(folder, UPDATE | settings)))

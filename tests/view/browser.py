@@ -34,6 +34,7 @@ FLAGS = [
     *("--disable-component-update", "--disable-sync"),
 ]
 Open = Callable[..., Any]
+Serve = Callable[[Sequence[Path | RunView]], str]
 
 
 @contextmanager
@@ -64,8 +65,8 @@ def chart(page: Any, title: str) -> Any:
 
 
 def chosen(page: Any) -> tuple[int, ...]:
-    """Step, position, rollout and future that the address names."""
-    values = dict(re.findall(r"(\w+)=(\w+)", page.url.partition("#")[2]))
+    """Step, position, rollout and future that the address names. `page.url` may be older than what the page shows."""
+    values = dict(re.findall(r"(\w+)=(\w+)", page.evaluate("location.hash")))
     return tuple(int(values[name]) for name in ("step", "position", "rollout", "future"))
 
 
@@ -76,6 +77,12 @@ def wait_for_choice(page: Any, choice: tuple[int, ...]) -> None:
     expect(page.locator(".turn.chosen a")).to_have_text(f"Rollout {rollout}")
     expect(page.get_by_role("tab", selected=True)).to_contain_text(f"Future {future}")
     assert chosen(page) == choice
+
+
+def press_sequence(page: Any, *keys: str) -> None:
+    """Press keys that count together only if they follow each other within a second, which a busy machine may miss."""
+    press = "key => document.activeElement.dispatchEvent(new KeyboardEvent('keydown', { key, bubbles: true }))"
+    page.evaluate(f"keys => keys.forEach({press})", [*keys])
 
 
 def unfold(page: Any, place: str, most: int = 1000) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,7 +62,16 @@ def hostile_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
+def serve() -> Iterator[Callable[[Sequence[Path]], str]]:
+    """Serves runs until the pages are closed: one that looks for new steps meets an error without its server."""
+    from tests.view.browser import served
+
+    with ExitStack() as servers:
+        yield lambda folders: servers.enter_context(served(folders))
+
+
+@pytest.fixture
+def open_page(browser: Any, serve: object) -> Iterator[Callable[..., Any]]:
     """Opens a page; in the end none has logged an error or opened a dialog."""
     from tests.view.browser import SECONDS, TOKEN, is_fault
 

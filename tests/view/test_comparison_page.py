@@ -10,7 +10,7 @@ import pytest
 
 from megatron_collab.observability import evaluations, transcripts
 from tests.view import recorded_runs
-from tests.view.browser import Open, expect, needs_browser, served
+from tests.view.browser import Open, Serve, expect, needs_browser, press_sequence
 
 pytestmark = needs_browser
 
@@ -18,8 +18,7 @@ pytestmark = needs_browser
 def test_two_evaluations_are_compared(open_page: Open, site: str) -> None:
     page = open_page(site, "#conversations")
     expect(page.locator(".turn.chosen")).to_be_visible()
-    page.keyboard.press("g")
-    page.keyboard.press("v")
+    press_sequence(page, "g", "v")
     heads = page.locator(".differences thead th")
     expect(heads).to_have_text(["metric", "first \u00b7 after", "second \u00b7 after", "right less left"])
     page.get_by_label("Left").select_option("0:before")
@@ -63,7 +62,7 @@ def test_sides_without_a_common_task_and_sides_that_are_not_there(open_page: Ope
     expect(page.locator(".pair h2")).to_have_text("booking-0")
 
 
-def test_a_blind_test_by_keyboard(open_page: Open, tmp_path: Path) -> None:
+def test_a_blind_test_by_keyboard(open_page: Open, serve: Serve, tmp_path: Path) -> None:
     """Each reply says its side, so that the rater can always prefer the one of the evaluation after."""
     run = tmp_path / "run"
     recorded_runs.write_run(run, 1)
@@ -72,77 +71,77 @@ def test_a_blind_test_by_keyboard(open_page: Open, tmp_path: Path) -> None:
         messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": text}]
         rows = [[{"task": f"t{at}", "messages": messages, "scores": {"judge": 0.125}}] for at in range(12)]
         transcripts.write(evaluations.file_of(run, name), rows)
-    with served([run]) as url:
-        page = open_page(url, "#compare?left=0:before&right=0:after")
-        page.get_by_role("link", name="Blind test of these sides").click()
-        columns = page.locator("#blind .column")
-        expect(columns).to_have_count(2)
-        assert not re.search("before|after|judge|0.125", page.locator("#blind .pair").inner_text())
-        page.evaluate("() => { let draws = 0; crypto.getRandomValues = (bytes) => bytes.fill(draws++); }")
-        replies = columns.all_inner_texts()
-        for name in ("A", "Ad", ""):  # draws nothing again
-            page.get_by_label("Your name").fill(name)
-            page.keyboard.press("Enter")
-            expect(page.locator(".verdict-skip")).to_be_enabled()
-            assert columns.all_inner_texts() == replies
-        page.get_by_role("heading", name="Which conversation is better?").click()  # out of the field
-        page.keyboard.press("s")
-        expect(page.get_by_role("alert")).to_have_text("Type your name first: each rating has one.")
-        expect(page.get_by_label("Your name")).to_be_focused()
-        page.keyboard.type("Ada")
+    url = serve([run])
+    page = open_page(url, "#compare?left=0:before&right=0:after")
+    page.get_by_role("link", name="Blind test of these sides").click()
+    columns = page.locator("#blind .column")
+    expect(columns).to_have_count(2)
+    assert not re.search("before|after|judge|0.125", page.locator("#blind .pair").inner_text())
+    page.evaluate("() => { let draws = 0; crypto.getRandomValues = (bytes) => bytes.fill(draws++); }")
+    replies = columns.all_inner_texts()
+    for name in ("A", "Ad", ""):  # draws nothing again
+        page.get_by_label("Your name").fill(name)
         page.keyboard.press("Enter")
-        page.get_by_role("heading", name="Which conversation is better?").click()  # out of the field
-        progress = page.locator("#blind [role=status]")
-        for at, key in enumerate(["s", "=", *[None] * 10]):
-            expect(progress).to_have_text(f"{at} of 12 tasks rated")
-            expect(page.locator(".verdict-skip")).to_be_enabled()
-            good = columns.first.get_by_text("a good reply")
-            page.keyboard.press(key or ("ArrowLeft" if good.count() else "ArrowRight"))
-        expect(page.locator("#blind .empty")).to_have_text("You have rated every task.")
-        results = page.locator("#blind .outcome li")
-        expect(results).to_have_count(0)
-        page.get_by_role("button", name="Show the result and end").click()
-        expect(results.nth(0)).to_have_text(
-            "after is better in 10, equal in 1, worse in 0 of 11 tasks than before; 1 skipped."
-        )
-        expect(results.nth(2)).to_have_text("Evidence against equal sides: 180. One side is better.")
-        page.reload()
-        expect(progress).to_have_text("12 of 12 tasks rated")
+        expect(page.locator(".verdict-skip")).to_be_enabled()
+        assert columns.all_inner_texts() == replies
+    page.get_by_role("heading", name="Which conversation is better?").click()  # out of the field
+    page.keyboard.press("s")
+    expect(page.get_by_role("alert")).to_have_text("Type your name first: each rating has one.")
+    expect(page.get_by_label("Your name")).to_be_focused()
+    page.keyboard.type("Ada")
+    page.keyboard.press("Enter")
+    page.get_by_role("heading", name="Which conversation is better?").click()  # out of the field
+    progress = page.locator("#blind [role=status]")
+    for at, key in enumerate(["s", "=", *[None] * 10]):
+        expect(progress).to_have_text(f"{at} of 12 tasks rated")
+        expect(page.locator(".verdict-skip")).to_be_enabled()
+        good = columns.first.get_by_text("a good reply")
+        page.keyboard.press(key or ("ArrowLeft" if good.count() else "ArrowRight"))
+    expect(page.locator("#blind .empty")).to_have_text("You have rated every task.")
+    results = page.locator("#blind .outcome li")
+    expect(results).to_have_count(0)
+    page.get_by_role("button", name="Show the result and end").click()
+    expect(results.nth(0)).to_have_text(
+        "after is better in 10, equal in 1, worse in 0 of 11 tasks than before; 1 skipped."
+    )
+    expect(results.nth(2)).to_have_text("Evidence against equal sides: 180. One side is better.")
+    page.reload()
+    expect(progress).to_have_text("12 of 12 tasks rated")
     rows = [json.loads(line) for line in (run / "ratings.jsonl").read_text().splitlines()]
     assert [row["verdict"] for row in rows] == ["skip", "tie", *["right"] * 10]
     assert {row["shown_left"] for row in rows} <= {"left", "right"}
 
 
 @pytest.mark.parametrize("seen", ["result", "names"])
-def test_who_has_seen_the_result_rates_nothing_more(open_page: Open, tmp_path: Path, seen: str) -> None:
+def test_who_has_seen_the_result_rates_nothing_more(open_page: Open, serve: Serve, tmp_path: Path, seen: str) -> None:
     """Nor who has seen which side was which, in the comparison."""
     run = tmp_path / "run"
     recorded_runs.write_run(run, 1)
-    with served([run]) as url:
-        page = open_page(url, "#blind?left=0:before&right=0:after")
-        page.get_by_label("Your name").fill("Ada")
-        page.get_by_role("heading", name="Which conversation is better?").click()
-        progress, results = page.locator("#blind [role=status]"), page.locator("#blind .outcome li")
-        for number in range(2):
-            expect(progress).to_have_text(f"{number} of 6 tasks rated")
-            expect(page.locator(".verdict-skip")).to_be_enabled()
-            expect(results).to_have_count(0)  # while rating goes on
-            page.keyboard.press("ArrowLeft")
-        expect(progress).to_have_text("2 of 6 tasks rated")
-        expect(page.locator("#blind .outcome")).to_contain_text("it ends the test")
-        if seen == "result":
-            page.get_by_role("button", name="Show the result and end").click()
-            expect(results.first).to_contain_text("of 2 tasks")
-        else:
-            page.get_by_role("link", name="Compare with names and scores").click()
-        for sides in ("left=0:before&right=0:after", "left=0:after&right=0:before"):
-            page.goto(f"{url}#compare?{sides}")
-            expect(page.locator(".pair h2")).to_have_text("booking-0")
-            page.goto(f"{url}#blind?{sides}")
-            expect(page.locator("#blind .empty")).to_have_text("You have ended the test of these sides.")
-            page.keyboard.press("ArrowLeft")
-            expect(page.locator(".verdict-skip")).to_be_disabled()
-            expect(results.first).to_contain_text("of 2 tasks")
-        page.goto(f"{url}#blind?left=0:before&right=0:step_6")  # has no conversations
-        expect(page.locator("#blind").get_by_role("alert")).to_be_visible()
+    url = serve([run])
+    page = open_page(url, "#blind?left=0:before&right=0:after")
+    page.get_by_label("Your name").fill("Ada")
+    page.get_by_role("heading", name="Which conversation is better?").click()
+    progress, results = page.locator("#blind [role=status]"), page.locator("#blind .outcome li")
+    for number in range(2):
+        expect(progress).to_have_text(f"{number} of 6 tasks rated")
+        expect(page.locator(".verdict-skip")).to_be_enabled()
+        expect(results).to_have_count(0)  # while rating goes on
+        page.keyboard.press("ArrowLeft")
+    expect(progress).to_have_text("2 of 6 tasks rated")
+    expect(page.locator("#blind .outcome")).to_contain_text("it ends the test")
+    if seen == "result":
+        page.get_by_role("button", name="Show the result and end").click()
+        expect(results.first).to_contain_text("of 2 tasks")
+    else:
+        page.get_by_role("link", name="Compare with names and scores").click()
+    for sides in ("left=0:before&right=0:after", "left=0:after&right=0:before"):
+        page.goto(f"{url}#compare?{sides}")
+        expect(page.locator(".pair h2")).to_have_text("booking-0")
+        page.goto(f"{url}#blind?{sides}")
+        expect(page.locator("#blind .empty")).to_have_text("You have ended the test of these sides.")
+        page.keyboard.press("ArrowLeft")
+        expect(page.locator(".verdict-skip")).to_be_disabled()
+        expect(results.first).to_contain_text("of 2 tasks")
+    page.goto(f"{url}#blind?left=0:before&right=0:step_6")  # has no conversations
+    expect(page.locator("#blind").get_by_role("alert")).to_be_visible()
     assert len((run / "ratings.jsonl").read_text().splitlines()) == 2

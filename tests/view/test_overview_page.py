@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from tests.view import recorded_runs
-from tests.view.browser import POLL_FINISHED_MS, POLL_MS, Open, chart, expect, needs_browser, served, wait_for_choice
+from tests.view.browser import POLL_FINISHED_MS, POLL_MS, Open, Serve, chart, expect, needs_browser, wait_for_choice
 
 pytestmark = needs_browser
 
@@ -17,16 +17,16 @@ def test_the_overview_shows_curves_values_and_tables(open_page: Open, site: str)
     sections = ["Evaluations", "Reward", "Scores", "Time", "Cost", "Endings", "Staleness", "Health", "Sentinels"]
     expect(headings).to_have_text([*sections, "Update and other metrics"])
     reward = chart(page, "reward")
-    assert len(re.findall("[ML]", reward.locator(".curve.color-0").get_attribute("d"))) == 12
-    assert reward.locator(".band.color-0").get_attribute("d").endswith("Z")
+    expect(reward.locator(".curve.color-0")).to_have_attribute("d", re.compile("^([^ML]*[ML]){12}[^ML]*$"))
+    expect(reward.locator(".band.color-0")).to_have_attribute("d", re.compile("Z$"))
     expect(reward.locator(".readout")).to_contain_text(re.compile(r"first 0\.\d+ \u00b1 0\.0\d+"))
-    assert chart(page, "accuracy").locator("circle").count() == 3 * 2  # evaluations of both runs, with intervals
+    expect(chart(page, "accuracy").locator("circle")).to_have_count(3 * 2)  # evaluations of both runs, with intervals
     expect(chart(page, "accuracy").locator(".readout")).to_contain_text("first 0.6 [0.5, 0.7] (2 missing)")
     reward.get_by_text("Table").click()
     expect(reward.locator("tbody tr")).to_have_count(12)
     page.get_by_label("Smoothing").fill("0")
     expect(reward.locator(".raw")).to_have_count(0)
-    assert "smooth=0" in page.url
+    expect(page).to_have_url(re.compile("smooth=0"))
     events = page.get_by_role("region", name="Events").locator("tbody tr")
     expect(events).to_have_count(4)
     expect(events.nth(2)).to_contain_text("flattery")
@@ -47,52 +47,52 @@ def test_values_at_a_step_by_keyboard_and_then_its_conversations(open_page: Open
     wait_for_choice(page, (5, 0, 0, 0))
 
 
-def test_new_steps_appear_while_a_run_grows(open_page: Open, tmp_path: Path) -> None:
+def test_new_steps_appear_while_a_run_grows(open_page: Open, serve: Serve, tmp_path: Path) -> None:
     run = tmp_path / "growing"
     recorded_runs.write_run(run, 2)
-    with served([run]) as url:
-        page = open_page(url)
-        page.clock.install()
-        page.reload()
-        state = page.locator(".legend small")
-        expect(state).to_have_text("train \u00b7 2 steps \u00b7 running")
-        reward = chart(page, "reward")
-        reward.locator(".plot").focus()
-        recorded_runs.write_step(run, 2, **{"score/brevity": 0.5})  # a further chart, so that all are put anew
-        page.clock.fast_forward(POLL_MS)
-        expect(state).to_have_text("train \u00b7 3 steps \u00b7 running")
-        assert len(re.findall("[ML]", reward.locator(".curve").get_attribute("d"))) == 3
-        expect(reward.locator(".plot")).to_be_focused()
-        rows = (run / "metrics.jsonl").read_text().splitlines()
-        shorter = run / "shorter.jsonl"
-        shorter.write_text(rows[0] + "\n")
-        shorter.replace(run / "metrics.jsonl")  # as a resume from an earlier checkpoint does
-        page.clock.fast_forward(POLL_MS)
-        expect(state).to_have_text("train \u00b7 1 step \u00b7 running")
-        recorded_runs.finish(run)
-        page.clock.fast_forward(POLL_MS)
-        expect(state).to_have_text("train \u00b7 1 step \u00b7 finished")
-        (run / "result.json").unlink()  # its steps are raised, and it goes on
-        recorded_runs.write_step(run, 1)
-        page.clock.fast_forward(POLL_FINISHED_MS)
-        expect(state).to_have_text("train \u00b7 2 steps \u00b7 running")
+    url = serve([run])
+    page = open_page(url)
+    page.clock.install()
+    page.reload()
+    state = page.locator(".legend small")
+    expect(state).to_have_text("train \u00b7 2 steps \u00b7 running")
+    reward = chart(page, "reward")
+    reward.locator(".plot").focus()
+    recorded_runs.write_step(run, 2, **{"score/brevity": 0.5})  # a further chart, so that all are put anew
+    page.clock.fast_forward(POLL_MS)
+    expect(state).to_have_text("train \u00b7 3 steps \u00b7 running")
+    expect(reward.locator(".curve")).to_have_attribute("d", re.compile("^([^ML]*[ML]){3}[^ML]*$"))
+    expect(reward.locator(".plot")).to_be_focused()
+    rows = (run / "metrics.jsonl").read_text().splitlines()
+    shorter = run / "shorter.jsonl"
+    shorter.write_text(rows[0] + "\n")
+    shorter.replace(run / "metrics.jsonl")  # as a resume from an earlier checkpoint does
+    page.clock.fast_forward(POLL_MS)
+    expect(state).to_have_text("train \u00b7 1 step \u00b7 running")
+    recorded_runs.finish(run)
+    page.clock.fast_forward(POLL_MS)
+    expect(state).to_have_text("train \u00b7 1 step \u00b7 finished")
+    (run / "result.json").unlink()  # its steps are raised, and it goes on
+    recorded_runs.write_step(run, 1)
+    page.clock.fast_forward(POLL_FINISHED_MS)
+    expect(state).to_have_text("train \u00b7 2 steps \u00b7 running")
 
 
-def test_evaluations_are_asked_for_only_if_they_are_new(open_page: Open, tmp_path: Path) -> None:
+def test_evaluations_are_asked_for_only_if_they_are_new(open_page: Open, serve: Serve, tmp_path: Path) -> None:
     run = tmp_path / "growing"
     recorded_runs.write_run(run, 2)
-    with served([run]) as url:
-        page = open_page(url)
-        page.clock.install()
-        paths: list[str] = []
-        page.on("request", lambda request: paths.append(request.url.rpartition("/")[2].partition("?")[0]))
-        page.reload()
-        expect(page.locator(".legend small")).to_have_text("train \u00b7 2 steps \u00b7 running")
-        for steps in (3, 4):
-            recorded_runs.write_step(run, steps - 1)
-            page.clock.fast_forward(POLL_MS)
-            expect(page.locator(".legend small")).to_have_text(f"train \u00b7 {steps} steps \u00b7 running")
-        assert paths.count("metrics") >= 3 and paths.count("evaluations") == paths.count("events") == 1
+    url = serve([run])
+    page = open_page(url)
+    page.clock.install()
+    paths: list[str] = []
+    page.on("request", lambda request: paths.append(request.url.rpartition("/")[2].partition("?")[0]))
+    page.reload()
+    expect(page.locator(".legend small")).to_have_text("train \u00b7 2 steps \u00b7 running")
+    for steps in (3, 4):
+        recorded_runs.write_step(run, steps - 1)
+        page.clock.fast_forward(POLL_MS)
+        expect(page.locator(".legend small")).to_have_text(f"train \u00b7 {steps} steps \u00b7 running")
+    assert paths.count("metrics") >= 3 and paths.count("evaluations") == paths.count("events") == 1
 
 
 def test_runs_lie_over_each_other_by_color(open_page: Open, site: str) -> None:

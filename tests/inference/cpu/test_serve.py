@@ -43,8 +43,8 @@ def test_spawned_processes_serve_and_end_as_forked_ones(
             return sum("spawn_main" in file.read_text() for file in (tmp_path / "stacks").iterdir())
 
         # The scheduler and the detokenizer, whose outermost frames are written last.
-        assert wait_until(lambda: spawned() == 2, 30)
+        assert wait_until(lambda: spawned() == 2, 60)
         leader = psutil.Process(server.process.pid)
         children = leader.children(recursive=True)
         os.kill(leader.pid, signal.SIGKILL)
-        assert len(children) >= 2 and wait_until(lambda: not any(child.is_running() for child in children), 30)
+        assert len(children) >= 2 and wait_until(lambda: not any(child.is_running() for child in children), 60)
