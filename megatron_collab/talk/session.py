@@ -85,6 +85,7 @@ class Talk(ExitStack):
         """
         super().__init__()
         self.run, self._progress = run, progress
+        self._worker: Any = None  # the handle of the TalkWorker, within the context
         self.models: list[RunModel] = [find_model(run, name) for name in names]
         self._config = run_settings(run, len(self.models), overrides)
         spec = spec_in(self._config, run, self.models[0].folder)

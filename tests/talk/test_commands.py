@@ -200,8 +200,8 @@ def test_an_address_that_cannot_be_used_is_refused(
 ) -> None:
     before = [folder, "--step=before"]
     assert "--host=localhost: " in refusal(capsys, "serve", [*before, "--host=localhost"])
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         assert f"--port={port}: address already in use" in refusal(capsys, "serve", [*before, f"--port={port}"])
     monkeypatch.setenv(KEY_VARIABLE, "short")
     assert f"{KEY_VARIABLE}: give at least 8 characters" in refusal(capsys, "serve", before)
