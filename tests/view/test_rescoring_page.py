@@ -113,7 +113,7 @@ def test_sliders_change_rewards_ranks_and_the_order_of_the_list(open_page: Open,
     expect(panel.locator("summary")).to_contain_text("mr, as in the run")
     wait_for_choice(page, (0, position, 0, 0))
     page.keyboard.press("r")
-    expect(page.get_by_label("Mode")).to_be_focused()
+    expect(page.get_by_label("Mode", exact=True)).to_be_focused()
     assert [cell(row, 1) for row in results.all()] == [cell(row, 0) for row in results.all()]
     expect(panel.locator(".note")).to_have_count(0)
     slider = page.get_by_role("slider", name="weight of token_amount, slider")
@@ -157,7 +157,7 @@ def test_sliders_change_rewards_ranks_and_the_order_of_the_list(open_page: Open,
     expect(field).to_have_value("0.4")
     page.get_by_label("Words").fill("reply")
     expect(page).to_have_url(re.compile(r"words=reply.*clamp\.accuracy=0\.4"))
-    page.get_by_label("Mode").select_option("paper")
+    page.get_by_label("Mode", exact=True).select_option("paper")
     expect(field).to_be_disabled()
     expect(page).to_have_url(re.compile("position=.*mode=paper|mode=paper.*position="))
     _, position, *_ = chosen(page)
@@ -181,7 +181,7 @@ def test_a_reward_function_of_the_run_is_not_recomputed(open_page: Open, rewarde
     message = "reward.mode=my.rewards:Best is a function of the run's own, which the page cannot recompute."
     expect(page.locator("#reward .controls")).to_have_text(message)
     page.locator("#filter-run").select_option("0")
-    expect(page.get_by_label("Mode")).to_have_value("mr")
+    expect(page.get_by_label("Mode", exact=True)).to_have_value("mr")
 
 
 def test_rewards_that_do_not_follow_from_the_settings_are_noted(open_page: Open, site: str) -> None:
