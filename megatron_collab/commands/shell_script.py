@@ -16,7 +16,8 @@ from megatron_collab.config import require
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _DOLLAR = "\x00"  # a dollar sign that names no variable
-_LONGEST = 1 << 20  # characters of all words together, and of one value
+_LONGEST, _LONGEST_WORD = 1 << 20, 1 << 12  # characters of all words together, and of one that is still looked into
+_MOST_COMMANDS = 10_000
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+|[@*#?])(?:\[[@*]\])?(?::?([-=+])((?:[^{}]|\{[^{}]*\})*))?\}|(\w+|[@*#?]))")
 _ARITHMETIC = re.compile(r"\$\(\(([\w\s${}()*/%+-]{1,200}?)\)\)(?!\))")
@@ -68,6 +69,7 @@ class _Shell:
             elif array is None and token in _SEPARATORS:
                 lines += [self.command(words)] if words else []
                 words = []
+                require(len(lines) <= _MOST_COMMANDS, f"--from: has more than {_MOST_COMMANDS} commands; shorten it")
         lines += [self.command(words)] if words else []
         return [command for command in lines if command]
 
@@ -102,6 +104,8 @@ class _Shell:
     def text(self, text: str) -> str:
         """`text` with its variables replaced."""
         for _ in range(8):  # defaults may contain variables
+            if len(text) > _LONGEST_WORD:
+                return UNKNOWN
             changed = _VARIABLE.sub(self.value, _ARITHMETIC.sub(self.number, text))
             if changed == text:
                 break
@@ -121,9 +125,7 @@ class _Shell:
 
     def number(self, match: re.Match[str]) -> str:
         """The value of an arithmetic expression of whole numbers; UNKNOWN if it has something else."""
-        names = re.sub(
-            r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: self.text(self.variables.get(name[1], UNKNOWN)), match[1]
-        )
+        names = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: self.variables.get(name[1], UNKNOWN), match[1])
         try:
             return str(_calculated(ast.parse(names.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):

@@ -26,7 +26,7 @@ from megatron_collab.config.programs import AllOptions, BuildDatasetConfig, Conf
 from megatron_collab.launch import validate
 from megatron_collab.runtime.console import show
 
-_LONGEST, _MOST_OPTIONS = 1 << 20, 10_000  # bytes of a file, and options in it
+_LONGEST, _MOST_OPTIONS = 1 << 18, 10_000  # bytes of a file, and options in it
 _PROGRAMS = {"train": Config, "evaluate": EvaluateConfig, "build-dataset": BuildDatasetConfig}
 _REQUIRED = {"run.dir": "runs/RUN", "model.path": "MODEL", "data.train": "DATA"}  # of train; of the others, run.dir
 _OPERATORS: dict[str, Callable[[float, float], float]] = {
@@ -184,14 +184,14 @@ def _named(name: str, value: Value) -> Iterator[tuple[str, Value]]:
 
 def _options_of_yaml(path: Path, text: str) -> dict[str, Value]:
     try:
-        tree = yaml.load(text, yaml.CSafeLoader)
+        tree = yaml.load(text, yaml.SafeLoader)  # the one in C ends the process at deep nesting
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"--from={path}: is no YAML ({' '.join(str(error).split())[:200]}); mend it") from error
     require(isinstance(tree, dict), f"--from={path}: has no options; give a file of options by name")
     options: dict[str, Value] = {}
-    for name, value in _leaves(tree, "", 0):
+    for number, (name, value) in enumerate(_leaves(tree, "", 0), 1):
         options[name] = value
-        require(len(options) <= _MOST_OPTIONS, f"--from={path}: has more than {_MOST_OPTIONS} options; shorten it")
+        require(number <= _MOST_OPTIONS, f"--from={path}: has more than {_MOST_OPTIONS} options; shorten it")
     return options
 
 
@@ -203,7 +203,8 @@ def _leaves(tree: Any, prefix: str, depth: int) -> Iterator[tuple[str, Value]]:
         for entry in tree:
             yield from _leaves(entry, prefix, depth + 1)
     else:
-        texts = [re.sub(r"\$\{.*\}", UNKNOWN, str(entry)) for entry in (tree if isinstance(tree, list) else [tree])]
+        entries = tree if isinstance(tree, list) else [tree]  # what is nested deeper may have no end
+        texts = [UNKNOWN if isinstance(entry, dict | list) or "${" in str(entry) else str(entry) for entry in entries]
         yield prefix, texts if len(texts) > 1 else "".join(texts)
 
 

@@ -179,19 +179,32 @@ def test_single_options(arguments: str, settings: str, kind: str, reason: str, t
     compose_program(translation._PROGRAMS["train"], result.overrides)
 
 
+def _bomb(entry: str) -> list[str]:
+    """Lines of YAML of which each has the one before twice."""
+    return [f"a{number}: &a{number} {entry.format(f'a{number - 1}')}\n" for number in range(1, 40)]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("none.sh", None, "must be a file of at most 1048576 bytes"),
+        ("none.sh", None, "must be a file of at most 262144 bytes"),
         ("folder.sh", "", "is a folder"),
-        ("long.sh", "#" * (1 << 20) + "#", "must be a file of at most 1048576 bytes"),
+        ("long.sh", "#" * (1 << 18) + "#", "must be a file of at most 262144 bytes"),
         ("other.sh", "python3 -m other.trainer --some 1 --thing 2", "its options are of none of verl, slime, TRL"),
         ("empty.sh", "", "its options are of none of verl, slime, TRL"),
         ("other.yaml", "a: [1", "is no YAML (while parsing"),
         ("list.yaml", "- 1", "has no options"),
         ("many.yaml", "\n".join(f"k{number}: 1" for number in range(10_001)), "has more than 10000 options"),
-        ("bomb.yaml", "a: &a [{x: 1}, {x: 2}]\n" + "b: &b [*a, *a]\n", "its options are of none of"),
-        ("bomb.sh", "A=" + "x" * 1000 + "\n" + "A=$A$A\n" * 40 + "echo $A", "its variables become more than"),
+        ("nested.yaml", "[" * 10_000, "is no YAML"),
+        (
+            "bomb.yaml",
+            "a0: &a0 [{x: 1}]\n" + "".join(_bomb("[{{x: *{0}}}, {{y: *{0}}}]")),
+            "has more than 10000 options",
+        ),
+        ("lists.yaml", "a0: &a0 [x]\n" + "".join(_bomb("[*{0}, *{0}]")), "its options are of none of"),
+        ("commands.sh", "a;" * 20_000, "has more than 10000 commands"),
+        ("words.sh", "A=(xxxxxxxx)\n" + 'A+=("${A[@]}" "${A[@]}")\n' * 40, "its variables become more than"),
+        ("bomb.sh", "A=" + "x" * 1000 + "\n" + "A=$A$A\n" * 40 + "echo $A", "its options are of none of"),
     ],
 )
 def test_a_file_that_cannot_be_translated_ends_in_one_line(
@@ -241,6 +254,7 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
         ('if [ -z "$X" ]; then\n X=1\nelse X=2; fi\na $X', ["a", "2"]),
         ('a "b\'c" \'d"e\' "f \\"g\\" \\\\"', ["a", "b'c", 'd"e', 'f "g" \\']),
         ("a $HOME/b $@", ["a", "~/b"]),
+        ("A='$((A))'; B=$((B + 1)); a $A $B", ["a", UNKNOWN, UNKNOWN]),
         ("X='$(touch y)' ; a $X \"unclosed", ["a", UNKNOWN, "unclosed"]),
     ],
 )
