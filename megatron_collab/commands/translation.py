@@ -267,6 +267,8 @@ def _settings(target: Target, value: Value, values: Mapping[str, Value]) -> dict
         return dict(setting.split("=", 1) for setting in mapped.split())
     require(bool(target.options), f"{_text(value)} is not built in, but {', '.join(target.values)}")
     value = mapped or value
+    if isinstance(value, str) and value.startswith("[") and len(target.options) > 1:
+        value = [part.strip(" '\"") for part in value.strip("[]").split(",")]
     if target.compute:
         value = _computed(target, value, values)
     if target.keys:

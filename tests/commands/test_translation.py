@@ -119,6 +119,32 @@ def test_a_published_command_becomes_ours(name: str) -> None:
     compose_program(translation._PROGRAMS[command], result.overrides)
 
 
+@pytest.mark.parametrize(
+    ("command", "name", "settings"),
+    [
+        ("python -m scripts.train.sft --dataset_repo a", "CollabLLM", "train.stage=sft"),
+        ("torchrun scripts/train/offline_dpo.py --dataset_repo a", "CollabLLM", "train.stage=dpo"),
+        ("accelerate launch trl/scripts/sft.py --dataset_name a", "TRL", "train.stage=sft"),
+        ("trl dpo --dataset_name a", "TRL", "train.stage=dpo"),
+        ("python sft.py --dataset_name a --dataset_text_field text", "TRL", "train.stage=sft"),
+        ("deepspeed --module openrlhf.cli.train_dpo --dataset a", "OpenRLHF", "train.stage=dpo"),
+        ("python train.py --rollout-batch-size 4 --loss-type sft_loss", "slime", "train.stage=sft"),
+        (
+            "python my_main.py data.train_files=a trainer.nnodes=1 algorithm.adv_estimator=rloo",
+            "verl",
+            "algo.advantage=rloo",
+        ),
+    ],
+)
+def test_the_program_is_known_by_its_command_or_its_options(
+    command: str, name: str, settings: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(command)
+    result = translate(script)
+    assert result.system.name == name and settings in result.overrides
+
+
 def test_every_script_is_tried() -> None:
     assert {file.name for file in SCRIPTS.iterdir()} == set(CASES)
 
@@ -166,6 +192,9 @@ def test_what_is_missing_for_a_run_is_said(tmp_path: Path, capsys: pytest.Captur
         ("data.train_files=\"['a b.parquet','c.parquet']\"", "", "", ""),
         ("trainer.default_local_dir='a folder=x'", 'run.dir="a folder=x"', "", ""),
         ("trainer.total_training_steps=null", "", "", ""),
+        ("actor_rollout_ref.actor.optim.betas='[0.9, 0.98]'", "optim.beta1=0.9 optim.beta2=0.98", "", ""),
+        ("reward_model.reward_manager=dapo", "reward.weights.accuracy=1", "", ""),
+        ("custom_reward_function.path=mine.py", "", NO, "your function becomes a metric"),
         ("trainer.n_gpus_per_node=many", "", NO, "must be a whole number"),
     ],
 )
