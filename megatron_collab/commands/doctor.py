@@ -19,6 +19,10 @@ transformers, in float32 on the CPU. Exit code 1 if one differs by more than 2e-
 
 `megatron-collab doctor --llm experiment=NAME [option=value …]` makes one real call to each language model that the run
 would call (users, judge, metrics' own), and prints latency, tokens and price. Exit code 1 if one does not answer.
+
+`megatron-collab doctor --from FILE` reads a shell script or a .yaml of verl, slime, TRL, OpenRLHF or CollabLLM and
+prints the command that does the same here, what it is made of, what is not needed and why, and what has no counterpart.
+The script is not run.
 """
 
 from __future__ import annotations
@@ -57,7 +61,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--data", metavar="SOURCE", help="print how these rows are read")
     parser.add_argument("--model", metavar="FOLDER", help="compare this model's log-probs with transformers'")
     parser.add_argument("--llm", nargs="+", metavar="OPTION=VALUE", help="call the users and judges of this run once")
+    parser.add_argument("--from", dest="foreign", metavar="FILE", help="print our command for another system's script")
     options = parser.parse_args(arguments)
+    if options.foreign is not None:
+        from megatron_collab.commands.translation import print_translation
+
+        return print_translation(options.foreign)
     if options.data is not None:
         return print_data(options.data)
     if options.llm is not None:

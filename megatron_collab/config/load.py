@@ -27,6 +27,7 @@ from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from megatron_collab.config import peers
 from megatron_collab.config.hint import nearest
 from megatron_collab.config.option import ConfigError, check_declared, declared, require
 from megatron_collab.config.programs import AllOptions, CallConfig, Config
@@ -253,7 +254,9 @@ def _plain(overrides: Sequence[str]) -> list[str]:
 def _refuse_syntax(override: str) -> None:
     """Raises ConfigError for syntax that is valid for Hydra but useless here, or gets misleading advice from Hydra."""
     name, sign, value = override.lstrip("+").partition("=")
-    require(override[:1] != "-", f"{override}: no such argument; give --help, --cfg or option=value")
+    if override[:1] == "-":
+        hint = peers.hint(override.partition("=")[0]) or "; give --help, --cfg or option=value"
+        raise ConfigError(f"{override}: no such argument{hint}")
     require(override[:1] != "~", f"{override}: options cannot be removed; give another value")
     require(bool(sign and name), f"{override}: give option=value")
     owner = re.split(r"[./]", name)[0]
@@ -287,7 +290,7 @@ def _reason(error: Exception, overrides: Sequence[str]) -> str:
         for name in (override.partition("=")[0] for override in overrides):
             if f"{name}.".startswith(f"{missing}.") or missing.startswith(f"{name}."):
                 name = max(name, missing, key=len)
-                return f"{name}: no such option{_nearest_option(name)}"
+                return f"{name}: no such option{peers.hint(name) or _nearest_option(name)}"
     lines = [str(part).splitlines()[0] for part in (error, cause) if part]
     text = ": ".join(lines).removeprefix("Error merging override ")
     text = re.sub(r"field '\S+' is not Optional", "cannot be null", text)

@@ -256,7 +256,9 @@ class TrainConfig(EvalTasksConfig):
     tokens_per_micro_batch: int = mutable(
         8192, "tokens packed into a micro-batch; a longer sequence gets its own", ge=1
     )
-    checkpoint_every: int = mutable(50, "steps between checkpoints; the last step always saves one", ge=1)
+    checkpoint_every: int = mutable(
+        50, "steps between checkpoints, and the last step saves one; 0: only the last", ge=0
+    )
     keep_checkpoints: int = mutable(2, "checkpoints that stay on disk", ge=1)
     keep_best: str | None = mutable(
         None, "also keep the checkpoint with the highest eval/[SET/]METRIC; with a leading -: the lowest"
@@ -268,6 +270,10 @@ class TrainConfig(EvalTasksConfig):
         "a forward pass, 3 KB and 3 to 5 bytes a token each step",
     )
     stop_on_alarm: bool = mutable(False, "rl: stop the run, saved, when a sentinel of reward hacking raises an alarm")
+
+    def checkpoint_due(self, step: int) -> bool:
+        """Whether checkpoint_every asks for a checkpoint after `step` finished steps."""
+        return self.checkpoint_every > 0 and step % self.checkpoint_every == 0
 
 
 @dataclass

@@ -91,7 +91,7 @@ class TrainingRun:
             signals.in_step(True)
             yield
         except RunStopped:
-            if step > self.start and step % self.config.train.checkpoint_every:  # not saved yet
+            if step > self.start and not self.config.train.checkpoint_due(step):  # not saved yet
                 self.save(step, trainer, **parts)
             raise
         finally:
@@ -113,7 +113,7 @@ class TrainingRun:
 
     def save_due(self, step: int) -> bool:
         """Whether a checkpoint is due after `step` finished steps."""
-        return step % self.config.train.checkpoint_every == 0 or step == self.config.train.steps
+        return self.config.train.checkpoint_due(step) or step == self.config.train.steps
 
     def save(self, step: int, trainer: PolicyTrainer, **parts: Mapping[str, Any]) -> None:
         """Start to write the checkpoint of `step` finished steps; collective."""

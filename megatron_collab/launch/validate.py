@@ -203,7 +203,7 @@ def _check_best(config: Config, eval_sets: Sequence[EvaluationSet]) -> None:
         f"train.keep_best={train.keep_best}: no such metric{nearest(metric_name, known)}; {available}",
     )
     message = f"train.keep_best={train.keep_best}: needs a checkpoint at every evaluation; set train.eval_every to"
-    aligned = train.eval_every > 0 and train.eval_every % train.checkpoint_every == 0
+    aligned = train.eval_every > 0 and train.checkpoint_due(train.eval_every)
     require(aligned, f"{message} a multiple of train.checkpoint_every={train.checkpoint_every}")
 
 

@@ -95,7 +95,8 @@ def test_what_cannot_work_names_the_setting_and_the_way_out(overrides: list[str]
             "reward.judge.modl: no such option; the nearest is reward.judge.model; reward.judge has model, api_base, ",
         ),
         ("+reward.clampp.accuracy=1", "reward.clampp.accuracy: no such option; the nearest is reward.clamp ("),
-        ("++lr=1e-6", "lr: no such option; the nearest is optim.lr ("),
+        ("++lr=1e-6", "lr: no such option; slime's lr is optim.lr here ("),
+        ("++warmup_step=1", "warmup_step: no such option; the nearest is optim.warmup_steps ("),
         ("optim={clipgrad: 1.0}", "optim.clipgrad: no such option; the nearest is optim.clip_grad; optim has lr, "),
         ("++optim.clipgrad=1.0", "optim.clipgrad: no such option; the nearest is optim.clip_grad; optim has lr, "),
         ("+experimnt=booking", "experimnt: no such option; the nearest is experiment ("),
@@ -250,3 +251,11 @@ def test_what_is_composed_once_is_not_shared(tmp_path: Path, monkeypatch: pytest
     file.write_text("# @package _global_\ndata: {train: a}\nreward: {weights: {asks: 1}}\nrun: {seed: 3}\n")
     assert compose(chosen).run.seed == 3
     assert ("run.seed", 3, "conf/experiment/mine.yaml") in settings(chosen)
+
+
+def test_checkpoints_are_due_by_steps_or_never() -> None:
+    train = Config().train
+    train.checkpoint_every = 20
+    assert [step for step in range(1, 61) if train.checkpoint_due(step)] == [20, 40, 60]
+    train.checkpoint_every = 0  # the last step saves one anyway
+    assert not any(map(train.checkpoint_due, range(1, 61)))

@@ -1,0 +1,11 @@
+accelerate launch --num_processes 4 --mixed_precision bf16 examples/scripts/grpo.py \
+    --model_name_or_path Qwen/Qwen3-4B \
+    --dataset_name my/problems --output_dir runs/grpo-4b \
+    --learning_rate 1.0e-5 --lr_scheduler_type cosine --warmup_ratio 0.1 \
+    --per_device_train_batch_size 8 --gradient_accumulation_steps 2 \
+    --num_generations 8 --max_completion_length 1024 \
+    --beta 0.04 --loss_type dr_grpo --epsilon 0.2 --epsilon_high=0.28 --scale_rewards none \
+    --max_steps 200 --eval_strategy steps --eval_steps 50 --save_strategy "no" \
+    --use_vllm --vllm_mode colocate --vllm_gpu_memory_utilization 0.3 \
+    --use_peft --lora_r 32 --lora_alpha 64 --lora_target_modules q_proj v_proj \
+    --gradient_checkpointing --bf16 --report_to wandb --push_to_hub

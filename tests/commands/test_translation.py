@@ -1,0 +1,299 @@
+"""Command lines of other systems, in the style of their published examples, become commands that ours takes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_collab.commands import translation
+from megatron_collab.commands.__main__ import run
+from megatron_collab.commands.shell_script import UNKNOWN, commands
+from megatron_collab.commands.translation import translate
+from megatron_collab.config import ConfigError, compose_program
+from megatron_collab.config.peers import NO, NOT_NEEDED
+
+SCRIPTS = Path(__file__).parent / "foreign"
+EPOCHS = "set train.steps to epochs x rows / train.prompts_per_step"
+KV_CACHE = (
+    "set rollout.server.max_total_tokens, the tokens of the KV cache; `megatron-collab doctor --plan` counts its memory"
+)
+
+# By file: system, command, some of our settings, and all of theirs that have no counterpart.
+CASES: dict[str, tuple[str, str, str, set[str]]] = {
+    "verl_feedback.sh": (
+        "verl",
+        "train",
+        "data.train=~/data/arithmetic_feedback/train.parquet rollout.turn.max_new_tokens=2048 "
+        "rollout.context_length=3072 "
+        "train.prompts_per_step=256 train.rollouts_per_prompt=8 algo.mini_batches=2 algo.kl_coef=0.001 "
+        "rollout.futures=0 "
+        "rollout.max_user_turns=1 rollout.max_assistant_turns=2 rollout.server.tp=2 rollout.server.replicas=4 "
+        "train.checkpoint_every=0 train.eval_every=20 algo.average=token run.wandb_name=3b-n8",
+        {
+            "trainer.total_epochs",
+            "actor_rollout_ref.rollout.gpu_memory_utilization",
+            "actor_rollout_ref.rollout.multi_turn.interaction_config_path",
+        },
+    ),
+    "verl_collabllm_rl.sh": (
+        "verl",
+        "train",
+        "reward=verl reward.weights.token_amount=-0.0001 reward.judge.model=openai/gpt-4o-mini rollout.futures=3 "
+        "rollout.max_user_turns=2 rollout.max_assistant_turns=3 train.prompts_per_step=16 rollout.server.replicas=8",
+        {"trainer.total_epochs", "custom_reward_function.path", "custom_reward_function.name"},
+    ),
+    "verl_collabllm_sft.sh": (
+        "verl",
+        "train",
+        "train.stage=sft train.prompts_per_step=64 rollout.context_length=8196 launch.nproc_per_node=4 optim.lr=1e-6",
+        {"trainer.total_epochs"},
+    ),
+    "verl_interaction.yaml": (
+        "verl",
+        "train",
+        "user.model=openai/gpt-4o-mini user.max_tokens=512",
+        {"interaction.class_name"},
+    ),
+    "slime_grpo.sh": (
+        "slime",
+        "train",
+        "model.path=/models/small train.steps=3000 algo.mini_batches=2 algo.clip_low=0.2 algo.clip_high=0.28 "
+        "parallel.tp=2 "
+        "rollout.server.colocated=true rollout.server.replicas=4 rollout.server.args.schedule_policy=lpm "
+        "launch.nproc_per_node=8 algo.average=sequence rollout.context_length=9216",
+        {"sglang-mem-fraction-static", "n-samples-per-eval-prompt", "eval-top-p", "expert-tensor-parallel-size"},
+    ),
+    "trl_grpo.sh": (
+        "TRL",
+        "train",
+        "train.prompts_per_step=8 launch.nproc_per_node=4 algo.kl_coef=0.04 algo.average=constant "
+        "algo.advantage=dr_grpo "
+        "optim.warmup_steps=20 train.checkpoint_every=0 model.lora.rank=32 model.lora.alpha=64",
+        {"lr_scheduler_type", "vllm_gpu_memory_utilization", "push_to_hub"},
+    ),
+    "trl_dpo.yaml": (
+        "TRL",
+        "train",
+        "train.stage=dpo algo.dpo.beta=0.2 algo.dpo.loss=sigmoid train.prompts_per_step=16 optim.lr=5e-07",
+        {"num_train_epochs"},
+    ),
+    "openrlhf_reinforce.sh": (
+        "OpenRLHF",
+        "train",
+        "algo.advantage=reinforce++ algo.mini_batches=8 algo.clip_low=0.2 algo.clip_high=0.27 algo.kl_in=loss "
+        "algo.epochs=1 launch.nodes=1 rollout.server.replicas=4",
+        {"vllm.gpu_memory_utilization", "reward.remote_url"},
+    ),
+    "openrlhf_sft.sh": (
+        "OpenRLHF",
+        "train",
+        "train.stage=sft train.prompts_per_step=256 optim.lr=5e-6 optim.weight_decay=0.1 model.lora.rank=16",
+        {"max_epochs", "max_samples"},
+    ),
+    "collabllm_online_dpo.sh": (
+        "CollabLLM",
+        "train",
+        "algo=online_dpo reward=collabllm reward.weights.accuracy=1 reward.weights.token_amount=-0.5 algo.dpo.gap=0.1 "
+        "rollout.futures=3 rollout.max_user_turns=2 train.prompts_per_step=32 user.model=openai/gpt-4o-mini",
+        {"num_train_epochs", "dataset_name", "gpu_memory_utilization", "push_to_hub", "hf_org"},
+    ),
+    "collabllm_build.sh": (
+        "CollabLLM",
+        "build-dataset",
+        "build.candidates=3 build.proactive=0.5 assistant.model=openai/gpt-4o rollout.max_messages=14 "
+        "data.eval=bigcodebench",
+        {"hf_entity"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_published_command_becomes_ours(name: str) -> None:
+    system, command, settings, without = CASES[name]
+    result = translate(SCRIPTS / name)
+    assert (result.system.name, result.program.command) == (system, command)
+    assert not set(settings.split()) - set(result.overrides)
+    assert {option for names in result.missing[NO].values() for option in names} == without
+    compose_program(translation._PROGRAMS[command], result.overrides)
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "settings"),
+    [
+        ("python -m scripts.train.sft --dataset_repo a", "CollabLLM", "train.stage=sft"),
+        ("torchrun scripts/train/offline_dpo.py --dataset_repo a", "CollabLLM", "train.stage=dpo"),
+        ("accelerate launch trl/scripts/sft.py --dataset_name a", "TRL", "train.stage=sft"),
+        ("trl dpo --dataset_name a", "TRL", "train.stage=dpo"),
+        ("python sft.py --dataset_name a --dataset_text_field text", "TRL", "train.stage=sft"),
+        ("deepspeed --module openrlhf.cli.train_dpo --dataset a", "OpenRLHF", "train.stage=dpo"),
+        ("python train.py --rollout-batch-size 4 --loss-type sft_loss", "slime", "train.stage=sft"),
+        (
+            "python my_main.py data.train_files=a trainer.nnodes=1 algorithm.adv_estimator=rloo",
+            "verl",
+            "algo.advantage=rloo",
+        ),
+    ],
+)
+def test_the_program_is_known_by_its_command_or_its_options(
+    command: str, name: str, settings: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(command)
+    result = translate(script)
+    assert result.system.name == name and settings in result.overrides
+
+
+def test_every_script_is_tried() -> None:
+    assert {file.name for file in SCRIPTS.iterdir()} == set(CASES)
+
+
+@pytest.mark.processes
+def test_what_is_printed_runs_and_shows_no_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("doctor", ["--from", str(SCRIPTS / "verl_feedback.sh")]) == 0
+    printed = capsys.readouterr().out
+    command, _, tables = printed.partition("\n\n")
+    (words,) = [words for words in commands(command) if words]
+    assert words[:2] == ["megatron-collab", "train"] and words[2:] == translate(SCRIPTS / "verl_feedback.sh").overrides
+    assert "  data.train_batch_size=256 -> train.prompts_per_step=256\n" in tables
+    assert "Defaults of verl, which the file leaves out:\n" in tables and "algo.average=token" in tables
+    assert f"  {EPOCHS}: trainer.total_epochs\n" in tables and f"  {KV_CACHE}: " in tables
+    assert run("doctor", ["--from", str(SCRIPTS / "slime_grpo.sh")]) == 0
+    assert "wandb-key" in capsys.readouterr().out
+    assert run("doctor", ["--from", str(SCRIPTS / "collabllm_online_dpo.sh")]) == 0
+    assert "abcdefgh12345678" not in capsys.readouterr().out
+
+
+@pytest.mark.processes
+def test_what_is_missing_for_a_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("trl grpo --model_name_or_path m --reward_funcs my.reward --num_generations $N")
+    assert run("doctor", ["--from", str(script)]) == 0
+    printed = capsys.readouterr().out
+    assert "    data.train=DATA" in printed
+    assert "Before it runs: reward.weights: no metric has a weight" in printed
+    assert "set train.rollouts_per_prompt; the value is computed when the script runs" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "kind", "reason"),
+    [
+        (
+            "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.02",
+            "algo.kl_in=reward algo.kl_coef=0.02",
+            "",
+            "",
+        ),
+        ("algorithm.kl_ctrl.kl_coef=0.02", "algo.kl_coef=0", NOT_NEEDED, "algorithm.use_kl_in_reward=true"),
+        ("data.train_batch_size=1 actor_rollout_ref.actor.ppo_mini_batch_size=0", "", NO, "a part is 0"),
+        ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum", "", NO, "choose one of token, sequence, constant"),
+        ("+my.own=1", "", NO, "not in the table of verl's options"),
+        ("data.train_files=\"['a b.parquet','c.parquet']\"", "", "", ""),
+        ("trainer.default_local_dir='a folder=x'", 'run.dir="a folder=x"', "", ""),
+        ("trainer.total_training_steps=null", "", "", ""),
+        ("actor_rollout_ref.actor.optim.betas='[0.9, 0.98]'", "optim.beta1=0.9 optim.beta2=0.98", "", ""),
+        ("reward_model.reward_manager=dapo", "reward.weights.accuracy=1", "", ""),
+        ("custom_reward_function.path=mine.py", "", NO, "your function becomes a metric"),
+        ("trainer.n_gpus_per_node=many", "", NO, "must be a whole number"),
+    ],
+)
+def test_single_options(arguments: str, settings: str, kind: str, reason: str, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"python3 -m verl.trainer.main_ppo {arguments}\n")
+    result = translate(script)
+    expected = [settings] if '"' in settings else settings.split()
+    assert not set(expected) - set(result.overrides)
+    assert not kind or any(reason in why for why in result.missing[kind])
+    compose_program(translation._PROGRAMS["train"], result.overrides)
+
+
+def _bomb(entry: str) -> list[str]:
+    """Lines of YAML of which each has the one before twice."""
+    return [f"a{number}: &a{number} {entry.format(f'a{number - 1}')}\n" for number in range(1, 40)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("none.sh", None, "must be a file of at most 262144 bytes"),
+        ("folder.sh", "", "is a folder"),
+        ("long.sh", "#" * (1 << 18) + "#", "must be a file of at most 262144 bytes"),
+        ("other.sh", "python3 -m other.trainer --some 1 --thing 2", "its options are of none of verl, slime, TRL"),
+        ("empty.sh", "", "its options are of none of verl, slime, TRL"),
+        ("other.yaml", "a: [1", "is no YAML (while parsing"),
+        ("list.yaml", "- 1", "has no options"),
+        ("many.yaml", "\n".join(f"k{number}: 1" for number in range(10_001)), "has more than 10000 options"),
+        ("nested.yaml", "[" * 10_000, "is no YAML"),
+        (
+            "bomb.yaml",
+            "a0: &a0 [{x: 1}]\n" + "".join(_bomb("[{{x: *{0}}}, {{y: *{0}}}]")),
+            "has more than 10000 options",
+        ),
+        ("lists.yaml", "a0: &a0 [x]\n" + "".join(_bomb("[*{0}, *{0}]")), "its options are of none of"),
+        ("commands.sh", "a;" * 20_000, "has more than 10000 commands"),
+        ("words.sh", "A=(xxxxxxxx)\n" + 'A+=("${A[@]}" "${A[@]}")\n' * 40, "its variables become more than"),
+        ("bomb.sh", "A=" + "x" * 1000 + "\n" + "A=$A$A\n" * 40 + "echo $A", "its options are of none of"),
+    ],
+)
+def test_a_file_that_cannot_be_translated_ends_in_one_line(
+    name: str, text: str | None, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    if name == "folder.sh":
+        file.mkdir()
+        message = "must be a file of"
+    elif text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        translate(file)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    script = tmp_path / "run.sh"
+    lines = [f"A=$(touch {mark})", f"B=`touch {mark}`", f"touch {mark}", f"C=$(($(touch {mark}) + 1))"]
+    script.write_text("\n".join([*lines, "python3 -m verl.trainer.main_ppo data.train_files=$A data.val_files=$B$C"]))
+    result = translate(script)
+    assert not mark.exists()
+    assert {"data.train_files", "data.val_files"} <= {name for names in result.missing[NO].values() for name in names}
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("a b  'c d' \"e $X\"", ["a", "b", "c d", f"e {UNKNOWN}"]),
+        ("X=1; a $X ${X} \"$X\" '$X' \\$X ${Y:-2} ${Y:=$X} ${X:+3}", ["a", "1", "1", "1", "$X", "$X", "2", "1", "3"]),
+        ("export X=1\nlocal Y=${X}0 && a $X$Y", ["a", "110"]),
+        ("X=1\nX+=2\na $X", ["a", "12"]),
+        ("a \\\n  b # c\\\n", ["a", "b"]),
+        ("# a\n\n  b c#d", ["b", "c#d"]),
+        ("X=(--a 1 # no\n '--b c'\n)\nX+=(-2)\na ${X[@]} \"${X[@]}\"", ["a", *(["--a", "1", "--b c", "-2"] * 2)]),
+        ("a ${NONE[@]} ${NONE} $NONE", ["a", UNKNOWN, UNKNOWN]),
+        ("X='b c'\na $X \"$X\"", ["a", "b", "c", "b c"]),
+        (
+            "X=3\na $((X * 2)) $((1024*(X+1))) $(( ${X} - 5 )) $((9**9)) $((1/0))",
+            ["a", "6", "4096", "-2", *[UNKNOWN] * 2],
+        ),
+        ("X=$((1 + 2)); Y=$((X * X)); a $Y", ["a", "9"]),
+        ('a $(b "$(c)" | d) `e`', ["a", UNKNOWN, UNKNOWN]),
+        ("read -r -d '' X <<EOF\nb \\\n --c $Y\nEOF\na $X", ["a", "b", "--c", UNKNOWN]),
+        ("cat <<'EOF' > file\n text $X\nEOF\na b", ["a", "b"]),
+        ('if [ -z "$X" ]; then\n X=1\nelse X=2; fi\na $X', ["a", "2"]),
+        ('a "b\'c" \'d"e\' "f \\"g\\" \\\\"', ["a", "b'c", 'd"e', 'f "g" \\']),
+        ("a $HOME/b $@", ["a", "~/b"]),
+        ("A='$((A))'; B=$((B + 1)); a $A $B", ["a", UNKNOWN, UNKNOWN]),
+        ("X='$(touch y)' ; a $X \"unclosed", ["a", UNKNOWN, "unclosed"]),
+    ],
+)
+def test_words_of_a_script(script: str, words: list[str]) -> None:
+    assert commands(script)[-1] == words
+
+
+@pytest.mark.parametrize(
+    "text", ["(" * 5000, "${" * 5000, "$((" * 5000, "'", '"', "\\", "<<", "a <<EOF", "$", "((1+" * 2000]
+)
+def test_broken_scripts_are_read_to_their_end(text: str) -> None:
+    assert isinstance(commands(text), list)
+    assert isinstance(commands(os.linesep.join([text, text])), list)
