@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.view import recorded_runs
-from tests.view.browser import Open, assert_harmless, expect, needs_browser, served, unfold
+from tests.view.browser import Open, assert_harmless, expect, needs_browser, press_sequence, served, unfold
 from tests.view.scripted_speaker import BROKEN, FAULT, HOSTILE, WAIT, ScriptedSpeaker, write_models
 
 pytestmark = needs_browser
@@ -30,8 +30,7 @@ def test_before_and_after_by_keyboard(open_page: Open, talk_site: str) -> None:
     page = open_page(talk_site, "#blind")
     press, field = page.keyboard.press, page.get_by_label
     expect(page.get_by_role("heading", name="Which conversation is better?")).to_be_visible()
-    press("g")
-    press("t")
+    press_sequence(page, "g", "t")
     expect(page.locator("#talk-left")).to_have_value("before")
     expect(page.locator("#talk-right")).to_have_value("step_12")
     expect(page.locator(".composer")).to_be_hidden()
@@ -43,6 +42,7 @@ def test_before_and_after_by_keyboard(open_page: Open, talk_site: str) -> None:
     page.keyboard.type("gt?")
     press("Shift+Enter")
     page.keyboard.type("hello")
+    wait_until_idle(page)
     press("Enter")
     for name, column in zip(("before", "step_12"), (columns.first, columns.last), strict=True):
         expect(column.locator(".text")).to_have_text(["gt?\nhello", f"{name} heard: gt?\nhello"])
@@ -50,6 +50,7 @@ def test_before_and_after_by_keyboard(open_page: Open, talk_site: str) -> None:
     expect(field("Message as the user")).to_be_focused()
     ScriptedSpeaker.go_on.clear()
     page.keyboard.type(WAIT)
+    wait_until_idle(page)
     press("Enter")
     expect(columns.first.locator(".message.user")).to_have_count(2)
     expect(page.locator(".talk-status")).to_have_text("The model replies\u2026")
@@ -60,11 +61,17 @@ def test_before_and_after_by_keyboard(open_page: Open, talk_site: str) -> None:
     expect(columns.first.locator(".message.user")).to_have_count(2)
     ScriptedSpeaker.go_on.set()
     expect(columns.last.locator(".message.assistant")).to_have_count(2)
+    wait_until_idle(page)
     page.get_by_role("button", name="Undo").press("Enter")
     expect(columns.last.locator(".message.assistant")).to_have_count(1)
     page.get_by_role("button", name="Stop").press("Enter")
     expect(page.locator(".talk-status")).to_have_text("The models are no longer served.")
     expect(columns).to_have_count(2)
+
+
+def wait_until_idle(page: Any) -> None:
+    """Before a key: a click waits by itself until its button does something."""
+    expect(page.get_by_role("button", name="Send")).to_have_attribute("aria-disabled", "false")
 
 
 def test_a_task_with_its_simulated_user_and_futures(open_page: Open, talk_site: str) -> None:
