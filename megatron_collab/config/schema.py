@@ -363,7 +363,9 @@ class RolloutConfig(ContextConfig):
     strip_thoughts: bool = option(False, "later turns see earlier replies without their thoughts")
     deadline: float = seconds(900.0, "seconds one future may take; then it ends without a score")
     system_prompt: str | None = option(None, "FILE.j2: system prompt of tasks and SFT conversations without one")
-    tools: list[str] = option([], "tools of the policy: calculator, package.module:Class or package.module:function")
+    tools: list[str] = option(
+        [], "tools of the policy: calculator, package.module:Class or function, or FILE.yaml of verl's tools"
+    )
     tool_options: dict[str, dict[str, Any]] = option({}, "settings of each tool, by the name that the policy calls")
     mcp_servers: dict[str, dict[str, Any]] = option(
         {}, "MCP servers by a name of your choice, with command and args, or url"

@@ -151,6 +151,8 @@ def check_played(config: PlayConfig, spec: RunSpec) -> None:
     assert spec.play and spec.serving
     check_reward(config, spec.play.reward)
     _check_turns(config, spec.data.eval_sets)
+    for tools in spec.play.tools.toolsets if config.rollout.futures else ():
+        tools.check_copies()
     servers.check_served(config, spec.play.reward, spec.serving)
     endpoints.check_settings(config, spec.play.users.settings)
     _check_llm_endpoints(config, spec)
