@@ -1,0 +1,34 @@
+"""Events for TensorBoard in the folder `tensorboard` of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_collab.config import PlayConfig
+from megatron_collab.observability.writers import Rows, Writer, scores_text
+
+
+class TensorBoardWriter(Writer):
+    """An earlier start's events from step `start` on are dropped."""
+
+    def __init__(self, options: Any, config: PlayConfig, start: int) -> None:
+        super().__init__(options, config, start)
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(Path(config.run.dir) / "tensorboard"), purge_step=start)
+
+    def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def conversations(self, step: int, name: str, rows: Rows) -> None:
+        for row in rows:
+            dialogue = "\n\n".join(f"**{message['role']}:** {message['content']}" for message in row["messages"])
+            self._writer.add_text(f"{name}/{row['task']}", f"{dialogue}\n\n{scores_text(row)} ({row['ending']})", step)
+        self._writer.flush()
+
+    def close(self, failed: bool) -> None:
+        self._writer.close()
