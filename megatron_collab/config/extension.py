@@ -24,6 +24,7 @@ from megatron_collab.config.prompt import prompt_file
 _FILE = re.compile(r"(?P<before>(?:scripted/)?)(?P<file>[^:]+\.py)(?P<name>:\w+(?:/.*)?)")
 _MODULE = re.compile(r"(?:scripted/)?(?P<module>(?!megatron_collab\.)[A-Za-z_][\w.]*):[A-Za-z_]\w*(?:/.*)?")
 _PROMPT = re.compile(r"[^{}\n]+\.j2")
+_TOOLS = re.compile(r"[^{}\n]+\.ya?ml")
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,10 @@ def lookup(name: str, setting: str, table: Mapping[str, str], base: type, *, fun
 
 
 def make_absolute(value: Any) -> Any:
-    """`value` (settings or a part) with absolute paths in specs and prompts, since workers may run in other folders."""
+    """`value` (settings or a part) with absolute paths in specs, prompts and files of tools.
+
+    Workers may run in other folders.
+    """
     if is_dataclass(value):
         for name, entry in vars(value).items():
             setattr(value, name, make_absolute(entry))
@@ -102,6 +106,8 @@ def make_absolute(value: Any) -> Any:
         return [make_absolute(entry) for entry in value]
     if isinstance(value, str) and (match := _FILE.fullmatch(value)):
         return f"{match['before']}{Path(match['file']).resolve()}{match['name']}"
+    if isinstance(value, str) and _TOOLS.fullmatch(value):
+        return str(Path(value).resolve())
     if isinstance(value, str) and _PROMPT.fullmatch(value):
         return str(prompt_file(value).resolve())
     return value

@@ -50,6 +50,15 @@ class SeedConfig:
 @dataclass
 class RunConfig(SeedConfig):
     dir: str = mutable(MISSING, "folder of the run: metrics, transcripts, checkpoints, report", kind=WRITTEN_FOLDER)
+    writers: list[str] = mutable(
+        ["tensorboard", "wandb"],
+        "where metrics go, too: mlflow, swanlab, tensorboard, trackio, wandb or package.module:Class",
+    )
+    writer_options: dict[str, dict[str, Any]] = mutable(
+        {},
+        "settings of each writer by its name in run.writers, e.g. {mlflow: {experiment: e}}",
+        entries_may_change=True,
+    )
     wandb_project: str | None = mutable("megatron-collab", "Weights & Biases project, used if WANDB_API_KEY is set")
     wandb_name: str | None = mutable(None, "name of the run in Weights & Biases; null: a generated one")
     wandb_group: str | None = mutable(None, "group of the run in Weights & Biases")
@@ -374,7 +383,10 @@ class RolloutConfig(ContextConfig):
     strip_thoughts: bool = option(False, "later turns see earlier replies without their thoughts")
     deadline: float = seconds(900.0, "seconds one future may take; then it ends without a score")
     system_prompt: str | None = option(None, "FILE.j2: system prompt of tasks and SFT conversations without one")
-    tools: list[str] = option([], "tools of the policy: calculator, package.module:Class or package.module:function")
+    tools: list[str] = option(
+        [],
+        "tools of the policy: calculator, package.module:Class or function, or FILE.yaml of verl's tools",
+    )
     tool_options: dict[str, dict[str, Any]] = option({}, "settings of each tool, by the name that the policy calls")
     mcp_servers: dict[str, dict[str, Any]] = option(
         {}, "MCP servers by a name of your choice, with command and args, or url"
@@ -577,4 +589,4 @@ class TrainingDataConfig(DataConfig):
 
 def uses_wandb(run: RunConfig) -> bool:
     """Whether the run reports to Weights & Biases."""
-    return run.wandb_project is not None and bool(os.environ.get("WANDB_API_KEY"))
+    return "wandb" in run.writers and run.wandb_project is not None and bool(os.environ.get("WANDB_API_KEY"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from megatron_collab.config import (
     nearest,
     read_prompt,
     require,
-    uses_wandb,
 )
 from megatron_collab.config.extension import make, make_absolute
 from megatron_collab.config.load import leaves
@@ -36,6 +34,7 @@ from megatron_collab.launch.spec import RunSpec, run_spec
 from megatron_collab.launch.trainer_specs import trainer_layout
 from megatron_collab.models import hf_config, lora, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.observability.writers import writer_kinds
 from megatron_collab.reward.spec import RewardSpec
 from megatron_collab.rollout.users import DEFAULT, split_user
 from megatron_collab.rollout.users.llm import users_prompt
@@ -82,9 +81,6 @@ def validate(config: Config) -> None:
     check_files_of_users(spec)
     if config.rollout.system_prompt:
         read_prompt("rollout.system_prompt", config.rollout.system_prompt, "", ())
-    message = f"run.wandb_project={config.run.wandb_project}: WANDB_API_KEY is set; install wandb"
-    installed = find_spec("wandb") is not None
-    require(not uses_wandb(config.run) or installed, f"{message}, or set run.wandb_project=null")
 
 
 def check_settings(config: Config) -> RunSpec:
@@ -133,6 +129,7 @@ def check_options(config: PlayConfig, *extensible: str) -> None:
     shown = Shown(config)
     refuse_keys(asdict(config))
     check_declared(config)  # again: a program may have changed composed values
+    writer_kinds(config)
     message = f"{shown.launch.nodes}: needs launch.interface, the network interface between nodes, e.g. ib0"
     require(config.launch.nodes == 1 or config.launch.interface is not None, message)
     for setting in ("reward.mode", "data.world", "data.format", "rollout.player", *extensible):
@@ -151,6 +148,8 @@ def check_played(config: PlayConfig, spec: RunSpec) -> None:
     assert spec.play and spec.serving
     check_reward(config, spec.play.reward)
     _check_turns(config, spec.data.eval_sets)
+    for tools in spec.play.tools.toolsets if config.rollout.futures else ():
+        tools.check_copies()
     servers.check_served(config, spec.play.reward, spec.serving)
     endpoints.check_settings(config, spec.play.users.settings)
     _check_llm_endpoints(config, spec)

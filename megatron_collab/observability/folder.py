@@ -23,8 +23,8 @@ from megatron_collab.observability import evaluations, metric_kinds, records
 from megatron_collab.observability.evaluations import Evaluations
 from megatron_collab.observability.gap import gap_metrics
 from megatron_collab.observability.transcripts import write
-from megatron_collab.observability.writers import CONVERSATIONS, Writer, writers
-from megatron_collab.runtime import files, keys, process
+from megatron_collab.observability.writers import CONVERSATIONS, Writers
+from megatron_collab.runtime import files, process
 from megatron_collab.runtime.process import BEST, FINISHED, RunStopped, global_rank
 from megatron_collab.runtime.redact import redacted
 from megatron_collab.types import Conversation, Finish, Group, Judgment, Missing, Reward, visible
@@ -52,7 +52,7 @@ class RunFolder:
         self._lock = FileLock(self.folder / ".writer.lock")  # besides the run's own lock, which its first process holds
         self._evaluations = Evaluations(self.folder, steps)
         self._best: tuple[int, float] | None = None
-        self._writers = list[Writer]()
+        self._writers: Writers | None = None  # of rank 0
         if self.leader:
             self._begin(config, start)
 
@@ -76,8 +76,7 @@ class RunFolder:
         replace(self.folder / SETTINGS, recorded(config))
         self._evaluations.resume(start)
         self._mark_best(start)
-        with keys.in_environment("WANDB_API_KEY"):
-            self._writers += writers(config, start)
+        self._writers = Writers(config, start)
         for record in self._evaluations.records.values():
             if record["step"] == start:  # TensorBoard's writer drops it with the repeated steps
                 self._write(start, evaluations.scalars(record))
@@ -86,8 +85,8 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        for writer in self._writers:
-            writer.close(failed=kind is not None)
+        if self._writers:
+            self._writers.close(failed=kind is not None)
         self._lock.release()
 
     def evaluation_due(self, set_name: str, step: int) -> str | None:
@@ -119,9 +118,9 @@ class RunFolder:
         self._evaluations.records[name] = record = records.finite({**record, **gaps})
         replace(self.folder / evaluations.FILE, self._evaluations.records)
         self._write(step, evaluations.scalars(record))
-        for writer in self._writers if rows else ():
+        if self._writers and rows:
             first_rows = [*islice(chain.from_iterable(rows), CONVERSATIONS)]
-            writer.conversations(step, evaluations.prefix(set_name), redacted(first_rows))
+            self._writers.conversations(step, evaluations.prefix(set_name), redacted(first_rows))
         if scored := with_intervals(record):
             self._report_failures(f"evaluation {name}", groups)
         logger.info(f"evaluation {name} ({record['tasks']} tasks): {scored or _missing_reason(groups)}")
@@ -191,8 +190,8 @@ class RunFolder:
                 logger.warning(f"{label}: {counted}{more}")
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
-        for writer in self._writers:
-            writer.scalars(step, metrics)
+        if self._writers:
+            self._writers.scalars(step, metrics)
 
 
 def _installed_version(name: str) -> str | None:

@@ -60,7 +60,7 @@ class Run(RunFolder):
         return {"seconds": self._seconds()}
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log a finished step: metrics.jsonl, TensorBoard, Weights & Biases; the view on a terminal, else a line."""
+        """Log a finished step: metrics.jsonl and the writers; the view on a terminal, else a line."""
         append(self.folder / "metrics.jsonl", [{"step": step, **metrics}])
         self._write(step, metrics)
         if self._view:

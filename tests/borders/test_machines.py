@@ -28,7 +28,7 @@ from megatron_collab.config import Config, ConfigError, compose
 from megatron_collab.config.extension import resolve
 from megatron_collab.inference import server as server_module
 from megatron_collab.launch import prepare, program
-from megatron_collab.observability import writers
+from megatron_collab.observability.writers import wandb
 from megatron_collab.reward.multiturn import _custom_reward
 from megatron_collab.reward.workers import Job, RewardWorker
 from megatron_collab.rollout.users import UserError, reporting_errors
@@ -202,10 +202,10 @@ def test_weights_and_biases_without_a_network_goes_on_offline(
     for name, value in {"API_KEY": "0" * 40, "BASE_URL": f"http://127.0.0.1:{free_port()}", "SILENT": "true"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setattr(writers, "_WANDB_SECONDS", 1.0)
+    monkeypatch.setattr(wandb, "_SECONDS", 1.0)
     config = Config()
     config.run.dir, config.run.wandb_project = str(tmp_path), "p"
-    writer = writers.WeightsAndBiases(config)
+    writer = wandb.WandbWriter(None, config, 0)
     writer.scalars(0, {"reward": 1.0})
     writer.close(failed=False)
     writer._wandb.teardown()

@@ -19,6 +19,7 @@ from megatron_collab import patches
 from megatron_collab.config import compose, groups
 from megatron_collab.config.load import CONF
 from megatron_collab.data.datasets import write_jsonl
+from megatron_collab.observability import transcripts
 from tests.helpers import make_model
 from tests.hub import serving
 
@@ -108,7 +109,9 @@ def endpoint() -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize(("name", "gib"), [*((name, 80) for name in (*COLLABLLM, *PAPER)), ("qwen3_0_6b", 24)])
+@pytest.mark.parametrize(
+    ("name", "gib"), [*((name, 80) for name in (*COLLABLLM, *PAPER, "gsm8k_feedback")), ("qwen3_0_6b", 24)]
+)
 def test_the_plan_fits_with_room_for_uncounted_memory(name: str, gib: int) -> None:
     assert name in groups()["experiment"]
     config, shape = memory.read_run([f"experiment={name}"])
@@ -182,6 +185,22 @@ def test_the_first_evening_trains_a_tiny_model(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["futures"] for line in lines] == [2, 2]
     assert all({"score/accuracy", "score/asks"} <= set(line) and line["missing"] == 0 for line in lines)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_user_who_says_what_is_wrong_trains_a_tiny_model(tmp_path: Path) -> None:
+    """The experiment for GPUs at the sizes of the one for a CPU: one answer of the user, and a second try."""
+    problem = {"question": "Ana has 2 pens. Ben has 3 pens. How many pens are there?", "answer": "2+3=5\n#### 5"}
+    for file in ("train.jsonl", "test.jsonl"):
+        write_jsonl(tmp_path / file, [problem] * 4)
+    run = train(
+        tmp_path, "gsm8k_feedback_small", f"data.path={tmp_path}", f"data.dir={tmp_path}/world", "train.steps=1"
+    )
+    conversation = next(transcripts.run_rows(run))
+    roles = [message["role"] for message in conversation["messages"]]
+    assert roles == ["user", "assistant", "user", "assistant"] and conversation["ending"] == "turn_limit"
+    assert conversation["messages"][2]["content"] == "That is not right. Please think again."
 
 
 def train(folder: Path, name: str, *settings: str, environment: Mapping[str, str] = os.environ) -> Path:

@@ -110,12 +110,14 @@ def test_the_prompts_of_the_published_setting_are_named_without_a_folder() -> No
         assert text in user_prompt
     assert "Be vague at first" in user_prompt and "Make a mistake now and then" in user_prompt
     config = Config()
-    config.rollout.system_prompt = "collaborator.j2"
-    assert prompt_spec(config).system == (PROMPTS / "collaborator.j2").read_text().rstrip("\n")
+    for name in ("collaborator.j2", "mathematician.j2"):
+        config.rollout.system_prompt = name
+        assert prompt_spec(config).system == (PROMPTS / name).read_text().rstrip("\n")
 
 
 def test_every_prompt_is_tested() -> None:
     names = {file.stem for file in PROMPTS.iterdir()}
     users = {"user", "user_published", "feedback", "user_of_log"}
     judges = {"accuracy", "bleu", "interactivity_holistic", "interactivity_parts"}
-    assert names == judges | {"collaborator", "pass_rate"} | users  # pass_rate: tests/reward/test_pass_rate.py
+    of_policy = {"collaborator", "mathematician", "pass_rate"}  # pass_rate: tests/reward/test_pass_rate.py
+    assert names == judges | of_policy | users

@@ -44,6 +44,7 @@ METRICS = {
     "reward_model": f"{__name__}.reward_model:RewardModel",
     "token_amount": f"{__name__}.counting:TokenAmount",
     "turn_rewards": f"{__name__}.counting:TurnRewards",
+    "verl": f"{__name__}.verl:VerlMetric",
 }
 PLACEHOLDERS = ("conversation", "goal", "answer", "question")
 VARIABLES = (*PLACEHOLDERS, "task_desc", "metadata")  # of the judges' prompts

@@ -72,6 +72,9 @@ class Toolset(Extension):
     def check_task(self, task: Task) -> None:
         """Raises ValueError, saying how to fix it, if these functions cannot read the task; called before a run."""
 
+    def check_copies(self) -> None:
+        """Raises ConfigError if instances cannot be copied for futures; called before a run with futures."""
+
     def start(self, task: Task) -> Any:
         """Called before the first call; if it fails, the next call starts another instance."""
 

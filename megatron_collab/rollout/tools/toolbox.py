@@ -1,7 +1,7 @@
 """The tools of a run and of each conversation: created at the first call, copied for futures, closed at the end.
 
-Tools are named in TOOLS or given as package.module:Class or a function; servers in rollout.mcp_servers add their own
-tools. SGLang parses the calls (rollout.tool_parser).
+Tools are named in TOOLS, or given as package.module:Class, a function or verl's file of tools; servers in
+rollout.mcp_servers add their own tools. SGLang parses the calls (rollout.tool_parser).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megatron_collab.inference.client import UnreadableCall
 from megatron_collab.rollout.tools import Schema, Tool, ToolFailure, ToolLost, ToolResult, Toolset, run
 from megatron_collab.rollout.tools.function import tool_of
 from megatron_collab.rollout.tools.mcp_server import McpTools, server
+from megatron_collab.rollout.tools.verl import verl_tools
 from megatron_collab.runtime.process import ends_caller
 from megatron_collab.types import Message, Task, ToolCall
 
@@ -54,8 +55,11 @@ class ToolSpec(Resolved):
     @cached_property
     def toolsets(self) -> list[Toolset]:
         """Conversations get instances made from these. Nothing is started, and MCP servers are not contacted yet."""
-        kinds = {kind.SCHEMA["name"]: kind for kind in map(find_tool, self.names)}
-        require(len(kinds) == len(self.names), f"rollout.tools={self.names}: two tools have the same name")
+        classes: list[type[Tool]] = []
+        for name in self.names:
+            classes += verl_tools(name) if name.endswith((".yaml", ".yml")) else [find_tool(name)]
+        kinds = {kind.SCHEMA["name"]: kind for kind in classes}
+        require(len(kinds) == len(classes), f"rollout.tools={self.names}: two tools have the same name")
         for name in self.options:
             require(name in kinds, f"rollout.tool_options.{name}: not in rollout.tools{nearest(name, kinds)}")
         toolsets: list[Toolset] = [

@@ -42,6 +42,7 @@ USERS = {
     "replay": f"{__name__}.scripts:ReplayUser",
     "reveal": f"{__name__}.scripts:RevealUser",
     "scripted": f"{__name__}.scripts:ScriptedUser",
+    "verl": f"{__name__}.verl:VerlUser",
 }
 DEFAULT = "llm"
 FAILED = "user_failed"  # counter

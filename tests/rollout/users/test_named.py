@@ -106,7 +106,7 @@ def test_conversations_are_counted_by_the_name_of_their_user() -> None:
         (
             {"strict": {}},
             "strct",
-            "user=strct: no such name; known are desk, feedback, llm, replay, reveal, scripted, strict, or",
+            "user=strct: no such name; known are desk, feedback, llm, replay, reveal, scripted, strict, verl, or",
         ),
         ({"strict": {}}, "strct", "the nearest is strict"),
         ({"strict": {"modl": "x"}}, "strict", "users.strict.modl: no such setting; the nearest is model; there are "),

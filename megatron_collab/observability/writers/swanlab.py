@@ -1,0 +1,51 @@
+"""SwanLab: one run for all starts; the file `swanlab_id` has its id."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_collab.config import PlayConfig, option
+from megatron_collab.observability.writers import Rows, Writer, plain_text, run_id, settings_of
+
+
+class SwanlabWriter(Writer):
+    package = "swanlab"
+    key_names = ("SWANLAB_API_KEY",)
+
+    @dataclass(frozen=True)
+    class Options:
+        project: str = option("megatron-collab", "name of the project")
+        mode: str | None = option(
+            None, "null: SWANLAB_MODE, else online; offline: only in run.dir", choices=("online", "local", "offline")
+        )
+
+    def __init__(self, options: Any, config: PlayConfig, start: int) -> None:
+        super().__init__(options, config, start)
+        import swanlab
+
+        self._text = swanlab.Text
+        folder = Path(config.run.dir)
+        self._run = swanlab.init(
+            project=options.project,
+            name=folder.name,
+            mode=options.mode,
+            log_dir=str(folder / "swanlab"),
+            config=settings_of(config),
+            id=run_id(config, "swanlab"),
+            resume="allow",
+        )
+
+    def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def conversations(self, step: int, name: str, rows: Rows) -> None:
+        self._run.log(
+            {f"{name}/conversations": [self._text(f"task {row['task']}\n\n{plain_text(row)}") for row in rows]},
+            step=step,
+        )
+
+    def close(self, failed: bool) -> None:
+        self._run.finish("crashed" if failed else "success", "the run ended with an error" if failed else None)

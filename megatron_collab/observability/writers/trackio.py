@@ -1,0 +1,47 @@
+"""Trackio: one run for all starts, in the files of this machine; the file `trackio_id` has the end of its name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_collab.config import PlayConfig, option
+from megatron_collab.observability.writers import Rows, Writer, plain_text, run_id, settings_of
+
+
+class TrackioWriter(Writer):
+    package = "trackio"
+
+    @dataclass(frozen=True)
+    class Options:
+        project: str = option("megatron-collab", "name of the project")
+
+    def __init__(self, options: Any, config: PlayConfig, start: int) -> None:
+        super().__init__(options, config, start)
+        import trackio
+
+        self._markdown = trackio.Markdown
+        self._run = trackio.init(
+            project=options.project,
+            name=f"{Path(config.run.dir).name}-{run_id(config, 'trackio')[:6]}",
+            config=settings_of(config),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def conversations(self, step: int, name: str, rows: Rows) -> None:
+        texts = "\n\n".join(f"task {row['task']}\n\n{plain_text(row)}" for row in rows)
+        # A fence that the texts lack: what a model wrote is text, never markup.
+        fence = "`" * (1 + max(map(len, re.findall("`+", texts)), default=2))
+        self._run.log({f"{name}/conversations": self._markdown(f"{fence}\n{texts}\n{fence}")}, step=step)
+
+    def close(self, failed: bool) -> None:
+        self._run.finish()

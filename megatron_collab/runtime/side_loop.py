@@ -1,0 +1,80 @@
+"""Event loops in threads, for foreign code that may block: it delays neither other code nor the end of the process."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+from collections.abc import Callable
+from threading import Thread
+from typing import Any
+
+LOOPS = 64  # threads; conversations share them if there are more
+HUNG = 256  # limit of loops that a call blocks after its time-out; at the limit no other loop is started
+_loops: list[SideLoop] = []
+os.register_at_fork(after_in_child=_loops.clear)  # a child has none of the threads
+
+
+class HungCalls(RuntimeError):
+    """HUNG loops are still blocked by calls that have timed out."""
+
+
+class SideLoop:
+    """An event loop in a daemon thread. Functions and coroutines run there, so objects may keep what belongs to a loop.
+
+    `users`: how many objects have acquired it.
+    """
+
+    def __init__(self) -> None:
+        self.users = 0
+        self._hung = False
+        self._loop = asyncio.new_event_loop()
+        Thread(target=self._loop.run_forever, name="side loop", daemon=True).start()
+
+    @classmethod
+    def acquire(cls) -> SideLoop:
+        """The least used loop that is not blocked; `release` it at the end. Raises HungCalls."""
+        usable = [loop for loop in _loops if not loop._hung]
+        if len(_loops) - len(usable) >= HUNG:
+            raise HungCalls(f"{HUNG} calls have timed out and still hang in their threads; give them time limits")
+        loop = min(usable, key=lambda loop: loop.users, default=None)
+        if loop is None or (loop.users and len(usable) < LOOPS):
+            loop = cls()
+            _loops.append(loop)
+        loop.users += 1
+        return loop
+
+    def release(self) -> None:
+        self.users -= 1
+
+    async def run(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        """The result of a function, which may be async. If the caller is cancelled, so is the coroutine."""
+        result = asyncio.run_coroutine_threadsafe(_result(function, *args, **keywords), self._loop)
+        try:
+            return await asyncio.wrap_future(result)
+        except asyncio.CancelledError:
+            self._hung = True  # until the loop runs again
+            self._loop.call_soon_threadsafe(self._respond)
+            raise
+
+    def run_within(self, seconds: float, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        """As `run`, for callers without an event loop. Raises TimeoutError after `seconds`."""
+        result = asyncio.run_coroutine_threadsafe(_result(function, *args, **keywords), self._loop)
+        try:
+            return result.result(seconds)
+        except TimeoutError:
+            result.cancel()
+            self._hung = True
+            self._loop.call_soon_threadsafe(self._respond)
+            raise
+
+    def _respond(self) -> None:
+        self._hung = False
+
+
+async def _result(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    try:
+        result = function(*args, **keywords)
+        return await result if inspect.isawaitable(result) else result
+    except (SystemExit, KeyboardInterrupt) as error:  # would end the loop
+        raise RuntimeError(f"it raised {type(error).__name__}: {error}") from error
