@@ -194,7 +194,7 @@ def test_what_is_missing_for_a_run_is_said(tmp_path: Path, capsys: pytest.Captur
         ("trainer.total_training_steps=null", "", "", ""),
         ("actor_rollout_ref.actor.optim.betas='[0.9, 0.98]'", "optim.beta1=0.9 optim.beta2=0.98", "", ""),
         ("reward_model.reward_manager=dapo", "reward.weights.accuracy=1", "", ""),
-        ("custom_reward_function.path=mine.py", "", NO, "your function becomes a metric"),
+        ("custom_reward_function.path=mine.py", "", NO, "a function runs as it is"),
         ("trainer.n_gpus_per_node=many", "", NO, "must be a whole number"),
     ],
 )

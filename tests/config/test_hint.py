@@ -104,7 +104,7 @@ FOREIGN = {
     },
 }
 COMMANDS = {
-    **dict.fromkeys(["serve", "rollout", "chat", "generate", "merge", "sft", "ppo", "run", "test", "?"], ""),
+    **dict.fromkeys(["rollout", "generate", "merge", "sft", "ppo", "run", "test", "?"], ""),
     "eval": "evaluate",
     "trian": "train",
     "plan_sync": "plan-sync",
