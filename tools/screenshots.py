@@ -22,7 +22,7 @@ SECONDS = 60  # for anything that the page does
 # By picture: the address after #, and what has to be there.
 VIEWS = {
     "overview": ("overview", "#overview .chart"),
-    "conversations": ("conversations?sort=reward&descending=1", "#conversations .turn.chosen"),
+    "conversations": ("conversations?sort=advantage&descending=1", "#conversations .turn.chosen"),
     "compare": ("compare", "#compare .pair .scores"),
 }
 

@@ -221,7 +221,7 @@ class Index(_Columns):
         return groups
 
     def sort(self, futures: np.ndarray, column: str, descending: bool = False, count: int | None = None) -> np.ndarray:
-        """`futures`, or the first `count`, by a column: step, task, ending or one of `values`.
+        """`futures`, or the first `count`, by a column: step, task, ending, advantage or one of `values`.
 
         Missing values are last; equal ones keep their order. Raises KeyError for another column.
         """
@@ -231,6 +231,8 @@ class Index(_Columns):
             ranks = np.argsort(np.argsort([*self.endings, ""]))
             keys = ranks[self.ending[futures]].astype(np.float32)
             keys[self.ending[futures] < 0] = np.nan
+        elif column == "advantage":
+            keys = self._advantages()[futures]
         elif column not in ("task", "step"):
             raise KeyError(column)
         else:
@@ -242,6 +244,19 @@ class Index(_Columns):
             candidates = np.flatnonzero(keys <= bound) if bound == bound else np.arange(len(keys))
             futures, keys = futures[candidates], keys[candidates]
         return futures[np.argsort(keys, kind="stable")][:count]
+
+    def _advantages(self) -> np.ndarray:
+        """By future: the reward of its rollout less the mean of its group's rollouts, NaN if there are no two."""
+        is_first: np.ndarray = np.ones(len(self), bool)  # future of its rollout
+        is_first[1:] = (np.diff(self.rollout) != 0) | (np.diff(self.group) != 0)
+        rewards, groups = self.values["reward"][is_first], self.group[is_first]
+        is_known, count = ~np.isnan(rewards), len(self.step)
+        sums = np.bincount(groups[is_known], rewards[is_known], count)
+        known = np.bincount(groups[is_known], minlength=count)
+        means = np.divide(sums, known, out=np.full(count, np.nan), where=known > 0)
+        means[np.bincount(groups, minlength=count) < 2] = np.nan
+        advantages: np.ndarray = (rewards - means[groups])[np.cumsum(is_first) - 1]
+        return advantages
 
     def group_rows(self, step: int, position: int) -> list[Row]:
         """The futures of a group, whole. Raises LookupError if the run has no such group."""

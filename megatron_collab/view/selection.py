@@ -17,7 +17,7 @@ from megatron_collab.runtime.text import one_line
 
 MOST_FUTURES, FUTURES = 200, 50  # of an answer, and the default
 MOST_WORDS, MOST_RANGES, LONGEST = 20, 20, 400  # LONGEST: characters of a parameter
-_PLACES = ("step", "task", "ending")  # columns besides numbers that an index can sort by
+_PLACES = ("step", "task", "ending", "advantage")  # what an index can sort by, but not filter by a range
 _BOUNDS = {"low.": 0, "high.": 1}
 _NAMES = ("first_step", "last_step", "task", "ending", "words", "sort", "descending", "offset", "limit")
 Array = np.ndarray[Any, Any]

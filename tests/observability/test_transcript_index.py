@@ -131,6 +131,26 @@ def test_futures_are_sorted_with_missing_values_last(run: Path, rows: Rows) -> N
         assert texts == sorted(texts, key=lambda text: text or last)
 
 
+def test_futures_are_sorted_by_the_advantage_of_their_rollout(run: Path) -> None:
+    """Its reward less the mean over the rollouts of its group that have one."""
+    index = Index(run)
+    expected, alone = list[float](), 0
+    for step, position in sorted({(place.step, place.position) for place in map(index.place, range(len(index)))}):
+        group = index.group_rows(step, position)
+        rollouts = {future["rollout"]: future for future in reversed(group)}  # the first future of each
+        rewards = {number: future["reward"] for number, future in rollouts.items()}
+        known = [reward for reward in rewards.values() if reward is not None]
+        for future in group:
+            if len(rewards) > 1 and (reward := rewards[future["rollout"]]) is not None:
+                expected.append(reward - sum(known) / len(known))
+            else:
+                alone += 1
+    futures = index.sort(index.select(Query()), "advantage", descending=True)
+    advantages = index._advantages()[futures]
+    assert advantages[: len(expected)] == pytest.approx(sorted(expected, reverse=True), abs=1e-6)
+    assert alone and np.isnan(advantages[len(expected) :]).all() and len(advantages) == len(expected) + alone
+
+
 def test_a_group_is_opened_by_its_place(run: Path, rows: Rows) -> None:
     index = Index(run)
     groups = [[*transcripts.by_group(future for future in rows if future["step"] == step)] for step in range(4)]

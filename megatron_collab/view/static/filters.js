@@ -4,7 +4,7 @@ import { element } from "./dom.js";
 import { shortName } from "./text.js";
 
 const DELAY_MS = 250; // after the last key, so that not every letter asks the server
-export const PLACES = ["step", "task", "ending"]; // what a list can be sorted by beside numbers
+export const PLACES = ["step", "task", "ending", "advantage"]; // what a list can be sorted by beside numbers of a row
 const ORDERS = {
   standard_error: "standard error (futures disagree)",
   surprise: "surprise (\u2212log p per token)",
