@@ -19,6 +19,7 @@ from megatron_collab.config import (
 from megatron_collab.config.load import leaves
 from megatron_collab.llm.answer import LlmError
 from megatron_collab.patches.litellm import be_quiet
+from megatron_collab.runtime.keys import variables
 
 ENVIRONMENT = "os.environ/"  # prefix of a variable's name, as in LiteLLM's own settings
 POLICY = "policy"  # the trained model, on the run's SGLang servers
@@ -194,7 +195,7 @@ def check_access(endpoint: EndpointConfig, setting: str, group: str) -> None:
 def _check_variables(provider: str, addresses: bool) -> None:
     """Raises ConfigError if a key of `provider` in the environment, or one of its `addresses`, cannot be sent."""
     start = provider.partition("_")[0].upper()
-    for name, value in sorted(os.environ.items()):
+    for name, value in sorted(variables(os.environ)):
         if value and name.startswith(start) and name.endswith("_API_KEY"):
             fault = header_fault(value)
             require(not fault, f"{name}: {fault}")  # without its value

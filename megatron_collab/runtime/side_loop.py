@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import os
 from collections.abc import Callable
+from concurrent.futures import wait
 from threading import Thread
 from typing import Any
 
@@ -17,6 +18,10 @@ os.register_at_fork(after_in_child=_loops.clear)  # a child has none of the thre
 
 class HungCalls(RuntimeError):
     """HUNG loops are still blocked by calls that have timed out."""
+
+
+class LateCall(TimeoutError):
+    """A call did not return in its time; other TimeoutErrors are the function's own."""
 
 
 class SideLoop:
@@ -58,15 +63,14 @@ class SideLoop:
             raise
 
     def run_within(self, seconds: float, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-        """As `run`, for callers without an event loop. Raises TimeoutError after `seconds`."""
+        """As `run`, for callers without an event loop. Raises LateCall after `seconds`."""
         result = asyncio.run_coroutine_threadsafe(_result(function, *args, **keywords), self._loop)
-        try:
-            return result.result(seconds)
-        except TimeoutError:
+        if not wait([result], seconds).done:
             result.cancel()
             self._hung = True
             self._loop.call_soon_threadsafe(self._respond)
-            raise
+            raise LateCall(f"it takes more than {seconds:g} s")
+        return result.result()
 
     def _respond(self) -> None:
         self._hung = False

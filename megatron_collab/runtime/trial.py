@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import resource
@@ -16,7 +17,7 @@ from typing import Any, NoReturn, cast
 
 from megatron_collab.runtime import process
 
-_ROOM = 4 << 30  # bytes that the child may allocate beyond the memory of this process
+_ROOM = 4 << 30  # bytes that the child may allocate beyond the memory of this process; files that it maps do not count
 _RAYON = "TOKENIZERS_PARALLELISM"
 _POLL_SECONDS = 0.1
 _STEP = struct.Struct("q504s")  # the number of a row, a name
@@ -100,19 +101,30 @@ def _try(work: Callable[[], object], sender: Connection, parent: int, room: int)
     """In the child: do the work and exit without cleanup, so that nothing shared is flushed or removed twice."""
     try:
         process.die_with_parent(parent)
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (used + room, most))
+        room, original = _limit_memory(room)
         sender.send((None, work()))
-    except MemoryError:
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-        sender.send((TrialError, f"takes more than {room / 2**30:g} GiB of memory"))
     except ValueError as error:
         sender.send((ValueError, str(error)))
     except BaseException as error:  # an extension may raise anything
-        sender.send((TrialError, f"fails ({' '.join(f'{type(error).__name__}: {error}'.split())[:300]})"))
+        reason = f"fails ({' '.join(f'{type(error).__name__}: {error}'.split())[:300]})"
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+            resource.setrlimit(resource.RLIMIT_DATA, original)
+            reason = f"takes more than {room / 2**30:.3g} GiB of memory"
+        sender.send((TrialError, reason))
     finally:
         os._exit(0)
+
+
+def _limit_memory(room: int) -> tuple[int, tuple[int, int]]:
+    """The bytes that this process may allocate from now on, `room` or what `ulimit` leaves, and its original limits."""
+    pages = [int(count) * resource.getpagesize() for count in Path("/proc/self/statm").read_text().split()]
+    size, data = pages[0], pages[5]
+    for limit, used in ((resource.RLIMIT_AS, size), (resource.RLIMIT_DATA, data)):
+        original = resource.getrlimit(limit)
+        if original[0] != resource.RLIM_INFINITY:
+            room = max(0, min(room, original[0] - used))
+    resource.setrlimit(resource.RLIMIT_DATA, (data + room, original[1]))
+    return room, original
 
 
 @contextmanager

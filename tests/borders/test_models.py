@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
+import resource
 import shutil
 import sys
 import time
@@ -258,3 +260,26 @@ def test_work_that_is_tried_ends_as_it_would_here() -> None:
         run_trial(lambda: lambda: None, 5.0)
     with pytest.raises(TrialError, match="ends the process with code 7"):
         run_trial(lambda: os._exit(7), 5.0)
+
+
+@pytest.mark.processes
+def test_files_that_are_mapped_are_no_memory_and_ulimit_bounds_it_too(tmp_path: Path) -> None:
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(1 << 40)
+
+    def mapped() -> int:
+        with (tmp_path / "large").open("rb") as file:
+            return len(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+    assert run_trial(mapped, 60.0) == 1 << 40
+    with pytest.raises(TrialError, match=r"^takes more than 4 GiB of memory$"):  # OSError: [Errno 12]
+        run_trial(lambda: mmap.mmap(-1, 1 << 35, flags=mmap.MAP_PRIVATE), 60.0)
+
+    def under_ulimit() -> None:
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+        resource.setrlimit(resource.RLIMIT_AS, (size + (3 << 30), size + (3 << 30)))
+        assert run_trial(lambda: "done", 60.0) == "done"
+        run_trial(lambda: bytes(7 << 29), 60.0)
+
+    with pytest.raises(TrialError, match=r"takes more than (2\.9\d?|3) GiB of memory"):
+        run_trial(under_ulimit, 60.0)

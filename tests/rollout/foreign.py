@@ -1,14 +1,14 @@
 """Sources of classes for verl, written from its published interfaces, as files that import verl."""
 
 FEEDBACK = '''
-import time
+import threading
 from typing import Any, Optional
 from uuid import uuid4
 
 from verl.interactions.base import BaseInteraction
 from verl.utils.reward_score import gsm8k
 
-LOG = []
+LOG, GO = [], threading.Event()
 
 
 class MathInteraction(BaseInteraction):
@@ -29,7 +29,7 @@ class MathInteraction(BaseInteraction):
         if reply == "bug":
             raise KeyError(reply)
         if reply == "slow":
-            time.sleep(0.5)
+            GO.wait(60)
         if reply == "exit":
             raise SystemExit(3)
         if reply == "nothing":
@@ -86,7 +86,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 '''
 
 WEATHER = '''
-import json, threading, time
+import json, threading
 from typing import Any, Optional
 from uuid import uuid4
 
@@ -94,7 +94,7 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.rollout_trace import rollout_trace_op
 
-LOG = []
+LOG, GO = [], threading.Event()
 
 
 class WeatherTool(BaseTool):
@@ -115,7 +115,7 @@ class WeatherTool(BaseTool):
         if city == "bug":
             raise KeyError(city)
         if city == "far":
-            time.sleep(1.5)
+            GO.wait(60)
         self.asked[instance_id].append(city)
         cities = " ".join(self.asked[instance_id])
         return ToolResponse(text=f"{cities}: {self.config['degrees']} degrees"), -0.05, {}
@@ -140,6 +140,19 @@ class ClockTool(BaseTool):
 
     async def execute(self, instance_id: str, parameters: str, **kwargs) -> tuple[str, float, dict]:
         return "noon in " + json.loads(parameters).get("zone", "UTC"), 0.0, {}
+
+
+class OldestTool(ClockTool):
+    """Without ids."""
+
+    def create(self, ground_truth):
+        self.truth = ground_truth
+
+    def execute(self, parameters: str):
+        return json.loads(parameters)["zone"] + self.truth, 0.0, {}
+
+    def release(self):
+        pass
 
 
 class LockedTool(ClockTool):

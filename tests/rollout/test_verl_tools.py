@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,12 +36,16 @@ def box(folder: Path, timeout: float = 60.0, **options: bool) -> Toolbox:
     return toolbox_of(tools, FakePolicy(lambda prompt, seed: ""))
 
 
+def module(folder: Path) -> dict[str, Any]:
+    return vars(sys.modules[verl.load(f"{folder}/weather.py:WeatherTool", "x").__module__])
+
+
 def ask(city: str) -> str:
     return f'call weather {{"city": "{city}"}}'
 
 
 def test_a_future_continues_from_a_copy_of_the_state_and_rewards_are_credited_once(folder: Path) -> None:
-    log = vars(sys.modules[verl.load(f"{folder}/weather.py:WeatherTool", "x").__module__])["LOG"]
+    log = module(folder)["LOG"]
     log.clear()
 
     async def conversation() -> list[tuple[list[Message], float]]:
@@ -61,19 +67,37 @@ def test_a_future_continues_from_a_copy_of_the_state_and_rewards_are_credited_on
 
 
 def test_failures_are_typed_and_a_blocking_call_times_out(folder: Path) -> None:
-    toolbox = box(folder, timeout=0.5)
+    patient, hasty = box(folder), box(folder, timeout=0.5)
 
     async def answer(city: str) -> str:
-        async with toolbox.open(TASK) as tools:
+        async with (hasty if city == "far" else patient).open(TASK) as tools:
             return (await tools.answer(ask(city)))[0][0].content
 
     async def answers() -> list[str | BaseException]:
         return await asyncio.gather(*map(answer, ("Atlantis", "bug", "far", "Rome")), return_exceptions=True)
 
     missing, bug, far, rome = asyncio.run(answers())
+    module(folder)["GO"].set()
     assert missing == "error: no such city" and far == "error: weather timed out" and rome == "Rome Rome: 21 degrees"
     assert isinstance(bug, ToolFailure) and str(bug) == "tool weather: KeyError: 'bug'"
-    assert toolbox.counters["tool_timeouts"] == 1
+    assert hasty.counters["tool_timeouts"] == 1 and patient.counters["tool_timeouts"] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments", [None, {"clock": None}, {"clock": {"create_kwargs": None, "execute_kwargs": None}}]
+)
+def test_nulls_of_parquet_are_no_arguments_and_the_oldest_interface_has_no_ids(
+    folder: Path, tmp_path: Path, arguments: Any
+) -> None:
+    file = tmp_path / "tools.yaml"
+    file.write_text(f"tools: [{{class_name: '{folder}/weather.py:OldestTool'}}]")
+    toolbox = toolbox_of(RolloutConfig(tools=[str(file)], tool_timeout=60.0), FakePolicy(lambda prompt, seed: ""))
+
+    async def answer() -> str:
+        async with toolbox.open(replace(TASK, metadata={"tools_kwargs": arguments})) as tools:
+            return (await tools.answer('call clock {"zone": "CET"}'))[0][0].content
+
+    assert asyncio.run(answer()) == "CETanswer"
 
 
 def test_the_schema_is_that_of_the_file_or_of_the_class(folder: Path) -> None:

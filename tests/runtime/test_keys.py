@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections import UserDict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,34 @@ def test_stored_keys_are_available_by_name_and_can_be_restored() -> None:
     assert keys.known() == {KEY, OTHER, "f" * 64}
     keys.take()
     assert (os.environ["OPENAI_API_KEY"], os.environ["WANDB_API_KEY"]) == (KEY, OTHER)
+
+
+def test_a_key_stays_until_the_last_block_ends() -> None:
+    """Threads have blocks that overlap, e.g. those of writers and of an evaluation."""
+    keys.put_away()
+    first, second = keys.in_environment("WANDB_API_KEY"), keys.in_environment()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert os.environ["WANDB_API_KEY"] == OTHER
+    second.__exit__(None, None, None)
+    assert in_environment() == {"RAY_AUTH_TOKEN"}
+
+
+class Emptied(UserDict[str, str]):
+    """Another thread removes the variables while they are read."""
+
+    def __iter__(self) -> Iterator[str]:
+        names = list(self.data)
+        self.data.clear()
+        return iter(names)
+
+
+def test_the_environment_may_change_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"HOME": "/", "OPENAI_API_KEY": KEY}
+    assert keys.without(Emptied(variables)) == {}
+    monkeypatch.setattr(os, "environ", Emptied(variables))
+    assert keys.known() == frozenset()
 
 
 def test_a_variable_that_is_set_wins_over_a_stored_key_and_stays() -> None:

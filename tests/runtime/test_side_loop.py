@@ -16,14 +16,20 @@ from megatron_collab.runtime.trial import run_trial
 def test_a_blocked_loop_is_left_alone_until_it_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_loop, "_loops", [])
     monkeypatch.setattr(side_loop, "HUNG", 1)
-    ends = Event()
+    began, ends = Event(), Event()
     loop = SideLoop.acquire()
 
-    async def block() -> None:
-        async with asyncio.timeout(0.05):
-            await loop.run(ends.wait)
+    def hang() -> None:
+        began.set()
+        ends.wait()
 
-    with pytest.raises(TimeoutError):
+    async def block() -> None:
+        call = asyncio.create_task(loop.run(hang))
+        assert await asyncio.to_thread(began.wait, 60)
+        call.cancel()
+        await call
+
+    with pytest.raises(asyncio.CancelledError):
         asyncio.run(block())
     with pytest.raises(HungCalls, match="1 calls have timed out and still hang"):
         SideLoop.acquire()

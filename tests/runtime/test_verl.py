@@ -7,10 +7,12 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
+from megatron_collab.config import ConfigError
 from megatron_collab.runtime import verl
 from megatron_collab.runtime.side_loop import SideLoop
 
@@ -65,6 +67,17 @@ def test_a_call_has_what_the_signature_takes(function: Any, result: Any) -> None
     loop = SideLoop.acquire()
     assert asyncio.run(verl.call(loop, function, "id", "m", a=1, b=2)) == result
     loop.release()
+
+
+def test_a_timeout_of_foreign_code_is_told_apart_from_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect() -> None:
+        raise TimeoutError("no route")
+
+    with pytest.raises(ConfigError, match=r"^x \(TimeoutError: no route\)$"):
+        verl.attempt("x", connect)
+    monkeypatch.setattr(verl, "SECONDS", 0.01)
+    with pytest.raises(ConfigError, match=r"^x \(it takes more than 0\.01 s\)$"):
+        verl.attempt("x", Event().wait, 60.0)
 
 
 def test_answers_to_gsm8k_are_read_strictly_or_flexibly() -> None:

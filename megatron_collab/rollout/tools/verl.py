@@ -53,16 +53,18 @@ class VerlTool(Tool):
     async def start(self, task: Task) -> None:
         self._loop = SideLoop.acquire()
         tool = await self._loop.run(type(self).make)
-        self._arguments = task.metadata.get("tools_kwargs", {}).get(self.SCHEMA["name"], {})
-        arguments = {"ground_truth": task.answer, **self._arguments.get("create_kwargs", {})}
+        tools = verl.without_nulls(task.metadata.get("tools_kwargs"))
+        self._arguments = verl.without_nulls(tools.get(self.SCHEMA["name"]))
+        arguments = {"ground_truth": task.answer, **verl.without_nulls(self._arguments.get("create_kwargs"))}
         created = await verl.call(self._loop, tool.create, self._id, create_kwargs=arguments, **arguments)
         instance = created[0] if isinstance(created, tuple) else created
         self._id = instance if isinstance(instance, str) else self._id
         self._tool = tool
 
     async def call(self, task: Task, **arguments: Any) -> ToolResult:
-        annotation = [*inspect.signature(self._tool.execute).parameters.values()][1].annotation
-        parameters = json.dumps(arguments) if annotation in (str, "str") else arguments  # str: older interfaces
+        parameter = inspect.signature(self._tool.execute).parameters.get("parameters")
+        is_text = parameter is not None and parameter.annotation in (str, "str")  # older interfaces
+        parameters = json.dumps(arguments) if is_text else arguments
         result = await self._call("execute", parameters)
         if not isinstance(result, tuple | list) or len(result) < 2:
             raise ToolFailure(f"execute returned {type(result).__name__}, not (response, reward, data)")
@@ -91,7 +93,7 @@ class VerlTool(Tool):
 
     async def _call(self, method: str, *args: Any) -> Any:
         assert self._loop
-        keywords = self._arguments.get(f"{method}_kwargs", {})
+        keywords = verl.without_nulls(self._arguments.get(f"{method}_kwargs"))
         return await verl.call(self._loop, getattr(self._tool, method), self._id, *args, **keywords)
 
 

@@ -36,7 +36,7 @@ class VerlUser(User):
             "query": task.messages[-1].content if task.messages else "",
             "ground_truth": task.answer,
             "single_turn_prompt": task.goal,
-            **task.metadata.get("interaction_kwargs", {}),
+            **verl.without_nulls(task.metadata.get("interaction_kwargs")),
         }
 
     @classmethod

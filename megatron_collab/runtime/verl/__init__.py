@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_collab.config import ConfigError, require, resolve
-from megatron_collab.runtime.side_loop import SideLoop
+from megatron_collab.runtime.side_loop import LateCall, SideLoop
 
 _ALL_ARGS, _ALL_KEYWORDS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 SECONDS = 60.0  # time for each trial before a run starts
@@ -68,12 +68,17 @@ def attempt(label: str, function: Callable[..., Any], *args: Any) -> Any:
     loop = SideLoop.acquire()
     try:
         return loop.run_within(SECONDS, function, *args)
+    except LateCall as error:
+        raise ConfigError(f"{label} ({error})") from error
     except Exception as error:  # an extension may raise anything
-        late = f"it takes more than {SECONDS:g} s"
-        reason = late if isinstance(error, TimeoutError) else " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{label} ({reason})") from error
+        raise ConfigError(f"{label} ({' '.join(f'{type(error).__name__}: {error}'.split())})") from error
     finally:
         loop.release()
+
+
+def without_nulls(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The arguments of a row that are there; Parquet fills structs with nulls for what only other rows have."""
+    return {name: value for name, value in (arguments or {}).items() if value is not None}
 
 
 async def call(loop: SideLoop, method: Callable[..., Any], *args: Any, **keywords: Any) -> Any:

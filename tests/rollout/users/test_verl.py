@@ -39,7 +39,7 @@ def play(
     async def conversation(number: int, replies: list[str]) -> Conversation:
         policy = FakePolicy(lambda prompt, seed: replies[min(prompt.count("<assistant>"), len(replies)) - 1])
         player = FuturesPlayer(policy, CharacterRenderer(), users, None, play_spec(settings))  # type: ignore[arg-type]
-        kwargs = {"interaction_kwargs": {"ground_truth": "42", "number": number}}
+        kwargs = {"interaction_kwargs": {"ground_truth": None, "number": number}}  # as Parquet fills it
         question, place = task("verl", answer="42", **kwargs), RolloutPlace(f"s{number}", 0)
         start = await player.trained_turn(question, place)
         return await player.play_on(start, question, place, settings.rollout.future)
@@ -50,18 +50,19 @@ def play(
     return asyncio.run(played())
 
 
-def log(file: Path) -> list[Any]:
-    return vars(sys.modules[verl.load(f"{file}:MathInteraction", "user").__module__])["LOG"]
+def module(file: Path) -> dict[str, Any]:
+    return vars(sys.modules[verl.load(f"{file}:MathInteraction", "user").__module__])
 
 
 def test_each_conversation_has_an_object_of_its_own_and_each_turn_its_score(file: Path) -> None:
-    log(file).clear()
+    log = module(file)["LOG"]
+    log.clear()
     right, other = play(f"{file}:MathInteraction", ["41?", "so 42"], ["no"], turns=2, config={"wrong": -0.5})
     assert right.ending is Ending.USER_DONE and right.turn_rewards == (-0.5, 1.0)
     assert [message.content for message in right.messages] == ["hi", "41?", "Wrong, try again.", "so 42", "Correct."]
     assert other.ending is Ending.TURN_LIMIT and other.turn_rewards == (-0.5, -0.5, 0.0)
     kwargs = [{"query": "hi", "single_turn_prompt": "the goal", "number": number} for number in (0, 1)]
-    assert sorted(log(file), key=str) == [("math", 1, of_one) for of_one in kwargs]
+    assert sorted(log, key=str) == [("math", 1, of_one) for of_one in kwargs]
 
 
 def test_the_older_interface_has_no_ids_and_its_last_score_may_count(file: Path) -> None:
@@ -70,14 +71,20 @@ def test_the_older_interface_has_no_ids_and_its_last_score_may_count(file: Path)
     assert [message.content for message in played.messages if message.role == "user"] == ["hi", "hi 2", "hi 4"]
 
 
-def test_failures_have_a_reason_and_a_blocking_class_delays_no_other(file: Path) -> None:
-    replies = [["bug"], ["nothing"], ["exit"], ["42"], ["slow"]]
-    bug, nothing, ended, right, slow = play(f"{file}:MathInteraction", *replies, deadline=0.3)
+def test_failures_have_a_reason_and_a_blocking_class_delays_no_other(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_collab.rollout.conversation.FINISH_SECONDS", 0.1)
+        (slow,) = play(f"{file}:MathInteraction", ["slow"], deadline=0.3)
+    assert slow.ending is Ending.DEADLINE
+    replies = [["bug"], ["nothing"], ["exit"], ["42"]]
+    bug, nothing, ended, right = play(f"{file}:MathInteraction", *replies)
+    module(file)["GO"].set()
     assert (bug.ending, bug.error) == (Ending.ERROR, "user verl: KeyError: 'bug'")
     assert nothing.error == "user verl: generate_response returned ' ' as the user's message"
     assert ended.error == "user verl: RuntimeError: it raised SystemExit: 3"
     assert right.ending is Ending.USER_DONE
-    assert slow.ending is Ending.DEADLINE
     (strange,) = play(f"{file}:Strange", ["a"])
     assert strange.error == "user verl: generate_response returned str, not (done, text, score, data)"
 
