@@ -31,6 +31,8 @@ _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
 _ALONE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?\}|(\w+))")
 _KEYWORDS = {"export", "local", "declare", "readonly", "then", "else", "do", "if", "!", "{"}
 _SEPARATORS = ";&|\n"
+_DOCUMENT = re.compile(r"<<-?[ \t]*[\"']?(\w+)[\"']?")
+_REDIRECT = re.compile(r"&>>?|<<<|[<>](?!\()[<>&|]?")
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,10 @@ class _Shell:
             value = self.text(match[3])
             self.variables[match[1]] = self.variables.get(match[1], "") + value if match[2] else value
             words = words[1:]
-        if words and words[0].text == "read" and "<<" in [word.text for word in words]:
-            self.variables[words[-3].text] = words[-1].text  # read … NAME << TEXT
-            return []
+        match [word.text for word in words]:
+            case ["read", *_, name, "<<", body]:
+                self.variables[name] = body
+                return []
         return [text for word in words for text in self.expanded(word)]
 
     def expanded(self, word: _Word) -> list[str]:
@@ -93,7 +96,7 @@ class _Shell:
         if name in self.arrays or "[" in (word.text if match else ""):  # an array of another script is empty
             texts = self.arrays.get(name, [])
         elif name in self.variables and not word.quoted:
-            tokens = _tokens(self.variables[name])
+            tokens = _tokens(self.variables[name], redirects=False)
             texts = [self.text(token.text) for token in tokens if isinstance(token, _Word)]
         else:
             texts = [self.text(word.text)]
@@ -148,23 +151,42 @@ def _calculated(node: ast.AST) -> int:
     raise ValueError("no sum or product of numbers")
 
 
-def _tokens(text: str) -> Iterator[_Word | str]:
-    """Words, and separators and parentheses as single characters; comments and command substitutions are left out."""
-    place, quoted = 0, False
+def _tokens(text: str, *, redirects: bool = True) -> Iterator[_Word | str]:
+    """Words, and separators and parentheses as single characters.
+
+    Comments, command substitutions, here-strings and redirections with their files are left out; a variable's value has
+    no `redirects`.
+    """
+    place, quoted, is_file = 0, False, False
     parts: list[str] = []
     documents: list[str] = []  # ends of texts that follow the line
     while place < len(text):
         char, following = text[place], text[place + 1 : place + 2]
-        if char in " \t\r()" + _SEPARATORS:
-            if parts or quoted:
-                yield _Word("".join(parts), quoted)
+        redirect = _REDIRECT.match(text, place) if redirects and char in "<>&" else None
+        document = _DOCUMENT.match(text, place) if redirect else None
+        if redirect or char in " \t\r()" + _SEPARATORS:
+            word = _Word("".join(parts), quoted)
+            if quoted or (parts and not (redirect and word.text.isdigit())):  # digits: a descriptor
+                yield from () if is_file else (word,)
+                is_file = False
             parts, quoted = [], False
+        if document:
+            documents.append(document[1])
+            place = document.end()
+            yield _Word("<<")
+        elif redirect:
+            is_file, place = True, redirect.end()
+        elif char in " \t\r()" + _SEPARATORS:
+            is_file = is_file and char in " \t\r"
             if char == "\n" and documents:
                 body, place = _document(text, place + 1, documents.pop(0))
                 yield _Word(body, True)
             if char in "()" + _SEPARATORS:
                 yield char
             place += 1
+        elif redirects and char in "<>":  # a command in place of a file
+            parts.append(UNKNOWN)
+            place = _balanced(text, place + 1, "()")
         elif char == "#" and not parts and not quoted:
             place = _find(text, "\n", place)
         elif char == "\\":
@@ -178,15 +200,10 @@ def _tokens(text: str) -> Iterator[_Word | str]:
             body, place = _double_quoted(text, place + 1)
             parts.append(body)
             quoted = True
-        elif char == "<" and following == "<" and (match := re.compile(r"<<-?\s*[\"']?(\w+)[\"']?").match(text, place)):
-            documents.append(match[1])
-            yield from (_Word("".join(parts), quoted),) if parts else ()
-            parts, place = [], match.end()
-            yield _Word("<<")
         else:
             part, place = _part(text, place)
             parts.append(part)
-    if parts or quoted:
+    if (parts or quoted) and not is_file:
         yield _Word("".join(parts), quoted)
 
 
@@ -199,8 +216,11 @@ def _part(text: str, place: int) -> tuple[str, int]:
         return UNKNOWN, _balanced(text, place + 1, "()")
     if text.startswith("${", place):
         end = _balanced(text, place + 1, "{}")
-        inside = text[place:end]
-        return re.sub(r"\$\((?!\().*\)", UNKNOWN, inside.replace('"', ""), flags=re.DOTALL), end
+        inside = text[place:end].replace('"', "")
+        output, last = re.search(r"\$\((?!\()", inside), inside.rfind(")")
+        if output and output.start() < last:
+            inside = inside[: output.start()] + UNKNOWN + inside[last + 1 :]
+        return inside, end
     if text[place] == "`":
         return UNKNOWN, _find(text, "`", place + 1) + 1
     return text[place], place + 1
@@ -223,7 +243,7 @@ def _double_quoted(text: str, place: int) -> tuple[str, int]:
 
 def _document(text: str, place: int, end: str) -> tuple[str, int]:
     """A here-document that begins at `place`, and the place of the line feed after its end."""
-    match = re.compile(rf"^\s*{end}[ \t]*$", re.MULTILINE).search(text, place)
+    match = re.compile(rf"^[ \t]*{end}[ \t]*$", re.MULTILINE).search(text, place)
     return (text[place : match.start()], match.end()) if match else (text[place:], len(text))
 
 

@@ -10,8 +10,8 @@ import math
 import operator
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import yaml
 
 from megatron_collab.commands.shell_script import UNKNOWN, commands
 from megatron_collab.config import ConfigError, compose_program, require
+from megatron_collab.config.load import leaves
 from megatron_collab.config.option import declared
 from megatron_collab.config.peers import NO, NOT_NEEDED, System, SystemProgram, Target, normal, systems
 from megatron_collab.config.programs import AllOptions, BuildDatasetConfig, Config, EvaluateConfig
@@ -81,7 +82,11 @@ def print_translation(path: str) -> int:
     show(" \\\n    ".join([" ".join(words), *map(shlex.quote, result.overrides)]))
     try:
         config: Any = compose_program(_PROGRAMS[result.program.command], result.overrides)
-        if isinstance(config, Config):
+        if code := next(_code(config), None):
+            show(
+                f"\nNot checked: {code} may name code, which only the run loads; it checks all settings when it starts"
+            )
+        elif isinstance(config, Config):
             validate.check_settings(config)
     except ConfigError as error:
         show(f"\nBefore it runs: {error}")
@@ -95,6 +100,24 @@ def print_translation(path: str) -> int:
         if lines:
             show("\n".join([f"\n{title}:", *(f"  {line}" for line in lines)]))
     return 0
+
+
+def _code(config: Any) -> Iterator[str]:
+    """The options whose values may name a class or a file with code; checks would import them."""
+    for name, value in leaves(asdict(config)):
+        texts = () if value == _DEFAULTS.get(name) or name.endswith(".api_base") else _texts(value)
+        if any(":" in text or text.lower().endswith((".py", ".yaml", ".yml")) for text in texts):
+            yield name
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in lists and dicts."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        entries = [*value, *value.values()] if isinstance(value, dict) else value
+        for entry in entries:
+            yield from _texts(entry)
 
 
 def translate(path: Path) -> Translation:
@@ -129,9 +152,11 @@ def _program(
     known = [(system, program) for system in systems() for program in system.programs]
     for command in reversed(words):
         for system, program in known:
-            starts = (_start(command, part) for part in program.match)
-            if start := next(filter(None, starts), 0):
-                return system, program, command, start
+            for part in program.match:
+                start = _start(command, part)
+                present = dict(_options_of_words(command[start:])) if start else {}
+                if start and (not part.endswith(".py") or _has_key(system, program, present)):  # many have a train.py
+                    return system, program, command, start
     command = max(words, key=len, default=[])
     names = options or dict(_options_of_words(command))
     shares = [(sum(1 for name in names if system.row(name)), system) for system in systems() if system.programs]
@@ -141,8 +166,13 @@ def _program(
     )
     require(2 * most > len(names), message)
     system = next(system for share, system in shares if share == most)
-    by_key = (program for program in system.programs if any(system.current(name) in program.keys for name in names))
-    return system, next(by_key, system.programs[0]), command, 0
+    by_key = (program for program in system.programs if _has_key(system, program, names))
+    starts = (number for number, word in enumerate(command, 1) if re.fullmatch(r"[\w./-]+\.py", word))
+    return system, next(by_key, system.programs[0]), command, next(starts, 0)
+
+
+def _has_key(system: System, program: SystemProgram, names: Iterable[str]) -> bool:
+    return any(system.current(name) in program.keys for name in names)
 
 
 def _start(command: list[str], part: str) -> int:
@@ -174,7 +204,7 @@ def _named(name: str, value: Value) -> Iterator[tuple[str, Value]]:
     if isinstance(value, str) and value.startswith("{"):
         try:
             entries = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             entries = None
     if isinstance(entries, dict):
         yield from ((f"{name}.{key}", str(entry)) for key, entry in entries.items())
@@ -189,23 +219,28 @@ def _options_of_yaml(path: Path, text: str) -> dict[str, Value]:
         raise ConfigError(f"--from={path}: is no YAML ({' '.join(str(error).split())[:200]}); mend it") from error
     require(isinstance(tree, dict), f"--from={path}: has no options; give a file of options by name")
     options: dict[str, Value] = {}
-    for number, (name, value) in enumerate(_leaves(tree, "", 0), 1):
-        options[name] = value
-        require(number <= _MOST_OPTIONS, f"--from={path}: has more than {_MOST_OPTIONS} options; shorten it")
+    waiting: list[tuple[str, Any, int]] = [("", tree, 0)]
+    nodes = 0  # also those without options: aliases may repeat them without end
+    while waiting:
+        prefix, node, depth = waiting.pop()
+        children: list[tuple[str, Any, int]] = []
+        if isinstance(node, dict) and depth < 20:
+            names = ((f"{prefix}.{key}" if prefix else str(key), value) for key, value in node.items())
+            children = [(name, value, depth + 1) for name, value in names]
+        elif isinstance(node, list) and depth < 20 and any(isinstance(entry, dict) for entry in node):
+            children = [(prefix, entry, depth + 1) for entry in node]
+        else:
+            options[prefix] = _leaf(node)
+        waiting += reversed(children)
+        nodes += len(children)
+        require(nodes <= _MOST_OPTIONS, f"--from={path}: has more than {_MOST_OPTIONS} options; shorten it")
     return options
 
 
-def _leaves(tree: Any, prefix: str, depth: int) -> Iterator[tuple[str, Value]]:
-    if isinstance(tree, dict) and depth < 20:
-        for key, value in tree.items():
-            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key), depth + 1)
-    elif isinstance(tree, list) and any(isinstance(entry, dict) for entry in tree):
-        for entry in tree:
-            yield from _leaves(entry, prefix, depth + 1)
-    else:
-        entries = tree if isinstance(tree, list) else [tree]  # what is nested deeper may have no end
-        texts = [UNKNOWN if isinstance(entry, dict | list) or "${" in str(entry) else str(entry) for entry in entries]
-        yield prefix, texts if len(texts) > 1 else "".join(texts)
+def _leaf(node: Any) -> Value:
+    entries = node if isinstance(node, list) else [node]  # what is nested deeper may have no end
+    texts = [UNKNOWN if isinstance(entry, dict | list) or "${" in str(entry) else str(entry) for entry in entries]
+    return texts if len(texts) > 1 else "".join(texts)
 
 
 def _translate(
@@ -217,10 +252,13 @@ def _translate(
     values: dict[str, Value] = {**program.defaults, **current}
     result = Translation(system, program)
     result.settings |= dict(setting.split("=", 1) for setting in program.settings)
-    order = {name: place for place, name in enumerate(system.rows)}
+    launchers = [other for other in systems() if not other.programs]
+    order = {
+        name: place for place, name in enumerate([*system.rows, *(row for other in launchers for row in other.rows)])
+    }
     for name in sorted(values, key=lambda name: order.get(name, len(order))):
         row, label = system.row(name, program), shown.get(name, name)
-        row = row or next((other.row(name) for other in systems() if not other.programs and other.row(name)), None)
+        row = row or next(filter(None, (other.row(name) for other in launchers)), None)
         value = values[name]
         mapped = row and any(normal(value) in target.values for target in row.targets)
         if normal(value) in ("none", "null", "") and not mapped:
@@ -234,7 +272,7 @@ def _translate(
         reasons: list[ConfigError | _NoEffect] = []
         for target in row.targets:
             try:
-                ours = _settings(target, value, values)
+                ours = _settings(target, value, {**result.settings, **values})
                 check(ours)
                 settings |= ours
             except (ConfigError, _NoEffect) as error:
@@ -290,7 +328,7 @@ def _computed(target: Target, value: Value, values: Mapping[str, Value]) -> str:
     parts = target.compute.split()
     numbers = []
     for part in parts[::2]:
-        text = _text(value if part == "value" else values.get(part, part))
+        text = _text(value if part == "value" else values.get(part, str(_DEFAULTS.get(part, part))))
         try:
             numbers.append(float(text))
         except ValueError:

@@ -84,7 +84,7 @@ FOREIGN = {
         "model_name_or_path": "is model.path here",
         "lora_alpha": "is model.lora.alpha here",
         "label_smoothing": "is algo.dpo.label_smoothing here",
-        "beta": "is algo.dpo.beta or algo.kl_coef here",
+        "beta": "is algo.dpo.beta or algo.kl_coef or algo.kl_coef and algo.kl_in here",
         "temperature": "is rollout.turn.temperature and rollout.future.temperature here",
         "seed": "is run.seed here",
     },

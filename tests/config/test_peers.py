@@ -68,7 +68,7 @@ def test_rows_name_options_of_their_system(system: System) -> None:
         for target in row.targets:
             names += [*target.condition, *([target.keys] if target.keys else [])]
             parts = (target.compute or "value").split()
-            names += [part for part in parts[::2] if part != "value" and not part.isdigit()]
+            names += [part for part in parts[::2] if part not in ("value", *OPTIONS) and not part.isdigit()]
             assert set(parts[1::2]) <= set("+-*/")
     launchers = next(other for other in peers.systems() if other.name == "torchrun")
     unknown = {name for name in names if not (system.row(name) or launchers.row(name))}
@@ -85,6 +85,11 @@ def test_sentences_name_what_exists(system: System) -> None:
         for option in re.findall(r"(?<![\w/.])([a-z]+(?:\.[a-z_]+)+)", row.why):
             if option.partition(".")[0] in ours:
                 assert option in OPTIONS or option.startswith(OPEN), option
+
+
+@every_system
+def test_where_metrics_go_is_said_with_all_writers(system: System) -> None:
+    assert all("run.writers" in row.why for row in system.rows.values() if row.why.startswith("metrics go"))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +131,8 @@ def test_no_option_has_two_rows(file: Path) -> None:
         ),
         (
             "beta=0.1",
-            "beta: no such option; TRL's beta is algo.dpo.beta or algo.kl_coef here; OpenRLHF's beta is algo.dpo",
+            "beta: no such option; TRL's beta is algo.dpo.beta or algo.kl_coef or algo.kl_coef and algo.kl_in here; "
+            "OpenRLHF's beta is algo.dpo",
         ),
         (
             "sglang_page_size=1",

@@ -4,7 +4,7 @@ One file per system. `options`: their name to our option, or to a mapping (or a 
 
 - `option`: our option, or several, which get the same value or one each of a list;
 - `values`: our value for some of theirs; a text with "=" is settings, null is what happens here anyway;
-- `compute`: our value from theirs (`value`) and their other options, from left to right;
+- `compute`: our value from theirs (`value`), their other options and ours of rows before, from left to right;
 - `if`: values of their other options without which the row is not used; an absent option is false;
 - `sets`: the value is pairs of a name and a source; `keys`: their option with the names for the `*` of `option`.
 
