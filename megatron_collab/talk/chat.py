@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # Ray and the libraries of data take seconds to import
     from megatron_collab.types import Task
 
 _HELP = "/user, /futures N, /undo, /reset or /save FILE; any other line is a message"
+_MOST_DIGITS = 9
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -89,14 +90,15 @@ class _Terminal:
     def __init__(self, talk: Talk, task: Task | None) -> None:
         self._talk, self._task = talk, task
         self._chats: list[Chat] = []
-        self._shown = [0 for _ in talk.models]  # messages of each chat
+        self._shown: list[tuple[int, str | None]] = []  # of each chat: number of messages, ending
 
     async def begin(self) -> None:
         """Begin the chats anew."""
         for chat in self._chats:
             await chat.close()
         chats = (self._talk.begin(model, self._task) for model in range(len(self._talk.models)))
-        self._chats, self._shown = list(await asyncio.gather(*chats)), [0 for _ in self._shown]
+        self._chats = list(await asyncio.gather(*chats))
+        self._shown = [(0, None) for _ in self._chats]
         self._show()
 
     async def obey(self, line: str) -> None:
@@ -107,7 +109,7 @@ class _Terminal:
                 await self._all(lambda chat: chat.say(line), typed=1)
             elif command == "/user":
                 await self._all(lambda chat: chat.let_user())
-            elif command == "/futures" and argument.isdecimal():
+            elif command == "/futures" and argument.isdecimal() and len(argument) <= _MOST_DIGITS:
                 await self._futures(int(argument))
             elif command == "/undo":
                 await self._all(lambda chat: chat.undo())
@@ -146,13 +148,13 @@ class _Terminal:
     def _show(self, typed: int = 0) -> None:
         """Print the messages that are new, and endings."""
         for number, chat in enumerate(self._chats):
-            shown, messages = self._shown[number], chat.row["messages"]
+            (shown, ending), messages = self._shown[number], chat.row["messages"]
             if shown > len(messages):
                 show(f"--- {chat.model.name}: back to message {len(messages)}")
             _print(chat, chat.row, shown + typed)
-            if chat.row["ending"] and shown < len(messages):
+            if chat.row["ending"] not in (None, ending):
                 show(f"--- {chat.model.name}: {_outcome(chat.row)}")
-            self._shown[number] = len(messages)
+            self._shown[number] = len(messages), chat.row["ending"]
 
 
 def _print(chat: Chat, row: Row, start: int) -> None:

@@ -46,7 +46,9 @@ def main(arguments: Sequence[str]) -> int:
     model = find_model(options.run, options.step)
     config = run_settings(options.run, 1, options.option)
     key, host, port = os.environ.get(KEY_VARIABLE, ""), *_place(options.host, options.port)
-    require(not key or keys.is_key(KEY_VARIABLE, key), f"{KEY_VARIABLE}: give at least {keys.SHORTEST} characters")
+    is_valid = keys.is_key(KEY_VARIABLE, key) and key.isascii() and key.isprintable() and " " not in key
+    rule = f"at least {keys.SHORTEST} characters, printable ones of ASCII, without spaces"
+    require(not key or is_valid, f"{KEY_VARIABLE}: give {rule}")
     with suppress(KeyboardInterrupt):
         try:
             _serve(config, model, Path(os.path.realpath(options.run)).name, host, port, key)

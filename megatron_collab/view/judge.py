@@ -63,8 +63,8 @@ class _Labeling(NamedTuple):
 def judge_check(runs: Sequence[RunView], number_of_run: int, source: str, metric: str) -> dict[str, Any]:
     """How far the judge of a metric agrees with people about conversations of a run, from one of SOURCES.
 
-    `source` and `metric` may be empty: the first source with labels, the first metric with a judge. Raises ConfigError
-    if there is no such source.
+    `source` and `metric` may be empty: the first source with labels; the first metric with a judge, of those that
+    labels are about. Raises ConfigError if there is no such source.
     """
     run = runs[number_of_run]
     rated = ratings.first_ratings(ratings.read(run.folder))
@@ -77,7 +77,8 @@ def judge_check(runs: Sequence[RunView], number_of_run: int, source: str, metric
     labelings = [*_labelings(run, omitted)] if chosen == LABELS else []
     shown = [*(of for pair in pairs for of in pair.conversations), *(of.conversation for of in labelings)]
     metrics = _metrics(shown)
-    metric = metric or next((name for name, judged in metrics.items() if judged), next(iter(metrics), ""))
+    named = {of.label.metric for of in labelings}
+    metric = metric or next((name for name in metrics if name in named or "" in named), next(iter(metrics), ""))
     scored = [pair for pair in pairs if all(of.score(metric) is not None for of in pair.conversations)]
     about = [of for of in labelings if of.label.metric in ("", metric)]
     labeled = [of for of in about if of.conversation.score(metric) is not None]

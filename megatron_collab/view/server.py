@@ -52,7 +52,7 @@ _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg"
 _HOST = re.compile(r"(?:127\.0\.0\.1|\[::1\]|localhost)(?::\d{1,5})?", re.IGNORECASE)  # a tunnel has another port
 _LONGEST_PATH = 200  # characters
 _EVALUATION = "evaluation"  # parameter: whose conversations, if not those of training
-_MOST_BODY, _BODY_SECONDS = 1 << 16, 10  # of a request that writes
+_MOST_BODY, _BODY_SECONDS = 1 << 17, 10  # of a request that writes: the longest message has 4 bytes a character
 
 
 def application(runs: Sequence[RunView], token: str, start: Start = SpeakerProcess) -> ASGIApp:

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 from megatron_collab.config import require
 from megatron_collab.observability.records import parsed
+from megatron_collab.runtime.redact import redact
+from megatron_collab.runtime.text import one_line
 from megatron_collab.talk.models import find_model, models_of
 from megatron_collab.view.runs import RunView
 
@@ -157,8 +159,11 @@ class TalkSession:
         self._thread.join()
 
     def _follow(self) -> None:
-        for part in self._speaker.updates():
-            self._update(part)
+        try:
+            for part in self._speaker.updates():
+                self._update(part)
+        except Exception as error:
+            self.end(one_line(redact(f"{type(error).__name__}: {error}")))
         self._update({"ended": True})
 
     def _update(self, part: Mapping[str, Any]) -> None:

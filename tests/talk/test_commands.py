@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -43,8 +43,16 @@ def command(*arguments: object, cache: Path, **environment: str) -> Iterator[sub
         finally:
             descendants = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
             for descendant in descendants:
-                descendant.kill()
+                with suppress(psutil.NoSuchProcess):
+                    descendant.kill()
             process.kill()
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command line, which is empty if it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []
 
 
 def content(folder: Path) -> dict[str, int]:
@@ -106,7 +114,7 @@ def test_a_served_model_is_for_those_who_have_the_key(run: Path, tmp_path: Path)
             assert [client.get(path).status_code for path in managing] == [401, 401, 401]
         server = psutil.Process(process.pid).children(recursive=True)
         assert {host for places in listening(server).values() for host, _ in places} == {"127.0.0.1"}
-        assert not any(key in word for child in server for word in child.cmdline())
+        assert not any(key in word for child in server for word in words_of(child))
         process.send_signal(signal.SIGINT)
         printed, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 0 and not printed and not errors
@@ -117,7 +125,7 @@ def test_a_served_model_is_for_those_who_have_the_key(run: Path, tmp_path: Path)
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_server_that_cannot_start_shows_why_but_no_key(run: Path, tmp_path: Path) -> None:
-    broken, key = tmp_path / "broken", "my-own-key-123"
+    broken, key = tmp_path / "broken", "-my-own-key-123"
     shutil.copytree(run.parent / "world" / "model", broken)
     (broken / "model.safetensors").write_bytes(b"torn")
     folder = tmp_path / "run"
@@ -203,5 +211,6 @@ def test_an_address_that_cannot_be_used_is_refused(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         assert f"--port={port}: address already in use" in refusal(capsys, "serve", [*before, f"--port={port}"])
-    monkeypatch.setenv(KEY_VARIABLE, "short")
-    assert f"{KEY_VARIABLE}: give at least 8 characters" in refusal(capsys, "serve", before)
+    for key in ("short", "schl\u00fcssel", "my own key", "my-own-key\n"):
+        monkeypatch.setenv(KEY_VARIABLE, key)
+        assert f"{KEY_VARIABLE}: give at least 8 characters, printable" in refusal(capsys, "serve", before)

@@ -108,7 +108,7 @@ def test_only_the_page_itself_writes(client: TestClient, run: RunView, headers: 
         (rating(right="0:../x"), 404, "no conversations of"),
         (rating(right="7:after"), 404, "no run 7"),
         (rating(task="none"), 404, "no conversation about task none"),
-        (rating(task="t" * (1 << 16)), 413, "more than 65536 bytes"),
+        (rating(task="t" * (1 << 17)), 413, "more than 131072 bytes"),
     ],
 )
 def test_what_is_no_rating_is_refused(client: TestClient, run: RunView, row: Any, status: int, reason: str) -> None:

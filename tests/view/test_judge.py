@@ -104,6 +104,8 @@ def test_labels_of_a_file_are_compared_with_the_judge(folder: Path) -> None:
     row = judged_runs.groups(2)[worst["position"]][worst["number"]]
     assert (row["task"], row["rollout"], worst["step"]) == (worst["task"], worst["rollout"], 3)
     assert worst["scores"] == [row["scores"]["polite"]] and worst["gap"] == abs(worst["people"] - worst["scores"][0])
+    about_tokens = [of._replace(metric="tokens") for of in of_people]
+    assert judge_check([RunView(folder, about_tokens)], 0, "labels", "")["metric"] == "tokens"
     numbers = judge_check([RunView(folder, [*judged_runs.labels(yes_or_no=False)])], 0, "labels", "tokens")
     assert figures(numbers)["Spearman's correlation"]["value"] == pytest.approx(1.0)
     assert numbers["calibration"]["bins"] == [] and numbers["disagreements"] == []

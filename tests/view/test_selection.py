@@ -109,7 +109,9 @@ def test_a_part_of_the_futures(index: Index) -> None:
 
 def test_columns_are_named_and_others_refused(index: Index) -> None:
     assert columns(index) == ["reward", "right", "standard_error"]
-    with pytest.raises(ConfigError, match="sort=x: no such column; choose one of step, task, ending, advantage, reward"):
+    with pytest.raises(
+        ConfigError, match="sort=x: no such column; choose one of step, task, ending, advantage, reward"
+    ):
         parsed("sort=x").of(index)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +144,22 @@ def test_unused_models_end(client: TestClient, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(talk, "IDLE_SECONDS", 0)
     start(client, "before")
     assert wait(client, lambda state: state["ended"])["fault"] == "ended: unused for 0 minutes"
+
+
+def test_the_longest_message_fits_in_a_request(client: TestClient) -> None:
+    start(client, "before")
+    wait(client)
+    text = "\U0001f600" * talk.LONGEST_MESSAGE
+    act(client, "say", text=text)
+    assert wait(client)["chats"][0]["row"]["messages"][0]["content"] == text
+
+
+def test_an_update_that_cannot_be_read_ends_the_session(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def updates(speaker: ScriptedSpeaker) -> Iterator[Any]:
+        yield {"progress": "a server starts"}
+        raise ValueError("two\nlines")
+
+    monkeypatch.setattr(ScriptedSpeaker, "updates", updates)
+    start(client, "before")
+    state = wait(client, lambda state: state["ended"])
+    assert state["fault"].startswith("ValueError: two") and state["fault"].isprintable()

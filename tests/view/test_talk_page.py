@@ -111,15 +111,30 @@ def test_a_task_with_its_simulated_user_and_futures(open_page: Open, talk_site: 
     page.get_by_role("button", name="New conversation").click()
     expect(column.locator(".message.user .text")).to_have_text(["I would like a table, number 2."])
     expect(status).to_have_text("")
-    assert "task=booking-2" in page.url and "left=step_6" in page.url
+    for choice in ("task=booking-2", "left=step_6"):
+        expect(page).to_have_url(re.compile(choice))
 
 
 def test_a_hostile_reply_stays_text(open_page: Open, talk_site: str) -> None:
     page = open_page(talk_site, "#talk")
     page.get_by_role("button", name="Start").click()
-    page.get_by_label("Message as the user").fill(HOSTILE)
-    page.get_by_role("button", name="Send").click()
+    text, send = page.get_by_label("Message as the user"), page.get_by_role("button", name="Send")
+    text.fill("x" * 20_001)
+    send.click()
+    expect(page.get_by_role("alert")).to_have_text("text: give 1 to 20000 characters")
+    expect(text).to_have_value("x" * 20_001)
+    text.fill(HOSTILE)
+
+    def type_before_the_answer(route: Any) -> None:
+        if route.request.method == "POST":
+            text.fill("the next message")
+        route.continue_()
+
+    page.route("**/api/talk", type_before_the_answer)
+    send.click()
     expect(page.locator("#talk .message.assistant")).to_have_count(2)
+    expect(text).to_have_value("the next message")
+    page.unroute("**/api/talk")
     page.get_by_role("button", name="Play futures").click()
     expect(page.locator("#talk [role=tab]")).to_have_count(6)
     unfold(page, "#talk")
@@ -136,7 +151,15 @@ def test_a_failed_start_is_one_line(open_page: Open, talk_site: str) -> None:
     page.get_by_role("button", name="Start").click()
     expect(page.get_by_role("alert")).to_have_text(FAULT)
     expect(page.locator(".talk-status")).to_have_text("The models are no longer served.")
+    enabled: list[bool] = []
+
+    def look_before_the_answer(route: Any) -> None:
+        enabled.append(page.get_by_role("button", name="Start").is_enabled())
+        route.continue_()
+
+    page.route("**/api/runs/0/models", look_before_the_answer)
     page.locator("#talk-run").select_option("0")
     page.get_by_role("button", name="Start").click()
     expect(page.locator("#talk .column")).to_have_count(2)
     expect(page.get_by_role("alert")).to_have_count(0)
+    assert enabled == [False], "until the models are known, it would start those of the other run"

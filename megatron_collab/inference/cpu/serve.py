@@ -124,8 +124,8 @@ if __name__ == "__main__":
         print("\n" + json.dumps(fault(json.loads(server_args), sys.argv[1:])))
         sys.exit()
     key, client_key = os.environ.pop(KEY_VARIABLE), os.environ.pop(CLIENT_KEY_VARIABLE, "")
-    key_args = ["--api-key", key]
+    key_args = [f"--api-key={key}"]
     if client_key:
         guard_from_clients()
-        key_args = ["--api-key", client_key, "--admin-api-key", key]
+        key_args = [f"--api-key={client_key}", f"--admin-api-key={key}"]  # a person's key may begin with -
     run_server(prepare_server_args([*sys.argv[1:], *key_args]))

@@ -29,6 +29,7 @@ export class Talk {
     this.session = null; // as the server has it
     this.version = null; // of the session that is shown
     this.isSent = false; // an action, which the server has not accepted yet
+    this.chosen = null; // what Start starts, once the models of the run are known
     this.columns = [];
     this.build(container);
   }
@@ -123,7 +124,11 @@ export class Talk {
     const run = choices.run ?? String(this.runs[0].run);
     let fault = "";
     try {
-      if (!this.models.has(run)) this.models.set(run, await api.models(run));
+      if (!this.models.has(run)) {
+        this.chosen = null; // of another run
+        this.startButton.disabled = true;
+        this.models.set(run, await api.models(run));
+      }
     } catch (error) {
       fault = error.message;
     }
@@ -186,7 +191,9 @@ export class Talk {
 
   async send() {
     const text = this.text.value;
-    if (text.trim() && (await this.act("say", { text }))) this.text.value = "";
+    if (!text.trim()) return;
+    this.text.value = ""; // at once: the next message may be typed before the answer
+    if (!(await this.act("say", { text })) && !this.text.value) this.text.value = text;
   }
 
   focusText() {
@@ -209,6 +216,7 @@ export class Talk {
   }
 
   drawChoices() {
+    if (!this.chosen) return;
     const { run, left, right, task } = this.chosen;
     const models = (this.models.get(run) ?? []).map(({ name }) => [name, titleOf(name)]);
     const session = String(this.session?.run) === run ? this.session : null;
