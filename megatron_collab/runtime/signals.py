@@ -96,8 +96,8 @@ def end_at_once(number: signal.Signals, sender: int) -> None:
         os._exit(EXIT_TERMINATED)
     if os.environ.get("RANK", "0") == "0":
         number = signal.SIGTERM if from_launcher and number == GRACE else number
-        screen.restore()
         with suppress(OSError):  # its terminal may be closed, which sent the signal
+            screen.restore()
             print(f"megatron-collab: received {number.name} before the run began; exiting", file=sys.stderr, flush=True)
         os._exit(exit_code(number))
 

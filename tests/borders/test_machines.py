@@ -96,7 +96,7 @@ def test_a_signal_from_a_closed_terminal_ends_a_process(monkeypatch: pytest.Monk
 
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write))
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write, isatty=lambda: True))
     signals.end_at_once(signal.SIGHUP, 0)
     assert codes == [signals.EXIT_TERMINATED]
 

@@ -37,7 +37,7 @@ PRINTS = {
     "runtime/screen.py": "progress, which is no line of a log; and where the console's lines go",
     "reproduce/__main__.py": "the answer of --commands",
 }
-ANSWERS = ("commands/", "sandbox/", "user_logs/command.py", "rehearsal/command.py", "talk/chat.py")
+ANSWERS = ("commands/", "sandbox/", "user_logs/command.py", "rehearsal/command.py", "talk/")
 
 
 @pytest.fixture(autouse=True)
