@@ -71,7 +71,7 @@ def test_user_name_overrides_the_users_of_tasks() -> None:
         ("llm", "user llm: user.model is not set; set it"),
         (
             "nobody",
-            "user=nobody: no such name; known are desk, feedback, llm, replay, reveal, scripted, verl, or package.module:",
+            "user=nobody: no such name; known are desk, feedback, llm, replay, reveal, scripted, verl, or package",
         ),
         ("scripted", "scripted=: no such name; known are booking"),
         ("scripted/tiny", "scripted=tiny: no such name; known are booking"),
