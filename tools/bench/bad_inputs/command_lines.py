@@ -81,6 +81,13 @@ def _mistakes(files: Files, bases: dict[str, Input]) -> Iterator[tuple[str, str,
         ("view", (f"{run}@0",)),
         ("view", (run, "--port", "65536")),
         ("view", (run, "--port", "x")),
+        *((name, arguments) for name in ("chat", "serve") for arguments in _of_models(run)),
+        ("chat", (run, "--task", "x", "--index", "0")),
+        ("chat", (run, "--index", "x")),
+        ("chat", (run, "--user", "x")),
+        ("serve", (run, "--port", "65536")),
+        ("serve", (run, "--port", "x")),
+        ("serve", (run, "--host", "nonsense")),
         ("export", (run, "--step", "x")),
         ("export", (run, "--step", "7")),
         ("export", (run, "--step", "0", "--evaluation", "before")),
@@ -185,3 +192,15 @@ TEXTS: dict[str, Sequence[str]] = {
     "plan-sync": ("--bandwidth", "--bandwidth x y z", "--bandwidth -1 1 1", "--gpus 8"),
     "quickstart": ("--root", "--seed", "--steps 3", "--compare=1"),
 }
+
+
+def _of_models(run: str) -> Iterator[tuple[str, ...]]:
+    """Arguments of the commands that serve a model of a run."""
+    yield ()
+    yield ("none",)
+    yield (f"{run}@0",)
+    yield (run, "--step", "nonsense")
+    yield (run, "--step", "99")
+    yield (run, "--step", "")
+    yield (run, "rollout.turn.max_new_tokens=x")
+    yield (run, "nonsense=1")
