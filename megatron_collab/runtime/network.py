@@ -66,11 +66,13 @@ def meet(nodes: int, interface: str | None, timeout: float, store: dist.Store) -
 
 
 def bindable(setting: str, port: int, host: str = HOST, part: int = 0, parts: int = 1) -> int:
-    """`port` of the local address `host`, or a free port if it is 0. Raises ValueError naming `setting` if it is taken.
+    """`port` of the local address `host`, or a free port if it is 0. Raises ValueError naming `setting` if that fails.
 
     A server binds only after it has loaded, so no other process may get the free port meanwhile. It is therefore below
     the kernel's ephemeral range, above the ports of Ray's workers, and in this server's `part` of the `parts` servers.
     """
+    if not 0 <= port < 1 << 16:
+        raise ValueError(f"{setting}={port}: must be from 0 to 65535; choose another, or 0 for a free one")
     candidates = [port]
     if not port:
         kernel = int(_KERNEL_PORTS.read_text().split()[0])

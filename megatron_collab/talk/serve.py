@@ -89,6 +89,10 @@ def _for_programs(config: EvaluateConfig, folder: Path, model: Path, name: str) 
 def _place(host: str, port: int) -> tuple[str, int]:
     """Address and port to listen on. Raises ConfigError if that is impossible."""
     try:
-        return str(IPv4Address(host)), network.bindable("--port", port, host)
+        address = str(IPv4Address(host))
     except ValueError as error:
         raise ConfigError(f"--host={host}: {error}") from None
+    try:
+        return address, network.bindable("--port", port, host)
+    except ValueError as error:
+        raise ConfigError(f"{error} (--host={host})") from None

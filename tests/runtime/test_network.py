@@ -118,6 +118,12 @@ def test_a_kernel_range_over_all_ports_is_reported(kernel: Path) -> None:
     assert network.bindable("rollout.server.port", port) == port
 
 
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_cannot_exist_is_refused(port: int) -> None:
+    with pytest.raises(ValueError, match=f"^rollout.server.port={port}: must be from 0 to 65535; "):
+        network.bindable("rollout.server.port", port)
+
+
 @pytest.mark.parametrize(
     "lower, upper, both",
     [
