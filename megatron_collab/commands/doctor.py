@@ -5,8 +5,11 @@ used without it; a run uses the same probes. If the GPU libraries are half insta
 missing, of another version or broken, and how to mend it. Exit code 1 if there is one, or a required part is missing.
 
 `megatron-collab doctor --plan experiment=NAME [option=value …]` takes the options of train and prints the memory of the
-fullest GPU by part. It needs neither GPU nor data nor weights: the model's shape is read from model.path, else from
-conf/shapes. Exit code 1 if the run does not fit, 2 for settings that cannot work.
+fullest GPU by part; seconds, pipeline bubble and mfu of the learning part of a step, estimated with the rates of an
+H100; and a faster layout that fits, if there is one. It needs neither GPU nor data nor weights: the model's shape is
+read from model.path, else from conf/shapes. Exit code 1 if the run does not fit, 2 for settings that cannot work. With
+--search it prints the five fastest layouts that fit, among all tensor, pipeline, virtual, context and expert parallel
+sizes, recomputation, and the tokens of a micro-batch or half or twice as many; exit code 1 if none fits.
 
 `megatron-collab doctor --data SOURCE` takes what data.train and data.eval take: a file, a folder, a glob, a name of the
 Hub, settings as '{source: NAME, subset: NAME, split: NAME}', or a list of these. It reads every row and prints for each
@@ -38,7 +41,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_collab import patches
-from megatron_collab.commands import GPU_GIB, ArgumentParser, positive
+from megatron_collab.commands import GPU_GIB, SAMPLE_TOKENS, ArgumentParser, positive
 from megatron_collab.config import Config, ConfigError, EndpointConfig, compose, make_absolute
 from megatron_collab.runtime import device, gpu_environment, gpu_set, toolkit
 from megatron_collab.runtime.console import show
@@ -57,6 +60,13 @@ _SHOWN, _WIDTH = 5, 200  # rows, and characters of each of their texts
 def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser("doctor", __doc__)
     parser.add_argument("--plan", nargs="+", metavar="OPTION=VALUE", help="print the GPU memory that this run needs")
+    parser.add_argument("--search", action="store_true", help="with --plan: print the five fastest layouts that fit")
+    parser.add_argument(
+        "--sample-tokens",
+        type=positive,
+        default=SAMPLE_TOKENS,
+        help=f"with --plan: mean tokens of a sample, without prefixes that others have [{SAMPLE_TOKENS}]",
+    )
     parser.add_argument("--gpu-gib", type=positive, default=GPU_GIB, help=f"memory of a GPU in GiB [{GPU_GIB}]")
     parser.add_argument("--data", metavar="SOURCE", help="print how these rows are read")
     parser.add_argument("--model", metavar="FOLDER", help="compare this model's log-probs with transformers'")
@@ -73,7 +83,13 @@ def main(arguments: Sequence[str]) -> int:
         return print_endpoints(options.llm)
     if options.model is not None:
         return print_model(options.model)
-    return print_probes() if options.plan is None else print_plan(options.plan, options.gpu_gib)
+    if options.plan is not None:
+        from megatron_collab.commands.run_plan import print_layouts, print_plan
+
+        return (print_layouts if options.search else print_plan)(options.plan, options.gpu_gib, options.sample_tokens)
+    if options.search:
+        parser.error("--search: needs --plan with the options of a run")
+    return print_probes()
 
 
 def print_probes() -> int:
@@ -118,51 +134,6 @@ def _print_libraries() -> None:
         else f"a process started, with {runtime}"
     )
     print(f"\ntorch-memory-saver preloaded, as in servers: {detail}")
-
-
-def print_plan(overrides: Sequence[str], gpu_gib: float) -> int:
-    """Print the plan: the GPUs, the parts of the fullest one, the sums of the others, the host's memory."""
-    try:
-        patches.apply("megatron")
-        from megatron_collab.launch.servers import idle_gpus
-        from megatron_collab.planning.memory import GIB, host_memory, peak, plan_memory, read_run
-    except Exception as error:  # libraries raise anything if they cannot work, OSError without their driver
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"--plan: torch or Megatron-Core cannot be imported on this machine: {text}") from error
-
-    config, shape = read_run(overrides)
-    stages, gpus = plan_memory(config, shape), config.launch.ranks
-    peaks = [peak(parts) / GIB for parts in stages]
-    fullest = peaks.index(max(peaks))
-    launch, parallel, parts = config.launch, config.parallel, stages[fullest]
-    print(
-        f"{Path(config.model.path).name} on {gpus} GPUs: launch.nodes={launch.nodes} x "
-        f"launch.nproc_per_node={launch.nproc_per_node}\n"
-        f"tp={parallel.tp} pp={parallel.pp} vpp={parallel.vpp} cp={parallel.cp} ep={parallel.ep}, "
-        f"data parallel {gpus // (parallel.tp * parallel.pp * parallel.cp)}, recompute={parallel.recompute}\n\n"
-        f"{f'GiB on a GPU of pipeline stage {fullest}':34}  training  sampling"
-    )
-    rows = [(part.name, part.training, part.sampling) for part in parts]
-    for name, training, sampling in [*rows, ("sum", sum(row[1] for row in rows), sum(row[2] for row in rows))]:
-        print(f"{name:34}  {training / GIB:8.2f}  {sampling / GIB:8.2f}")
-    print(f"\nat most, by pipeline stage: {', '.join(f'{peak:.1f}' for peak in peaks)}")
-    if pinned := host_memory(config, stages):
-        print(
-            f"pinned in host memory of a node until the run ends: {pinned / GIB:.1f} GiB, for the optimizer state that "
-            "is offloaded while the run samples"
-        )
-    print(f"The largest part is {max(parts, key=lambda part: max(part.training, part.sampling)).name}.")
-    for line in idle_gpus(config) if launch.device != "cpu" else ():
-        print(line)
-    headroom = gpu_gib - peaks[fullest]
-    if headroom < 0:
-        print(f"Does not fit a GPU of {gpu_gib:g} GiB: needs {-headroom:.1f} GiB more.")
-        return 1
-    print(
-        f"Fits a GPU of {gpu_gib:g} GiB: {headroom:.1f} GiB remain for what is not counted "
-        "(CUDA contexts, NCCL, SGLang's graphs and workspace, temporaries)."
-    )
-    return 0
 
 
 def print_data(text: str) -> int:

@@ -98,29 +98,18 @@ def _colocated_models(specs: Iterable[ServerSpec]) -> Iterator[tuple[ServerSpec,
 
 
 def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
-    """The parts of the fullest rank of each pipeline stage; the settings must have been validated.
-
-    Policy and critic are updated one after the other, so activations are counted once.
-    """
+    """The parts of the fullest rank of each pipeline stage; the settings must have been validated."""
     parallel = config.parallel
     gpus = config.launch.ranks
     serving = server_specs.training(config) if config.train.stage == "rl" else None
     models = list(_colocated_models(serving.by_name.values())) if serving else []
-    tokens = micro_batch_tokens(config)
     publishes: SyncPlan = ()
     if serving and not issubclass(transport_class(config.publish, serving.policy.placement), FolderTransport):
         item = DTYPES[config.model.dtype].itemsize
         publishes = plan_sync(shape, trainer_layout(config), serving.policy.layout, item)
     stages_parts = []
     for rank in range(parallel.pp):
-        parts = network_parts(config, shape, rank)
-        if config.reference == "copy":
-            parts.append(reference_part(config, shape, rank))
-        if config.objective == "policy" and config.algo.advantage == "gae":
-            parts += network_parts(config, shape, rank, critic=True)
-        parts.append(MemoryPart("activations", activations(config, shape, rank, tokens), 0.0))
-        if rank == parallel.pp - 1:
-            parts.append(MemoryPart("head", head(config, shape, tokens), 0.0))
+        parts = trainer_parts(config, shape, rank)
         # Pipeline stages use a node's devices in order: all ranks of the first, then of the second.
         width = config.launch.nproc_per_node
         members = range(rank * gpus // parallel.pp, (rank + 1) * gpus // parallel.pp)
@@ -136,6 +125,22 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
             parts.append(MemoryPart("weight sync buckets", buckets, buckets))
         stages_parts.append(parts)
     return stages_parts
+
+
+def trainer_parts(config: Config, shape: ModelShape, rank: int) -> list[MemoryPart]:
+    """What the trainer takes on a rank of pipeline stage `rank`, without servers and buckets of weight syncs.
+
+    Policy and critic are updated one after the other, so activations are counted once.
+    """
+    tokens, parts = micro_batch_tokens(config), network_parts(config, shape, rank)
+    if config.reference == "copy":
+        parts.append(reference_part(config, shape, rank))
+    if config.objective == "policy" and config.algo.advantage == "gae":
+        parts += network_parts(config, shape, rank, critic=True)
+    parts.append(MemoryPart("activations", activations(config, shape, rank, tokens), 0.0))
+    if rank == config.parallel.pp - 1:
+        parts.append(MemoryPart("head", head(config, shape, tokens), 0.0))
+    return parts
 
 
 def _server_parts(spec: ServerSpec, shape: ModelShape) -> list[MemoryPart]:

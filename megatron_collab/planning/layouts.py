@@ -1,0 +1,118 @@
+"""Search for the layouts of the trainer that learn fastest and fit: step_time.py ranks them, memory.py decides.
+
+Varied are tensor, pipeline, virtual, context and expert parallel sizes, recomputation, and the tokens of a micro-batch;
+numbers of GPUs, precision, servers and everything else stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from operator import attrgetter
+
+from megatron_collab.config import Config, ConfigError
+from megatron_collab.launch import servers, validate
+from megatron_collab.launch.trainer_specs import trainer_layout
+from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.planning.memory import GIB, peak, plan_memory, trainer_parts
+from megatron_collab.planning.step_time import StepTime, step_time
+
+# Twice as many virtual stages halve what is left of the bubble, and twice as many messages are exchanged.
+_VIRTUAL = (1, 2, 4)
+_RECOMPUTE = ("none", "selective", "full")
+_TOKENS = (0.5, 1.0, 2.0)  # of train.tokens_per_micro_batch
+_SIZES = ("tp", "pp", "vpp", "cp", "ep", "sequence_parallel", "recompute")
+_VARIED = (*(f"parallel.{name}" for name in _SIZES), "train.tokens_per_micro_batch")
+UNCOUNTED = 8 * GIB  # left free: contexts of CUDA, NCCL, graphs and workspace of SGLang, temporaries
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Settings of the trainer's layout, the bytes that they take on the fullest GPU, and the time of a step."""
+
+    config: Config
+    peak: float
+    time: StepTime
+
+    @property
+    def options(self) -> list[str]:
+        """The varied settings, as options of the command line."""
+        return [f"{name}={str(attrgetter(name)(self.config)).lower()}" for name in _VARIED]
+
+    def changes(self, config: Config) -> list[str]:
+        """The options that differ from those of `config`."""
+        before = Layout(config, self.peak, self.time).options
+        return [option for option, old in zip(self.options, before, strict=True) if option != old]
+
+
+def layout_of(config: Config, shape: ModelShape, sample_tokens: float) -> Layout:
+    """The layout of `config` itself, whether it fits or not."""
+    most = max(peak(parts) for parts in plan_memory(config, shape))
+    return Layout(config, most, step_time(config, shape, sample_tokens))
+
+
+def fastest_layouts(
+    config: Config, shape: ModelShape, gpu_bytes: float, sample_tokens: float, count: int
+) -> list[Layout]:
+    """The `count` fastest layouts that leave UNCOUNTED of `gpu_bytes` free, each with the micro-batches and the
+    recomputation that suit it best, fastest first. `sample_tokens` as for `step_time`. `config` must be valid.
+    """
+    tokens = config.train.tokens_per_micro_batch
+
+    def rank(ranked: tuple[StepTime, Config]) -> tuple[float, bool, float]:
+        time, candidate = ranked
+        changed = candidate.train.tokens_per_micro_batch != tokens
+        return round(time.seconds, 2), changed, time.network_bytes + time.node_bytes
+
+    timed = [(step_time(candidate, shape, sample_tokens), candidate) for candidate in _candidates(config, shape)]
+    layouts: list[Layout] = []
+    for time, candidate in sorted(timed, key=rank):
+        if len(layouts) == count:
+            break
+        if any(trainer_layout(candidate) == trainer_layout(layout.config) for layout in layouts):
+            continue
+        if (most := _peak(candidate, shape, gpu_bytes - UNCOUNTED)) is not None:
+            layouts.append(Layout(candidate, most, time))
+    return layouts
+
+
+def _candidates(config: Config, shape: ModelShape) -> Iterator[Config]:
+    """Layouts that pass the cheap checks; a tensor parallel group stays within a node.
+
+    Context parallelism, which shares no prefixes, is tried only for sequences that are longer than a micro-batch.
+    """
+    width, ranks, tokens = config.launch.nproc_per_node, config.launch.ranks, config.train.tokens_per_micro_batch
+    longest = max(config.rollout.context_length if config.train.stage == "rl" else 0, tokens * config.parallel.cp)
+    contexts = [cp for cp in _divisors(ranks) if (cp - 1) * tokens < longest]
+    sizes = _divisors(width), _divisors(ranks), _VIRTUAL, contexts, _divisors(ranks)
+    for tp, pp, vpp, cp, ep in product(*sizes):
+        parallel = replace(config.parallel, tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, sequence_parallel=tp > 1)
+        layout = replace(config, parallel=parallel)
+        try:
+            validate.check_layout(layout)
+            validate.check_layout_of_model(layout, shape)
+        except ConfigError:
+            continue
+        for recompute, part in product(_RECOMPUTE, _TOKENS):
+            train = replace(config.train, tokens_per_micro_batch=int(part * tokens))
+            yield replace(layout, parallel=replace(parallel, recompute=recompute), train=train)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _peak(config: Config, shape: ModelShape, most: float) -> float | None:
+    """Bytes of the fullest GPU; None if they are more than `most`, or if validation refuses the layout."""
+    ends = {0, config.parallel.pp - 1}
+    if any(peak(trainer_parts(config, shape, rank)) > most for rank in ends):  # before the slower checks
+        return None
+    try:
+        spec = validate.check_settings(config)
+        if spec.serving:
+            servers.check_servers_of_model(config, spec.serving.policy, shape, trainer_layout(config))
+    except ConfigError:
+        return None
+    size = max(peak(parts) for parts in plan_memory(config, shape))
+    return size if size <= most else None
