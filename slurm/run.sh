@@ -13,6 +13,7 @@ save_seconds=${SAVE_SECONDS:-210} # from USR1 on; what --signal leaves, less the
 end_wait=30                       # seconds for what is killed at the end
 log_wait=60                       # seconds to keep Ray's logs
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export XDG_CACHE_HOME=${CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}} # kernels, which take minutes to compile
 export RAY_worker_niceness=0 # else 15: workers would starve beside ranks that are busy
 export RAY_raylet_start_wait_time_s=$ray_timeout # else 30, and Ray gives up by itself
 ulimit -n "$(ulimit -Hn)" # a connection a conversation; srun hands the limit on
@@ -40,7 +41,8 @@ refuse() { echo "megatron-collab: $*" >&2; exit 2; }
 plain=(srun --export=ALL --overlap --cpu-bind=none --ntasks-per-node=1)
 step=("${plain[@]}") inside=() here=()
 image=${CONTAINER_IMAGE:-${APPTAINER_IMAGE:-}}
-mounts=$PWD:$PWD,/tmp:/tmp${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS} # Ray's sockets and logs are in /tmp
+mounts=$PWD:$PWD,/tmp:/tmp,$XDG_CACHE_HOME:$XDG_CACHE_HOME${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS} # Ray's sockets and logs are in /tmp
+$dry_run || mkdir -p "$XDG_CACHE_HOME" # a container does not start if a mounted folder is missing
 if [ -n "${CONTAINER_IMAGE:-}" ] && [ -n "${APPTAINER_IMAGE:-}" ]; then
   refuse "CONTAINER_IMAGE and APPTAINER_IMAGE: one container only; unset the one that is not meant"
 elif [ -n "${CONTAINER_IMAGE:-}" ]; then
@@ -188,7 +190,7 @@ if $dry_run; then
   echo "mapfile -t address < <($(show "${addresses[@]}") | sort -n | sed 's/.*: //')"
   declare -f bypass_proxies
   echo bypass_proxies
-  show export OMP_NUM_THREADS="$OMP_NUM_THREADS" RAY_worker_niceness=0 \
+  show export OMP_NUM_THREADS="$OMP_NUM_THREADS" XDG_CACHE_HOME="$XDG_CACHE_HOME" RAY_worker_niceness=0 \
     RAY_raylet_start_wait_time_s="$RAY_raylet_start_wait_time_s"
   echo "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=\"\$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')\""
   echo "export RAY_ADDRESS=$(show "${address[0]}:$first_port")"

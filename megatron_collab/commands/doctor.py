@@ -9,7 +9,7 @@ fullest GPU by part; seconds, pipeline bubble and mfu of the learning part of a 
 H100; and a faster layout that fits, if there is one. It needs neither GPU nor data nor weights: the model's shape is
 read from model.path, else from conf/shapes. Exit code 1 if the run does not fit, 2 for settings that cannot work. With
 --search it prints the five fastest layouts that fit, among all tensor, pipeline, virtual, context and expert parallel
-sizes, recomputation, and the tokens of a micro-batch or half or twice as many; exit code 1 if none fits.
+sizes, recomputation, and micro-batches of 4,096 to 16,384 tokens; exit code 1 if none fits.
 
 `megatron-collab doctor --data SOURCE` takes what data.train and data.eval take: a file, a folder, a glob, a name of the
 Hub, settings as '{source: NAME, subset: NAME, split: NAME}', or a list of these. It reads every row and prints for each

@@ -17,7 +17,7 @@ from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.parallel_layout import TrainerLayout
 from megatron_collab.reward import metrics
 from megatron_collab.reward.spec import RewardSpec
-from megatron_collab.runtime import device
+from megatron_collab.runtime import device, driver
 from megatron_collab.runtime.process import first_on_node
 from megatron_collab.weight_sync import plan
 from megatron_collab.weight_sync.transports.base import FolderTransport
@@ -109,6 +109,9 @@ def check_servers_on_machine(config: Config, serving: ServingSpec) -> None:
     check_gpus(config, serving)
     if not placement.colocated:
         return
+    reason = driver.refused_processes(2)  # a rank and a server
+    message = f"{shown.rollout.server.colocated}: {reason}; or set it to false"
+    require(reason is None, message)
     single_server = placement.per_node <= 1  # a single server may use devices without ranks
     ranks_per_server, remainder = (0, 0) if single_server else divmod(placement.shared, placement.per_node)
     share = f"{shown.launch.nproc_per_node}, at least {shown.rollout.server.tp}"

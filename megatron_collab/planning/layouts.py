@@ -21,7 +21,9 @@ from megatron_collab.planning.step_time import StepTime, step_time
 # Twice as many virtual stages halve what is left of the bubble, and twice as many messages are exchanged.
 _VIRTUAL = (1, 2, 4)
 _RECOMPUTE = ("none", "selective", "full")
-_TOKENS = (0.5, 1.0, 2.0)  # of train.tokens_per_micro_batch
+# Tokens of a micro-batch, beside those of the run. The rate of h100.LAYERS was measured with 8,192; that of much smaller
+# products is unknown.
+_TOKENS = (4096, 8192, 16384)
 _SIZES = ("tp", "pp", "vpp", "cp", "ep", "sequence_parallel", "recompute")
 _VARIED = (*(f"parallel.{name}" for name in _SIZES), "train.tokens_per_micro_batch")
 UNCOUNTED = 8 * GIB  # left free: contexts of CUDA, NCCL, graphs and workspace of SGLang, temporaries
@@ -94,8 +96,8 @@ def _candidates(config: Config, shape: ModelShape) -> Iterator[Config]:
             validate.check_layout_of_model(layout, shape)
         except ConfigError:
             continue
-        for recompute, part in product(_RECOMPUTE, _TOKENS):
-            train = replace(config.train, tokens_per_micro_batch=int(part * tokens))
+        for recompute, size in product(_RECOMPUTE, sorted({*_TOKENS, tokens})):
+            train = replace(config.train, tokens_per_micro_batch=size)
             yield replace(layout, parallel=replace(parallel, recompute=recompute), train=train)
 
 

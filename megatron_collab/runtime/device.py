@@ -68,7 +68,13 @@ _NOT_IMPORTED = ("megatron.core", "sglang")  # on CPU they can be imported only 
 # Version of a package that only reserves its name; an unpinned transformer-engine may resolve to it. The comparison
 # is exact: releases of torch-memory-saver begin with 0.0 too.
 _PLACEHOLDER = "0.0.0"
-_COMPILERS = {"nvcc": toolkit.nvcc, "ninja": toolkit.ninja}
+# name: (detection, what it enables, what is used without it)
+_SERVER_KERNELS = ("kernels of servers on GPUs, compiled when they start", "servers on CPUs")
+_COMPILERS = {
+    "nvcc": (toolkit.nvcc, *_SERVER_KERNELS),
+    "ninja": (toolkit.ninja, *_SERVER_KERNELS),
+    "cc": (toolkit.cc, "kernels of Triton, which ranks and servers on GPUs compile", "ranks and servers on CPUs"),
+}
 
 
 def kind(tensor: torch.Tensor | torch.UntypedStorage) -> str:
@@ -78,15 +84,14 @@ def kind(tensor: torch.Tensor | torch.UntypedStorage) -> str:
 
 @cache
 def probe(name: str) -> Probe:
-    """Look for `name`: cuda, nvcc, ninja, slurm, or one of _LIBRARIES."""
+    """Look for `name`: cuda, nvcc, ninja, cc, slurm, or one of _LIBRARIES."""
     if name == "cuda":
         return Probe(name, *_cuda(), "training and sampling on GPUs, NCCL", "CPU, gloo")
     if name == "slurm":
         return Probe(name, *_slurm(), "sbatch on a cluster", "torchrun on this machine")
     if name in _COMPILERS:
-        return Probe(
-            name, *_COMPILERS[name](), "kernels of servers on GPUs, compiled when they start", "servers on CPUs"
-        )
+        detect, enables, fallback = _COMPILERS[name]
+        return Probe(name, *detect(), enables, fallback)
     module, distribution, enables, fallback = _LIBRARIES[name]
     return Probe(name, *_library(module, distribution, name in _CUDA_ONLY), enables, fallback)
 

@@ -13,16 +13,19 @@ import sys
 from functools import cache
 from typing import Any, NamedTuple
 
-_COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR of cuda.h
+# CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR and _COMPUTE_MODE of cuda.h
+_COMPUTE_CAPABILITY, _COMPUTE_MODE = (75, 76), 20
+_COMPUTE_MODES = {0: "DEFAULT", 2: "PROHIBITED", 3: "EXCLUSIVE_PROCESS"}  # CUcomputemode
 _FIRST_DRIVERS = {12: 525, 13: 580}  # by CUDA's major version: "Minimum Required Driver Version" in its release notes
 _TEXT_LENGTH = 256
 
 
 class CudaDevice(NamedTuple):
-    """A visible CUDA device: name and compute capability, as (9, 0)."""
+    """A visible CUDA device: name, compute capability, as (9, 0), and compute mode by NVIDIA's name."""
 
     name: str
     capability: tuple[int, int]
+    compute_mode: str = "DEFAULT"
 
 
 class Driver(NamedTuple):
@@ -45,7 +48,7 @@ def driver() -> Driver:
     if process.returncode != 0:
         return Driver(fault=f"the driver's library crashed the process that queried it (code {process.returncode})")
     answer = json.loads(process.stdout)
-    devices = tuple(CudaDevice(name, (major, minor)) for name, major, minor in answer.pop("devices"))
+    devices = tuple(CudaDevice(name, tuple(capability), mode) for name, capability, mode in answer.pop("devices"))
     return Driver(devices, **answer)
 
 
@@ -53,7 +56,17 @@ def fault(cuda: str) -> str | None:
     """Why a torch built with `cuda` (as 13.0) has no device here, and how to fix it; None if it has one."""
     if reason := unusable(cuda):
         return reason
-    return None if driver().devices else f"no CUDA device is visible: {driver().fault}"
+    if not driver().devices:
+        return f"no CUDA device is visible: {driver().fault}"
+    return refused_processes(1)
+
+
+def refused_processes(count: int) -> str | None:
+    """Why `count` processes cannot use the same device here, and how to fix it; None if they can."""
+    refusing = {"PROHIBITED"} if count == 1 else {"PROHIBITED", "EXCLUSIVE_PROCESS"}
+    mode = next((device.compute_mode for device in driver().devices if device.compute_mode in refusing), None)
+    advice = "set it with `nvidia-smi --compute-mode=DEFAULT` (as root), or ask Slurm's administrator"
+    return mode and f"the compute mode of a GPU is {mode}, which admits at most {count - 1} processes: {advice}"
 
 
 def unusable(cuda: str) -> str | None:
@@ -105,16 +118,16 @@ def _version() -> str:
     return text.value.decode()
 
 
-def _device(library: ctypes.CDLL, index: int) -> tuple[str, int, int]:
+def _device(library: ctypes.CDLL, index: int) -> tuple[str, list[int], str]:
     handle, number, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(_TEXT_LENGTH)
     library.cuDeviceGet(ctypes.byref(handle), index)
     library.cuDeviceGetName(name, len(name), handle)
-    capability = []
-    for attribute in _COMPUTE_CAPABILITY:
+    values = []
+    for attribute in (*_COMPUTE_CAPABILITY, _COMPUTE_MODE):
         library.cuDeviceGetAttribute(ctypes.byref(number), attribute, handle)
-        capability.append(number.value)
-    major, minor = capability
-    return name.value.decode(), major, minor
+        values.append(number.value)
+    *capability, mode = values
+    return name.value.decode(), capability, _COMPUTE_MODES.get(mode, str(mode))
 
 
 if __name__ == "__main__":

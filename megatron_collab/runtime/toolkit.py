@@ -114,6 +114,15 @@ def nvcc() -> tuple[bool, str]:
     return home is not None, "; ".join([detail, *skipped])
 
 
+def cc() -> tuple[bool, str]:
+    """For the probe: whether Triton can compile its launchers, for which it needs a C compiler and Python's headers."""
+    compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None)
+    if compiler is None:
+        return False, "no gcc, clang or cc in PATH, and CC is not set"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return (True, compiler) if header.is_file() else (False, f"{header} is missing; install Python's headers")
+
+
 def ninja() -> tuple[bool, str]:
     """For the probe: whether ninja is beside the interpreter or in PATH."""
     path = shutil.which("ninja", path=programs())

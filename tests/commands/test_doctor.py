@@ -70,6 +70,31 @@ def test_a_plan_needs_nothing_of_the_run(capsys: pytest.CaptureFixture[str]) -> 
     for column in range(2):
         assert float(rows["sum"][column]) == pytest.approx(sum(float(rows[name][column]) for name in names), abs=0.05)
     assert "The largest part is server: KV cache." in printed and "Fits a GPU of 79.6 GiB" in printed
+    assert "if 512 samples add 512 tokens each (--sample-tokens): " in printed and "Faster" not in printed
+
+
+def test_a_plan_names_a_faster_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    """The pipeline of four stages before it had virtual ones: (4 - 1) of 8 + 4 - 1 passes are its bubble."""
+    plain = ["parallel.vpp=1", "train.tokens_per_micro_batch=8192"]
+    assert run("doctor", ["--plan", "experiment=train_70b", *plain]) == 0
+    printed = capsys.readouterr().out
+    assert "pipeline bubble 27% with 8 micro-batches" in printed
+    (line,) = (line for line in printed.splitlines() if line.startswith("Faster, "))
+    assert "parallel.vpp=4" in line and "parallel.tp" not in line
+
+
+def test_a_search_prints_layouts_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("doctor", ["--search", "--plan", "experiment=train_8b", "--sample-tokens", "1024"]) == 0
+    printed = capsys.readouterr().out
+    assert "if 256 samples add 1024 tokens each" in printed
+    rows = [line.partition(": ") for line in printed.splitlines() if ": parallel." in line]
+    assert [before.split()[-1] for before, _, _ in rows] == ["set", "1", "2", "3", "4", "5"]
+    seconds = [float(before.split()[0]) for before, _, _ in rows]
+    assert seconds[1:] == sorted(seconds[1:]) and seconds[1] <= seconds[0]
+    assert run("doctor", ["--search", "--plan", "experiment=train_8b", "--gpu-gib", "9"]) == 1
+    assert "No layout fits" in capsys.readouterr().out
+    assert run("doctor", ["--search", "--plan", "experiment=train_8b", "launch.device=cpu"]) == 2
+    assert "--search: times are those of GPUs in bfloat16; set launch.device=cuda" in capsys.readouterr().err
 
 
 def plan_on_a_login_node(folder: Path, *broken: str) -> subprocess.CompletedProcess[str]:
@@ -143,6 +168,8 @@ def test_a_plan_of_a_broken_description(capsys: pytest.CaptureFixture[str], tmp_
         (["--gpu-gib", "much"], "--gpu-gib: invalid positive value: 'much'"),
         (["--plan"], "--plan: expected at least one argument"),
         (["--pan"], "unrecognized arguments: --pan"),
+        (["--search"], "--search: needs --plan with the options of a run"),
+        (["--sample-tokens", "0"], "--sample-tokens: invalid positive value: '0'"),
     ],
     ids=str,
 )

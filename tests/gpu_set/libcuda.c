@@ -4,6 +4,7 @@
  * functions that they name; which, tells `nm -D --undefined-only` of each. `make test-gpu-set` compiles this file.
  *
  * With STAND_IN_DEVICES=N it names N devices that can compute nothing, of a driver for CUDA STAND_IN_CUDA (13000: 13.0).
+ * STAND_IN_COMPUTE_MODE is their compute mode (0: default, 3: exclusive process).
  * With STAND_IN_LOG=FOLDER every process writes a file there when CUDA begins in it, which is its first cuInit: a line with its
  * command, and the environment as CUDA reads it then. The loader's, which it read at the start of the process, is in a second
  * file, whose name ends in .start.
@@ -16,7 +17,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { CUDA_SUCCESS = 0, CUDA_ERROR_NO_DEVICE = 100, CAPABILITY_MAJOR = 75 };
+enum { CUDA_SUCCESS = 0, CUDA_ERROR_NO_DEVICE = 100, CAPABILITY_MAJOR = 75, COMPUTE_MODE = 20 };
 
 static int setting(const char *name, int otherwise) {
     const char *text = getenv(name);
@@ -87,7 +88,7 @@ int cuDeviceGetName(char *name, int length, int device) {
 }
 
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
-    *value = attribute == CAPABILITY_MAJOR ? 9 : 0;
+    *value = attribute == CAPABILITY_MAJOR ? 9 : attribute == COMPUTE_MODE ? setting("STAND_IN_COMPUTE_MODE", 0) : 0;
     return device < devices() ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
 }
 

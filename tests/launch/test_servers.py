@@ -16,7 +16,7 @@ from megatron_collab.launch.spec import run_spec
 from megatron_collab.launch.trainer_specs import trainer_layout
 from megatron_collab.models import hf_config
 from megatron_collab.models.hf_config import ModelShape
-from megatron_collab.runtime import device
+from megatron_collab.runtime import device, driver
 from tests import helpers
 from tests.e2e import test_gpu
 from tests.helpers import make_model
@@ -196,6 +196,14 @@ def test_colocated_servers_on_gpus_need_the_memory_saver(machine: Machine) -> No
     check_on_machine(configure(colocated=False))
     machine.gpus = 0
     check_on_machine(configure())
+
+
+def test_colocated_servers_share_gpus_with_ranks(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    exclusive = driver.CudaDevice("NVIDIA H100", (9, 0), "EXCLUSIVE_PROCESS")
+    monkeypatch.setattr(driver, "driver", lambda: driver.Driver((exclusive,)))
+    message = refused(check_on_machine, configure())
+    assert message.startswith("rollout.server.colocated=true: the compute mode of a GPU is EXCLUSIVE_PROCESS")
+    check_on_machine(configure(colocated=False))
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])

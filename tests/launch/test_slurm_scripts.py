@@ -213,9 +213,12 @@ def test_everything_of_ours_runs_in_the_container(tmp_path: Path, by: str) -> No
     """The step that moves Ray's logs at the end runs outside of the container: it uses nothing of this project."""
     image = tmp_path / ("image.sqsh" if by == "CONTAINER_IMAGE" else "image.sif")
     image.touch()
-    done, calls = job_in_a_container(tmp_path, **{by: str(image), "CONTAINER_MOUNTS": "/models:/models"})
+    cache = tmp_path / "cache"
+    settings = {by: str(image), "CONTAINER_MOUNTS": "/models:/models", "CACHE_DIR": str(cache)}
+    done, calls = job_in_a_container(tmp_path, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
-    mounts = f"{ROOT}:{ROOT},/tmp:/tmp,/models:/models"
+    assert cache.is_dir()
+    mounts = f"{ROOT}:{ROOT},/tmp:/tmp,{cache}:{cache},/models:/models"
     if by == "CONTAINER_IMAGE":
         contained = f"--container-image={image} --container-mounts={mounts} --container-workdir={ROOT}"
     else:

@@ -332,7 +332,7 @@ def test_train_70b_fits_128_gpus_of_80_gib_with_room() -> None:
     config = compose(["experiment=train_70b"])
     stages = memory.plan_memory(config, shape_of("Llama-3.3-70B-Instruct"))
     assert len(stages) == 4 and all(memory.peak(stage) < 65 * memory.GIB for stage in stages)
-    config.parallel.pp = 1
+    config.parallel.pp = config.parallel.vpp = 1
     assert memory.peak(memory.plan_memory(config, shape_of("Llama-3.3-70B-Instruct"))[0]) > 80 * memory.GIB
 
 

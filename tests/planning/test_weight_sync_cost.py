@@ -18,7 +18,7 @@ BYTES = 2 * 8.03026e9  # of Llama 3.1 8B in bfloat16
 def planned(nodes: int, ranks: int, *overrides: str) -> SyncCost:
     """The cost for the 8B model on `nodes` nodes of `ranks` ranks each."""
     layout = [f"launch.nodes={nodes}", f"launch.nproc_per_node={ranks}", "rollout.server.replicas=1", "parallel.pp=1"]
-    layout += ["rollout.server.fp8=false"]
+    layout += ["parallel.vpp=1", "rollout.server.fp8=false"]
     config = compose(["experiment=train_70b", *layout, *overrides])
     shape = hf_config.read(CONF / "shapes" / "Llama-3.1-8B-Instruct.json")
     spec = policy_servers(config)

@@ -60,6 +60,7 @@ SMALL = [
     "launch.nproc_per_node=4",
     "parallel.tp=2",
     "parallel.pp=2",
+    "parallel.vpp=1",
     "rollout.server.tp=4",
     "rollout.server.replicas=1",
     "rollout.server.fp8=false",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.runtime.driver import CudaDevice, driver, fault
+from megatron_collab.runtime.driver import CudaDevice, driver, fault, refused_processes
 
 pytestmark = pytest.mark.processes
 STAND_IN = Path(__file__).parents[1] / "gpu_set" / "libcuda.c"
@@ -93,3 +93,13 @@ def test_a_driver_that_breaks_ends_another_process(libraries: Path) -> None:
     (libraries / "dies.c").write_text(DIES)
     put(libraries / "dies.c", libraries / "libcuda.so.1")
     assert "crashed the process that queried it (code -6)" in driver().fault
+
+
+def test_a_compute_mode_that_excludes_processes_is_named(monkeypatch: pytest.MonkeyPatch, libraries: Path) -> None:
+    """A rank and a server share a GPU, so one process is not enough."""
+    put(STAND_IN, libraries / "libcuda.so.1")
+    monkeypatch.setenv("STAND_IN_DEVICES", "1")
+    for mode, one, two in (("0", None, None), ("3", None, "EXCLUSIVE_PROCESS"), ("2", "PROHIBITED", "PROHIBITED")):
+        driver.cache_clear()
+        monkeypatch.setenv("STAND_IN_COMPUTE_MODE", mode)
+        assert (one or "None") in str(fault("13.0")) and (two or "None") in str(refused_processes(2))

@@ -299,5 +299,5 @@ def test_layouts_that_a_server_cannot_hold_are_reported(
 
 def test_the_layouts_of_a_run() -> None:
     config = compose(["experiment=train_70b"])
-    assert trainer_layout(config) == TrainerLayout(tp=8, pp=4, vpp=1, cp=1, ep=1, ranks=128)
+    assert trainer_layout(config) == TrainerLayout(tp=8, pp=4, vpp=4, cp=1, ep=1, ranks=128)
     assert policy_servers(config).layout == ServerLayout(tp=8, ep=1, fp8=True)
