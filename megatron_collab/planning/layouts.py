@@ -21,7 +21,7 @@ from megatron_collab.planning.step_time import StepTime, step_time
 # Twice as many virtual stages halve what is left of the bubble, and twice as many messages are exchanged.
 _VIRTUAL = (1, 2, 4)
 _RECOMPUTE = ("none", "selective", "full")
-# Tokens of a micro-batch, beside those of the run. The rate of h100.LAYERS was measured with 8,192; that of much smaller
+# Tokens of a micro-batch, beside those of the run. h100.LAYERS was measured with 8,192; the rate of much smaller
 # products is unknown.
 _TOKENS = (4096, 8192, 16384)
 _SIZES = ("tp", "pp", "vpp", "cp", "ep", "sequence_parallel", "recompute")

@@ -8,10 +8,11 @@ micro-batch over the slowest stage, of which the (p - 1) / v are the bubble (Nar
 section 2.2). That pass is arithmetic at the measured rate of whole layers, or reading the weights if this takes longer,
 plus what waits for other GPUs. For T tokens of a micro-batch on a rank, with the letters of activations.py:
 
-    a layer        2 T weights / t, and 2 T L Q / t of causal attention in sequences of length L; backward twice that
+    a layer        2 T weights / t, and 2 T L Q / t of causal attention in sequences of length L; backward twice that,
+                   with adapters once
     tensor         4 exchanges of T i h (t - 1) / t, forward and backward each; a layer with experts has 2 of them
     experts        2 exchanges of k T / t tokens of i h, of which (e - 1) / e leave the rank
-    context        2 i K / t T (c - 1), backward twice: hidden behind attention unless it takes longer
+    context        2 T i K / t (c - 1), forward and backward each, hidden behind attention unless it takes longer
     pipeline       T i h / s between stages; hidden with virtual stages
     data parallel  after the last micro-batch 4 bytes a gradient, and i a parameter: Megatron-Core reduces after the
                    backward pass, since overlap is off
@@ -82,14 +83,14 @@ def step_time(config: Config, shape: ModelShape, sample_tokens: float) -> StepTi
     replicas = config.launch.ranks // (parallel.tp * pp * parallel.cp)
     positions = samples * sample_tokens / replicas
     count = ceil(positions / (config.train.tokens_per_micro_batch * parallel.cp))
+    count = min(count, ceil(samples / replicas))  # a sample above the budget is a micro-batch
     count = ceil(count / pp) * pp if vpp > 1 else count  # see microbatches.pack
-    tokens = max(positions / count, sample_tokens) / parallel.cp  # a sample is not split
+    tokens = max(positions / count, sample_tokens) / parallel.cp
 
     forward, again = _slowest_stage(config, shape, tokens, sample_tokens)
-    backward = forward.plus(again)._replace(arithmetic=0.0)
-    trained = 1.0 if config.model.lora.rank else 2.0  # frozen weights have no gradient
-    backward = backward._replace(arithmetic=trained * forward.arithmetic + again.arithmetic)
-    update = forward.plus(backward)
+    gradients_of = 1 if config.model.lora.rank else 2  # inputs, and weights unless they are frozen
+    arithmetic = gradients_of * forward.arithmetic + again.arithmetic
+    update = forward.plus(forward.plus(again)._replace(arithmetic=arithmetic))
     exchange = _pipeline_exchange(config, shape, tokens)
     forward, update = forward.plus(exchange), update.plus(exchange, 2)
 
@@ -100,7 +101,7 @@ def step_time(config: Config, shape: ModelShape, sample_tokens: float) -> StepTi
     seconds = rounds * (scores * forward.seconds + updates * update.seconds) + updates * gradients.seconds
     sent = _Work().plus(forward, count * scores).plus(update, count * updates).plus(gradients, updates)
     operations = samples * sample_tokens * _operations(shape, sample_tokens)
-    operations *= scores + updates * (1 + trained)
+    operations *= scores + updates * (1 + gradients_of)
     return StepTime(
         seconds=seconds,
         micro_batches=count,
