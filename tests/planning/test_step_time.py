@@ -85,7 +85,7 @@ def played(micro_batches: int, pp: int, vpp: int) -> float:
 
 @pytest.mark.parametrize(("micro_batches", "pp", "vpp"), [(8, 4, 1), (8, 4, 2), (16, 4, 4), (4, 2, 2), (5, 2, 1)])
 def test_the_bubble_is_that_of_the_pipeline_played(micro_batches: int, pp: int, vpp: int) -> None:
-    config = configure(gpus=pp, tokens=64 * 512 // micro_batches, pp=pp, vpp=vpp)
+    config = configure(gpus=pp, tokens=-(-64 * 512 // micro_batches), pp=pp, vpp=vpp)
     time = step_time(config, LLAMA_8B, 512)
     assert time.micro_batches == micro_batches
     assert time.bubble == pytest.approx(1 - 3 * micro_batches / played(micro_batches, pp, vpp), rel=1e-9)
