@@ -109,3 +109,14 @@ def test_ninja_is_looked_for_beside_the_interpreter(monkeypatch: pytest.MonkeyPa
     assert toolkit.ninja()[1] == "not installed"
     (tmp_path / "ninja").touch(mode=0o755)
     assert toolkit.ninja()[1] == str(tmp_path / "ninja")
+
+
+def test_a_compiler_and_pythons_headers_are_both_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(toolkit.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert toolkit.cc() == (False, "no gcc, clang or cc in PATH, and CC is not set")
+    (tmp_path / "cc").touch(mode=0o755)
+    assert toolkit.cc() == (False, f"{tmp_path}/Python.h is missing; install Python's headers")
+    (tmp_path / "Python.h").touch()
+    assert toolkit.cc() == (True, str(tmp_path / "cc"))
