@@ -58,7 +58,7 @@ class _Work(NamedTuple):
     network_bytes: float = 0.0
 
     def plus(self, other: _Work, times: float = 1.0) -> _Work:
-        return _Work(*(mine + times * more for mine, more in zip(self, other, strict=True)))
+        return _Work(*(value + times * addend for value, addend in zip(self, other, strict=True)))
 
     @property
     def seconds(self) -> float:
@@ -87,10 +87,10 @@ def step_time(config: Config, shape: ModelShape, sample_tokens: float) -> StepTi
     count = ceil(count / pp) * pp if vpp > 1 else count  # see microbatches.pack
     tokens = max(positions / count, sample_tokens) / parallel.cp
 
-    forward, again = _slowest_stage(config, shape, tokens, sample_tokens)
+    forward, recomputed = _slowest_stage(config, shape, tokens, sample_tokens)
     gradients_of = 1 if config.model.lora.rank else 2  # inputs, and weights unless they are frozen
-    arithmetic = gradients_of * forward.arithmetic + again.arithmetic
-    update = forward.plus(forward.plus(again)._replace(arithmetic=arithmetic))
+    arithmetic = gradients_of * forward.arithmetic + recomputed.arithmetic
+    update = forward.plus(forward.plus(recomputed)._replace(arithmetic=arithmetic))
     exchange = _pipeline_exchange(config, shape, tokens)
     forward, update = forward.plus(exchange), update.plus(exchange, 2)
 
@@ -158,17 +158,17 @@ def _slowest_stage(config: Config, shape: ModelShape, tokens: float, length: flo
     kinds = {sparse: _layer(config, shape, number, tokens, length) for sparse, number in first.items()}
     totals = []
     for stage, layers in enumerate(counts):
-        forward = again = _Work()
+        forward = recomputed = _Work()
         for sparse, count in layers.items():
             attention, feed_forward = kinds[sparse]
             forward = forward.plus(attention, count).plus(feed_forward, count)
             repeated = {"none": (), "selective": (feed_forward,), "full": (attention, feed_forward)}
             for part in repeated[config.parallel.recompute]:
-                again = again.plus(part, count)
+                recomputed = recomputed.plus(part, count)
         if stage == config.parallel.pp - 1:
             head = _arithmetic(config, 2 * shape.hidden * shape.vocab, shape.hidden * shape.vocab, tokens)
             forward = forward.plus(_Work(head))
-        totals.append((forward, again))
+        totals.append((forward, recomputed))
     return max(totals, key=lambda total: 3 * total[0].seconds + total[1].seconds)
 
 

@@ -27,12 +27,12 @@ def test_the_fastest_layouts_that_fit(gib: float) -> None:
     assert len({tuple(layout.options[:5]) for layout in listed}) == 3
     assert all(first.time.seconds <= later.time.seconds + 0.005 for first, later in pairwise(listed))
     for layout in listed:
-        again = compose([*OPTIONS, *layout.options])
-        validate.check_settings(again)
-        validate.check_layout_of_model(again, SHAPE)
-        assert max(map(peak, plan_memory(again, SHAPE))) == layout.peak <= gib * GIB - UNCOUNTED
-        assert step_time(again, SHAPE, 512) == layout.time
-        assert layout.changes(again) == []
+        composed = compose([*OPTIONS, *layout.options])
+        validate.check_settings(composed)
+        validate.check_layout_of_model(composed, SHAPE)
+        assert max(map(peak, plan_memory(composed, SHAPE))) == layout.peak <= gib * GIB - UNCOUNTED
+        assert step_time(composed, SHAPE, 512) == layout.time
+        assert layout.changes(composed) == []
     assert listed[0].time.seconds <= min(times_without_a_pipeline(gib)) + 0.005
 
 

@@ -99,7 +99,7 @@ def test_a_compute_mode_that_excludes_processes_is_named(monkeypatch: pytest.Mon
     """A rank and a server share a GPU, so one process is not enough."""
     put(STAND_IN, libraries / "libcuda.so.1")
     monkeypatch.setenv("STAND_IN_DEVICES", "1")
-    for mode, one, two in (("0", None, None), ("3", None, "EXCLUSIVE_PROCESS"), ("2", "PROHIBITED", "PROHIBITED")):
+    for mode, alone, shared in (("0", None, None), ("3", None, "EXCLUSIVE_PROCESS"), ("2", "PROHIBITED", "PROHIBITED")):
         driver.cache_clear()
         monkeypatch.setenv("STAND_IN_COMPUTE_MODE", mode)
-        assert (one or "None") in str(fault("13.0")) and (two or "None") in str(refused_processes(2))
+        assert (alone or "None") in str(fault("13.0")) and (shared or "None") in str(refused_processes(2))
