@@ -260,7 +260,7 @@ def group_seconds(play: PlaySpec, groups: int) -> float:
     places = reward.workers * reward.concurrency
     scoring = ceil(conversations / places) * reward.timeout
     if judged:
-        scoring = max(scoring, ceil(judged / min(places, llm.max_concurrent)) * judge.deadline)
+        scoring = max(scoring, ceil(judged / min(places, llm.max_concurrent or inf)) * judge.deadline)
     users = play.users.settings.values()
     phases = play.player_class.phases
     messages = conversations * (phases - 1 + rollout.max_user_turns) * max(user.attempts for user in users)
