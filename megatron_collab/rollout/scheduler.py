@@ -6,6 +6,7 @@ Calls of Ray actors run in the background, so sampling runs ahead of training wi
 from __future__ import annotations
 
 import time
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
@@ -66,6 +67,7 @@ class GroupRequest:
     eval_set: EvaluationSet | None = None
     reference: Any = None  # Ray object reference of the call to worker number `worker`
     worker: int = -1
+    server: int = 0  # that is to sample the group
     group: Group | None = None  # once the request is finished
     interrupted: bool = False  # was in flight while no server was available
     retried: bool = False  # was played again because a score was missing
@@ -111,6 +113,7 @@ class Flight:
         """
         self._play, self._background, self._follow_up = play, background, follow_up
         self._workers, self._ray = cycle(enumerate(workers.conversations)), workers.ray
+        self._servers = deque(range(workers.servers))  # the one that got a group last is the last
         self._servers_lost = servers_lost
         self._journal = journal
         self._progress = time.monotonic()  # when a group was last begun or finished
@@ -134,8 +137,17 @@ class Flight:
             self.from_journal += 1
             return
         request.worker, worker = next(self._workers)
-        request.reference = worker.play.remote(request.task, request.stream, request.eval_set)
+        request.server = self._least_loaded()
+        request.reference = worker.play.remote(request.task, request.stream, request.eval_set, request.server)
         self._progress = time.monotonic()
+
+    def _least_loaded(self) -> int:
+        """The server with the fewest groups in flight: servers take turns, and a slow one gets fewer."""
+        groups = Counter(request.server for request in self._playing() if request.reference is not None)
+        server = min(self._servers, key=groups.__getitem__)
+        self._servers.remove(server)
+        self._servers.append(server)
+        return server
 
     def wait_for(self, count: int, title: str) -> None:
         """From now on `poll` collects finished groups until there are `count`; `take` then returns them."""

@@ -89,9 +89,10 @@ class ConversationWorker:
         imports_done()
         gc.set_threshold(_GARBAGE)
 
-    async def play(self, task: Task, stream: str, eval_set: EvaluationSet | None = None) -> Group:
-        """Play a group of `task`, for training or under the settings of `eval_set`."""
+    async def play(self, task: Task, stream: str, eval_set: EvaluationSet | None = None, server: int = 0) -> Group:
+        """Play a group of `task`, for training or under the settings of `eval_set`, on the server of this number."""
         player = self._player(eval_set)
+        self.policy.assign(stream, server)
         group = await player.play(task, stream)
         if self.play_spec.player not in PLAYERS:
             check_group(group, self.play_spec.player)
@@ -154,12 +155,14 @@ class ConversationWorker:
 class Workers:
     """The handles of a run's Ray actors; an actor ends when its handle is deleted or the Ray session ends.
 
-    `ray` waits for their calls; a simulated run (tools/bench/timeline.py) has another one.
+    `servers`: how many sample for them. `ray` waits for their calls; a simulated run (tools/bench/timeline.py) has
+    another one.
     """
 
     conversations: list[Any]
     rewards: list[Any]
     limiter: Any
+    servers: int = 1
     ray: Any = ray
 
     def answers(self, calls: Mapping[str, Any], seconds: float) -> list[Any]:
@@ -208,4 +211,4 @@ def start_workers(
         start_actor(kind, play, client, servers, names, f"conversation-{i}", served)
         for i in range(play.rollout.workers)
     ]
-    return Workers(players, rewards, limiter_actor)
+    return Workers(players, rewards, limiter_actor, len(servers) or 1)

@@ -158,7 +158,7 @@ class World:
         )
         leader = dist.get_rank() == 0
         servers: Any = SimpleNamespace(
-            workers=_Workers([actor], [], actor, self.ray) if leader else None,
+            workers=_Workers([actor], [], actor, ray=self.ray) if leader else None,
             pool=SimpleNamespace(lost_all=lambda: self._gone, recover=self._recover) if leader else None,
             lost_all=self._lost_all,
             play=play_spec(config),
@@ -205,7 +205,7 @@ class World:
             rewards = [Missing("no server of the reward model")] * len(rewards)
         return Group(task, tuple(rollout(value, self.version, ending, self.reply) for value in rewards))
 
-    def _play(self, task: Task, stream: str, eval_set: EvaluationSet | None = None) -> Reference:
+    def _play(self, task: Task, stream: str, eval_set: EvaluationSet | None, server: int) -> Reference:
         self.calls[stream] += 1
         assert self.calls[stream] <= 1 + (stream in self.broken | self.unscored)
         self.played[stream] = int(task.id)

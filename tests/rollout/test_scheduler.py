@@ -421,7 +421,7 @@ def test_the_bound_counts_tokens_per_minute() -> None:
 
 
 def test_results_of_actors_come_in_order_and_a_late_call_is_named() -> None:
-    workers = Workers([], [], None, FakeRay())
+    workers = Workers([], [], None, ray=FakeRay())
     assert workers.answers({"one": Reference(1), "two": Reference(2)}, 60.0) == [1, 2]
     calls = {"its counters": Reference(1), "its spending": Reference(2, lambda: False)}
     with pytest.raises(Hung, match=r"^rank 0 has waited 60 s \(half of launch.timeout\) for its spending$"):
@@ -446,7 +446,7 @@ class Simulated:
     """Flights of numbered groups, of which those in `finished` are finished, at the time `clock` in seconds.
 
     `groups`: by number, groups or errors that replace the default, which has a reward. `gone`: all servers are lost.
-    `calls`: how often a number was played. `stack_folders`: folders in which stacks were requested. `shown`: steps of
+    `calls`: how often a number was played, `servers`: on which of 3 servers. `stack_folders`: folders in which stacks were requested. `shown`: steps of
     the progress bar, 0 when it is closed. `waits`: number and timeout of each wait.
     """
 
@@ -455,6 +455,7 @@ class Simulated:
         self.finished: set[int] = set()
         self.groups: dict[int, Group | Exception] = {}
         self.calls: Counter[int] = Counter()
+        self.servers: dict[int, int] = {}
         self.stack_folders: list[Path] = []
         self.shown: list[int] = []
         self.waits: list[tuple[int, float]] = []
@@ -478,15 +479,16 @@ class Simulated:
         worker = SimpleNamespace(play=Method(self.play))
         return Flight(
             play_spec(config),
-            Workers([worker], [], None, self.ray),
+            Workers([worker], [], None, servers=3, ray=self.ray),
             Journal(self.folder / "journal", self.digests),
             lambda: self.gone,
             **more,
         )
 
-    def play(self, task: Task, stream: str, eval_set: object) -> Reference:
+    def play(self, task: Task, stream: str, eval_set: object, server: int) -> Reference:
         number = int(task.id)
         self.calls[number] += 1
+        self.servers[number] = server
         group = self.groups.get(number) or Group(task, (rollout(1.0, 0),))
         return Reference(group, lambda: number in self.finished)
 
@@ -521,6 +523,17 @@ def test_groups_are_hung_if_none_finishes_in_time(simulated: Simulated) -> None:
     assert str(error.value).startswith("rank 0 has waited 500 s for any of 2 groups, longer than allowed by")
     assert f": train-0-0, train-0-1 on conversation-0; stacks are in {simulated.folder}/stacks" in str(error.value)
     assert simulated.stack_folders == [simulated.folder / "stacks"]
+
+
+def test_groups_are_dealt_over_the_servers_and_a_slow_server_gets_fewer(simulated: Simulated) -> None:
+    flight = simulated.flight()
+    simulated.begin(flight, *range(6))
+    assert [simulated.servers[number] for number in range(6)] == [0, 1, 2, 0, 1, 2]
+    simulated.finished = {1, 2, 4, 5}  # server 0 has answered nothing
+    flight.wait_for(4, "training")
+    assert flight.poll() == "finished"
+    simulated.begin(flight, *range(6, 11))
+    assert [simulated.servers[number] for number in range(6, 11)] == [1, 2, 1, 2, 0]
 
 
 def test_a_new_group_has_the_whole_time(simulated: Simulated) -> None:

@@ -92,7 +92,7 @@ class FakeEngineWorker:
         users = Users(user_directory(config), LlmClient())
         self.player = FuturesPlayer(policy, CharacterRenderer(), users, rewards, play_spec(config))
 
-    async def play(self, task: Task, stream: str, eval_set: EvaluationSet | None = None) -> Group:
+    async def play(self, task: Task, stream: str, eval_set: EvaluationSet | None = None, server: int = 0) -> Group:
         return await self.player.play(task, stream)
 
     async def omp_threads(self) -> str | None:

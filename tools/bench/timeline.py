@@ -152,7 +152,8 @@ class ConversationWorker:
     def __init__(self, player: FuturesPlayer, router: Router) -> None:
         self.player, self.router = player, router
 
-    async def play(self, task: Task, stream: str, eval_set: None) -> Group:
+    async def play(self, task: Task, stream: str, eval_set: None, server: int) -> Group:
+        self.router.assign(stream, server)
         return await self.player.play(task, stream)
 
     async def take_counters(self) -> dict[str, int]:
@@ -209,7 +210,7 @@ class Simulation:
             players.append(self.ray.actor(ConversationWorker(player, router)))
         pool = SimpleNamespace(lost_all=lambda: False, recover=lambda: None)
         servers: Any = SimpleNamespace(
-            workers=Workers(players, rewards, limiter, self.ray),
+            workers=Workers(players, rewards, limiter, len(self.servers), self.ray),
             pool=pool,
             lost_all=pool.lost_all,
             play=play,
