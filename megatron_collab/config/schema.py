@@ -535,7 +535,7 @@ class LlmConfig:
         None, "tokens per minute, prompts and answers; null: no limit", ge=1, le=10**12
     )
     max_concurrent: int | None = mutable(
-        None, "calls in flight at once; null: only requests_per_minute, tokens_per_minute and open files limit them", ge=1
+        None, "calls in flight at once; null: as many as the limits per minute and open files allow", ge=1
     )
     budget_usd: float | None = mutable(None, "USD that the run may spend before it stops; null: no limit", gt=0)
     prices: dict[str, list[Any]] = mutable(

@@ -446,8 +446,9 @@ class Simulated:
     """Flights of numbered groups, of which those in `finished` are finished, at the time `clock` in seconds.
 
     `groups`: by number, groups or errors that replace the default, which has a reward. `gone`: all servers are lost.
-    `calls`: how often a number was played, `servers`: on which of 3 servers. `stack_folders`: folders in which stacks were requested. `shown`: steps of
-    the progress bar, 0 when it is closed. `waits`: number and timeout of each wait.
+    `calls`: how often a number was played; `servers`: on which of 3 servers. `stack_folders`: folders
+    in which stacks were requested. `shown`: steps of the progress bar, 0 when it is closed. `waits`: number and timeout
+    of each wait.
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,15 @@ of p stages with v virtual ones idles for (p - 1) / (m v) of the time of m micro
 products.
 
 For each case (8 GPUs: train_8b; 128: train_70b; 1024: train_70b on eight times the nodes with 8,208 conversations a
-step; `ahead`: on the same GPUs, half of which serve, with rollout.max_staleness=1):
+step; `ahead`: on the same GPUs, half of which serve, with rollout.max_staleness=1; `cut`: on the same GPUs, as if
+colocated servers could pause the conversations that a step does not wait for and continue them after the update, with
+rollout.max_staleness=1 or 2, which no run does yet):
 
     sample, score, update, publish, move, idle   shares of the GPUs' time; move: memory between servers and trainer
     step_seconds, step_over_bound   the bound is the largest of: the longest conversation between its publish and its
-                    update (over 1 + max_staleness steps), the GPUs' work in full batches, the rate limits of llm
+                    update (over 1 + max_staleness steps), the GPUs' work in full batches (llm has no limits per minute here)
     busiest_over_mean   sampled tokens of the busiest server of a step
+    dropped, retracted  samples that were too old, of those that are trained; requests that a full cache sent back
     cpu_seconds     of the simulation, which has one thread
 
 --smoke: a small step of the first case. The last line is one JSON object.
@@ -84,12 +87,15 @@ SEVENTY = ["experiment=train_70b"]
 FLEET = ["launch.nodes=128", "rollout.server.replicas=128", "rollout.workers=128", "reward.workers=128"]
 AHEAD = ["rollout.max_staleness=1", "rollout.server.colocated=false", "parallel.offload=false"]
 AHEAD += ["algo.correction=truncated"]
-CASES: dict[str, tuple[int, list[str]]] = {  # measured steps and settings
-    "8": (2, ["experiment=train_8b"]),
-    "8_ahead": (3, ["experiment=train_8b", *AHEAD, "launch.nproc_per_node=4", "rollout.server.replicas=4"]),
-    "128": (1, SEVENTY),
+CASES: dict[str, tuple[int, int, list[str]]] = {  # measured steps, steps that a cut tail may be late, settings
+    "8": (2, 0, ["experiment=train_8b"]),
+    "8_ahead": (3, 0, ["experiment=train_8b", *AHEAD, "launch.nproc_per_node=4", "rollout.server.replicas=4"]),
+    "8_cut": (3, 1, ["experiment=train_8b"]),
+    "8_cut_2": (3, 2, ["experiment=train_8b"]),
+    "128": (1, 0, SEVENTY),
     "128_ahead": (
         3,
+        0,
         [
             *SEVENTY,
             *AHEAD,
@@ -99,7 +105,7 @@ CASES: dict[str, tuple[int, list[str]]] = {  # measured steps and settings
             "rollout.server.max_total_tokens=589824",
         ],
     ),
-    "1024": (1, [*SEVENTY, *FLEET, "train.prompts_per_step=342"]),
+    "1024": (1, 0, [*SEVENTY, *FLEET, "train.prompts_per_step=342"]),
 }
 
 
@@ -136,6 +142,7 @@ class Step:
     chain: float
     work: float
     busiest: float
+    dropped: float  # samples that were too old, of those that are trained
 
 
 class SimulatedRouter(Router):
@@ -233,14 +240,15 @@ class Simulation:
         began, busy, tokens = self.loop.time(), self._busy(), [server.tokens for server in self.servers]
         work = self._work()
         self._pass(self.trainer.move)
-        for server in self.servers:
-            server.pause()
+        self._pause()
         self._pass(self.trainer.publish)
         for server in self.servers:
             server.resume(number)
         publish = self.loop.time()
         batch = self.rollouts.collect(number)
         sampling = self.loop.time() - publish
+        if self.spec.placement.colocated:
+            self._pause(release=True)
         self._pass(self.trainer.move)
         size = trained_tokens(batch)
         score = self.trainer.forward(size) if self.config.algo.kl_coef else 0.0
@@ -261,6 +269,7 @@ class Simulation:
             chain=(phases + self.ledger.longest(f"train-{number}-")) / (1 + self.config.rollout.max_staleness),
             work=phases + done if self.spec.placement.colocated else max(phases, done + self.trainer.publish),
             busiest=max(sampled) / mean(sampled),
+            dropped=batch.metrics.get("staleness/dropped", 0.0) / len(batch.samples),
         )
 
     def close(self) -> None:
@@ -269,6 +278,10 @@ class Simulation:
             task.cancel()
         self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self.loop.close()
+
+    def _pause(self, release: bool = False) -> None:
+        for server in self.servers:
+            server.pause(release)
 
     def _pass(self, seconds: float) -> None:
         self.loop.run_until_complete(asyncio.sleep(seconds))
@@ -345,12 +358,16 @@ def trained_tokens(batch: Batch) -> int:
     return int(batch.loss_tokens) + sum(prompts.values())
 
 
-def simulate(settings: Sequence[str], steps: int, traffic: Traffic) -> dict[str, float]:
+def simulate(settings: Sequence[str], steps: int, cut: int, traffic: Traffic) -> dict[str, float]:
+    """The values of a case; `cut`: rollout.max_staleness of a run whose colocated servers pause conversations."""
     began = time.process_time()
     config, shape = read_run([*settings])
+    if cut:  # which no run does
+        config.rollout.max_staleness, config.algo.correction = cut, "truncated"
     with TemporaryDirectory() as folder:
         simulation = Simulation(config, shape, steps, Path(folder), traffic)
-        first = 2 if config.rollout.max_staleness else 0  # the pipeline fills
+        ahead = config.rollout.max_staleness
+        first = ahead + 1 if ahead else 0  # the pipeline fills
         taken = [simulation.step(number) for number in range(first + steps)][first:]
         simulation.close()
     seconds = sum(step.seconds for step in taken)
@@ -372,6 +389,7 @@ def simulate(settings: Sequence[str], steps: int, traffic: Traffic) -> dict[str,
         "work_seconds": mean(step.work for step in taken),
         "step_over_bound": mean(step.seconds / bound for step, bound in zip(taken, bounds, strict=True)),
         "busiest_over_mean": mean(step.busiest for step in taken),
+        "dropped": mean(step.dropped for step in taken),
         "retracted": sum(server.retracted for server in simulation.servers),
         "cpu_seconds": time.process_time() - began,
     }
@@ -388,10 +406,10 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         for case in ["8"] if options.smoke else options.cases or [*CASES]:
-            steps, settings = CASES[case]
+            steps, cut, settings = CASES[case]
             if options.smoke:
                 steps, settings = 1, [*settings, "train.prompts_per_step=4", "train.rollouts_per_prompt=2"]
-            for name, value in simulate([*settings, *options.set], steps, Traffic()).items():
+            for name, value in simulate([*settings, *options.set], steps, cut, Traffic()).items():
                 values[f"{case}/{name}"] = round(value, 4)
                 print(f"{case}/{name}: {value:.4g}", flush=True)
         dist.destroy_process_group()

@@ -105,10 +105,12 @@ class Server:
         self._news, self._awake = asyncio.Event(), asyncio.Event()
         self._awake.set()
         self._tokens_to_prefill = 0
+        self._releases = False
         self._loop: asyncio.Task[None] | None = None
 
-    def pause(self) -> None:
-        """Sample nothing until `resume`; requests keep their places."""
+    def pause(self, release: bool = False) -> None:
+        """Sample nothing until `resume`. With `release` the cache is given up: running requests are prefilled anew."""
+        self._releases = release
         self._awake.clear()
         self._news.set()
 
@@ -128,6 +130,9 @@ class Server:
 
     async def _serve(self) -> None:
         while True:
+            if self._releases and not self._awake.is_set():
+                for request in list(self._running):
+                    self._give_up(request)
             await self._awake.wait()
             self._news.clear()
             if batch := self._admit():
@@ -223,6 +228,9 @@ class Server:
 
     def _retract(self, request: Request) -> None:
         self.retracted += 1
+        self._give_up(request)
+
+    def _give_up(self, request: Request) -> None:
         self._running.remove(request)
         self._release(request)
         self._waiting.append(request)
