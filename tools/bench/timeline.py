@@ -17,8 +17,8 @@ colocated servers could pause the conversations that a step does not wait for an
 rollout.max_staleness=1 or 2, which no run does yet):
 
     sample, score, update, publish, move, idle   shares of the GPUs' time; move: memory between servers and trainer
-    step_seconds, step_over_bound   the bound is the largest of: the longest conversation between its publish and its
-                    update (over 1 + max_staleness steps), the GPUs' work in full batches (llm has no limits per minute here)
+    step_seconds, step_over_bound   the bound is the larger of: the longest conversation between its publish and its
+                    update, over 1 + max_staleness; the GPUs' work in full batches. llm has no limits per minute here
     busiest_over_mean   sampled tokens of the busiest server of a step
     dropped, retracted  samples that were too old, of those that are trained; requests that a full cache sent back
     cpu_seconds     of the simulation, which has one thread
