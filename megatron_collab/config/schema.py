@@ -534,7 +534,9 @@ class LlmConfig:
     tokens_per_minute: int | None = mutable(
         None, "tokens per minute, prompts and answers; null: no limit", ge=1, le=10**12
     )
-    max_concurrent: int = mutable(256, "calls in flight at once", ge=1)
+    max_concurrent: int | None = mutable(
+        None, "calls in flight at once; null: as many as the limits per minute and open files allow", ge=1
+    )
     budget_usd: float | None = mutable(None, "USD that the run may spend before it stops; null: no limit", gt=0)
     prices: dict[str, list[Any]] = mutable(
         {}, "USD per million prompt and answer tokens, e.g. {openai/m: [2.5, 10]}; other models: LiteLLM's"

@@ -1,4 +1,4 @@
-"""Routes conversations to servers: conversations with a common prefix go to the same one, unless it is overloaded."""
+"""Routes conversations to servers: those with a common prefix go to the same one, which rank 0 may have assigned."""
 
 from __future__ import annotations
 
@@ -37,6 +37,12 @@ class Router:
         """From now on send requests to these servers only, even if they were unreachable before."""
         self._allowed = frozenset(servers)
         self.gone = {*self._all - self._allowed}
+
+    def assign(self, affinity: str, server: int) -> None:
+        """Have `server` sample all turns of `affinity` while it is reachable."""
+        self._places[affinity] = server
+        if len(self._places) > REMEMBERED:
+            del self._places[next(iter(self._places))]  # the oldest
 
     async def generate(
         self,
@@ -101,9 +107,8 @@ class Router:
             return min(self._all - self.gone, key=self.in_flight.__getitem__)
         server = self._places.get(affinity)
         if server is None or server in self.gone:
-            server = self._places[affinity] = choose(affinity, self.in_flight, self.gone)
-            if len(self._places) > REMEMBERED:
-                del self._places[next(iter(self._places))]  # the oldest
+            server = choose(affinity, self.in_flight, self.gone)
+            self.assign(affinity, server)
         return server
 
     def _lose(self, server: int) -> None:

@@ -1,13 +1,16 @@
 """Rate limits and budget of all calls to language models: requests and tokens per minute, concurrency, US dollars.
 
 `Limiter` keeps the accounts in one Ray actor per run. The calls of a process wait in its `CallQueue`, which has one
-message to the limiter in flight and batches calls that arrive meanwhile into the next.
+message to the limiter in flight and batches calls that arrive meanwhile into the next. It has no more calls running
+than the process may have connections.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import json
+import resource
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +33,7 @@ NAME = "limiter"
 MINUTE = 60.0
 _POLL = 0.1  # seconds until a queue asks again after no call was admitted
 _AT_ONCE = 256  # requests in one message
+_TO_A_HOST = 500  # connections that LiteLLM opens to a host; further calls would wait there and time out
 _WRITE_AFTER = 1.0  # seconds
 
 
@@ -78,7 +82,8 @@ class Limiter:
             self._spend |= json.loads(ledger.read_text())
         self._changed = False  # since the ledger was written
         self._numbers = count(secrets.randbits(62))  # distinct from the numbers of a limiter before this one
-        self._running: dict[int, tuple[float, Reservation]] = {}  # call: time at which it has certainly ended
+        self._running: dict[int, Reservation] = {}
+        self._ends: list[tuple[float, int]] = []  # a heap: when a call has certainly ended, also of calls that have
         self._given_up: set[int] = set()  # calls that never reported and were counted as reserved
         self._minute: dict[int, tuple[float, int]] = {}  # call: its start and tokens, in order of start
         self._tokens = 0  # of the calls in _minute
@@ -128,16 +133,17 @@ class Limiter:
         self._spend["unpriced"] += usd is None
 
     def _forget(self, now: float) -> None:
-        for call in [call for call, (end, _) in self._running.items() if end <= now]:
-            _, reservation = self._running.pop(call)
-            self._count(reservation.tokens, reservation.usd)
-            self._given_up.add(call)
+        while self._ends and self._ends[0][0] <= now:
+            _, call = heapq.heappop(self._ends)
+            if reservation := self._running.pop(call, None):
+                self._count(reservation.tokens, reservation.usd)
+                self._given_up.add(call)
         for call in list(takewhile(lambda call: now - self._minute[call][0] >= MINUTE, self._minute)):
             self._tokens -= self._minute.pop(call)[1]
 
     def _may_begin(self, reservation: Reservation) -> bool:
         config, used = self.config, len(self._minute)
-        if len(self._running) >= config.max_concurrent:
+        if config.max_concurrent is not None and len(self._running) >= config.max_concurrent:
             return False
         if config.requests_per_minute is not None and used >= config.requests_per_minute:
             return False
@@ -147,7 +153,8 @@ class Limiter:
 
     def _begin(self, reservation: Reservation, now: float) -> int:
         call = next(self._numbers)
-        self._running[call] = now + reservation.seconds, reservation
+        self._running[call] = reservation
+        heapq.heappush(self._ends, (now + reservation.seconds, call))
         self._minute[call] = (now, reservation.tokens)
         self._tokens += reservation.tokens
         return call
@@ -175,6 +182,7 @@ class CallQueue:
 
     def __init__(self, limiter: Any) -> None:
         self._limiter = limiter
+        self._room = min(_TO_A_HOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)  # further running calls
         self._waiting: dict[asyncio.Future[int], Reservation] = {}  # longest waiting first
         self._finished: list[FinishedCall] = []
         self._talking: asyncio.Task[None] | None = None
@@ -195,6 +203,7 @@ class CallQueue:
 
     def end(self, finished: FinishedCall) -> None:
         """Report the end of a call; call it once per number."""
+        self._room += 1
         self._finished.append(finished)
         self._news.set()
         self._talk()
@@ -218,7 +227,7 @@ class CallQueue:
         """Report ended calls and admit those that waited longest; if none was admitted, wait for news or `_POLL`."""
         self._news.clear()
         finished, self._finished = self._finished, []
-        batch = dict(islice(self._waiting.items(), _AT_ONCE))
+        batch = dict(islice(self._waiting.items(), max(0, min(_AT_ONCE, self._room))))
         try:
             calls = await self._limiter.talk.remote(finished, list(batch.values()))
         except RayTaskError as error:
@@ -227,10 +236,11 @@ class CallQueue:
             raise LimiterDied(f"the limiter for language model calls died: {error}") from error
         for place, call in zip(batch, calls, strict=False):
             self._waiting.pop(place, None)
+            self._room -= not place.done()
             if place.done():  # cancelled
                 self._finished.append(FinishedCall(call, tokens=0))
             else:
                 place.set_result(call)
-        if batch and not calls:
+        if self._waiting and not calls:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), _POLL)

@@ -17,7 +17,7 @@ from megatron_collab.observability import sentinels, tokens
 from megatron_collab.observability.run import Run
 from megatron_collab.rollout.lead import Lead
 from megatron_collab.rollout.player import PlaySpec
-from megatron_collab.rollout.scheduler import GroupRequest, Slot, answers, available_results, window
+from megatron_collab.rollout.scheduler import GroupRequest, Slot, window
 from megatron_collab.rollout.step_groups import StepGroups
 from megatron_collab.rollout.summary import refuse_missing
 from megatron_collab.rollout.task_requirements import task_requirements
@@ -119,10 +119,10 @@ class Collector:
         counts: Counter[str] = Counter()
         players = enumerate(self.lead.workers.conversations)
         calls = {f"the counters of conversation-{n}": player.take_counters.remote() for n, player in players}
-        for counters in answers(calls, self.lead.timeout):
+        for counters in self.lead.workers.answers(calls, self.lead.timeout):
             counts.update(counters)
         reward_calls = [worker.take_counters.remote() for worker in self.lead.workers.rewards]
-        for counters in available_results(reward_calls, _COUNTING_SECONDS):
+        for counters in self.lead.workers.available_results(reward_calls, _COUNTING_SECONDS):
             counts.update(counters)
         if self.flight.from_journal:
             counts["from_journal"], self.flight.from_journal = self.flight.from_journal, 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_collab.inference.pool import ServerPool
 from megatron_collab.rollout.journal import Journal, WeightDigests
 from megatron_collab.rollout.player import PlaySpec
-from megatron_collab.rollout.scheduler import Flight, FollowUp, answers, no_follow_up
+from megatron_collab.rollout.scheduler import Flight, FollowUp, no_follow_up
 from megatron_collab.rollout.servers import Servers
 from megatron_collab.rollout.workers import Workers
 
@@ -43,9 +43,10 @@ class Lead:
 
     def flight(self, play: PlaySpec, background: Flight | None = None, follow_up: FollowUp = no_follow_up) -> Flight:
         """An empty flight of groups on the workers and in the journal; arguments as in Flight."""
-        return Flight(play, self.workers.conversations, self.journal, self.lost_all, background, follow_up)
+        return Flight(play, self.workers, self.journal, self.lost_all, background, follow_up)
 
     def spend(self) -> dict[str, float]:
         """The totals of the limiter, including earlier starts."""
-        (spent,) = answers({"the limiter's spending": self.workers.limiter.spend.remote()}, self.timeout)
+        calls = {"the limiter's spending": self.workers.limiter.spend.remote()}
+        (spent,) = self.workers.answers(calls, self.timeout)
         return spent

@@ -6,21 +6,21 @@ Calls of Ray actors run in the background, so sampling runs ahead of training wi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
 from math import ceil, inf
 from typing import Any, Literal, NamedTuple
 
-import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.llm.endpoint import token_budget
 from megatron_collab.rollout.journal import Journal, failed, scored
 from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.rollout.users import FINISH_SECONDS
+from megatron_collab.rollout.workers import Workers
 from megatron_collab.runtime import stacks
 from megatron_collab.runtime.process import Hung, RunStopped
 from megatron_collab.runtime.rank0 import from_leader
@@ -67,6 +67,7 @@ class GroupRequest:
     eval_set: EvaluationSet | None = None
     reference: Any = None  # Ray object reference of the call to worker number `worker`
     worker: int = -1
+    server: int = 0  # that is to sample the group
     group: Group | None = None  # once the request is finished
     interrupted: bool = False  # was in flight while no server was available
     retried: bool = False  # was played again because a score was missing
@@ -75,25 +76,6 @@ class GroupRequest:
     def key(self) -> str:
         """The name in the journal; it includes the digest of the evaluation set's settings."""
         return f"{self.stream} {self.eval_set.digest}" if self.eval_set else self.stream
-
-
-def answers(calls: Mapping[str, Any], seconds: float) -> list[Any]:
-    """Results of Ray actor calls, given by description. Raises Hung if one takes longer than `seconds`."""
-    _, late_calls = ray.wait(list(calls.values()), num_returns=len(calls), timeout=seconds)
-    if late_calls:
-        names = [name for name, reference in calls.items() if reference in late_calls]
-        raise Hung(f"rank 0 has waited {seconds:g} s (half of launch.timeout) for {'; '.join(names)}")
-    return ray.get(list(calls.values()))
-
-
-def available_results(calls: Sequence[Any], seconds: float) -> list[Any]:
-    """Results of Ray actor calls that are available within `seconds`; failed or late calls are skipped."""
-    ready = ray.wait(list(calls), num_returns=len(calls), timeout=seconds)[0] if calls else []
-    results = []
-    for reference in ready:
-        with suppress(RayError):
-            results.append(ray.get(reference))
-    return results
 
 
 def worker_error(error: Exception) -> Exception:
@@ -117,7 +99,7 @@ class Flight:
     def __init__(
         self,
         play: PlaySpec,
-        workers: Sequence[Any],
+        workers: Workers,
         journal: Journal,
         servers_lost: Callable[[], bool],
         background: Flight | None = None,
@@ -130,7 +112,8 @@ class Flight:
         `follow_up`: the request to begin when a group finishes; if it returns None, the finished group is taken.
         """
         self._play, self._background, self._follow_up = play, background, follow_up
-        self._workers = cycle(enumerate(workers))
+        self._workers, self._ray = cycle(enumerate(workers.conversations)), workers.ray
+        self._servers = deque(range(workers.servers))  # the one that got a group last is the last
         self._servers_lost = servers_lost
         self._journal = journal
         self._progress = time.monotonic()  # when a group was last begun or finished
@@ -154,8 +137,17 @@ class Flight:
             self.from_journal += 1
             return
         request.worker, worker = next(self._workers)
-        request.reference = worker.play.remote(request.task, request.stream, request.eval_set)
+        request.server = self._least_loaded()
+        request.reference = worker.play.remote(request.task, request.stream, request.eval_set, request.server)
         self._progress = time.monotonic()
+
+    def _least_loaded(self) -> int:
+        """The server with the fewest groups in flight: servers take turns, and a slow one gets fewer."""
+        groups = Counter(request.server for request in self._playing() if request.reference is not None)
+        server = min(self._servers, key=groups.__getitem__)
+        self._servers.remove(server)
+        self._servers.append(server)
+        return server
 
     def wait_for(self, count: int, title: str) -> None:
         """From now on `poll` collects finished groups until there are `count`; `take` then returns them."""
@@ -203,14 +195,14 @@ class Flight:
         if not playing:
             return
         references = [request.reference for request in playing]
-        ray.wait(references, num_returns=1, timeout=seconds)
-        ready = set(ray.wait(references, num_returns=len(references), timeout=0)[0])
+        self._ray.wait(references, num_returns=1, timeout=seconds)
+        ready = set(self._ray.wait(references, num_returns=len(references), timeout=0)[0])
         written: dict[int, dict[str, Group]] = {}
         failures: list[Exception] = []
         for request in playing:
             if request.reference in ready:
                 try:
-                    request.group = ray.get(request.reference)
+                    request.group = self._ray.get(request.reference)
                     if request.eval_set is None or scored(request.group):  # an evaluation plays the others again
                         written.setdefault(request.slot.step, {})[request.key] = request.group
                 except Exception as error:
@@ -280,7 +272,7 @@ def group_seconds(play: PlaySpec, groups: int) -> float:
     places = reward.workers * reward.concurrency
     scoring = ceil(conversations / places) * reward.timeout
     if judged:
-        scoring = max(scoring, ceil(judged / min(places, llm.max_concurrent)) * judge.deadline)
+        scoring = max(scoring, ceil(judged / min(places, llm.max_concurrent or inf)) * judge.deadline)
     users = play.users.settings.values()
     phases = play.player_class.phases
     messages = conversations * (phases - 1 + rollout.max_user_turns) * max(user.attempts for user in users)

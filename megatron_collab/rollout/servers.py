@@ -15,7 +15,6 @@ from megatron_collab.inference.served import ModelServers
 from megatron_collab.inference.server import Process, ServerProcess, SGLangServer
 from megatron_collab.inference.spec import ServingSpec
 from megatron_collab.rollout.player import PlaySpec
-from megatron_collab.rollout.scheduler import answers
 from megatron_collab.rollout.workers import Workers, start_workers
 from megatron_collab.runtime import network
 from megatron_collab.runtime.process import beat, global_rank
@@ -93,7 +92,7 @@ class Servers(ExitStack):
         assert self.workers
         players = enumerate(self.workers.conversations)
         calls = {f"conversation-{n} to switch servers": player.use_servers.remote(servers) for n, player in players}
-        answers(calls, 2 * self.timeout)
+        self.workers.answers(calls, 2 * self.timeout)
 
     def lost_all(self) -> bool:
         """Whether the policy (since `recover`) or another model has had no server; on rank 0.

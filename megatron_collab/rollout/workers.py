@@ -6,10 +6,12 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayError
 
 from megatron_collab import patches
 from megatron_collab.config import SamplingConfig
@@ -19,7 +21,7 @@ from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout.player import Player, PlaySpec, check_group
 from megatron_collab.rollout.users import DEFAULT
 from megatron_collab.runtime import console, gpu_environment, keys, network, stacks
-from megatron_collab.runtime.process import imports_done
+from megatron_collab.runtime.process import Hung, imports_done
 from megatron_collab.runtime.ray_cluster import start_actor
 from megatron_collab.types import Group, Task
 
@@ -87,9 +89,10 @@ class ConversationWorker:
         imports_done()
         gc.set_threshold(_GARBAGE)
 
-    async def play(self, task: Task, stream: str, eval_set: EvaluationSet | None = None) -> Group:
-        """Play a group of `task`, for training or under the settings of `eval_set`."""
+    async def play(self, task: Task, stream: str, eval_set: EvaluationSet | None = None, server: int = 0) -> Group:
+        """Play a group of `task`, for training or under the settings of `eval_set`, on the server of this number."""
         player = self._player(eval_set)
+        self.policy.assign(stream, server)
         group = await player.play(task, stream)
         if self.play_spec.player not in PLAYERS:
             check_group(group, self.play_spec.player)
@@ -150,11 +153,34 @@ class ConversationWorker:
 
 @dataclass(frozen=True)
 class Workers:
-    """The handles of a run's Ray actors; an actor ends when its handle is deleted or the Ray session ends."""
+    """The handles of a run's Ray actors; an actor ends when its handle is deleted or the Ray session ends.
+
+    `servers`: how many sample for them. `ray` waits for their calls; a simulated run (tools/bench/timeline.py) has
+    another one.
+    """
 
     conversations: list[Any]
     rewards: list[Any]
     limiter: Any
+    servers: int = 1
+    ray: Any = ray
+
+    def answers(self, calls: Mapping[str, Any], seconds: float) -> list[Any]:
+        """Results of calls, given by description. Raises Hung if one takes longer than `seconds`."""
+        _, late_calls = self.ray.wait(list(calls.values()), num_returns=len(calls), timeout=seconds)
+        if late_calls:
+            names = [name for name, reference in calls.items() if reference in late_calls]
+            raise Hung(f"rank 0 has waited {seconds:g} s (half of launch.timeout) for {'; '.join(names)}")
+        return [self.ray.get(reference) for reference in calls.values()]
+
+    def available_results(self, calls: Sequence[Any], seconds: float) -> list[Any]:
+        """Results of calls that are available within `seconds`; failed or late calls are skipped."""
+        ready = self.ray.wait(list(calls), num_returns=len(calls), timeout=seconds)[0] if calls else []
+        results = []
+        for reference in ready:
+            with suppress(RayError):
+                results.append(self.ray.get(reference))
+        return results
 
     def stop(self) -> None:
         """Kill the workers, and with them their calls to users and judges."""
@@ -185,4 +211,4 @@ def start_workers(
         start_actor(kind, play, client, servers, names, f"conversation-{i}", served)
         for i in range(play.rollout.workers)
     ]
-    return Workers(players, rewards, limiter_actor)
+    return Workers(players, rewards, limiter_actor, len(servers) or 1)

@@ -24,7 +24,6 @@ from megatron_collab.inference.spec import ServerSpec
 from megatron_collab.launch import validate
 from megatron_collab.launch.data_specs import recorded_data
 from megatron_collab.rollout.player import PlaySpec
-from megatron_collab.rollout.scheduler import answers
 from megatron_collab.rollout.users import DEFAULT
 from megatron_collab.rollout.workers import start_workers
 from megatron_collab.runtime import keys
@@ -136,7 +135,7 @@ class Talk(ExitStack):
         for model_servers in by_name:
             model_servers.pool.begin()
         (self._worker,) = workers.conversations
-        answers({"the worker of chats": self._worker.take_counters.remote()}, timeout)
+        workers.answers({"the worker of chats": self._worker.take_counters.remote()}, timeout)
         self._progress(f"{names}: ready after {time.monotonic() - began:.0f} s")
 
     def find_task(self, task: str | None = None, index: int = 0, name: str | None = None) -> Task:

@@ -132,6 +132,21 @@ def test_an_affinity_stays_with_its_server_whatever_the_load() -> None:
     with_servers(3, play)
 
 
+def test_an_assigned_affinity_is_sampled_by_its_server_while_that_is_in_use() -> None:
+    async def play(servers: Servers, router: Router) -> None:
+        for number, name in enumerate(NAMES[:6]):
+            router.assign(name, number % 3)
+        await ask(router, NAMES[:6])
+        assert sorted(servers.requests) == [0, 0, 1, 1, 2, 2]
+        router.use([0, 2])
+        servers.requests.clear()
+        await ask(router, [NAMES[1]])
+        await ask(router, [NAMES[2]])
+        assert 1 not in servers.requests and servers.requests[-1] == 2
+
+    with_servers(3, play)
+
+
 def test_a_busy_server_is_passed_over_for_new_affinities() -> None:
     async def play(servers: Servers, router: Router) -> None:
         servers.released.clear()

@@ -421,3 +421,27 @@ def test_a_queue_serves_one_event_loop_after_the_other(tmp_path: Path) -> None:
 
     for _ in range(2):
         asyncio.run(calls())
+
+
+def test_a_process_has_no_more_calls_than_half_its_open_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, virtual_time: None
+) -> None:
+    """Without llm.max_concurrent all others begin as soon as one ends, also one that was given up."""
+    monkeypatch.setattr(limiters.resource, "getrlimit", lambda kind: (6, 6))
+    most = running = 0
+
+    async def call(queue: CallQueue, fails: bool) -> None:
+        nonlocal most, running
+        number = await queue.begin(Reservation(1, 100.0))
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(1.0)
+        running -= 1
+        queue.end(FinishedCall(number, None if fails else 1))
+
+    async def calls() -> float:
+        queue = CallQueue(limiters.local_limiter(LlmConfig(), tmp_path / "spend.json"))
+        await asyncio.gather(*(call(queue, number % 2 == 0) for number in range(12)))
+        return asyncio.get_running_loop().time()
+
+    assert asyncio.run(calls()) == pytest.approx(4.0, abs=0.5) and most == 3

@@ -9,15 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_collab.rollout import scheduler
-from tests.rollout.simulated import FakeRay, World
-
-
-@pytest.fixture
-def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
-    fake = FakeRay()
-    monkeypatch.setattr(scheduler, "ray", fake)
-    return fake
+from tests.rollout.simulated import World
 
 
 @pytest.fixture
@@ -29,6 +21,6 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.fixture
-def world(tmp_path: Path, fake_ray: FakeRay, alone: None) -> Callable[..., World]:
+def world(tmp_path: Path, alone: None) -> Callable[..., World]:
     """Makes simulated runs."""
     return partial(World, tmp_path)

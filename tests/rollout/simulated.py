@@ -150,6 +150,7 @@ class World:
         self.looks, self.outage, self.scoring_outage, self.revived = 0, 0, 0, 0
         self.on_revive: Callable[[], None] = lambda: None
         self._gone = self._gone_scoring = False
+        self.ray = FakeRay()
         actor = SimpleNamespace(
             play=Method(self._play),
             take_counters=Method(lambda: {"asked": 1}),
@@ -157,7 +158,7 @@ class World:
         )
         leader = dist.get_rank() == 0
         servers: Any = SimpleNamespace(
-            workers=_Workers([actor], [], actor) if leader else None,
+            workers=_Workers([actor], [], actor, ray=self.ray) if leader else None,
             pool=SimpleNamespace(lost_all=lambda: self._gone, recover=self._recover) if leader else None,
             lost_all=self._lost_all,
             play=play_spec(config),
@@ -204,7 +205,7 @@ class World:
             rewards = [Missing("no server of the reward model")] * len(rewards)
         return Group(task, tuple(rollout(value, self.version, ending, self.reply) for value in rewards))
 
-    def _play(self, task: Task, stream: str, eval_set: EvaluationSet | None = None) -> Reference:
+    def _play(self, task: Task, stream: str, eval_set: EvaluationSet | None, server: int) -> Reference:
         self.calls[stream] += 1
         assert self.calls[stream] <= 1 + (stream in self.broken | self.unscored)
         self.played[stream] = int(task.id)

@@ -24,6 +24,7 @@ from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.rollout import scheduler
 from megatron_collab.rollout.journal import Journal, WeightDigests
 from megatron_collab.rollout.scheduler import Flight, Slot, group_seconds, window
+from megatron_collab.rollout.workers import Workers
 from megatron_collab.runtime.process import Hung, RunStopped
 from megatron_collab.types import Ending, Group, Message, Missing, Reward, Task
 from tests.helpers import configured
@@ -93,7 +94,8 @@ def test_no_group_is_begun_too_early_or_trained_too_late(world: Maker, ahead: in
 @pytest.mark.processes
 def test_a_group_that_raises_does_not_lose_the_others(world: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several groups finish at the same look, in any order."""
-    run, get = make(world, 0), scheduler.ray.get
+    run = make(world, 0)
+    get = run.ray.get
     broken = {"train-0-2"}
 
     def failing(references: Any) -> Any:
@@ -102,11 +104,9 @@ def test_a_group_that_raises_does_not_lose_the_others(world: Maker, monkeypatch:
             raise ValueError("no such task")
         return answer
 
-    monkeypatch.setattr(scheduler.ray, "get", failing)
+    monkeypatch.setattr(run.ray, "get", failing)
     with pytest.raises(ValueError, match="no such task"):
         run.next(0)
-    monkeypatch.undo()
-    monkeypatch.setattr(scheduler, "ray", FakeRay())
     after = make(world, 0, journal=True)
     after.next(0)
     assert after.played.keys() == broken
@@ -355,7 +355,6 @@ def test_all_ranks_revive_the_servers_and_have_the_batch(tmp_path: Path) -> None
 def lose_the_servers_once(folder: Path) -> dict[str, Any]:
     """As one of two ranks."""
     dist.init_process_group("gloo")
-    scheduler.ray = FakeRay()
     world = World(folder, lambda task: DIFFERENT, max_staleness=1)
     world.outage, world.broken = 1, {"train-0-3"}
     batch = world.next(0)
@@ -421,14 +420,14 @@ def test_the_bound_counts_tokens_per_minute() -> None:
     assert bound(slow, 1) == pytest.approx(2 * (100 + 110 + 2 * 50 + 20 + 60 * tokens / 6000))
 
 
-def test_results_of_actors_come_in_order_and_a_late_call_is_named(fake_ray: FakeRay) -> None:
-    assert scheduler.answers({"one": Reference(1), "two": Reference(2)}, 60.0) == [1, 2]
+def test_results_of_actors_come_in_order_and_a_late_call_is_named() -> None:
+    workers = Workers([], [], None, ray=FakeRay())
+    assert workers.answers({"one": Reference(1), "two": Reference(2)}, 60.0) == [1, 2]
     calls = {"its counters": Reference(1), "its spending": Reference(2, lambda: False)}
     with pytest.raises(Hung, match=r"^rank 0 has waited 60 s \(half of launch.timeout\) for its spending$"):
-        scheduler.answers(calls, 60.0)
-    assert (
-        scheduler.available_results(list(calls.values()), 60.0) == [1] and scheduler.available_results([], 60.0) == []
-    )
+        workers.answers(calls, 60.0)
+    assert workers.available_results(list(calls.values()), 60.0) == [1]
+    assert workers.available_results([], 60.0) == []
 
 
 def test_worker_error_unwraps_only_errors_that_stop_a_run() -> None:
@@ -447,8 +446,9 @@ class Simulated:
     """Flights of numbered groups, of which those in `finished` are finished, at the time `clock` in seconds.
 
     `groups`: by number, groups or errors that replace the default, which has a reward. `gone`: all servers are lost.
-    `calls`: how often a number was played. `stack_folders`: folders in which stacks were requested. `shown`: steps of
-    the progress bar, 0 when it is closed. `waits`: number and timeout of each wait.
+    `calls`: how often a number was played; `servers`: on which of 3 servers. `stack_folders`: folders
+    in which stacks were requested. `shown`: steps of the progress bar, 0 when it is closed. `waits`: number and timeout
+    of each wait.
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,6 +456,7 @@ class Simulated:
         self.finished: set[int] = set()
         self.groups: dict[int, Group | Exception] = {}
         self.calls: Counter[int] = Counter()
+        self.servers: dict[int, int] = {}
         self.stack_folders: list[Path] = []
         self.shown: list[int] = []
         self.waits: list[tuple[int, float]] = []
@@ -465,30 +466,30 @@ class Simulated:
         monkeypatch.setattr(scheduler.stacks, "ask", self.stack_folders.append)
         bar = SimpleNamespace(update=self.shown.append, close=lambda: self.shown.append(0))
         monkeypatch.setattr(scheduler, "progress", lambda title, count: bar)
-        ray = FakeRay()
-        wait = ray.wait
+        self.ray = FakeRay()
+        wait = self.ray.wait
 
         def watched(pending: list[Reference], num_returns: int, timeout: float) -> Any:
             self.waits.append((num_returns, timeout))
             return wait(pending, num_returns, timeout)
 
-        monkeypatch.setattr(ray, "wait", watched)
-        monkeypatch.setattr(scheduler, "ray", ray)
+        monkeypatch.setattr(self.ray, "wait", watched)
 
     def flight(self, **more: Any) -> Flight:
         config = settings(run__dir=str(self.folder))
         worker = SimpleNamespace(play=Method(self.play))
         return Flight(
             play_spec(config),
-            [worker],
+            Workers([worker], [], None, servers=3, ray=self.ray),
             Journal(self.folder / "journal", self.digests),
             lambda: self.gone,
             **more,
         )
 
-    def play(self, task: Task, stream: str, eval_set: object) -> Reference:
+    def play(self, task: Task, stream: str, eval_set: object, server: int) -> Reference:
         number = int(task.id)
         self.calls[number] += 1
+        self.servers[number] = server
         group = self.groups.get(number) or Group(task, (rollout(1.0, 0),))
         return Reference(group, lambda: number in self.finished)
 
@@ -523,6 +524,17 @@ def test_groups_are_hung_if_none_finishes_in_time(simulated: Simulated) -> None:
     assert str(error.value).startswith("rank 0 has waited 500 s for any of 2 groups, longer than allowed by")
     assert f": train-0-0, train-0-1 on conversation-0; stacks are in {simulated.folder}/stacks" in str(error.value)
     assert simulated.stack_folders == [simulated.folder / "stacks"]
+
+
+def test_groups_are_dealt_over_the_servers_and_a_slow_server_gets_fewer(simulated: Simulated) -> None:
+    flight = simulated.flight()
+    simulated.begin(flight, *range(6))
+    assert [simulated.servers[number] for number in range(6)] == [0, 1, 2, 0, 1, 2]
+    simulated.finished = {1, 2, 4, 5}  # server 0 has answered nothing
+    flight.wait_for(4, "training")
+    assert flight.poll() == "finished"
+    simulated.begin(flight, *range(6, 11))
+    assert [simulated.servers[number] for number in range(6, 11)] == [1, 2, 1, 2, 0]
 
 
 def test_a_new_group_has_the_whole_time(simulated: Simulated) -> None:

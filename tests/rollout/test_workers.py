@@ -35,9 +35,9 @@ from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout import scheduler
 from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.rollout.journal import Journal, WeightDigests
-from megatron_collab.rollout.scheduler import Flight, GroupRequest, Slot, answers, available_results, worker_error
+from megatron_collab.rollout.scheduler import Flight, GroupRequest, Slot, worker_error
 from megatron_collab.rollout.users import Users
-from megatron_collab.rollout.workers import start_workers
+from megatron_collab.rollout.workers import Workers, start_workers
 from megatron_collab.runtime.process import Hung
 from megatron_collab.runtime.ray_cluster import ray_session, start_actor
 from megatron_collab.types import Ending, Group, Message, Missing, Task
@@ -92,7 +92,7 @@ class FakeEngineWorker:
         users = Users(user_directory(config), LlmClient())
         self.player = FuturesPlayer(policy, CharacterRenderer(), users, rewards, play_spec(config))
 
-    async def play(self, task: Task, stream: str, eval_set: EvaluationSet | None = None) -> Group:
+    async def play(self, task: Task, stream: str, eval_set: EvaluationSet | None = None, server: int = 0) -> Group:
         return await self.player.play(task, stream)
 
     async def omp_threads(self) -> str | None:
@@ -302,7 +302,7 @@ def test_a_conversation_worker_samples_from_its_servers(
     counted = ray.get(worker.take_counters.remote(), timeout=60)
     assert counted["servers_lost"] == 0
     assert (counted["user/guest/turns"], counted["user/guest/turn_limit"]) == (4 * 3 * 2, 4 * 3)
-    assert available_results([reward.take_counters.remote() for reward in workers.rewards], 60) == [{}]
+    assert workers.available_results([reward.take_counters.remote() for reward in workers.rewards], 60) == [{}]
     llm_group = ray.get(worker.play.remote(replace(task, user="llm"), "train-0-1"), timeout=60)
     replies = {future.conversation.messages[2:3] for rollout in llm_group.rollouts for future in rollout.futures}
     assert replies == {(Message("user", "please wait"),)}, llm_group.rollouts[0].futures[0].conversation
@@ -335,7 +335,8 @@ def gives_up_on_a_worker_that_hangs(worker: Any, task: Task, config: Config) -> 
         digests = WeightDigests(keep=1)
         digests.begin(0)
         journal = Journal(Path(config.run.dir) / "journal", digests)
-        flight = Flight(play_spec(config), [worker], journal, lambda: False)
+        workers = Workers([worker], [], None)
+        flight = Flight(play_spec(config), workers, journal, lambda: False)
         for number in range(2):
             slot = Slot(7, 0, number)
             flight.begin(GroupRequest(slot, slot.stream, task))
@@ -344,8 +345,8 @@ def gives_up_on_a_worker_that_hangs(worker: Any, task: Task, config: Config) -> 
             while flight.poll() != "finished":
                 pass
         with pytest.raises(Hung, match=r"waited 1 s \(half of launch\.timeout\) for its counters"):
-            answers({"its counters": worker.take_counters.remote(), "what is there": ray.put(1)}, 1.0)
-        assert available_results([worker.take_counters.remote(), ray.put(1)], 1.0) == [1]
+            workers.answers({"its counters": worker.take_counters.remote(), "what is there": ray.put(1)}, 1.0)
+        assert workers.available_results([worker.take_counters.remote(), ray.put(1)], 1.0) == [1]
         assert file.stat().st_size == 0
     finally:
         process.resume()

@@ -53,7 +53,7 @@ class Worker:
     async def publish(self, version: int) -> None:
         self.version = version
 
-    async def play(self, task: Task, stream: str, eval_set: None) -> Group:
+    async def play(self, task: Task, stream: str, eval_set: None, server: int) -> Group:
         first = self.version
         await asyncio.sleep(random.Random(stream).uniform(SECONDS / 2, SECONDS))
         return Group(task, (rollout(0.0, first, self.version), rollout(1.0, first, self.version)))

@@ -24,6 +24,8 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from simulated.clock import VirtualLoop
+
 from megatron_collab.config import Config, SamplingConfig
 from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.rollout.conversation import FuturesPlayer, RolloutPlace
@@ -35,20 +37,6 @@ ROLLOUTS, FUTURES, USER_TURNS = 8, 3, 2
 MEDIAN = {"engine": 2.0, "user": 6.0, "judge": 2.0}  # seconds
 CALL_SIGMA, TASK_SIGMA = 0.2, 1.0  # sigmas of the factors' logarithms
 CONCURRENCY = {"engine": 256, "user": 256, "judge": 256}
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time jumps to the next timer when nothing else is ready."""
-
-    now = 0.0
-
-    def time(self) -> float:
-        return self.now
-
-    def _run_once(self) -> None:
-        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
-            self.now = max(self.now, self._scheduled[0]._when)  # type: ignore[attr-defined]
-        super()._run_once()  # type: ignore[misc]
 
 
 class Simulation:

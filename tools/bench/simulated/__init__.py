@@ -1,0 +1,1 @@
+"""A cluster on one simulated clock: Ray, SGLang servers, users and judges; for timeline.py and futures.py."""
