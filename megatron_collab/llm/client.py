@@ -149,7 +149,8 @@ class LlmClient:
             if not reply.text and reply.shortfall and reply.finish != "length" and not called:
                 raise MalformedAnswer("there is no text")
             tokens = reply.tokens or litellm.token_counter(text=reply.text)
-            return Reply(reply.text, tokens, reply.finish, calls=reply.calls if called else [])
+            calls = reply.calls if called else []
+            return Reply(reply.text, tokens, reply.finish, calls=calls, thoughts=reply.thoughts)
 
         async def live(usage: Usage) -> Reply:
             async def send(correction: Messages, allowance: _Allowance) -> Reply:

@@ -18,7 +18,7 @@ class Reply(NamedTuple):
     """A model's reply, its tokens (0: not reported), its finish reason, and why the provider gave not all text.
 
     `version`: the model that answered, as its provider names it; empty if it does not. `calls`: name and arguments, as
-    JSON, of each tool that it calls.
+    JSON, of each tool that it calls. `thoughts`: what it thought, if its provider tells that from the text.
     """
 
     text: str
@@ -27,6 +27,7 @@ class Reply(NamedTuple):
     shortfall: str = ""
     version: str = ""
     calls: Sequence[tuple[str, str]] = ()
+    thoughts: str = ""
 
 
 def read_reply(endpoint: EndpointConfig, answer: Any) -> Reply:
@@ -41,7 +42,9 @@ def read_reply(endpoint: EndpointConfig, answer: Any) -> Reply:
         text, shortfall = text or str(refusal), f"the model refused ({one_line(redact(str(refusal)))}); {_ELSE}"
     functions = [call.function for call in choice.message.tool_calls or ()]
     calls = [(str(function.name), function.arguments or "{}") for function in functions]
-    return Reply(text, tokens, choice.finish_reason, shortfall or _shortfall(endpoint, choice), version, calls)
+    thoughts = getattr(choice.message, "reasoning_content", None) or ""
+    shortfall = shortfall or _shortfall(endpoint, choice)
+    return Reply(text, tokens, choice.finish_reason, shortfall, version, calls, thoughts)
 
 
 def _version(answer: Any) -> str:

@@ -245,7 +245,7 @@ def test_functions_are_tools_by_their_docstring_or_their_schema(mine: Path) -> N
     ("names", "why"),
     [
         (["{mine}:bare"], r"mine.py:bare: Cannot generate JSON schema for bare .*; give it type hints and a docstring"),
-        (["{mine}:LOG"], "must be a subclass of megatron_collab.rollout.tools.Tool or a function"),
+        (["{mine}:LOG"], "must be a subclass of megatron_collab.rollout.tools.Toolset or a function"),
         (["{mine}:area", "{mine}:area"], "two tools have the same name"),
         (["{mine}:aria"], "has no aria; the nearest is area"),
         (["{mine}:loose"], "tool loose: parameters are not a JSON schema .*strng.*; correct them, or leave the tool"),

@@ -24,10 +24,9 @@ from megatron_collab.llm.answer import Field, LlmError, MalformedAnswer
 from megatron_collab.llm.endpoint import POLICY, SERVED, served_by_run
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
 from megatron_collab.rollout.users.forms import chat_request, read_arguments, split_thought
-from megatron_collab.rollout.users.guardrails import COMPLAINTS, refusal
-from megatron_collab.rollout.users.guardrails import EMPTY as EMPTY_MESSAGE
+from megatron_collab.rollout.users.guardrails import COMPLAINTS, EMPTY, refusal
 from megatron_collab.runtime import files
-from megatron_collab.types import EMPTY, Conversation, Message, Task
+from megatron_collab.types import Conversation, Message, Task
 
 if TYPE_CHECKING:
     from megatron_collab.llm.reply import Reply
@@ -49,7 +48,7 @@ _Answer = TypeVar("_Answer")
 _OUT = {  # what to do if a message is refused at every attempt, by form
     (CHAT, CUT): "; raise max_tokens",
     (USER_MODEL, CUT): "; raise max_tokens",
-    (USER_MODEL, EMPTY_MESSAGE): "; if that is how the model ends a chat, its server left out the token: see user.stop",
+    (USER_MODEL, EMPTY): "; if that is how the model ends a chat, its server left out the token: see user.stop",
 }
 
 
@@ -169,7 +168,7 @@ class LlmUser(User):
             reply = await self._first(ask, sample)
             if not (tools and reply.calls):
                 message, thought = split_thought(reply.text)
-                return _Draft(message, {"thought": thought} if thought else EMPTY, reply.finish == "length")
+                return _Draft(message, {"thought": reply.thoughts or thought}, reply.finish == "length")
             for name, arguments in reply.calls:
                 await tools.call(name, read_arguments(arguments))
         assert tools
