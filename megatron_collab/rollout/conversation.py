@@ -30,6 +30,7 @@ from megatron_collab.rollout.users import (
     UserReply,
     Users,
     reporting_errors,
+    with_calls,
     with_excerpts,
 )
 from megatron_collab.types import (
@@ -215,8 +216,7 @@ class FuturesPlayer(Player):
                     if not conversation.ending:
                         with reporting_errors(task, self.users):
                             reply = await user.reply(conversation)
-                            reply = user.tools.noted(reply) if user.tools else reply
-                            conversation = self._apply_reply(conversation, reply, sampling)
+                            conversation = self._apply_reply(conversation, with_calls(reply, user), sampling)
                     if not conversation.ending:
                         conversation = await self._turn(conversation, place, sampling, tools)
                     conversation = self.refuse_malformed(conversation) if strict else conversation

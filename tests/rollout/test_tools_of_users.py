@@ -291,7 +291,7 @@ def test_functions_that_are_not_there_are_refused(tools: list[str], names: list[
 
 
 def test_the_telephone_of_the_how_to_works(tmp_path: Path) -> None:
-    """The page's code: the assistant switches roaming on, the user restarts the telephone, and only both together help."""
+    """The page's code: the assistant switches roaming on, the user restarts it, and only both together help."""
     page = (Path(__file__).parents[2] / "docs" / "howto" / "tool.md").read_text()
     match = re.search(r"Save this as `telephone.py`:\n\n```python\n(.*?)```", page, re.DOTALL)
     assert match is not None
@@ -313,4 +313,3 @@ def test_the_telephone_of_the_how_to_works(tmp_path: Path) -> None:
         ("restart", "the telephone is on again"),
         ("status", "online"),
     ]
-

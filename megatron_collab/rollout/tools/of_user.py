@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from megatron_collab.rollout.tools import ToolFailure, ToolResult
 from megatron_collab.types import Message, ToolCall
-
-if TYPE_CHECKING:
-    from megatron_collab.rollout.users import UserReply
 
 NOTE = "calls"  # the private note of a message that has the calls before it, as JSON
 _LONGEST_RESULT = 2000  # characters of one call's result that the user sees
@@ -52,14 +49,11 @@ class UserTools:
             raise ToolFailure(f"the user's calls before one message have more than {_LONGEST_NOTE} characters")
         return content
 
-    def noted(self, reply: UserReply) -> UserReply:
-        """The user's reply with the calls before it as a private note, and their rewards."""
-        if not self.calls:
-            return reply
-        private = {**reply.message.private, NOTE: self._note()}
-        noted = replace(reply, message=replace(reply.message, private=private), reward=reply.reward + self.reward)
+    def take_calls(self) -> tuple[dict[str, str], float]:
+        """The calls since the last message, as its private note, and their rewards."""
+        note, reward = {NOTE: self._note()} if self.calls else {}, self.reward
         self.calls, self.reward = [], 0.0
-        return noted
+        return note, reward
 
     def _note(self) -> str:
         return json.dumps([asdict(call) for call in self.calls], ensure_ascii=False)

@@ -161,6 +161,15 @@ class User(Extension):
         return UserReply(Message("user", text, private=private), self.users.settings.stop in text, reward, credits)
 
 
+def with_calls(reply: UserReply, user: User) -> UserReply:
+    """The reply with the calls of tools before it: a private note, and their rewards."""
+    if user.tools is None:
+        return reply
+    note, reward = user.tools.take_calls()
+    message = replace(reply.message, private={**reply.message.private, **note})
+    return replace(reply, message=message, reward=reply.reward + reward)
+
+
 class Users:
     """Creates the users of a process. `counters` counts replies, and replies that the guardrails rejected.
 

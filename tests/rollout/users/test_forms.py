@@ -1,4 +1,4 @@
-"""A language model that plays the user in a chat: with the roles exchanged, or as a model that was trained as a user."""
+"""A language model that plays the user in a chat: with the roles exchanged, or as a model that was trained to."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from megatron_collab.llm.recording import Recording, Shard
 from megatron_collab.llm.tape import Tape
 from megatron_collab.rollout.users import UserError, Users
 from megatron_collab.rollout.users.forms import GREETING, NOTHING, chat_request, read_arguments, split_thought
-from megatron_collab.types import Conversation, Message, Task
-from tests.conftest import Served
+from megatron_collab.types import Message
 from tests.llm.endpoint import Endpoint, Reply
-from tests.rollout.users.helpers import STOP, check_user, dialogue, make_users, task
+from tests.rollout.users.helpers import STOP, check_user, dialogue, task
 
 END = "<|endconversation|>"  # UserLM's
 
@@ -213,32 +212,3 @@ def test_wrong_settings_are_refused_in_one_line() -> None:
         assert fault(form=CHAT, tools=["reboot"], model=model) == f"{message}remove tools"
     message = "user feedback: feedback calls no tools; remove user.tools, or choose another user"
     assert fault("feedback", tools=["reboot"]) == message
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("form", [CHAT, USER_MODEL])
-def test_a_model_on_a_real_server_plays_the_user(form: str, servers: dict[str, Served]) -> None:
-    """A random model writes anything; every message is its whole reply, or one that is refused, by its counter."""
-    server = servers["tied"].server
-    engine = [(server.url, server.api_key)]
-    users = make_users(engine, model="policy", form=form, max_tokens=400, temperature=2.0, attempts=2)
-
-    async def converse(i: int) -> Message | UserError:
-        user = users.make(Task(f"t{i}", (), "buy milk", "", "llm"), f"s/{i}")
-        try:
-            opened = await user.open()
-            assert isinstance(opened, Message)
-            conversation = Conversation((opened, Message("assistant", "how much?")), ())
-            return (await user.reply(conversation)).message
-        except UserError as error:
-            return error
-
-    async def together() -> list[Message | UserError]:
-        return await asyncio.gather(*map(converse, range(6)))
-
-    results = asyncio.run(together())
-    spoken = [message for message in results if isinstance(message, Message)]
-    assert all(message.content for message in spoken)
-    refused = [str(error) for error in results if isinstance(error, UserError)]
-    assert all(re.match(r"user policy: user_(cut|empty|role_flip): ", error) for error in refused), refused
-    assert users.counters["user_replies"] > 0 and "user_failed" not in users.counters
