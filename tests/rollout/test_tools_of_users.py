@@ -89,8 +89,8 @@ def player_of(options: Config, users: Users | None = None, reply: Any = None) ->
 
 def pushes(prompt: str) -> str:
     """The policy pushes the number of the user's message, and says what it reads."""
-    said, _, result = prompt.rpartition("<tool>")
-    if said and "<user>" not in result:
+    before, _, result = prompt.rpartition("<tool>")
+    if before and "<user>" not in result:
         return result.removesuffix("<assistant>")
     return f'call push {{"what": "{prompt.count("<user>")}"}}'
 
@@ -119,9 +119,9 @@ def test_user_and_assistant_see_the_same_world(world: Path) -> None:
             "t push 1 press a push 2 push 3",
             "t push 1 press a push 2 push 3 press b push 4",
         ]
-        said = [message for message in future.conversation.messages if message.role == "user"]
-        assert said[1] == Message("user", "1: t push 1 press a")
-        assert calls_before(said[1]) == [
+        by_user = [message for message in future.conversation.messages if message.role == "user"]
+        assert by_user[1] == Message("user", "1: t push 1 press a")
+        assert calls_before(by_user[1]) == [
             UserCall("press", {"what": "a"}, "t push 1 press a"),
             UserCall("look", {}, "t push 1 press a"),
         ]
@@ -270,7 +270,8 @@ def test_a_model_calls_its_tools_and_sees_its_calls_again_in_later_turns(
 
 def test_a_user_that_only_calls_tools_ends_its_conversation(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "dummy")
-    conversation, requests, _ = play_model(world, called(("press", '{"what": "a"}')), max_tool_calls=2)
+    conversation, requests, player = play_model(world, called(("press", '{"what": "a"}')), max_tool_calls=2)
+    assert player.tools.counters["user_tool_calls"] == 2 and player.users.counters == {"user_endless_calls": 1}
     assert conversation.ending is Ending.ERROR and len(requests) == 3
     assert conversation.error == "user openai/m: wrote nothing after 2 rounds of calls (rollout.max_tool_calls)"
 

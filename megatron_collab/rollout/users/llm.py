@@ -14,6 +14,7 @@ import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -40,6 +41,7 @@ FIELDS = (
 OPEN = "There is no message yet. You begin the conversation: write your first message."
 
 CUT = "user_cut"  # counter of messages that were cut by user.max_tokens
+ENDLESS = "user_endless_calls"  # counter of users who only call tools
 
 VARIABLES = ("goal", "task_desc", "persona", "stop", "metadata")  # of user.prompt
 
@@ -158,7 +160,7 @@ class LlmUser(User):
         config, tools = self.users.settings, self.tools
         schemas = tools.schemas if tools else ()
         sample = f"{self.sample}/{attempt}" if attempt else self.sample  # served models draw by it
-        for _ in range(tools.most + 1 if tools else 1):
+        for calling in count():
             request = chat_request(config.form, system, messages, tools.calls if tools else ())
 
             async def ask(endpoint: EndpointConfig, request: list[dict[str, Any]] = request) -> Reply:
@@ -169,10 +171,13 @@ class LlmUser(User):
             if not (tools and reply.calls):
                 message, thought = split_thought(reply.text)
                 return _Draft(message, {"thought": reply.thoughts or thought}, reply.finish == "length")
+            if calling == tools.most:
+                self.users.counters[ENDLESS] += 1
+                reason = f"wrote nothing after {tools.most} rounds of calls (rollout.max_tool_calls)"
+                raise UserError(f"user {self.model}: {reason}")
             for name, arguments in reply.calls:
                 await tools.call(name, read_arguments(arguments))
-        assert tools
-        raise UserError(f"user {self.model}: wrote nothing after {tools.most} rounds of calls (rollout.max_tool_calls)")
+        raise AssertionError("the loop has no end")
 
     async def _first(self, ask: Callable[[EndpointConfig], Awaitable[_Answer]], sample: str) -> _Answer:
         """The answer of the first endpoint that gives one. Raises UserError."""

@@ -80,8 +80,8 @@ def test_a_chat_model_plays_the_user_with_the_roles_exchanged() -> None:
     """What the user says are its own messages. It answers with text, not with an object, and never sees the answer."""
     reply, (request,), counted = play(wrote(" milk, please\n"), call=answer, form=CHAT)
     assert reply.message == Message("user", "milk, please") and not reply.done and counted == {"user_replies": 1}
-    system, *others = shown(request)
-    assert others == rows(f"user: {GREETING}", "assistant: hi", "user: hello")
+    system, *chat = shown(request)
+    assert chat == rows(f"user: {GREETING}", "assistant: hi", "user: hello")
     assert system[0] == "system" and '{"goal": "buy milk"}' in system[1] and STOP in system[1]
     assert "Who you are: a nurse" in system[1] and "JSON" not in system[1] and "42" not in json.dumps(request)
     assert "response_format" not in request and "skip_special_tokens" not in request
