@@ -42,7 +42,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_collab import patches
 from megatron_collab.commands import GPU_GIB, SAMPLE_TOKENS, ArgumentParser, positive
-from megatron_collab.config import Config, ConfigError, EndpointConfig, compose, make_absolute
+from megatron_collab.config import Config, ConfigError, EndpointConfig, UserConfig, compose, make_absolute
+from megatron_collab.config.schema import JSON
 from megatron_collab.runtime import device, gpu_environment, gpu_set, toolkit
 from megatron_collab.runtime.console import show
 from megatron_collab.types import Message, Task
@@ -55,6 +56,10 @@ if TYPE_CHECKING:
     from megatron_collab.rollout.users import UserDirectory
 
 _SHOWN, _WIDTH = 5, 200  # rows, and characters of each of their texts
+_TOOL = {  # for a user with tools, whose endpoint has to take them
+    "type": "function",
+    "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -302,15 +307,21 @@ async def _call(
     from megatron_collab.llm.answer import Field, LlmError
     from megatron_collab.llm.client import LlmClient
     from megatron_collab.llm.endpoint import served_by_run
+    from megatron_collab.rollout.users.forms import chat_request
 
     if served_by_run(endpoint.model):
         return ("-", "-", "the run's own servers"), None
     client, began, fault = LlmClient(prices=prices), time.monotonic(), None
     question = [{"role": "user", "content": 'Answer with this JSON object and nothing else: {"answer": "yes"}'}]
+    form = endpoint.form if isinstance(endpoint, UserConfig) else JSON
+    tools = [_TOOL] if isinstance(endpoint, UserConfig) and endpoint.tools else []
     try:
         # As if there were a fallback: the client does not wait for a server that is down.
         once = replace(endpoint, attempts=1, deadline=endpoint.timeout)
-        await client.ask(once, question, [Field("answer", str)], has_fallback=True)
+        if form == JSON:
+            await client.ask(once, question, [Field("answer", str)], has_fallback=True)
+        else:
+            await client.reply(once, chat_request(form, "You want an egg.", ()), tools=tools, has_fallback=True)
     except LlmError as error:
         fault = str(error)
     price = "unknown" if client.totals["unpriced"] else f"{client.totals['usd']:.6f}"

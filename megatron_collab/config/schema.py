@@ -37,6 +37,7 @@ TRANSPORTS = {  # of weights to the servers; their interface is in weight_sync/t
     "network": "megatron_collab.weight_sync.transports.p2p:NetworkTransport",
     "disk": "megatron_collab.weight_sync.transports.disk:DiskTransport",
 }
+JSON, CHAT, USER_MODEL = "json", "chat", "user_model"  # forms of the language models that play users
 PLAYERS = {  # of groups; their interface is in rollout/player.py
     "futures": "megatron_collab.rollout.conversation:FuturesPlayer",
 }
@@ -444,6 +445,13 @@ class UserConfig(EndpointConfig):
     name: str | None = option(None, "user of every task, instead of the task's own: KIND or package.module:Class")
     model: str | None = option(None, "LiteLLM model of the users named llm; policy: the model that is trained")
     temperature: float | None = option(1.0, "sampling temperature of the user; null: not sent", ge=0, le=10)
+    form: str = option(
+        JSON,
+        "how llm users are called; json: they answer with an object; chat: a chat model, with the roles exchanged; "
+        "user_model: a model that was trained to write the user's turns",
+        choices=(JSON, CHAT, USER_MODEL),
+    )
+    tools: list[str] = option([], "functions for users, of classes in rollout.tools, that the user may call")
     max_tokens: int | None = option(512, "token budget of a user message; null: as reward.judge.max_tokens", ge=1)
     attempts: int = mutable(3, "tries before the future ends with an error", ge=1, le=1000)
     stop: str = option("[[TERMINATE CHAT]]", "text in the user's message that ends the conversation")

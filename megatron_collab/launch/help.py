@@ -34,7 +34,7 @@ def help_text(description: str | None, program: type[CallConfig]) -> str:
     source, entries = "data.train='[{source: PATH, weight: 2}]'", "data.eval='[{source: FILE, name: NAME}]'"
     metric_title = "Metrics, weighted by reward.weights.NAME; their settings are reward.metrics.NAME.SETTING:"
     user_title = "Users of the tasks, by a task's column user or by user.name; their settings are user.options.SETTING:"
-    tools = (_line(name, toolbox.find_tool(name).SCHEMA["description"]) for name in sorted(toolbox.TOOLS))
+    tools = (_line(name, toolbox.find_tool(name)(None).schemas[0]["description"]) for name in sorted(toolbox.TOOLS))
     sections = [  # by an option
         ("data.train", f"Settings of a source, e.g. {source}:", _options(TrainingSource)),
         ("data.eval", f"Entries of data.eval if it is a list, e.g. {entries}:", _options(EvaluationSet)),

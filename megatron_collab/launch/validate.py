@@ -150,6 +150,8 @@ def check_played(config: PlayConfig, spec: RunSpec) -> None:
     _check_turns(config, spec.data.eval_sets)
     for tools in spec.play.tools.toolsets if config.rollout.futures else ():
         tools.check_copies()
+    for group, user in spec.play.users.settings.items():
+        spec.play.tools.check_user_tools(user.tools, group)
     servers.check_served(config, spec.play.reward, spec.serving)
     endpoints.check_settings(config, spec.play.users.settings)
     _check_llm_endpoints(config, spec)

@@ -46,7 +46,7 @@ from megatron_collab.runtime.text import one_line
 
 logger = logging.getLogger(__name__)
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 _Read = TypeVar("_Read")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds
@@ -130,24 +130,37 @@ class LlmClient:
             stored = await self._tape.answer(question, live, shared=sample is not None)
         return Answer(checked(stored, fields), str(stored.get(_TEXT, "")), str(stored.get(_VERSION, "")))
 
-    async def reply(self, endpoint: EndpointConfig, messages: Messages) -> Reply:
-        """The model's reply as text; its tokens are estimated if the endpoint reports none. Raises as `ask`."""
+    async def reply(
+        self,
+        endpoint: EndpointConfig,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        has_fallback: bool = False,
+    ) -> Reply:
+        """The model's reply as text, or its calls of `tools`, which are in OpenAI's format; it may be empty.
+
+        Its tokens are estimated if the endpoint reports none. `has_fallback`, and what it raises: as `answer`.
+        """
+        options = {"tools": [*tools]} if tools else {}
 
         async def read(reply: Reply) -> Reply:
-            if not reply.text and reply.shortfall and reply.finish != "length":
+            called = bool(tools and reply.calls)
+            if not reply.text and reply.shortfall and reply.finish != "length" and not called:
                 raise MalformedAnswer("there is no text")
             tokens = reply.tokens or litellm.token_counter(text=reply.text)
-            return Reply(reply.text, tokens, reply.finish)
+            calls = reply.calls if called else []
+            return Reply(reply.text, tokens, reply.finish, calls=calls, thoughts=reply.thoughts)
 
         async def live(usage: Usage) -> Reply:
             async def send(correction: Messages, allowance: _Allowance) -> Reply:
-                return await self._call(endpoint, messages, allowance)
+                return await self._call(endpoint, messages, allowance, **options)
 
-            return await self._ask_until_read(endpoint, send, read, usage)
+            return await self._ask_until_read(endpoint, send, read, usage, has_fallback)
 
         if self._tape is None or _on_policy(endpoint):
             return await live(Usage())
-        question = {**question_of(endpoint), "messages": messages, "schema": None, "sample": None}
+        question = {**question_of(endpoint), "messages": messages, "schema": None, "sample": None, **options}
         return Reply(*await self._tape.answer(question, live))
 
     async def _cached(
@@ -311,8 +324,8 @@ class LlmClient:
 
     def _upper_bound(self, endpoint: EndpointConfig, messages: Messages, options: Mapping[str, Any]) -> FinishedCall:
         """Upper bound of tokens and price, for a call whose usage is not reported."""
-        schema = json.dumps(options.get("response_format"))
-        prompt, answer = tokens_at_most(schema, *(message["content"] for message in messages)), token_budget(endpoint)
+        formats = json.dumps([options.get(name) for name in ("response_format", "tools")])
+        prompt, answer = tokens_at_most(formats, *(message["content"] for message in messages)), token_budget(endpoint)
         return FinishedCall(0, prompt + answer, self._prices.at_most(str(endpoint.model), prompt, answer))
 
     def _reported(self, endpoint: EndpointConfig, messages: Messages, answer: Any, reply: Reply) -> FinishedCall:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megatron_collab.config import EndpointConfig
@@ -16,7 +17,8 @@ _LONGEST_VERSION = 200  # characters
 class Reply(NamedTuple):
     """A model's reply, its tokens (0: not reported), its finish reason, and why the provider gave not all text.
 
-    `version`: the model that answered, as its provider names it; empty if it does not.
+    `version`: the model that answered, as its provider names it; empty if it does not. `calls`: name and arguments, as
+    JSON, of each tool that it calls. `thoughts`: what it thought, if its provider tells that from the text.
     """
 
     text: str
@@ -24,6 +26,8 @@ class Reply(NamedTuple):
     finish: str | None
     shortfall: str = ""
     version: str = ""
+    calls: Sequence[tuple[str, str]] = ()
+    thoughts: str = ""
 
 
 def read_reply(endpoint: EndpointConfig, answer: Any) -> Reply:
@@ -36,7 +40,11 @@ def read_reply(endpoint: EndpointConfig, answer: Any) -> Reply:
     text, shortfall = choice.message.content or "", ""
     if refusal := (getattr(choice.message, "provider_specific_fields", None) or {}).get("refusal"):
         text, shortfall = text or str(refusal), f"the model refused ({one_line(redact(str(refusal)))}); {_ELSE}"
-    return Reply(text, tokens, choice.finish_reason, shortfall or _shortfall(endpoint, choice), version)
+    functions = [call.function for call in choice.message.tool_calls or ()]
+    calls = [(str(function.name), function.arguments or "{}") for function in functions]
+    thoughts = getattr(choice.message, "reasoning_content", None) or ""
+    shortfall = shortfall or _shortfall(endpoint, choice)
+    return Reply(text, tokens, choice.finish_reason, shortfall, version, calls, thoughts)
 
 
 def _version(answer: Any) -> str:

@@ -12,6 +12,7 @@ from megatron_collab.reproduce.results import (
     Efforts,
     Results,
     online_pairs,
+    passes_of,
     predictions_of,
     reference_of,
 )
@@ -42,6 +43,7 @@ def _lines(study: Study, options: StudyOptions, results: Results, efforts: Effor
         yield "bootstrap of other means; differences are paired by problem."
     for name in options.tasks:
         yield from _table(study, options, name, results, efforts)
+        yield from _passes(study, options, name, results)
         yield from _gains(study, options, name, results)
         yield from _comparison(study, options, name, results, efforts)
     if study.equal:
@@ -82,6 +84,23 @@ def _table(study: Study, options: StudyOptions, name: str, results: Results, eff
             if published:
                 cells.append(f"{printed[number]:g}" if number < len(printed) else "")
         cells += [_whole(getattr(efforts[name, arm], field)) for field in EFFORTS]
+        yield f"| {study.arms[arm].title} | {' | '.join(cells)} |"
+
+
+def _passes(study: Study, options: StudyOptions, name: str, results: Results) -> Iterator[str]:
+    """pass@k and pass^k of the columns that are shares, if problems were played with several seeds."""
+    rows = dict[str, dict[str, Estimate]]()
+    for arm in options.arms:
+        columns = zip(study.tasks[name].columns, results.get((name, arm)) or (), strict=False)
+        by_column = {column.name: passes_of(result) for column, result in columns if result}
+        rows[arm] = {f"{column} {label}": e for column, passes in by_column.items() for label, e in passes.items()}
+    heads = [*dict.fromkeys(head for passes in rows.values() for head in passes)]
+    if not heads:
+        return
+    title = "The probability that one of k conversations about a problem succeeds (pass@k), and that all do (pass^k):"
+    yield from ("", title, "", f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|")
+    for arm, passes in rows.items():
+        cells = [passes[head].text("{:.2f}".format) if head in passes else "-" for head in heads]
         yield f"| {study.arms[arm].title} | {' | '.join(cells)} |"
 
 

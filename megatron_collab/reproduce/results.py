@@ -134,7 +134,7 @@ def json_rows(study: Study, options: StudyOptions, results: Results, efforts: Ef
             if result:
                 row |= {"scale": "own" if result.lacks else "published", **_plain(result.estimate)}
                 row |= {"seeds": result.seeds, "problems": result.problems, "missing": result.missing}
-                row |= _passes(result)
+                row |= {label: _plain(estimate) for label, estimate in passes_of(result).items()}
                 if reference and (other := _result(results, task, reference, number)):
                     row["gain"] = {"over": reference, **_plain(result.gain(other))}
                 row["differences"] = [
@@ -149,12 +149,11 @@ def _result(results: Results, task: str, arm: str, column: int) -> ArmResult | N
     return (results.get((task, arm)) or [None] * (column + 1))[column]
 
 
-def _passes(result: ArmResult) -> dict[str, dict[str, float | None]]:
+def passes_of(result: ArmResult) -> dict[str, Estimate]:
     """pass@k and pass^k over all trainings; without an interval if there are several, which differ."""
     passes = with_passes("", [scores for tasks in result.scores.values() for scores in tasks.values()])
     several = len(result.scores) > 1
-    chances = {label[1:]: Estimate(passed.value) if several else passed for label, passed in passes.items() if label}
-    return {label: _plain(passed) for label, passed in chances.items()}
+    return {label[1:]: Estimate(passed.value) if several else passed for label, passed in passes.items() if label}
 
 
 def _plain(estimate: Estimate) -> dict[str, float | None]:

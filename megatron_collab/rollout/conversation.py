@@ -21,6 +21,7 @@ from megatron_collab.reward.multiturn import malformed_last
 from megatron_collab.rollout import thinking
 from megatron_collab.rollout.player import Player, PlaySpec
 from megatron_collab.rollout.tools import ToolFailure
+from megatron_collab.rollout.tools.of_user import UserTools
 from megatron_collab.rollout.tools.toolbox import ConversationTools
 from megatron_collab.rollout.users import (
     FINISH_SECONDS,
@@ -29,6 +30,7 @@ from megatron_collab.rollout.users import (
     UserReply,
     Users,
     reporting_errors,
+    with_calls,
     with_excerpts,
 )
 from megatron_collab.types import (
@@ -206,13 +208,15 @@ class FuturesPlayer(Player):
             async with asyncio.timeout_at(deadline):
                 with reporting_errors(task, self.users):
                     user = self.users.make(task, place.name)
+                    user.tools = self._tools_of_user(task, tools)
                     await user.start(conversation)
                 for _ in range(self._user_turns if user_turns is None else user_turns):
                     if self.rollout.max_messages and conversation.message_count + 2 > self.rollout.max_messages:
                         break
                     if not conversation.ending:
                         with reporting_errors(task, self.users):
-                            conversation = self._apply_reply(conversation, await user.reply(conversation), sampling)
+                            reply = await user.reply(conversation)
+                            conversation = self._apply_reply(conversation, with_calls(reply, user), sampling)
                     if not conversation.ending:
                         conversation = await self._turn(conversation, place, sampling, tools)
                     conversation = self.refuse_malformed(conversation) if strict else conversation
@@ -226,6 +230,13 @@ class FuturesPlayer(Player):
         if not conversation.ending and user_turns is not None:
             return conversation
         return self._ended(task, conversation)
+
+    def _tools_of_user(self, task: Task, tools: ConversationTools | None) -> UserTools | None:
+        """The functions in user.tools for the user of a conversation with these tools; None if there are none."""
+        if not (tools and self.tools.user_functions):
+            return None
+        names = self.spec.users.find(self.spec.users.name_of(task)).settings.tools
+        return tools.for_user(names, self.rollout.max_tool_calls) if names else None
 
     def _ended(self, task: Task, conversation: Conversation) -> Conversation:
         """The conversation with an ending, which is counted."""

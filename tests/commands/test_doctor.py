@@ -249,6 +249,19 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
     loop.close()
 
 
+PHONE = """
+from megatron_collab.rollout.tools.shared import SharedTools
+
+
+class Phone(SharedTools):
+    USER_FUNCTIONS = ("restart",)
+
+    def restart(self) -> str:
+        \"\"\"Restarts.\"\"\"
+        return "on"
+"""
+
+
 @pytest.mark.processes
 def test_each_model_that_a_run_asks_is_called_once(
     judge: Endpoint, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -269,6 +282,28 @@ def test_each_model_that_a_run_asks_is_called_once(
     assert len(judge.requests) == 2
     assert run("doctor", ["--llm", *settings, "reward.metrics.accuracy.model=policy"]) == 2
     assert "reward.metrics.accuracy.model=policy: the policy cannot be a judge" in capsys.readouterr().err
+
+
+def test_a_user_in_a_chat_is_called_as_a_run_calls_it(
+    judge: Endpoint, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """With text as the answer, and with tools if it has some, which its server must take."""
+    (tmp_path / "phone.py").write_text(PHONE)
+    settings = [
+        "experiment=gsm8k",
+        f"data.train={tmp_path}/none.jsonl",
+        "user.name=llm",
+        "user.model=openai/gpt-4o-mini",
+    ]
+    settings += [f"user.api_base=http://127.0.0.1:{judge.port}/v1", "user.form=chat"]
+    settings += [f"rollout.tools=[{tmp_path}/phone.py:Phone]"]
+    assert run("doctor", ["--llm", *settings, "user.tools=[restrat]"]) == 2
+    assert "no function restrat for users; there are restart; the nearest is restart" in capsys.readouterr().err
+    assert run("doctor", ["--llm", *settings, "user.tools=[restart]"]) == 0
+    assert "user.model  openai/gpt-4o-mini" in capsys.readouterr().out
+    (request,) = judge.requests
+    assert [message["role"] for message in request["messages"]] == ["system", "user"] and len(request["tools"]) == 1
+    assert "response_format" not in request
 
 
 def test_a_server_that_is_not_there_is_not_waited_for(judge: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:

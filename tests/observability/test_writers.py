@@ -61,7 +61,7 @@ ROW = {
     "ending": "user_done",
     "reward": 0.5,
 }
-METRICS = {"reward": 0.5, "eval/a b/right": 1.0, "score/p@k": 2.0}
+METRICS = {"reward": 0.5, "eval/a b/right": 1.0, "score/p@k": 2.0, "score/p^k": 3.0}
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,8 @@ def test_mlflow_has_one_run_over_all_starts(tmp_path: Path, monkeypatch: pytest.
     write(config(tmp_path / "run", "mlflow", uri=str(tmp_path / "store"), experiment="e"), 0, 1)
     client = mlflow.MlflowClient(str(tmp_path / "store"))
     (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
-    assert run.info.status == "FINISHED" and run.data.metrics["score/p_k"] == 2.0
+    assert run.info.status == "FINISHED" and run.data.metrics["score/p_at_k"] == 2.0
+    assert run.data.metrics["score/p_hat_k"] == 3.0
     assert [metric.step for metric in client.get_metric_history(run.info.run_id, "reward")] == [0, 1]
     assert run.data.params["train.steps"] and run.info.run_name == "run"
     (text,) = (tmp_path / "store").rglob("conversations_1.txt")

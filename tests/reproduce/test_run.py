@@ -108,6 +108,8 @@ def test_a_study_goes_on_where_a_program_failed(
     # Problem n is right in one of the two seeds: each has a mean of 0.5, of at most 8 independent conversations. All
     # conversations have the same ITR, which says nothing about its spread.
     assert "| SFT | 50.0 [21.5, 78.5] | 13.5 | 60.0 | 58 |  |  |" in table
+    (heads,) = (line for line in table.splitlines() if "pass^2" in line and line.startswith("| |"))
+    assert heads == "| | ACC pass@2 | ACC pass^2 |" and "| SFT | 1.00 [0.51, 1.00] | 0.00 [0.00, 0.49] |" in table
     row = json.loads((out / "results.json").read_text())[0]
     assert row["seeds"] == [50.0, 50.0] and row["scale"] == "published" and row["low"] == pytest.approx(21.5, abs=0.1)
     assert row["pass@2"]["value"] == 1 and row["pass^2"] == {

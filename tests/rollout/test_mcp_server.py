@@ -164,7 +164,7 @@ def test_each_conversation_has_its_own_process_which_ends_with_it(notebook: Path
     before = children()
     toolbox = box(**by_stdio(notebook))
     assert [schema["function"]["name"] for schema in toolbox.schemas] == ["note", "environment", "nothing"]
-    assert toolbox.parameters["note"]["required"] == ["word"]
+    assert toolbox.functions["note"].schema["parameters"]["required"] == ["word"]
     assert say(toolbox, 'note {"word": "a"}', 'note {"word": "b"}') == ["a", "a b"]
     answers = say(
         toolbox, 'note {"word": "c"}', 'note {"word": "bad"}', 'note {"word": 3}', "environment {}", "nothing {}"

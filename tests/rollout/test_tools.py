@@ -225,8 +225,9 @@ def test_functions_are_tools_by_their_docstring_or_their_schema(mine: Path) -> N
     assert message == Message("tool", '{"city": "Bonn", "days": 1}')
     assert [schema["function"]["name"] for schema in box.schemas] == ["forecast", "area_of", "calculator"]
     assert box.schemas[0]["type"] == "function"
-    assert box.parameters["forecast"]["required"] == ["city"]
-    assert box.parameters["forecast"]["properties"]["days"] == {"type": "integer", "description": "how many days"}
+    assert box.functions["forecast"].schema["parameters"]["required"] == ["city"]
+    days = box.functions["forecast"].schema["parameters"]["properties"]["days"]
+    assert days == {"type": "integer", "description": "how many days"}
     assert answer('call area_of {"a": 1.5, "b": 2}', area)[0] == [Message("tool", "3.0")]
     for call, why in {
         '{"a": -1, "b": 1}': "-1 is less than the minimum",
@@ -244,7 +245,7 @@ def test_functions_are_tools_by_their_docstring_or_their_schema(mine: Path) -> N
     ("names", "why"),
     [
         (["{mine}:bare"], r"mine.py:bare: Cannot generate JSON schema for bare .*; give it type hints and a docstring"),
-        (["{mine}:LOG"], "must be a subclass of megatron_collab.rollout.tools.Tool or a function"),
+        (["{mine}:LOG"], "must be a subclass of megatron_collab.rollout.tools.Toolset or a function"),
         (["{mine}:area", "{mine}:area"], "two tools have the same name"),
         (["{mine}:aria"], "has no aria; the nearest is area"),
         (["{mine}:loose"], "tool loose: parameters are not a JSON schema .*strng.*; correct them, or leave the tool"),

@@ -61,5 +61,5 @@ class MlflowWriter(Writer):
 
 
 def _name(name: str) -> str:
-    """A name of the characters that MLflow takes."""
-    return re.sub(r"[^\w./: -]", "_", name)
+    """A name of the characters that MLflow takes; pass@k and pass^k stay two names."""
+    return re.sub(r"[^\w./: -]", "_", name.replace("@", "_at_").replace("^", "_hat_"))

@@ -1,4 +1,4 @@
-"""Base classes and errors of the tools that the policy may call before it replies to the user.
+"""Base classes and errors of the tools that the policy, or the user, may call before it writes.
 
 Answers of tools are part of the token stream but are not trained.
 """
@@ -64,6 +64,11 @@ class Toolset(Extension):
     def schemas(self) -> Sequence[Schema]:
         """The schemas of the functions, shown to the policy."""
         raise NotImplementedError
+
+    @property
+    def user_schemas(self) -> Sequence[Schema]:
+        """The schemas of the functions for users, of which user.tools names those that a user may call."""
+        return ()
 
     def new(self) -> Toolset:
         """A new instance for another conversation."""

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jsonschema
 
@@ -23,6 +23,7 @@ from megatron_collab.inference.client import UnreadableCall
 from megatron_collab.rollout.tools import Schema, Tool, ToolFailure, ToolLost, ToolResult, Toolset, run
 from megatron_collab.rollout.tools.function import tool_of
 from megatron_collab.rollout.tools.mcp_server import McpTools, server
+from megatron_collab.rollout.tools.of_user import UserTools
 from megatron_collab.rollout.tools.verl import verl_tools
 from megatron_collab.runtime.process import ends_caller
 from megatron_collab.types import Message, Task, ToolCall
@@ -36,11 +37,12 @@ LONGEST_RESULT = 1 << 17  # characters of one call's result that the policy sees
 TOOLS = {"calculator": "megatron_collab.rollout.tools.calculator:Calculator"}
 
 
-def find_tool(name: str) -> type[Tool]:
-    """One of TOOLS, or a Tool or a function given as package.module:NAME. Raises ConfigError."""
-    target = lookup(name, "rollout.tools", TOOLS, Tool, functions=True)
-    tool: type[Tool] = target if isinstance(target, type) else tool_of(target, f"rollout.tools={name}")
-    require(hasattr(tool, "SCHEMA"), f"rollout.tools={name}: has no SCHEMA; add one, its description for the policy")
+def find_tool(name: str) -> type[Toolset]:
+    """One of TOOLS, or a Toolset or a function given as package.module:NAME. Raises ConfigError."""
+    target = lookup(name, "rollout.tools", TOOLS, Toolset, functions=True)
+    tool: type[Toolset] = target if isinstance(target, type) else tool_of(target, f"rollout.tools={name}")
+    has_schema = not issubclass(tool, Tool) or hasattr(tool, "SCHEMA")
+    require(has_schema, f"rollout.tools={name}: has no SCHEMA; add one, its description for the policy")
     return tool
 
 
@@ -55,10 +57,10 @@ class ToolSpec(Resolved):
     @cached_property
     def toolsets(self) -> list[Toolset]:
         """Conversations get instances made from these. Nothing is started, and MCP servers are not contacted yet."""
-        classes: list[type[Tool]] = []
+        classes: list[type[Toolset]] = []
         for name in self.names:
             classes += verl_tools(name) if name.endswith((".yaml", ".yml")) else [find_tool(name)]
-        kinds = {kind.SCHEMA["name"]: kind for kind in classes}
+        kinds = {kind.SCHEMA["name"] if issubclass(kind, Tool) else kind.__name__: kind for kind in classes}
         require(len(kinds) == len(classes), f"rollout.tools={self.names}: two tools have the same name")
         for name in self.options:
             require(name in kinds, f"rollout.tool_options.{name}: not in rollout.tools{nearest(name, kinds)}")
@@ -82,6 +84,30 @@ class ToolSpec(Resolved):
         require(not duplicates, f"tool {duplicates and duplicates[0]}: {reason}; {out}")
         return [{"type": "function", "function": schema} for schema in tool_schemas]
 
+    @cached_property
+    def user_functions(self) -> dict[str, Function]:
+        """The functions for users, by name. Raises ConfigError if two have the same name, or one no valid schema."""
+        functions = [Function(tools, schema) for tools in self.toolsets for schema in tools.user_schemas]
+        by_name = {function.schema["name"]: function for function in functions}
+        require(len(by_name) == len(functions), f"rollout.tools={self.names}: two functions for users have one name")
+        for function in functions:
+            _check_schema(function.schema)
+        return by_name
+
+    def check_user_tools(self, names: Sequence[str], group: str) -> None:
+        """Raises ConfigError if users, whose options are in `group`, are to call a function that does not exist."""
+        for name in names:
+            known = f"there are {', '.join(self.user_functions)}{nearest(name, self.user_functions)}"
+            out = known if self.user_functions else "name a class with functions for users in rollout.tools"
+            require(name in self.user_functions, f"{group}.tools: no function {name} for users; {out}")
+
+
+class Function(NamedTuple):
+    """A function that is called, and the tools that it belongs to."""
+
+    tools: Toolset
+    schema: Schema
+
 
 def _check_schema(schema: Schema) -> None:
     """Raises ConfigError unless the schema of a function has a JSON schema of its parameters."""
@@ -99,8 +125,10 @@ class Toolbox:
         """`timeout`: rollout.tool_timeout. Raises ConfigError if an MCP server does not answer."""
         self.parser, self.timeout = parser, timeout
         self.toolsets, self.schemas = tools.toolsets, tools.schemas()
-        self.owners = {schema["name"]: tools for tools in self.toolsets for schema in tools.schemas}
-        self.parameters = {schema["function"]["name"]: schema["function"]["parameters"] for schema in self.schemas}
+        self.functions = {
+            schema["name"]: Function(tools, schema) for tools in self.toolsets for schema in tools.schemas
+        }
+        self.user_functions = tools.user_functions
         self.counters: Counter[str] = Counter()
 
     def open(self, task: Task, origin: ConversationTools | None = None) -> ConversationTools:
@@ -119,6 +147,12 @@ class ConversationTools(AbstractAsyncContextManager["ConversationTools"]):
     def fork(self) -> ConversationTools:
         """The tools of a future, which continue from this state; they are copied when first called."""
         return self.box.open(self.task, self)
+
+    def for_user(self, names: Sequence[str], most: int) -> UserTools:
+        """The functions of these `names` for the user of the conversation; `most`: rounds of calls in a message."""
+        functions = {name: self.box.user_functions[name] for name in names}
+        schemas = [{"type": "function", "function": function.schema} for function in functions.values()]
+        return UserTools(schemas, partial(self._call, functions=functions, prefix="user_"), most)
 
     async def __aexit__(self, *_: object) -> None:
         for tools in self._open:
@@ -142,32 +176,33 @@ class ConversationTools(AbstractAsyncContextManager["ConversationTools"]):
         except UnreadableCall:
             self.box.counters.update(["tool_calls", "tool_errors"])
             return [Message("tool", "error: the call cannot be read")], 0.0
-        results = [await self._call(call) for call in calls]
+        results = [await self._call(call, self.box.functions) for call in calls]
         if cut := sum(len(result.content) > LONGEST_RESULT for result in results):
             self.box.counters["tool_cut"] += cut
         return [_message(result) for result in results], sum(result.reward for result in results)
 
-    async def _call(self, call: ToolCall) -> ToolResult:
+    async def _call(self, call: ToolCall, functions: Mapping[str, Function], prefix: str = "") -> ToolResult:
+        """The result of calling one of `functions`; `prefix`: of the names of the counters."""
         counters = self.box.counters
-        counters["tool_calls"] += 1
+        counters[f"{prefix}tool_calls"] += 1
         try:
-            check_call(call, self.box.parameters)
+            check_call(call, {name: function.schema["parameters"] for name, function in functions.items()})
             async with asyncio.timeout(self.box.timeout):
-                tools = await self._instance(self.box.owners[call.name])
+                tools = await self._instance(functions[call.name].tools)
             try:
                 return await self._answer(tools, call)
             except ToolLost:  # the connection may be restored
                 return await self._answer(tools, call)
         except TimeoutError:
-            counters["tool_timeouts"] += 1
+            counters[f"{prefix}tool_timeouts"] += 1
             return ToolResult(f"error: {call.name} timed out")
         except ValueError as error:
-            counters["tool_errors"] += 1
+            counters[f"{prefix}tool_errors"] += 1
             return ToolResult(f"error: {error}")
         except BaseException as error:  # a custom tool may raise anything
             if ends_caller(error):
                 raise
-            counters["tool_failures"] += 1
+            counters[f"{prefix}tool_failures"] += 1
             raise ToolFailure(f"tool {call.name}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
     async def _answer(self, tools: Toolset, call: ToolCall) -> ToolResult:
@@ -179,8 +214,8 @@ class ConversationTools(AbstractAsyncContextManager["ConversationTools"]):
     async def _instance(self, tools: Toolset) -> Toolset:
         """This conversation's instance of `tools`; if one fails to start, the next call creates another."""
         if tools not in self._instances:
-            if self._origin and tools in self._origin._instances:
-                instance = await run(self._origin._instances[tools].fork)
+            if (before := self._before(tools)) is not None:
+                instance = await run(before.fork)
                 self._open.append(instance)
             else:
                 instance = tools.new()
@@ -188,6 +223,13 @@ class ConversationTools(AbstractAsyncContextManager["ConversationTools"]):
                 await run(instance.start, self.task)
             self._instances[tools] = instance
         return self._instances[tools]
+
+    def _before(self, tools: Toolset) -> Toolset | None:
+        """The last instance of `tools` before this conversation began: of its origin, or of the origin's, and so on."""
+        origin = self._origin
+        while origin is not None and tools not in origin._instances:
+            origin = origin._origin
+        return origin._instances[tools] if origin else None
 
 
 def check_call(call: ToolCall, parameters: Mapping[str, Mapping[str, Any]]) -> None:

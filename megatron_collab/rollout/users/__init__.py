@@ -34,6 +34,7 @@ from megatron_collab.types import EMPTY, Conversation, Message, Task
 
 if TYPE_CHECKING:  # LiteLLM takes seconds to import, and checking a name needs none of it
     from megatron_collab.llm.client import LlmClient
+    from megatron_collab.rollout.tools.of_user import UserTools
 
 USERS = {
     "desk": f"{__name__}.desk:DeskUser",
@@ -91,10 +92,13 @@ class User(Extension):
 
     `argument` is the part of the name after KIND/. Seed random draws with `sample`, the conversation's name, or with
     the task. `users` is shared in the process. `Options`: a frozen dataclass of settings, user.options.SETTING.
-    `opens`: whether the user can write the first message of a task that has none.
+    `opens`: whether the user can write the first message of a task that has none. `calls_tools`: whether it calls the
+    functions in user.tools, which are then in `tools` from `start` on; None while the user opens a conversation.
     """
 
     opens: ClassVar[bool] = False
+    calls_tools: ClassVar[bool] = False
+    tools: UserTools | None = None
 
     def __init__(self, task: Task, argument: str, sample: str, users: Users) -> None:
         super().__init__(options_of(type(self), users.settings, users.group))
@@ -155,6 +159,15 @@ class User(Extension):
         `private`: notes by name, such as what the user thinks. Only transcripts have them, as excerpts.
         """
         return UserReply(Message("user", text, private=private), self.users.settings.stop in text, reward, credits)
+
+
+def with_calls(reply: UserReply, user: User) -> UserReply:
+    """The reply with the calls of tools before it: a private note, and their rewards."""
+    if user.tools is None:
+        return reply
+    note, reward = user.tools.take_calls()
+    message = replace(reply.message, private={**reply.message.private, **note})
+    return replace(reply, message=message, reward=reply.reward + reward)
 
 
 class Users:
@@ -269,6 +282,9 @@ class UserDirectory(Resolved):
         try:
             user = self.find(name)
             reason = user.kind.unavailable(user.argument, user.settings)
+            if user.settings.tools and not user.kind.calls_tools:
+                kind = split_user(user.settings.name or "")[0] if user.group != "user" else split_user(name)[0]
+                reason = f"{kind} calls no tools; remove {user.group}.tools, or choose another user"
         except ConfigError as error:
             return str(error)
         return reason and f"user {name or DEFAULT}: {reason}"

@@ -1,28 +1,36 @@
 """A language model as the user: any LiteLLM model, or the policy that is trained (user.model=policy).
 
-It gets a system prompt (role, goal, persona, how to end the chat, answer format) and one message with the conversation,
-and answers with a JSON object {current_answer, thought, response}. It never sees the task's answer. If
-rollout/users/guardrails.py rejects a message, the model is asked again with the complaint, up to user.attempts times.
+It gets a system prompt (role, goal, persona, how to end the chat) and never sees the task's answer. With user.form=json
+it gets the conversation in one message, and answers with a JSON object {current_answer, thought, response}. Otherwise
+it gets the conversation as a chat (forms.py), and its reply is the message. If rollout/users/guardrails.py rejects a
+message, the model is asked again, up to user.attempts times: with the complaint if user.form=json, else for another
+sample.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_collab.config import ConfigError, EndpointConfig, Prompt, PromptError, UserConfig, read_prompt
+from megatron_collab.config.schema import CHAT, JSON, USER_MODEL
 from megatron_collab.data.transcript import quoted, render
 from megatron_collab.llm.answer import Field, LlmError, MalformedAnswer
-from megatron_collab.llm.endpoint import POLICY, SERVED
+from megatron_collab.llm.endpoint import POLICY, SERVED, served_by_run
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
-from megatron_collab.rollout.users.guardrails import COMPLAINTS, refusal
+from megatron_collab.rollout.users.forms import chat_request, read_arguments, split_thought
+from megatron_collab.rollout.users.guardrails import COMPLAINTS, EMPTY, refusal
 from megatron_collab.runtime import files
 from megatron_collab.types import Conversation, Message, Task
+
+if TYPE_CHECKING:
+    from megatron_collab.llm.reply import Reply
 
 FIELDS = (
     Field("current_answer", str, help="the assistant's answer to your goal so far; empty if there is none"),
@@ -32,11 +40,33 @@ FIELDS = (
 
 OPEN = "There is no message yet. You begin the conversation: write your first message."
 
+CUT = "user_cut"  # counter of messages that were cut by user.max_tokens
+ENDLESS = "user_endless_calls"  # counter of users who only call tools
+
 VARIABLES = ("goal", "task_desc", "persona", "stop", "metadata")  # of user.prompt
+
+
+_Answer = TypeVar("_Answer")
+_OUT = {  # what to do if a message is refused at every attempt, by form
+    (CHAT, CUT): "; raise max_tokens",
+    (USER_MODEL, CUT): "; raise max_tokens",
+    (USER_MODEL, EMPTY): "; if that is how the model ends a chat, its server left out the token: see user.stop",
+}
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A message that the model wrote, before the guardrails; `answer`: all that it wrote, as JSON."""
+
+    text: str
+    notes: Mapping[str, str]
+    is_cut: bool = False
+    answer: str = ""
 
 
 class LlmUser(User):
     opens = True
+    calls_tools = True
 
     def __init__(self, task: Task, argument: str, sample: str, users: Users) -> None:
         super().__init__(task, argument, sample, users)
@@ -49,6 +79,11 @@ class LlmUser(User):
     def unavailable(cls, argument: str, settings: UserConfig) -> str | None:
         if not (argument or settings.model):
             return "user.model is not set; set it to a LiteLLM model or to policy, or choose a user in user.name"
+        model = argument or settings.model
+        if settings.tools and settings.form != CHAT:
+            return f"form={settings.form}: such a user calls no tools; set form={CHAT}, or remove tools"
+        if settings.tools and served_by_run(model):
+            return f"model={model}: the run's own servers read no tool calls of users; choose another, or remove tools"
         try:
             users_prompt(settings)
             if (file := settings.personas) and not (Path(file).is_file() and read_personas(file)):
@@ -80,35 +115,77 @@ class LlmUser(User):
 
     async def _say(self, messages: Sequence[Message]) -> Message:
         """The user's next message, with private notes. Each attempt has the endpoint's retries and deadline."""
-        config, complaint, reason = self.users.settings, list[dict[str, str]](), ""
+        config, task, reason = self.users.settings, self.task, ""
         try:
-            system = system_prompt(config, self.task, self.persona)
-            goalless_task = replace(self.task, goal="", metadata={**self.task.metadata, "task_desc": ""})
+            system = system_prompt(config, task, self.persona)
+            goalless_task = replace(task, goal="", metadata={**task.metadata, "task_desc": ""})
             instructions = system_prompt(config, goalless_task)
         except PromptError as error:
             raise UserError(f"user {self.model}: {error}") from error
-        request = [{"role": "system", "content": system}, {"role": "user", "content": render(messages) or OPEN}]
-        for _ in range(config.attempts):
-            answer = await self._ask([*request, *complaint])
+        complaint: list[dict[str, str]] = []
+        for attempt in range(config.attempts):
+            if config.form == JSON:
+                draft = await self._object(system, messages, complaint)
+            else:
+                draft = await self._reply(system, messages, attempt)
             self.users.counters["user_replies"] += 1
-            refused = refusal(answer["response"], self.task, instructions, messages)
+            refused = CUT if draft.is_cut else refusal(draft.text, task, instructions, messages)
             if refused is None:
                 is_noted = any("persona" in message.private for message in messages)
                 notes = {} if is_noted else {"persona": self.persona}
-                notes |= {name: answer[name] for name in ("thought", "current_answer")}
-                return Message("user", str(answer["response"]), private=notes)
+                return Message("user", draft.text, private={**notes, **draft.notes})
             self.users.counters[refused] += 1
-            refused_answer = {"role": "assistant", "content": json.dumps(answer, ensure_ascii=False)}
-            complaint = [refused_answer, {"role": "user", "content": COMPLAINTS[refused]}]
-            reason = f"{refused}: {answer['response'][:200]!r}"
+            if config.form == JSON:
+                complaint = [
+                    {"role": "assistant", "content": draft.answer},
+                    {"role": "user", "content": COMPLAINTS[refused]},
+                ]
+            reason = f"{refused}: {draft.text[:200]!r}{_OUT.get((config.form, refused), '')}"
         raise UserError(f"user {self.model}: {reason}")
 
-    async def _ask(self, request: list[dict[str, str]]) -> dict[str, Any]:
+    async def _object(self, system: str, messages: Sequence[Message], complaint: list[dict[str, str]]) -> _Draft:
+        """A draft as an object, to a request that ends with the `complaint` about the last one."""
+        conversation = {"role": "user", "content": render(messages) or OPEN}
+        request = [{"role": "system", "content": system}, conversation, *complaint]
+
+        async def ask(endpoint: EndpointConfig) -> dict[str, Any]:
+            return await self.users.client.ask(endpoint, request, FIELDS, has_fallback=self.model == POLICY)
+
+        answer = await self._first(ask, self.sample)
+        notes = {name: answer[name] for name in ("thought", "current_answer")}
+        return _Draft(str(answer["response"]), notes, answer=json.dumps(answer, ensure_ascii=False))
+
+    async def _reply(self, system: str, messages: Sequence[Message], attempt: int) -> _Draft:
+        """A draft as a chat's reply, after the calls of tools that the model makes before it."""
+        config, tools = self.users.settings, self.tools
+        schemas = tools.schemas if tools else ()
+        sample = f"{self.sample}/{attempt}" if attempt else self.sample  # served models draw by it
+        for calling in count():
+            request = chat_request(config.form, system, messages, tools.calls if tools else ())
+
+            async def ask(endpoint: EndpointConfig, request: list[dict[str, Any]] = request) -> Reply:
+                is_policy = self.model == POLICY
+                return await self.users.client.reply(endpoint, request, tools=schemas, has_fallback=is_policy)
+
+            reply = await self._first(ask, sample)
+            if not (tools and reply.calls):
+                message, thought = split_thought(reply.text)
+                return _Draft(message, {"thought": reply.thoughts or thought}, reply.finish == "length")
+            if calling == tools.most:
+                self.users.counters[ENDLESS] += 1
+                reason = f"wrote nothing after {tools.most} rounds of calls (rollout.max_tool_calls)"
+                raise UserError(f"user {self.model}: {reason}")
+            for name, arguments in reply.calls:
+                await tools.call(name, read_arguments(arguments))
+        raise AssertionError("the loop has no end")
+
+    async def _first(self, ask: Callable[[EndpointConfig], Awaitable[_Answer]], sample: str) -> _Answer:
+        """The answer of the first endpoint that gives one. Raises UserError."""
         failure: LlmError | None = None
         malformed = False
-        for endpoint in self._endpoints():
+        for endpoint in self._endpoints(sample):
             try:
-                return await self.users.client.ask(endpoint, request, FIELDS, has_fallback=self.model == POLICY)
+                return await ask(endpoint)
             except LlmError as error:
                 failure, malformed = error, isinstance(error.__cause__, MalformedAnswer)
                 if malformed:
@@ -116,12 +193,14 @@ class LlmUser(User):
         self.users.counters["user_malformed" if malformed else "user_failed"] += 1
         raise UserError(f"user {failure}") from failure
 
-    def _endpoints(self) -> list[EndpointConfig]:
+    def _endpoints(self, sample: str) -> list[EndpointConfig]:
         """The endpoints to try in order; for user.model=policy the servers in use, the next if one fails."""
         config = self.users.settings
+        if config.form == USER_MODEL:  # the token that ends the chat is a special one, which servers would leave out
+            config = replace(config, extra={"skip_special_tokens": False, **config.extra})
         if self.model != POLICY:
             served_by_run = str(self.model).startswith(SERVED)
-            return [replace(config, model=f"{self.model}/{self.sample}" if served_by_run else self.model)]
+            return [replace(config, model=f"{self.model}/{sample}" if served_by_run else self.model)]
 
         def rank(api_base: str) -> float:
             """Rank servers by task: its conversations share a prefix, which one server then caches for all of them."""
@@ -132,19 +211,21 @@ class LlmUser(User):
         engine_arguments: dict[str, Any] = {"chat_template_kwargs": arguments} if arguments else {}
         engine_arguments |= {"lora_path": adapter} if adapter else {}
         config = replace(config, extra={**engine_arguments, **config.extra})
-        return [replace(config, model=f"policy/{self.sample}", api_base=api_base) for api_base in engine]
+        return [replace(config, model=f"policy/{sample}", api_base=api_base) for api_base in engine]
 
 
 def users_prompt(config: UserConfig, setting: str = "prompt") -> Prompt:
     """The prompt template in `config.prompt`, or the built-in one. Raises ConfigError naming `setting`."""
-    return read_prompt(setting, config.prompt, "user", VARIABLES)
+    return read_prompt(setting, config.prompt, "user_model" if config.form == USER_MODEL else "user", VARIABLES)
 
 
 def system_prompt(config: UserConfig, task: Task, persona: str = "") -> str:
-    """The user's instructions: the rendered prompt and the answer format. Raises PromptError."""
+    """The user's instructions: the rendered prompt, and for user.form=json the answer format. Raises PromptError."""
     task_description = str(task.metadata.get("task_desc") or "")
     values = {"goal": task.goal, "task_desc": task_description, "persona": persona, "metadata": task.metadata}
     instructions = users_prompt(config).render(**quoted(values), stop=config.stop)
+    if config.form != JSON:
+        return instructions
     answer = "{" + ", ".join(f'"{field.name}": {field.help}' for field in FIELDS) + "}"
     return f"{instructions}\n\nAnswer with one JSON object and nothing else:\n{answer}\nAll three values are strings."
 

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from megatron_collab.config import Config, EndpointConfig, UserConfig
+from megatron_collab.config.schema import CHAT, USER_MODEL
 from megatron_collab.data.transcript import render
 from megatron_collab.inference import adapters
 from megatron_collab.launch.play_specs import user_directory
@@ -370,6 +371,18 @@ def test_the_trained_model_can_be_the_user(servers: dict[str, Served]) -> None:
     spoken = [reply.message for reply in replies if isinstance(reply, UserReply)]
     assert spoken and all(message.role == "user" and message.content.strip() for message in spoken)
     assert counted["user_malformed"] == 16 - len(spoken)
+
+
+@pytest.mark.processes
+def test_the_trained_model_can_be_the_user_in_a_chat(servers: dict[str, Served]) -> None:
+    """Half of all tokens end a message here, since a random model ends none: it is empty, or stands as it is."""
+    for form in (CHAT, USER_MODEL):
+        ends = {"stop_token_ids": [*range(0, 1000, 2)]}
+        replies, counted = play_policy(addresses(servers), 8, form=form, max_tokens=24, extra=ends)
+        spoken = [reply.message for reply in replies if isinstance(reply, UserReply)]
+        assert spoken and all(message.role == "user" and message.content for message in spoken)
+        assert counted["user_replies"] == 8 and "user_failed" not in counted
+        assert counted["user_empty"] + counted["user_cut"] == 8 - len(spoken)
 
 
 @pytest.mark.processes
