@@ -52,7 +52,7 @@ class Examples(Sequence[_Read]):
         splits: Sequence[str] = (),
         distinct: bool = False,
     ) -> None:
-        """`rows`: Rows, or KeptTasks of a user's own reader. `read`: makes the example from a row and its number. `at`: the
+        """`rows`: Rows, or KeptTasks of a user's reader. `read`: makes the example from a row and its number. `at`: the
         location of a row, for messages. `distinct`: of rows with the same prompt, one is already chosen.
         """
         self.source, self.rows, self.at, self.splits = source, rows, at, splits

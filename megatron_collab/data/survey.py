@@ -38,8 +38,8 @@ class TaskRequirements:
     for the metric to apply, or for the user to play; raises ValueError if the task's user, a metric or a tool cannot
     read it. `trials`, by setting: of tasks that lack nothing for it, by place the reasons why the metric could not
     score them. `in_child`: all this is called in a fork of this process, since it may crash or never end, and the
-    reader of data.format reads anew; so only processes without devices may have it. `depends_on`: the settings behind all,
-    as JSON.
+    reader of data.format reads anew; so only processes without devices may have it. `depends_on`: the settings behind
+    all, as JSON.
     """
 
     settings: Collection[str] = ()

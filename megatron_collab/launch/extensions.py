@@ -41,7 +41,7 @@ def check_extensions(config: PlayConfig) -> None:
 
 
 def _call_all(config: PlayConfig, named: Sequence[tuple[str, str]], steps: Steps) -> None:
-    """In the child: import every module; make tools, users and metrics; let their classes answer about their options."""
+    """In the child: import all modules, make tools, users and metrics, and ask their classes about their options."""
 
     def attempt(name: str, function: Callable[..., Any], *args: Any) -> Any:
         steps.enter(0, name)

@@ -21,7 +21,7 @@ _STEERING = (SystemExit, KeyboardInterrupt, asyncio.CancelledError)  # would end
 _loops: list[SideLoop] = []
 _late = set[Thread]()  # of calls in threads of their own
 for _threads in (_loops, _late):
-    os.register_at_fork(after_in_child=_threads.clear)  # type: ignore[attr-defined]  # a child has none of them
+    os.register_at_fork(after_in_child=_threads.clear)  # a child has none of them
 
 
 class HungCalls(RuntimeError):
