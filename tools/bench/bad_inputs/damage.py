@@ -609,6 +609,10 @@ STUDIES = {
     "an arm from itself": b"title: t\nmodel: m\ntasks: {}\narms: {a: {title: t, from: a}}\n",
     "an arm that is null": b"title: t\nmodel: m\ntasks: {}\narms: {a: null}\n",
     "500 deep": b"[" * 500 + b"]" * 500,
+    "100,000 deep": b"a: " + b"[" * 100_000,
+    "aliases that multiply": b"a: &a [[], []]\n"
+    + b"".join(b"%c: &%c [%s]\n" % (n, n, b"*%c," % (n - 1) * 9) for n in b"bcdefghijk"),
+    "an alias of itself": b"title: t\nmodel: m\ntasks: &a {a: *a}\narms: {}\n",
     "settings of nothing": (
         b"title: t\nmodel: m\nsettings: 3\ntasks: {a: {title: t, source: s, columns: []}}\narms: {b: {title: t}}\n"
     ),
