@@ -136,6 +136,28 @@ FILES: dict[str, tuple[str, bytes]] = {
     "a number of 5,000 digits": ("jsonl", b'{"messages": ' + b"9" * 5000 + b"}\n"),
     "half of a pair of surrogates": ("jsonl", b'{"messages": "\\ud800"}\n'),
     "a key twice": ("jsonl", b'{"messages": 1, "messages": 2}\n'),
+    "two messages of the user in a row": ("jsonl", line({"messages": turns("user", "assistant", "user", "user")})),
+    "a call without a name": ("jsonl", line({"messages": [SPOKEN[0], {"role": "assistant", "tool_calls": [{}]}]})),
+    "a call whose arguments are cut": (
+        "jsonl",
+        line(
+            {
+                "messages": [
+                    SPOKEN[0],
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"a": '}}],
+                    },
+                ]
+            }
+        ),
+    ),
+    "an image in the content": (
+        "jsonl",
+        line(
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, SPOKEN[1]]}
+        ),
+    ),
 }
 # Arguments of the valid inputs that read rows.
 READ_DATA = (
@@ -334,6 +356,8 @@ MODELS: dict[str, Edit] = {
     "config.json binary": written("config.json", bytes(range(256))),
     "config.json UTF-16": written("config.json", "{}".encode("utf-16")),
     "config.json 3,000 deep": written("config.json", b"[" * 3000 + b"]" * 3000),
+    "config.json 100,000 deep": written("config.json", b'{"a": ' + b"[" * 100_000),
+    "config.json 200 deep": written("config.json", b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}"),
     "config.json a folder": folder_at("config.json"),
     "config.json a loop": linked("config.json", "config.json"),
     "config.json a device": linked("config.json", "/dev/zero"),
