@@ -119,10 +119,12 @@ def _settings(options: argparse.Namespace) -> tuple[PlayConfig, dict[str, Reward
 def _checked(config: PlayConfig) -> RewardSpec:
     """The reward. Raises ConfigError if it cannot be computed, or needs a model that only the run serves."""
     from megatron_collab.launch import endpoints, validate
+    from megatron_collab.launch.extensions import check_extensions
     from megatron_collab.launch.play_specs import reward_spec
     from megatron_collab.llm.endpoint import served_by_run
     from megatron_collab.rollout import llm_endpoints
 
+    check_extensions(config)
     reward = reward_spec(config.reward)
     validate.check_reward(config, reward)
     judges = llm_endpoints.judge_endpoints(reward)

@@ -16,10 +16,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_collab.commands.shell_script import UNKNOWN, commands
 from megatron_collab.config import ConfigError, compose_program, require
+from megatron_collab.config.documents import json_of, yaml_of
 from megatron_collab.config.load import leaves
 from megatron_collab.config.option import declared
 from megatron_collab.config.peers import NO, NOT_NEEDED, System, SystemProgram, Target, normal, systems
@@ -203,8 +202,8 @@ def _named(name: str, value: Value) -> Iterator[tuple[str, Value]]:
     entries: Any = None
     if isinstance(value, str) and value.startswith("{"):
         try:
-            entries = json.loads(value)
-        except (ValueError, RecursionError):
+            entries = json_of(value)
+        except ValueError:
             entries = None
     if isinstance(entries, dict):
         yield from ((f"{name}.{key}", str(entry)) for key, entry in entries.items())
@@ -214,9 +213,9 @@ def _named(name: str, value: Value) -> Iterator[tuple[str, Value]]:
 
 def _options_of_yaml(path: Path, text: str) -> dict[str, Value]:
     try:
-        tree = yaml.load(text, yaml.SafeLoader)  # the one in C ends the process at deep nesting
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"--from={path}: is no YAML ({' '.join(str(error).split())[:200]}); mend it") from error
+        tree = yaml_of(text)
+    except ValueError as error:
+        raise ConfigError(f"--from={path}: is no YAML ({error}); mend it") from error
     require(isinstance(tree, dict), f"--from={path}: has no options; give a file of options by name")
     options: dict[str, Value] = {}
     waiting: list[tuple[str, Any, int]] = [("", tree, 0)]

@@ -64,7 +64,7 @@ def resolve(spec: str, setting: str, base: type, *, functions: bool = False) -> 
     Raises ConfigError naming `setting` if the module or the name does not exist or is something else, or lacks methods.
     """
     location, _, name = spec.rpartition(":")
-    module = _load(location, f"{setting}={spec}")
+    module = load_module(location, f"{setting}={spec}")
     target = getattr(module, name, None)
     require(target is not None, f"{setting}={spec}: {location} has no {name}{nearest(name, vars(module))}")
     called = functions or "__call__" in vars(base)
@@ -124,6 +124,14 @@ def module_file(spec: str) -> Path | None:
     return Path(module.origin) if module and module.origin and module.has_location else None
 
 
+def modules(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(setting and value, module or FILE.py) of each class path in `settings`; nothing is imported."""
+    for setting, value in leaves(settings):
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and (match := _FILE.fullmatch(text) or _MODULE.fullmatch(text)):
+                yield f"{setting}={text}", match.groupdict().get("file") or match["module"]
+
+
 def named_files(settings: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
     """(setting and value, path) of each file, module and folder of a model that `settings` name."""
     for setting, value in leaves(settings):
@@ -142,7 +150,8 @@ def _named_file(setting: str, text: str) -> Path | None:
     return Path(text) if is_model or is_file else None
 
 
-def _load(location: str, label: str) -> ModuleType:
+def load_module(location: str, label: str) -> ModuleType:
+    """The module of that name, or of the file `location`. Raises ConfigError, which begins with `label`."""
     file = Path(location).resolve()
     require(file.suffix != ".py" or file.is_file(), f"{label}: no such file")
     try:

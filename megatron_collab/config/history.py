@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import MISSING
 
+from megatron_collab.config.documents import json_of
 from megatron_collab.config.load import leaves
 from megatron_collab.config.option import declared, require
 from megatron_collab.config.programs import Config, PlayConfig
@@ -45,8 +45,8 @@ def read_settings(run_dir: Path) -> dict[str, Any] | None:
     if not file.exists():
         return None
     try:
-        settings = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError):
+        settings = json_of(file.read_text())
+    except (OSError, ValueError):
         settings = None
     require(isinstance(settings, dict), f"{file}: contains no run settings; restore it, or choose another run.dir")
     return settings

@@ -28,6 +28,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from megatron_collab.config import peers
+from megatron_collab.config.documents import DEPTH, nesting
 from megatron_collab.config.hint import nearest
 from megatron_collab.config.option import ConfigError, check_declared, declared, require
 from megatron_collab.config.programs import AllOptions, CallConfig, Config
@@ -156,6 +157,8 @@ def _compose_values(overrides: Sequence[str], defaults: Mapping[str, Any] = {}) 
         return values
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{_reason(error, overrides)} (all options: --help)") from error
+    except RecursionError as error:
+        raise ConfigError(f"conf/: a file nests more than {DEPTH} deep; flatten it") from error
 
 
 def _choices_and_settings(overrides: Sequence[str]) -> tuple[tuple[str, ...], list[Override]]:
@@ -254,6 +257,8 @@ def _plain(overrides: Sequence[str]) -> list[str]:
 def _refuse_syntax(override: str) -> None:
     """Raises ConfigError for syntax that is valid for Hydra but useless here, or gets misleading advice from Hydra."""
     name, sign, value = override.lstrip("+").partition("=")
+    deep = nesting(value) > DEPTH  # takes Hydra's parser minutes
+    require(not deep, f"{name}: nests brackets more than {DEPTH} deep; flatten it")
     if override[:1] == "-":
         hint = peers.hint(override.partition("=")[0]) or "; give --help, --cfg or option=value"
         raise ConfigError(f"{override}: no such argument{hint}")

@@ -18,6 +18,7 @@ from filelock import FileLock
 
 from megatron_collab import __version__
 from megatron_collab.config import nearest, require
+from megatron_collab.config.documents import settings_of
 from megatron_collab.data.candidates import pairs_of_candidates
 from megatron_collab.data.chat_template import ChatRenderer, tokenizer_files
 from megatron_collab.data.evaluation import EvaluationSet
@@ -70,8 +71,8 @@ class SurveyedSources[Read]:
         for source in self.sources:
             required = requirements(source)
             load: Any = {"rl": load_tasks, "sft": load_conversations, "dpo": load_pairs}[stage]
-            in_child = {"in_child": required.in_child} if stage == "rl" else {}
-            examples: Examples[Any] = load(source, setting, data.format, self._folder, **in_child)
+            anew = {"anew": required.in_child} if stage == "rl" else {}  # ranks take what the start has read
+            examples: Examples[Any] = load(source, setting, data.format, self._folder, **anew)
             if data.prefixes and setting == "data.train" and stage == "rl":
                 examples = at_every_depth(examples)
             if stage == "dpo" and FORMATS[examples.format].pair is None:
@@ -115,18 +116,15 @@ class SurveyedSources[Read]:
         if not self._renders:
             return context
         file = hub.folder(self._data.prompt.model) / "config.json"
-        positions = json.loads(file.read_text()).get("max_position_embeddings") if file.is_file() else None
+        positions = settings_of(files.read_text(file)).get("max_position_embeddings") if file.is_file() else None
         return min(context, positions or context)
 
     def _survey(self, examples: Examples[Read], longest: int, requirements: TaskRequirements) -> Survey:
         """The survey of an earlier process, unless rows, reader, tokenizer or requirements changed."""
-        fingerprint = getattr(examples.rows, "fingerprint", None)
-        if fingerprint is None:  # a user's own reader: its tasks are in memory
-            return self._new_survey(examples, longest, requirements)
         tokenizer = tokenizer_files(hub.folder(self._data.prompt.model))
         prompt = [self._tools, self._data.prompt.arguments, self._data.prompt.system]
         requirements_key = [sorted(requirements.settings), requirements.depends_on]
-        reader = [fingerprint, examples.use, examples.format, longest]
+        reader = [examples.rows.fingerprint, examples.use, examples.format, longest]
         identity = [*reader, tokenizer, prompt, requirements_key, __version__]
         key = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=8).hexdigest()
         self.fingerprints.append(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ from megatron_collab.config import option, require
 from megatron_collab.data.sources import Source, sources
 
 _NAME = re.compile(r"[\w.-]+")  # part of the names of files and metrics
+_NOT_IN_NAME = re.compile(r"[^\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,9 @@ class EvaluationSet(Source):
 
     preferred: ClassVar[tuple[str, ...]] = ("validation", "test", "train")
 
-    name: str = option("", "its name in metrics and files; empty: the last part of source")
+    name: str = option(
+        "", "its name in metrics and files; empty: the last part of source, with its folder if ambiguous"
+    )
     tasks: int | None = option(None, "number of rows, from the first; null: train.eval_tasks", ge=1)
     samples: int = option(1, "conversations per task", ge=1)
     temperature: float | None = option(None, "sampling temperature, 0: greedy; null: that of training", ge=0)
@@ -41,13 +45,22 @@ class EvaluationSet(Source):
         return f"data.eval[{self.name}]" if self.name else "data.eval"
 
 
+def _name(eval_set: EvaluationSet, sets: Sequence[EvaluationSet]) -> str:
+    """Its name, else the last part of its source, after as many folders as tell it from other sets with that part."""
+    folders = eval_set.folders
+    others = [other.folders for other in sets if other is not eval_set and other.title == eval_set.title]
+    depths = range(1, len(folders) + 1) if others and not eval_set.name else ()
+    depth = next((depth for depth in depths if all(other[-depth:] != folders[-depth:] for other in others)), 0)
+    return "_".join([*(_NOT_IN_NAME.sub("-", folder) for folder in folders[len(folders) - depth :]), eval_set.title])
+
+
 def evaluation_sets(entries: Any, tasks: int) -> tuple[EvaluationSet, ...]:
     """The sets of data.eval, each with its number of tasks, by default `tasks`. Raises ConfigError naming the entry."""
     if entries is None:
         return ()
     sets = sources(entries, "data.eval", EvaluationSet)
     if isinstance(entries, list):
-        sets = [replace(eval_set, name=eval_set.title) for eval_set in sets]
+        sets = [replace(eval_set, name=_name(eval_set, sets)) for eval_set in sets]
     names = [eval_set.name for eval_set in sets]
     for number, name in enumerate(names):
         setting = f"data.eval[{number}]" if isinstance(entries, list) else "data.eval"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +18,7 @@ from megatron_collab.data.messages import Unfit, unread_parts
 from megatron_collab.data.readers import checked_task
 from megatron_collab.data.rows import open_rows
 from megatron_collab.data.sources import Source
-from megatron_collab.runtime import hub, screen
+from megatron_collab.runtime import files, hub, screen
 from megatron_collab.runtime.trial import TrialError, run_trial
 from megatron_collab.types import Message, Task
 
@@ -49,7 +52,7 @@ class Examples(Sequence[_Read]):
         splits: Sequence[str] = (),
         distinct: bool = False,
     ) -> None:
-        """`rows`: Rows, or tasks of a user's own reader. `read`: makes the example from a row and its number. `at`: the
+        """`rows`: Rows, or KeptTasks of a user's reader. `read`: makes the example from a row and its number. `at`: the
         location of a row, for messages. `distinct`: of rows with the same prompt, one is already chosen.
         """
         self.source, self.rows, self.at, self.splits = source, rows, at, splits
@@ -137,13 +140,13 @@ def load_tasks(
     setting: str = "data.train",
     format: RowFormat = AUTO,
     cache: Path | None = None,
-    in_child: bool = True,
+    anew: bool = True,
 ) -> Examples[Task]:
     """The tasks of a source in its order, in any format that is read as tasks, or by the reader of data.format.
 
-    The rows are stored as Arrow in `cache`, by default in a temporary folder. `in_child`: the reader is called in a
-    fork of this process, with a limit on time and memory. Raises ConfigError for an invalid source or reader,
-    ValueError if the data cannot be read.
+    The rows are stored as Arrow in `cache`, by default in a temporary folder. A reader is called in a fork of this
+    process, with a limit on time and memory, and its tasks are kept in `cache`; without `anew` these are taken.
+    Raises ConfigError for an invalid source or reader, ValueError if the data cannot be read.
     """
     source = source if isinstance(source, Source) else Source(source=str(source))
     if ":" not in format.name:
@@ -155,7 +158,7 @@ def load_tasks(
     out = "correct one of them, or write its tasks to a file once"
     try:
         with screen.phase(f"reading {source.title}"):
-            tasks = run_trial(lambda: list(read(path)), READER_SECONDS) if in_child else list(read(path))
+            tasks = _read_tasks(partial(read, path), cache and cache / f"tasks-{_digest(source, format)}.pickle", anew)
     except ConfigError:
         raise
     except ValueError as error:
@@ -172,6 +175,29 @@ def load_tasks(
         return f"{where} task {number + 1}"
 
     return Examples(source, tasks, lambda task, number: checked_task(task), at, "task", format.name, "data.format")
+
+
+class KeptTasks(list[Task]):
+    """The tasks that a reader gave; equal `fingerprint`s mean equal tasks."""
+
+    def __init__(self, pickled: bytes) -> None:
+        super().__init__(pickle.loads(pickled))
+        self.fingerprint = [hashlib.sha256(pickled).hexdigest()]
+
+
+def _read_tasks(read: Callable[[], Iterable[Task]], kept: Path | None, anew: bool) -> KeptTasks:
+    """The tasks that a reader gives in a child process, or those that are `kept` in a file. Raises TrialError."""
+    if kept and kept.is_file() and not anew:
+        return KeptTasks(kept.read_bytes())
+    pickled = run_trial(lambda: pickle.dumps(list(read())), READER_SECONDS)
+    if kept:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        files.replace(kept, pickled)
+    return KeptTasks(pickled)
+
+
+def _digest(source: Source, format: RowFormat) -> str:
+    return hashlib.blake2b(f"{source!r} {format!r}".encode(), digest_size=8).hexdigest()
 
 
 def load_conversations(

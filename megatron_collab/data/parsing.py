@@ -20,10 +20,10 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_collab.config.documents import DEPTH, too_deep
 from megatron_collab.data.packing import CUT, content, kind_of, misnamed, suffix_of
 from megatron_collab.runtime import files
 
-DEPTH = 100  # of nested lists and objects: copying, pickling or printing a row recurses as deep
 ROW_BYTES = 64 << 20  # maximum length of a row
 NAMED = 5  # maximum number of rows that a message names
 _BATCH = 16  # rows read from a table at once: each may have ROW_BYTES
@@ -211,21 +211,6 @@ def _check(row: Any, text: str, number: int) -> None:
         except UnicodeEncodeError as error:
             half = f"\\u{ord(error.object[error.start]):04x}"
             raise Unreadable(f"holds {half}, half a pair of surrogates; correct it, or remove it", number) from error
-
-
-def too_deep(value: Any) -> bool:
-    """Whether lists and objects are nested more than DEPTH deep."""
-    level = [value]
-    for _ in range(DEPTH):
-        level = [
-            entry
-            for parent in level
-            for entry in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(entry, dict | list)
-        ]
-        if not level:
-            return False
-    return True
 
 
 def json_in(text: str, otherwise: Any) -> Any:

@@ -71,8 +71,7 @@ class _Repeated(Sequence[Any]):
     def __init__(self, rows: Any, numbers: Sequence[int]) -> None:
         self._rows, self._numbers = rows, numbers
         self.column_names = getattr(rows, "column_names", [])
-        fingerprint = getattr(rows, "fingerprint", None)
-        self.fingerprint = fingerprint and ["prefixes", *fingerprint]
+        self.fingerprint = ["prefixes", *rows.fingerprint]
 
     def __len__(self) -> int:
         return len(self._numbers)

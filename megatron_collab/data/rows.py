@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import glob
-import json
 import tempfile
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import nearest, require
+from megatron_collab.config import ConfigError, nearest, require
+from megatron_collab.config.documents import settings_of
 from megatron_collab.data.packing import COMPRESSED, KINDS, kind_of, suffix_of
 from megatron_collab.data.parsing import value_of
 from megatron_collab.data.sources import Source
 from megatron_collab.data.storing import StoredRows, stored_rows
-from megatron_collab.runtime import hub
+from megatron_collab.runtime import files, hub
 
 ALL = "all"  # in place of a split: all splits
 _DESCRIBING = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "config.json")
+_LONGEST_CARD = 1 << 20  # bytes of README.md
 _BATCH = 1000  # rows read from Arrow at once
 
 
@@ -169,7 +169,7 @@ def _declared_patterns(folder: Path, source: Source, where: str) -> dict[str, li
     from yaml import YAMLError
 
     try:
-        configs = DatasetCard.load(card).data.to_dict().get("configs") or []
+        configs = DatasetCard(files.read_text(card, _LONGEST_CARD)).data.to_dict().get("configs") or []
         subsets = {str(config.get("config_name", "default")): config for config in configs if "data_files" in config}
         patterns = {subset: sanitize_patterns(config["data_files"]) for subset, config in subsets.items()}
         lists = {
@@ -179,7 +179,7 @@ def _declared_patterns(folder: Path, source: Source, where: str) -> dict[str, li
         texts = [path for by_split in lists.values() for paths in by_split.values() for path in paths]
         if not all(isinstance(path, str) for path in texts):
             raise ValueError("data_files must name files or patterns")
-    except (ValueError, TypeError, AttributeError, LookupError, YAMLError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError, YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{where}: {card} cannot be read ({reason}); correct it, or give a file") from error
     if not subsets:
@@ -222,7 +222,7 @@ def _saved_files(folder: Path, source: Source, where: str) -> dict[str, list[str
     """The files of each chosen split of a data set that save_to_disk wrote; None for any other folder."""
     try:
         if (folder / "dataset_dict.json").is_file():
-            splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+            splits = settings_of(files.read_text(folder / "dataset_dict.json"))["splits"]
             chosen = _choose_splits(splits, source, where)
             return {split: _arrow_files(folder / split.partition("[")[0]) for split in chosen}
         if not (folder / "state.json").is_file():
@@ -230,13 +230,15 @@ def _saved_files(folder: Path, source: Source, where: str) -> dict[str, list[str
         message = f"{where}: split={source.split}: a single split was saved there; remove the setting"
         require("+" not in (source.split or ""), message)
         return {source.split or "train": _arrow_files(folder)}  # under whatever name it was saved
-    except (KeyError, TypeError, JSONDecodeError, FileNotFoundError) as error:
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError, FileNotFoundError) as error:
         message = f"the folder written by save_to_disk is incomplete ({type(error).__name__}: {error}); save it again"
         raise ValueError(f"{where}: {message}") from error
 
 
 def _arrow_files(folder: Path) -> list[str]:
-    state = json.loads((folder / "state.json").read_text())
+    state = settings_of(files.read_text(folder / "state.json"))
     return [str(folder / entry["filename"]) for entry in state["_data_files"]]
 
 

@@ -32,9 +32,17 @@ class Source:
 
     @property
     def title(self) -> str:
+        return self.name or self._place.name.partition("@")[0].partition(".")[0]
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders that its place names, outermost first; of the Hub, the owner."""
+        return tuple(part for part in self._place.parts[:-1] if part not in ("/", ".."))
+
+    @property
+    def _place(self) -> Path:
         hub_name = hub.parse(self.source)
-        last = Path(hub_name.repo if hub_name else self.source).name
-        return self.name or last.partition("@")[0].partition(".")[0]
+        return Path(hub_name.repo if hub_name else self.source)
 
 
 @dataclass(frozen=True)

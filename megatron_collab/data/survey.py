@@ -37,9 +37,9 @@ class TaskRequirements:
     `settings`: of the metrics and users that not every task may fit. `missing`, by such a setting: what a task lacks
     for the metric to apply, or for the user to play; raises ValueError if the task's user, a metric or a tool cannot
     read it. `trials`, by setting: of tasks that lack nothing for it, by place the reasons why the metric could not
-    score them. `in_child`: all this, and the reader of data.format, is called in a fork of this process, since
-    it may crash or never end; so only processes without devices may have it. `depends_on`: the settings behind all,
-    as JSON.
+    score them. `in_child`: all this is called in a fork of this process, since it may crash or never end, and the
+    reader of data.format reads anew; so only processes without devices may have it. `depends_on`: the settings behind
+    all, as JSON.
     """
 
     settings: Collection[str] = ()

@@ -28,6 +28,7 @@ from megatron_collab.data import sources
 from megatron_collab.data.spec import DataSpec
 from megatron_collab.launch import endpoints, models, prepare, servers, validate
 from megatron_collab.launch.data_specs import evaluation_data
+from megatron_collab.launch.extensions import check_extensions
 from megatron_collab.launch.spec import RunSpec, evaluation_spec
 from megatron_collab.llm.endpoint import token_budget
 from megatron_collab.observability import evaluations, records
@@ -62,6 +63,7 @@ def compose_absolute[Program: EvaluateConfig](
         message = f"{argument}: conversations are played, as in train.stage=rl; remove it"
         require(_SUPERVISED.match(argument) is None, message)
     config: Program = make_absolute(compose_program(program, arguments, defaults))
+    check_extensions(config)
     return config
 
 

@@ -29,6 +29,7 @@ from megatron_collab.data import sources
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.formats import STAGES
 from megatron_collab.launch import endpoints, servers
+from megatron_collab.launch.extensions import check_extensions
 from megatron_collab.launch.machine import check_processes
 from megatron_collab.launch.spec import RunSpec, run_spec
 from megatron_collab.launch.trainer_specs import trainer_layout
@@ -53,6 +54,7 @@ _FP8_DEVICES: dict[str, tuple[tuple[int, int], tuple[int, int], str]] = {
 def load(overrides: Sequence[str]) -> Config:
     """The settings of a run on this machine, composed and validated. Raises ConfigError."""
     config = make_absolute(compose(overrides))
+    check_extensions(config)
     validate(config)
     return config
 

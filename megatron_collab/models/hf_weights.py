@@ -5,7 +5,6 @@ Imports no framework except for that head. Raises ValueError if a file is incomp
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+from megatron_collab.config.documents import settings_of
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import Shape, hf_shapes
 from megatron_collab.runtime import files
@@ -112,8 +112,8 @@ def _index(folder: Path) -> dict[str, str]:
         return {}
     invalid = f"{INDEX} has no valid weight_map; {_WHOLE}"
     try:
-        weight_map = json.loads(files.read_text(folder / INDEX))["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        weight_map = settings_of(files.read_text(folder / INDEX))["weight_map"]
+    except (ValueError, KeyError) as error:
         raise ValueError(invalid) from error
     if not (isinstance(weight_map, dict) and weight_map and all(isinstance(file, str) for file in weight_map.values())):
         raise ValueError(invalid)

@@ -11,14 +11,15 @@ rehearsed. A table shows the counted size of every part of the memory beside the
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 
 from megatron_collab import patches
 from megatron_collab.commands import GPU_GIB, ArgumentParser, positive
 from megatron_collab.config import ConfigError, compose
+from megatron_collab.config.documents import settings_of
 from megatron_collab.rehearsal.te_cpu.install import install
+from megatron_collab.runtime import files
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
 
     began = time.monotonic()
     config, shape = read_run(options.settings)
-    hf = json.loads(model_config_file(config.model.path).read_text())
+    hf = dict(settings_of(files.read_text(model_config_file(config.model.path))))
     plan, count = plan_memory(config, shape), 0
     for rehearsed in rehearse(config, shape, hf, all_ranks=options.ranks == "all"):
         print(compare.table(rehearsed, plan[rehearsed.kind.stage]), end="\n\n", flush=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-import yaml
-
 from megatron_collab.config import ConfigError, nearest, require
+from megatron_collab.config.documents import yaml_of
 from megatron_collab.runtime import files
 from megatron_collab.statistics import Estimate
 
+_LONGEST = 1 << 20  # bytes of a study
 STUDIES = Path(__file__).parent / "studies"
 ROWS = ("sft", "dpo", "rl")  # kinds of training rows (`prepare-data --to`)
 REWARD = "reward"  # the metric of a column that is the reward itself
@@ -131,11 +131,11 @@ def read(name_or_file: str) -> Study:
     message = f"STUDY={name_or_file}: no such study; choose one of {', '.join(known())}, or give FILE.yaml"
     require(file.is_file(), message)
     try:
-        content = yaml.safe_load(files.read_text(file))
+        content = yaml_of(files.read_text(file, _LONGEST))
         tasks = {name: _task(entry) for name, entry in content.pop("tasks").items()}
         arms = {name: _arm(entry) for name, entry in content.pop("arms").items()}
         study = _typed(Study, name=file.stem, tasks=tasks, arms=arms, **content)
-    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"STUDY={name_or_file}: {file} is not a study: {' '.join(str(error).split())}") from error
     for name, arm in arms.items():
         message = f"STUDY={name_or_file}: arms.{name}.from={arm.start}: no arm above it has that name"

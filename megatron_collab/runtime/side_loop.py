@@ -1,4 +1,7 @@
-"""Event loops in threads, for foreign code that may block: it delays neither other code nor the end of the process."""
+"""Threads for foreign code that may block: it delays neither other code nor the end of the process.
+
+Objects that keep what belongs to an event loop get one, a `SideLoop`; a plain function runs `in_thread`.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,23 @@ import asyncio
 import inspect
 import os
 from collections.abc import Callable
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from threading import Thread
 from typing import Any
 
+from megatron_collab.runtime.process import ends_caller
+
 LOOPS = 64  # threads; conversations share them if there are more
-HUNG = 256  # limit of loops that a call blocks after its time-out; at the limit no other loop is started
+HUNG = 256  # limit of threads that a call blocks after its time-out; at the limit no other is started
+_STEERING = (SystemExit, KeyboardInterrupt, asyncio.CancelledError)  # would end a loop, or cancel the caller
 _loops: list[SideLoop] = []
-os.register_at_fork(after_in_child=_loops.clear)  # a child has none of the threads
+_late = set[Thread]()  # of calls in threads of their own
+for _threads in (_loops, _late):
+    os.register_at_fork(after_in_child=_threads.clear)  # a child has none of them
 
 
 class HungCalls(RuntimeError):
-    """HUNG loops are still blocked by calls that have timed out."""
+    """HUNG threads are still blocked by calls that have timed out."""
 
 
 class LateCall(TimeoutError):
@@ -39,9 +47,8 @@ class SideLoop:
     @classmethod
     def acquire(cls) -> SideLoop:
         """The least used loop that is not blocked; `release` it at the end. Raises HungCalls."""
+        _check_hung()
         usable = [loop for loop in _loops if not loop._hung]
-        if len(_loops) - len(usable) >= HUNG:
-            raise HungCalls(f"{HUNG} calls have timed out and still hang in their threads; give them time limits")
         loop = min(usable, key=lambda loop: loop.users, default=None)
         if loop is None or (loop.users and len(usable) < LOOPS):
             loop = cls()
@@ -76,9 +83,44 @@ class SideLoop:
         self._hung = False
 
 
+async def in_thread(function: Callable[[], Any]) -> Any:
+    """The function's result, called in a new thread without a loop, where it may start one. Raises HungCalls."""
+    _check_hung()
+    outcome = Future[Any]()
+    outcome.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            outcome.set_result(function())
+        except _STEERING as error:
+            outcome.set_exception(_fault(error))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = Thread(target=work, name="call", daemon=True)
+    thread.start()
+    try:
+        return await asyncio.wrap_future(outcome)
+    except asyncio.CancelledError:
+        _late.add(thread)
+        raise
+
+
+def _check_hung() -> None:
+    _late.difference_update([thread for thread in _late if not thread.is_alive()])
+    if len(_late) + sum(loop._hung for loop in _loops) >= HUNG:
+        raise HungCalls(f"{HUNG} calls have timed out and still hang in their threads; give them time limits")
+
+
 async def _result(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     try:
         result = function(*args, **keywords)
         return await result if inspect.isawaitable(result) else result
-    except (SystemExit, KeyboardInterrupt) as error:  # would end the loop
-        raise RuntimeError(f"it raised {type(error).__name__}: {error}") from error
+    except _STEERING as error:
+        if ends_caller(error):
+            raise
+        raise _fault(error) from error
+
+
+def _fault(error: BaseException) -> RuntimeError:
+    return RuntimeError(f"it raised {type(error).__name__}: {error}")

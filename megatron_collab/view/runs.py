@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_collab.config import SETTINGS, ConfigError, RewardConfig, recorded_value, require
+from megatron_collab.config.documents import json_of
 from megatron_collab.observability import evaluations, metric_kinds, records, tokens
 from megatron_collab.observability.judges import JudgeChange
 from megatron_collab.observability.transcript_index import Index
@@ -98,8 +99,8 @@ class RunView:
         """The content of config.json. Raises OSError if there is none, ConfigError if it cannot be read."""
         file = self.folder / SETTINGS
         try:
-            return json.loads(files.read_text(file))
-        except (ValueError, RecursionError) as error:
+            return json_of(files.read_text(file))
+        except ValueError as error:
             raise ConfigError(f"{file}: cannot be read as JSON ({error}); restore it") from None
 
     def reward(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_collab.data.examples import load_conversations, load_tasks
+from megatron_collab.data.examples import RowFormat, load_conversations, load_tasks
 from megatron_collab.launch import prepare
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
 from megatron_collab.train import main
@@ -379,6 +379,27 @@ def test_a_reader_of_ones_own_has_limits(
     assert started(tmp_path, model, "d.txt", b"a\n", "rl", reader) == EXIT_BAD_INPUT
     err = capsys.readouterr().err
     assert err.startswith(f"megatron-collab: data.train={tmp_path}/d.txt: {reader} {fault}") and err.count("\n") == 1
+
+
+def test_ranks_take_the_tasks_that_a_reader_gave_at_the_start(tmp_path: Path) -> None:
+    """It is called once; whatever it would give, or never give, in another process."""
+    (tmp_path / "read.py").write_text(
+        "from megatron_collab.types import Message, Task\n"
+        "def rows(path):\n"
+        "    text = path.read_text()\n"
+        "    while text == 'never': pass\n"
+        "    return [Task('a', (Message('user', text),), 'g', '', 'replay', {1: (2,)})]\n"
+    )
+    file, format = tmp_path / "d.txt", RowFormat(f"{tmp_path}/read.py:rows")
+    file.write_text("hi")
+    at_start = load_tasks(file, "data.train", format, tmp_path / "cache")
+    file.write_text("never")
+    in_rank = load_tasks(file, "data.train", format, tmp_path / "cache", anew=False)
+    assert list(in_rank) == list(at_start) and in_rank[0].metadata == {1: (2,)}
+    assert in_rank.rows.fingerprint == at_start.rows.fingerprint
+    file.write_text("new")
+    (anew,) = load_tasks(file, "data.train", format, tmp_path / "cache")
+    assert anew.messages[0].content == "new"
 
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.json", "d.csv", "d.parquet"])

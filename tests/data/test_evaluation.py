@@ -34,10 +34,28 @@ def test_entries_have_names_and_limits_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
+    ("sets", "names"),
+    [
+        (["gsm8k/test.parquet", "math/test.parquet"], ["gsm8k_test", "math_test"]),
+        (["/data/gsm8k/test.parquet", "../math/test.parquet", "aime.parquet"], ["gsm8k_test", "math_test", "aime"]),
+        (["a.jsonl", "b/a.jsonl"], ["a", "b_a"]),
+        (["x/main/test.jsonl", "y/main/test.jsonl"], ["x_main_test", "y_main_test"]),
+        (["x/main/test.jsonl", "main/test.jsonl"], ["x_main_test", "test"]),
+        (["openai/gsm8k@main", "mine/gsm8k"], ["openai_gsm8k", "mine_gsm8k"]),
+        (["my data/test.jsonl", {"source": "b/test.jsonl", "name": "test"}], ["my-data_test", "test"]),
+        ([{"source": "b/a.jsonl", "name": "hard"}, "c/a.jsonl"], ["hard", "a"]),
+    ],
+)
+def test_sets_with_the_same_last_part_are_named_with_their_folders(sets: Any, names: list[str]) -> None:
+    assert [entry.name for entry in data_spec(config_with(sets)).eval_sets] == names
+
+
+@pytest.mark.parametrize(
     ("sets", "message"),
     [
         ([{"source": "a.jsonl", "sample": 2}], r"data.eval\[0\].sample: no such setting; the nearest is samples"),
-        ([{"source": "a.jsonl"}, {"source": "b/a.jsonl"}], "two sets are named a; rename one"),
+        ([{"source": "b/a.jsonl"}, {"source": "b/a.jsonl", "tasks": 3}], "two sets are named a; rename one"),
+        (["b/a.jsonl", {"source": "x.jsonl", "name": "b_a"}, "c/a.jsonl"], "two sets are named b_a; rename one"),
         ([{"name": "a"}], r"data.eval\[0\].source: not set"),
         ([{"source": "a.jsonl", "name": "a/b"}], r"data.eval\[0\].name=a/b: use letters"),
         ({"source": "a.jsonl", "name": "a/b"}, r"data.eval.name=a/b: use letters"),

@@ -372,7 +372,7 @@ def test_a_folder_that_holds_another_run(
             ["data.eval=[{source: a.jsonl, sampels: 2}]"],
             "data.eval[0].sampels: no such setting; the nearest is samples",
         ),
-        (["data.eval=[a.jsonl, b/a.jsonl]"], "data.eval: two sets are named a; rename one"),
+        (["data.eval=[b/a.jsonl, b/a.jsonl]"], "data.eval: two sets are named a; rename one"),
         (["data.eval=[{source: a.jsonl, max_new_tokens: 5000}]"], "data.eval[a]: max_new_tokens=5000 leaves no room"),
         (
             ["train.keep_best=eval/acuracy"],

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_collab.config import RolloutConfig
-from megatron_collab.rollout import tools
 from megatron_collab.rollout.tools import ToolFailure
 from megatron_collab.rollout.tools.toolbox import find_tool
+from megatron_collab.runtime import side_loop
 from megatron_collab.runtime.process import wait_for
 from megatron_collab.types import Message, Task
 from tests.rollout.fakes import FakePolicy, toolbox_of
@@ -41,7 +41,7 @@ def test_hung_calls_delay_no_other_call_and_fail_beyond_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit bounds the number of threads. Once the calls return, tools work again."""
-    monkeypatch.setattr(tools, "HUNG", 3)
+    monkeypatch.setattr(side_loop, "HUNG", 3)
     (tmp_path / "blocked.py").write_text(BLOCKED)
     spec = f"{tmp_path}/blocked.py:block"
     box = toolbox_of(RolloutConfig(tools=[spec], tool_timeout=60.0), FakePolicy(lambda prompt, seed: ""))
@@ -52,10 +52,10 @@ def test_hung_calls_delay_no_other_call_and_fail_beyond_a_limit(
             for wait in (True, True, False, True):
                 box.timeout = 0.3 if wait else 60.0
                 answers.append((await session.answer(f'call block {{"wait": {str(wait).lower()}}}'))[0][0].content)
-            with pytest.raises(ToolFailure, match="3 tool calls have timed out and still hang in their threads"):
+            with pytest.raises(ToolFailure, match="3 calls have timed out and still hang in their threads"):
                 await session.answer('call block {"wait": false}')
             find_tool(spec).function.__globals__["ends"].set()  # type: ignore[attr-defined]
-            assert wait_for(lambda: not any(thread.is_alive() for thread in tools._hung), 60)
+            assert wait_for(lambda: not any(thread.is_alive() for thread in side_loop._late), 60)
             box.timeout = 60.0
             answers.append((await session.answer('call block {"wait": true}'))[0][0].content)
         return answers

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_collab.runtime import side_loop
 from megatron_collab.runtime.process import wait_for
-from megatron_collab.runtime.side_loop import HungCalls, SideLoop
+from megatron_collab.runtime.side_loop import HungCalls, SideLoop, in_thread
 from megatron_collab.runtime.trial import run_trial
 
 
@@ -50,6 +50,29 @@ def test_an_object_keeps_its_loop_and_at_the_limit_loops_are_shared(monkeypatch:
         return await first.run(asyncio.sleep, 0, "slept")
 
     assert asyncio.run(thread()) == "slept"
+
+
+def cancel() -> None:
+    raise asyncio.CancelledError("mine")
+
+
+@pytest.mark.parametrize("how", ["in a loop", "in a thread", "before the start"])
+def test_a_cancellation_by_foreign_code_is_its_fault(how: str) -> None:
+    loop = SideLoop.acquire()
+
+    async def call() -> None:
+        task = asyncio.current_task()
+        with pytest.raises(RuntimeError, match="it raised CancelledError: mine"):
+            await (loop.run(cancel) if how == "in a loop" else in_thread(cancel))
+        assert task is not None and not task.cancelled()
+
+    if how == "before the start":
+        with pytest.raises(RuntimeError, match="it raised CancelledError: mine"):
+            loop.run_within(30, cancel)
+    else:
+        asyncio.run(call())
+    assert not loop._hung
+    loop.release()
 
 
 def test_a_forked_process_has_loops_of_its_own() -> None:

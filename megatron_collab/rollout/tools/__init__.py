@@ -5,23 +5,18 @@ Answers of tools are part of the token stream but are not trained.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from threading import Thread
 from typing import Any, ClassVar
 
 from megatron_collab.config import Extension
+from megatron_collab.runtime.side_loop import in_thread
 from megatron_collab.types import Task, ToolCall
-
-HUNG = 256  # limit of timed-out calls still running in threads; at the limit no further call starts in a thread
-_hung: set[Thread] = set()
 
 Schema = Mapping[str, Any]  # a function in OpenAI's format: {"name": …, "description": …, "parameters": JSON schema}
 
@@ -130,32 +125,5 @@ async def run(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     """The function's result: an async function is awaited, any other is called in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **keywords)
-    result = await _in_thread(partial(function, *args, **keywords))
+    result = await in_thread(partial(function, *args, **keywords))
     return await result if inspect.isawaitable(result) else result
-
-
-async def _in_thread(function: Callable[[], Any]) -> Any:
-    """The function's result, called in a new thread. Raises ToolFailure if HUNG timed-out calls are still running.
-
-    Threads cannot be killed, so a hanging thread must block neither other calls nor the exit of the process.
-    """
-    _hung.difference_update([thread for thread in _hung if not thread.is_alive()])
-    if len(_hung) >= HUNG:
-        message = f"{HUNG} tool calls have timed out and still hang in their threads"
-        raise ToolFailure(f"{message}; give the tools their own time limits, below rollout.tool_timeout")
-    outcome = Future[Any]()
-    outcome.set_running_or_notify_cancel()
-
-    def work() -> None:
-        try:
-            outcome.set_result(function())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    thread = Thread(target=work, name="tool", daemon=True)
-    thread.start()
-    try:
-        return await asyncio.wrap_future(outcome)
-    except asyncio.CancelledError:
-        _hung.add(thread)
-        raise

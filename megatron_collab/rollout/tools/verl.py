@@ -13,11 +13,11 @@ from uuid import uuid4
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from megatron_collab.config import ConfigError, option, require
+from megatron_collab.config.documents import yaml_of
 from megatron_collab.rollout.tools import Tool, ToolFailure, ToolResult
-from megatron_collab.runtime import verl
+from megatron_collab.runtime import files, verl
 from megatron_collab.runtime.side_loop import SideLoop
 from megatron_collab.types import Task
 
@@ -106,10 +106,9 @@ def verl_tools(file: str) -> list[type[VerlTool]]:
 def _entries(file: str, setting: str) -> list[Any]:
     path = Path(file)
     require(path.is_file(), f"{setting}: no such file")
-    require(path.stat().st_size <= _LONGEST_FILE, f"{setting}: is longer than {_LONGEST_FILE} bytes; {_FORM}")
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        content = OmegaConf.to_container(OmegaConf.create(yaml_of(files.read_text(path, _LONGEST_FILE))), resolve=True)
+    except (OmegaConfBaseException, ValueError, OSError) as error:
         raise ConfigError(f"{setting}: cannot be read ({' '.join(str(error).split())}); {_FORM}") from error
     entries = content.get("tools") if isinstance(content, dict) else None
     require(isinstance(entries, list) and bool(entries), f"{setting}: {_FORM}")

@@ -136,6 +136,28 @@ FILES: dict[str, tuple[str, bytes]] = {
     "a number of 5,000 digits": ("jsonl", b'{"messages": ' + b"9" * 5000 + b"}\n"),
     "half of a pair of surrogates": ("jsonl", b'{"messages": "\\ud800"}\n'),
     "a key twice": ("jsonl", b'{"messages": 1, "messages": 2}\n'),
+    "two messages of the user in a row": ("jsonl", line({"messages": turns("user", "assistant", "user", "user")})),
+    "a call without a name": ("jsonl", line({"messages": [SPOKEN[0], {"role": "assistant", "tool_calls": [{}]}]})),
+    "a call whose arguments are cut": (
+        "jsonl",
+        line(
+            {
+                "messages": [
+                    SPOKEN[0],
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"a": '}}],
+                    },
+                ]
+            }
+        ),
+    ),
+    "an image in the content": (
+        "jsonl",
+        line(
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, SPOKEN[1]]}
+        ),
+    ),
 }
 # Arguments of the valid inputs that read rows.
 READ_DATA = (
@@ -334,6 +356,8 @@ MODELS: dict[str, Edit] = {
     "config.json binary": written("config.json", bytes(range(256))),
     "config.json UTF-16": written("config.json", "{}".encode("utf-16")),
     "config.json 3,000 deep": written("config.json", b"[" * 3000 + b"]" * 3000),
+    "config.json 100,000 deep": written("config.json", b'{"a": ' + b"[" * 100_000),
+    "config.json 200 deep": written("config.json", b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}"),
     "config.json a folder": folder_at("config.json"),
     "config.json a loop": linked("config.json", "config.json"),
     "config.json a device": linked("config.json", "/dev/zero"),
@@ -609,6 +633,10 @@ STUDIES = {
     "an arm from itself": b"title: t\nmodel: m\ntasks: {}\narms: {a: {title: t, from: a}}\n",
     "an arm that is null": b"title: t\nmodel: m\ntasks: {}\narms: {a: null}\n",
     "500 deep": b"[" * 500 + b"]" * 500,
+    "100,000 deep": b"a: " + b"[" * 100_000,
+    "aliases that multiply": b"a: &a [[], []]\n"
+    + b"".join(b"%c: &%c [%s]\n" % (n, n, b"*%c," % (n - 1) * 9) for n in b"bcdefghijk"),
+    "an alias of itself": b"title: t\nmodel: m\ntasks: &a {a: *a}\narms: {}\n",
     "settings of nothing": (
         b"title: t\nmodel: m\nsettings: 3\ntasks: {a: {title: t, source: s, columns: []}}\narms: {b: {title: t}}\n"
     ),

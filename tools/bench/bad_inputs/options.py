@@ -97,6 +97,7 @@ WORDS: dict[tuple[str, ...], tuple[str, ...]] = {
         *("++optim.lerning_rate=5", "--config-name=booking", "--config-path=conf", "--config-dir conf", "-cn booking"),
     ): TRAINING,
     ("--multirun", "foo.bar=1", "seed", "=3", "hydra.run.dir=/x", "--info", "--hepl"): SETTINGS,
+    (f"run.dir={'[' * 30_000}", f"model.chat_template_args={'{a: ' * 200}1{'}' * 200}"): PROGRAMS,
     ("experiment=booking,gsm8k", "experiment=no_such", "experiment=", "reward=nonsense"): PROGRAMS,
     # Values that only together, or beside the machine and the model, cannot be
     (

@@ -1,0 +1,68 @@
+"""Tries the code that settings name in a child process, before anything else calls it.
+
+An import, or a method that a class answers before the start, may never end, crash, or take gigabytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from megatron_collab.config import ConfigError, PlayConfig
+from megatron_collab.config.extension import load_module, modules
+from megatron_collab.launch.play_specs import reward_spec, tool_spec, user_directory
+from megatron_collab.runtime.process import LAUNCHER, first_on_node
+from megatron_collab.runtime.trial import Steps, TrialError, run_trial
+
+SECONDS = 120.0  # of each call; imports of large libraries take half a minute on a slow disk
+_FOREIGN = ("verl", ".yaml", ".yml")  # kinds and files that name classes in forms of their own
+
+
+def check_extensions(config: PlayConfig) -> None:
+    """Raises ConfigError, naming the setting, if an import or a call crashes, or takes too long or too much memory.
+
+    What is refused with a ConfigError is left to those who call it then.
+    """
+    if LAUNCHER in os.environ or not first_on_node():
+        return
+    settings = asdict(config) | {"reward.weights": [*config.reward.weights]}
+    named = list(modules(settings))
+    if not named and not any(text in str(settings) for text in _FOREIGN):
+        return
+    steps = Steps()
+    try:
+        run_trial(partial(_call_all, config, named, steps), SECONDS, steps=steps)
+    except (TrialError, ValueError) as error:
+        reason = error if isinstance(error, TrialError) else f"fails (ValueError: {error})"
+        raise ConfigError(f"{steps.current[1]} {reason}; mend it, or leave it out") from error
+
+
+def _call_all(config: PlayConfig, named: Sequence[tuple[str, str]], steps: Steps) -> None:
+    """In the child: import all modules, make tools, users and metrics, and ask their classes about their options."""
+
+    def attempt(name: str, function: Callable[..., Any], *args: Any) -> Any:
+        steps.enter(0, name)
+        try:
+            return function(*args)
+        except ConfigError as error:
+            if isinstance(error.__cause__, MemoryError):
+                raise error.__cause__ from error
+            return None
+
+    for label, location in named:
+        attempt(f"{label}: importing {location}", load_module, location, label)
+    attempt("rollout.tools: making them", tool_spec, config.rollout)
+    directory = attempt("users: making them", user_directory, config)
+    for name in filter(None, [*config.users, config.user.name]) if directory else ():
+        if user := attempt(f"user {name}: making it", directory.find, name):
+            for method in ("unavailable", "asks"):
+                label = f"user {name}: {method}() of {user.kind.__name__}"
+                attempt(label, getattr(user.kind, method), user.argument, user.settings)
+    reward = attempt("reward.weights: making the metrics", reward_spec, config.reward)
+    for name, metric in reward.metrics.items() if reward else ():
+        for method in ("judged", "served", "unavailable"):
+            label = f"reward.weights.{name}: {method}() of {metric.kind.__name__}"
+            attempt(label, getattr(metric.kind, method), metric.options)

@@ -1,0 +1,57 @@
+"""JSON and YAML from outside have a bound on nesting, and aliases of YAML one on what they repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_collab.config import ConfigError, compose
+from megatron_collab.config.documents import DEPTH, json_of, nesting, settings_of, yaml_of
+
+LAUGHS = "a0: &a0 [[], []]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30))
+
+
+@pytest.mark.parametrize("read", [json_of, yaml_of])
+@pytest.mark.parametrize("depth", [DEPTH, DEPTH + 1, 900, 100_000])
+@pytest.mark.parametrize("closed", ["]", ""])
+def test_what_nests_too_deep_is_refused(read: Callable[[str], Any], depth: int, closed: str) -> None:
+    text = "[" * depth + closed * depth
+    if depth == DEPTH and closed:
+        assert nesting(text) == DEPTH and read(text) is not None
+        return
+    with pytest.raises(
+        ValueError, match=r"\S" if depth <= 900 else "nests lists and objects more than 100 deep"
+    ) as error:
+        read(text)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        LAUGHS,
+        "a: &a [*a]",
+        "a: &a {b: *a}",
+        "&a [" + "[], " * 5000 + "]\n---\n",
+        "- &a [" + "[], " * 5000 + "]\n" + "- *a\n" * 500,
+    ],
+)
+def test_aliases_that_repeat_without_end_are_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        yaml_of(text)
+
+
+def test_what_is_no_object_is_no_settings() -> None:
+    assert settings_of('{"a": [1]}') == {"a": [1]}
+    with pytest.raises(ValueError, match="holds a list, not settings by name"):
+        settings_of("[1]")
+
+
+def test_a_deep_value_of_an_option_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    deep = "[" * 60_000
+    for closed in ("", "]" * 60_000):
+        with pytest.raises(ConfigError, match=r"rollout.tools: nests brackets more than 100 deep; flatten it"):
+            compose(["experiment=booking", f"rollout.tools={deep}{closed}"])

@@ -1,0 +1,83 @@
+"""Code that settings name is tried in a child process before the start, with limits on time and memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_collab.config import Config, ConfigError
+from megatron_collab.launch import extensions
+from megatron_collab.launch.extensions import check_extensions
+
+CODE = """
+import os, time
+from megatron_collab.config import ConfigError
+from megatron_collab.reward.metrics import Metric
+from megatron_collab.rollout.users import User
+from megatron_collab.rollout.tools import Tool
+
+class Mine(Metric):
+    @classmethod
+    def judged(cls, options):
+        {judged}
+        return False
+    @classmethod
+    def unavailable(cls, options):
+        {unavailable}
+
+class Person(User):
+    @classmethod
+    def unavailable(cls, argument, settings):
+        {user}
+
+class Helper(Tool):
+    SCHEMA = {{"name": "helper", "parameters": {{"type": "object"}}}}
+    def __init__(self, options):
+        super().__init__(options)
+        {tool}
+
+{imported}
+"""
+HANGS = "while True: pass"
+PARTS = ("judged", "unavailable", "user", "tool", "imported")
+
+
+def check(folder: Path, part: str, code: str) -> str:
+    """The reason why the code is refused; empty if it is not."""
+    file = folder / "my.py"
+    file.write_text(CODE.format(**dict.fromkeys(PARTS, "pass") | {part: code}))
+    config = Config()
+    config.reward.weights = {f"{file}:Mine": 1.0}
+    config.user.name, config.rollout.tools = f"{file}:Person", [f"{file}:Helper"]
+    try:
+        check_extensions(config)
+    except ConfigError as error:
+        return str(error).replace(str(file), "my.py")
+    return ""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("part", "code", "reason"),
+    [
+        ("imported", HANGS, "rollout.tools=my.py:Helper: importing my.py does not finish within 3 s"),
+        ("imported", "bytes(1 << 35)", "rollout.tools=my.py:Helper: importing my.py takes more than 4 GiB of memory"),
+        ("imported", "os._exit(0)", "rollout.tools=my.py:Helper: importing my.py ends the process with code 0"),
+        ("judged", HANGS, "reward.weights.my.py:Mine: judged() of Mine does not finish within 3 s"),
+        ("judged", "os.abort()", "reward.weights.my.py:Mine: judged() of Mine ends the process with code -6"),
+        ("unavailable", "time.sleep(9999)", "reward.weights.my.py:Mine: unavailable() of Mine does not finish within"),
+        ("unavailable", "{}[1]", "reward.weights.my.py:Mine: unavailable() of Mine fails (KeyError: 1)"),
+        ("user", HANGS, "user my.py:Person: unavailable() of Person does not finish within 3 s"),
+        ("tool", HANGS, "rollout.tools: making them does not finish within 3 s"),
+        ("judged", "raise ConfigError('left to its caller')", ""),
+        ("imported", "raise ValueError('left to its caller')", ""),
+        ("imported", "pass", ""),
+    ],
+)
+def test_code_that_never_ends_or_crashes_is_refused_by_its_setting(
+    part: str, code: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extensions, "SECONDS", 3.0 if code in (HANGS, "time.sleep(9999)") else 120.0)
+    refused = check(tmp_path, part, code)
+    assert refused.startswith(reason) and bool(refused) == bool(reason)
