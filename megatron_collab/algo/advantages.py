@@ -89,8 +89,9 @@ def with_advantages(batch: ScoredBatch, algo: AlgoConfig) -> ScoredBatch:
         log_ratios = [old - ref for old, ref in zip(batch.old_log_probs, batch.reference_log_probs, strict=True)]
         costs = [algo.kl_coef * kl_estimate(row, algo.kl) for row in _trained(samples, log_ratios)]
     values = None if batch.values is None else _trained(samples, batch.values)
-    advantages, returns = make_advantage(algo).estimate(samples, costs, values)
-    for rows in (advantages, returns if values is not None else []):
+    estimator = make_advantage(algo)
+    advantages, returns = estimator.estimate(samples, costs, values)
+    for rows in [advantages, returns] if estimator.critic else [advantages]:
         if rows is None or [np.shape(row) for row in rows] != [cost.shape for cost in costs]:
             raise RunStopped(f"algo.advantage={algo.advantage}: must give a number for each trained token of a sample")
         if not all(np.isfinite(row).all() for row in rows):
