@@ -67,7 +67,7 @@ def make_advantage(algo: AlgoConfig) -> Advantage:
 
 
 def with_advantages(batch: ScoredBatch, algo: AlgoConfig) -> ScoredBatch:
-    """The batch with per-token advantages of the estimator algo.advantage and, if it has a critic, the critic's targets.
+    """The batch with per-token advantages of the estimator algo.advantage and the targets of its critic, if any.
 
     With algo.kl_in=reward the KL penalty to the reference (estimator algo.kl, times algo.kl_coef) is subtracted from
     the reward. Only trained tokens are read. Raises ValueError if a credit is not finite, and RunStopped if a custom
@@ -324,7 +324,7 @@ def rewards_of(sample: Sample) -> np.ndarray:
 
 
 def tokens_of(sample: Sample, credit: Credit) -> tuple[np.ndarray, np.ndarray]:
-    """Indices, int64 and ascending, of the credit's tokens among the trained tokens of its sample; and their weights."""
+    """Indices, int64 and ascending, of the credit's tokens among the trained tokens of its sample; their weights."""
     credited: np.ndarray = np.zeros(len(sample.loss_mask), bool)
     weights: np.ndarray = np.ones(len(sample.loss_mask))
     for (start, stop), weight in zip(credit.spans, credit.weights or (1.0,) * len(credit.spans), strict=True):

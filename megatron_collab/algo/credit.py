@@ -153,7 +153,9 @@ def _share_fault(episodes: Sequence[Episode], shares: Sequence[Sequence[Share]])
     for episode, parts in zip(episodes, shares, strict=True):
         indices = {turn for share in parts for turn in share.turns}
         if not indices or not indices <= {*range(len(episode.rewards))}:
-            return f"gave shares of the turns {sorted(indices)} of {len(episode.rewards)}; give turns of each conversation"
+            return (
+                f"gave shares of the turns {sorted(indices)} of {len(episode.rewards)}; give turns of each conversation"
+            )
         numbers = [number for share in parts for number in (share.value, *share.turns.values())]
         if not np.isfinite(numbers).all():
             return "gave numbers that are not finite"

@@ -190,7 +190,9 @@ class DpoConfig:
         "loss of a pair: DPO, DPO on per-token means (sigmoid_norm), IPO, or in rl REFUEL's regression of rewards",
         choices=("sigmoid", "sigmoid_norm", "ipo", "refuel"),
     )
-    beta: float = option(0.1, "how strongly the reference holds the policy; tau of IPO, 1 / eta of REFUEL", gt=0, le=1000)
+    beta: float = option(
+        0.1, "how strongly the reference holds the policy; tau of IPO, 1 / eta of REFUEL", gt=0, le=1000
+    )
     label_smoothing: float = option(0.0, "sigmoid: assumed share of pairs with swapped labels", ge=0, lt=0.5)
     precompute: bool = option(
         True, "stage dpo: compute the reference's log-probs once and keep them in run.dir; false: at every step"

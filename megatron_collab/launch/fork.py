@@ -9,6 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from megatron_collab.algo.advantages import advantage_class
 from megatron_collab.checkpoint import storage
 from megatron_collab.config import SETTINGS, Config, ConfigError, LoraConfig, read_settings, require
 from megatron_collab.config.load import leaves

@@ -303,7 +303,9 @@ def _check_algo(config: Config, spec: RewardSpec) -> None:
     require(not advantage.critic or credit.rewards, f"{message} immediate, equal or last")
     for name in credit.turn_metrics:
         metric = spec.metrics.get(name)
-        message = f"{shown.reward.turn_credit}: reads the turns' scores of {name}, which is not in reward.weights; add it"
+        message = (
+            f"{shown.reward.turn_credit}: reads the turns' scores of {name}, which is not in reward.weights; add it"
+        )
         require(metric is not None, message)
         message = f"{shown.reward.turn_credit}: {name} gives no score for each turn; choose a metric that does"
         require(metric is None or metric.scores_turns, message)

@@ -71,8 +71,9 @@ def pair_terms(log_ratios: Tensor, tokens: Tensor, dpo: DpoConfig, rewards: Tens
 def preference_objective(head: Head, dpo: DpoConfig) -> Objective:
     """The loss of the pairs of a micro-batch, each weighted by the sum of its tokens' weights.
 
-    Columns of the micro-batch: weights, reference_log_probs; for refuel also advantages, which hold the rewards. Sums are float64. If context parallel ranks share the
-    tokens of a sequence, each computes the full loss, takes the gradient of its local tokens and reports its share.
+    Columns of the micro-batch: weights, reference_log_probs; for refuel also advantages, which hold the rewards. Sums
+    are float64. If context parallel ranks share the tokens of a sequence, each computes the full loss, takes the
+    gradient of its local tokens and reports its share.
     """
 
     def objective(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Report]:

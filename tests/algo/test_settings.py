@@ -74,7 +74,7 @@ from tests.helpers import refused
         ),
         (
             ["reward.turn_credit=next_user_turn", "+reward.turn_credit_options={verdict: kind}"],
-            "reward.turn_credit=next_user_turn: reads the turns' scores of kind, which is not in reward.weights; add it",
+            "reward.turn_credit=next_user_turn: reads the turns' scores of kind, which is not in reward.weights; add",
         ),
         (
             ["reward.turn_credit=next_user_turn", "+reward.turn_credit_options={verdict: accuracy}"],

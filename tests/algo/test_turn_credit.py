@@ -55,7 +55,11 @@ GROUP = [played(*of_one) for of_one in zip(REWARDS, LENGTHS, ANSWERS, strict=Tru
 
 
 def turn_advantages(
-    rollouts: Sequence[Rollout], advantage: str, algo: Mapping[str, object] = {}, values: object = None, **reward: object
+    rollouts: Sequence[Rollout],
+    advantage: str,
+    algo: Mapping[str, object] = {},
+    values: object = None,
+    **reward: object,
 ) -> list[list[float]]:
     """The advantage of each turn, after a check that its tokens share it."""
     settings = TrainingRewardConfig(**{"weights": {}, **reward})
@@ -120,7 +124,9 @@ def test_gigpo_is_its_formula(advantage: str, std: bool) -> None:
     for total, own_states, own_returns in zip(totals, states, step_returns, strict=True):
         row = []
         for state, value in zip(own_states, own_returns, strict=True):
-            at = [r for s, rs in zip(states, step_returns, strict=True) for n, r in zip(s, rs, strict=True) if n == state]
+            at = [
+                r for s, rs in zip(states, step_returns, strict=True) for n, r in zip(s, rs, strict=True) if n == state
+            ]
             local = 0.0 if len(at) == 1 else normalized(at, std)[at.index(value)]
             row.append(total + omega * local)
         expected.append(row)
@@ -138,7 +144,9 @@ def test_gigpo_by_hand() -> None:
     assert rows == [[1.5, 1.0], [-1.5, -1.0]]
     pair = [played([0.0, 3.0], [1, 2], ["two"]), played([0.0, 1.0], [1, 1], ["two"])]
     assert turn_advantages(pair, "dr_grpo", turn_credit="gigpo") == [[2.0, 2.0], [-2.0, -2.0]]
-    longer = replace(pair[1], start=replace(pair[1].start, messages=(Message("user", "ho"), *pair[1].start.messages[1:])))
+    longer = replace(
+        pair[1], start=replace(pair[1].start, messages=(Message("user", "ho"), *pair[1].start.messages[1:]))
+    )
     history = {"turn_credit": "gigpo", "turn_credit_options": {"state": "history"}}
     assert turn_advantages([pair[0], longer], "dr_grpo", **history) == [[1.0, 1.0], [-1.0, -1.0]]
 
@@ -165,7 +173,9 @@ def test_scores_of_turns_are_rewards_of_their_turns() -> None:
 
 def test_turn_ppo_by_hand() -> None:
     """Two turns of 2 and 1 tokens with rewards 1 and 2, gamma 0.5, lambda 0.5; V at the first tokens is 1 and 3."""
-    (sample,) = conversation_samples(TASK, [played([1.0, 2.0], [2, 1], ["a"])], TrainingRewardConfig(turn_credit="immediate"), "g")
+    (sample,) = conversation_samples(
+        TASK, [played([1.0, 2.0], [2, 1], ["a"])], TrainingRewardConfig(turn_credit="immediate"), "g"
+    )
     values = np.zeros(len(sample.loss_mask), np.float32)
     values[sample.loss_mask > 0] = [1.0, 50.0, 3.0]
     algo = AlgoConfig(advantage="turn_gae", gamma=0.5, gae_lambda=0.5)
@@ -190,8 +200,15 @@ def test_turn_ppo_is_its_formula(seed: int) -> None:
         starts = [credit.spans[0][0] for credit in sample.credits]
         v = [float(row[start]) for start in starts] + [0.0]
         deltas = [r + gamma * v[h + 1] - v[h] for h, r in enumerate(rewards)]
-        raw.append([sum((gamma * lam) ** (k - h) * deltas[k] for k in range(h, len(deltas))) for h in range(len(deltas))])
-    flat = [a for row, lengths in zip(raw, LENGTHS, strict=True) for a, n in zip(row, lengths, strict=True) for _ in range(n)]
+        raw.append(
+            [sum((gamma * lam) ** (k - h) * deltas[k] for k in range(h, len(deltas))) for h in range(len(deltas))]
+        )
+    flat = [
+        a
+        for row, lengths in zip(raw, LENGTHS, strict=True)
+        for a, n in zip(row, lengths, strict=True)
+        for _ in range(n)
+    ]
     mean, std = statistics.fmean(flat), statistics.pstdev(flat)
     algo = {"gamma": gamma, "gae_lambda": lam}
     actual = turn_advantages(GROUP, "turn_gae", algo, values, turn_credit="immediate")
@@ -199,12 +216,12 @@ def test_turn_ppo_is_its_formula(seed: int) -> None:
         np.testing.assert_allclose(got, [(a - mean) / (std + 1e-6) for a in reference], rtol=2e-5)
 
 
-OUTSIDE = '''
+OUTSIDE = """
 from megatron_collab.algo.turn_credit import Share, TurnCredit
 class Rule(TurnCredit):
     def shares(self, episodes):
         return {}
-'''
+"""
 
 
 @pytest.mark.parametrize(

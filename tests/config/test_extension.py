@@ -19,6 +19,7 @@ from megatron_collab.config import (
     Config,
     ConfigError,
     RolloutConfig,
+    TrainingRewardConfig,
     make_absolute,
     resolve,
 )

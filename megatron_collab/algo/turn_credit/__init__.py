@@ -38,8 +38,8 @@ class Episode:
 class Share:
     """A value that turns of a conversation share.
 
-    `turns`: their indices, each with the factor of its advantage. Shares of a group with equal `peers` are compared with
-    each other. The advantages of several shares of a turn are added; a turn without a share is not trained.
+    `turns`: their indices, each with the factor of its advantage. Shares of a group with equal `peers` are compared
+    with each other. The advantages of several shares of a turn are added; a turn without a share is not trained.
     """
 
     value: float

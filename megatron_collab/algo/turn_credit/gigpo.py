@@ -25,7 +25,9 @@ class GiGpo(TurnCredit):
     @dataclass(frozen=True)
     class Options:
         omega: float = option(1.0, "weight of the advantage within a state", ge=0, le=1000)
-        state: str = option("message", "what the policy answers: a message, or the history", choices=("message", "history"))
+        state: str = option(
+            "message", "what the policy answers: a message, or the history", choices=("message", "history")
+        )
 
     def shares(self, episodes: Sequence[Episode]) -> Sequence[Sequence[Share]]:
         return [
