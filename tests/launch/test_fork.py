@@ -84,7 +84,7 @@ def test_run_from_is_run_fork() -> None:
         (
             "@20",
             {"algo.advantage": "gae"},
-            "its run has algo.advantage=grpo, and only one of both has a critic; keep it",
+            "its run has algo.advantage=grpo, and only one of both has a critic",
         ),
         ("@20", {"algo.dpo.refresh": 5}, "its reference is of algo.dpo.refresh=0; keep it"),
         ("@20", {"model.path": "experts"}, "its architecture differs from model.path="),
