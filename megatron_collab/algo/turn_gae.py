@@ -24,7 +24,7 @@ class TurnGae(Advantage):
 
     def estimate(self, samples: Sequence[Sample], costs: Rows, values: Rows | None) -> Estimates:
         assert values is not None
-        advantages, returns = [], []
+        advantages, returns = list[np.ndarray](), list[np.ndarray]()
         for sample, cost, value in zip(samples, costs, values, strict=True):
             starts, lengths = turns_of(sample)
             rewards = np.add.reduceat(rewards_of(sample) - cost, starts)
