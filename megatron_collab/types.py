@@ -167,6 +167,11 @@ class Turn:
                 raise ValueError(f"a turn of {len(self.token_ids)} tokens has {len(getattr(self, name))} {name}")
 
     @property
+    def trained_tokens(self) -> int:
+        """Number of sampled tokens: all but the forced ones."""
+        return len(self.token_ids) - (self.forced[1] - self.forced[0])
+
+    @property
     def stream(self) -> tuple[int, ...]:
         """The tokens of the prompt and of the reply."""
         return self.prompt_ids + self.token_ids
@@ -215,10 +220,17 @@ class Conversation:
     @property
     def replies(self) -> tuple[str, ...]:
         """The policy's replies to the user after the task's messages, in order; tool calls are no replies."""
-        roles = [message.role for message in self.messages]
-        positions = [at for at, role in enumerate(roles) if role == "assistant"]
-        replies = [at for at in positions[len(positions) - len(self.turns) :] if roles[at + 1 : at + 2] != ["tool"]]
-        return tuple(self.messages[at].content for at in replies)
+        return tuple(self.messages[at].content for at in self.turn_positions if not self.is_tool_call(at))
+
+    @property
+    def turn_positions(self) -> tuple[int, ...]:
+        """The place in `messages` of each turn's message."""
+        positions = [at for at, message in enumerate(self.messages) if message.role == "assistant"]
+        return tuple(positions[len(positions) - len(self.turns) :])
+
+    def is_tool_call(self, position: int) -> bool:
+        """Whether the message at this place, of a turn, is followed by a tool's answer."""
+        return [message.role for message in self.messages[position + 1 : position + 2]] == ["tool"]
 
     @property
     def message_count(self) -> int:
@@ -295,12 +307,14 @@ class Judgment:
 class Future:
     """One continuation of the conversation after the trained turn, with a score per metric.
 
-    `judgments`: by metric, for metrics with a judge or a reason.
+    `judgments`: by metric, for metrics with a judge or a reason. `turn_scores`: by metric, for metrics that score
+    turns, a number for each of the conversation's turns, whose sum is the score.
     """
 
     conversation: Conversation
     scores: Mapping[str, Score]
     judgments: Mapping[str, Judgment] = EMPTY
+    turn_scores: Mapping[str, tuple[float, ...]] = EMPTY
 
 
 @dataclass(frozen=True)
@@ -353,13 +367,15 @@ class Credit:
     """The return of some trained tokens of a sample, those in the (start, stop) ranges of `spans`.
 
     `value` is their return. Credits with the same `peers` share a baseline; credits with the same `scale` share a
-    standard deviation. A credit without spans trains no tokens and only contributes to the baseline.
+    standard deviation. A credit without spans trains no tokens and only contributes to the baseline. `weights`: factor
+    of the advantage in each span; empty: 1 in all. The advantages of credits with common tokens are added.
     """
 
     spans: tuple[tuple[int, int], ...]
     value: float
     peers: str
     scale: str
+    weights: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -373,7 +389,7 @@ class Sample:
     separately; baselines, means and mini-batches treat them as one sample. `routing` (if rollout.routing_replay): the
     experts of each token, unsigned integers [S, layers * experts of a token]; 0 for a sequence's last token, which is
     never read. `origin`: the number of the group in the step and of the rollout in it that has the trained turns; None
-    of later turns and in supervised stages.
+    of later turns and in supervised stages. `turns`: which of the rollout's turns are trained; empty: all of them.
     """
 
     token_ids: np.ndarray
@@ -385,6 +401,7 @@ class Sample:
     cuts: tuple[int, ...] = ()
     routing: np.ndarray | None = None
     origin: tuple[int, int] | None = None
+    turns: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

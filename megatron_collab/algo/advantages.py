@@ -1,50 +1,179 @@
-"""From the credits of a batch to the advantage of each trained token, and its weight in the mean of the loss."""
+"""From the credits of a batch to the advantage of each trained token, and its weight in the mean of the loss.
+
+An estimator is a class derived from Advantage, which algo.advantage names: ADVANTAGES has the short names.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from megatron_collab.config import AlgoConfig
+from megatron_collab.config import AlgoConfig, Extension, build, lookup
+from megatron_collab.config.schema import ADVANTAGES
+from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import Credit, Sample, ScoredBatch
 
-GROUPED = ("grpo", "dr_grpo", "gdpo", "rloo")  # compare a credit with its peers; the other estimators do not
+Rows = Sequence[np.ndarray]  # float64 [T] for the T trained tokens of each sample
 EPSILON = 1e-6
 K3_TANGENT = 3.0  # log(reference / policy) above which the estimate k3 continues as its tangent
 
 
+class Estimates(NamedTuple):
+    """The advantages of the trained tokens; `returns`: what the critic learns to predict at them, if there is one."""
+
+    advantages: Rows
+    returns: Rows | None = None
+
+
+class Advantage(Extension, ABC):
+    """Base of the estimators that algo.advantage may name as package.module:Class.
+
+    `compares`: credits are compared with their peers, so a task needs two rewards, and gives no gradient if they are
+    equal. `critic`: the estimator needs a critic, whose returns it computes. `decouples`: rewards are first `decoupled`
+    by metric. An instance computes one batch, on every rank: it keeps nothing, and draws nothing at random.
+    """
+
+    compares: ClassVar[bool] = False
+    critic: ClassVar[bool] = False
+    decouples: ClassVar[bool] = False
+
+    def __init__(self, options: Any, algo: AlgoConfig) -> None:
+        super().__init__(options)
+        self.algo = algo
+
+    @abstractmethod
+    def estimate(self, samples: Sequence[Sample], costs: Rows, values: Rows | None) -> Estimates:
+        """The advantages of the trained tokens of `samples`, from their credits.
+
+        `costs`: the KL penalty of each token with algo.kl_in=reward, else 0; `values`: the critic's, if there is one.
+        """
+
+
+def advantage_class(name: str) -> type[Advantage]:
+    """The estimator that algo.advantage=`name` is. Raises ConfigError."""
+    kind: type[Advantage] = lookup(name, "algo.advantage", ADVANTAGES, Advantage)
+    return kind
+
+
+def make_advantage(algo: AlgoConfig) -> Advantage:
+    """The estimator algo.advantage with its options. Raises ConfigError."""
+    kind = advantage_class(algo.advantage)
+    return kind(build(kind.Options, algo.advantage_options, "algo.advantage_options."), algo)
+
+
 def with_advantages(batch: ScoredBatch, algo: AlgoConfig) -> ScoredBatch:
-    """The batch with per-token advantages of the estimator algo.advantage and, with gae, the critic's targets.
+    """The batch with per-token advantages of the estimator algo.advantage and the targets of its critic, if any.
 
     With algo.kl_in=reward the KL penalty to the reference (estimator algo.kl, times algo.kl_coef) is subtracted from
-    the reward. Only trained tokens are read. Raises ValueError if a credit is not finite. If algo.objective needs no
-    advantages, the batch is returned unchanged.
+    the reward. Only trained tokens are read. Raises ValueError if a credit is not finite, and RunStopped if a custom
+    estimator gives no finite number for each trained token. Pairs of algo.dpo.loss=refuel get their rewards in place of
+    advantages; if algo.objective needs neither, the batch is returned unchanged.
     """
+    samples = batch.samples
+    if algo.objective == "dpo" and algo.dpo.loss == "refuel":
+        rewards = [np.full(np.count_nonzero(s.loss_mask), s.credits[0].value) for s in samples]
+        return replace(batch, advantages=_placed(samples, rewards))
     if algo.objective != "policy":
         return batch
-    samples = batch.samples
-    values = [credit.value for sample in samples for credit in sample.credits]
-    if not np.isfinite(values).all():
-        raise ValueError(f"rewards must be finite numbers, not {values}; leave out samples without a reward")
+    credits = [credit.value for sample in samples for credit in sample.credits]
+    if not np.isfinite(credits).all():
+        raise ValueError(f"rewards must be finite numbers, not {credits}; leave out samples without a reward")
     costs = [np.zeros(np.count_nonzero(sample.loss_mask)) for sample in samples]
     if algo.kl_in == "reward" and batch.reference_log_probs is not None:
         assert batch.old_log_probs is not None
         log_ratios = [old - ref for old, ref in zip(batch.old_log_probs, batch.reference_log_probs, strict=True)]
         costs = [algo.kl_coef * kl_estimate(row, algo.kl) for row in _trained(samples, log_ratios)]
-    if algo.advantage in GROUPED:
-        return replace(batch, advantages=_placed(samples, _grouped_advantages(samples, costs, algo.advantage)))
-    if algo.advantage == "reinforce++":
-        raw = [returns_to_go(*pair) for pair in zip(samples, costs, strict=True)]
-        return replace(batch, advantages=_placed(samples, whitened(raw)))
-    assert batch.values is not None
-    expected = _trained(samples, batch.values)
-    rewards = [_credited(sample, slice(-1, None)) - cost for sample, cost in zip(samples, costs, strict=True)]
-    raw = [gae(r, v, algo.gamma, algo.gae_lambda) for r, v in zip(rewards, expected, strict=True)]
-    returns = [a + v for a, v in zip(raw, expected, strict=True)]
-    return replace(batch, advantages=_placed(samples, whitened(raw)), returns=_placed(samples, returns))
+    values = None if batch.values is None else _trained(samples, batch.values)
+    estimator = make_advantage(algo)
+    advantages, returns = estimator.estimate(samples, costs, values)
+    for rows in [advantages, returns] if estimator.critic else [advantages]:
+        if rows is None or [np.shape(row) for row in rows] != [cost.shape for cost in costs]:
+            raise RunStopped(f"algo.advantage={algo.advantage}: must give a number for each trained token of a sample")
+        if not all(np.isfinite(row).all() for row in rows):
+            raise RunStopped(f"algo.advantage={algo.advantage}: gave numbers that are not finite")
+    placed = _placed(samples, advantages)
+    return replace(batch, advantages=placed, returns=None if returns is None else _placed(samples, returns))
+
+
+class Compared(Advantage):
+    """Base of estimators that give a credit one number, from its peers; its tokens share it."""
+
+    compares = True
+
+    @abstractmethod
+    def compare(self, values: np.ndarray, peers: Sequence[str], scale: Sequence[str]) -> np.ndarray:
+        """The advantages of C credits, float64 [C], from their values [C] and the labels of Credit.
+
+        A value is less the costs from its first token on.
+        """
+
+    def estimate(self, samples: Sequence[Sample], costs: Rows, values: Rows | None) -> Estimates:
+        rows = [np.zeros_like(cost) for cost in costs]
+        entries = [
+            (credit, *tokens_of(sample, credit), cost, row)
+            for sample, cost, row in zip(samples, costs, rows, strict=True)
+            for credit in sample.credits
+        ]
+        credits = np.array([c.value - (cost[at[0] :].sum() if at.size else 0.0) for c, at, _, cost, _ in entries])
+        scale = [credit.scale for credit, *_ in entries]
+        advantages = self.compare(credits, [credit.peers for credit, *_ in entries], scale)
+        for (_, at, weights, _, row), value in zip(entries, advantages, strict=True):
+            row[at] += weights * value
+        return Estimates(rows)
+
+
+class Grpo(Compared):
+    """See `grpo`."""
+
+    def compare(self, values: np.ndarray, peers: Sequence[str], scale: Sequence[str]) -> np.ndarray:
+        return grpo(values, peers, scale)
+
+
+class DrGrpo(Compared):
+    """See `dr_grpo`."""
+
+    def compare(self, values: np.ndarray, peers: Sequence[str], scale: Sequence[str]) -> np.ndarray:
+        return dr_grpo(values, peers)
+
+
+class Rloo(Compared):
+    """See `rloo`."""
+
+    def compare(self, values: np.ndarray, peers: Sequence[str], scale: Sequence[str]) -> np.ndarray:
+        return rloo(values, peers)
+
+
+class Gdpo(Compared):
+    """See `decoupled` and `gdpo`."""
+
+    decouples = True
+
+    def compare(self, values: np.ndarray, peers: Sequence[str], scale: Sequence[str]) -> np.ndarray:
+        return gdpo(values)
+
+
+class ReinforcePlusPlus(Advantage):
+    """See `returns_to_go` and `whitened`."""
+
+    def estimate(self, samples: Sequence[Sample], costs: Rows, values: Rows | None) -> Estimates:
+        return Estimates(whitened([returns_to_go(*pair) for pair in zip(samples, costs, strict=True)]))
+
+
+class Gae(Advantage):
+    """See `gae` and `whitened`; the critic's target is A + V before the normalization."""
+
+    critic = True
+
+    def estimate(self, samples: Sequence[Sample], costs: Rows, values: Rows | None) -> Estimates:
+        assert values is not None
+        rewards = [rewards_of(sample) - cost for sample, cost in zip(samples, costs, strict=True)]
+        raw = [gae(r, v, self.algo.gamma, self.algo.gae_lambda) for r, v in zip(rewards, values, strict=True)]
+        return Estimates(whitened(raw), [a + v for a, v in zip(raw, values, strict=True)])
 
 
 def grpo(values: np.ndarray, peers: Sequence[str], scale: Sequence[str]) -> np.ndarray:
@@ -103,7 +232,11 @@ def returns_to_go(sample: Sample, costs: np.ndarray) -> np.ndarray:
     the token's credit. The paper has one reward per sequence; if a sample has several credits, each is already a
     return, so they are not summed. Costs are summed to the end of the sample.
     """
-    return _credited(sample, slice(None)) - costs[::-1].cumsum()[::-1]
+    values = np.zeros_like(costs)
+    for credit in sample.credits:
+        at, weights = tokens_of(sample, credit)
+        values[at] += weights * credit.value
+    return values - costs[::-1].cumsum()[::-1]
 
 
 def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, gae_lambda: float) -> np.ndarray:
@@ -182,41 +315,22 @@ def token_weights(
     return [(mask * share).astype(np.float32) for mask, share in zip(masks, shares, strict=True)]
 
 
-def _grouped_advantages(samples: Sequence[Sample], costs: Sequence[np.ndarray], advantage: str) -> list[np.ndarray]:
-    """Advantages of the credits at their tokens: credit less the costs from its first token on, against its peers."""
-    rows = [np.zeros_like(cost) for cost in costs]
-    entries = [
-        (credit, _tokens(sample, credit), cost, row)
-        for sample, cost, row in zip(samples, costs, rows, strict=True)
-        for credit in sample.credits
-    ]
-    values = np.array([credit.value - (cost[at[0] :].sum() if at.size else 0.0) for credit, at, cost, _ in entries])
-    peers = [credit.peers for credit, *_ in entries]
-    if advantage == "grpo":
-        advantages = grpo(values, peers, [credit.scale for credit, *_ in entries])
-    elif advantage == "gdpo":
-        advantages = gdpo(values)
-    else:
-        advantages = (rloo if advantage == "rloo" else dr_grpo)(values, peers)
-    for (_, at, _, row), value in zip(entries, advantages, strict=True):
-        row[at] = value
-    return rows
-
-
-def _credited(sample: Sample, part: slice) -> np.ndarray:
-    """Per trained token, float64: the credit's value at this part of its tokens, 0 at the others."""
-    values = np.zeros(np.count_nonzero(sample.loss_mask))
+def rewards_of(sample: Sample) -> np.ndarray:
+    """Per trained token, float64 [T]: the credit's value at its last token, 0 at the others."""
+    rewards = np.zeros(np.count_nonzero(sample.loss_mask))
     for credit in sample.credits:
-        values[_tokens(sample, credit)[part]] = credit.value
-    return values
+        rewards[tokens_of(sample, credit)[0][-1:]] += credit.value
+    return rewards
 
 
-def _tokens(sample: Sample, credit: Credit) -> np.ndarray:
-    """Indices, int64 and ascending, of the credit's tokens among the trained tokens of its sample."""
+def tokens_of(sample: Sample, credit: Credit) -> tuple[np.ndarray, np.ndarray]:
+    """Indices, int64 and ascending, of the credit's tokens among the trained tokens of its sample; their weights."""
     credited: np.ndarray = np.zeros(len(sample.loss_mask), bool)
-    for start, stop in credit.spans:
-        credited[start:stop] = True
-    return np.flatnonzero(credited[sample.loss_mask > 0])
+    weights: np.ndarray = np.ones(len(sample.loss_mask))
+    for (start, stop), weight in zip(credit.spans, credit.weights or (1.0,) * len(credit.spans), strict=True):
+        credited[start:stop], weights[start:stop] = True, weight
+    trained = sample.loss_mask > 0
+    return np.flatnonzero(credited[trained]), weights[credited & trained]
 
 
 def _per_label(labels: Sequence[str], statistic: Callable[[np.ndarray], float], values: np.ndarray) -> np.ndarray:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
 
-from megatron_collab.algo.advantages import GROUPED, decoupled
+from megatron_collab.algo.advantages import advantage_class, decoupled
+from megatron_collab.algo.turn_credit import Episode, Share, make_turn_credit
 from megatron_collab.config import AlgoConfig, RewardConfig, TrainingRewardConfig, TrainingRolloutConfig
-from megatron_collab.types import Credit, Future, Group, Missing, Reward, Rollout, Sample, Turn
+from megatron_collab.runtime.process import RunStopped
+from megatron_collab.types import Credit, Future, Group, Missing, Reward, Rollout, Sample, Task, Turn
 
 RewardFormula = Callable[[Sequence[Future]], Reward]  # the reward of a turn from its scored futures
 _WHOLE, _MALFORMED = "<reward>", "<malformed>"  # names of reward parts that belong to no metric
@@ -30,7 +32,7 @@ class CreditSpec:
         """Smallest number of rewards in a group that can give a gradient."""
         if self.algo.objective != "policy":
             return 2 if self.algo.objective == "dpo" else 1
-        return 2 if self.algo.advantage in GROUPED else 1
+        return 2 if advantage_class(self.algo.advantage).compares else 1
 
 
 def samples_of(group: Group, spec: CreditSpec, number: int, formula: RewardFormula) -> list[Sample]:
@@ -47,11 +49,11 @@ def samples_of(group: Group, spec: CreditSpec, number: int, formula: RewardFormu
         return []
     places = [*map(id, group.rollouts)]
     origins = [(number, places.index(id(rollout))) for rollout in rollouts]
-    if spec.algo.objective == "policy" and spec.algo.advantage == "gdpo":
+    if spec.algo.objective == "policy" and advantage_class(spec.algo.advantage).decouples:
         rollouts = _decoupled(rollouts, spec.reward)
     name = f"{number}/{group.task.id}"
     if spec.reward.mode != "single_turn" and spec.rollout.futures == 0:
-        samples = [conversation_sample(rollout, spec.reward, name) for rollout in rollouts]
+        samples = conversation_samples(group.task, rollouts, spec.reward, name)
     else:
         samples = _with_futures(rollouts, spec, name, formula)
     trained, later = samples[: len(rollouts)], samples[len(rollouts) :]
@@ -104,23 +106,60 @@ def drop_stale(samples: Sequence[Sample], oldest: int, spec: CreditSpec) -> list
             return fresh
 
 
-def conversation_sample(rollout: Rollout, reward: TrainingRewardConfig, name: str) -> Sample:
-    """A complete conversation as one sample; its credits are compared with all others of the group `name`.
+def conversation_samples(
+    task: Task, rollouts: Sequence[Rollout], reward: TrainingRewardConfig, name: str
+) -> list[Sample]:
+    """Complete conversations of the group `name` as one sample each, with the credits of reward.turn_credit.
 
-    Users and tools give the turn rewards r_t; the conversation's reward R comes at its end. reward.turn_credit decides:
-    `last` gives sum_t r_t + R to the last turn only, `equal` gives it to all turns together; both compare conversations
-    (GRPO as in verl's multi-turn rollout). `reward_to_go` gives turn t sum_{k >= t} gamma^(k-t) r_k (gamma:
-    reward.turn_gamma; the last r includes R) and compares all turns of the group (UserRL, arXiv:2509.19736, section 3).
+    Raises RunStopped if a custom rule gives no shares for the turns of each conversation.
     """
-    conversation, value = rollout.start, rollout.reward.value
+    episodes = [_episode(task, rollout, reward.weights) for rollout in rollouts]
+    shares = [list(of_one) for of_one in make_turn_credit(reward).shares(episodes)]
+    fault = _share_fault(episodes, shares)
+    if fault:
+        raise RunStopped(f"reward.turn_credit={reward.turn_credit}: {fault}")
+    return [_shared(episode.conversation.turns, parts, name) for episode, parts in zip(episodes, shares, strict=True)]
+
+
+def _episode(task: Task, rollout: Rollout, weights: Mapping[str, float]) -> Episode:
+    """The rewards of a conversation by turn; turn scores count with the weights of their metrics in reward.weights.
+
+    The rest of the conversation's reward comes at its end, so the sum is that of the reward and the turns' rewards.
+    """
+    value, rewards, turn_scores = rollout.reward.value, [*rollout.start.turn_rewards], rollout.futures[0].turn_scores
     assert not isinstance(value, Missing)
-    turns, rewards = conversation.turns, [*conversation.turn_rewards[:-1], conversation.turn_rewards[-1] + value]
-    if reward.turn_credit != "reward_to_go":
-        credited = turns if reward.turn_credit == "equal" else turns[-1:]
-        return sample(credited, [Credit(_spans(credited), sum(rewards), name, name)])
-    returns = [*accumulate(reversed(rewards), lambda following, r: r + reward.turn_gamma * following)][::-1]
-    pairs = zip(_spans(turns), returns, strict=True)
-    return sample(turns, [Credit((span,), turn_return, name, name) for span, turn_return in pairs])
+    for metric in rollout.reward.parts.keys() & turn_scores.keys():
+        for turn, score in enumerate(turn_scores[metric]):
+            rewards[turn] += weights[metric] * score
+            value -= weights[metric] * score
+    return Episode(task, rollout.start, (*rewards[:-1], rewards[-1] + value), turn_scores)
+
+
+def _shared(turns: Sequence[Turn], shares: Sequence[Share], name: str) -> Sample:
+    """The sample of the turns that have a share, with a credit for each share."""
+    trained = sorted({turn for share in shares for turn in share.turns})
+    spans = dict(zip(trained, _spans([turns[turn] for turn in trained]), strict=True))
+    credits = []
+    for share in shares:
+        peers, weights = f"{name}/{share.peers}" if share.peers else name, tuple(share.turns.values())
+        weights = () if set(weights) == {1.0} else weights
+        credits.append(Credit(tuple(spans[turn] for turn in share.turns), share.value, peers, peers, weights))
+    return replace(sample([turns[turn] for turn in trained], credits), turns=tuple(trained))
+
+
+def _share_fault(episodes: Sequence[Episode], shares: Sequence[Sequence[Share]]) -> str | None:
+    if len(shares) != len(episodes):
+        return f"gave shares of {len(shares)} of {len(episodes)} conversations; give a list for each"
+    for episode, parts in zip(episodes, shares, strict=True):
+        indices = {turn for share in parts for turn in share.turns}
+        if not indices or not indices <= {*range(len(episode.rewards))}:
+            return (
+                f"gave shares of the turns {sorted(indices)} of {len(episode.rewards)}; give turns of each conversation"
+            )
+        numbers = [number for share in parts for number in (share.value, *share.turns.values())]
+        if not np.isfinite(numbers).all():
+            return "gave numbers that are not finite"
+    return None
 
 
 def penalize_overlong(sample: Sample, spec: CreditSpec) -> Sample:

@@ -41,6 +41,24 @@ JSON, CHAT, USER_MODEL = "json", "chat", "user_model"  # forms of the language m
 PLAYERS = {  # of groups; their interface is in rollout/player.py
     "futures": "megatron_collab.rollout.conversation:FuturesPlayer",
 }
+ADVANTAGES = {  # estimators; their interface is in algo/advantages.py
+    "grpo": "megatron_collab.algo.advantages:Grpo",
+    "dr_grpo": "megatron_collab.algo.advantages:DrGrpo",
+    "gdpo": "megatron_collab.algo.advantages:Gdpo",
+    "rloo": "megatron_collab.algo.advantages:Rloo",
+    "reinforce++": "megatron_collab.algo.advantages:ReinforcePlusPlus",
+    "gae": "megatron_collab.algo.advantages:Gae",
+    "turn_gae": "megatron_collab.algo.turn_gae:TurnGae",
+}
+TURN_CREDITS = {  # of whole conversations; their interface is in algo/turn_credit/
+    "last": "megatron_collab.algo.turn_credit:Last",
+    "equal": "megatron_collab.algo.turn_credit:Equal",
+    "immediate": "megatron_collab.algo.turn_credit:Immediate",
+    "reward_to_go": "megatron_collab.algo.turn_credit:RewardToGo",
+    "userrl": "megatron_collab.algo.turn_credit.userrl:UserRl",
+    "gigpo": "megatron_collab.algo.turn_credit.gigpo:GiGpo",
+    "next_user_turn": "megatron_collab.algo.turn_credit.next_user_turn:NextUserTurn",
+}
 
 
 @dataclass
@@ -170,10 +188,12 @@ class DpoConfig:
 
     loss: str = option(
         "sigmoid",
-        "loss of a pair: DPO, DPO on per-token means (sigmoid_norm), or IPO",
-        choices=("sigmoid", "sigmoid_norm", "ipo"),
+        "loss of a pair: DPO, DPO on per-token means (sigmoid_norm), IPO, or in rl REFUEL's regression of rewards",
+        choices=("sigmoid", "sigmoid_norm", "ipo", "refuel"),
     )
-    beta: float = option(0.1, "how strongly the reference holds the policy; tau of IPO", gt=0, le=1000)
+    beta: float = option(
+        0.1, "how strongly the reference holds the policy; tau of IPO, 1 / eta of REFUEL", gt=0, le=1000
+    )
     label_smoothing: float = option(0.0, "sigmoid: assumed share of pairs with swapped labels", ge=0, lt=0.5)
     precompute: bool = option(
         True, "stage dpo: compute the reference's log-probs once and keep them in run.dir; false: at every step"
@@ -193,9 +213,11 @@ class AlgoConfig:
     )
     advantage: str = option(
         "grpo",
-        "baseline: group, batch, or critic (gae)",
-        choices=("grpo", "dr_grpo", "gdpo", "rloo", "reinforce++", "gae"),
+        "baseline: group, batch, or critic (gae, turn_gae)",
+        choices=(*ADVANTAGES,),
+        extensible=True,
     )
+    advantage_options: dict[str, Any] = option({}, "settings of an advantage given as package.module:Class")
     loss: str = option(
         "ppo",
         "policy loss with token ratios, sequence ratios or clipped weights",
@@ -240,13 +262,13 @@ class AlgoConfig:
         0.0, "last share of max_new_tokens, over which a reply's reward falls by up to 1 (DAPO)", ge=0, le=1
     )
     dynamic_sampling: int = option(0, "times a step replaces tasks whose rewards were all equal (DAPO)", ge=0, le=1000)
-    gamma: float = option(1.0, "gae: discount per trained token", ge=0, le=1)
-    gae_lambda: float = option(1.0, "gae: lambda", ge=0, le=1)
-    critic_warmup: int = option(0, "gae: first steps, which train only the critic", ge=0)
+    gamma: float = option(1.0, "gae: discount per trained token; turn_gae: per turn", ge=0, le=1)
+    gae_lambda: float = option(1.0, "gae, turn_gae: lambda", ge=0, le=1)
+    critic_warmup: int = option(0, "gae, turn_gae: first steps, which train only the critic", ge=0)
     critic_lr: float = mutable(
-        1e-5, "gae: peak learning rate of the critic; warm-up and schedule as in optim", gt=0, le=1
+        1e-5, "gae, turn_gae: peak learning rate of the critic; warm-up and schedule as in optim", gt=0, le=1
     )
-    critic_clip: float = option(0.2, "gae: change of a value above which its loss is clipped", gt=0)
+    critic_clip: float = option(0.2, "gae, turn_gae: change of a value above which its loss is clipped", gt=0)
     dpo: DpoConfig = field(default_factory=DpoConfig)
 
 
@@ -529,9 +551,10 @@ class RewardConfig(JudgeConfig):
 @dataclass
 class TrainingRewardConfig(RewardConfig):
     turn_credit: str = option(
-        "equal", "futures=0: how each turn is rewarded", choices=("last", "equal", "reward_to_go")
+        "equal", "futures=0: how each turn is rewarded", choices=(*TURN_CREDITS,), extensible=True
     )
-    turn_gamma: float = option(1.0, "reward_to_go: discount per turn", ge=0, le=1)
+    turn_credit_options: dict[str, Any] = option({}, "settings of turn_credit, e.g. {turns: em} of userrl")
+    turn_gamma: float = option(1.0, "reward_to_go, userrl, gigpo: discount per turn", ge=0, le=1)
 
 
 @dataclass

@@ -93,3 +93,20 @@ class RightOnceTold(WhenMissing):
     def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float | None:
         asks_all = booking.slots_asked(replies[0]) == missing
         return float(replies[-1].strip() == task.answer) if asks_all else None
+
+
+class BookingTold(BookingMetric):
+    """For each turn how many open slots it asked for, which the user's next message then tells."""
+
+    score = Metric.score
+
+    async def score_turns(self, task: Task, conversation: Conversation) -> Sequence[float] | None:
+        if self.lacks(self.options, task):
+            return None
+        unknown, told = set(booking.missing(task)), list[float]()
+        for position in conversation.turn_positions:
+            answered = position + 1 < len(conversation.messages)
+            slots = booking.slots_asked(conversation.messages[position].content) & unknown if answered else set()
+            told.append(float(len(slots)))
+            unknown -= slots
+        return told

@@ -126,3 +126,19 @@ class DeskAsksGuessable(DeskAsksOpen):
     """Share of the unknown guessable slots that the trained turn asks for, over the tasks that have any."""
 
     slots: ClassVar[Sequence[str]] = MODEL.guessable
+
+
+class DeskTold(DeskMetric):
+    """For each turn how many needed slots were unknown before it, and are told in the user's next message."""
+
+    score = Metric.score
+
+    async def score_turns(self, task: Task, conversation: Conversation) -> Sequence[float] | None:
+        if self.lacks(self.options, task):
+            return None
+        goal, messages = read_goal(task.goal), conversation.messages
+        counts = [
+            (len(unknown(goal, messages[:position])), len(unknown(goal, messages[: position + 2])))
+            for position in conversation.turn_positions
+        ]
+        return [float(before - after) for before, after in counts]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from megatron_collab.algo.advantages import advantage_class
 from megatron_collab.checkpoint import storage
 from megatron_collab.config import SETTINGS, Config, ConfigError, LoraConfig, read_settings, require
 from megatron_collab.config.load import leaves
@@ -64,9 +65,10 @@ def _fork_checkpoint(config: Config, source: str) -> Path:
     require(isinstance(model, str), f"{setting}: {run / SETTINGS} contains no run settings; give the folder of a run")
     message = f"{setting}: its optimizer is of train.stage={stage}; start from its model, model.path="
     require(stage == config.train.stage, f"{message}{run}/hf")
-    critic = [settings == "gae" for settings in (advantage, config.algo.advantage)]
-    message = f"{setting}: its run has algo.advantage={advantage}, and only gae has a critic; keep it"
-    require(critic[0] == critic[1] or stage != "rl", message)
+    if stage == "rl":
+        critic = [advantage_class(str(name)).critic for name in (advantage, config.algo.advantage)]
+        message = f"{setting}: its run has algo.advantage={advantage}, and only one of both has a critic; keep it"
+        require(critic[0] == critic[1], message)
     refreshes = [bool(refresh) for refresh in (before.get("algo.dpo.refresh"), config.algo.dpo.refresh)]
     message = f"{setting}: its reference is of algo.dpo.refresh={before.get('algo.dpo.refresh', 0)}; keep it"
     require(refreshes[0] == refreshes[1], message)

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_collab import environments
-from megatron_collab.algo.advantages import GROUPED
+from megatron_collab.algo.advantages import make_advantage
 from megatron_collab.algo.policy_loss import PolicyLoss
+from megatron_collab.algo.turn_credit import make_turn_credit
 from megatron_collab.config import (
     Config,
     ConfigError,
@@ -111,6 +112,10 @@ def check_settings(config: Config) -> RunSpec:
     dpo = config.algo.dpo
     message = f"{shown.algo.dpo.label_smoothing}: algo.dpo.loss=ipo has no labels; set it to 0, or choose sigmoid"
     require(config.objective != "dpo" or dpo.loss != "ipo" or dpo.label_smoothing == 0, message)
+    message = f"{shown.algo.dpo.loss}: regresses rewards, which the pairs of {shown.train.stage} lack; choose sigmoid"
+    require(train.stage != "dpo" or dpo.loss != "refuel", message)
+    message = f"{shown.algo.dpo.label_smoothing}: algo.dpo.loss=refuel has no labels; set it to 0, or choose sigmoid"
+    require(config.objective != "dpo" or dpo.loss != "refuel" or dpo.label_smoothing == 0, message)
     message = f"{shown.algo.dpo.refresh}: {shown.train.stage} keeps the first policy as reference; set it to 0"
     require(train.stage != "dpo" or dpo.refresh == 0, message)
     message = f"{shown.algo.dpo.refresh}: with {shown.model.lora.rank} the reference is the model without adapters"
@@ -118,7 +123,10 @@ def check_settings(config: Config) -> RunSpec:
     if spec.play and spec.serving:
         check_played(config, spec)
         _check_trained_turns(config)
-        (_check_algo if config.objective == "policy" else _check_choice)(config)
+        if config.objective == "policy":
+            _check_algo(config, spec.play.reward)
+        else:
+            _check_choice(config)
         servers.check_servers(config, spec.serving)
     return spec
 
@@ -270,9 +278,9 @@ def _check_turns(config: PlayConfig, eval_sets: Sequence[EvaluationSet]) -> None
         require(sampling.thinking_budget is None or thinks, message)
 
 
-def _check_algo(config: Config) -> None:
+def _check_algo(config: Config, spec: RewardSpec) -> None:
     shown = Shown(config)
-    algo, grouped = config.algo, config.algo.advantage in GROUPED
+    algo, advantage, credit = config.algo, make_advantage(config.algo), make_turn_credit(config.reward)
     whole_sequences = algo.loss == "gspo"
     if ":" in algo.loss:
         loss = make(algo.loss, "algo.loss", PolicyLoss, algo.loss_options, "algo.loss_options.")
@@ -282,21 +290,29 @@ def _check_algo(config: Config) -> None:
     message = f"{shown.algo.kl_in}: algo.kl_coef=0 leaves no KL; set algo.kl_coef above 0, or algo.kl_in=loss"
     require(algo.kl_in == "loss" or algo.kl_coef > 0, message)
     message = f"{shown.algo.advantage}: compares the rollouts of a task; set train.rollouts_per_prompt to 2 or more"
-    require(not grouped or config.train.rollouts_per_prompt > 1, message)
+    require(not advantage.compares or config.train.rollouts_per_prompt > 1, message)
     message = f"{shown.algo.advantage}: normalizes rewards of the trained turn only; set rollout.train_turns=first"
-    require(algo.advantage != "gdpo" or config.rollout.train_turns == "first", message)
+    require(not advantage.decouples or config.rollout.train_turns == "first", message)
     message = f"{shown.algo.dynamic_sampling}: with {shown.algo.advantage} groups of equal rewards teach as well"
-    require(grouped or algo.dynamic_sampling == 0, f"{message}; set it to 0")
+    require(advantage.compares or algo.dynamic_sampling == 0, f"{message}; set it to 0")
     message = f"{shown.algo.loss}: needs whole sequences on a rank, and {shown.parallel.cp} cuts them"
     require(not whole_sequences or config.parallel.cp == 1, f"{message}; set parallel.cp=1")
     message = f"{shown.algo.correction_level}: needs whole sequences on a rank, and {shown.parallel.cp} cuts them"
     require(algo.correction_level == "token" or config.parallel.cp == 1, f"{message}; set it to token")
     message = f"{shown.algo.critic_warmup}: {shown.algo.advantage} has no critic; set it to 0, or algo.advantage=gae"
-    require(algo.advantage == "gae" or algo.critic_warmup == 0, message)
+    require(advantage.critic or algo.critic_warmup == 0, message)
     message = f"{shown.algo.critic_warmup}: leaves the policy none of {shown.train.steps}; lower it"
     require(algo.critic_warmup < config.train.steps, message)
     message = f"{shown.reward.turn_credit}: {shown.algo.advantage} computes returns itself, from algo.gamma; set it to"
-    require(algo.advantage != "gae" or config.reward.turn_credit != "reward_to_go", f"{message} equal or last")
+    require(not advantage.critic or credit.rewards, f"{message} immediate, equal or last")
+    for name in credit.turn_metrics:
+        metric = spec.metrics.get(name)
+        message = (
+            f"{shown.reward.turn_credit}: reads the turns' scores of {name}, which is not in reward.weights; add it"
+        )
+        require(metric is not None, message)
+        message = f"{shown.reward.turn_credit}: {name} gives no score for each turn; choose a metric that does"
+        require(metric is None or metric.scores_turns, message)
 
 
 def _check_choice(config: Config) -> None:

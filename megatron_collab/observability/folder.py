@@ -256,6 +256,7 @@ def rows_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
                         name: {"missing": score.why} if isinstance(score, Missing) else score
                         for name, score in future.scores.items()
                     },
+                    **({"turn_scores": future.turn_scores} if future.turn_scores else {}),
                     **({"judgments": judgments} if judgments else {}),
                     **({"private": private} if private else {}),
                 }

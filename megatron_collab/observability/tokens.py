@@ -47,12 +47,11 @@ def rows_of(
     for position, group in enumerate(groups):
         for at, rollout in enumerate(group.rollouts):
             number = numbers.get((position, at))
-            spans = [] if number is None else _spans(batch.samples[number])
-            untrained = len(rollout.start.turns) - len(spans)  # reward.turn_credit=last trains the last turn
+            spans = {} if number is None else _spans(batch.samples[number])
             for turn_number, turn in enumerate(rollout.start.turns):
                 row = {"position": position, "rollout": at, "turn": turn_number, **_sampled(turn, piece)}
-                if number is not None and turn_number >= untrained:
-                    row |= _learned(batch, log_probs, number, slice(*spans[turn_number - untrained]))
+                if number is not None and turn_number in spans:
+                    row |= _learned(batch, log_probs, number, slice(*spans[turn_number]))
                 yield row
 
 
@@ -85,9 +84,10 @@ def read(folder: Path, step: int, position: int, rollout: int) -> list[Row]:
         return table.select(_SCHEMA.names).cast(_SCHEMA).to_pylist()
 
 
-def _spans(sample: Sample) -> list[tuple[int, int]]:
-    """The spans of the sample's turns, in order."""
-    return sorted(span for credit in sample.credits for span in credit.spans)
+def _spans(sample: Sample) -> dict[int, tuple[int, int]]:
+    """The span of each trained turn, by its number in the rollout."""
+    spans = sorted({span for credit in sample.credits for span in credit.spans})
+    return dict(zip(sample.turns or range(len(spans)), spans, strict=True))
 
 
 def _sampled(turn: Turn, piece: Callable[[int], str]) -> Row:

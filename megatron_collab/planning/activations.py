@@ -33,6 +33,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from megatron_collab.algo.advantages import advantage_class
 from megatron_collab.config import Config
 from megatron_collab.models import lora
 from megatron_collab.models.hf_config import ModelShape
@@ -262,7 +263,7 @@ def head(config: Config, shape: ModelShape, tokens: int) -> float:
 
 
 def _critic(config: Config) -> bool:
-    return config.objective == "policy" and config.algo.advantage == "gae"
+    return config.objective == "policy" and advantage_class(config.algo.advantage).critic
 
 
 def _widths(config: Config, shape: ModelShape, tokens: int) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from megatron_collab.algo.advantages import advantage_class
 from megatron_collab.config import CONF, Config, ConfigError, compose
 from megatron_collab.inference.adapters import SLOTS
 from megatron_collab.inference.spec import Placement, ServerSpec
@@ -135,7 +136,7 @@ def trainer_parts(config: Config, shape: ModelShape, rank: int) -> list[MemoryPa
     tokens, parts = micro_batch_tokens(config), network_parts(config, shape, rank)
     if config.reference == "copy":
         parts.append(reference_part(config, shape, rank))
-    if config.objective == "policy" and config.algo.advantage == "gae":
+    if config.objective == "policy" and advantage_class(config.algo.advantage).critic:
         parts += network_parts(config, shape, rank, critic=True)
     parts.append(MemoryPart("activations", activations(config, shape, rank, tokens), 0.0))
     if rank == config.parallel.pp - 1:

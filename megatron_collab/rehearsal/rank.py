@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megatron_collab.algo.advantages import advantage_class
 from megatron_collab.checkpoint.hf import HFTensors, fill, unwrap
 from megatron_collab.config import Config
 from megatron_collab.launch.trainer_specs import trainer_spec
@@ -109,7 +110,7 @@ def one_batch(config: Config, shape: ModelShape, micro_batches: int) -> Batch:
     if config.objective == "sft":
         return Batch(samples)
     rows = [sample.log_probs for sample in samples]
-    values = rows if config.algo.advantage == "gae" else None
+    values = rows if advantage_class(config.algo.advantage).critic else None
     return ScoredBatch(
         samples,
         old_log_probs=rows if config.algo.mini_batches * config.algo.epochs > 1 else None,

@@ -49,10 +49,11 @@ class Job:
 
 
 class Scored(NamedTuple):
-    """The scores of a conversation by metric, and the judgments of the metrics that explain theirs."""
+    """The scores of a conversation by metric, the judgments of metrics that explain theirs, and scores of its turns."""
 
     scores: Scores
     judgments: Mapping[str, Judgment] = {}
+    turn_scores: Mapping[str, tuple[float, ...]] = {}
 
 
 _Jobs = dict[asyncio.Future[Scored], Job]
@@ -138,18 +139,25 @@ class RewardWorker:
         results = await asyncio.gather(*(self._explained(name, job) for name in job.names))
         by_name = dict(zip(job.names, results, strict=True))
         scores = {name: score for name, (score, _) in by_name.items() if score is not None}
-        return Scored(scores, {name: judgment for name, (_, judgment) in by_name.items() if judgment})
+        judgments = {name: judgment for name, (_, judgment) in by_name.items() if judgment}
+        turn_scores = {name: score for name, score in scores.items() if isinstance(score, tuple)}
+        totals = {name: sum(score) if isinstance(score, tuple) else score for name, score in scores.items()}
+        return Scored(totals, judgments, turn_scores)
 
-    async def _explained(self, name: str, job: Job) -> tuple[Score | None, Judgment | None]:
+    async def _explained(self, name: str, job: Job) -> tuple[Score | tuple[float, ...] | None, Judgment | None]:
         with explained() as judgment:
             score = await self._apply(name, job)
         return score, judgment()
 
-    async def _apply(self, name: str, job: Job) -> Score | None:
+    async def _apply(self, name: str, job: Job) -> Score | tuple[float, ...] | None:
+        """The score of a metric, or those of the turns if it scores turns."""
         async with self._places[name]:
             metric = self.metrics[name]
             try:
                 async with asyncio.timeout(None if name in self._judged else self.timeout) as limit:
+                    if self.scored[name].scores_turns:
+                        turns = await metric.score_turns(job.task, job.conversation)
+                        return turns if turns is None or isinstance(turns, Missing) else _of_turns(turns, job)
                     score = await metric.score(job.task, job.conversation)
                     return score if score is None or isinstance(score, Missing) else _finite(score)
             except BaseException as error:  # a custom metric may raise anything
@@ -165,6 +173,12 @@ def _finite(score: Any) -> float:
     if not math.isfinite(number := float(score)):
         raise ValueError(f"a score of {number}; give a finite number, None or Missing")
     return number
+
+
+def _of_turns(scores: Sequence[Any], job: Job) -> tuple[float, ...]:
+    if len(scores) != len(job.conversation.turns):
+        raise ValueError(f"{len(scores)} scores of {len(job.conversation.turns)} turns; give a number for each")
+    return tuple(map(_finite, scores))
 
 
 @dataclass(eq=False)

@@ -33,8 +33,10 @@ class PairTerms(NamedTuple):
     rejected: Tensor
 
 
-def pair_terms(log_ratios: Tensor, tokens: Tensor, dpo: DpoConfig) -> PairTerms:
+def pair_terms(log_ratios: Tensor, tokens: Tensor, dpo: DpoConfig, rewards: Tensor | None = None) -> PairTerms:
     """The loss algo.dpo.loss of P pairs; `log_ratios`: r of their replies [2 P]; `tokens`: numbers of trained tokens.
+
+    `rewards`: of the replies [2 P], for refuel.
 
     With the margin m = beta (r(chosen) - r(rejected)) and e = algo.dpo.label_smoothing:
 
@@ -46,13 +48,19 @@ def pair_terms(log_ratios: Tensor, tokens: Tensor, dpo: DpoConfig) -> PairTerms:
     ipo           (r(chosen) - r(rejected) - 1 / (2 beta))^2, beta the paper's tau, r divided by the number of tokens:
                   IPO (Azar et al. 2023, arXiv:2310.12036, equation 17). The mean over tokens is not in the paper; TRL
                   uses it too, on advice of its authors.
+    refuel        (m - (R(chosen) - R(rejected)))^2, beta = 1 / eta: the relative reward of two replies to a prompt is
+                  regressed on their relative log-ratio to the policy that sampled them (REFUEL, Gao et al. 2024,
+                  arXiv:2410.04612). R is the reward of the reply's futures: with one future the paper's.
     """
-    if dpo.loss != "sigmoid":
+    if dpo.loss in ("sigmoid_norm", "ipo"):
         log_ratios = log_ratios / tokens
     chosen, rejected = log_ratios.view(len(log_ratios) // 2, 2).unbind(1)
     margin = dpo.beta * (chosen - rejected)
     if dpo.loss == "ipo":
         loss = (chosen - rejected - 1.0 / (2.0 * dpo.beta)).square()
+    elif dpo.loss == "refuel":
+        assert rewards is not None
+        loss = (margin - (rewards[::2] - rewards[1::2])).square()
     else:
         loss = -F.logsigmoid(margin) * (1.0 - dpo.label_smoothing)
         if dpo.label_smoothing:
@@ -63,8 +71,9 @@ def pair_terms(log_ratios: Tensor, tokens: Tensor, dpo: DpoConfig) -> PairTerms:
 def preference_objective(head: Head, dpo: DpoConfig) -> Objective:
     """The loss of the pairs of a micro-batch, each weighted by the sum of its tokens' weights.
 
-    Columns of the micro-batch: weights, reference_log_probs. Sums are float64. If context parallel ranks share the
-    tokens of a sequence, each computes the full loss, takes the gradient of its local tokens and reports its share.
+    Columns of the micro-batch: weights, reference_log_probs; for refuel also advantages, which hold the rewards. Sums
+    are float64. If context parallel ranks share the tokens of a sequence, each computes the full loss, takes the
+    gradient of its local tokens and reports its share.
     """
 
     def objective(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Report]:
@@ -76,11 +85,12 @@ def preference_objective(head: Head, dpo: DpoConfig) -> Objective:
                 log_probs.detach(),
                 columns["weights"],
                 torch.ones_like(log_probs),
+                columns.get("advantages", torch.zeros_like(log_probs)),
             ]
         ).double()
-        sums = per_token.new_zeros(4, sequences).index_add(1, micro_batch.sequence, per_token)
-        log_ratios, log_probs, weights, tokens = _over_context(sums)
-        terms = pair_terms(log_ratios, tokens, dpo)
+        sums = per_token.new_zeros(5, sequences).index_add(1, micro_batch.sequence, per_token)
+        log_ratios, log_probs, weights, tokens, rewards = _over_context(sums)
+        terms = pair_terms(log_ratios, tokens, dpo, rewards.detach() / tokens.detach())
         chosen, rejected = log_probs.detach().view(sequences // 2, 2).unbind(1)
         margin = terms.chosen - terms.rejected
         metrics = [(margin > 0).double(), margin, terms.chosen, terms.rejected, chosen, rejected]

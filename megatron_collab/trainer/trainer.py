@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_collab import statistics
-from megatron_collab.algo.advantages import token_weights
+from megatron_collab.algo.advantages import advantage_class, token_weights
 from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.checkpoint.sharded_state import Checkpointable
 from megatron_collab.data.datasets import SupervisedData
@@ -50,7 +50,7 @@ class PolicyTrainer:
 
     The reference of KL and DPO is the initial policy, or with algo.dpo.refresh a later one. `reference` is a frozen
     copy of it; there is none with adapters (model.lora), whose base model is the initial policy, nor if the reference's
-    log-probs are stored (`keep_reference`). `critic` exists if algo.advantage=gae.
+    log-probs are stored (`keep_reference`). `critic` exists if algo.advantage needs one.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class PolicyTrainer:
         self.reference = model.frozen_copy(self.chunks) if spec.reference == "copy" else None
         self._kept: KeptReference | None = None
         training = spec.optim, spec.network.parallel.offload
-        critic = self.objective == "policy" and spec.algo.advantage == "gae"
+        critic = self.objective == "policy" and advantage_class(spec.algo.advantage).critic
         clip = spec.algo.critic_clip
         self.critic = Critic(load(spec.network), *training, clip, communicator) if critic else None
         self.policy = Trainable(self.chunks, *training, communicator)

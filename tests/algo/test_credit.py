@@ -12,7 +12,7 @@ import pytest
 from megatron_collab.algo.advantages import token_weights, with_advantages
 from megatron_collab.algo.credit import (
     CreditSpec,
-    conversation_sample,
+    conversation_samples,
     drop_stale,
     has_gradient,
     penalize_overlong,
@@ -146,8 +146,8 @@ def test_credits_worked_out_by_hand(
     credit: str, gamma: float, expected: dict[tuple[tuple[int, int], ...], float]
 ) -> None:
     reward = TrainingRewardConfig(turn_credit=credit, turn_gamma=gamma)
-    result = conversation_sample(played(1.0, [1.0, 0.5, 2.0]), reward, "g").credits
-    assert list(result) == [Credit(spans, value, "g", "g") for spans, value in expected.items()]
+    (result,) = conversation_samples(TASK, [played(1.0, [1.0, 0.5, 2.0])], reward, "g")
+    assert list(result.credits) == [Credit(spans, value, "g", "g") for spans, value in expected.items()]
 
 
 def test_equal_credit_compares_conversations() -> None:

@@ -56,6 +56,35 @@ from tests.helpers import refused
             ["algo.advantage=gae", "reward.turn_credit=reward_to_go"],
             "reward.turn_credit=reward_to_go: algo.advantage=gae computes returns itself",
         ),
+        (
+            ["algo.advantage=turn_gae", "reward.turn_credit=gigpo"],
+            "reward.turn_credit=gigpo: algo.advantage=turn_gae computes returns itself",
+        ),
+        (
+            ["algo.advantage_options.scale=2"],
+            "algo.advantage_options.scale: no such setting; there are none",
+        ),
+        (
+            ["reward.turn_credit=userrl", "+reward.turn_credit_options={turns: naive}"],
+            "reward.turn_credit_options.turns=naive: choose one of equalized, r2g, em",
+        ),
+        (
+            ["reward.turn_credit=next_user_turn"],
+            "reward.turn_credit_options: verdict is not set; name a metric that scores turns",
+        ),
+        (
+            ["reward.turn_credit=next_user_turn", "+reward.turn_credit_options={verdict: kind}"],
+            "reward.turn_credit=next_user_turn: reads the turns' scores of kind, which is not in reward.weights; add",
+        ),
+        (
+            ["reward.turn_credit=next_user_turn", "+reward.turn_credit_options={verdict: accuracy}"],
+            "reward.turn_credit=next_user_turn: accuracy gives no score for each turn; choose a metric that does",
+        ),
+        (["train.stage=dpo", "algo.dpo.loss=refuel"], "algo.dpo.loss=refuel: regresses rewards, which the pairs of"),
+        (
+            ["algo=refuel", "algo.dpo.label_smoothing=0.1"],
+            "algo.dpo.label_smoothing=0.1: algo.dpo.loss=refuel has no labels; set it to 0",
+        ),
         (["algo.objective=best"], "algo.objective=best: choose one of policy, dpo, sft"),
         (["algo.dpo.loss=hinge"], "algo.dpo.loss=hinge: choose one of sigmoid, sigmoid_norm, ipo"),
         (["algo.dpo.beta=0"], "algo.dpo.beta=0.0: must be above 0"),
@@ -117,6 +146,7 @@ def test_weights_of_sequences_do_not_cut_them() -> None:
         (["algo.kl=k1"], ["algo.kl=k1: without effect in the loss"]),
         (["algo=ppo"], []),
         (["algo=online_dpo"], []),
+        (["algo=refuel"], []),
         (
             ["algo=best_of_n", "algo.entropy_coef=0.1"],
             ["algo.entropy_coef=0.1: without effect with algo.objective=sft"],

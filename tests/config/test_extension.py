@@ -6,16 +6,20 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_collab import environments
+from megatron_collab.algo.advantages import make_advantage, with_advantages
 from megatron_collab.algo.policy_loss import PolicyLoss
+from megatron_collab.algo.turn_credit import Episode, Share, make_turn_credit
 from megatron_collab.config import (
     AlgoConfig,
     Config,
     ConfigError,
     RolloutConfig,
+    TrainingRewardConfig,
     make_absolute,
     resolve,
 )
@@ -24,8 +28,9 @@ from megatron_collab.launch.validate import check_settings
 from megatron_collab.reward import metrics
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.multiturn import RewardFunction, reward_function
+from megatron_collab.runtime.process import RunStopped
 from megatron_collab.trainer.losses import policy_loss
-from megatron_collab.types import Conversation, Future, Message, Missing, Task
+from megatron_collab.types import Conversation, Credit, Future, Message, Missing, Sample, ScoredBatch, Task
 from tests.reward.fakes import about, play, score
 from tests.rollout.fakes import FakePolicy, toolbox_of
 from tests.rollout.users.helpers import check_user, dialogue, make_users, task
@@ -181,6 +186,26 @@ def test_a_loss() -> None:
     assert resolve("collab_extras:WholeSequences", "algo.loss", PolicyLoss).whole_sequences
 
 
+def test_an_advantage_and_a_turn_credit() -> None:
+    mask = np.array([0, 1, 1], np.float32)
+    credits = [Credit(((1, 3),), value, "g", "g") for value in (1.0, 3.0)]
+    samples = tuple(Sample(np.arange(3), mask, mask, (credit,)) for credit in credits)
+    algo = AlgoConfig(advantage="collab_extras:Halved", advantage_options={"share": 0.25})
+    advantages = with_advantages(ScoredBatch(samples), algo).advantages
+    assert advantages is not None and [row.tolist() for row in advantages] == [[0, -0.25, -0.25], [0, 0.25, 0.25]]
+    for options, message in [
+        ({"share": 0.0}, "algo.advantage_options.share=0.0: must be above 0 and at most 10000000"),
+        ({"shares": 1.0}, "algo.advantage_options.shares: no such setting; the nearest is share; there are share"),
+    ]:
+        with pytest.raises(ConfigError) as error:
+            make_advantage(AlgoConfig(advantage="collab_extras:Halved", advantage_options=options))
+        assert str(error.value) == message
+    with pytest.raises(RunStopped, match=r"^algo.advantage=collab_extras:Short: must give a number for each trained"):
+        with_advantages(ScoredBatch(samples), AlgoConfig(advantage="collab_extras:Short"))
+    rule = make_turn_credit(TrainingRewardConfig(turn_credit="collab_extras:First"))
+    assert rule.shares([Episode(task(), Conversation((), ()), (1.0, 2.0))]) == [[Share(3.0, {0: 1.0})]]
+
+
 def configured(**settings: object) -> Config:
     config = Config()
     config.data.train, config.reward.weights = "t.jsonl", {"collab_extras:Polite": 1.0}
@@ -195,6 +220,8 @@ def test_settings_from_outside_are_checked_before_a_run() -> None:
         reward__mode="collab_extras:Best",
         algo__loss="collab_extras:Reinforce",
         algo__loss_options={"scale": 2.0},
+        algo__advantage="collab_extras:Halved",
+        reward__turn_credit="collab_extras:First",
         rollout__tools=["collab_extras:Dice"],
         data__format="collab_extras:Lines",
         data__world="collab_extras:Greetings",
@@ -203,6 +230,18 @@ def test_settings_from_outside_are_checked_before_a_run() -> None:
     for config, reason in [
         (configured(reward__mode="collab_extras:Bets"), "reward.mode=collab_extras:Bets: collab_extras has no Bets"),
         (configured(reward__mode_options={"x": 1}), "reward.mode_options: reward.mode=mr has no options; remove them"),
+        (
+            configured(algo__advantage="collab_extras:Best"),
+            "algo.advantage=collab_extras:Best: must be a subclass of megatron_collab.algo.advantages.Advantage",
+        ),
+        (
+            configured(reward__turn_credit="collab_extras:Firs"),
+            "reward.turn_credit=collab_extras:Firs: collab_extras has no Firs; the nearest is First",
+        ),
+        (
+            configured(reward__turn_credit="collab_extras:Unruly"),
+            "reward.turn_credit=collab_extras:Unruly: the class has no shares; define what is missing",
+        ),
         (configured(algo__loss="ppo2"), "algo.loss=ppo2: choose one of ppo, gspo, cispo, package.module:Class"),
         (configured(rollout__tools=["dise"]), "rollout.tools=dise: no such name; known are calculator, or package"),
         (configured(data__format="csv"), "data.format=csv: choose one of auto, task, preference, messages"),

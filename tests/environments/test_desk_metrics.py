@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from megatron_collab.environments import desk, desk_language
@@ -74,6 +76,13 @@ def test_what_the_trained_turn_asks_for_is_told_apart() -> None:
     assert score("DeskAsksGuessable", task(), "which date and which plan ?") == 0.0
     assert score("DeskAsksOpen", task(), RIGHT) == 0.0
     assert score("DeskAsksOpen", task(COMPLETE), RIGHT) is None is score("DeskAsksGuessable", task(COMPLETE), RIGHT)
+
+
+def test_a_turn_is_told_what_the_users_next_message_says() -> None:
+    told = metric(f"{METRICS}:DeskTold", None)
+    texts = ("which date and which plan ?", "date monday .", "which item ?", "not sure .", RIGHT)
+    assert asyncio.run(told.score_turns(task(), play(task(), *texts))) == [1.0, 0.0, 0.0]
+    assert score("DeskTold", task(), *texts) == 1.0
 
 
 def test_a_turn_gets_the_bonus_if_it_asks_for_something_unknown() -> None:

@@ -81,7 +81,11 @@ def test_run_from_is_run_fork() -> None:
         ("@15", {}, "no checkpoint of that step; it keeps those of the steps 20, 10"),
         ("@20", {"train.steps": 20}, "is at step 20 already, and train.steps=20; raise it"),
         ("@20", {"train.stage": "sft"}, "its optimizer is of train.stage=rl; start from its model"),
-        ("@20", {"algo.advantage": "gae"}, "its run has algo.advantage=grpo, and only gae has a critic; keep it"),
+        (
+            "@20",
+            {"algo.advantage": "gae"},
+            "its run has algo.advantage=grpo, and only one of both has a critic",
+        ),
         ("@20", {"algo.dpo.refresh": 5}, "its reference is of algo.dpo.refresh=0; keep it"),
         ("@20", {"model.path": "experts"}, "its architecture differs from model.path="),
         ("/nothing", {}, "contains no checkpoint; give a run"),

@@ -29,7 +29,7 @@ def by_name(planned: list[Stage]) -> dict[str, Stage]:
 
 @pytest.mark.processes
 def test_every_study_can_be_composed_and_its_arms_have_numbers_for_every_column() -> None:
-    assert known() == ["booking", "collabllm", "desk"]
+    assert known() == ["booking", "collabllm", "credit_booking", "credit_desk", "desk"]
     for name in known():
         study = read(name)
         for stage in stages(study, options(study)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,15 @@ class Reasoned(Metric):
         return 1.0
 
 
-METRICS = {kind.__name__.lower(): kind for kind in (Length, Process, Slow, Buggy, Broke, Judged, Reasoned)}
+class Turns(Metric):
+    """The length of each reply; one score too few for "short"."""
+
+    async def score_turns(self, task: Task, conversation: Conversation) -> Sequence[float]:
+        lengths = [float(len(reply)) for reply in conversation.replies]
+        return lengths[1:] if conversation.replies[-1] == "short" else lengths
+
+
+METRICS = {kind.__name__.lower(): kind for kind in (Length, Process, Slow, Buggy, Broke, Judged, Reasoned, Turns)}
 
 
 class TestingWorker(RewardWorker):

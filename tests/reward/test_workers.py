@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatron_collab.llm.served import ServedModel
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.workers import Job, RewardWorker, Scored, Scores
 from megatron_collab.runtime.ray_cluster import start_actor
-from megatron_collab.types import Conversation, Judgment, Missing, Score, Task
+from megatron_collab.types import Conversation, Ending, Judgment, Message, Missing, Score, Task
 from tests.reward.stand_ins import TASK, WEIGHTS, Process, TestingWorker, ended, settings, worker_of
 
 
@@ -36,6 +37,24 @@ def test_every_conversation_gets_the_scores_of_every_metric_that_applies() -> No
     right = "megatron_collab.environments.booking_metrics:BookingRight"
     worker = worker_of(RewardConfig(weights={**WEIGHTS, right: 1.0}))
     assert score(worker, "why?", "so") == [{"asks": 1.0, "token_amount": 4.0}, {"asks": 0.0, "token_amount": 2.0}]
+
+
+def test_scores_of_turns_come_with_their_sum() -> None:
+    worker = worker_of(settings("turns"))
+    two = ended("why").add_messages([Message("user", "so")], ()).end(Ending.TURN_LIMIT)
+    two = replace(two, token_ids=(1,)).add_turn(ended("short now").turns[0])
+
+    async def scored() -> list[Scored]:
+        jobs = [Job(("turns",), TASK, conversation) for conversation in (two, ended("short"))]
+        results = {index: of_one async for batch in worker.score(jobs) for index, of_one in batch.items()}
+        return [results[0], results[1]]
+
+    first, second = asyncio.run(scored())
+    assert (first.scores, first.turn_scores) == ({"turns": 12.0}, {"turns": (3.0, 9.0)})
+    message = "metric turns: ValueError: 0 scores of 1 turns; give a number for each"
+    assert (second.scores, second.turn_scores) == ({"turns": Missing(message)}, {})
+    metric = worker.metrics["turns"]
+    assert asyncio.run(metric.score(TASK, two)) == 12.0, "the score is the sum for other callers too"
 
 
 def test_a_metric_has_the_settings_of_its_name_and_no_judge_where_it_needs_none() -> None:

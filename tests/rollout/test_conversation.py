@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.algo.credit import conversation_sample, sample
+from megatron_collab.algo.credit import conversation_samples, sample
 from megatron_collab.config import TrainingRewardConfig
 from megatron_collab.inference.client import EngineError
 from megatron_collab.launch.play_specs import play_spec
@@ -340,8 +340,9 @@ def test_users_may_credit_earlier_turns() -> None:
     assert conversation.turn_rewards == (0.5 + 2.0, 0.5 + 8.0, 16.0)
     assert pickle.loads(pickle.dumps(conversation)) == conversation
     reward = TrainingRewardConfig(turn_credit="reward_to_go")
-    credits = conversation_sample(Rollout(conversation, (), Reward(32.0)), reward, "g").credits
-    assert [credit.value for credit in credits] == [59.0, 56.5, 48.0]
+    rollout = Rollout(conversation, (Future(conversation, {}),), Reward(32.0))
+    (trained,) = conversation_samples(TASK, [rollout], reward, "g")
+    assert [credit.value for credit in trained.credits] == [59.0, 56.5, 48.0]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_collab.config import DpoConfig
+from megatron_collab.algo.advantages import with_advantages
+from megatron_collab.config import AlgoConfig, DpoConfig
 from megatron_collab.statistics import mean
 from megatron_collab.trainer import preference
 from megatron_collab.trainer.preference import pair_metric_names, pair_terms, preference_objective, validation_metrics
+from megatron_collab.types import Credit, Sample, ScoredBatch
 
 RNG = np.random.default_rng(3)
 PAIRS = 5
@@ -68,6 +70,47 @@ def test_a_loss_and_its_gradient_are_those_of_its_formula(case: str) -> None:
     np.testing.assert_allclose(ratios.grad, expected, rtol=1e-6, atol=1e-9)
     rewards = 0.3 * (RATIOS / divisors).reshape(PAIRS, 2)
     np.testing.assert_allclose(torch.stack([terms.chosen, terms.rejected], 1).detach(), rewards, rtol=1e-12)
+
+
+def test_refuel_and_its_gradient_are_those_of_its_formula() -> None:
+    """Relative rewards on relative log-ratios; its gradient at the sampled policy is REINFORCE's on the difference."""
+    rewards = RNG.normal(size=2 * PAIRS)
+
+    def reference(ratios: np.ndarray) -> np.ndarray:
+        eta = 1 / 0.3
+        pairs = zip(ratios.reshape(PAIRS, 2), rewards.reshape(PAIRS, 2), strict=True)
+        return np.array([((r[0] - r[1]) / eta - (reward[0] - reward[1])) ** 2 for r, reward in pairs])
+
+    ratios = torch.tensor(RATIOS, requires_grad=True)
+    settings = DpoConfig(loss="refuel", beta=0.3)
+    terms = pair_terms(ratios, torch.tensor(TOKENS), settings, torch.tensor(rewards))
+    np.testing.assert_allclose(terms.loss.detach(), reference(RATIOS), rtol=1e-12)
+    terms.loss.sum().backward()
+    moved = np.eye(2 * PAIRS) * 1e-6
+    expected = [(reference(RATIOS + move).sum() - reference(RATIOS - move).sum()) / 2e-6 for move in moved]
+    np.testing.assert_allclose(ratios.grad, expected, rtol=1e-6, atol=1e-8)
+    start = torch.zeros(2 * PAIRS, dtype=torch.float64, requires_grad=True)
+    pair_terms(start, torch.tensor(TOKENS), settings, torch.tensor(rewards)).loss.sum().backward()
+    gap = rewards[::2] - rewards[1::2]
+    np.testing.assert_allclose(start.grad, np.stack([-0.6 * gap, 0.6 * gap], 1).ravel(), rtol=1e-12)
+
+
+def test_refuel_reads_the_rewards_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(reward: float) -> Sample:
+        mask = np.array([0, 1, 1], np.float32)
+        return Sample(np.arange(3), mask, np.zeros(3, np.float32), (Credit(((1, 3),), reward, "g", "g"),))
+
+    algo = AlgoConfig(objective="dpo", kl_coef=0.0, dpo=DpoConfig(loss="refuel", beta=0.5))
+    scored = with_advantages(ScoredBatch((half(2.0), half(-1.0))), algo)
+    assert scored.advantages is not None
+    monkeypatch.setattr(preference.parallel_state, "get_context_parallel_world_size", lambda: 1)
+    log_probs = torch.tensor([-1.0, -1.5, -2.0, -1.0])
+    batch = micro_batch(np.array([0, 0, 1, 1]), np.full(4, -1.0, np.float32), np.full(4, 0.25, np.float32))
+    batch.samples = 2
+    batch.columns["advantages"] = torch.tensor(np.concatenate([row[1:] for row in scored.advantages]))
+    total, _ = preference_objective(lambda *_: (log_probs, log_probs), algo.dpo)(batch, torch.empty(0))
+    assert total.item() == pytest.approx((0.5 * (-0.5 - -1.0) - 3.0) ** 2)
+    assert with_advantages(ScoredBatch((half(2.0),)), AlgoConfig(objective="dpo")).advantages is None
 
 
 def micro_batch(sequence: np.ndarray, reference: np.ndarray, weights: np.ndarray) -> Any:

@@ -46,6 +46,9 @@ RULES: Mapping[str, tuple[str, ...]] = {  # settings of experiment=desk
     "equal": (WHOLE, "reward.turn_credit=equal"),
     "reward_to_go": (WHOLE, "reward.turn_credit=reward_to_go"),
     "reward_to_go_paid": (WHOLE, "reward.turn_credit=reward_to_go"),  # the questions' costs are rewards of their turns
+    "userrl_r2g": (WHOLE, "reward.turn_credit=userrl", "reward.turn_gamma=0.8"),
+    "userrl_em": (WHOLE, "reward.turn_credit=userrl", "reward.turn_gamma=0.8", "+reward.turn_credit_options.turns=em"),
+    "gigpo": (WHOLE, "reward.turn_credit=gigpo", "reward.turn_gamma=0.95"),
     "mr_1": ("rollout.futures=1",),
     "mr_3": ("rollout.futures=3",),
     "mr_3_all": ("rollout.futures=3", TRAIN_LATER),

@@ -110,9 +110,23 @@ class Metric(Extension):
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         """The score of the complete conversation, including the policy's last reply; its first turn is the trained one.
 
-        None: the metric does not apply to this task. Missing(why): it applies, but no score is available.
+        None: the metric does not apply to this task. Missing(why): it applies, but no score is available. If the metric
+        scores turns, it is the sum of their scores.
+        """
+        scores = await self.score_turns(task, conversation)
+        return scores if scores is None or isinstance(scores, Missing) else float(sum(scores))
+
+    async def score_turns(self, task: Task, conversation: Conversation) -> Sequence[float] | Missing | None:
+        """Instead of `score`: a number for each of conversation.turns; None and Missing as in `score`.
+
+        With rollout.futures=0 reward.turn_credit takes them as rewards of their turns, else their sum is the score.
         """
         raise NotImplementedError
+
+    @classmethod
+    def scores_turns(cls, options: Any) -> bool:
+        """Whether the metric scores turns with these options; by default, if it defines `score_turns`."""
+        return cls.score_turns is not Metric.score_turns
 
     async def ask_judge(
         self, rubric: Prompt | str, task: Task, conversation: Conversation, fields: Sequence[Field]
@@ -182,6 +196,10 @@ class ScoredMetric(Resolved):
         """The name of the served model that scores for it: an entry of `servers`, or the metric's if it has its own."""
         model = self.served.model if self.served else None
         return model and (model.removeprefix(SERVED) if model.startswith(SERVED) else self.name)
+
+    @property
+    def scores_turns(self) -> bool:
+        return self.kind.scores_turns(self.options)
 
     @property
     def selective(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_collab.config import SUFFIX, option
@@ -54,7 +55,10 @@ class Interactivity(Metric):
 
 
 class Generative(Metric):
-    """The judge's score, from `low` to `high`, for a custom prompt."""
+    """The judge's score, from `low` to `high`, for a custom prompt; with `turns` of each reply by itself.
+
+    A turn that calls a tool scores 0: it is judged with the reply that follows.
+    """
 
     @dataclass(frozen=True)
     class Options:
@@ -66,6 +70,11 @@ class Generative(Metric):
         low: float = option(0.0, "lowest score")
         high: float = option(1.0, "highest score")
         model: str | None = option(None, "LiteLLM model of the judge; null: reward.judge.model")
+        turns: str | None = option(
+            None,
+            "judge each reply: the conversation up to it, or up to the user's reaction to it; null: the whole once",
+            choices=("reply", "reaction"),
+        )
 
         def __post_init__(self) -> None:
             if not self.low < self.high:
@@ -88,7 +97,27 @@ class Generative(Metric):
     def check_task(cls, options: Any, task: Task) -> None:
         check_rubric(options.prompt if options.prompt.endswith(SUFFIX) else None, task)
 
+    @classmethod
+    def scores_turns(cls, options: Any) -> bool:
+        return options.turns is not None
+
+    async def score_turns(self, task: Task, conversation: Conversation) -> Sequence[float] | Missing | None:
+        scores = []
+        for position in conversation.turn_positions:
+            if conversation.is_tool_call(position):
+                scores.append(0.0)
+                continue
+            end = position + (2 if self.options.turns == "reaction" else 1)
+            score = await self._judged(task, replace(conversation, messages=conversation.messages[:end]))
+            if isinstance(score, Missing):
+                return score
+            scores.append(score)
+        return scores
+
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        return await self._judged(task, conversation)
+
+    async def _judged(self, task: Task, conversation: Conversation) -> Score:
         fields = (THOUGHT, Field("score", float, low=self.options.low, high=self.options.high))
         text = self.options.prompt
         rubric = judges_prompt(text) if text.endswith(SUFFIX) else text

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
+from megatron_collab.algo.advantages import Advantage, Compared, Estimates, Rows
 from megatron_collab.algo.policy_loss import PolicyLoss, PolicyTerms
+from megatron_collab.algo.turn_credit import Episode, Share, TurnCredit
 from megatron_collab.config import option
 from megatron_collab.data.datasets import TaskReader
 from megatron_collab.environments import World
@@ -16,7 +20,7 @@ from megatron_collab.reward.multiturn import RewardFunction
 from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.rollout.tools import Tool, ToolResult
 from megatron_collab.rollout.users import User, UserReply
-from megatron_collab.types import Conversation, Future, Group, Message, Missing, Reward, Score, Task
+from megatron_collab.types import Conversation, Future, Group, Message, Missing, Reward, Sample, Score, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,3 +146,32 @@ class Reinforce(PolicyLoss):
 
 class WholeSequences(Reinforce):
     whole_sequences = True
+
+
+class Halved(Compared):
+    """A share of the distance to the mean of the peers."""
+
+    @dataclass(frozen=True)
+    class Options:
+        share: float = option(0.5, "factor", gt=0)
+
+    def compare(self, values: np.ndarray, peers: Sequence[str], scale: Sequence[str]) -> np.ndarray:
+        return np.asarray(self.options.share * (values - values.mean()))
+
+
+class Short(Advantage):
+    """An estimator that gives too few numbers."""
+
+    def estimate(self, samples: Sequence[Sample], costs: Rows, values: Rows | None) -> Estimates:
+        return Estimates([cost[1:] for cost in costs])
+
+
+class First(TurnCredit):
+    """All rewards for the first turn."""
+
+    def shares(self, episodes: Sequence[Episode]) -> Sequence[Sequence[Share]]:
+        return [[Share(sum(episode.rewards), {0: 1.0})] for episode in episodes]
+
+
+class Unruly(TurnCredit):
+    """Lacks the method that every rule has."""

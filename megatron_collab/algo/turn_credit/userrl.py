@@ -1,0 +1,44 @@
+"""Turn rewards and trajectory scores of UserRL (Qian et al. 2025, arXiv:2509.19736, section 3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_collab.algo.turn_credit import Episode, Share, TurnCredit
+from megatron_collab.config import option
+
+
+class UserRl(TurnCredit):
+    """A_t = A c_t / mean(c), with A the advantage of the conversation's score and c_t the credit of turn t.
+
+    The score is the mean of the rewards r_t (`sum`: the published code divides it by the number of turns) or
+    sum_t gamma^t r_t (`r2g`). The credit is 1 (`equalized`), sum_{k >= t} gamma^(k-t) r_k (`r2g`), or
+    1/2 + (1 - exp(-k r_t)) / (2 (1 - exp(-k))) (`em`, the exponential mapping). mean(c) is over the conversation's
+    tokens, so that A is the mean of A_t; if it is 0, all A_t are. gamma is reward.turn_gamma, 0.8 in the paper's code.
+
+    `equalized` with `sum` differs from reward.turn_credit=equal in the division of the score by the number of turns.
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        turns: str = option("r2g", "credit of a turn", choices=("equalized", "r2g", "em"))
+        trajectory: str = option("r2g", "score of a conversation", choices=("sum", "r2g"))
+        k: float = option(2.0, "em: curvature", gt=0, le=100)
+
+    def shares(self, episodes: Sequence[Episode]) -> Sequence[Sequence[Share]]:
+        return [[self._share(episode)] for episode in episodes]
+
+    def _share(self, episode: Episode) -> Share:
+        returns = episode.returns(self.gamma)
+        score = returns[0] if self.options.trajectory == "r2g" else sum(episode.rewards) / len(returns)
+        credits = {
+            "equalized": [1.0] * len(returns),
+            "r2g": returns,
+            "em": [0.5 + math.expm1(-self.options.k * r) / math.expm1(-self.options.k) / 2 for r in episode.rewards],
+        }[self.options.turns]
+        tokens = [turn.trained_tokens for turn in episode.conversation.turns]
+        total = sum(credit * count for credit, count in zip(credits, tokens, strict=True))
+        scale = sum(tokens) / total if total else 0.0
+        return Share(score, {turn: credit * scale for turn, credit in enumerate(credits)})
