@@ -48,6 +48,8 @@ def check_models(config: PlayConfig, spec: RunSpec, shape: ModelShape, weights: 
         logger.warning(f"model.path={path}: its chat template marks turns by plain text such as {mark!r}: {text}")
     if isinstance(config, Config) and config.algo.teacher.place == "model":
         _try(partial(teacher.check_files, config), f"{teacher.SETTING}={config.algo.teacher.model}", "its tokenizer")
+    if isinstance(config, Config) and config.algo.teacher.place == "server":
+        teacher.check_server(config)
     if isinstance(config, Config) and config.algo.teacher.context:
         check_rendered(config.algo.teacher, spec.data.prompt.renderer(()))
     if spec.serving:

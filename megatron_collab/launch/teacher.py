@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from megatron_collab.algo.teacher_prompts import teacher_prompt
 from megatron_collab.config import Config, ConfigError, Shown, require
 from megatron_collab.config.schema import TeacherConfig
 from megatron_collab.data import chat_template
+from megatron_collab.inference.teacher import ServedTeacher
 from megatron_collab.models import hf_config, hf_weights
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.runtime import hub
 
 SETTING = "algo.teacher.model"
+_SECONDS = 30.0  # for an answer of a teacher's server before the start
 
 
 def check_settings(config: Config) -> None:
@@ -47,6 +50,16 @@ def check_settings(config: Config) -> None:
     message = f"{shown.context}: {Shown(config).parallel.cp} cuts the teacher's sequences at other places"
     whole = config.parallel.cp == 1 or not teacher.full
     require(whole, f"{message}; set algo.teacher.kl=sampled, or parallel.cp=1")
+
+
+def check_server(config: Config) -> None:
+    """Checks that the server answers, and that its vocabulary is the policy's. Raises ConfigError."""
+    url, tokenizer = config.algo.teacher.server, chat_template.load_tokenizer(config.model.path, "model.path")
+    assert url is not None
+    added, decode = [*tokenizer.added_tokens_decoder], partial(tokenizer.decode, skip_special_tokens=False)
+    fault = ServedTeacher(url, _SECONDS).fault(tokenizer.get_vocab(), added, decode)
+    message = f"algo.teacher.server={url}: {fault}; give a teacher with the policy's vocabulary"
+    require(fault is None, message)
 
 
 def read_shape(config: Config, described: Path | None = None) -> ModelShape:

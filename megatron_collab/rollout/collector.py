@@ -15,6 +15,7 @@ from megatron_collab.config import TrainConfig
 from megatron_collab.config.schema import TeacherConfig
 from megatron_collab.data.datasets import TrainingData
 from megatron_collab.data.spec import DataSpec
+from megatron_collab.inference.teacher import ServedTeacher
 from megatron_collab.observability import sentinels, tokens
 from megatron_collab.observability.run import Run
 from megatron_collab.rollout.lead import Lead
@@ -54,6 +55,8 @@ class Collector:
         if teacher.context:
             limits = play.rollout.turn.enable_thinking, play.rollout.context_length
             self._teacher_prompts = TeacherPrompts(teacher, data.prompt.renderer(tools), *limits)
+        served = teacher.server if teacher.place == "server" else None
+        self._served_teacher = ServedTeacher(served, play.rollout.turn_timeout) if served else None
         self._tasks = TrainingData[Task](data, tools, partial(task_requirements, play))
         self._pending = [Slot(*slot) for slot in state.get("in_flight", ())]
         self._next = Slot(*state["next"]) if "next" in state else None
@@ -102,6 +105,8 @@ class Collector:
         metrics = {**batch.metrics, **self._step_metrics(), **watch.metrics}
         if self._teacher_prompts:
             metrics |= self._teacher_prompts.take_metrics()
+        if self._served_teacher:
+            batch = replace(batch, samples=self._served_teacher.with_log_probs(batch.samples))
         batch = replace(batch, metrics=metrics)
         in_flight = self.flight.slots + self._pending
         self.state = {"next": self._next, "in_flight": in_flight, "sentinels": watch.state}
