@@ -373,8 +373,8 @@ class Sample:
     separately; baselines, means and mini-batches treat them as one sample. `routing` (if rollout.routing_replay): the
     experts of each token, unsigned integers [S, layers * experts of a token]; 0 for a sequence's last token, which is
     never read. `origin`: the number of the group in the step and of the rollout in it that has the trained turns; None
-    of later turns and in supervised stages. `teacher_view` (if algo.teacher.context): the same trained tokens behind the
-    prompts that the teacher reads. `teacher_log_probs` (if algo.teacher.server): the teacher's, as `log_probs`.
+    of later turns and in supervised stages. `teacher_view` (if algo.teacher.context): the same trained tokens behind
+    the prompts that the teacher reads. `teacher_log_probs` (if algo.teacher.server): the teacher's, as `log_probs`.
     """
 
     token_ids: np.ndarray

@@ -197,7 +197,7 @@ def frozen_part(name: str, config: Config, shape: ModelShape, rank: int) -> Memo
 def teacher_states(config: Config, shape: ModelShape) -> float:
     """Bytes of the states of a teacher of `shape` for the trained tokens of an optimizer step; an upper bound.
 
-    The states of a data-parallel rank, whose context-parallel ranks share them; they wait there for the policy's passes.
+    They are spread over the data and context parallel ranks, where they wait for the policy's passes.
     """
     rollout, parallel = config.rollout, config.parallel
     turns = rollout.max_assistant_turns if rollout.futures == 0 else 1

@@ -149,7 +149,7 @@ class PlaySpec(Resolved):
         )
         reward, users = self.reward.played_on(), self.users.for_set(eval_set.user)
         samples = eval_set.samples
-        of_training = {"experts_of": None, "teacher_context": None}
+        of_training: dict[str, Any] = {"experts_of": None, "teacher_context": None}
         return replace(self, rollouts=samples, rollout=rollout, reward=reward, users=users, **of_training)
 
 

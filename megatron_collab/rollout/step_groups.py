@@ -33,7 +33,10 @@ class StepGroups:
         self._idle = self._dropped = self._pairless = 0
 
     def add(self, groups: Mapping[Slot, Group], prompts: TeacherPrompts | None = None) -> None:
-        """Add the groups of a round: the step's regular groups, or a refill. `prompts`: of a teacher that knows more."""
+        """Add the groups of a round: the step's regular groups, or a refill.
+
+        `prompts`: of a teacher that knows more than the policy.
+        """
         self.lacking = 0
         for slot, group in groups.items():
             samples = samples_of(group, self.credit, len(self.played), self.reward.formula)

@@ -187,9 +187,9 @@ def policy_objective(head: Head, algo: AlgoConfig, divergence: Divergence | None
     this forward pass; reference_log_probs if there is a reference; teacher_log_probs if a teacher gives those of the
     sampled tokens. `divergence`: from a teacher that gives its whole distribution.
 
-    With a teacher of weight w, the policy loss counts 1 - w and the reverse KL to the teacher w. From the sampled tokens
-    it is the estimate k2, whose gradient is that of a policy gradient with the advantage log teacher - log policy (see
-    `kl`).
+    With a teacher of weight w, the policy loss counts 1 - w and the reverse KL to the teacher w. From the sampled
+    tokens it is the estimate k2, whose gradient is that of a policy gradient with the advantage log teacher - log
+    policy (see `kl`).
     """
     policy = policy_loss(algo)
 

@@ -181,8 +181,8 @@ class MicroBatch:
 
     `token_ids` and `position_ids` are int64 [1, T]. For each requested prediction: `positions` (its index in T),
     `labels` (the token it predicts) and `sequence` (its sample's number within the micro-batch), int64 [N]; `columns`
-    float32 [N] by name; `token_index` the token's index in the concatenated tokens of all samples. `members`: the number
-    of each sequence among all samples. `routing` as for PolicyModel; a shared position has the routing of its first
+    float32 [N] by name; `token_index` the token's index in the concatenated tokens of all samples. `members`: each
+    sequence's number among all samples. `routing` as for PolicyModel; a shared position has the routing of its first
     sample. `teacher_states`: the teacher's states [N, h'] for the predictions, if algo.teacher needs them.
     """
 

@@ -17,7 +17,7 @@ from megatron_collab.environments import tiny_model
 from megatron_collab.reward.multiturn import reward_function
 from megatron_collab.types import Conversation, Finish, Future, Group, Message, Reward, Rollout, Task, Turn
 
-WORDS = "hi which day friday monday booked table note thanks for a".split()
+WORDS = ["hi", "which", "day", "friday", "monday", "booked", "table", "note", "thanks", "for", "a"]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ TASK = Task("t", (Message("system", "for a table"), Message("user", "hi")), "fri
 
 
 def play(renderer: ChatRenderer, replies: Sequence[str], messages: Sequence[str], task: Task = TASK) -> Conversation:
-    """A conversation in which the policy gives `replies`, after all but the first of which a user has said `messages`."""
+    """A conversation in which the policy gives `replies`, and the user says `messages` between them."""
     result = Conversation(task.messages, renderer.first(task.messages))
     for number, reply in enumerate(replies):
         ids = renderer.reply(reply)

@@ -71,7 +71,7 @@ def test_a_real_server_gives_the_log_probs_of_its_model(
     teacher.check_server(config)
     tiny_model.word_tokenizer(["yes", "no"]).save_pretrained(served.folder.parent / "another")
     config.model.path = str(served.folder.parent / "another")
-    with pytest.raises(ConfigError, match="algo.teacher.server=http.*its tokenizer gives id .*give a teacher with"):
+    with pytest.raises(ConfigError, match=r"algo.teacher.server=http.*its tokenizer gives id .*give a teacher with"):
         teacher.check_server(config)
 
 
@@ -129,5 +129,5 @@ def test_what_a_server_answers_wrongly_stops_the_run(
 
 def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.01)
-    with pytest.raises(RunStopped, match="algo.teacher.server=http://127.0.0.1:9: .*start the server"):
+    with pytest.raises(RunStopped, match=r"algo.teacher.server=http://127.0.0.1:9: .*start the server"):
         ServedTeacher("http://127.0.0.1:9", 60.0).with_log_probs(SAMPLES)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from megatron_collab.config import Config, ConfigError, compose
+from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.launch import prepare, teacher, validate
 from megatron_collab.launch.spec import run_spec
 from megatron_collab.planning import memory
-from megatron_collab.data.datasets import write_jsonl
 from tests.helpers import byte_level_tokenizer, make_model, refused
 
 GOAL = ["algo=distill", "algo.teacher.context=goal"]
@@ -26,7 +26,10 @@ GOAL = ["algo=distill", "algo.teacher.context=goal"]
         (["algo=distill"], "algo.teacher.model=reference: knows no more than the policy; set algo.teacher.context"),
         (["algo=distill", "algo.teacher.model=policy"], "algo.teacher.model=policy: knows no more than the policy"),
         ([*GOAL, "algo.objective=dpo"], "algo.teacher.weight=0.5: a teacher is part of the policy loss, which"),
-        ([*GOAL, "train.stage=sft"], "algo.teacher.weight=0.5: a teacher is part of the policy loss, which train.stage"),
+        (
+            [*GOAL, "train.stage=sft"],
+            "algo.teacher.weight=0.5: a teacher is part of the policy loss, which train.stage",
+        ),
         (
             [*GOAL, "algo.teacher.server=http://h:1", "algo.teacher.model=policy"],
             "algo.teacher.server=http://h:1: holds the teacher, and algo.teacher.model=policy is another",
@@ -37,13 +40,19 @@ GOAL = ["algo=distill", "algo.teacher.context=goal"]
         ),
         (["algo=distill", "algo.teacher.server=h:1"], "algo.teacher.server=h:1: must begin with http"),
         (["algo=distill", "algo.teacher.model=no/such/model"], "algo.teacher.model="),
-        (["algo=distill", "algo.teacher.context=secret"], "algo.teacher.context=secret: choose one of goal, answer, next_message"),
+        (
+            ["algo=distill", "algo.teacher.context=secret"],
+            "algo.teacher.context=secret: choose one of goal, answer, next_message",
+        ),
         (
             ["algo=distill", "algo.teacher.server=http://h:1", "algo.teacher.prompt=collaborator.j2"],
             "tells the teacher nothing; set algo.teacher.context",
         ),
         ([*GOAL, "algo.teacher.prompt=user.j2"], "algo.teacher.prompt="),
-        ([*GOAL, "rollout.strip_thoughts=true"], "algo.teacher.context=goal: needs conversations of one token sequence"),
+        (
+            [*GOAL, "rollout.strip_thoughts=true"],
+            "algo.teacher.context=goal: needs conversations of one token sequence",
+        ),
         (
             ["algo=distill", "algo.teacher.context=next_message", "reward.mode=single_turn"],
             "algo.teacher.context=next_message: with reward.mode=single_turn no user answers; choose goal or answer",
@@ -63,7 +72,9 @@ def test_pure_distillation_needs_one_rollout_of_a_task() -> None:
 def test_the_sequences_of_a_teacher_are_cut_elsewhere() -> None:
     config = compose(["experiment=train_8b", *GOAL])
     config.parallel.cp = 2
-    with pytest.raises(ConfigError, match=r"algo.teacher.context=goal: parallel.cp=2 cuts .* set algo.teacher.kl=sampl"):
+    with pytest.raises(
+        ConfigError, match=r"algo.teacher.context=goal: parallel.cp=2 cuts .* set algo.teacher.kl=sampl"
+    ):
         teacher.check_settings(config)
     config.algo.teacher.kl = "sampled"
     teacher.check_settings(config)
@@ -89,14 +100,16 @@ def config_of(folder: Path, model: str) -> Config:
 
 def test_a_teacher_with_another_vocabulary_is_refused(folder: Path) -> None:
     teacher.check_files(config_of(folder, "teacher"))
-    with pytest.raises(ConfigError, match=r"algo.teacher.model=.*another: its tokenizer .* give a teacher with the pol"):
+    with pytest.raises(
+        ConfigError, match=r"algo.teacher.model=.*another: its tokenizer .* give a teacher with the pol"
+    ):
         teacher.check_files(config_of(folder, "another"))
 
 
 def test_a_teacher_that_does_not_fit_the_layout_is_refused(folder: Path) -> None:
     config = config_of(folder, "teacher")
     config.parallel.tp = 3
-    with pytest.raises(ConfigError, match="^algo.teacher.model=.*teacher: parallel.tp=3: does not divide"):
+    with pytest.raises(ConfigError, match=r"^algo.teacher.model=.*teacher: parallel.tp=3: does not divide"):
         validate.check_teacher(config)
 
 

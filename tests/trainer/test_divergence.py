@@ -92,7 +92,8 @@ def test_one_rank(arrays: dict, one_rank: Config, size: int, monkeypatch: pytest
 def test_it_is_the_limit_of_the_generalized_jsd(arrays: dict, one_rank: Config) -> None:
     """GKD (arXiv:2306.13649, section 3), for beta to 1: with the teacher P and the policy Q
 
-    JSD(beta) = beta KL(P || M) + (1 - beta) KL(Q || M), M = beta P + (1 - beta) Q, and JSD(beta) / (1 - beta) -> KL(Q || P).
+    JSD(beta) = beta KL(P || M) + (1 - beta) KL(Q || M) with M = beta P + (1 - beta) Q,
+    JSD(beta) / (1 - beta) -> KL(Q || P).
     """
     beta = 1 - 1e-7
     flat = 3.0  # a temperature at which no probability is nearly 0, where the limit is far

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +52,7 @@ def with_views(samples: Sequence[Sample], seed: int) -> tuple[Sample, ...]:
         middle = trained[len(trained) // 2]  # a token within the trained ones begins the second sequence
         bounds = [trained[0], middle, len(sample.token_ids)] if len(trained) > 1 and number % 3 else [trained[0], None]
         tokens, mask, cuts = list[np.ndarray](), list[np.ndarray](), list[int]()
-        for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+        for start, stop in pairwise(bounds):
             prompt = rng.integers(0, HF["vocab_size"], size=int(rng.integers(1, 20)))
             tokens += [prompt, sample.token_ids[start:stop]]
             mask += [np.zeros(len(prompt), np.float32), sample.loss_mask[start:stop]]
@@ -152,7 +153,7 @@ def teacher_rows(chunk: torch.nn.Module, sample: Sample) -> torch.Tensor:
 def test_the_update_is_that_of_the_formula(
     folders: Path, one_rank: Config, teacher: str, kl: str, weight: float
 ) -> None:
-    """The mean over tokens of (1 - w) (-A log p) + w KL, whose gradient is written down per token; behind other prompts.
+    """The mean over tokens of (1 - w) (-A log p) + w KL, also behind other prompts.
 
     full: KL(p || q) over the vocabulary. sampled: the policy gradient with the advantage log q - log p.
     """
@@ -166,7 +167,10 @@ def test_the_update_is_that_of_the_formula(
     total, divergence, count = torch.zeros((), dtype=torch.float64), 0.0, 0
     for sample, advantages in zip(samples, scored.advantages, strict=True):
         trained = np.flatnonzero(sample.loss_mask)
-        log_p, log_q = log_softmax(chunk, sample.token_ids, HF["vocab_size"])[trained - 1], teacher_rows(teaching, sample)
+        log_p, log_q = (
+            log_softmax(chunk, sample.token_ids, HF["vocab_size"])[trained - 1],
+            teacher_rows(teaching, sample),
+        )
         tokens = torch.from_numpy(sample.token_ids[trained])[:, None]
         policy, target = log_p.gather(-1, tokens)[:, 0], log_q.gather(-1, tokens)[:, 0]
         reward = -torch.from_numpy(advantages[trained]) * policy
