@@ -61,21 +61,24 @@ class TeacherPrompts:
         for number, turn in enumerate(conversation.turns):
             begin, end = len(turn.prompt_ids), len(turn.stream)
             if np.array_equal(turn.stream, sample.token_ids[:end]) and sample.loss_mask[begin:end].any():
-                turns.append(self._told(group.task, conversation, number))
+                turns.append(self._informed(group.task, conversation, number))
         return replace(sample, teacher_view=make_sample(turns, ()))
 
-    def _told(self, task: Task, conversation: Conversation, number: int) -> Turn:
+    def _informed(self, task: Task, conversation: Conversation, number: int) -> Turn:
         """Turn `number` of the conversation with the prompt that the teacher reads."""
         turn = conversation.turns[number]
         self._counts["turns"] += 1
-        told = next_message(conversation, number) if self._context == "next_message" else getattr(task, self._context)
-        if not told.strip():
+        following = self._context == "next_message"
+        secret: str = next_message(conversation, number) if following else getattr(task, self._context)
+        if not secret.strip():
             return turn
-        note = self._prompt.render(**dict.fromkeys(_VARIABLES, "") | {self._context: told}).strip()
+        note = self._prompt.render(**dict.fromkeys(_VARIABLES, "") | {self._context: secret}).strip()
         system = [message.content for message in task.messages if message.role == "system"] or [self._renderer.system]
-        told_task = task.with_system_prompt("\n\n".join(filter(None, [*system, note])))
-        begin, told_begin = (self._renderer.first(version.messages, self._thinking) for version in (task, told_task))
-        prompt_ids = told_begin + turn.prompt_ids[len(begin) :]
+        task_with_note = task.with_system_prompt("\n\n".join(filter(None, [*system, note])))
+        begin, begin_with_note = (
+            self._renderer.first(version.messages, self._thinking) for version in (task, task_with_note)
+        )
+        prompt_ids = begin_with_note + turn.prompt_ids[len(begin) :]
         if turn.prompt_ids[: len(begin)] != begin or len(prompt_ids) + len(turn.token_ids) > self._longest:
             return turn
         self._counts["informed"] += 1

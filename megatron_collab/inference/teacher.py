@@ -47,8 +47,8 @@ class ServedTeacher:
         Compares the texts of all `added` ids and of some of the others. `decode`: the text of ids. Raises RunStopped
         if the server cannot be asked.
         """
-        others = sorted(vocabulary.values())
-        ids = sorted({*others[:: max(1, len(others) // _COMPARED)], *added})
+        known = sorted(vocabulary.values())
+        ids = sorted({*known[:: max(1, len(known) // _COMPARED)], *added})
         body = {"tokens": [[number] for number in ids], "skip_special_tokens": False}
         ((answer,),) = self._run([[("/detokenize", body)]])
         for number, text in zip(ids, answer.get("text", ()), strict=True):

@@ -259,8 +259,8 @@ def check_needs(config: PlayConfig, data: SurveyedSources[Any], trained: bool) -
         place, requirement = places[0]
         message = f"{data.setting}={place}: none of its tasks has {requirement}"
         require(setting != USER, f"{message}, which its user needs; give tasks that have it, or another user.name")
-        told = f"{message}, which the teacher is to be told; give tasks that have it, or another {CONTEXT}"
-        require(setting != CONTEXT or len(places) < len(surveyed), told)
+        refusal = f"{message}, which the teacher is to be told; give tasks that have it, or another {CONTEXT}"
+        require(setting != CONTEXT or len(places) < len(surveyed), refusal)
         weight = config.reward.weights.get(setting.removeprefix(WEIGHTS), 0)
         require(
             not trained or len(places) < len(surveyed) or not weight,

@@ -87,6 +87,8 @@ def check_files(config: Config) -> None:
     except (ValueError, OSError) as error:
         raise ConfigError(f"{SETTING}={path}: {error}") from error
     token, number = next(((token, n) for token, n in policy.items() if vocabulary.get(token) != n), ("", 0))
-    others = f"has not {token!r}" if token not in vocabulary else f"gives {token!r} the id {vocabulary[token]}"
-    message = f"its tokenizer {others}, and the policy's gives it {number}; give a teacher with the policy's vocabulary"
+    difference = f"has not {token!r}" if token not in vocabulary else f"gives {token!r} the id {vocabulary[token]}"
+    message = (
+        f"its tokenizer {difference}, and the policy's gives it {number}; give a teacher with the policy's vocabulary"
+    )
     require(policy.items() <= vocabulary.items(), f"{SETTING}={path}: {message}")

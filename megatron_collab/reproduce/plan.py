@@ -199,7 +199,10 @@ class _ChainPlan:
                 yield replace(self._rows(rows, f"{self.folder}/{BUILT}/built", 0.0), reads=(BUILT,))
         for arm in self.study.arms:
             if arm in self._trained and arm not in independent:
-                models = (self._trained_arm(self.study.arms[arm].start), self._trained_arm(self.study.arms[arm].teacher))
+                models = (
+                    self._trained_arm(self.study.arms[arm].start),
+                    self._trained_arm(self.study.arms[arm].teacher),
+                )
                 reads = f"rows_{self.study.arms[arm].rows}", *(model or "" for model in models)
                 yield replace(self._training(arm), reads=reads)
             if arm in self.options.arms:

@@ -98,8 +98,8 @@ def test_the_goal_is_told_in_the_system_message(renderer: ChatRenderer, note: st
 def test_the_next_message_is_that_of_the_longest_future(renderer: ChatRenderer, note: str) -> None:
     """If nothing follows, the teacher reads what the policy did."""
     texts, prompts = read(renderer, group_of(renderer), "next_message", note)
-    told, untold = BEGIN.format("note friday "), BEGIN.format("")
-    assert texts == [[f"{told} [which] [day] [<|end|>]"], [f"{untold} [booked] [monday] [<|end|>]"]]
+    informed, plain = BEGIN.format("note friday "), BEGIN.format("")
+    assert texts == [[f"{informed} [which] [day] [<|end|>]"], [f"{plain} [booked] [monday] [<|end|>]"]]
     assert prompts.take_metrics() == {"teacher/informed": 0.5}
 
 
@@ -120,7 +120,7 @@ def test_later_turns_are_told_too(renderer: ChatRenderer, note: str) -> None:
 
 def test_whole_conversations_have_a_sequence_for_each_message(renderer: ChatRenderer, note: str) -> None:
     both = [play(renderer, ["which day", "booked"], ["friday", "thanks"]), play(renderer, ["which", "day"], ["monday"])]
-    rollouts = [Rollout(one.end("turn_limit"), (Future(one, {"right": 1.0}),), Reward(1.0)) for one in both]
+    rollouts = [Rollout(talk.end("turn_limit"), (Future(talk, {"right": 1.0}),), Reward(1.0)) for talk in both]
     texts, _ = read(renderer, Group(TASK, tuple(rollouts)), "next_message", note, futures=0)
     assert [len(sequences) for sequences in texts] == [2, 2]
     assert texts[0][1].startswith(BEGIN.format("note thanks ")) and "note" not in texts[1][1]

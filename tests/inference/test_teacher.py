@@ -63,9 +63,11 @@ def test_a_real_server_gives_the_log_probs_of_its_model(
     served = servers["tied"]
     monkeypatch.setenv(KEY, served.server.api_key)
     samples = ServedTeacher(served.server.url, 120.0).with_log_probs(SAMPLES)
-    for sample, given in zip(samples, SAMPLES, strict=True):
-        assert sample.teacher_log_probs is not None and not sample.teacher_log_probs[given.loss_mask == 0].any()
-        np.testing.assert_allclose(sample.teacher_log_probs[given.loss_mask > 0], expected(served, given), atol=1e-4)
+    for sample, unscored in zip(samples, SAMPLES, strict=True):
+        assert sample.teacher_log_probs is not None and not sample.teacher_log_probs[unscored.loss_mask == 0].any()
+        np.testing.assert_allclose(
+            sample.teacher_log_probs[unscored.loss_mask > 0], expected(served, unscored), atol=1e-4
+        )
     config = Config()
     config.model.path, config.algo.teacher.server = str(served.folder), served.server.url
     teacher.check_server(config)
