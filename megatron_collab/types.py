@@ -390,6 +390,8 @@ class Sample:
     experts of each token, unsigned integers [S, layers * experts of a token]; 0 for a sequence's last token, which is
     never read. `origin`: the number of the group in the step and of the rollout in it that has the trained turns; None
     of later turns and in supervised stages. `turns`: which of the rollout's turns are trained; empty: all of them.
+    `teacher_view` (if algo.teacher.context): the same trained tokens behind the prompts that the teacher reads.
+    `teacher_log_probs` (if algo.teacher.server): the teacher's, as `log_probs`.
     """
 
     token_ids: np.ndarray
@@ -402,6 +404,8 @@ class Sample:
     routing: np.ndarray | None = None
     origin: tuple[int, int] | None = None
     turns: tuple[int, ...] = ()
+    teacher_view: Sample | None = None
+    teacher_log_probs: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -422,7 +426,8 @@ class ScoredBatch(Batch):
     """A batch with the networks' outputs for its tokens before the update: per sample float32 [S], 0 if untrained.
 
     `old_log_probs` are the policy's, if the algorithm needs them besides the loss's own forward pass;
-    `reference_log_probs` the first policy's; `advantages` and the critic's `returns` are from algo.advantages.
+    `reference_log_probs` the first policy's; `teacher_log_probs` the teacher's, if algo.teacher.kl=sampled;
+    `advantages` and the critic's `returns` are from algo.advantages.
     """
 
     old_log_probs: Sequence[np.ndarray] | None = None
@@ -430,3 +435,4 @@ class ScoredBatch(Batch):
     values: Sequence[np.ndarray] | None = None
     advantages: Sequence[np.ndarray] | None = None
     returns: Sequence[np.ndarray] | None = None
+    teacher_log_probs: Sequence[np.ndarray] | None = None

@@ -32,7 +32,7 @@ class CreditSpec:
         """Smallest number of rewards in a group that can give a gradient."""
         if self.algo.objective != "policy":
             return 2 if self.algo.objective == "dpo" else 1
-        return 2 if advantage_class(self.algo.advantage).compares else 1
+        return 2 if advantage_class(self.algo.advantage).compares and self.algo.teacher.weight < 1 else 1
 
 
 def samples_of(group: Group, spec: CreditSpec, number: int, formula: RewardFormula) -> list[Sample]:

@@ -91,11 +91,12 @@ class Config(PlayConfig):
 
     @property
     def reference(self) -> str | None:
-        """Which model gives the log-probs of the reference, the first policy; None: the loss needs none.
+        """Which model is the reference, the first policy, for the KL to it or as teacher; None: the loss needs none.
 
         copy: a separate model; base: the policy without its adapters; stored: either, once, before the first step.
         """
-        if self.objective == "sft" or (self.objective == "policy" and self.algo.kl_coef == 0):
+        teaches = self.algo.teacher.place == "reference"
+        if self.objective == "sft" or (self.objective == "policy" and self.algo.kl_coef == 0 and not teaches):
             return None
         if self.train.stage == "dpo" and self.algo.dpo.precompute:
             return "stored"

@@ -205,6 +205,41 @@ class DpoConfig:
 
 
 @dataclass
+class TeacherConfig:
+    """On-policy distillation: the reverse KL to a teacher's distribution, on the policy's own samples."""
+
+    weight: float = option(
+        0.0, "share of the teacher in the policy loss, the rest is the reward's; 0: no teacher", ge=0, le=1
+    )
+    model: str = option(
+        "reference",
+        "the first policy (reference), the present one (policy), or a folder or Hub name with the same tokenizer",
+    )
+    server: str | None = mutable(None, "SGLang server that holds the teacher, instead of a model here", kind=ADDRESS)
+    kl: str = option(
+        "full", "KL over the whole vocabulary, or at the sampled tokens; a server: sampled", choices=("full", "sampled")
+    )
+    context: str | None = option(
+        None,
+        "what the teacher reads and the policy does not: the task's goal, its answer, or the user's next message",
+        choices=("goal", "answer", "next_message"),
+    )
+    prompt: str | None = option(None, "FILE.j2: system message that tells the teacher so; null: the built-in one")
+
+    @property
+    def place(self) -> str | None:
+        """The network that teaches: reference, policy, model (a further one) or server; None: there is no teacher."""
+        if not self.weight:
+            return None
+        return "server" if self.server else self.model if self.model in ("reference", "policy") else "model"
+
+    @property
+    def full(self) -> bool:
+        """Whether the KL is over the whole vocabulary."""
+        return self.place not in (None, "server") and self.kl == "full"
+
+
+@dataclass
 class AlgoConfig:
     objective: str = option(
         "policy",
@@ -270,6 +305,7 @@ class AlgoConfig:
     )
     critic_clip: float = option(0.2, "gae, turn_gae: change of a value above which its loss is clipped", gt=0)
     dpo: DpoConfig = field(default_factory=DpoConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
 
 
 @dataclass

@@ -9,9 +9,11 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from megatron_collab.config import ConfigError, PlayConfig, require
+from megatron_collab.algo.teacher_prompts import check_rendered
+from megatron_collab.config import Config, ConfigError, PlayConfig, require
 from megatron_collab.data import chat_template
 from megatron_collab.inference.served import architecture, gives_text
+from megatron_collab.launch import teacher
 from megatron_collab.launch.spec import RunSpec
 from megatron_collab.models import hf_config, hf_weights
 from megatron_collab.models.hf_config import ModelShape
@@ -44,6 +46,12 @@ def check_models(config: PlayConfig, spec: RunSpec, shape: ModelShape, weights: 
     if mark := spec.data.prompt.renderer(()).plain_mark:
         text = "text of users, tools and tasks that contains it can imitate a turn (docs/security.md)"
         logger.warning(f"model.path={path}: its chat template marks turns by plain text such as {mark!r}: {text}")
+    if isinstance(config, Config) and config.algo.teacher.place == "model":
+        _try(partial(teacher.check_files, config), f"{teacher.SETTING}={config.algo.teacher.model}", "its tokenizer")
+    if isinstance(config, Config) and config.algo.teacher.place == "server":
+        teacher.check_server(config)
+    if isinstance(config, Config) and config.algo.teacher.context:
+        check_rendered(config.algo.teacher, spec.data.prompt.renderer(()))
     if spec.serving:
         check_served((model.setting, model.model) for model in spec.serving.by_name.values())
 

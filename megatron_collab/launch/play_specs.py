@@ -21,7 +21,8 @@ def play_spec(config: Config) -> PlaySpec:
     rollout = config.rollout
     experts_of = rollout.train_turns if rollout.routing_replay else None
     policy = {Path(config.model.path).name: None}
-    return _played(config, config.train.rollouts_per_prompt, policy, experts_of=experts_of)
+    of_training = {"experts_of": experts_of, "teacher_context": config.algo.teacher.context}
+    return _played(config, config.train.rollouts_per_prompt, policy, **of_training)
 
 
 def evaluation_play(config: EvaluateConfig) -> PlaySpec:

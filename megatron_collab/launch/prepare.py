@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_collab import environments
+from megatron_collab.algo.teacher_prompts import CONTEXT
 from megatron_collab.config import (
     AlgoConfig,
     Config,
@@ -40,7 +41,8 @@ from megatron_collab.launch.fork import fork
 from megatron_collab.launch.inputs import check_inputs, draft_inputs
 from megatron_collab.launch.servers import check_arguments, idle_gpus
 from megatron_collab.launch.spec import RunSpec, run_spec
-from megatron_collab.launch.validate import check_model
+from megatron_collab.launch.teacher import SETTING as TEACHER
+from megatron_collab.launch.validate import check_model, check_teacher
 from megatron_collab.llm.endpoint import POLICY
 from megatron_collab.observability import evaluations, records
 from megatron_collab.rollout.task_requirements import USER, WEIGHTS, requirements_at_start
@@ -95,6 +97,7 @@ def prepare(config: Config) -> RunSpec:
         if LAUNCHER in os.environ:  # a rank: the process that became its torchrun has done the rest
             return spec
         shape = check_model(config, spec)
+        check_teacher(config)
         check_same_run(config, spec.data)
         models.check_models(config, spec, shape)
         if spec.serving:
@@ -256,6 +259,8 @@ def check_needs(config: PlayConfig, data: SurveyedSources[Any], trained: bool) -
         place, requirement = places[0]
         message = f"{data.setting}={place}: none of its tasks has {requirement}"
         require(setting != USER, f"{message}, which its user needs; give tasks that have it, or another user.name")
+        refusal = f"{message}, which the teacher is to be told; give tasks that have it, or another {CONTEXT}"
+        require(setting != CONTEXT or len(places) < len(surveyed), refusal)
         weight = config.reward.weights.get(setting.removeprefix(WEIGHTS), 0)
         require(
             not trained or len(places) < len(surveyed) or not weight,
@@ -295,6 +300,8 @@ def _pin(config: Config) -> None:
     """Pin Hub names in `config` to the commits of the run's first start, and download the model to this node."""
     run_dir, data = Path(config.run.dir), config.data
     config.model.path = hub.fetch_model(config.model.path, "model.path", run_dir)
+    if config.algo.teacher.place == "model":
+        config.algo.teacher.model = hub.fetch_model(config.algo.teacher.model, TEACHER, run_dir)
     if config.train.stage == "rl":
         fetch_served_models(config)
     data.train = sources.pin_sources(data.train, "data.train", run_dir)

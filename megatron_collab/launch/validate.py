@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,11 @@ from megatron_collab.config.load import leaves
 from megatron_collab.data import sources
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.formats import STAGES
-from megatron_collab.launch import endpoints, servers
+from megatron_collab.launch import endpoints, servers, teacher
 from megatron_collab.launch.extensions import check_extensions
 from megatron_collab.launch.machine import check_processes
 from megatron_collab.launch.spec import RunSpec, run_spec
-from megatron_collab.launch.trainer_specs import trainer_layout
+from megatron_collab.launch.trainer_specs import teacher_model, trainer_layout
 from megatron_collab.models import hf_config, lora, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.observability.writers import writer_kinds
@@ -78,6 +78,8 @@ def validate(config: Config) -> None:
     makes_world = config.data.world is not None
     if not (makes_world or hub.parse(config.model.path)) or Path(config.model.path).exists():
         check_model(config, spec)
+    if not hub.parse(config.algo.teacher.model) or Path(config.algo.teacher.model).exists():
+        check_teacher(config)
     if not makes_world:
         sources.check_exists(spec.data.train, "data.train")
         sources.check_exists(spec.data.all_sets, "data.eval")
@@ -105,6 +107,7 @@ def check_settings(config: Config) -> RunSpec:
     message = f"{shown.rollout.routing_replay}: {train.stage} samples no tokens to replay; set it to false"
     require(train.stage == "rl" or not rollout.routing_replay, message)
     check_layout(config)
+    teacher.check_settings(config)
     spec = run_spec(config)
     if not spec.play:
         _check_no_play(config, spec.data.eval_sets)
@@ -290,7 +293,8 @@ def _check_algo(config: Config, spec: RewardSpec) -> None:
     message = f"{shown.algo.kl_in}: algo.kl_coef=0 leaves no KL; set algo.kl_coef above 0, or algo.kl_in=loss"
     require(algo.kl_in == "loss" or algo.kl_coef > 0, message)
     message = f"{shown.algo.advantage}: compares the rollouts of a task; set train.rollouts_per_prompt to 2 or more"
-    require(not advantage.compares or config.train.rollouts_per_prompt > 1, message)
+    compares = advantage.compares and algo.teacher.weight < 1
+    require(not compares or config.train.rollouts_per_prompt > 1, message)
     message = f"{shown.algo.advantage}: normalizes rewards of the trained turn only; set rollout.train_turns=first"
     require(not advantage.decouples or config.rollout.train_turns == "first", message)
     message = f"{shown.algo.dynamic_sampling}: with {shown.algo.advantage} groups of equal rewards teach as well"
@@ -340,6 +344,19 @@ def check_model(config: Config, spec: RunSpec, described: Path | None = None) ->
     check_layout_of_model(config, shape)
     if spec.serving:
         servers.check_servers_of_model(config, spec.serving.policy, shape, trainer_layout(config))
+    return shape
+
+
+def check_teacher(config: Config, described: Path | None = None) -> ModelShape | None:
+    """As `check_model`, for a teacher with weights of its own; None if there is none."""
+    model = teacher_model(config)
+    if model is None:
+        return None
+    shape = teacher.read_shape(config, described)
+    try:
+        check_layout_of_model(replace(config, model=model), shape)
+    except ConfigError as error:
+        raise ConfigError(f"{teacher.SETTING}={model.path}: {error}") from error
     return shape
 
 

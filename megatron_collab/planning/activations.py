@@ -93,7 +93,7 @@ def _rotations(config: Config, shape: ModelShape, tokens: int) -> float:
 
     A table has a row per token of the longest sequence, of which a context parallel rank has a part.
     """
-    networks = 1 + (config.reference == "copy") + _critic(config)
+    networks = 1 + (config.reference == "copy") + (config.algo.teacher.place == "model") + _critic(config)
     rows = tokens * config.parallel.cp * networks * config.parallel.vpp
     return 4 * shape.head_dim * rows if engine(config) else 0.0
 
@@ -251,15 +251,16 @@ def head(config: Config, shape: ModelShape, tokens: int) -> float:
     """Bytes of the head on the last stage, if all of `tokens` are trained.
 
     For log-probs (trainer/logprobs.py): two float32 tiles of logits, and the gradient of one in the dtype; hidden
-    states of the trained tokens, and their gradient in float32 and the dtype. For values (trainer/critic.py), which
-    are computed at another time: hidden states of all and of the trained tokens, and three times these while the
-    ranks' are summed.
+    states of the trained tokens, and their gradient in float32 and the dtype. For the KL to a teacher
+    (trainer/divergence.py) a tile and a copy of the states more. For values (trainer/critic.py), which are computed at
+    another time: hidden states of all and of the trained tokens, and three times these while the ranks' are summed.
     """
     item, tile, states = _item(config), logprobs.TILE[device.GPU], tokens * shape.hidden
     narrow = item if item < 4 else 0
     logits = min(tile, tokens * -(-shape.vocab // config.parallel.tp))
     log_probs = 2 * 4 * tile + narrow * logits + states * (item + 4 + narrow)
-    return max(log_probs, 5 * item * states if _critic(config) else 0)
+    divergence = 4 * tile + item * states if config.algo.teacher.full else 0
+    return max(log_probs + divergence, 5 * item * states if _critic(config) else 0)
 
 
 def _critic(config: Config) -> bool:

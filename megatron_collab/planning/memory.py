@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -18,7 +18,9 @@ from megatron_collab.config import CONF, Config, ConfigError, compose
 from megatron_collab.inference.adapters import SLOTS
 from megatron_collab.inference.spec import Placement, ServerSpec
 from megatron_collab.launch import server_specs, validate
-from megatron_collab.launch.trainer_specs import sync_spec, trainer_layout
+from megatron_collab.launch.teacher import SETTING
+from megatron_collab.launch.teacher import read_shape as read_teacher
+from megatron_collab.launch.trainer_specs import sync_spec, teacher_model, trainer_layout
 from megatron_collab.models import hf_config, hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.lora import adapters
@@ -68,7 +70,10 @@ def read_run(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
     """
     config = compose(overrides)
     spec = validate.check_settings(config)
-    return config, validate.check_model(config, spec, model_config_file(config.model.path))
+    shape = validate.check_model(config, spec, model_config_file(config.model.path))
+    if model := teacher_model(config):
+        validate.check_teacher(config, model_config_file(model.path, SETTING))
+    return config, shape
 
 
 def model_config_file(path: str, setting: str = "model.path") -> Path:
@@ -135,12 +140,18 @@ def trainer_parts(config: Config, shape: ModelShape, rank: int) -> list[MemoryPa
     """
     tokens, parts = micro_batch_tokens(config), network_parts(config, shape, rank)
     if config.reference == "copy":
-        parts.append(reference_part(config, shape, rank))
+        parts.append(frozen_part("reference", config, shape, rank))
+    teacher = shape
+    if model := teacher_model(config):
+        teacher = read_teacher(config, model_config_file(model.path, SETTING))
+        parts.append(frozen_part("teacher", replace(config, model=model), teacher, rank))
     if config.objective == "policy" and advantage_class(config.algo.advantage).critic:
         parts += network_parts(config, shape, rank, critic=True)
     parts.append(MemoryPart("activations", activations(config, shape, rank, tokens), 0.0))
     if rank == config.parallel.pp - 1:
         parts.append(MemoryPart("head", head(config, shape, tokens), 0.0))
+        if config.algo.teacher.full:
+            parts.append(MemoryPart("teacher states", teacher_states(config, teacher), 0.0))
     return parts
 
 
@@ -181,11 +192,26 @@ def network_parts(config: Config, shape: ModelShape, rank: int, critic: bool = F
     ]
 
 
-def reference_part(config: Config, shape: ModelShape, rank: int) -> MemoryPart:
-    """The frozen reference on a rank of pipeline stage `rank`; without gradients it needs no FP8 transpose."""
+def frozen_part(name: str, config: Config, shape: ModelShape, rank: int) -> MemoryPart:
+    """A frozen network on a rank of pipeline stage `rank`; without gradients it needs no FP8 transpose."""
     dense, experts, eight_bit, _ = _counts(config, shape, rank, critic=False)
     size = _weights(config, dense + experts, eight_bit, 2 if config.model.fp8_params else 1)
-    return MemoryPart("reference", size, size)
+    return MemoryPart(name, size, size)
+
+
+def teacher_states(config: Config, shape: ModelShape) -> float:
+    """Bytes of the states of a teacher of `shape` for the trained tokens of an optimizer step; an upper bound.
+
+    They are spread over the data and context parallel ranks, where they wait for the policy's passes.
+    """
+    rollout, parallel = config.rollout, config.parallel
+    turns = rollout.max_assistant_turns if rollout.futures == 0 else 1
+    tokens = turns * rollout.turn.longest
+    if rollout.train_turns == "all":
+        tokens += rollout.futures * (rollout.max_assistant_turns - 1) * rollout.future.longest
+    samples = config.train.prompts_per_step * config.train.rollouts_per_prompt / config.algo.mini_batches
+    ranks = config.launch.ranks // (parallel.tp * parallel.pp)
+    return DTYPES[config.model.dtype].itemsize * shape.hidden * tokens * samples / ranks
 
 
 def _weights(config: Config, elements: float, eight_bit: float, fp8_bytes: int) -> float:

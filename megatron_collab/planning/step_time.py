@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
+from megatron_collab.algo.advantages import advantage_class
 from megatron_collab.config import Config
 from megatron_collab.launch.trainer_specs import trainer_layout
 from megatron_collab.models.hf_config import ModelShape
@@ -94,7 +95,7 @@ def step_time(config: Config, shape: ModelShape, sample_tokens: float) -> StepTi
     exchange = _pipeline_exchange(config, shape, tokens)
     forward, update = forward.plus(exchange), update.plus(exchange, 2)
 
-    networks = 2 if config.objective == "policy" and algo.advantage == "gae" else 1
+    networks = 2 if config.objective == "policy" and advantage_class(algo.advantage).critic else 1
     updates = networks * algo.epochs * algo.mini_batches
     scores = _scoring_passes(config) * algo.mini_batches  # in micro-batches of the update
     rounds, gradients = count + (pp - 1) / vpp, _gradient_exchange(config, shape)
@@ -118,7 +119,8 @@ def _scoring_passes(config: Config) -> int:
     if config.objective != "policy":
         return int(refers)
     old = algo.mini_batches * algo.epochs > 1 or (refers and algo.kl_in == "reward")
-    return int(refers) + int(old) + int(algo.advantage == "gae")
+    teaches = algo.teacher.place in ("reference", "policy", "model")
+    return int(refers) + int(old) + int(teaches) + int(advantage_class(algo.advantage).critic)
 
 
 def _operations(shape: ModelShape, length: float) -> float:

@@ -19,12 +19,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron_collab.algo.advantages import advantage_class
 from megatron_collab.checkpoint.hf import HFTensors, fill, unwrap
 from megatron_collab.config import Config
+from megatron_collab.launch import teacher
 from megatron_collab.launch.trainer_specs import trainer_spec
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import Index
 from megatron_collab.planning.activations import micro_batch_tokens
-from megatron_collab.planning.memory import MemoryPart
+from megatron_collab.planning.memory import MemoryPart, model_config_file
 from megatron_collab.rehearsal.ledger import HOST, PASSING, PINNED, Ledger
 from megatron_collab.rehearsal.te_cpu import paper
 from megatron_collab.trainer.megatron import model
@@ -63,10 +64,15 @@ class BookedCommunicator(PlannedCommunicator):
 def make_trainer(config: Config, shape: ModelShape, ledger: Ledger) -> PolicyTrainer:
     """The trainer of a run, loaded, with its memory booked by part."""
 
+    spec = trainer_spec(config)
+
     def load(network: NetworkSpec) -> list[torch.nn.Module]:
-        chunks = model.build(network, shape)
+        network_shape = shape
+        if network is spec.teacher:
+            network_shape = teacher.read_shape(config, model_config_file(network.model.path, teacher.SETTING))
+        chunks = model.build(network, network_shape)
         with ledger.booking(HOST):
-            fill(chunks, PaperTensors(shape, next(chunks[0].parameters()).dtype))
+            fill(chunks, PaperTensors(network_shape, next(chunks[0].parameters()).dtype))
         return chunks
 
     def pack(*arguments: Any, **options: Any) -> list[MicroBatch]:
@@ -76,7 +82,7 @@ def make_trainer(config: Config, shape: ModelShape, ledger: Ledger) -> PolicyTra
 
     # A single optimizer step with all micro-batches: further steps need the same memory.
     split, communicator = lambda count, *_: [range(count)], partial(BookedCommunicator, ledger)
-    trainer = PolicyTrainer(trainer_spec(config), load, split, pack, communicator)
+    trainer = PolicyTrainer(spec, load, split, pack, communicator)
     with _sampling(trainer, config):  # a run samples before its first step, when AdamW has no moments yet
         pass
     for name, trainable in trainer.trainables.items():
@@ -89,6 +95,7 @@ def make_trainer(config: Config, shape: ModelShape, ledger: Ledger) -> PolicyTra
         ledger.claim(f"{prefix}optimizer", trainable.optimizer_storages())
     ledger.claim("reference", _parameter_tensors(trainer.reference or ()))
     paper.claim_fp8_copies(trainer.reference or (), partial(ledger.claim, "reference"))
+    ledger.claim("teacher", _parameter_tensors(trainer.teacher or ()))
     return trainer
 
 
@@ -115,6 +122,7 @@ def one_batch(config: Config, shape: ModelShape, micro_batches: int) -> Batch:
         samples,
         old_log_probs=rows if config.algo.mini_batches * config.algo.epochs > 1 else None,
         reference_log_probs=rows if config.reference else None,
+        teacher_log_probs=rows if config.algo.teacher.weight and not config.algo.teacher.full else None,
         values=values,
         advantages=rows,
         returns=values,

@@ -199,8 +199,12 @@ class _ChainPlan:
                 yield replace(self._rows(rows, f"{self.folder}/{BUILT}/built", 0.0), reads=(BUILT,))
         for arm in self.study.arms:
             if arm in self._trained and arm not in independent:
-                start = self._trained_arm(self.study.arms[arm].start)
-                yield replace(self._training(arm), reads=(f"rows_{self.study.arms[arm].rows}", start or ""))
+                models = (
+                    self._trained_arm(self.study.arms[arm].start),
+                    self._trained_arm(self.study.arms[arm].teacher),
+                )
+                reads = f"rows_{self.study.arms[arm].rows}", *(model or "" for model in models)
+                yield replace(self._training(arm), reads=reads)
             if arm in self.options.arms:
                 yield replace(self._evaluation(arm), reads=(self._trained_arm(arm) or "",))
 
@@ -268,7 +272,8 @@ class _ChainPlan:
         arm = self.study.arms[name]
         data = (f"data.train={self.folder}/rows_{arm.rows}/train.jsonl",) if arm.rows else ()
         model = () if self._independent(name) else (f"model.path={self._model(arm.start)}",)
-        return self._stage(name, TRAIN, *model, *data, *arm.train, rows=arm.rows, epochs=arm.epochs)
+        teacher = (f"algo.teacher.model={self._model(arm.teacher)}",) if arm.teacher else ()
+        return self._stage(name, TRAIN, *model, *data, *arm.train, *teacher, rows=arm.rows, epochs=arm.epochs)
 
     def _evaluation(self, name: str) -> Stage:
         arm = self.study.arms[name]

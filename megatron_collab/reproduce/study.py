@@ -82,7 +82,8 @@ class StudyTask:
 class Arm:
     """An assistant: the model of the arm `start` (None: of the study), trained with the settings `train` if any.
 
-    `rows`: kind of training rows (see ROWS), used for `epochs`; None: the data that `train` names.
+    `rows`: kind of training rows (see ROWS), used for `epochs`; None: the data that `train` names. `teacher`: the arm
+    whose model teaches it (algo.teacher.model).
     """
 
     title: str
@@ -92,6 +93,7 @@ class Arm:
     train: Sequence[str] = ()
     evaluate: Sequence[str] = ()
     published: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    teacher: str | None = None
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,8 @@ class Study:
     def chain(self, name: str) -> list[str]:
         """The arms that are trained on the way to this one, with this one last."""
         arm = self.arms[name]
-        before = self.chain(arm.start) if arm.start else []
-        return [*before, name] if arm.train else before
+        before = [trained for needed in (arm.teacher, arm.start) if needed for trained in self.chain(needed)]
+        return list(dict.fromkeys([*before, name] if arm.train else before))
 
 
 def known() -> list[str]:
@@ -138,8 +140,9 @@ def read(name_or_file: str) -> Study:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"STUDY={name_or_file}: {file} is not a study: {' '.join(str(error).split())}") from error
     for name, arm in arms.items():
-        message = f"STUDY={name_or_file}: arms.{name}.from={arm.start}: no arm above it has that name"
-        require(arm.start is None or arm.start in list(arms)[: list(arms).index(name)], message)
+        for key, needed in (("from", arm.start), ("teacher", arm.teacher)):
+            message = f"STUDY={name_or_file}: arms.{name}.{key}={needed}: no arm above it has that name"
+            require(needed is None or needed in list(arms)[: list(arms).index(name)], message)
         message = f"STUDY={name_or_file}: arms.{name}.rows={arm.rows}: choose one of {', '.join(ROWS)}"
         require(arm.rows is None or arm.rows in ROWS, message)
         require(arm.epochs > 0, f"STUDY={name_or_file}: arms.{name}.epochs={arm.epochs}: must be more than 0")

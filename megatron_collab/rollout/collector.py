@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from megatron_collab.algo.teacher_prompts import TeacherPrompts
 from megatron_collab.config import TrainConfig
+from megatron_collab.config.schema import TeacherConfig
 from megatron_collab.data.datasets import TrainingData
 from megatron_collab.data.spec import DataSpec
+from megatron_collab.inference.teacher import ServedTeacher
 from megatron_collab.observability import sentinels, tokens
 from megatron_collab.observability.run import Run
 from megatron_collab.rollout.lead import Lead
@@ -32,7 +35,14 @@ class Collector:
     """Collects the groups of training, on rank 0 only; see RolloutManager for which groups a step has."""
 
     def __init__(
-        self, train: TrainConfig, play: PlaySpec, data: DataSpec, run: Run, lead: Lead, state: Mapping[str, Any]
+        self,
+        train: TrainConfig,
+        play: PlaySpec,
+        teacher: TeacherConfig,
+        data: DataSpec,
+        run: Run,
+        lead: Lead,
+        state: Mapping[str, Any],
     ) -> None:
         """`state`: the one of an earlier start of the run, or {}."""
         self.lead = lead
@@ -41,6 +51,12 @@ class Collector:
         self._train, self._play, self._run = train, play, run
         with keys.in_environment():
             tools = play.tools.schemas()
+        self._teacher_prompts = None
+        if teacher.context:
+            limits = play.rollout.turn.enable_thinking, play.rollout.context_length
+            self._teacher_prompts = TeacherPrompts(teacher, data.prompt.renderer(tools), *limits)
+        served = teacher.server if teacher.place == "server" else None
+        self._served_teacher = ServedTeacher(served, play.rollout.turn_timeout) if served else None
         self._tasks = TrainingData[Task](data, tools, partial(task_requirements, play))
         self._pending = [Slot(*slot) for slot in state.get("in_flight", ())]
         self._next = Slot(*state["next"]) if "next" in state else None
@@ -69,7 +85,7 @@ class Collector:
         Raises RunStopped if too many scores are missing, no group can be trained, or an alarm stops the run.
         """
         step = step_groups.step
-        step_groups.add(self.flight.take())
+        step_groups.add(self.flight.take(), self._teacher_prompts)
         try:
             refuse_missing(step_groups.played, self._play.reward.max_missing)
         except RunStopped:
@@ -86,7 +102,12 @@ class Collector:
         if self._train.record_tokens:
             self._played = step, step_groups.played
         watch = self._watch(step, step_groups.played)
-        batch = replace(batch, metrics={**batch.metrics, **self._step_metrics(), **watch.metrics})
+        metrics = {**batch.metrics, **self._step_metrics(), **watch.metrics}
+        if self._teacher_prompts:
+            metrics |= self._teacher_prompts.take_metrics()
+        if self._served_teacher:
+            batch = replace(batch, samples=self._served_teacher.with_log_probs(batch.samples))
+        batch = replace(batch, metrics=metrics)
         in_flight = self.flight.slots + self._pending
         self.state = {"next": self._next, "in_flight": in_flight, "sentinels": watch.state}
         return batch

@@ -55,7 +55,8 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         self._servers, self._weights = servers, weights
         self._digests = WeightDigests(credit.rollout.max_staleness + 1, state.get("weights", ()))
         lead = Lead.of(servers, self._digests)
-        self._collector = Collector(train, servers.play, data, run, lead, state) if lead else None
+        teacher = credit.algo.teacher
+        self._collector = Collector(train, servers.play, teacher, data, run, lead, state) if lead else None
         background = self._collector.flight if self._collector else None
         self._evaluator = Evaluator(servers.play, data, run, self._restore, lead, background)
 

@@ -96,7 +96,8 @@ class PlaySpec(Resolved):
     conversations. `llm`: limits of the calls of all language models. `assistant`: the language model in place of the
     policy, if any. `assistants`: by name, the models that play the rollouts in turn, None for the policy or
     `assistant`. `proactive_prompt`: system message of the first `proactive_share` of the rollouts. `experts_of`: turns
-    whose experts are recorded, as in rollout.train_turns.
+    whose experts are recorded, as in rollout.train_turns. `teacher_context`: what a teacher is told of the tasks, as in
+    algo.teacher.context.
     """
 
     run_dir: Path
@@ -115,6 +116,7 @@ class PlaySpec(Resolved):
     proactive_share: float = 0.0
     proactive_prompt: str = ""
     experts_of: str | None = None
+    teacher_context: str | None = None
 
     @cached_property
     def player_class(self) -> type[Player]:
@@ -147,7 +149,8 @@ class PlaySpec(Resolved):
         )
         reward, users = self.reward.played_on(), self.users.for_set(eval_set.user)
         samples = eval_set.samples
-        return replace(self, rollouts=samples, rollout=rollout, reward=reward, users=users, experts_of=None)
+        of_training: dict[str, Any] = {"experts_of": None, "teacher_context": None}
+        return replace(self, rollouts=samples, rollout=rollout, reward=reward, users=users, **of_training)
 
 
 def _sampling(sampling: SamplingConfig, eval_set: EvaluationSet) -> SamplingConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron_collab.algo.credit import CreditSpec, drop_stale, has_gradient, samples_of
+from megatron_collab.algo.teacher_prompts import TeacherPrompts
 from megatron_collab.reward.spec import RewardSpec
 from megatron_collab.rollout.scheduler import Slot
 from megatron_collab.rollout.summary import comparison_summary, mean, summary
@@ -31,8 +32,11 @@ class StepGroups:
         self._trained: dict[Slot, list[Sample]] = {}
         self._idle = self._dropped = self._pairless = 0
 
-    def add(self, groups: Mapping[Slot, Group]) -> None:
-        """Add the groups of a round: the step's regular groups, or a refill."""
+    def add(self, groups: Mapping[Slot, Group], prompts: TeacherPrompts | None = None) -> None:
+        """Add the groups of a round: the step's regular groups, or a refill.
+
+        `prompts`: of a teacher that knows more than the policy.
+        """
         self.lacking = 0
         for slot, group in groups.items():
             samples = samples_of(group, self.credit, len(self.played), self.reward.formula)
@@ -45,6 +49,8 @@ class StepGroups:
             elif self.dynamic and not has_gradient(fresh_samples):
                 self._idle += 1
                 self.lacking += self.refill < self.dynamic
+            elif prompts:
+                self._trained[slot] = [prompts.with_view(sample, group) for sample in fresh_samples]
             else:
                 self._trained[slot] = fresh_samples
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+from megatron_collab.algo.teacher_prompts import CONTEXT, lacks
 from megatron_collab.config import ConfigError, named_files
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.sources import Source
@@ -61,6 +62,10 @@ def task_requirements(play: PlaySpec, source: Source) -> TaskRequirements:
         for tools in play.tools.toolsets
     ]
 
+    if context := play.teacher_context:
+        of_teacher = CONTEXT, CONTEXT, "the teacher", lambda task: None, partial(lacks, context)
+        shared.append(_Requirement(*of_teacher))
+
     def missing(task: Task, step: Step) -> dict[str, str]:
         requirements = [of_user(directory.name_of(task)), *shared]
         return {entry.setting: lack for entry in requirements if (lack := entry.missing(task, step))}
@@ -69,6 +74,7 @@ def task_requirements(play: PlaySpec, source: Source) -> TaskRequirements:
     inputs: dict[str, Any] = {"weights": [*play.reward.weights], "metrics": settings, "users": directory.named}
     inputs |= {"user": asdict(directory.user), "seed": directory.seed}
     inputs |= {"tools": play.tools.names, "options": play.tools.options}
+    inputs |= {"teacher": context} if context else {}
     changes = [(name, path.stat().st_mtime_ns) for name, path in named_files(inputs) if path.exists()]
     selective = [entry.setting for entry in shared if entry.lacks]
     return TaskRequirements([*selective, USER], missing, depends_on=[inputs, changes])

@@ -67,16 +67,16 @@ class _HeadLogProbs(torch.autograd.Function):
         ctx.main_grad = getattr(head, "main_grad", None)
         ctx.set_materialize_grads(False)
 
-        states = _operand(hidden)
+        states = operand(hidden)
         # m, s, u and the label's logit. m starts at the lowest finite number, not -inf, whose product with 0 is nan.
         stats = torch.zeros(4, len(hidden), device=hidden.device)
         stats[0] = torch.finfo(torch.float32).min
-        for rows, columns, logits, weight in _tiles(hidden, ctx.entries):
-            _product(logits, states[rows], _operand(head[columns]).t(), alpha=1 / temperature, beta=0.0)
+        for rows, columns, (logits, weight) in tiles(hidden, ctx.entries, 2):
+            product(logits, states[rows], operand(head[columns]).t(), alpha=1 / temperature, beta=0.0)
             index, inside = _in_tile(labels[rows], columns)
             label = logits.gather(1, index[:, None])[:, 0] * inside
             largest = logits.amax(1)
-            _exp(logits.sub_(largest[:, None]), out=weight)
+            exp(logits.sub_(largest[:, None]), out=weight)
             tile_stats = torch.stack([largest, weight.sum(1), weight.mul_(logits).sum(1), label])
             stats[:, rows] = _merged(torch.stack([stats[:, rows], tile_stats]))
         group = parallel_state.get_tensor_model_parallel_group()
@@ -103,48 +103,48 @@ class _HeadLogProbs(torch.autograd.Function):
         hidden_grad = torch.zeros(hidden.shape, device=hidden.device)
         head_grad = torch.zeros(head.shape, device=head.device) if ctx.main_grad is None else ctx.main_grad
 
-        states = _operand(hidden)
-        for rows, columns, logits, weight in _tiles(hidden, ctx.entries):
-            head_rows = _operand(head[columns])
-            _product(logits, states[rows], head_rows.t(), alpha=alpha, beta=0.0)
-            _exp(logits.sub_(m[rows, None]), out=weight)
+        states = operand(hidden)
+        for rows, columns, (logits, weight) in tiles(hidden, ctx.entries, 2):
+            head_rows = operand(head[columns])
+            product(logits, states[rows], head_rows.t(), alpha=alpha, beta=0.0)
+            exp(logits.sub_(m[rows, None]), out=weight)
             factor = constant[rows, None]
             if slope is not None:
                 factor = logits.mul_(slope[rows, None]).add_(factor)
             index, inside = _in_tile(labels[rows], columns)
             weight.mul_(factor).scatter_add_(1, index[:, None], (-log_prob_grad[rows] * inside)[:, None])
             minus_gradient = weight.to(states.dtype)  # of the tile's logits
-            _product(hidden_grad[rows], minus_gradient, head_rows, alpha=-alpha, beta=1.0)
-            _product(head_grad[columns], minus_gradient.t(), states[rows], alpha=-alpha, beta=1.0)
+            product(hidden_grad[rows], minus_gradient, head_rows, alpha=-alpha, beta=1.0)
+            product(head_grad[columns], minus_gradient.t(), states[rows], alpha=-alpha, beta=1.0)
         head_result = head_grad.to(head.dtype) if ctx.main_grad is None else None
         return hidden_grad.to(hidden.dtype), head_result, None, None, None
 
 
-def _tiles(hidden: Tensor, entries: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+def tiles(hidden: Tensor, entries: int, count: int) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield the rows and columns of each tile, nearly square to minimize reads of hidden states and head.
 
-    Also yields two matrices of the tile's shape in memory that all tiles share: a CPU's first page touch is expensive.
+    Also yields `count` matrices of the tile's shape in memory that all tiles share: a CPU's first page touch is
+    expensive.
     """
     tokens, size = len(hidden), TILE[device.kind(hidden)]
     if tokens == 0:
         return
-    buffers = torch.empty(2, size, device=hidden.device)
+    buffers = torch.empty(count, size, device=hidden.device)
     height = math.ceil(tokens / math.ceil(tokens / math.isqrt(size)))  # equal heights: no thin last row of tiles
     width = size // height
     for top in range(0, tokens, height):
         for start in range(0, entries, width):
             rows, columns = slice(top, min(top + height, tokens)), slice(start, min(start + width, entries))
             shape = rows.stop - rows.start, columns.stop - columns.start
-            logits, weight = buffers[:, : shape[0] * shape[1]].view(2, *shape)
-            yield rows, columns, logits, weight
+            yield rows, columns, buffers[:, : shape[0] * shape[1]].view(count, *shape)
 
 
-def _operand(matrix: Tensor) -> Tensor:
+def operand(matrix: Tensor) -> Tensor:
     """Operand of a product: on a CPU in float32, which cannot multiply bfloat16 into a float32 result."""
     return matrix.float() if device.kind(matrix) == "cpu" else matrix
 
 
-def _product(out: Tensor, a: Tensor, b: Tensor, *, alpha: float, beta: float) -> None:
+def product(out: Tensor, a: Tensor, b: Tensor, *, alpha: float, beta: float) -> None:
     """out = beta out + alpha a @ b, with a float32 `out` for operands of any dtype."""
     if a.dtype == torch.float32:
         torch.addmm(out, a, b, alpha=alpha, beta=beta, out=out)
@@ -152,7 +152,7 @@ def _product(out: Tensor, a: Tensor, b: Tensor, *, alpha: float, beta: float) ->
         torch.addmm(out, a, b, torch.float32, alpha=alpha, beta=beta, out=out)
 
 
-def _exp(x: Tensor, out: Tensor) -> Tensor:
+def exp(x: Tensor, out: Tensor) -> Tensor:
     """exp(x) into `out`, computed as a power of 2, which torch computes faster than exp on a CPU."""
     return torch.mul(x, _LOG2_E, out=out).exp2_()
 

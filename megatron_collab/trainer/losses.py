@@ -22,6 +22,7 @@ from megatron_collab.trainer.microbatches import MicroBatch
 # Report of a micro-batch: (its part of the loss, sums over its trained tokens, maxima).
 Report = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
 Head = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor]]  # apply_head for a network at a temperature
+Divergence = Callable[[MicroBatch, Tensor], Tensor]  # reverse KL [N] of the policy's hidden states to a teacher
 Objective = Callable[[MicroBatch, Tensor], tuple[Tensor, Report]]
 
 
@@ -179,11 +180,16 @@ def supervised_objective(head: Head) -> Objective:
     return objective
 
 
-def policy_objective(head: Head, algo: AlgoConfig) -> Objective:
-    """The policy loss with its correction, KL and entropy, weighted by token.
+def policy_objective(head: Head, algo: AlgoConfig, divergence: Divergence | None = None) -> Objective:
+    """The policy loss with its correction, teacher, KL and entropy, weighted by token.
 
     Columns of the micro-batch: weights, advantages, log_probs (the engine's); old_log_probs unless they are those of
-    this forward pass; reference_log_probs if there is a reference.
+    this forward pass; reference_log_probs if there is a reference; teacher_log_probs if a teacher gives those of the
+    sampled tokens. `divergence`: from a teacher that gives its whole distribution.
+
+    With a teacher of weight w, the policy loss counts 1 - w and the reverse KL to the teacher w. From the sampled
+    tokens it is the estimate k2, whose gradient is that of a policy gradient with the advantage log teacher - log
+    policy (see `kl`).
     """
     policy = policy_loss(algo)
 
@@ -199,6 +205,13 @@ def policy_objective(head: Head, algo: AlgoConfig) -> Objective:
             weights = importance_weights(old, engine, micro_batch.sequence, micro_batch.samples, algo)
             loss = loss * weights
             sums |= {"correction/weight": weights, "correction/masked": (weights == 0).to(weights.dtype)}
+        if algo.teacher.weight:
+            if divergence:
+                term = sums["teacher/kl"] = divergence(micro_batch, hidden)
+            else:
+                sums["teacher/kl"] = kl(log_probs, columns["teacher_log_probs"], "k1")
+                term = kl(log_probs, columns["teacher_log_probs"], "k2")
+            loss = (1.0 - algo.teacher.weight) * loss + algo.teacher.weight * term
         if "reference_log_probs" in columns:
             sums["kl"] = kl(log_probs, columns["reference_log_probs"], algo.kl)
             if algo.kl_in == "loss":
@@ -226,4 +239,5 @@ def metric_names(algo: AlgoConfig, reference: bool) -> tuple[list[str], list[str
     """(names of the sums, names of the maxima) that policy_objective reports; also for ranks without a report."""
     sums = ["entropy", "ratio_mean", "clip_fraction", "mismatch/k3"]
     sums += ["correction/weight", "correction/masked"] if algo.correction != "none" else []
+    sums += ["teacher/kl"] if algo.teacher.weight else []
     return sums + (["kl"] if reference else []), ["ratio_max_deviation", "mismatch/max_abs"]

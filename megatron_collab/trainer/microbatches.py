@@ -181,8 +181,9 @@ class MicroBatch:
 
     `token_ids` and `position_ids` are int64 [1, T]. For each requested prediction: `positions` (its index in T),
     `labels` (the token it predicts) and `sequence` (its sample's number within the micro-batch), int64 [N]; `columns`
-    float32 [N] by name; `token_index` the token's index in the concatenated tokens of all samples. `samples` is the
-    number of sequences. `routing` as for PolicyModel; a shared position has the routing of its first sample.
+    float32 [N] by name; `token_index` the token's index in the concatenated tokens of all samples. `members`: each
+    sequence's number among all samples. `routing` as for PolicyModel; a shared position has the routing of its first
+    sample. `teacher_states`: the teacher's states [N, h'] for the predictions, if algo.teacher needs them.
     """
 
     token_ids: Tensor
@@ -193,8 +194,14 @@ class MicroBatch:
     sequence: Tensor
     columns: dict[str, Tensor]
     token_index: np.ndarray
-    samples: int
-    routing: Tensor | None
+    members: Indices
+    routing: Tensor | None = None
+    teacher_states: Tensor | None = None
+
+    @property
+    def samples(self) -> int:
+        """Number of sequences."""
+        return len(self.members)
 
 
 @dataclass(frozen=True)
@@ -286,31 +293,58 @@ def make_micro_batches(
         costs=[float(tree.costs[-1]) for tree in trees],
         multiple_of=multiple_of,
     )
+    return [
+        _micro_batch([trees[index] for index in indices], columns, routing, (align, total), device)
+        for indices in plan[parallel_state.get_data_parallel_rank()]
+    ]
+
+
+def make_view(
+    network: NetworkSpec, micro_batch: MicroBatch, views: Sequence[Columns], device: torch.device
+) -> tuple[MicroBatch, np.ndarray]:
+    """A micro-batch of the `views` of the sequences in `micro_batch`, and its predictions in the order of that one's.
+
+    `views`, by the number of a sequence: columns of one or more other sequences in which the same tokens, in the same
+    order, are requested. It may be larger than a budget, since no gradient passes through it.
+    """
+    parts = [views[member] for member in micro_batch.members]
+    columns = {name: [row for part in parts for row in part[name]] for name in ("token_ids", "loss_mask")}
+    targets = [int(np.count_nonzero(mask)) for mask in columns["loss_mask"]]
+    align, total = alignment(network.parallel, network.model)
+    trees = plan_trees(columns["token_ids"], targets, sum(map(len, columns["token_ids"])), 1, align=align)
+    view = _micro_batch(trees, columns, None, (align, total), device)
+    return view, np.argsort(view.token_index)
+
+
+def _micro_batch(
+    trees: Sequence[Tree],
+    columns: Columns,
+    routing: Sequence[np.ndarray] | None,
+    multiples: tuple[int, int],
+    device: torch.device,
+) -> MicroBatch:
+    """The micro-batch of `trees` on this rank's device; `multiples`: `align` and `total` of `collate`."""
     cp, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
 
     def tensor(array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-    def micro_batch(indices: Indices) -> MicroBatch:
-        local_trees = [trees[index] for index in indices]
-        samples = [sample for tree in local_trees for sample in tree.samples]
-        packed = collate(columns["token_ids"], local_trees, align, total)
-        length = packed.token_ids.shape[1]
-        local = context_slice(packed.cu_seqlens, cp, cp_rank) if cp > 1 else np.arange(length)
-        place: np.ndarray = np.full(length, -1)
-        place[local] = np.arange(len(local))
-        predictions = requested(columns, samples, packed.rows, place)
-        return MicroBatch(
-            token_ids=tensor(packed.token_ids[:, local]),
-            position_ids=tensor(packed.position_ids[:, local]),
-            packed=packing(packed.cu_seqlens, packed.keys, device),
-            positions=tensor(predictions.positions),
-            labels=tensor(predictions.labels),
-            sequence=tensor(predictions.sequence),
-            columns={name: tensor(values) for name, values in predictions.columns.items()},
-            token_index=predictions.token_index,
-            samples=len(samples),
-            routing=None if routing is None else tensor(replayed(routing, samples, packed)[local]),
-        )
-
-    return [micro_batch(indices) for indices in plan[parallel_state.get_data_parallel_rank()]]
+    samples = tuple(sample for tree in trees for sample in tree.samples)
+    packed = collate(columns["token_ids"], trees, *multiples)
+    length = packed.token_ids.shape[1]
+    local = context_slice(packed.cu_seqlens, cp, cp_rank) if cp > 1 else np.arange(length)
+    place: np.ndarray = np.full(length, -1)
+    place[local] = np.arange(len(local))
+    predictions = requested(columns, samples, packed.rows, place)
+    return MicroBatch(
+        token_ids=tensor(packed.token_ids[:, local]),
+        position_ids=tensor(packed.position_ids[:, local]),
+        packed=packing(packed.cu_seqlens, packed.keys, device),
+        positions=tensor(predictions.positions),
+        labels=tensor(predictions.labels),
+        sequence=tensor(predictions.sequence),
+        columns={name: tensor(values) for name, values in predictions.columns.items()},
+        token_index=predictions.token_index,
+        members=samples,
+        routing=None if routing is None else tensor(replayed(routing, samples, packed)[local]),
+    )

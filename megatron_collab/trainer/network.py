@@ -199,12 +199,7 @@ def infer(
     `micro_batches`: this rank's part of `columns`. `compute` maps a micro-batch and its hidden states to float [N], on
     the last pipeline stage. If `interruptible`, raises Preempted on every rank if rank 0 received a preemption notice.
     """
-
-    def collect(micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> Tensor:
-        return compute(micro_batch, hidden)
-
-    options = {"forward_only": True, "collect_non_loss_data": True}
-    parts = _schedule(chunks, micro_batches, collect, PlannedCommunicator, interruptible, **options)
+    parts = outputs(chunks, micro_batches, compute, interruptible)
     home, lengths = next(chunks[0].parameters()).device, [len(token_ids) for token_ids in columns["token_ids"]]
     flat = torch.zeros(sum(lengths), device=home)
     if parts and parallel_state.get_tensor_model_parallel_rank() == 0:  # its peers computed the same
@@ -212,6 +207,22 @@ def infer(
             flat[torch.from_numpy(micro_batch.token_index).to(home)] = values.float()
     dist.all_reduce(flat)
     return np.split(flat.cpu().numpy(), np.cumsum(lengths)[:-1])
+
+
+@torch.no_grad()
+def outputs(
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: Sequence[MicroBatch],
+    compute: Callable[[MicroBatch, Tensor], Tensor],
+    interruptible: bool = True,
+) -> list[Tensor]:
+    """As `infer`, but per micro-batch of this rank, as computed; empty except on the last pipeline stage."""
+
+    def collect(micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> Tensor:
+        return compute(micro_batch, hidden)
+
+    options = {"forward_only": True, "collect_non_loss_data": True}
+    return _schedule(chunks, micro_batches, collect, PlannedCommunicator, interruptible, **options)
 
 
 def _schedule(

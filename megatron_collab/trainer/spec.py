@@ -29,6 +29,7 @@ class NetworkSpec:
 class TrainerSpec:
     """What the policy learns from, and how. `objective` and `reference`: as in Config.
 
+    `teacher`: a network besides these that teaches (algo.teacher.model); None: there is none.
     `turn`: how the policy is sampled; `replay`: tokens are routed to the experts that the server chose. `colocated`:
     the servers use the trainer's devices while they sample.
     """
@@ -39,6 +40,7 @@ class TrainerSpec:
     optim: OptimConfig
     objective: str
     reference: str | None
+    teacher: NetworkSpec | None
     turn: SamplingConfig
     replay: bool
     colocated: bool

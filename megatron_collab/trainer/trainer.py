@@ -42,6 +42,7 @@ from megatron_collab.trainer.microbatches import Columns, MicroBatch, Pack, Spli
 from megatron_collab.trainer.network import Frozen, Trainable, infer, learning_rate
 from megatron_collab.trainer.preference import pair_metric_names, preference_objective, validation_metrics
 from megatron_collab.trainer.spec import TrainerSpec
+from megatron_collab.trainer.teacher import WholeDistribution, from_views, views
 from megatron_collab.types import Batch, Sample, ScoredBatch
 
 
@@ -50,7 +51,8 @@ class PolicyTrainer:
 
     The reference of KL and DPO is the initial policy, or with algo.dpo.refresh a later one. `reference` is a frozen
     copy of it; there is none with adapters (model.lora), whose base model is the initial policy, nor if the reference's
-    log-probs are stored (`keep_reference`). `critic` exists if algo.advantage needs one.
+    log-probs are stored (`keep_reference`). `critic` exists if algo.advantage needs one. `teacher`: the frozen network
+    of a teacher with weights of its own.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class PolicyTrainer:
         if spec.train.stage == "rl" and spec.replay:
             routing.add(self.chunks)  # not in reference and critic, whose experts are different
         self.reference = model.frozen_copy(self.chunks) if spec.reference == "copy" else None
+        self.teacher = model.frozen(load(spec.teacher)) if spec.teacher else None
         self._kept: KeptReference | None = None
         training = spec.optim, spec.network.parallel.offload
         critic = self.objective == "policy" and advantage_class(spec.algo.advantage).critic
@@ -81,9 +84,18 @@ class PolicyTrainer:
         self.temperature = spec.turn.temperature if spec.train.stage == "rl" else 1.0
         self.device = next(self.chunks[0].parameters()).device
         self.step = 0
-        head = self._head(self.chunks)
+        # A reference may be there only to teach.
+        self._refers = spec.reference is not None and (self.objective != "policy" or spec.algo.kl_coef > 0)
+        head, distribution = self._head(self.chunks), None
+        if spec.algo.teacher.full:
+            distribution = WholeDistribution(spec.network, self.policy.chunks, self._teaching, self.temperature)
+        self._distribution = distribution
+        divergence = distribution.divergence if distribution else None
         self._loss, self._sums, self._maxima = {
-            "policy": lambda: (policy_objective(head, spec.algo), *metric_names(spec.algo, spec.reference is not None)),
+            "policy": lambda: (
+                policy_objective(head, spec.algo, divergence),
+                *metric_names(spec.algo, self._refers),
+            ),
             "sft": lambda: (supervised_objective(head), [], []),
             "dpo": lambda: (preference_objective(head, spec.algo.dpo), pair_metric_names(), []),
         }[self.objective]()
@@ -130,7 +142,7 @@ class PolicyTrainer:
         provide them in time. Raises Preempted on every rank once rank 0 has received a preemption notice.
         """
         beat(f"the scoring of step {self.step}")
-        algo, refers = self.spec.algo, self.spec.reference is not None
+        algo, refers = self.spec.algo, self._refers
         old = values = None
         if self.objective == "policy" and (algo.mini_batches * algo.epochs > 1 or (refers and algo.kl_in == "reward")):
             old = self.log_probs(self.policy.chunks, batch)
@@ -141,7 +153,8 @@ class PolicyTrainer:
         if self.critic:
             columns = _cut(_columns(batch, replay=False), batch.samples)
             values = _joined(self.critic.values(columns, self._micro_batches(columns)), batch.samples)
-        return ScoredBatch(batch.samples, batch.metrics, old, reference, values)
+        teacher = self._teacher_log_probs(batch) if algo.teacher.weight and not algo.teacher.full else None
+        return ScoredBatch(batch.samples, batch.metrics, old, reference, values, teacher_log_probs=teacher)
 
     def keep_reference(self, data: SupervisedData) -> None:
         """With algo.dpo.precompute in stage dpo, compute or load the reference's log-probs of all `data`; collective.
@@ -165,6 +178,24 @@ class PolicyTrainer:
         with lora.switched(self.chunks, active=False):
             return self.log_probs(self.policy.chunks, batch, replay=False)
 
+    @contextmanager
+    def _teaching(self) -> Iterator[Sequence[torch.nn.Module]]:
+        """The chunks of the teacher, which are it inside the block: the first policy may be one with adapters off."""
+        first = self.spec.algo.teacher.place == "reference"
+        if chunks := self.teacher or (self.reference if first else None):
+            yield chunks
+        else:
+            with lora.switched(self.chunks, active=not first):
+                yield self.policy.chunks
+
+    def _teacher_log_probs(self, batch: Batch) -> list[np.ndarray]:
+        """Like `log_probs`, but of the teacher; collective."""
+        served = [sample.teacher_log_probs for sample in batch.samples]
+        if self.spec.algo.teacher.place == "server":
+            return [row for row in served if row is not None]
+        with self._teaching() as chunks:
+            return from_views(self.log_probs(chunks, views(batch), replay=False), batch.samples)
+
     def update(self, batch: Batch) -> dict[str, float]:
         """Learn from `batch` in algo.epochs times algo.mini_batches optimizer steps; metrics are equal on all ranks.
 
@@ -183,6 +214,9 @@ class PolicyTrainer:
         metrics: list[dict[str, float]] = []
         for _, rows in product(range(algo.epochs), self._split(len(batch.samples), algo.mini_batches, self._unit)):
             micro_batches = self._weighted(batch, columns, rows)
+            if self._distribution:
+                samples = batch.samples[rows.start : rows.stop]
+                micro_batches = self._distribution.with_states(micro_batches, samples)
             step: dict[str, float] = {}
             if not critic_alone:
                 step_reports, step["grad_norm"] = self.policy.step(micro_batches, self._loss, lr, first=not metrics)
@@ -267,7 +301,8 @@ class PolicyTrainer:
         return 2 if self.objective == "dpo" else 1
 
     def _head(self, chunks: Sequence[torch.nn.Module]) -> Head:
-        return partial(apply_head, chunks[-1], self.temperature, self.shape.vocab)
+        # A teacher's vocabulary may be padded further than the policy's.
+        return partial(apply_head, chunks[-1], self.temperature, min(unwrap(chunks[-1]).shape.vocab, self.shape.vocab))
 
     def _reduced(self, reports: Sequence[Report], count: float, steps: int) -> dict[str, float]:
         """Loss averaged over the optimizer steps, means over `count` trained tokens or pairs, and maxima, over all

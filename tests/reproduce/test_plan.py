@@ -29,7 +29,7 @@ def by_name(planned: list[Stage]) -> dict[str, Stage]:
 
 @pytest.mark.processes
 def test_every_study_can_be_composed_and_its_arms_have_numbers_for_every_column() -> None:
-    assert known() == ["booking", "collabllm", "credit_booking", "credit_desk", "desk"]
+    assert known() == ["booking", "collabllm", "credit_booking", "credit_desk", "desk", "distill"]
     for name in known():
         study = read(name)
         for stage in stages(study, options(study)):
@@ -85,6 +85,20 @@ def test_the_paper_is_trained_and_evaluated_as_its_tables_say() -> None:
     assert evaluated.reward.metrics["pass_rate"] == {"extract": "judge"}, "as published"
     medium = by_name(stages(study, options(study, tasks=["medium"])))["medium/ppo"].config
     assert medium.reward.weights["token_amount"] == -1e-4 and "accuracy" not in medium.reward.weights
+
+
+def test_an_arm_waits_for_its_teacher() -> None:
+    """In each chain of three seeds; without the arms that neither begin nor teach it."""
+    study = read("distill")
+    planned = stages(study, options(study, arms=["distill_mr"], train_seeds=study.train_seeds))
+    assert len({stage.chain for stage in planned}) == 3
+    for chain in {stage.chain for stage in planned}:
+        names = [stage.name for stage in planned if stage.chain == chain]
+        assert [name for name in names if name != "pilot"] == ["sft", "grpo", "distill_mr", "distill_mr_eval"]
+    taught = by_name(planned)["booking/seed1/distill_mr"]
+    teacher = taught.config.algo.teacher
+    assert {"grpo", "sft"} <= set(taught.reads) and teacher.model == "out/booking/seed1/grpo/hf"
+    assert taught.config.model.path == "out/booking/seed1/sft/hf" and teacher.weight == 0.5 and teacher.full
 
 
 def test_an_arm_brings_what_it_begins_with_and_data_come_first() -> None:
@@ -223,6 +237,10 @@ def test_calls_are_recorded_and_replayed_by_program() -> None:
         (
             "title: x\nmodel: m\narms: {b: {title: B}}\ntasks: {t: {title: T, source: s, eval_share: 1, columns: []}}",
             "tasks.t.eval_share=1: must be between 0 and 1",
+        ),
+        (
+            "title: x\nmodel: m\ntasks: {}\narms: {b: {title: B, teacher: c}, c: {title: C}}",
+            "arms.b.teacher=c: no arm above it has that name",
         ),
         (
             "title: x\nmodel: m\ntasks: {}\narms: {b: {title: B, from: c}, c: {title: C}}",

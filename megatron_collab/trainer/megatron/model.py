@@ -148,18 +148,23 @@ def load(network: NetworkSpec) -> list[torch.nn.Module]:
     return chunks
 
 
+def frozen(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The chunks of a network that does not learn."""
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+    return [chunk.eval() for chunk in chunks]
+
+
 def frozen_copy(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """A frozen copy of the model."""
     policy = unwrap(chunks[0])
     # A separate configuration: an optimizer adds its functions to the trained model's.
     copies = _build(copy.copy(policy.config), policy.shape, next(policy.parameters()).device)
-    for frozen, chunk in zip(copies, chunks, strict=True):
-        frozen.requires_grad_(False)
-        copy_weights([chunk], [frozen])
-        for target in frozen.parameters():
-            if hasattr(target, "clear_high_precision_init_val"):
-                target.clear_high_precision_init_val()  # host copy for an optimizer's master weights, unused here
-    return [frozen.eval() for frozen in copies]
+    copy_weights(chunks, frozen(copies))
+    for target in (parameter for chunk in copies for parameter in chunk.parameters()):
+        if hasattr(target, "clear_high_precision_init_val"):
+            target.clear_high_precision_init_val()  # host copy for an optimizer's master weights, unused here
+    return copies
 
 
 @torch.no_grad()

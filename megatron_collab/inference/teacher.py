@@ -1,0 +1,136 @@
+"""Client of an SGLang server that holds a teacher: the log-probs that it gives to tokens of the policy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from megatron_collab.inference.client import EngineError, post
+from megatron_collab.runtime import keys
+from megatron_collab.runtime.process import RunStopped, beat
+from megatron_collab.types import Sample
+
+SETTING = "algo.teacher.server"
+KEY = "TEACHER_API_KEY"  # environment variable
+_CONNECTIONS = 64
+_BYTES = 1 << 28  # of an answer
+_COMPARED = 2000  # tokens of the vocabularies, apart from the added ones
+
+
+class ServedTeacher:
+    """Asks the server at `url`; `timeout`: seconds that one answer may take. Its key is in the environment, if any."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        self._url, self._timeout = url.rstrip("/"), timeout
+
+    def with_log_probs(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
+        """The samples with `teacher_log_probs`. Raises RunStopped if the server fails.
+
+        SGLang's log-probs of given tokens are those at temperature 1.
+        """
+        rows = self._run([self._body(sample) for sample in map(_read, samples)])
+        return tuple(
+            replace(sample, teacher_log_probs=_placed(sample, answers, self._url))
+            for sample, answers in zip(samples, rows, strict=True)
+        )
+
+    def fault(self, vocabulary: Mapping[str, int], added: Sequence[int], decode: Any) -> str | None:
+        """Why the server cannot teach a policy of this vocabulary; None: it can, or is as good as known to.
+
+        Compares the texts of all `added` ids and of some of the others. `decode`: the text of ids. Raises RunStopped
+        if the server cannot be asked.
+        """
+        known = sorted(vocabulary.values())
+        ids = sorted({*known[:: max(1, len(known) // _COMPARED)], *added})
+        body = {"tokens": [[number] for number in ids], "skip_special_tokens": False}
+        ((answer,),) = self._run([[("/detokenize", body)]])
+        for number, text in zip(ids, answer.get("text", ()), strict=True):
+            if text != decode([number]):
+                return f"its tokenizer gives id {number} the text {text!r}, and the policy's {decode([number])!r}"
+        return None
+
+    @staticmethod
+    def _body(sample: Sample) -> list[tuple[str, dict[str, Any]]]:
+        """A request for each token sequence."""
+        requests = []
+        for ids, mask in _sequences(sample):
+            first = int(np.flatnonzero(mask)[0])
+            sampling = {"max_new_tokens": 0, "temperature": 1.0}
+            body = {"input_ids": ids.tolist(), "return_logprob": True, "logprob_start_len": first - 1}
+            requests.append(("/generate", {**body, "sampling_params": sampling}))
+        return requests
+
+    def _run(self, requests: Sequence[Sequence[tuple[str, dict[str, Any]]]]) -> list[list[dict[str, Any]]]:
+        try:
+            return asyncio.run(self._answers(requests))
+        except EngineError as error:
+            raise RunStopped(f"{SETTING}={self._url}: {error}; start the server, and resume the run") from error
+
+    async def _answers(self, requests: Sequence[Sequence[tuple[str, dict[str, Any]]]]) -> list[list[dict[str, Any]]]:
+        with keys.in_environment(KEY):
+            key = os.environ.get(KEY)
+        late = f"no answer within rollout.turn_timeout={self._timeout:g} s"
+        connector = aiohttp.TCPConnector(limit=_CONNECTIONS)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        waiting = asyncio.Semaphore(_CONNECTIONS)  # the time of an answer begins when the request is sent
+
+        async def answer(path: str, body: dict[str, Any]) -> dict[str, Any]:
+            async with waiting:
+                beat()
+                return await post(session, self._url + path, body, _read_bounded, late)
+
+        timeout = aiohttp.ClientTimeout(total=self._timeout)
+        async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout) as session:
+            rows = [asyncio.gather(*(answer(*request) for request in row)) for row in requests]
+            return [[*row] for row in await asyncio.gather(*rows)]
+
+
+def _read(sample: Sample) -> Sample:
+    """The sample as the teacher reads it."""
+    return sample.teacher_view or sample
+
+
+def _sequences(sample: Sample) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Token ids and loss mask of each token sequence with trained tokens."""
+    pairs = zip(np.split(sample.token_ids, sample.cuts), np.split(sample.loss_mask, sample.cuts), strict=True)
+    return [(ids, mask) for ids, mask in pairs if mask.any()]
+
+
+def _placed(sample: Sample, answers: Sequence[Mapping[str, Any]], url: str) -> np.ndarray:
+    """The log-probs in the answers, float32 [S], at the trained tokens of the sample. Raises RunStopped."""
+    values = list[float]()
+    for (ids, mask), answer in zip(_sequences(_read(sample)), answers, strict=True):
+        entries = answer.get("meta_info", {}).get("input_token_logprobs", ())
+        trained = np.flatnonzero(mask)
+        first = len(ids) - len(entries)  # the first entry's token
+        if first > trained[0] or [entry[1] for entry in entries] != ids[first:].tolist():
+            raise RunStopped(f"{SETTING}={url}: returned no log-probs of the tokens; give an SGLang server")
+        values += [entries[place - first][0] for place in trained.tolist()]
+    row = np.zeros_like(sample.loss_mask)
+    row[sample.loss_mask > 0] = values
+    if not np.isfinite(row).all():
+        raise RunStopped(f"{SETTING}={url}: returned a log-prob that is not finite; look at the teacher's weights")
+    return row
+
+
+async def _read_bounded(response: aiohttp.ClientResponse) -> dict[str, Any]:
+    """The JSON object of an answer. Raises EngineError if it is none, or too long."""
+    content = bytearray()
+    async for piece in response.content.iter_any():
+        content += piece
+        if len(content) > _BYTES:
+            raise EngineError(f"{response.url}: an answer of more than {_BYTES} bytes")
+    try:
+        answer = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise EngineError(f"{response.url}: an answer that is no JSON") from error
+    if not isinstance(answer, dict):
+        raise EngineError(f"{response.url}: an answer that is no JSON object")
+    return answer

@@ -1,0 +1,112 @@
+"""The teacher of on-policy distillation: its log-probs of sampled tokens, or its whole distribution.
+
+The teacher reads the tokens that the policy sampled, behind the policy's own prompts or, with algo.teacher.context,
+behind prompts that say more (Sample.teacher_view).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_collab.checkpoint.hf import unwrap
+from megatron_collab.trainer.divergence import head_reverse_kl
+from megatron_collab.trainer.microbatches import MicroBatch, make_view
+from megatron_collab.trainer.network import outputs
+from megatron_collab.trainer.spec import NetworkSpec
+from megatron_collab.types import Batch, Sample
+
+
+def views(batch: Batch) -> Batch:
+    """The batch as the teacher reads it."""
+    return Batch(tuple(sample.teacher_view or sample for sample in batch.samples))
+
+
+def from_views(rows: Sequence[np.ndarray], samples: Sequence[Sample]) -> list[np.ndarray]:
+    """Rows over the policy's tokens, float32 [S] per sample, from rows over those that the teacher reads."""
+    placed = [np.zeros_like(sample.loss_mask) for sample in samples]
+    for sample, row, target in zip(samples, rows, placed, strict=True):
+        view = sample.teacher_view or sample
+        target[sample.loss_mask > 0] = row[view.loss_mask > 0]
+    return placed
+
+
+class WholeDistribution:
+    """A teacher in the trainer that gives its whole distribution: before an optimizer step its states for the step's
+    tokens, in the loss the reverse KL to what its head makes of them.
+
+    `teaching`: a block inside which the teacher's chunks are as they teach.
+    """
+
+    def __init__(
+        self,
+        network: NetworkSpec,
+        policy: Sequence[torch.nn.Module],
+        teaching: Callable[[], AbstractContextManager[Sequence[torch.nn.Module]]],
+        temperature: float,
+    ) -> None:
+        """Collective over the tensor-parallel ranks."""
+        self._network, self._policy, self._teaching, self._temperature = network, policy[-1], teaching, temperature
+        with teaching() as chunks:
+            self._chunk = chunks[-1]
+            sizes = unwrap(policy[0]).shape.vocab, unwrap(chunks[0]).shape.vocab
+            self.vocab_size = min(sizes)
+            last = unwrap(self._chunk).post_process
+            self._head = _cut_again(unwrap(self._chunk).head, sizes) if last and sizes[0] != sizes[1] else None
+
+    def with_states(self, micro_batches: Sequence[MicroBatch], samples: Sequence[Sample]) -> list[MicroBatch]:
+        """`micro_batches` with the teacher's states on the last pipeline stage, from its present weights; collective.
+
+        `samples`: those of the step, in the order of MicroBatch.members; if any has a view, all have, and no `cuts`.
+        May raise Preempted, as `infer`.
+        """
+        orders: list[np.ndarray] | None = None
+        read = [replace(micro_batch, routing=None) for micro_batch in micro_batches]
+        if any(sample.teacher_view for sample in samples):
+            columns = [_columns(sample.teacher_view or sample) for sample in samples]
+            device = micro_batches[0].token_ids.device
+            pairs = [make_view(self._network, micro_batch, columns, device) for micro_batch in micro_batches]
+            read, orders = [view for view, _ in pairs], [order for _, order in pairs]
+        with self._teaching() as chunks:
+            states = outputs(chunks, read, lambda micro_batch, hidden: hidden[0].index_select(0, micro_batch.positions))
+        if not states:
+            return [*micro_batches]
+        if orders:
+            states = [rows[torch.from_numpy(order).to(rows.device)] for rows, order in zip(states, orders, strict=True)]
+        return [replace(step, teacher_states=rows) for step, rows in zip(micro_batches, states, strict=True)]
+
+    def divergence(self, micro_batch: MicroBatch, hidden: Tensor) -> Tensor:
+        """KL(policy || teacher), float32 [N], on the last stage; `hidden` [1, T, h] are the policy's states."""
+        assert micro_batch.teacher_states is not None
+        states, head = hidden[0].index_select(0, micro_batch.positions), unwrap(self._policy).head
+        teacher_head = (self._head if self._head is not None else unwrap(self._chunk).head).detach()
+        return head_reverse_kl(
+            states, head, micro_batch.teacher_states, teacher_head, self._temperature, self.vocab_size
+        )
+
+
+def _columns(sample: Sample) -> dict[str, list[np.ndarray]]:
+    """The token sequences of a sample, as columns."""
+    return {name: np.split(getattr(sample, name), sample.cuts) for name in ("token_ids", "loss_mask")}
+
+
+@torch.no_grad()
+def _cut_again(head: Tensor, sizes: tuple[int, int]) -> Tensor:
+    """A copy of the teacher's rows [V/tp, h'] that belong to this rank's rows of the policy's head; collective.
+
+    `sizes`: the vocabularies of policy and teacher, which padding makes different for the same tokenizer. Rows that the
+    teacher lacks are zero.
+    """
+    group, tp = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_tensor_model_parallel_world_size()
+    rank, rows = parallel_state.get_tensor_model_parallel_rank(), -(-sizes[0] // tp)
+    parts = [torch.empty_like(head) for _ in range(tp)]
+    dist.all_gather(parts, head.contiguous(), group)
+    local = torch.cat(parts)[: sizes[1]][rank * rows : (rank + 1) * rows]
+    return torch.cat([local, local.new_zeros(rows - len(local), head.shape[1])])
