@@ -38,8 +38,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_collab import patches
-from megatron_collab.commands import GPU_GIB, ArgumentParser, positive
+from megatron_collab.commands import ArgumentParser, positive
 from megatron_collab.config import Config, ConfigError, EndpointConfig, compose, make_absolute
+from megatron_collab.planning import GPU_GIB
 from megatron_collab.runtime import device, gpu_environment, gpu_set, toolkit
 from megatron_collab.runtime.console import show
 from megatron_collab.types import Message, Task
@@ -131,7 +132,7 @@ def print_plan(overrides: Sequence[str], gpu_gib: float) -> int:
         raise ConfigError(f"--plan: torch or Megatron-Core cannot be imported on this machine: {text}") from error
 
     config, shape = read_run(overrides)
-    stages, gpus = plan_memory(config, shape), config.launch.ranks
+    stages, gpus = plan_memory(config, shape, gpu_gib * GIB), config.launch.ranks
     peaks = [peak(parts) / GIB for parts in stages]
     fullest = peaks.index(max(peaks))
     launch, parallel, parts = config.launch, config.parallel, stages[fullest]

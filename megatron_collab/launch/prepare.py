@@ -35,12 +35,13 @@ from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.spec import DataSpec
 from megatron_collab.data.survey import TaskRequirements
 from megatron_collab.inference.served import score_fault
+from megatron_collab.inference.spec import CPU_CACHE_TOKENS
 from megatron_collab.launch import endpoints, models, server_specs
 from megatron_collab.launch.fork import fork
 from megatron_collab.launch.inputs import check_inputs, draft_inputs
 from megatron_collab.launch.servers import check_arguments, idle_gpus
 from megatron_collab.launch.spec import RunSpec, run_spec
-from megatron_collab.launch.validate import check_model
+from megatron_collab.launch.validate import check_model, check_steps
 from megatron_collab.llm.endpoint import POLICY
 from megatron_collab.observability import evaluations, records
 from megatron_collab.rollout.task_requirements import USER, WEIGHTS, requirements_at_start
@@ -120,7 +121,10 @@ def prepare(config: Config) -> RunSpec:
 def remarks(config: Config) -> list[str]:
     """Console lines before the start about settings that work but waste something."""
     on_gpus = device.select(config.launch.device).type == device.GPU
-    return [*without_effect(config), *(idle_gpus(config) if on_gpus else [])]
+    share = config.rollout.server.memory_share
+    on_cpu = f"rollout.server.memory_share={share}: is of a GPU; on the CPU a KV cache has {CPU_CACHE_TOKENS} tokens"
+    lines = idle_gpus(config) if on_gpus else [on_cpu] if share and config.train.stage == "rl" else []
+    return [*without_effect(config), *lines]
 
 
 def without_effect(config: Config) -> list[str]:
@@ -170,7 +174,7 @@ def check_nodes(config: PlayConfig, module: str, ranks: int = 1, plays: bool = T
 
 
 def read_data(config: Config, spec: RunSpec, schemas: Sequence[Mapping[str, Any]]) -> list[SurveyedSources[Any]]:
-    """Read and check every row of data.train and data.eval; see `check_data`.
+    """Read and check every row of data.train and data.eval (see `check_data`); settle train.steps in `config`.
 
     `schemas`: the tools that the policy's prompt lists.
     Raises ConfigError, and ValueError or RunStopped for unreadable data.
@@ -178,7 +182,10 @@ def read_data(config: Config, spec: RunSpec, schemas: Sequence[Mapping[str, Any]
     from megatron_collab.data import datasets
 
     requirements = partial(requirements_at_start, spec.play) if spec.play else lambda source: TaskRequirements()
-    data: list[SurveyedSources[Any]] = [datasets.TrainingData(spec.data, schemas, requirements)]
+    training = datasets.TrainingData[Any](spec.data, schemas, requirements)
+    config.train.steps = training.steps
+    check_steps(config)
+    data: list[SurveyedSources[Any]] = [training]
     if sets := spec.data.eval_sets:
         data.append(datasets.SurveyedSources(spec.data, "data.eval", sets, schemas, requirements))
     if spec.play:
@@ -279,6 +286,13 @@ def finished_steps(config: Config) -> int:
         return 0
     steps = dict(leaves(settings)).get("train.steps")
     return steps if isinstance(steps, int) and config.train.steps <= steps else 0
+
+
+def settled(config: PlayConfig) -> list[str]:
+    """Arguments for the ranks: what the first process has found in the data, which they do not survey."""
+    if not isinstance(config, Config) or config.train.epochs is None:
+        return []
+    return [f"train.steps={config.train.steps}", "train.epochs=null"]
 
 
 def replace_by_torchrun(ranks: int, module: str, arguments: list[str]) -> NoReturn:
