@@ -199,9 +199,11 @@ class TrainingData[Read](SurveyedSources[Read]):
         return [*super()._notes(source), *unused_mixture(source, len(self.sources) == 1, self.steps)]
 
     def lines(self) -> list[str]:
-        data, rows = self._data, self._mixture.epoch_rows
-        passes = f"train.epochs={data.epochs:g}: {self.steps} steps of {data.per_step} of the {rows:g} rows of a pass"
-        return [*super().lines(), *([passes] if data.epochs else [])]
+        data, lines = self._data, super().lines()
+        if data.epochs:
+            rows = f"{data.per_step} of the {self._mixture.epoch_rows:g} rows of a pass"
+            lines.append(f"train.epochs={data.epochs:g}: {self.steps} steps of {rows}")
+        return lines
 
     def at(self, position: int, seed: int) -> Read:
         """The example at a position: step * train.prompts_per_step + its index in the step."""
