@@ -271,7 +271,9 @@ def test_of_two_options_that_say_the_same_the_last_one_holds(tmp_path: Path, mon
         with pytest.raises(ConfigError, match=r"^train\.epochs=2\.0: train\.steps=5 sets the same; give one of them$"):
             compose([*base, *both])
     assert compose([*base, "train.epochs=2", "train.epochs=null", "train.steps=5"]).train.steps == 5
-    recorded = compose([], {"train.steps": 9, "train.epochs": 2.0, "run.dir": "r", "model.path": "m", "data.train": "d"})
+    recorded = compose(
+        [], {"train.steps": 9, "train.epochs": 2.0, "run.dir": "r", "model.path": "m", "data.train": "d"}
+    )
     assert (recorded.train.steps, recorded.train.epochs) == (9, 2)
 
 
