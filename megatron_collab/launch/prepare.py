@@ -198,7 +198,8 @@ def check_data(config: PlayConfig, spec: RunSpec, data: Sequence[SurveyedSources
     assert spec.play and spec.serving
     endpoints.check_recordings(config.llm, Path(config.run.dir))
     users = spec.play.users
-    examples = users_of_tasks(users, [source for dataset in data for source in _surveys(users, dataset)])
+    surveyed = [source for dataset in data for source in _surveys(users, dataset)] if plays_users(config, data) else []
+    examples = users_of_tasks(users, surveyed)
     check_users(users, examples)
     for dataset in data:
         check_needs(config, dataset, trained=dataset.setting == "data.train")
@@ -213,6 +214,14 @@ def check_data(config: PlayConfig, spec: RunSpec, data: Sequence[SurveyedSources
         endpoints.check_support(config, language_models)
         for line in unpriced if global_rank() == 0 else ():
             logger.warning(line)
+
+
+def plays_users(config: PlayConfig, data: Sequence[SurveyedSources[Any]]) -> bool:
+    """Whether a user writes a message: not if the policy has one turn and the tasks of all sources are opened."""
+    turns = [config.rollout.max_assistant_turns]
+    turns += [getattr(source, "max_assistant_turns", None) or 1 for dataset in data for source in dataset.sources]
+    opened = all(len(tasks) == 0 or not tasks[0].unopened for dataset in data for tasks in dataset.sets)
+    return max(turns) > 1 or not opened
 
 
 def compare_tools(run_dir: Path, spec: ToolSpec) -> None:

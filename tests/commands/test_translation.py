@@ -33,8 +33,8 @@ CASES: dict[str, tuple[str, str, str, set[str]]] = {
     "verl_gsm8k.sh": (
         "verl",
         "train",
-        "rollout.futures=0 rollout.max_assistant_turns=1 user.name=replay reward.weights.accuracy=1 algo.mini_batches=4 "
-        "train.epochs=15 "
+        "rollout.futures=0 rollout.max_assistant_turns=1 reward.weights.accuracy=1 "
+        "algo.mini_batches=4 train.epochs=15 "
         "data.max_prompt_tokens=512 rollout.context_length=1536 rollout.server.memory_share=0.6",
         set(),
     ),
