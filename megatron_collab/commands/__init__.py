@@ -13,7 +13,6 @@ from typing import NoReturn
 from megatron_collab.runtime.text import printable
 
 EXIT_BAD_INPUT = 2  # the same as in runtime/process.py, which takes longer to import
-GPU_GIB = 79.6  # of an H100 with 80 GB: 81,559 MiB, as nvidia-smi reports it
 SAMPLE_TOKENS = 512  # of a sample, for plans of a step's time
 
 

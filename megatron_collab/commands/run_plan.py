@@ -25,7 +25,7 @@ def print_plan(overrides: Sequence[str], gpu_gib: float, sample_tokens: float) -
     from megatron_collab.launch.servers import idle_gpus
     from megatron_collab.planning.memory import GIB, host_memory, peak, plan_memory
 
-    stages, gpus = plan_memory(config, shape), config.launch.ranks
+    stages, gpus = plan_memory(config, shape, gpu_gib * GIB), config.launch.ranks
     peaks = [peak(parts) / GIB for parts in stages]
     fullest = peaks.index(max(peaks))
     launch, parallel, parts = config.launch, config.parallel, stages[fullest]
@@ -75,7 +75,7 @@ def print_layouts(overrides: Sequence[str], gpu_gib: float, sample_tokens: float
         f"{UNCOUNTED / GIB:g} GiB remain for what is not counted.\n{_assumption(config, sample_tokens)}\n\n"
         "seconds  bubble   mfu  micro-batches    GiB  GB to GPUs of the node  to other nodes"
     )
-    _print_row("as set", layout_of(config, shape, sample_tokens))
+    _print_row("as set", layout_of(config, shape, gpu_gib * GIB, sample_tokens))
     for number, layout in enumerate(layouts, 1):
         _print_row(str(number), layout)
     if not layouts:

@@ -37,6 +37,7 @@ _OPERATORS: dict[str, Callable[[float, float], float]] = {
 }
 _DEFAULTS = {name: value for name, value, _ in declared(AllOptions)}
 _HYDRA = re.compile(r"\+{0,2}([A-Za-z_][\w@]*(?:[./][\w@-]+)*)=(.*)", re.DOTALL)
+_ABSENT = ("none", "null", "")  # values that say that an option is not set
 _NUMBER = re.compile(r"-\.?\d.*")
 _PLAIN = re.compile(r"[\w./~@:+-]+")  # values that Hydra reads without quotation marks
 Value = str | list[str]
@@ -260,7 +261,7 @@ def _translate(
         row = row or next(filter(None, (other.row(name) for other in launchers)), None)
         value = values[name]
         mapped = row and any(normal(value) in target.values for target in row.targets)
-        if normal(value) in ("none", "null", "") and not mapped:
+        if normal(value) in _ABSENT and not mapped:
             continue
         if row is None:
             result.leave(NO, f"not in the table of {system.name}'s options", label)
@@ -293,7 +294,8 @@ class _NoEffect(Exception):
 def _settings(target: Target, value: Value, values: Mapping[str, Value]) -> dict[str, str]:
     """Our settings for `value`. Raises ConfigError if there are none, _NoEffect if none are needed."""
     for name, expected in target.condition.items():
-        if normal(values.get(name, "false")) != expected:
+        actual = normal(values.get(name, "false"))
+        if ("false" if actual in _ABSENT else actual) != expected:
             raise _NoEffect(f"it counts only with {name}={expected}")
     computed = "the value is computed when the script runs, or comes from outside"
     require(UNKNOWN not in _text(value), f"set {' and '.join(target.names())}; {computed}")

@@ -43,6 +43,10 @@ _LONGEST = 1 << 20  # bytes of a file under conf/
 # Aliases of options on the command line: a dataclass field cannot have the name of a Python keyword.
 ALIASES = {"run.from": "run.fork"}
 
+# Options that say what another one says in another unit, with that one and its default.
+_INSTEAD_OF = {name: rule.instead_of for name, _, rule in declared(AllOptions) if rule.instead_of}
+_REPLACED = {name: value for name, value, _ in declared(AllOptions) if name in _INSTEAD_OF.values()}
+
 _schema = OmegaConf.structured(AllOptions)
 for _name, _value, _ in declared(AllOptions):
     if isinstance(_value, dict):  # its keys are names that may be added
@@ -95,8 +99,16 @@ def layers(overrides: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     overrides = _plain(overrides)
     choices, _ = _choices_and_settings(overrides)
     yield from _layers_of_files(choices, _conf_files())
-    names = (override.partition("=")[0].lstrip("~") for override in overrides)
-    yield COMMAND_LINE, [name for name in names if name not in groups()]
+    yield COMMAND_LINE, [name for override in overrides for name in _options_set(override)]
+
+
+def _options_set(override: str) -> list[str]:
+    """The options that an override sets: those in the braces of a group's value, none if it chooses a file."""
+    name = override.partition("=")[0].lstrip("~")
+    value = _parsed(override).value()
+    if isinstance(value, dict) and value and not any(name == option for option, _, _ in declared(AllOptions)):
+        return [f"{name}.{leaf}" for leaf, _ in leaves(value)]
+    return [] if name in groups() else [name]
 
 
 def groups() -> dict[str, list[str]]:
@@ -154,6 +166,7 @@ def _compose_values(overrides: Sequence[str], defaults: Mapping[str, Any] = {}) 
         for override in parsed:
             _merge(node, override)
         values: Any = OmegaConf.to_container(node, resolve=True)
+        _choose_alternatives(values, overrides)
         return values
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{_reason(error, overrides)} (all options: --help)") from error
@@ -167,6 +180,35 @@ def _choices_and_settings(overrides: Sequence[str]) -> tuple[tuple[str, ...], li
     chooses = [override.key_or_group in names and not isinstance(override.value(), dict) for override in parsed]
     choices = (line for line, choice in zip(overrides, chooses, strict=True) if choice)
     return tuple(choices), [override for override, choice in zip(parsed, chooses, strict=True) if not choice]
+
+
+def _choose_alternatives(values: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Of an option and the one that it is `instead_of`, reset the one that is set earlier.
+
+    Raises ConfigError if the same file, or the command line, sets both.
+    """
+    for name, other in _INSTEAD_OF.items():
+        group, first, second = _entry(values, name), name.rpartition(".")[2], other.rpartition(".")[2]
+        if group[first] is None or group[second] is None:
+            continue
+        places = [names for _, names in layers(overrides)]
+        last, last_other = (
+            max((at for at, names in enumerate(places) if it in names), default=-1) for it in (name, other)
+        )
+        if last == last_other:
+            message = f"{name}={group[first]}: {other}={group[second]} sets the same; give one of them"
+            require(last == -1, message)  # neither: recorded values of a run
+        elif last > last_other:
+            group[second] = _REPLACED[other]
+        else:
+            group[first] = None
+
+
+def _entry(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """The group of composed values that has the option `name`."""
+    for key in name.split(".")[:-1]:
+        values = values[key]
+    return values
 
 
 @lru_cache(maxsize=1024)

@@ -59,7 +59,8 @@ class Declared:
 
     `choices`: the allowed values; if `extensible`, package.module:Class is also allowed. Numbers must be finite and
     within the bounds, texts of the `kind` and, unless `blank`, not blank. `may_change`: a resumed run may change the
-    value; `entries_may_change`: and add or remove keys.
+    value; `entries_may_change`: and add or remove keys. `instead_of`: the option that says the same in another unit; of
+    the two the one that is set last holds (config/load.py).
     """
 
     help: str
@@ -73,6 +74,7 @@ class Declared:
     lt: float | None = None
     may_change: bool = False
     entries_may_change: bool = False
+    instead_of: str = ""
 
     def allowed(self, separator: str = " | ") -> str:
         """The allowed values in words, e.g. "at least 0 and below 1"; empty if every value of the type is allowed."""

@@ -319,6 +319,9 @@ class TrainConfig(EvalTasksConfig):
         "rl", "rl (multiturn-aware reward), sft (supervised) or dpo (pairs)", choices=("rl", "sft", "dpo")
     )
     steps: int = mutable(100, "steps of the run", ge=1)
+    epochs: float | None = mutable(
+        None, "passes over data.train, instead of train.steps", gt=0, le=100_000, instead_of="train.steps"
+    )
     prompts_per_step: int = option(16, "tasks (rl), conversations (sft) or pairs (dpo) per step", ge=1)
     rollouts_per_prompt: int = option(8, "trained turns sampled for each task: the group of GRPO", ge=1)
     tokens_per_micro_batch: int = mutable(
@@ -360,7 +363,14 @@ class ServerConfig(ServerStartConfig):
     port: int = mutable(0, "port of the first SGLang server, the others follow; 0: free ports", ge=0, le=65535)
     max_running_requests: int = mutable(256, "requests a server decodes at once", ge=1)
     max_total_tokens: int | None = mutable(
-        None, "tokens in a KV cache; required by colocated servers on GPUs", ge=1, le=10**10
+        None, "tokens in a KV cache; colocated servers on GPUs need it, or memory_share", ge=1, le=10**10
+    )
+    memory_share: float | None = mutable(
+        None,
+        "share of a GPU's memory for a server's weights and KV cache, instead of max_total_tokens",
+        gt=0,
+        lt=1,
+        instead_of="rollout.server.max_total_tokens",
     )
     args: dict[str, Any] = mutable(
         {}, "other SGLang arguments, e.g. {schedule-policy: lpm}; true: a flag without value", entries_may_change=True
@@ -383,7 +393,12 @@ class ServedConfig:
     ep: int = mutable(1, "expert parallel size of a server; must divide tp", ge=1, le=1024)
     colocated: bool = mutable(False, "take turns with the trainer on its devices; false: devices of their own")
     max_running_requests: int = mutable(256, "requests a server decodes at once", ge=1)
-    max_total_tokens: int | None = mutable(None, "tokens in a KV cache; required if colocated on GPUs", ge=1, le=10**10)
+    max_total_tokens: int | None = mutable(
+        None, "tokens in a KV cache; a colocated server on GPUs needs it, or memory_share", ge=1, le=10**10
+    )
+    memory_share: float | None = mutable(
+        None, "share of a GPU's memory for weights and KV cache, instead of max_total_tokens", gt=0, lt=1
+    )
     args: dict[str, Any] = mutable({}, "other SGLang arguments, as in rollout.server.args", entries_may_change=True)
 
 
@@ -648,6 +663,9 @@ class DataConfig:
     eval: Any = mutable(None, "evaluation data: a source as in data.train, or a list of sets [{source: …, name: …}]")
     format: str = option("auto", "format of the rows; auto: by their columns", choices=FORMATS, extensible=True)
     format_options: dict[str, Any] = option({}, "settings of a reader given as package.module:Class")
+    max_prompt_tokens: int | None = option(
+        None, "longest prompt of a task; longer ones are left out, and counted at the start", ge=1
+    )
 
 
 @dataclass

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,7 @@ class SurveyedSources[Read]:
                 examples = at_every_depth(examples)
             if stage == "dpo" and FORMATS[examples.format].pair is None:
                 examples = pairs_of_candidates(examples)
-            # A prompt needs room for a token of the reply.
-            result = self._survey(examples, self._room() - int(stage == "rl"), required)
+            result = self._survey(examples, self._longest(), required)
             examples.leave_out(result.left_out)
             message = f"{setting}={source.source}: all rows are left out: {_counts(result)}; give others"
             require(len(examples) > 0, message)
@@ -109,6 +109,13 @@ class SurveyedSources[Read]:
     def _notes(self, source: Any) -> list[str]:
         """Messages about settings of a source that have no effect."""
         return unread_settings(source, self._data.format.name)
+
+    def _longest(self) -> int:
+        """Maximum tokens of an example; a task's prompt needs room for a token of the reply."""
+        if self._data.stage != "rl":
+            return self._room()
+        room = self._room() - 1
+        return min(room, self._data.max_prompt_tokens or room)
 
     def _room(self) -> int:
         """Maximum tokens of a conversation: rollout.context_length, or the model's positions if these are fewer."""
@@ -166,7 +173,10 @@ class SurveyedSources[Read]:
 
 
 class TrainingData[Read](SurveyedSources[Read]):
-    """data.train by position in the run, mixed as its sources say: a function of (run.seed, position)."""
+    """data.train by position in the run, mixed as its sources say: a function of (run.seed, position).
+
+    `steps`: of the run.
+    """
 
     def __init__(
         self,
@@ -178,16 +188,30 @@ class TrainingData[Read](SurveyedSources[Read]):
         pairs = list(zip(self.sources, self.sets, strict=True))
         keys = [examples.sort_keys(source.sort_by) if source.sort_by else None for source, examples in pairs]
         self._mixture = Mixture(self.sources, [len(examples) for examples in self.sets], data.per_step, keys)
-        empty = self._mixture.empty_step(data.steps, data.per_step)
+        rows = self._mixture.epoch_rows
+        self.steps = steps_of(data.epochs, rows, data.per_step) if data.epochs else data.steps
+        empty = self._mixture.empty_step(self.steps, data.per_step)
         require(empty is None, f"data.train: no source has rows for step {empty}; change from_step or until_step")
 
     def _notes(self, source: TrainingSource) -> list[str]:
-        return [*super()._notes(source), *unused_mixture(source, len(self.sources) == 1, self._data.steps)]
+        return [*super()._notes(source), *unused_mixture(source, len(self.sources) == 1, self.steps)]
+
+    def lines(self) -> list[str]:
+        data, lines = self._data, super().lines()
+        if data.epochs:
+            rows = f"{data.per_step} of the {self._mixture.epoch_rows:g} rows of a pass"
+            lines.append(f"train.epochs={data.epochs:g}: {self.steps} steps of {rows}")
+        return lines
 
     def at(self, position: int, seed: int) -> Read:
         """The example at a position: step * train.prompts_per_step + its index in the step."""
         source, row = self._mixture.place(position, seed)
         return self.sets[source][row]
+
+
+def steps_of(epochs: float, rows: float, per_step: int) -> int:
+    """Steps in which `per_step` rows at a time make `epochs` passes over `rows`, the last one filled up."""
+    return max(1, ceil(round(epochs * rows / per_step, 6)))
 
 
 class SupervisedData:

@@ -82,7 +82,7 @@ FORMATS: dict[str, Format] = {
         fits=readers.prompt_ends_with_assistant,
     ),
     "prompt_completion": Format(("prompt", "completion"), readers.completion_task, readers.completion_conversation),
-    "prompt": Format(("prompt",), readers.prompt_task, fits=readers.prompt_is_text),
+    "prompt": Format(("prompt",), readers.prompt_task, fits=readers.prompt_is_request),
     "text": Format(("text",), readers.text_task),
 }
 

@@ -60,6 +60,7 @@ class Mixture:
             source.weight if source.epochs is None else source.epochs * count
             for source, count in zip(sources, counts, strict=True)
         ]
+        self.epoch_rows = float(sum(counts) if None in epochs else sum(self._shares))  # of a pass over all sources
         self._phases = self._phases_of(sources, per_step)
         self._order = lru_cache(maxsize=16)(self._epoch_order)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import isfinite, nan
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from megatron_collab.types import Message, Task, visible
 
 # Without the colon of a path: KIND, KIND/ARGUMENT, an entry of users, or nothing; NAME? only applies if it is an entry.
 _USER = re.compile(r"(?:[\w-]+(?:/[^:]*)?)?|.*\?", re.DOTALL)
+ANSWERS = ("answer", "solution", "label")  # columns with the answer to a prompt
 # Columns of the recipe's rows that neither metrics nor users need.
 _BULKY = ("prompt", "completion", "sessions", "rewards", "single_turn_metadata", "single_turn_completion")
 
@@ -177,7 +179,8 @@ def messages_task(row: Row, number: int) -> Task:
 
 
 def prompt_task(row: Row, number: int) -> Task:
-    return last_request(row, opening(row), number)
+    """A prompt, whose answer TRL's rows call `solution`, slime's `label`."""
+    return replace(last_request(row, opening(row), number), answer=answer_of(row, *ANSWERS) or "")
 
 
 def completion_task(row: Row, number: int) -> Task:
@@ -240,8 +243,10 @@ def _object(row: Row, column: str) -> dict[str, Any]:
     return {name: entry for name, entry in value.items() if entry is not None}
 
 
-def prompt_is_text(row: Row) -> bool:
-    return isinstance(listed(row.get("prompt")), str)
+def prompt_is_request(row: Row) -> bool:
+    """Whether the prompt is a text, or messages beside an answer; messages alone may lack the goal of a task."""
+    answered = any(column in row for column in ANSWERS) and not prompt_ends_with_assistant(row)
+    return isinstance(listed(row.get("prompt")), str) or answered
 
 
 def prompt_ends_with_assistant(row: Row) -> bool:

@@ -16,8 +16,9 @@ class DataSpec:
     """The sources of data.train, all sets of data.eval (also those of which no task is evaluated), how they are read.
 
     `format`: of the rows; `context_length`: tokens of the longest conversation; `users`: names of the option `users`,
-    None if user.name replaces the users of all tasks. `stage`, `prefixes`: as train.stage and data.prefixes. Training
-    takes `steps` steps of `per_step` examples, in an order drawn from `seed`.
+    None if user.name replaces the users of all tasks. `max_prompt_tokens`: longest prompt of a task, None: as long as
+    fits. `stage`, `prefixes`: as train.stage and data.prefixes. Training takes `steps` steps of `per_step` examples, in
+    an order drawn from `seed`; with `epochs`, as many steps as these passes over `train` need.
     """
 
     all_sets: tuple[EvaluationSet, ...]
@@ -30,7 +31,9 @@ class DataSpec:
     train: tuple[TrainingSource, ...] = ()
     stage: str = "rl"
     prefixes: bool = False
+    max_prompt_tokens: int | None = None
     steps: int = 0
+    epochs: float | None = None
     per_step: int = 0
 
     @property

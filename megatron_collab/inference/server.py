@@ -30,16 +30,13 @@ from megatron_collab.inference import (
     adapters,
 )
 from megatron_collab.inference.server_args import plain, words
-from megatron_collab.inference.spec import ServerSpec, Serves
+from megatron_collab.inference.spec import CPU_CACHE_TOKENS, ServerSpec, Serves
 from megatron_collab.models import hf_config
 from megatron_collab.runtime import device, gpu_environment, hub, keys, network, stacks, toolkit
 from megatron_collab.runtime.files import CACHE, ScratchFolder
 from megatron_collab.runtime.network import bindable
 from megatron_collab.runtime.process import RunStopped, beat, wait_for
 from megatron_collab.runtime.redact import redact
-
-# By default SGLang allocates nearly all memory of the machine for its cache and touches every page.
-CPU_CACHE_TOKENS = 2**18
 
 UNPUBLISHED = -1  # weight version of a server that has received no weights of the run
 WEIGHT_LOADER = "megatron_collab.weight_sync.receiver.receive"  # receives the trainer's weights
@@ -325,6 +322,7 @@ def arguments(
         options |= dict.fromkeys(flags, True)
     else:
         policy = spec.serves is Serves.POLICY
+        options["mem-fraction-static"] = spec.memory_share
         options["base-gpu-id"] = placement.first_device(index)
         options["enable-memory-saver"] = placement.colocated
         # Weights that no sync sends must be restored with the memory.

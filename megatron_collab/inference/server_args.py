@@ -22,6 +22,7 @@ _BY_SETTING = {
     "ep-size expert-parallel-size ep": "GROUP.ep",
     "max-running-requests": "GROUP.max_running_requests",
     "max-total-tokens": "GROUP.max_total_tokens",
+    "mem-fraction-static": "GROUP.memory_share",
     "enable-memory-saver enable-weights-cpu-backup": "GROUP.colocated",
     "random-seed": "run.seed",
     "device": "launch.device",

@@ -11,6 +11,9 @@ from typing import Any
 from megatron_collab.models.hf_to_sglang import ServerLayout
 from megatron_collab.models.lora import ServedAdapters
 
+# By default SGLang allocates nearly all memory of a machine without GPUs for its cache and touches every page.
+CPU_CACHE_TOKENS = 2**18
+
 
 class Serves(Enum):
     """What a server returns; only POLICY servers receive weights from the trainer."""
@@ -103,8 +106,9 @@ class ServerSpec:
 
     `setting`: the group of settings that they come from, for messages; `model`: Hugging Face folder or name of the Hub;
     `dtype`: of its parameters; `name`: among the models besides the policy, empty for the policy. `fp8`: linear layers
-    in FP8, which the trainer quantizes. `max_total_tokens`: of the KV cache, None: SGLang decides; `context_length`:
-    tokens of the longest conversation. `args`: further SGLang arguments by name.
+    in FP8, which the trainer quantizes. `max_total_tokens`: of the KV cache; `memory_share`: of a GPU for weights and
+    KV cache; both None: SGLang decides. `context_length`: tokens of the longest conversation. `args`: further SGLang
+    arguments by name.
     """
 
     setting: str
@@ -115,6 +119,7 @@ class ServerSpec:
     max_running_requests: int
     context_length: int
     max_total_tokens: int | None = None
+    memory_share: float | None = None
     ep: int = 1
     seed: int = 0
     serves: Serves = Serves.POLICY
@@ -128,6 +133,11 @@ class ServerSpec:
     def layout(self) -> ServerLayout:
         """The layout of each server's weights."""
         return ServerLayout(self.placement.tp, self.ep, self.fp8, self.adapters)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the settings say how much memory a server takes."""
+        return (self.max_total_tokens or self.memory_share) is not None
 
     @property
     def cache_tokens(self) -> int:

@@ -21,7 +21,7 @@ def data_spec(config: Config) -> DataSpec:
     for eval_set in data.all_sets:
         message = f"{eval_set.setting}.against={eval_set.against}: train.stage={run.stage} plays no conversations"
         require(run.stage == "rl" or eval_set.against is None, f"{message}; remove it")
-    return replace(data, steps=run.steps, per_step=run.prompts_per_step)
+    return replace(data, steps=run.steps, epochs=run.epochs, per_step=run.prompts_per_step)
 
 
 def evaluation_data(config: PlayConfig) -> DataSpec:
@@ -34,6 +34,7 @@ def evaluation_data(config: PlayConfig) -> DataSpec:
         context_length=config.rollout.context_length,
         users=None if config.user.name else tuple(config.users),
         seed=config.run.seed,
+        max_prompt_tokens=config.data.max_prompt_tokens,
     )
 
 

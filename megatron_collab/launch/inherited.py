@@ -41,7 +41,7 @@ _INHERITED = (
         "rollout.max_tool_calls",
     ),
     *("reward.mode", "reward.mode_options", "reward.weights", "reward.metrics", "reward.clamp", "reward.judge"),
-    *("data.eval", "data.format", "data.format_options", "train.eval_tasks"),
+    *("data.eval", "data.format", "data.format_options", "data.max_prompt_tokens", "train.eval_tasks"),
 )
 _ENDPOINT = [spec.name for spec in fields(EndpointConfig)]
 # If the first is set, it is another model, reward or data set, to which the run's values of the others do not apply.
@@ -50,7 +50,7 @@ _SET_TOGETHER = {
     "reward.judge.model": [f"reward.judge.{name}" for name in _ENDPOINT],
     "reward.mode": ["reward.mode_options", "reward.clamp"],
     "reward.weights": ["reward.metrics", "reward.clamp"],
-    "data.eval": ["data.format", "data.format_options", "train.eval_tasks"],
+    "data.eval": ["data.format", "data.format_options", "data.max_prompt_tokens", "train.eval_tasks"],
 }
 
 

@@ -36,13 +36,14 @@ from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.spec import DataSpec
 from megatron_collab.data.survey import TaskRequirements
 from megatron_collab.inference.served import score_fault
+from megatron_collab.inference.spec import CPU_CACHE_TOKENS
 from megatron_collab.launch import endpoints, models, server_specs
 from megatron_collab.launch.fork import fork
 from megatron_collab.launch.inputs import check_inputs, draft_inputs
 from megatron_collab.launch.servers import check_arguments, idle_gpus
 from megatron_collab.launch.spec import RunSpec, run_spec
 from megatron_collab.launch.teacher import SETTING as TEACHER
-from megatron_collab.launch.validate import check_model, check_teacher
+from megatron_collab.launch.validate import check_model, check_steps, check_teacher
 from megatron_collab.llm.endpoint import POLICY
 from megatron_collab.observability import evaluations, records
 from megatron_collab.rollout.task_requirements import USER, WEIGHTS, requirements_at_start
@@ -123,7 +124,10 @@ def prepare(config: Config) -> RunSpec:
 def remarks(config: Config) -> list[str]:
     """Console lines before the start about settings that work but waste something."""
     on_gpus = device.select(config.launch.device).type == device.GPU
-    return [*without_effect(config), *(idle_gpus(config) if on_gpus else [])]
+    share = config.rollout.server.memory_share
+    on_cpu = f"rollout.server.memory_share={share}: is of a GPU; on the CPU a KV cache has {CPU_CACHE_TOKENS} tokens"
+    lines = idle_gpus(config) if on_gpus else [on_cpu] if share and config.train.stage == "rl" else []
+    return [*without_effect(config), *lines]
 
 
 def without_effect(config: Config) -> list[str]:
@@ -173,7 +177,7 @@ def check_nodes(config: PlayConfig, module: str, ranks: int = 1, plays: bool = T
 
 
 def read_data(config: Config, spec: RunSpec, schemas: Sequence[Mapping[str, Any]]) -> list[SurveyedSources[Any]]:
-    """Read and check every row of data.train and data.eval; see `check_data`.
+    """Read and check every row of data.train and data.eval (see `check_data`); settle train.steps in `config`.
 
     `schemas`: the tools that the policy's prompt lists.
     Raises ConfigError, and ValueError or RunStopped for unreadable data.
@@ -181,7 +185,10 @@ def read_data(config: Config, spec: RunSpec, schemas: Sequence[Mapping[str, Any]
     from megatron_collab.data import datasets
 
     requirements = partial(requirements_at_start, spec.play) if spec.play else lambda source: TaskRequirements()
-    data: list[SurveyedSources[Any]] = [datasets.TrainingData(spec.data, schemas, requirements)]
+    training = datasets.TrainingData[Any](spec.data, schemas, requirements)
+    config.train.steps = training.steps
+    check_steps(config)
+    data: list[SurveyedSources[Any]] = [training]
     if sets := spec.data.eval_sets:
         data.append(datasets.SurveyedSources(spec.data, "data.eval", sets, schemas, requirements))
     if spec.play:
@@ -194,7 +201,8 @@ def check_data(config: PlayConfig, spec: RunSpec, data: Sequence[SurveyedSources
     assert spec.play and spec.serving
     endpoints.check_recordings(config.llm, Path(config.run.dir))
     users = spec.play.users
-    examples = users_of_tasks(users, [source for dataset in data for source in _surveys(users, dataset)])
+    surveyed = [source for dataset in data for source in _surveys(users, dataset)] if plays_users(config, data) else []
+    examples = users_of_tasks(users, surveyed)
     check_users(users, examples)
     for dataset in data:
         check_needs(config, dataset, trained=dataset.setting == "data.train")
@@ -209,6 +217,14 @@ def check_data(config: PlayConfig, spec: RunSpec, data: Sequence[SurveyedSources
         endpoints.check_support(config, language_models)
         for line in unpriced if global_rank() == 0 else ():
             logger.warning(line)
+
+
+def plays_users(config: PlayConfig, data: Sequence[SurveyedSources[Any]]) -> bool:
+    """Whether a user writes a message: not if the policy has one turn and the tasks of all sources are opened."""
+    turns = [config.rollout.max_assistant_turns]
+    turns += [getattr(source, "max_assistant_turns", None) or 1 for dataset in data for source in dataset.sources]
+    opened = all(len(tasks) == 0 or not tasks[0].unopened for dataset in data for tasks in dataset.sets)
+    return max(turns) > 1 or not opened
 
 
 def compare_tools(run_dir: Path, spec: ToolSpec) -> None:
@@ -284,6 +300,13 @@ def finished_steps(config: Config) -> int:
         return 0
     steps = dict(leaves(settings)).get("train.steps")
     return steps if isinstance(steps, int) and config.train.steps <= steps else 0
+
+
+def settled(config: PlayConfig) -> list[str]:
+    """Arguments for the ranks: what the first process has found in the data, which they do not survey."""
+    if not isinstance(config, Config) or config.train.epochs is None:
+        return []
+    return [f"train.steps={config.train.steps}", "train.epochs=null"]
 
 
 def replace_by_torchrun(ranks: int, module: str, arguments: list[str]) -> NoReturn:

@@ -104,6 +104,7 @@ def _policy(config: PlayConfig, trainer: int = 0, shared: int = 0) -> ServerSpec
         max_running_requests=server.max_running_requests,
         context_length=config.rollout.context_length,
         max_total_tokens=server.max_total_tokens,
+        memory_share=server.memory_share,
         ep=server.ep,
         seed=config.run.seed,
         args=server.args,
@@ -152,6 +153,8 @@ def _other(
 ) -> ServerSpec:
     message = f"{setting}.ep={model.ep}: does not divide {setting}.tp={model.tp}; choose a divisor"
     require(model.tp % model.ep == 0, message)
+    message = f"{setting}.memory_share={model.memory_share}: max_total_tokens={model.max_total_tokens} sets the same"
+    require(None in (model.memory_share, model.max_total_tokens), f"{message}; give one of them")
     return ServerSpec(
         setting=setting,
         model=model.model,
@@ -161,6 +164,7 @@ def _other(
         max_running_requests=model.max_running_requests,
         context_length=config.rollout.context_length,
         max_total_tokens=model.max_total_tokens,
+        memory_share=model.memory_share,
         ep=model.ep,
         seed=config.run.seed,
         serves=Serves.TEXT if gives_text(model.model, f"{setting}.model") else Serves.SCORES,

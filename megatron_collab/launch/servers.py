@@ -125,7 +125,7 @@ def check_servers_on_machine(config: Config, serving: ServingSpec) -> None:
     message = f"needs torch-memory-saver ({saver.detail}); install it, or set rollout.server.colocated=false"
     require(saver.available, f"{shown.rollout.server.colocated}: {message}")
     message = "not set, and colocated servers would take the trainer's memory; set what fits by doctor --plan"
-    require(policy.max_total_tokens is not None, f"rollout.server.max_total_tokens: {message}")
+    require(policy.bounded, f"rollout.server.max_total_tokens: {message}, or memory_share")
 
 
 def check_gpus(config: PlayConfig, serving: ServingSpec) -> None:
@@ -231,7 +231,7 @@ def _check_served_on_gpus(serving: ServingSpec, gpus: int) -> None:
     for spec in models:
         if spec.placement.colocated:
             message = "not set, and colocated servers would take the trainer's memory; set what fits"
-            require(spec.max_total_tokens is not None, f"{spec.setting}.max_total_tokens: {message}")
+            require(spec.bounded, f"{spec.setting}.max_total_tokens: {message}, or memory_share")
             saver = device.probe("memory_saver")
             message = f"needs torch-memory-saver ({saver.detail}); install it, or set {spec.setting}.colocated=false"
             require(saver.available, f"{spec.setting}.colocated=true: {message}")

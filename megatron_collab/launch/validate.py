@@ -102,8 +102,10 @@ def check_settings(config: Config) -> RunSpec:
     unit = "pairs" if config.objective == "dpo" else "samples"
     message = f"{shown.algo.mini_batches}: a step has at most {samples} {unit}; choose at most as many"
     require(config.algo.mini_batches <= samples, message)
-    message = f"{shown.optim.warmup_steps}: ends beyond the run, {shown.train.steps}; lower it"
-    require(config.optim.warmup_steps <= train.steps, message)
+    if train.epochs is None:
+        check_steps(config)
+    message = f"{shown.data.max_prompt_tokens}: {shown.train.stage} has no prompts to sample from; remove it, and set "
+    require(train.stage == "rl" or config.data.max_prompt_tokens is None, f"{message}rollout.context_length")
     message = f"{shown.rollout.routing_replay}: {train.stage} samples no tokens to replay; set it to false"
     require(train.stage == "rl" or not rollout.routing_replay, message)
     check_layout(config)
@@ -132,6 +134,15 @@ def check_settings(config: Config) -> RunSpec:
             _check_choice(config)
         servers.check_servers(config, spec.serving)
     return spec
+
+
+def check_steps(config: Config) -> None:
+    """Checks phases of a run against its steps, as soon as they are known. Raises ConfigError."""
+    shown, steps = Shown(config), config.train.steps
+    message = f"{shown.optim.warmup_steps}: ends beyond the run, {shown.train.steps}; lower it"
+    require(config.optim.warmup_steps <= steps, message)
+    message = f"{shown.algo.critic_warmup}: leaves the policy none of {shown.train.steps}; lower it"
+    require(config.objective != "policy" or config.algo.critic_warmup < steps, message)
 
 
 def check_options(config: PlayConfig, *extensible: str) -> None:
@@ -305,8 +316,6 @@ def _check_algo(config: Config, spec: RewardSpec) -> None:
     require(algo.correction_level == "token" or config.parallel.cp == 1, f"{message}; set it to token")
     message = f"{shown.algo.critic_warmup}: {shown.algo.advantage} has no critic; set it to 0, or algo.advantage=gae"
     require(advantage.critic or algo.critic_warmup == 0, message)
-    message = f"{shown.algo.critic_warmup}: leaves the policy none of {shown.train.steps}; lower it"
-    require(algo.critic_warmup < config.train.steps, message)
     message = f"{shown.reward.turn_credit}: {shown.algo.advantage} computes returns itself, from algo.gamma; set it to"
     require(not advantage.critic or credit.rewards, f"{message} immediate, equal or last")
     for name in credit.turn_metrics:

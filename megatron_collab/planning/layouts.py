@@ -48,9 +48,9 @@ class Layout:
         return [option for option, old in zip(self.options, before, strict=True) if option != old]
 
 
-def layout_of(config: Config, shape: ModelShape, sample_tokens: float) -> Layout:
+def layout_of(config: Config, shape: ModelShape, gpu_bytes: float, sample_tokens: float) -> Layout:
     """The layout of `config` itself, whether it fits or not."""
-    most = max(peak(parts) for parts in plan_memory(config, shape))
+    most = max(peak(parts) for parts in plan_memory(config, shape, gpu_bytes))
     return Layout(config, most, step_time(config, shape, sample_tokens))
 
 
@@ -74,7 +74,7 @@ def fastest_layouts(
             break
         if any(trainer_layout(candidate) == trainer_layout(layout.config) for layout in layouts):
             continue
-        if (most := _peak(candidate, shape, gpu_bytes - UNCOUNTED)) is not None:
+        if (most := _peak(candidate, shape, gpu_bytes)) is not None:
             layouts.append(Layout(candidate, most, time))
     return layouts
 
@@ -105,16 +105,16 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _peak(config: Config, shape: ModelShape, most: float) -> float | None:
-    """Bytes of the fullest GPU; None if they are more than `most`, or if validation refuses the layout."""
-    ends = {0, config.parallel.pp - 1}
+def _peak(config: Config, shape: ModelShape, gpu_bytes: float) -> float | None:
+    """Bytes of the fullest GPU; None if they leave less than UNCOUNTED, or if validation refuses the layout."""
+    ends, most = {0, config.parallel.pp - 1}, gpu_bytes - UNCOUNTED
     if any(peak(trainer_parts(config, shape, rank)) > most for rank in ends):  # before the slower checks
         return None
     try:
         spec = validate.check_settings(config)
         if spec.serving:
             servers.check_servers_of_model(config, spec.serving.policy, shape, trainer_layout(config))
+        size = max(peak(parts) for parts in plan_memory(config, shape, gpu_bytes))
     except ConfigError:
         return None
-    size = max(peak(parts) for parts in plan_memory(config, shape))
     return size if size <= most else None

@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 
 from megatron_collab.algo.advantages import advantage_class
-from megatron_collab.config import CONF, Config, ConfigError, compose
+from megatron_collab.config import CONF, Config, ConfigError, compose, require
 from megatron_collab.inference.adapters import SLOTS
 from megatron_collab.inference.spec import Placement, ServerSpec
 from megatron_collab.launch import server_specs, validate
@@ -25,6 +25,7 @@ from megatron_collab.models import hf_config, hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.lora import adapters
 from megatron_collab.models.parallel_layout import stages
+from megatron_collab.planning import GPU_GIB
 from megatron_collab.planning.activations import activations, head, micro_batch_tokens
 from megatron_collab.runtime import hub
 from megatron_collab.trainer.host_memory import PIECE, piece_count
@@ -103,8 +104,11 @@ def _colocated_models(specs: Iterable[ServerSpec]) -> Iterator[tuple[ServerSpec,
         yield spec, shape
 
 
-def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
-    """The parts of the fullest rank of each pipeline stage; the settings must have been validated."""
+def plan_memory(config: Config, shape: ModelShape, gpu: float = GPU_GIB * GIB) -> list[list[MemoryPart]]:
+    """The parts of the fullest rank of each pipeline stage, on GPUs of `gpu` bytes; the settings have been validated.
+
+    Raises ConfigError if a server's memory_share leaves no KV cache.
+    """
     parallel = config.parallel
     gpus = config.launch.ranks
     serving = server_specs.training(config) if config.train.stage == "rl" else None
@@ -121,10 +125,10 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
         members = range(rank * gpus // parallel.pp, (rank + 1) * gpus // parallel.pp)
         devices = {global_rank % width for global_rank in members}
         if serving and serving.policy.placement.colocated and devices & serving.policy.placement.occupied:
-            parts += _server_parts(serving.policy, shape)
+            parts += _server_parts(serving.policy, shape, gpu)
         for spec, model_shape in models if members[0] < width else ():  # on the first node
             if devices & spec.placement.occupied:
-                parts += _server_parts(spec, model_shape)
+                parts += _server_parts(spec, model_shape, gpu)
         if serving and publishes:
             placement = serving.policy.placement
             buckets = max(sync_buckets(config, placement, publishes, global_rank) for global_rank in members)
@@ -155,13 +159,21 @@ def trainer_parts(config: Config, shape: ModelShape, rank: int) -> list[MemoryPa
     return parts
 
 
-def _server_parts(spec: ServerSpec, shape: ModelShape) -> list[MemoryPart]:
-    """What the rank of a colocated server takes while it samples; adapters stay allocated."""
+def _server_parts(spec: ServerSpec, shape: ModelShape, gpu: float) -> list[MemoryPart]:
+    """What the rank of a colocated server takes while it samples; adapters stay allocated.
+
+    With memory_share the KV cache takes what weights and adapters leave of that share of a GPU of `gpu` bytes. Raises
+    ConfigError if they leave nothing.
+    """
     name, adapters_size = spec.name or "server", server_adapters(spec, shape)
+    weights = server_weights(spec, shape) + rotary_table(shape)
+    cache = kv_cache(spec, shape) if spec.memory_share is None else spec.memory_share * gpu - weights - adapters_size
+    message = f"{spec.setting}.memory_share={spec.memory_share}: {(weights + adapters_size) / GIB:.1f} GiB of weights"
+    require(cache > 0, f"{message} leave no KV cache of a GPU of {gpu / GIB:g} GiB; raise it, or {spec.setting}.tp")
     return [
-        MemoryPart(f"{name}: weights", 0.0, server_weights(spec, shape) + rotary_table(shape)),
+        MemoryPart(f"{name}: weights", 0.0, weights),
         *([MemoryPart(f"{name}: adapters", adapters_size, adapters_size)] if adapters_size else []),
-        MemoryPart(f"{name}: KV cache", 0.0, kv_cache(spec, shape)),
+        MemoryPart(f"{name}: KV cache", 0.0, cache),
     ]
 
 

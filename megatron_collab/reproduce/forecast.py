@@ -74,7 +74,7 @@ def _steps(stage: Stage, built: int | None) -> int:
     if stage.module != TRAIN:
         return 0
     rows = None if stage.rows is None or stage.rows.is_file() else built
-    return stage.steps(rows) or stage.config.train.steps
+    return stage.steps(rows)
 
 
 def _built(config: PlayConfig) -> int:

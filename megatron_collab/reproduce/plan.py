@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from megatron_collab.config import (
     nearest,
     require,
 )
+from megatron_collab.data.datasets import steps_of
 from megatron_collab.launch.spec import RunSpec, building_spec, evaluation_spec, run_spec
 from megatron_collab.reproduce.study import REWARD, Study
 from megatron_collab.runtime.process import FINISHED
@@ -72,8 +72,8 @@ class Chain(NamedTuple):
 class Stage:
     """One program and its settings. If `calls` is set, it records its model calls there or replays them.
 
-    `config`: of the program's class. `rows`: summary of the rows that it is trained on for `epochs`; the file exists
-    when the program starts. `first`: it runs before all others, which are planned from its output: a world, problems or
+    `config`: of the program's class. `rows`: summary of the rows that it is trained on; the file exists when the
+    program starts. `first`: it runs before all others, which are planned from its output: a world, problems or
     a pilot. `reads`: names of the programs of its chain whose output it reads; a name without a program is ignored.
     """
 
@@ -85,7 +85,6 @@ class Stage:
     config: Any = field(default=None, compare=False)
     calls: Path | None = None
     rows: Path | None = None
-    epochs: float = 1.0
     first: bool = False
     reads: tuple[str, ...] = ()
 
@@ -115,20 +114,17 @@ class Stage:
     def done(self) -> bool:
         return (self.folder / (SUMMARY if self.prepares else FINISHED)).is_file()
 
-    def steps(self, rows: int | None = None) -> int | None:
-        """Training steps in its epochs, for that many rows (None: as many as its summary counts).
-
-        None if nothing is trained, or if its arguments set train.steps.
-        """
-        if self.rows is None or any(argument.startswith("train.steps=") for argument in self.arguments):
-            return None
+    def steps(self, rows: int | None = None) -> int:
+        """Steps of a training, for that many rows (None: as many as its summary counts)."""
+        train = self.config.train
+        if self.rows is None or train.epochs is None:
+            return train.steps
         row_count: int = json.loads(self.rows.read_text())["kept"]["train"] if rows is None else rows
-        return ceil(self.epochs * row_count / self.config.train.prompts_per_step)
+        return steps_of(train.epochs, row_count, train.prompts_per_step)
 
     def command(self) -> list[str]:
-        """The arguments of Python; its rows must exist."""
-        steps = self.steps()
-        return ["-m", self.module, *self.arguments, *([f"train.steps={steps}"] if steps else [])]
+        """The arguments of Python."""
+        return ["-m", self.module, *self.arguments]
 
 
 def chains(study: Study, options: StudyOptions, task: str) -> list[Chain]:
@@ -243,11 +239,13 @@ class _ChainPlan:
         """`last`: settings that those of the command line do not change."""
         folder = self.folder / name
         options = self.options
+        limited = any(setting.startswith("train.steps=") for setting in (*overrides, *options.settings))
         settings = (
             *self.study.settings,
             *self.task.settings,
             *overrides,
             *options.settings,
+            *([f"train.epochs={epochs:g}"] if rows and not limited else []),
             *last,
             *([f"run.seed={self.chain.seed}"] if self.chain.seed is not None else []),
             f"run.dir={folder}",
@@ -255,7 +253,7 @@ class _ChainPlan:
         arguments = tuple(map(self._expand, settings))
         config = compose_program(_PROGRAMS[module][0], arguments)
         summary = self.folder / f"rows_{rows}" / SUMMARY if rows else None
-        stage = Stage(self.chain, name, module, folder, arguments, config, None, summary, epochs)
+        stage = Stage(self.chain, name, module, folder, arguments, config, None, summary)
         if not (stage.calls_models and (options.record or options.replay or name == PILOT)):
             return stage
         root = options.record or options.replay

@@ -29,11 +29,8 @@ STAGES, PAGE, RESULTS = "stages.json", "page.md", "results.json"
 
 
 def shell_command(stage: Stage) -> str:
-    """The command of a stage as typed in a shell, without train.steps if the rows it is computed from do not exist."""
-    arguments = (
-        stage.command() if stage.rows is None or stage.rows.is_file() else ["-m", stage.module, *stage.arguments]
-    )
-    return shlex.join(["python", *arguments])
+    """The command of a stage as typed in a shell."""
+    return shlex.join(["python", *stage.command()])
 
 
 def run(study: Study, options: StudyOptions, stages: Sequence[Stage], budget: float | None, jobs: int = 1) -> int:
@@ -143,7 +140,6 @@ def _check_same(out: Path, stages: Sequence[Stage]) -> None:
     for stage in stages:
         if stage.done and (before := programs.get(stage.title)):
             same = _result_arguments(before["arguments"]) == _result_arguments(stage.arguments)
-            same = same and before.get("epochs", stage.epochs) == stage.epochs
             message = "was run with other settings; choose another folder, or remove this one"
             require(same, f"--out={out}: {stage.title} {message}")
 
@@ -160,7 +156,7 @@ def _spent(stage: Stage) -> float | None:
 
 
 def _read_programs(out: Path) -> dict[str, dict[str, Any]]:
-    """Arguments, epochs and minutes (of all starts) of each program."""
+    """Arguments and minutes (of all starts) of each program."""
     file = out / STAGES
     programs: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else {}
     return programs
@@ -169,7 +165,7 @@ def _read_programs(out: Path) -> dict[str, dict[str, Any]]:
 def _record(out: Path, stage: Stage, minutes: float) -> None:
     programs = _read_programs(out)
     before = programs.get(stage.title, {}).get("minutes", 0.0)
-    programs[stage.title] = {"arguments": stage.arguments, "epochs": stage.epochs, "minutes": before + minutes}
+    programs[stage.title] = {"arguments": stage.arguments, "minutes": before + minutes}
     files.replace(out / STAGES, json.dumps(programs, indent=1))
 
 

@@ -233,7 +233,7 @@ class Chat:
 def _for_chats(policy: ServerSpec) -> ServerSpec:
     """A server with room for the futures of a chat: training needs more, and two models may share a GPU."""
     enough = MOST_FUTURES * policy.context_length
-    return replace(policy, max_total_tokens=min(policy.max_total_tokens or enough, enough))
+    return replace(policy, max_total_tokens=min(policy.max_total_tokens or enough, enough), memory_share=None)
 
 
 def _of_chats(play: PlaySpec) -> PlaySpec:

@@ -15,10 +15,6 @@ from megatron_collab.config import ConfigError, compose_program
 from megatron_collab.config.peers import NO, NOT_NEEDED
 
 SCRIPTS = Path(__file__).parent / "foreign"
-EPOCHS = "set train.steps to epochs x rows / train.prompts_per_step"
-KV_CACHE = (
-    "set rollout.server.max_total_tokens, the tokens of the KV cache; `megatron-collab doctor --plan` counts its memory"
-)
 
 # By file: system, command, some of our settings, and all of theirs that have no counterpart.
 CASES: dict[str, tuple[str, str, str, set[str]]] = {
@@ -30,25 +26,31 @@ CASES: dict[str, tuple[str, str, str, set[str]]] = {
         "train.prompts_per_step=256 train.rollouts_per_prompt=8 algo.mini_batches=2 algo.kl_coef=0.001 "
         "rollout.futures=0 "
         "rollout.max_user_turns=1 rollout.max_assistant_turns=2 rollout.server.tp=2 rollout.server.replicas=4 "
-        "train.checkpoint_every=0 train.eval_every=20 algo.average=token run.wandb_name=3b-n8",
-        {
-            "trainer.total_epochs",
-            "actor_rollout_ref.rollout.gpu_memory_utilization",
-            "actor_rollout_ref.rollout.multi_turn.interaction_config_path",
-        },
+        "train.checkpoint_every=0 train.eval_every=20 algo.average=token run.wandb_name=3b-n8 train.epochs=15 "
+        "data.max_prompt_tokens=1024 rollout.server.memory_share=0.5",
+        {"actor_rollout_ref.rollout.multi_turn.interaction_config_path"},
+    ),
+    "verl_gsm8k.sh": (
+        "verl",
+        "train",
+        "rollout.futures=0 rollout.max_assistant_turns=1 reward.weights.accuracy=1 "
+        "algo.mini_batches=4 train.epochs=15 "
+        "data.max_prompt_tokens=512 rollout.context_length=1536 rollout.server.memory_share=0.6",
+        set(),
     ),
     "verl_collabllm_rl.sh": (
         "verl",
         "train",
         "reward=verl reward.weights.token_amount=-0.0001 reward.judge.model=openai/gpt-4o-mini rollout.futures=3 "
         "rollout.max_user_turns=2 rollout.max_assistant_turns=3 train.prompts_per_step=16 rollout.server.replicas=8",
-        {"trainer.total_epochs", "custom_reward_function.path", "custom_reward_function.name"},
+        {"custom_reward_function.path", "custom_reward_function.name"},
     ),
     "verl_collabllm_sft.sh": (
         "verl",
         "train",
-        "train.stage=sft train.prompts_per_step=64 rollout.context_length=8196 launch.nproc_per_node=4 optim.lr=1e-6",
-        {"trainer.total_epochs"},
+        "train.stage=sft train.prompts_per_step=64 rollout.context_length=8196 launch.nproc_per_node=4 optim.lr=1e-6 "
+        "train.epochs=3",
+        set(),
     ),
     "verl_interaction.yaml": (
         "verl",
@@ -62,8 +64,8 @@ CASES: dict[str, tuple[str, str, str, set[str]]] = {
         "model.path=/models/small train.steps=3000 algo.mini_batches=2 algo.clip_low=0.2 algo.clip_high=0.28 "
         "parallel.tp=2 "
         "rollout.server.colocated=true rollout.server.replicas=4 rollout.server.args.schedule_policy=lpm "
-        "launch.nproc_per_node=8 algo.average=sequence rollout.context_length=9216",
-        {"sglang-mem-fraction-static", "n-samples-per-eval-prompt", "eval-top-p", "expert-tensor-parallel-size"},
+        "launch.nproc_per_node=8 algo.average=sequence rollout.context_length=9216 rollout.server.memory_share=0.7",
+        {"n-samples-per-eval-prompt", "eval-top-p", "expert-tensor-parallel-size"},
     ),
     "trl_grpo.sh": (
         "TRL",
@@ -71,33 +73,36 @@ CASES: dict[str, tuple[str, str, str, set[str]]] = {
         "train.prompts_per_step=8 launch.nproc_per_node=4 algo.kl_coef=0.04 algo.average=constant "
         "algo.advantage=dr_grpo "
         "optim.warmup_steps=20 train.checkpoint_every=0 model.lora.rank=32 model.lora.alpha=64",
-        {"lr_scheduler_type", "vllm_gpu_memory_utilization", "push_to_hub"},
+        {"lr_scheduler_type", "push_to_hub"},
     ),
     "trl_dpo.yaml": (
         "TRL",
         "train",
-        "train.stage=dpo algo.dpo.beta=0.2 algo.dpo.loss=sigmoid train.prompts_per_step=16 optim.lr=5e-07",
-        {"num_train_epochs"},
+        "train.stage=dpo algo.dpo.beta=0.2 algo.dpo.loss=sigmoid train.prompts_per_step=16 optim.lr=5e-07 "
+        "train.epochs=1",
+        set(),
     ),
     "openrlhf_reinforce.sh": (
         "OpenRLHF",
         "train",
         "algo.advantage=reinforce++ algo.mini_batches=8 algo.clip_low=0.2 algo.clip_high=0.27 algo.kl_in=loss "
-        "algo.epochs=1 launch.nodes=1 rollout.server.replicas=4",
-        {"vllm.gpu_memory_utilization", "reward.remote_url"},
+        "algo.epochs=1 launch.nodes=1 rollout.server.replicas=4 train.epochs=1 rollout.server.memory_share=0.6",
+        {"reward.remote_url"},
     ),
     "openrlhf_sft.sh": (
         "OpenRLHF",
         "train",
-        "train.stage=sft train.prompts_per_step=256 optim.lr=5e-6 optim.weight_decay=0.1 model.lora.rank=16",
-        {"max_epochs", "max_samples"},
+        "train.stage=sft train.prompts_per_step=256 optim.lr=5e-6 optim.weight_decay=0.1 model.lora.rank=16 "
+        "train.epochs=1",
+        {"max_samples"},
     ),
     "collabllm_online_dpo.sh": (
         "CollabLLM",
         "train",
         "algo=online_dpo reward=collabllm reward.weights.accuracy=1 reward.weights.token_amount=-0.5 algo.dpo.gap=0.1 "
-        "rollout.futures=3 rollout.max_user_turns=2 train.prompts_per_step=32 user.model=openai/gpt-4o-mini",
-        {"num_train_epochs", "dataset_name", "gpu_memory_utilization", "push_to_hub", "hf_org"},
+        "rollout.futures=3 rollout.max_user_turns=2 train.prompts_per_step=32 user.model=openai/gpt-4o-mini "
+        "train.epochs=8 rollout.server.memory_share=0.6",
+        {"dataset_name", "push_to_hub", "hf_org"},
     ),
     "collabllm_build.sh": (
         "CollabLLM",
@@ -156,6 +161,17 @@ def test_a_published_command_becomes_ours(name: str) -> None:
             "optim.warmup_steps=3 parallel.offload=true algo.kl_coef=0 algo.clip_dual=0",
         ),
         ("python train.py --rollout-batch-size 4", "slime", "algo.kl_coef=0 algo.kl_in=loss"),
+        ("python train.py --rollout-batch-size 4 --num-epoch 2", "slime", "train.epochs=2"),
+        (
+            "trl grpo --dataset_name a --gradient_accumulation_steps 2 --steps_per_generation 6 --num_generations 4",
+            "TRL",
+            "train.prompts_per_step=12 algo.mini_batches=3 train.epochs=3",
+        ),
+        (
+            "trl grpo --dataset_name a --generation_batch_size 64 --num_generations 4 --max_steps 9",
+            "TRL",
+            "train.prompts_per_step=16 algo.mini_batches=8 train.steps=9",
+        ),
         (
             "torchrun -m verl.trainer.fsdp_sft_trainer optim.warmup_steps_ratio=0.1 trainer.total_training_steps=50",
             "verl",
@@ -192,7 +208,7 @@ def test_what_is_printed_runs_and_shows_no_key(capsys: pytest.CaptureFixture[str
     assert words[:2] == ["megatron-collab", "train"] and words[2:] == translate(SCRIPTS / "verl_feedback.sh").overrides
     assert "  data.train_batch_size=256 -> train.prompts_per_step=256\n" in tables
     assert "Defaults of verl, which the file leaves out:\n" in tables and "algo.average=token" in tables
-    assert f"  {EPOCHS}: trainer.total_epochs\n" in tables and f"  {KV_CACHE}: " in tables
+    assert "  trainer.total_epochs=15 -> train.epochs=15\n" in tables and "  an interaction runs as it is: " in tables
     assert run("doctor", ["--from", str(SCRIPTS / "slime_grpo.sh")]) == 0
     assert "wandb-key" in capsys.readouterr().out
     assert run("doctor", ["--from", str(SCRIPTS / "collabllm_online_dpo.sh")]) == 0
@@ -225,7 +241,8 @@ def test_what_is_missing_for_a_run_is_said(tmp_path: Path, capsys: pytest.Captur
         ("+my.own=1", "", NO, "not in the table of verl's options"),
         ("data.train_files=\"['a b.parquet','c.parquet']\"", "", "", ""),
         ("trainer.default_local_dir='a folder=x'", 'run.dir="a folder=x"', "", ""),
-        ("trainer.total_training_steps=null", "", "", ""),
+        ("trainer.total_training_steps=null", "train.epochs=30", "", ""),
+        ("trainer.total_training_steps=5 trainer.total_epochs=9", "train.steps=5", NOT_NEEDED, "total_training_steps"),
         ("actor_rollout_ref.actor.optim.betas='[0.9, 0.98]'", "optim.beta1=0.9 optim.beta2=0.98", "", ""),
         ("reward_model.reward_manager=dapo", "reward.weights.accuracy=1", "", ""),
         ("custom_reward_function.path=mine.py", "", NO, "a function runs as it is"),

@@ -253,6 +253,30 @@ def test_what_is_composed_once_is_not_shared(tmp_path: Path, monkeypatch: pytest
     assert ("run.seed", 3, "conf/experiment/mine.yaml") in settings(chosen)
 
 
+def test_of_two_options_that_say_the_same_the_last_one_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = ["run.dir=r", "model.path=m", "data.train=d"]
+    train, server = compose([*base, "train.epochs=1.5", "rollout.server.memory_share=0.4"]), "rollout.server"
+    assert (train.train.epochs, train.rollout.server.memory_share) == (1.5, 0.4)
+    longer = compose(["experiment=gsm8k", "train={epochs: 2}", f"{server}.memory_share=0.4"])  # its file sets both
+    assert longer.train.epochs == 2 and longer.train.steps == compose(base).train.steps
+    assert longer.rollout.server.max_total_tokens is None
+    by_file = tmp_path / "conf" / "experiment" / "mine.yaml"
+    shutil.copytree(CONF, tmp_path / "conf")
+    monkeypatch.setattr("megatron_collab.config.load.CONF", tmp_path / "conf")
+    by_file.write_text("# @package _global_\ntrain: {epochs: 3}\n")
+    assert compose([*base, "experiment=mine"]).train.epochs == 3
+    shorter = compose([*base, "experiment=mine", "train.steps=7"]).train
+    assert (shorter.steps, shorter.epochs) == (7, None)
+    for both in (["train.steps=5", "train.epochs=2"], ["train={steps: 5, epochs: 2}"]):
+        with pytest.raises(ConfigError, match=r"^train\.epochs=2\.0: train\.steps=5 sets the same; give one of them$"):
+            compose([*base, *both])
+    assert compose([*base, "train.epochs=2", "train.epochs=null", "train.steps=5"]).train.steps == 5
+    recorded = compose(
+        [], {"train.steps": 9, "train.epochs": 2.0, "run.dir": "r", "model.path": "m", "data.train": "d"}
+    )
+    assert (recorded.train.steps, recorded.train.epochs) == (9, 2)
+
+
 def test_checkpoints_are_due_by_steps_or_never() -> None:
     train = Config().train
     train.checkpoint_every = 20

@@ -123,7 +123,7 @@ def test_no_option_has_two_rows(file: Path) -> None:
         ),
         (
             "trainer.total_epochs=3",
-            "trainer.total_epochs: no such option; verl's trainer.total_epochs has no counterpart:",
+            "trainer.total_epochs: no such option; verl's trainer.total_epochs is train.epochs here (",
         ),
         (
             "--rollout-batch-size=8",

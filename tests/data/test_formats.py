@@ -88,6 +88,8 @@ def test_the_formats_are_those_of_the_setting() -> None:
         ("preference", {"prompt": "hi", "chosen": "hello", "rejected": "no"}, "hi", ""),
         ("bigcodebench", BIG_CODE_BENCH, BIG_CODE_BENCH["instruct_prompt"], None),
         ("prompt", {"prompt": "2 + 2?", "answer": 4}, "2 + 2?", "4"),
+        ("prompt", {"prompt": [SYSTEM, USER], "label": "4"}, "hi", "4"),
+        ("prompt", {"prompt": [USER], "solution": r"So $\boxed{4}$."}, "hi", "4"),
         ("prompt_completion", {"prompt": "2 + 2?", "completion": "4"}, "2 + 2?", "4"),
         ("task", {"prompt": "hi", "goal": "2 + 2?", "answer": 4}, "2 + 2?", "4"),
         ("messages", {"messages": [{**USER, "content": [{"type": "text", "text": "hi"}]}, ASSISTANT]}, "hi", "hello"),

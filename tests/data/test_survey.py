@@ -82,6 +82,34 @@ def test_overlong_prompts_are_left_out_and_counted(tmp_path: Path, monkeypatch: 
         training_data(config)
 
 
+def test_the_longest_prompt_may_be_given(tmp_path: Path) -> None:
+    config = configured(tmp_path, [task("hi"), task("x" * 400)], context=1024)
+    assert len(training_data(config).sets[0]) == 2
+    config.data.max_prompt_tokens = 100
+    assert training_data(config).lines()[0].endswith("; left out: 1 of more than 100 tokens")
+    config.data.max_prompt_tokens = 4096  # prompt and reply still fit rollout.context_length
+    assert len(training_data(config).sets[0]) == 2
+
+
+def test_passes_over_the_rows_taken_decide_the_steps(tmp_path: Path) -> None:
+    config = configured(tmp_path, [task("hi"), task("x" * 400), task("hello"), task("yes")])
+    config.train.epochs = 5.0
+    data = training_data(config)
+    assert data.steps == 8  # 15 rows, 2 a step
+    assert data.lines()[-1] == "train.epochs=5: 8 steps of 2 of the 3 rows of a pass"
+    config.train.epochs = 0.1
+    assert training_data(config).steps == 1
+    rows = {"source": config.data.train}
+    config.data.train, config.train.epochs = [{**rows, "epochs": 3}, {**rows, "epochs": 1}], 2.0
+    assert training_data(config).steps == 12  # each source as often as its epochs, twice
+    config.data.train = [{**rows, "weight": 3}, {**rows, "from_step": 1}]
+    assert training_data(config).steps == 6
+    config.train.epochs = 1.0
+    with pytest.raises(ConfigError, match="no source has rows for step 2"):
+        config.data.train = [{**rows, "until_step": 2}]
+        training_data(config)
+
+
 def test_a_prompt_that_just_leaves_room_for_a_token_is_taken(tmp_path: Path) -> None:
     config = configured(tmp_path, [task("hi there")])
     (read,) = training_data(config).sets

@@ -23,6 +23,7 @@ from tests.helpers import make_model, policy_servers, refused
     ("overrides", "message"),
     [
         ("{tp_size: 2}", "tp-size: rollout.server.tp decides it; set that"),
+        ("{mem-fraction-static: 0.5}", "mem-fraction-static: rollout.server.memory_share decides it; set that"),
         ("{model: other}", "model: model.path decides it; set that"),
         ("{base-gpu-id: 1}", "base-gpu-id: launch.nproc_per_node decides it; set that"),
         ("{api-key: x}", "api-key: the run starts and queries servers in its own way; remove it"),

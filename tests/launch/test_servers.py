@@ -262,6 +262,7 @@ def test_colocated_servers_on_gpus_do_not_size_their_own_cache(machine: Machine)
     message = refused(check_on_machine, configure(max_total_tokens=None))
     assert message.startswith("rollout.server.max_total_tokens: not set")
     check_on_machine(configure(max_total_tokens=None, colocated=False))
+    check_on_machine(configure(max_total_tokens=None, memory_share=0.5))
 
 
 @pytest.mark.parametrize(

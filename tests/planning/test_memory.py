@@ -224,6 +224,20 @@ def test_the_server_takes_what_sglang_takes() -> None:
     assert memory.server_weights(spec, shape) == without + scales
 
 
+def test_a_share_of_the_gpu_is_weights_and_cache() -> None:
+    config, shape = (
+        compose(["experiment=train_8b", "rollout.server.memory_share=0.5"]),
+        shape_of("Llama-3.1-8B-Instruct"),
+    )
+    for gpu in (80 * memory.GIB, 40 * memory.GIB):
+        parts = memory.plan_memory(config, shape, gpu)[0]
+        assert sum(part.sampling for part in parts if part.name.startswith("server: ")) == pytest.approx(gpu / 2)
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.server\.memory_share=0\.5: .* leave no KV cache of a GPU of 4 GiB"
+    ):
+        memory.plan_memory(config, shape, 4 * memory.GIB)
+
+
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
