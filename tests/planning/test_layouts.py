@@ -51,6 +51,6 @@ def test_nothing_fits_a_small_gpu() -> None:
 
 def test_a_layout_names_what_it_changes() -> None:
     config = compose(OPTIONS)
-    layout = layout_of(config, SHAPE, 512)
+    layout = layout_of(config, SHAPE, 80 * GIB, 512)
     assert layout.changes(compose([*OPTIONS, "parallel.recompute=full"])) == ["parallel.recompute=none"]
     assert set(layouts._VARIED) == {option.partition("=")[0] for option in layout.options}
