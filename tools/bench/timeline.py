@@ -368,28 +368,28 @@ def simulate(settings: Sequence[str], steps: int, cut: int, traffic: Traffic) ->
         simulation = Simulation(config, shape, steps, Path(folder), traffic)
         ahead = config.rollout.max_staleness
         first = ahead + 1 if ahead else 0  # the pipeline fills
-        taken = [simulation.step(number) for number in range(first + steps)][first:]
+        measured = [simulation.step(number) for number in range(first + steps)][first:]
         simulation.close()
-    seconds = sum(step.seconds for step in taken)
+    seconds = sum(step.seconds for step in measured)
     total, trainers = seconds * simulation.gpus, simulation.trainer.gpus
     shares = {
-        "sample": sum(step.sampled for step in taken) / total,
-        "score": sum(step.score for step in taken) * trainers / total,
-        "update": sum(step.update for step in taken) * trainers / total,
-        "publish": sum(step.publish for step in taken) * simulation.gpus / total,
-        "move": sum(step.move for step in taken) * trainers / total,
+        "sample": sum(step.sampled for step in measured) / total,
+        "score": sum(step.score for step in measured) * trainers / total,
+        "update": sum(step.update for step in measured) * trainers / total,
+        "publish": sum(step.publish for step in measured) * simulation.gpus / total,
+        "move": sum(step.move for step in measured) * trainers / total,
     }
-    bounds = [max(step.chain, step.work) for step in taken]
+    bounds = [max(step.chain, step.work) for step in measured]
     return {
         **shares,
         "idle": 1 - sum(shares.values()),
         "step_seconds": seconds / steps,
-        "sampling_seconds": mean(step.sampling for step in taken),
-        "chain_seconds": mean(step.chain for step in taken),
-        "work_seconds": mean(step.work for step in taken),
-        "step_over_bound": mean(step.seconds / bound for step, bound in zip(taken, bounds, strict=True)),
-        "busiest_over_mean": mean(step.busiest for step in taken),
-        "dropped": mean(step.dropped for step in taken),
+        "sampling_seconds": mean(step.sampling for step in measured),
+        "chain_seconds": mean(step.chain for step in measured),
+        "work_seconds": mean(step.work for step in measured),
+        "step_over_bound": mean(step.seconds / bound for step, bound in zip(measured, bounds, strict=True)),
+        "busiest_over_mean": mean(step.busiest for step in measured),
+        "dropped": mean(step.dropped for step in measured),
         "retracted": sum(server.retracted for server in simulation.servers),
         "cpu_seconds": time.process_time() - began,
     }
