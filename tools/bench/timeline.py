@@ -35,6 +35,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -174,7 +175,7 @@ class JudgedByModel(RewardWorker):
         self._model: Any = model
         super().__init__(*arguments)
 
-    def _judge(self, reward: Any, *others: Any) -> Judge:
+    def _judge(self, reward: Any, *arguments: Any) -> Judge:
         return Judge(self._model, reward.judge)
 
 
@@ -313,13 +314,9 @@ def trainer(config: Config, shape: ModelShape, spec: ServerSpec) -> Trainer:
 
 def parameters(shape: ModelShape) -> float:
     """Parameters that take part in a token's products."""
-    sizes = [
-        (entry, sum(rows * columns for rows, *rest in entry.shapes for columns in rest or [1]))
-        for entry in hf_to_megatron.table(shape)
-        if not entry.megatron.startswith("embedding")
-    ]
+    entries = [entry for entry in hf_to_megatron.table(shape) if not entry.megatron.startswith("embedding")]
     active = shape.experts.per_token / shape.experts.count if shape.experts else 1.0
-    return sum(size * (active if entry.expert else 1.0) for entry, size in sizes)
+    return sum(prod(size) * (active if entry.expert else 1.0) for entry in entries for size in entry.shapes)
 
 
 def roofline(spec: ServerSpec, shape: ModelShape, count: float) -> Roofline:
