@@ -35,6 +35,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -174,7 +175,7 @@ class JudgedByModel(RewardWorker):
         self._model: Any = model
         super().__init__(*arguments)
 
-    def _judge(self, reward: Any, *others: Any) -> Judge:
+    def _judge(self, reward: Any, *arguments: Any) -> Judge:
         return Judge(self._model, reward.judge)
 
 
@@ -313,13 +314,9 @@ def trainer(config: Config, shape: ModelShape, spec: ServerSpec) -> Trainer:
 
 def parameters(shape: ModelShape) -> float:
     """Parameters that take part in a token's products."""
-    sizes = [
-        (entry, sum(rows * columns for rows, *rest in entry.shapes for columns in rest or [1]))
-        for entry in hf_to_megatron.table(shape)
-        if not entry.megatron.startswith("embedding")
-    ]
+    entries = [entry for entry in hf_to_megatron.table(shape) if not entry.megatron.startswith("embedding")]
     active = shape.experts.per_token / shape.experts.count if shape.experts else 1.0
-    return sum(size * (active if entry.expert else 1.0) for entry, size in sizes)
+    return sum(prod(size) * (active if entry.expert else 1.0) for entry in entries for size in entry.shapes)
 
 
 def roofline(spec: ServerSpec, shape: ModelShape, count: float) -> Roofline:
@@ -368,28 +365,28 @@ def simulate(settings: Sequence[str], steps: int, cut: int, traffic: Traffic) ->
         simulation = Simulation(config, shape, steps, Path(folder), traffic)
         ahead = config.rollout.max_staleness
         first = ahead + 1 if ahead else 0  # the pipeline fills
-        taken = [simulation.step(number) for number in range(first + steps)][first:]
+        measured = [simulation.step(number) for number in range(first + steps)][first:]
         simulation.close()
-    seconds = sum(step.seconds for step in taken)
+    seconds = sum(step.seconds for step in measured)
     total, trainers = seconds * simulation.gpus, simulation.trainer.gpus
     shares = {
-        "sample": sum(step.sampled for step in taken) / total,
-        "score": sum(step.score for step in taken) * trainers / total,
-        "update": sum(step.update for step in taken) * trainers / total,
-        "publish": sum(step.publish for step in taken) * simulation.gpus / total,
-        "move": sum(step.move for step in taken) * trainers / total,
+        "sample": sum(step.sampled for step in measured) / total,
+        "score": sum(step.score for step in measured) * trainers / total,
+        "update": sum(step.update for step in measured) * trainers / total,
+        "publish": sum(step.publish for step in measured) * simulation.gpus / total,
+        "move": sum(step.move for step in measured) * trainers / total,
     }
-    bounds = [max(step.chain, step.work) for step in taken]
+    bounds = [max(step.chain, step.work) for step in measured]
     return {
         **shares,
         "idle": 1 - sum(shares.values()),
         "step_seconds": seconds / steps,
-        "sampling_seconds": mean(step.sampling for step in taken),
-        "chain_seconds": mean(step.chain for step in taken),
-        "work_seconds": mean(step.work for step in taken),
-        "step_over_bound": mean(step.seconds / bound for step, bound in zip(taken, bounds, strict=True)),
-        "busiest_over_mean": mean(step.busiest for step in taken),
-        "dropped": mean(step.dropped for step in taken),
+        "sampling_seconds": mean(step.sampling for step in measured),
+        "chain_seconds": mean(step.chain for step in measured),
+        "work_seconds": mean(step.work for step in measured),
+        "step_over_bound": mean(step.seconds / bound for step, bound in zip(measured, bounds, strict=True)),
+        "busiest_over_mean": mean(step.busiest for step in measured),
+        "dropped": mean(step.dropped for step in measured),
         "retracted": sum(server.retracted for server in simulation.servers),
         "cpu_seconds": time.process_time() - began,
     }

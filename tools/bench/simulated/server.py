@@ -65,14 +65,14 @@ class Roofline:
 
 @dataclass(eq=False)
 class Request:
-    """`segments`: names and lengths of the prompt; `left`: tokens still to be sampled; `spans`: version and first
+    """`segments`: names and lengths of the prompt; `remaining`: tokens still to be sampled; `spans`: version and first
     token of each part of the reply.
     """
 
     segments: list[tuple[int, int]]
     reply: int  # name of its segment
     length: int
-    left: int = 0
+    remaining: int = 0
     cached: int = 0
     began: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -84,7 +84,7 @@ class Request:
 
     @property
     def sampled(self) -> int:
-        return self.length - self.left
+        return self.length - self.remaining
 
 
 class Server:
@@ -98,7 +98,7 @@ class Server:
         self.busy = 0.0
         self._waiting: list[Request] = []
         self._running: list[Request] = []
-        self._held: dict[int, tuple[int, int]] = {}  # segments of running requests: tokens and readers
+        self._read_segments: dict[int, tuple[int, int]] = {}  # segments of running requests: tokens and readers
         self._idle: OrderedDict[int, int] = OrderedDict()  # other segments in the cache, least recently used first
         self._used = 0  # tokens of running requests
         self._idle_used = 0
@@ -122,7 +122,7 @@ class Server:
         self._awake.set()
 
     def submit(self, request: Request) -> None:
-        request.left = request.length
+        request.remaining = request.length
         self._waiting.append(request)
         self._news.set()
         if self._loop is None:
@@ -147,14 +147,14 @@ class Server:
         batch, tokens = list[Request](), 0
         while self._waiting and len(self._running) + len(batch) < self.most:
             request = self._waiting[0]
-            held = self._cached(request)
-            new = request.prompt + request.sampled - held
+            cached = self._cached(request)
+            new = request.prompt + request.sampled - cached
             if batch and tokens + new > CHUNK:
                 break
             if self._used + new + RESERVED > self.cache and (self._running or batch):
                 break
             self._waiting.pop(0)
-            request.cached = held if not request.sampled else request.cached
+            request.cached = cached if not request.sampled else request.cached
             for name, length in request.segments:
                 self._hold(name, length)
             self._used += request.sampled
@@ -169,9 +169,9 @@ class Server:
         """Tokens of the prompt, but for its last one, that are in the cache."""
         total = 0
         for name, length in request.segments:
-            held = self._held[name][0] if name in self._held else self._idle.get(name, 0)
-            total += min(held, length)
-            if held < length:
+            stored = self._read_segments[name][0] if name in self._read_segments else self._idle.get(name, 0)
+            total += min(stored, length)
+            if stored < length:
                 break
         return min(total, request.prompt - 1)
 
@@ -188,7 +188,7 @@ class Server:
         while self._used + len(self._running) > self.cache and len(self._running) > 1:
             self._retract(min(self._running, key=lambda request: request.sampled))
         count = len(self._running)
-        steps = min(request.left for request in self._running)
+        steps = min(request.remaining for request in self._running)
         if self._used + count <= self.cache:
             steps = max(1, min(steps, (self.cache - self._used) // count))
         context = sum(request.prompt + request.sampled for request in self._running)
@@ -211,15 +211,15 @@ class Server:
         self.busy += seconds
 
     def _sample(self, request: Request, tokens: int) -> None:
-        tokens = min(tokens, request.left)
+        tokens = min(tokens, request.remaining)
         if not request.spans or request.spans[-1][0] != self.version:
             request.spans.append((self.version, request.sampled))
-        request.left -= tokens
+        request.remaining -= tokens
         self._used += tokens
         self.tokens += tokens
 
     def _end(self) -> None:
-        for request in [request for request in self._running if not request.left]:
+        for request in [request for request in self._running if not request.remaining]:
             self._running.remove(request)
             self._release(request)
             self._keep(request.reply, request.length - 1)  # the last token was never read
@@ -238,20 +238,20 @@ class Server:
     def _release(self, request: Request) -> None:
         self._used -= request.sampled
         for name, length in reversed(request.segments):  # of a chain, its end leaves the cache first
-            tokens, readers = self._held[name]
+            tokens, readers = self._read_segments[name]
             if readers > 1:
-                self._held[name] = tokens, readers - 1
+                self._read_segments[name] = tokens, readers - 1
             else:
-                del self._held[name]
+                del self._read_segments[name]
                 self._used -= tokens
                 self._keep(name, length)
 
     def _hold(self, name: int, length: int) -> None:
-        tokens, readers = self._held.get(name, (0, 0))
+        tokens, readers = self._read_segments.get(name, (0, 0))
         if not readers:
             self._idle_used -= self._idle.pop(name, 0)
         self._used += max(tokens, length) - tokens
-        self._held[name] = max(tokens, length), readers + 1
+        self._read_segments[name] = max(tokens, length), readers + 1
 
     def _keep(self, name: int, length: int) -> None:
         self._idle_used += length - self._idle.pop(name, 0)
