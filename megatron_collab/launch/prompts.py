@@ -23,8 +23,10 @@ from megatron_collab.runtime.trial import TrialError, run_trial
 
 _ROOM = 1 << 29  # bytes
 _TEXT = "x" * 2000
-_NAMES = ("goal", "answer", "question", "task_desc", "persona", "stop", "attempt", "reply", "conversation")
-_NAMES += ("metadata", "next_message")
+_NAMES = (
+    *("goal", "answer", "question", "task_desc", "persona", "stop", "attempt", "reply", "conversation", "metadata"),
+    "next_message",
+)
 
 
 class _Metadata(dict[str, str]):
