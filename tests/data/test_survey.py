@@ -105,8 +105,8 @@ def test_passes_over_the_rows_taken_decide_the_steps(tmp_path: Path) -> None:
     config.data.train = [{**rows, "weight": 3}, {**rows, "from_step": 1}]
     assert training_data(config).steps == 6
     config.train.epochs = 1.0
-    with pytest.raises(ConfigError, match="no source has rows for step 2"):
-        config.data.train = [{**rows, "until_step": 2}]
+    with pytest.raises(ConfigError, match="no source has rows for step 1"):
+        config.data.train = [{**rows, "until_step": 1}]
         training_data(config)
 
 
