@@ -40,7 +40,8 @@ def start_without_agents(free_port: Callable[[], int]) -> None:
     @wraps(start_raylet)
     def start(self: Any, *arguments: Any, **options: Any) -> None:
         for kind in ("METRICS_AGENT", "METRICS_EXPORT", "DASHBOARD_AGENT_LISTEN"):
-            _raylet.persist_port(self._session_dir, self._node_id, getattr(_raylet, f"{kind}_PORT_NAME"), -1)
+            name = getattr(_raylet, f"{kind}_PORT_NAME")
+            _raylet.persist_port(self._session_dir, self._node_id, name, -1)  # type: ignore[attr-defined]  # compiled
         self._ray_params.runtime_env_agent_port = free_port()
         start_raylet(self, *arguments, **options)
 
