@@ -24,6 +24,7 @@ from tests import gpus, processes
 from tests.fork_server import end_fork_servers
 from tests.helpers import free_port, make_model, policy_servers
 from tests.patched import PatchOnImport
+from tests.program import Supervised, train_supervised
 from tests.ranks import init_parallel
 from tests.virtual_time import VirtualTimeLoop
 
@@ -38,11 +39,12 @@ settings.register_profile("busy", deadline=None)  # no time limit per example: t
 settings.load_profile("busy")
 
 
-# Test files with such a text share what takes many seconds of a session: both servers, a fork server, a large import.
+# Test files with such a path or text share what takes many seconds: servers, a fork server, an import, a run.
 SHARING = {
     "servers": r"servers: dict\[str, Served\]",
     "engine": r"run_ranks\(.*engine=True",
     "user_logs": r"megatron_collab\.user_logs",
+    "supervised": r"supervised: Supervised|\Atests/talk/",
 }
 
 DATASETS = Path(__file__).resolve().parents[2] / "shared" / "data"  # absent beside a clone
@@ -68,7 +70,7 @@ class BySharing(LoadFileScheduling):
 @cache
 def sharing(file: str) -> str:
     """What the tests of the file share with other files, or the file."""
-    text = (Path(__file__).parent.parent / file).read_text()
+    text = f"{file}\n{(Path(__file__).parent.parent / file).read_text()}"
     return next((name for name, shared in SHARING.items() if re.search(shared, text)), file)
 
 
@@ -205,6 +207,12 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
         for served in running.values():
             served.server.wait_healthy(400.0)
         yield running
+
+
+@pytest.fixture(scope="session")
+def supervised(tmp_path_factory: pytest.TempPathFactory) -> Supervised:
+    """A supervised run of the booking world of 60 steps; its model ends its turns."""
+    return train_supervised(tmp_path_factory.mktemp("booking"))
 
 
 @pytest.fixture(scope="module")

@@ -39,16 +39,23 @@ def test_a_fixture_measures_the_cases_of_selected_tests(
 
 def test_parts_are_disjoint_and_have_all_tests_and_no_module_fixture_twice(request: pytest.FixtureRequest) -> None:
     items = request.session.items
-    halves = [part(items, number, 2) for number in (1, 2)]
-    assert sorted(map(id, items)) == sorted(id(item) for half in halves for item in half)
-    files = [{item.path for item in half if shares_fixtures(item)} for half in halves]
-    assert request.path in files[0] | files[1] and files[0].isdisjoint(files[1])
+    thirds = [part(items, number, 3) for number in (1, 2, 3)]
+    assert sorted(map(id, items)) == sorted(id(item) for third in thirds for item in third)
+    files = [file for third in thirds for file in {item.path for item in third if shares_fixtures(item)}]
+    assert request.path in files and len(files) == len(set(files))
 
 
-def test_tests_with_the_shared_servers_run_on_one_worker(request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("fixture", ["servers", "supervised"])
+def test_tests_that_share_a_fixture_of_the_session_run_on_one_worker(
+    request: pytest.FixtureRequest, fixture: str
+) -> None:
     made_here = ROOT / "tests" / "inference" / "test_served.py"
-    takes_servers = {item.path for item in request.session.items if "servers" in getattr(item, "fixturenames", ())}
-    assert {sharing(str(file.relative_to(ROOT))) for file in takes_servers - {made_here}} <= {"servers"}
+    takes = {item.path for item in request.session.items if fixture in getattr(item, "fixturenames", ())}
+    assert {sharing(str(file.relative_to(ROOT))) for file in takes - {made_here}} <= {fixture}
+
+
+def test_what_shares_nothing_runs_where_a_worker_is_free() -> None:
     assert sharing("tests/inference/test_pool.py") == "servers"
+    assert sharing("tests/talk/test_page.py") == "supervised"
     assert sharing("tests/rehearsal/test_engine.py") == "engine"
     assert sharing("tests/test_lanes.py") == "tests/test_lanes.py"

@@ -6,6 +6,8 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,51 +27,57 @@ EXCEPTIONS = {  # (file, name): why it has to be called so
 }
 
 
-def bindings(file: Path) -> Iterator[str]:
-    """Every name that a file binds: its own, variables, attributes, parameters, functions, classes and imports."""
-    yield file.stem
+@dataclass(frozen=True)
+class Source:
+    """What the tests need of a source, which is read once."""
+
+    names: list[str]  # that it binds: its own, variables, attributes, parameters, functions, classes and imports
+    docstrings: list[str]
+    errors: list[str]  # texts in calls of `require`, and in what is raised
+
+
+@cache
+def read(file: Path) -> Source:
+    names, docstrings, errors = [file.stem], [], []
     for node in ast.walk(ast.parse(file.read_text())):
-        match node:
-            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
-                yield name
-            case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                yield name
-            case ast.ClassDef(name=name) | ast.TypeVar(name=name):
-                yield name
-            case ast.alias(asname=str(name)) | ast.ExceptHandler(name=str(name)):
-                yield name
-            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
-                yield name
+        if isinstance(node, ast.Name | ast.Attribute):
+            if isinstance(node.ctx, ast.Store):
+                names.append(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, ast.arg):
+            names.append(node.arg)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.TypeVar):
+            names.append(node.name)
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar | ast.alias):
+            names.append((node.asname if isinstance(node, ast.alias) else node.name) or "")
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            docstrings.append(ast.get_docstring(node) or "")
+        of_require = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "require"
+        if of_require or isinstance(node, ast.Raise):
+            parts = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
+            errors += [part for part in parts if isinstance(part, str)]
+    return Source(names, docstrings, errors)
 
 
 @pytest.mark.parametrize("folder", ["megatron_collab", "tools", "tests"])
 def test_a_name_says_what_the_value_is(folder: str) -> None:
     paths = {str(file.relative_to(ROOT)): file for file in sorted((ROOT / folder).rglob("*.py"))}
-    names = ((path, name) for path, file in paths.items() for name in bindings(file))
+    names = ((path, name) for path, file in paths.items() for name in read(file).names)
     bad = [place for place in names if place[1].strip("_").lower() in NO_NAMES and place not in EXCEPTIONS]
     assert not bad
 
 
 def test_every_exception_is_needed() -> None:
-    assert all(name in bindings(ROOT / path) and reason for (path, name), reason in EXCEPTIONS.items())
+    assert all(name in read(ROOT / path).names and reason for (path, name), reason in EXCEPTIONS.items())
 
 
 def docstrings() -> Iterator[str]:
     for file in ROOT.glob("megatron_collab/**/*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                yield ast.get_docstring(node) or ""
+        yield from read(file).docstrings
 
 
 def messages() -> Iterator[str]:
-    """The texts of errors: in calls of `require`, and in what is raised."""
     for file in ROOT.glob("megatron_collab/**/*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            of_require = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "require"
-            if of_require or isinstance(node, ast.Raise):
-                for part in ast.walk(node):
-                    if isinstance(part, ast.Constant) and isinstance(part.value, str):
-                        yield part.value
+        yield from read(file).errors
 
 
 def pages() -> Iterator[str]:

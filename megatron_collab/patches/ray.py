@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 from megatron_collab.patches import Patch
@@ -25,6 +26,28 @@ def stay_on_loopback() -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False
 
 
+def start_without_agents(free_port: Callable[[], int]) -> None:
+    """Let a node start before its agents, however long those take to import. Can be repeated.
+
+    `free_port` returns a port for the agent of runtime environments. The dashboard's agent has three, for metrics that
+    a run does not read: their files say, as the agent itself does if it lacks packages, that nothing serves them.
+    """
+    from ray import _raylet
+    from ray._private.node import Node
+
+    start_raylet = getattr(Node.start_raylet, "__wrapped__", Node.start_raylet)
+
+    @wraps(start_raylet)
+    def start(self: Any, *arguments: Any, **options: Any) -> None:
+        for kind in ("METRICS_AGENT", "METRICS_EXPORT", "DASHBOARD_AGENT_LISTEN"):
+            name = getattr(_raylet, f"{kind}_PORT_NAME")
+            _raylet.persist_port(self._session_dir, self._node_id, name, -1)  # type: ignore[attr-defined]  # compiled
+        self._ray_params.runtime_env_agent_port = free_port()
+        start_raylet(self, *arguments, **options)
+
+    Node.start_raylet = start
+
+
 _ray = partial(Patch, "ray")
 
 PATCHES = (
@@ -45,5 +68,14 @@ PATCHES = (
         until="ray.init takes _node_ip_address=127.0.0.1 as it is",
         test="tests/runtime/test_ray_cluster.py::test_nothing_of_ray_listens_beyond_loopback",
         uses=("ray._private.ray_constants.ENABLE_RAY_CLUSTER",),
+    ),
+    _ray(
+        "a node that does not wait for its agents",
+        why="The node ends if an agent has not written its ports within 15 s, a limit that no setting changes, and "
+        "Ray notices only at its own limit. On a busy machine, or from a slow disk, their imports take longer.",
+        upstream="src/ray/raylet/node_manager.cc (WaitForDashboardAgentPorts); ray-project/ray#65983",
+        until="a variable sets that limit",
+        test="tests/runtime/test_ray_cluster.py::test_a_node_starts_before_its_agents",
+        uses=("ray._private.node.Node.start_raylet", "ray._raylet.persist_port"),
     ),
 )

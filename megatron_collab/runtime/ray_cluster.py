@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -14,12 +15,16 @@ from urllib.parse import urlsplit
 import psutil
 import ray
 
-from megatron_collab.patches.ray import start_without_monitors, stay_on_loopback
+from megatron_collab.patches.ray import start_without_agents, start_without_monitors, stay_on_loopback
 from megatron_collab.runtime import network
 from megatron_collab.runtime.files import ScratchFolder
 from megatron_collab.runtime.process import RESUMES, Preempted, RunStopped, beat, raise_if_preempted, wait_for
 
+logger = logging.getLogger(__name__)
+
 STARTS = 3  # consecutive failures to start Ray that end the run
+_START_LIMITS = ("RAY_gcs_server_port_wait_time_s", "RAY_raylet_start_wait_time_s")  # Ray's own for store and node
+_START_SECONDS = 60  # instead of Ray's 30, which a busy machine exceeds
 _AGENTS, _AGENTS_START = 2, 30.0  # dashboard and runtime environments; timeout in seconds
 _CLUSTER_SECONDS = 30.0  # time for the cluster at RAY_ADDRESS to answer
 _CLUSTER = ("gcs_server", "raylet")  # processes that a cluster of this machine cannot lose
@@ -56,9 +61,12 @@ def ray_session(processes: int, nodes: int = 1, start_timeout: float = 0.0) -> I
 
 
 def _start_ray(**options: Any) -> None:
-    """Start Ray on this machine, with retries: its limit of 30 s is short on a busy one. RunStopped after STARTS."""
+    """Start Ray on this machine, with retries. RunStopped after STARTS."""
     start_without_monitors()
+    start_without_agents(lambda: network.bindable("port", 0))
     stay_on_loopback()
+    for name in _START_LIMITS:
+        os.environ.setdefault(name, str(_START_SECONDS))
     children_before = set(psutil.Process().children())
     for remaining in reversed(range(STARTS)):
         beat()
@@ -74,6 +82,7 @@ def _start_ray(**options: Any) -> None:
                 child.kill()
             if not remaining:
                 raise RunStopped(f"Ray did not start, {STARTS} times in a row: {error}") from error
+            logger.warning(f"start {STARTS - remaining} of {STARTS} of Ray failed, starting it again: {error}")
 
 
 def raise_if_lost() -> None:

@@ -36,9 +36,9 @@ from megatron_collab.runtime import files, process, rank0, ray_cluster, signals
 from megatron_collab.runtime.process import EXIT_BAD_INPUT, EXIT_HUNG, EXIT_STOPPED, RunStopped
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.types import Missing, Task
-from tests.e2e.test_booking import Program
 from tests.helpers import free_port, policy_servers
 from tests.llm.endpoint import Endpoint, hangs, in_thread, says
+from tests.program import Program
 
 
 class Started(Exception):

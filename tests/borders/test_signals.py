@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_collab.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_TERMINATED
-from tests.e2e.test_booking import Program, lines, shared_memory, steps_done
+from tests.e2e.test_booking import shared_memory
+from tests.program import Program, lines, steps_done
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_booking import RANDOM, Program, kill, lines, parameters, steps_done
+from tests.e2e.test_booking import RANDOM, kill, parameters
+from tests.program import Program, lines, steps_done
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_collab import train
 from megatron_collab.inference import KEY_VARIABLE
-from megatron_collab.runtime import files
 from tests.helpers import evaluation_rows, listening, transcript_rows
+from tests.program import SFT, Program, Supervised, lines, steps_done
 
 pytestmark = pytest.mark.processes
 
 API_KEY = "sk-test-0123456789"  # in the environment of the undisturbed run
 
-SFT = ["experiment=booking_sft", "train.steps=60", "train.checkpoint_every=20", "optim.warmup_steps=10"]
-SFT += ["data.eval=${data.dir}/sft.jsonl", "train.eval_tasks=16", "train.eval_every=20", "train.keep_best=-eval/loss"]
 RL = [
     "experiment=booking",
     "train.steps=4",
@@ -40,80 +35,6 @@ RL = [
 
 
 RANDOM = ["reward.malformed=null", "reward.weights.token_amount=-0.01"]  # a random model ends no turn by itself
-
-
-class Program:
-    """One start of the program in its own session, which finds all its processes by a mark in their environment.
-
-    `within`: a command that changes its environment and then runs the rest of its arguments.
-    """
-
-    def __init__(
-        self,
-        arguments: list[str],
-        log: Path,
-        module: str = "megatron_collab.train",
-        defaults: str = "INT,HUP",
-        within: Sequence[str] = (),
-        **environment: str,
-    ) -> None:
-        self.mark = f"e2e-{os.getpid()}-{time.monotonic_ns()}"
-        self.log = log
-        self.descendants: list[psutil.Process] = []
-        inherited = dict(os.environ)
-        inherited.pop(files.COMPILE_CACHE[0], None)  # which this process has set: a program does so by itself
-        with log.open("w") as stream:
-            self.process = subprocess.Popen(
-                # Tests in the background inherit an ignored SIGINT, tests under nohup an ignored SIGHUP.
-                ["env", f"--default-signal={defaults}", *within, sys.executable, "-m", module, *arguments],
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**inherited, **environment, "MEGATRON_COLLAB_TEST": self.mark},
-            )
-
-    def wait(self, timeout: float = 300) -> int:
-        return self.process.wait(timeout)
-
-    def finish(self, timeout: float = 300) -> None:
-        """Wait for exit code 0."""
-        assert self.wait(timeout) == 0, self.log.read_text()[-5000:]
-
-    def when(self, holds: Callable[[], bool], timeout: float = 300) -> None:
-        deadline = time.monotonic() + timeout
-        while not holds():
-            assert self.process.poll() is None, f"ended before the moment came:\n{self.log.read_text()[-3000:]}"
-            assert time.monotonic() < deadline, f"the moment never came:\n{self.log.read_text()[-3000:]}"
-            time.sleep(0.002)
-        # Some of Ray's processes hide their environment, so record them while they still have their parents.
-        self.descendants = psutil.Process(self.process.pid).children(recursive=True)
-
-    def processes(self) -> list[psutil.Process]:
-        """Living processes that were started by this program, directly or not."""
-        living = []
-        for process in {*psutil.process_iter(), *self.descendants}:
-            try:
-                ours = process in self.descendants or environment_of(process).get("MEGATRON_COLLAB_TEST") == self.mark
-                if ours and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                    living.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        return living
-
-    def values(self, variable: str) -> set[str]:
-        """Values of the variable in the environments of its processes, except those of Ray that hide theirs."""
-        return {value for process in self.processes() if (value := environment_of(process).get(variable))}
-
-    def gone(self, timeout: float = 60) -> list[str]:
-        """Wait until all its processes have ended; return those that still live after `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        while self.processes() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return [" ".join(process.cmdline()[:6]) for process in self.processes()]
-
-    def end(self) -> None:
-        for process in self.processes():
-            process.kill()
 
 
 @dataclass(frozen=True)
@@ -134,14 +55,6 @@ def process_infos(program: Program) -> list[ProcessInfo]:
     return infos
 
 
-def environment_of(process: psutil.Process) -> dict[str, str]:
-    """The process's environment; empty if it has ended or may not be read."""
-    try:
-        return process.environ()
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return {}
-
-
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
     programs: list[Program] = []
@@ -156,25 +69,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("booking")
-
-
-@pytest.fixture(scope="module")
-def addresses() -> dict[int, set[str]]:
-    """The addresses at which each process of the supervised run listens, while it trains."""
-    return {}
-
-
-@pytest.fixture(scope="module")
-def supervised(root: Path, addresses: dict[int, set[str]]) -> Path:
-    """The undisturbed supervised run; later stages start from its model."""
-    program = Program([*SFT, f"run.dir={root}/sft", f"data.dir={root}/world"], root / "sft.log")
-    program.when(lambda: steps_done(root / "sft") >= 1)
-    listeners = listening([psutil.Process(program.process.pid), *program.descendants])
-    addresses |= {process.pid: {host for host, _ in sockets} for process, sockets in listeners.items()}
-    program.finish()
-    return root / "sft"
+def root(supervised: Supervised) -> Path:
+    return supervised.root
 
 
 @pytest.fixture(scope="module")
@@ -203,9 +99,7 @@ def whole() -> list[ProcessInfo]:
 
 
 @pytest.fixture(scope="module")
-def trained(
-    root: Path, supervised: Path, keys: dict[str, str], temporary: Path, shared: set[Path], whole: list[ProcessInfo]
-) -> Path:
+def trained(root: Path, keys: dict[str, str], temporary: Path, shared: set[Path], whole: list[ProcessInfo]) -> Path:
     """The undisturbed run on multiturn-aware reward."""
     program = Program(rl(root, "rl"), root / "rl.log", TMPDIR=str(temporary), **keys)
     program.when(lambda: steps_done(root / "rl") >= 1)
@@ -224,16 +118,6 @@ def rl(root: Path, name: str) -> list[str]:
 def rl_at_random(root: Path, name: str) -> list[str]:
     """As `rl`, but from a random model, which needs no earlier run."""
     return [*rl(root, name), f"model.path={root}/world/model", *RANDOM]
-
-
-def lines(file: Path) -> list[dict]:
-    """The complete lines of a file that may be being written."""
-    text = file.read_text() if file.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-
-
-def steps_done(run: Path) -> int:
-    return len(lines(run / "metrics.jsonl"))
 
 
 def parameters(run: Path) -> bytes:
@@ -256,29 +140,31 @@ def kill(program: Program) -> None:
     assert program.gone() == []
 
 
-def test_supervised_training_learns_and_exports_a_hugging_face_folder(supervised: Path) -> None:
-    metrics = lines(supervised / "metrics.jsonl")
+def test_supervised_training_learns_and_exports_a_hugging_face_folder(supervised: Supervised) -> None:
+    run = supervised.run
+    metrics = lines(run / "metrics.jsonl")
     assert [line["step"] for line in metrics] == list(range(60))
     assert metrics[-1]["loss"] < 0.5 * metrics[0]["loss"]
-    assert (supervised / "hf" / "config.json").exists()
-    evaluations = json.loads((supervised / "evaluations.json").read_text())
+    assert (run / "hf" / "config.json").exists()
+    evaluations = json.loads((run / "evaluations.json").read_text())
     losses = {record["step"]: record["score/loss"] for record in evaluations.values()}
     assert list(losses) == [0, 20, 40, 60] and losses[60] < 0.5 * losses[0]
-    best = json.loads((supervised / "best.json").read_text())
-    assert best["value"] == min(losses.values()) and (supervised / best["checkpoint"] / "state.json").exists()
+    best = json.loads((run / "best.json").read_text())
+    assert best["value"] == min(losses.values()) and (run / best["checkpoint"] / "state.json").exists()
 
 
-def test_nothing_of_a_run_listens_beyond_loopback(supervised: Path, addresses: dict[int, set[str]]) -> None:
+def test_nothing_of_a_run_listens_beyond_loopback(supervised: Supervised) -> None:
     """torchrun's store and the ranks' gloo; a server of its own: tests/inference/test_server.py."""
-    assert [hosts for hosts in addresses.values() if hosts] == [{"127.0.0.1"}] * 3
+    assert [hosts for hosts in supervised.addresses if hosts] == [{"127.0.0.1"}] * 3
 
 
 def test_a_fork_that_is_killed_ends_with_the_parameters_of_the_run_that_it_continues(
-    root: Path, supervised: Path, temporary: Path, start: Callable[..., Program]
+    supervised: Supervised, temporary: Path, start: Callable[..., Program]
 ) -> None:
     """To the last bit, with the same settings; it leaves nothing in the temporary folder."""
-    run, shared = root / "forked", supervised / "checkpoints" / "step_40" / "__0_0.distcp"
-    arguments = [*SFT, "train.checkpoint_every=10", f"run.from={supervised}@40", f"run.dir={run}"]
+    root, finished = supervised.root, supervised.run
+    run, shared = root / "forked", finished / "checkpoints" / "step_40" / "__0_0.distcp"
+    arguments = [*SFT, "train.checkpoint_every=10", f"run.from={finished}@40", f"run.dir={run}"]
     arguments.append(f"data.dir={root}/world")
     killed = start(arguments, TMPDIR=str(temporary))
     killed.when(lambda: steps_done(run) >= 11)
@@ -290,17 +176,17 @@ def test_a_fork_that_is_killed_ends_with_the_parameters_of_the_run_that_it_conti
     assert "Warning" not in resumed.log.read_text()
     assert not list(temporary.iterdir())
     assert [line["step"] for line in lines(run / "metrics.jsonl")] == list(range(40, 60))
-    assert parameters(run) == parameters(supervised)
-    assert json.loads((run / "fork.json").read_text()) == {"from": str(supervised.resolve()), "step": 40}
+    assert parameters(run) == parameters(finished)
+    assert json.loads((run / "fork.json").read_text()) == {"from": str(finished.resolve()), "step": 40}
     evaluations = json.loads((run / "evaluations.json").read_text())
     assert {name: record["step"] for name, record in evaluations.items()} == {"before": 40, "after": 60}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algo", ["online_dpo", "best_of_n"])
-def test_the_best_of_a_group_is_learned_from(root: Path, start: Callable[..., Program], algo: str) -> None:
-    run, few = root / algo, ["train.steps=2", "train.prompts_per_step=8", "train.eval_tasks=0"]
-    start([*rl_at_random(root, algo), f"algo={algo}", *few]).finish()
+def test_the_best_of_a_group_is_learned_from(tmp_path: Path, start: Callable[..., Program], algo: str) -> None:
+    run, few = tmp_path / algo, ["train.steps=2", "train.prompts_per_step=8", "train.eval_tasks=0"]
+    start([*rl_at_random(tmp_path, algo), f"algo={algo}", *few]).finish()
     first, second = lines(run / "metrics.jsonl")
     assert first["reward"] == first["reward"] and second["grad_norm"] > 0
     if algo == "best_of_n":
@@ -383,30 +269,28 @@ def test_nothing_is_left_in_the_temporary_folder_and_no_shared_memory(
     assert not [file for file in shared if file.exists()]
 
 
-def test_a_finished_run_is_not_trained_again(trained: Path, root: Path, start: Callable[[list[str]], Program]) -> None:
+def test_a_finished_run_is_not_trained_again(trained: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (trained / "metrics.jsonl").stat().st_mtime_ns
-    program = start(rl(root, "rl"))
-    assert program.wait() == 0
-    assert "all 4 steps are done" in program.log.read_text()
+    assert train.main(rl(root, "rl")) == 0 and "all 4 steps are done" in capsys.readouterr().out
     assert (trained / "metrics.jsonl").stat().st_mtime_ns == before
 
 
 @pytest.mark.slow
-def test_sampling_runs_ahead_of_training(root: Path, start: Callable[[list[str]], Program]) -> None:
+def test_sampling_runs_ahead_of_training(tmp_path: Path, start: Callable[[list[str]], Program]) -> None:
     """Servers receive weights in the middle of requests, and every sample is at most one version behind.
 
     Two ranks as DP2; every publish compares the server's weights with those that were sent.
     """
     ahead = ["rollout.max_staleness=1", "rollout.server.colocated=false", "algo.correction=truncated"]
     options = [*ahead, "parallel.tp=1", "publish.verify=1", "train.eval_tasks=0"]
-    start([*rl_at_random(root, "ahead"), *options]).finish()
-    metrics = lines(root / "ahead" / "metrics.jsonl")
+    start([*rl_at_random(tmp_path, "ahead"), *options]).finish()
+    metrics = lines(tmp_path / "ahead" / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [0, 1, 2, 3]
     assert metrics[0]["staleness/max"] == 0 and metrics[0]["mismatch/max_abs"] <= 1e-4  # there was no older version
     assert max(line["staleness/max"] for line in metrics) == 1
     assert all(line["ending/error"] == 0 for line in metrics if "ending/error" in line)
     streams = [
-        (line["step"], line["task"], line["rollout"], line["future"]) for line in transcript_rows(root / "ahead")
+        (line["step"], line["task"], line["rollout"], line["future"]) for line in transcript_rows(tmp_path / "ahead")
     ]
     groups = sum(4 + line["staleness/groups_dropped"] - line["staleness/groups_lacking"] for line in metrics)
     assert len(streams) == len(set(streams))

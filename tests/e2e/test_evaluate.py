@@ -24,10 +24,11 @@ from megatron_collab.data.sources import Source
 from megatron_collab.environments import booking
 from megatron_collab.runtime.process import EXIT_BAD_INPUT, EXIT_STOPPED
 from megatron_collab.synthesis import build_dataset
-from tests.e2e.test_booking import Program, kill, lines, start
+from tests.e2e.test_booking import kill, start
 from tests.helpers import evaluation_rows, make_reward_model
 from tests.hub import StandInHub, serving
 from tests.llm.endpoint import Endpoint, fails, says
+from tests.program import Program, Supervised, lines
 from tests.proxy import RecordingProxy, recording_proxy
 
 pytestmark = pytest.mark.processes
@@ -40,13 +41,9 @@ SETS = (
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short supervised run of the booking world, whose model ends its turns."""
-    root = tmp_path_factory.mktemp("evaluate")
-    sft = ["experiment=booking_sft", "train.steps=60", "train.checkpoint_every=30", "optim.warmup_steps=10"]
-    sft += ["launch.nproc_per_node=1", "parallel.tp=1"]
-    program = Program([*sft, f"run.dir={root}/sft", f"data.dir={root}/world"], root / "sft.log")
-    program.finish()
+def root(supervised: Supervised) -> Path:
+    """The folder of the supervised run, with more tasks."""
+    root = supervised.root
     # Openings that leave something out, so that conversations have several turns.
     rows = [row | {"prompt": []} for row in lines(root / "world" / "eval.jsonl") if not says_everything(row["goal"])]
     (root / "world" / "unopened.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -104,8 +101,7 @@ def test_a_checkpoint_is_evaluated(
     assert {"eval/sampled/booking_right_low", "eval/sampled/booking_right_high"} <= result.keys()
     assert not (run / "hf").exists() and not list((run / "journal").iterdir())
     assert "Evaluation sampled" in (run / "report.html").read_text()
-    repeated = start(of_checkpoint, module="megatron_collab.evaluate")
-    assert repeated.wait() == 0 and "all evaluations of" in repeated.log.read_text()
+    assert evaluate.main(of_checkpoint) == 0 and "all evaluations of" in capsys.readouterr().out
     refuses_other_data(of_checkpoint, evaluate.main, root / "world" / "eval.jsonl", capsys)
 
 
@@ -161,11 +157,10 @@ def test_conversations_are_built_turn_by_turn(
             assert prompt[:-2] == best["prompt"] and prompt[-2]["content"] == best["completion"]
     assert f"{len(rows)} candidates" in (run / "built" / "README.md").read_text()
     assert len(load_tasks(Source(source=str(run / "built")))) == len(rows)
-    repeated = start(command, module="megatron_collab.synthesis.build_dataset")
-    assert repeated.wait() == 0 and "all conversations are built" in repeated.log.read_text()
+    assert build_dataset.main(command) == 0 and "all conversations are built" in capsys.readouterr().out
     refuses_other_data(command, build_dataset.main, root / "world" / "unopened.jsonl", capsys)
-    refused = start([*command[:-1], f"run.dir={root}/none"], module="megatron_collab.synthesis.build_dataset")
-    assert refused.wait() == 2 and "rollout.max_messages: not set" in refused.log.read_text()
+    assert build_dataset.main([*command[:-1], f"run.dir={root}/none"]) == EXIT_BAD_INPUT
+    assert "rollout.max_messages: not set" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -258,7 +253,7 @@ async def _evaluated(
 
 
 async def _requests(
-    arguments: list[str], log: Path, endpoint: Endpoint, environment: dict[str, str], code: int = 0
+    arguments: list[str], log: Path, endpoint: Endpoint, environment: dict[str, str]
 ) -> list[dict[str, Any]]:
     async with endpoint:
         model = ["assistant.model=openai/m", f"assistant.api_base=http://127.0.0.1:{endpoint.port}/v1"]
@@ -267,7 +262,7 @@ async def _requests(
             process = await asyncio.create_subprocess_exec(
                 *command, stdout=stream, stderr=subprocess.STDOUT, env=environment
             )
-            assert await asyncio.wait_for(process.wait(), 300) == code, log.read_text()[-5000:]
+            assert await asyncio.wait_for(process.wait(), 300) == 0, log.read_text()[-5000:]
         return endpoint.requests
 
 
@@ -290,31 +285,34 @@ def test_a_model_behind_litellm_is_the_assistant(root: Path) -> None:
 
 
 def test_what_failed_is_evaluated_again_by_the_same_command(root: Path) -> None:
-    """The endpoint refuses the key, first for every task, then for a single one."""
+    """The endpoint refuses the key for one task; where it does for all: tests/rollout/test_evaluation.py."""
     command = arguments(root, "refused", f"data.eval={root}/world/eval.jsonl", "train.eval_tasks=6")
     environment = {**os.environ, "OPENAI_API_KEY": "sk-test"}
     right, run = says("a table for 2 people on monday at 6pm ."), root / "refused"
 
-    def evaluated(refused: Callable[[str], bool], code: int) -> tuple[set[str], str]:
-        """The first messages of the tasks that the endpoint was asked about, and the console."""
+    def evaluated(refused: set[str]) -> tuple[set[str], str]:
+        """The first messages of the tasks that the endpoint was asked about, and the console.
+
+        Of an empty `refused`, the first one that comes is added.
+        """
 
         async def reply(request: web.Request) -> web.StreamResponse:
             first = (await request.json())["messages"][0]["content"]
-            return await (fails(401, "wrong key") if refused(first) else right)(request)
+            if not refused:
+                refused.add(first)
+            return await (fails(401, "wrong key") if first in refused else right)(request)
 
         log = root / "refused.log"
-        requests = asyncio.run(_requests(command, log, Endpoint(reply), environment, code))
+        requests = asyncio.run(_requests(command, log, Endpoint(reply), environment))
         return {request["messages"][0]["content"] for request in requests}, log.read_text()
 
-    tasks, console = evaluated(lambda first: True, EXIT_STOPPED)
-    assert "6 of 6 conversations of evaluation model lack a score, more than reward.max_missing=0.2 allows" in console
-    assert "wrong key" in console and not (run / "evaluations.json").exists() and not (run / "result.json").exists()
-    broken = min(tasks)
-    assert evaluated(lambda first: first == broken, 0)[0] == tasks
+    refused: set[str] = set()
+    tasks, console = evaluated(refused)
+    assert len(tasks) == 6 and "wrong key" in console
     assert json.loads((run / "result.json").read_text())["eval/incomplete"] == 1
     assert "(1 missing)" in (run / "report.html").read_text()
-    repeated, console = evaluated(lambda first: False, 0)
-    assert repeated == {broken} and " missing)" not in console
+    repeated, console = evaluated({"no task"})
+    assert repeated == refused and " missing)" not in console
     assert json.loads((run / "result.json").read_text())["eval/incomplete"] == 0
     assert len(evaluation_rows(run, "model")) == 6
 

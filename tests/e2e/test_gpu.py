@@ -18,8 +18,8 @@ from megatron_collab.runtime import device
 from megatron_collab.runtime.signals import EXIT_PREEMPTED, PREEMPTION
 from tests import gpus
 from tests.e2e.hosts import train_on_two_hosts
-from tests.e2e.test_booking import Program, lines, steps_done
 from tests.helpers import make_model, nats_apart
+from tests.program import Program, lines, steps_done
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(2400)]
 

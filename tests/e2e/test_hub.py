@@ -13,7 +13,7 @@ from megatron_collab.data.datasets import write_jsonl
 from tests.helpers import make_model
 from tests.hub import serving
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(600)]
 
 WORDS = ("friday", "sunday", "seven", "eight", "two people", "five people")
 ROWS = [

@@ -18,9 +18,10 @@ import pytest
 from aiohttp import web
 
 from megatron_collab.llm.recording import Recording
-from tests.e2e.test_booking import lines, parameters
+from tests.e2e.test_booking import parameters
 from tests.helpers import make_model, transcript_rows
 from tests.llm.endpoint import Endpoint, Reply, says
+from tests.program import lines
 from tests.proxy import recording_proxy
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]

@@ -13,10 +13,11 @@ import yaml
 
 from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.reproduce.study import STUDIES, read
-from tests.e2e.test_booking import Program, start
+from tests.e2e.test_booking import start
 from tests.e2e.test_experiments import SMALL, SMALL_RL, Answers, endpoint, published
 from tests.helpers import make_model
 from tests.hub import serving
+from tests.program import Program
 from tools.bench import evidence
 
 __all__ = ["endpoint", "start"]  # fixtures

@@ -25,8 +25,9 @@ from megatron_collab.rollout.journal import JournalEntry, entries
 from megatron_collab.runtime.files import ScratchFolder
 from megatron_collab.runtime.signals import EXIT_PREEMPTED, PREEMPTION
 from tests.e2e.hosts import train_on_two_hosts
-from tests.e2e.test_booking import RANDOM, Program, kill, lines, parameters, steps_done
+from tests.e2e.test_booking import RANDOM, kill, parameters
 from tests.helpers import free_port, transcript_rows
+from tests.program import Program, lines, steps_done
 
 pytestmark = pytest.mark.processes
 

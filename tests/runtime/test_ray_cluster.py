@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from megatron_collab.runtime import ray_cluster
-from megatron_collab.runtime.process import RunStopped
+from megatron_collab.runtime.process import RunStopped, wait_for
 from tests.helpers import listening
 
 pytestmark = pytest.mark.processes
@@ -61,10 +61,39 @@ def before() -> Sockets:
     return listening(family())
 
 
+AGENTS = ("/dashboard/agent.py", "/agent/main.py")
+BLOCK_AGENTS = """
+import pathlib, sys, time
+is_agent = any(argument.endswith({agents}) for argument in sys.orig_argv)
+while is_agent and not pathlib.Path({release!r}).exists():
+    time.sleep(0.1)
+"""
+
+
+def is_agent(process: psutil.Process) -> bool:
+    return any(argument.endswith(AGENTS) for argument in process.cmdline())
+
+
 @pytest.fixture(scope="module")
-def session(before: Sockets) -> Iterator[None]:
-    with ray_cluster.ray_session(2):
-        yield
+def agents_at_start(before: Sockets, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sockets]:
+    """A session whose agents import nothing until it has started; the addresses at which they listen then."""
+    folder = tmp_path_factory.mktemp("agents")
+    (folder / "sitecustomize.py").write_text(BLOCK_AGENTS.format(agents=AGENTS, release=str(folder / "release")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        with ray_cluster.ray_session(2):
+            agents = listening(process for process in family() if is_agent(process))
+            (folder / "release").touch()
+            yield agents
+
+
+@pytest.fixture(scope="module")
+def session(agents_at_start: Sockets) -> None:
+    """A cluster on this machine."""
+
+
+def test_a_node_starts_before_its_agents(agents_at_start: Sockets) -> None:
+    assert len(agents_at_start) == 2 and not any(agents_at_start.values())
 
 
 def test_workers_have_the_priority_of_the_process_that_started_ray(session: None) -> None:
@@ -80,6 +109,8 @@ def test_ray_starts_without_monitors(session: None) -> None:
 
 def test_nothing_of_ray_listens_beyond_loopback(before: Sockets, session: None) -> None:
     ray.get(ray.remote(lambda: None).options(num_cpus=0).remote())
+    # The node, the agents and the worker begin to listen after the start; this process, the store and the node at once.
+    assert wait_for(lambda: sum(bool(sockets) for sockets in listening(family()).values()) >= 6, 60.0)
     after = listening(family())
     names = {process: " ".join(process.cmdline())[:100] for process in after}
     opened = {process: sockets - before.get(process, set()) for process, sockets in after.items()}

@@ -9,10 +9,7 @@ import pytest
 
 from megatron_collab.config import Config, recorded
 from megatron_collab.launch import validate
-from tests.e2e.test_booking import Program
-
-SFT = ["experiment=booking_sft", "train.steps=60", "train.checkpoint_every=30", "optim.warmup_steps=10"]
-SFT += ["launch.nproc_per_node=1", "parallel.tp=1"]
+from tests.program import Supervised
 
 
 def write_run(folder: Path, config: Config) -> Path:
@@ -23,17 +20,13 @@ def write_run(folder: Path, config: Config) -> Path:
 
 
 @pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A supervised run's checkpoints in the folder of a run that has users, tasks and metrics."""
+def run(tmp_path_factory: pytest.TempPathFactory, supervised: Supervised) -> Path:
+    """The supervised run's checkpoints in the folder of a run that has users, tasks and metrics."""
     root = tmp_path_factory.mktemp("talk")
-    program = Program([*SFT, f"run.dir={root}/sft", f"data.dir={root}/world"], root / "sft.log")
-    try:
-        program.finish()
-    finally:
-        program.end()
-    model = f"model.path={root}/world/model"
-    config = validate.load(["experiment=booking", f"run.dir={root}/rl", f"data.dir={root}/world", model])
+    world = supervised.root / "world"
+    model = f"model.path={world}/model"
+    config = validate.load(["experiment=booking", f"run.dir={root}/rl", f"data.dir={world}", model])
     folder = write_run(root / "rl", config)
-    for step in (30, 60):
-        (folder / "checkpoints" / f"step_{step}").symlink_to(root / "sft" / "checkpoints" / f"step_{step}")
+    for step in (20, 60):
+        (folder / "checkpoints" / f"step_{step}").symlink_to(supervised.run / "checkpoints" / f"step_{step}")
     return folder

@@ -25,6 +25,7 @@ def test_the_docs_show_what_the_script_takes() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: tools/setup_browser.sh installs it")
 def test_pictures_of_a_run(tmp_path: Path) -> None:
     recorded_runs.write_run(tmp_path / "run", 7)

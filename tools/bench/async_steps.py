@@ -29,6 +29,7 @@ from megatron_collab.data.datasets import task_row, write_jsonl
 from megatron_collab.environments import tiny_model
 from megatron_collab.launch.data_specs import data_spec
 from megatron_collab.launch.play_specs import play_spec
+from megatron_collab.observability.run import Run
 from megatron_collab.rollout.manager import RolloutManager
 from megatron_collab.rollout.workers import Workers
 from megatron_collab.runtime.ray_cluster import ray_session, start_actor
@@ -79,23 +80,23 @@ def steps_a_second(workers: list[Any], folder: Path, staleness: int, steps: int)
     config.model.path = str(folder / "model")
     tiny_model.byte_tokenizer([], 300).save_pretrained(folder / "model")
     write_jsonl(folder / "tasks.jsonl", [task_row(TASK)])
-    run: Any = SimpleNamespace(transcripts=lambda step, groups: None, alarms=lambda step, alarms: None)
     pool = SimpleNamespace(lost_all=lambda: False, recover=lambda: None)
     players, play = Workers(workers, [], workers[0]), play_spec(config)
     servers: Any = SimpleNamespace(workers=players, pool=pool, lost_all=pool.lost_all, play=play, timeout=150.0)
     weights: Any = SimpleNamespace()
     credit = CreditSpec(config.algo, config.reward, config.rollout)
-    rollouts = RolloutManager(config.train, credit, data_spec(config), servers, weights, run, {})
     trained, dropped = 0, 0.0
-    began = time.monotonic()
-    for step in range(steps):
-        ray.get([worker.publish.remote(step) for worker in workers])
-        batch = rollouts.collect(step)
-        assert min(sample.version for sample in batch.samples) >= step - staleness
-        trained, dropped = trained + len(batch.samples), dropped + batch.metrics.get("staleness/dropped", 0.0)
-        time.sleep(SECONDS)
-        rollouts.learned({"step": float(step)})
-    seconds = time.monotonic() - began
+    with Run(config, config.train, 0, {}, {}) as run:
+        rollouts = RolloutManager(config.train, credit, data_spec(config), servers, weights, run, {})
+        began = time.monotonic()
+        for step in range(steps):
+            ray.get([worker.publish.remote(step) for worker in workers])
+            batch = rollouts.collect(step)
+            assert min(sample.version for sample in batch.samples) >= step - staleness
+            trained, dropped = trained + len(batch.samples), dropped + batch.metrics.get("staleness/dropped", 0.0)
+            time.sleep(SECONDS)
+            rollouts.learned({"step": float(step)})
+        seconds = time.monotonic() - began
     assert trained == steps * PROMPTS * 2
     return steps / seconds, dropped / trained
 

@@ -34,6 +34,7 @@ from megatron_collab.config import BuildDatasetConfig, PlayConfig
 from megatron_collab.data.datasets import task_row, write_jsonl
 from megatron_collab.environments import tiny_model
 from megatron_collab.launch.spec import building_spec
+from megatron_collab.observability.folder import RunFolder
 from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.rollout.lead import Lead
 from megatron_collab.rollout.users import UserReply
@@ -164,14 +165,14 @@ def build(config: BuildDatasetConfig) -> tuple[float, list[list[Group]]]:
     pool, spec = SimpleNamespace(recover=lambda: None), building_spec(config)
     servers: Any = SimpleNamespace(workers=Workers(workers, [], workers[0]), pool=pool, lost_all=lambda: False)
     servers.play, servers.timeout = spec.play, 150.0
-    run: Any = SimpleNamespace(evaluation_due=lambda *_: "model", evaluation=lambda *_: None, complete=True)
-    synthesis = Timed(config, spec, spec.play, spec.data, run, lambda: None, Lead.standalone(servers, 0))
-    with synthesis.standalone():
-        (eval_set,) = synthesis.sets
-        synthesis._prepared(eval_set)  # reads the tasks, which takes longer than everything else here
-        began = time.monotonic()
-        synthesis.evaluate(0)
-        return time.monotonic() - began, synthesis.built()
+    with RunFolder(config, start=0, steps=0) as run:
+        synthesis = Timed(config, spec, spec.play, spec.data, run, lambda: None, Lead.standalone(servers, 0))
+        with synthesis.standalone():
+            (eval_set,) = synthesis.sets
+            synthesis._prepared(eval_set)  # reads the tasks, which takes longer than everything else here
+            began = time.monotonic()
+            synthesis.evaluate(0)
+            return time.monotonic() - began, synthesis.built()
 
 
 def longest(group: Group) -> float:
