@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from simulated.server import FILLER, SEGMENT, Roofline
-
 from megatron_collab.config import EndpointConfig
 from megatron_collab.llm.answer import Answer, Field
 from megatron_collab.llm.caller import caller
 from megatron_collab.llm.endpoint import token_budget
 from megatron_collab.llm.limiter import CallQueue, FinishedCall, Reservation
 from megatron_collab.types import Message
+from simulated.server import FILLER, SEGMENT, Roofline
 
 # Names of segments (server.py): of the system prompt, tasks, replies, messages of users.
 SYSTEM, TASKS, REPLIES, MESSAGES = SEGMENT, SEGMENT + 1, 1 << 33, 1 << 40
@@ -57,7 +56,7 @@ class Ledger:
     """Seconds by conversation of turns and users (of a trained turn by rollout), and of its judge's calls."""
 
     trained: dict[str, float] = field(default_factory=dict)
-    later: Counter[str] = field(default_factory=Counter)
+    later: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     judges: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     decoded: float = 0.0  # tokens
     context: float = 0.0  # sum over the decoded tokens of the tokens before them
