@@ -28,6 +28,7 @@ LAZY = {
     "commands.doctor": "lists what is missing on a machine without torch",
     "commands.plan_sync": "answers --help and wrong arguments before torch is imported",
     "commands.prepare_data": "answers --help and wrong arguments before transformers is imported",
+    "commands.run_plan": "patches of Megatron-Core precede its import, and a machine may lack it",
     "commands.recording": "answers --help and wrong arguments before numpy is imported",
     "commands.score": "answers --help and wrong arguments before Ray and the libraries of data are imported",
     "launch.slurm": "its commands address and wait, which every node runs, need no torch",
@@ -58,12 +59,12 @@ TAKE_VALUES: dict[str, tuple[str, ...]] = {
     "llm": ("EndpointConfig", "LlmConfig"),
     "data": ("AssistantConfig", "SamplingConfig"),
     "reward": ("EndpointConfig", "LlmConfig", "ServedConfig"),
-    "algo": ("AlgoConfig", "RewardConfig", "TrainingRewardConfig", "TrainingRolloutConfig"),
+    "algo": ("AlgoConfig", "RewardConfig", "TeacherConfig", "TrainingRewardConfig", "TrainingRolloutConfig"),
     "models": ("LoraConfig", "ParallelConfig", "TrainingModelConfig"),
     "observability": ("PlayConfig", "TrainConfig"),  # run.dir records all settings
     "rollout": (
-        *("AssistantConfig", "EndpointConfig", "LlmConfig", "RolloutConfig", "SamplingConfig", "TrainConfig"),
-        "UserConfig",
+        *("AssistantConfig", "EndpointConfig", "LlmConfig", "RolloutConfig", "SamplingConfig", "TeacherConfig"),
+        *("TrainConfig", "UserConfig"),
     ),
     "runtime": ("ParallelConfig", "TrainingModelConfig"),
     "trainer": (

@@ -48,9 +48,9 @@ class EvaluationSet(Source):
 def _name(eval_set: EvaluationSet, sets: Sequence[EvaluationSet]) -> str:
     """Its name, else the last part of its source, after as many folders as tell it from other sets with that part."""
     folders = eval_set.folders
-    others = [other.folders for other in sets if other is not eval_set and other.title == eval_set.title]
-    depths = range(1, len(folders) + 1) if others and not eval_set.name else ()
-    depth = next((depth for depth in depths if all(other[-depth:] != folders[-depth:] for other in others)), 0)
+    rivals = [other.folders for other in sets if other is not eval_set and other.title == eval_set.title]
+    depths = range(1, len(folders) + 1) if rivals and not eval_set.name else ()
+    depth = next((depth for depth in depths if all(other[-depth:] != folders[-depth:] for other in rivals)), 0)
     return "_".join([*(_NOT_IN_NAME.sub("-", folder) for folder in folders[len(folders) - depth :]), eval_set.title])
 
 

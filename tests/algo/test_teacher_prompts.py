@@ -44,8 +44,8 @@ def play(renderer: ChatRenderer, replies: Sequence[str], messages: Sequence[str]
         turn = Turn(result.token_ids, ids, (-1.0,) * len(ids), (0,) * len(ids), Finish.STOP, reply)
         result = result.add_turn(turn)
         if number < len(messages):
-            said = [Message("user", messages[number])]
-            result = result.add_messages(said, renderer.next(said, ids))
+            message = [Message("user", messages[number])]
+            result = result.add_messages(message, renderer.next(said, ids))
     return result
 
 
@@ -105,15 +105,15 @@ def test_the_next_message_is_that_of_the_longest_future(renderer: ChatRenderer, 
 
 def test_later_turns_are_told_too(renderer: ChatRenderer, note: str) -> None:
     """A turn that continues the one before shares its sequence, unless it is told something else."""
-    asked, between = "which day <|end|>", "<|user|> friday <|end|> <|assistant|>"
+    question, between = "which day <|end|>", "<|user|> friday <|end|> <|assistant|>"
     texts, _ = read(renderer, group_of(renderer), "answer", note, train_turns="all", futures=2)
     booked = "[booked] [friday] [<|end|>] <|user|> thanks <|end|> <|assistant|> [thanks] [<|end|>]"
-    assert texts[-1] == [f"{BEGIN.format('note monday ')} {asked} {between} {booked}"]
+    assert texts[-1] == [f"{BEGIN.format('note monday ')} {question} {between} {booked}"]
     texts, prompts = read(renderer, group_of(renderer), "next_message", note, train_turns="all", futures=2)
     last = "booked friday <|end|> <|user|> thanks <|end|> <|assistant|> [thanks] [<|end|>]"
     assert texts[-1] == [
         f"{BEGIN.format('note thanks ')} {asked} {between} [booked] [friday] [<|end|>]",
-        f"{BEGIN.format('')} {asked} {between} {last}",
+        f"{BEGIN.format('')} {question} {between} {last}",
     ]
     assert prompts.take_metrics() == {"teacher/informed": pytest.approx(2 / 5)}
 
