@@ -45,7 +45,7 @@ def play(renderer: ChatRenderer, replies: Sequence[str], messages: Sequence[str]
         result = result.add_turn(turn)
         if number < len(messages):
             message = [Message("user", messages[number])]
-            result = result.add_messages(message, renderer.next(said, ids))
+            result = result.add_messages(message, renderer.next(message, ids))
     return result
 
 
