@@ -103,10 +103,10 @@ class BookingTold(BookingMetric):
     async def score_turns(self, task: Task, conversation: Conversation) -> Sequence[float] | None:
         if self.lacks(self.options, task):
             return None
-        unknown, told = set(booking.missing(task)), list[float]()
+        unknown, counts = set(booking.missing(task)), list[float]()
         for position in conversation.turn_positions:
             answered = position + 1 < len(conversation.messages)
             slots = booking.slots_asked(conversation.messages[position].content) & unknown if answered else set()
-            told.append(float(len(slots)))
+            counts.append(float(len(slots)))
             unknown -= slots
-        return told
+        return counts

@@ -94,10 +94,10 @@ def test_later_turns_are_judged_if_the_first_asks_for_exactly_the_missing_slots(
 
 
 def test_a_turn_is_told_what_it_asked_for_and_did_not_know() -> None:
-    told = BookingTold(BookingTold.Options(), None)  # type: ignore[arg-type]
-    asked = played(task("day"), booking.ask(["people", "day"]), booking.ask(["time", "people"]), RIGHT)
-    assert asyncio.run(told.score_turns(task("day"), asked)) == [1.0, 1.0, 0.0]
+    metric = BookingTold(BookingTold.Options(), None)  # type: ignore[arg-type]
+    conversation = played(task("day"), booking.ask(["people", "day"]), booking.ask(["time", "people"]), RIGHT)
+    assert asyncio.run(metric.score_turns(task("day"), conversation)) == [1.0, 1.0, 0.0]
     unanswered = played(task("day"), booking.ask(["people"]))
-    assert asyncio.run(told.score_turns(task("day"), unanswered)) == [0.0]
+    assert asyncio.run(metric.score_turns(task("day"), unanswered)) == [0.0]
     assert score("BookingTold", task("day"), booking.ask(["people", "time"]), RIGHT) == 2.0, "the sum"
     assert score("BookingTold", about("x", "hi"), "hello") is None
