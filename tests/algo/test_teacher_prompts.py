@@ -112,7 +112,7 @@ def test_later_turns_are_told_too(renderer: ChatRenderer, note: str) -> None:
     texts, prompts = read(renderer, group_of(renderer), "next_message", note, train_turns="all", futures=2)
     last = "booked friday <|end|> <|user|> thanks <|end|> <|assistant|> [thanks] [<|end|>]"
     assert texts[-1] == [
-        f"{BEGIN.format('note thanks ')} {asked} {between} [booked] [friday] [<|end|>]",
+        f"{BEGIN.format('note thanks ')} {question} {between} [booked] [friday] [<|end|>]",
         f"{BEGIN.format('')} {question} {between} {last}",
     ]
     assert prompts.take_metrics() == {"teacher/informed": pytest.approx(2 / 5)}

@@ -203,7 +203,7 @@ def test_an_advantage_and_a_turn_credit() -> None:
     with pytest.raises(RunStopped, match=r"^algo.advantage=collab_extras:Short: must give a number for each trained"):
         with_advantages(ScoredBatch(samples), AlgoConfig(advantage="collab_extras:Short"))
     rule = make_turn_credit(TrainingRewardConfig(turn_credit="collab_extras:First"))
-    assert rule.shares([Episode(task(), Conversation((), ()), (1.0, 2.0))]) == [[Share(3.0, {0: 1.0})]]
+    assert rule.shares([Episode(task("testing"), Conversation((), ()), (1.0, 2.0))]) == [[Share(3.0, {0: 1.0})]]
 
 
 def configured(**settings: object) -> Config:

@@ -95,8 +95,8 @@ def test_later_turns_are_judged_if_the_first_asks_for_exactly_the_missing_slots(
 
 def test_a_turn_is_told_what_it_asked_for_and_did_not_know() -> None:
     metric = BookingTold(BookingTold.Options(), None)  # type: ignore[arg-type]
-    questions = played(task("day"), booking.ask(["people", "day"]), booking.ask(["time", "people"]), RIGHT)
-    assert asyncio.run(metric.score_turns(task("day"), questions)) == [1.0, 1.0, 0.0]
+    conversation = played(task("day"), booking.ask(["people", "day"]), booking.ask(["time", "people"]), RIGHT)
+    assert asyncio.run(metric.score_turns(task("day"), conversation)) == [1.0, 1.0, 0.0]
     unanswered = played(task("day"), booking.ask(["people"]))
     assert asyncio.run(metric.score_turns(task("day"), unanswered)) == [0.0]
     assert score("BookingTold", task("day"), booking.ask(["people", "time"]), RIGHT) == 2.0, "the sum"

@@ -79,9 +79,9 @@ def test_what_the_trained_turn_asks_for_is_told_apart() -> None:
 
 
 def test_a_turn_is_told_what_the_users_next_message_says() -> None:
-    measure = metric(f"{METRICS}:DeskTold", None)
+    verdict = metric(f"{METRICS}:DeskTold", None)
     texts = ("which date and which plan ?", "date monday .", "which item ?", "not sure .", RIGHT)
-    assert asyncio.run(measure.score_turns(task(), play(task(), *texts))) == [1.0, 0.0, 0.0]
+    assert asyncio.run(verdict.score_turns(task(), play(task(), *texts))) == [1.0, 0.0, 0.0]
     assert score("DeskTold", task(), *texts) == 1.0
 
 
