@@ -28,7 +28,6 @@ LAZY = {
     "commands.doctor": "lists what is missing on a machine without torch",
     "commands.plan_sync": "answers --help and wrong arguments before torch is imported",
     "commands.prepare_data": "answers --help and wrong arguments before transformers is imported",
-    "commands.run_plan": "patches of Megatron-Core precede its import, and a machine may lack it",
     "commands.recording": "answers --help and wrong arguments before numpy is imported",
     "commands.score": "answers --help and wrong arguments before Ray and the libraries of data are imported",
     "launch.slurm": "its commands address and wait, which every node runs, need no torch",

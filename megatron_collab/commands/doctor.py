@@ -90,8 +90,12 @@ def main(arguments: Sequence[str]) -> int:
     if options.model is not None:
         return print_model(options.model)
     if options.plan is not None:
-        from megatron_collab.commands.run_plan import print_layouts, print_plan
-
+        try:
+            patches.apply("megatron")
+            from megatron_collab.commands.run_plan import print_layouts, print_plan
+        except Exception as error:  # libraries raise anything if they cannot work, OSError without their driver
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(f"--plan: torch or Megatron-Core cannot be imported on this machine: {text}") from error
         return (print_layouts if options.search else print_plan)(options.plan, options.gpu_gib, options.sample_tokens)
     if options.search:
         parser.error("--search: needs --plan with the options of a run")

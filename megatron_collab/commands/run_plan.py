@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megatron_collab import patches
-from megatron_collab.config import Config, ConfigError, require
+from megatron_collab.config import Config, require
+from megatron_collab.launch.servers import idle_gpus
+from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.planning.activations import engine
+from megatron_collab.planning.layouts import UNCOUNTED, Layout, fastest_layouts, layout_of
+from megatron_collab.planning.memory import GIB, host_memory, peak, plan_memory, read_run
+from megatron_collab.planning.step_time import StepTime, step_samples, step_time
 from megatron_collab.runtime.console import show
-
-if TYPE_CHECKING:
-    from megatron_collab.models.hf_config import ModelShape
-    from megatron_collab.planning.layouts import Layout
-    from megatron_collab.planning.step_time import StepTime
 
 _COUNT = 5  # layouts that a search prints
 _FASTER = 0.95  # a plan names another layout if its step takes at most this part of the time
@@ -21,10 +20,7 @@ _FASTER = 0.95  # a plan names another layout if its step takes at most this par
 
 def print_plan(overrides: Sequence[str], gpu_gib: float, sample_tokens: float) -> int:
     """Print the plan: the GPUs, the parts of the fullest one, the sums of the others, the host's memory."""
-    config, shape = _read_run(overrides)
-    from megatron_collab.launch.servers import idle_gpus
-    from megatron_collab.planning.memory import GIB, host_memory, peak, plan_memory
-
+    config, shape = read_run(overrides)
     stages, gpus = plan_memory(config, shape, gpu_gib * GIB), config.launch.ranks
     peaks = [peak(parts) / GIB for parts in stages]
     fullest = peaks.index(max(peaks))
@@ -48,7 +44,7 @@ def print_plan(overrides: Sequence[str], gpu_gib: float, sample_tokens: float) -
     print(f"The largest part is {max(parts, key=lambda part: max(part.training, part.sampling)).name}.")
     for line in idle_gpus(config) if launch.device != "cpu" else ():
         print(line)
-    if _timed(config):
+    if engine(config):
         _print_time(config, shape, gpu_gib, sample_tokens)
     headroom = gpu_gib - peaks[fullest]
     if headroom < 0:
@@ -63,12 +59,9 @@ def print_plan(overrides: Sequence[str], gpu_gib: float, sample_tokens: float) -
 
 def print_layouts(overrides: Sequence[str], gpu_gib: float, sample_tokens: float) -> int:
     """Print the run's layout and the fastest ones that fit, with the time and the memory of each."""
-    config, shape = _read_run(overrides)
+    config, shape = read_run(overrides)
     message = "--search: times are those of GPUs in bfloat16; set launch.device=cuda and model.dtype=bfloat16"
-    require(_timed(config), message)
-    from megatron_collab.planning.layouts import UNCOUNTED, fastest_layouts, layout_of
-    from megatron_collab.planning.memory import GIB
-
+    require(engine(config), message)
     layouts = fastest_layouts(config, shape, gpu_gib * GIB, sample_tokens, _COUNT)
     show(
         f"{Path(config.model.path).name} on {config.launch.ranks} GPUs of {gpu_gib:g} GiB; a layout fits if "
@@ -84,8 +77,6 @@ def print_layouts(overrides: Sequence[str], gpu_gib: float, sample_tokens: float
 
 
 def _print_row(name: str, layout: Layout) -> None:
-    from megatron_collab.planning.memory import GIB
-
     time = layout.time
     show(
         f"{time.seconds:7.2f}  {time.bubble:6.0%}  {time.mfu:4.2f}  {time.micro_batches:13}  {layout.peak / GIB:5.1f}  "
@@ -93,27 +84,7 @@ def _print_row(name: str, layout: Layout) -> None:
     )
 
 
-def _read_run(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
-    """As planning.memory.read_run. Raises ConfigError if the libraries that a plan needs cannot be imported, too."""
-    try:
-        patches.apply("megatron")
-        from megatron_collab.planning.memory import read_run
-    except Exception as error:  # libraries raise anything if they cannot work, OSError without their driver
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"--plan: torch or Megatron-Core cannot be imported on this machine: {text}") from error
-    return read_run(overrides)
-
-
-def _timed(config: Config) -> bool:
-    """Whether a step's time can be estimated."""
-    from megatron_collab.planning.activations import engine
-
-    return engine(config)
-
-
 def _assumption(config: Config, sample_tokens: float) -> str:
-    from megatron_collab.planning.step_time import step_samples
-
     samples = step_samples(config)
     return (
         f"Learning part of a step, estimated with the rates of an H100 (docs/gpu.md), if {samples} samples add "
@@ -123,10 +94,6 @@ def _assumption(config: Config, sample_tokens: float) -> str:
 
 def _print_time(config: Config, shape: ModelShape, gpu_gib: float, sample_tokens: float) -> None:
     """Print seconds, bubble and mfu of the run's layout, and a faster layout if one fits."""
-    from megatron_collab.planning.layouts import fastest_layouts
-    from megatron_collab.planning.memory import GIB
-    from megatron_collab.planning.step_time import step_time
-
     time = step_time(config, shape, sample_tokens)
     print(f"{_assumption(config, sample_tokens)}: {_summary(time)}.")
     for layout in fastest_layouts(config, shape, gpu_gib * GIB, sample_tokens, 1):
