@@ -216,7 +216,7 @@ def _options_of_yaml(path: Path, text: str) -> dict[str, Value]:
     try:
         tree = yaml_of(text)
     except ValueError as error:
-        raise ConfigError(f"--from={path}: is no YAML ({error}); mend it") from error
+        raise ConfigError(f"--from={path}: cannot be read as YAML ({error}); mend it") from error
     require(isinstance(tree, dict), f"--from={path}: has no options; give a file of options by name")
     options: dict[str, Value] = {}
     waiting: list[tuple[str, Any, int]] = [("", tree, 0)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config.documents import settings_of
+from megatron_collab.config.documents import json_of
 from megatron_collab.runtime import files
 
 # Features of a family, by model_type: biases on q/k/v, RMSNorm on the heads of q and k, experts, and whether its
@@ -157,9 +157,12 @@ def read_policy(file: Path) -> ModelShape:
 
 def _settings_in(file: Path) -> dict[str, Any]:
     try:
-        return dict(settings_of(files.read_text(file)))
+        hf = json_of(files.read_text(file))
     except (OSError, ValueError) as error:
         raise ValueError(f"config.json: cannot be read as JSON ({error})") from error
+    if not isinstance(hf, dict):
+        raise ValueError(f"config.json: holds a {type(hf).__name__}, not the settings of a model")
+    return hf
 
 
 def _value(settings: Mapping[str, Any], name: str, default: Any, group: str = "") -> Any:
