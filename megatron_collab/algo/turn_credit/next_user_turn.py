@@ -1,6 +1,6 @@
 """The user's next message is a local verdict on the turns before it.
 
-After the idea of FACA (arXiv:2608.17499), of which only the abstract was at hand: a segment of turns gets a local
+After the idea of FACA (arXiv:2608.17499), of which only a summary was at hand: a segment of turns gets a local
 advantage from the user's next turn, beside the advantage of the outcome. The formula is this project's.
 """
 
