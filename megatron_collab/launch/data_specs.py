@@ -16,12 +16,29 @@ from megatron_collab.data.spec import DataSpec
 
 def data_spec(config: Config) -> DataSpec:
     """The data of a training. Raises ConfigError naming the entry that is refused."""
-    run, training = config.train, tuple(sources(config.data.train, "data.train", TrainingSource))
-    data = replace(evaluation_data(config), train=training, stage=run.stage, prefixes=config.data.prefixes)
+    run, training = config.train, sources(config.data.train, "data.train", TrainingSource)
+    if run.epochs is not None and len(training) > 1:
+        training = _counted_in_passes(training, run.epochs)
+    data = replace(evaluation_data(config), train=tuple(training), stage=run.stage, prefixes=config.data.prefixes)
     for eval_set in data.all_sets:
         message = f"{eval_set.setting}.against={eval_set.against}: train.stage={run.stage} plays no conversations"
         require(run.stage == "rl" or eval_set.against is None, f"{message}; remove it")
     return replace(data, steps=run.steps, epochs=run.epochs, per_step=run.prompts_per_step)
+
+
+def _counted_in_passes(training: Sequence[TrainingSource], epochs: float) -> Sequence[TrainingSource]:
+    """The sources of a run of train.epochs: without `epochs` of their own, a pass takes every row of each one once.
+
+    Raises ConfigError if weights or steps bound their rows, since a pass over them is then undefined.
+    """
+    message = f"data.train: with train.epochs={epochs:g} no source of several"
+    bounded = any(source.from_step or source.until_step is not None for source in training)
+    require(not bounded, f"{message} can have from_step or until_step; remove them, or set train.steps instead")
+    if any(source.epochs is not None for source in training):
+        return training
+    weighted = any(source.weight != 1.0 for source in training)
+    require(not weighted, f"{message} can have a weight; set epochs in each source, or train.steps instead")
+    return [replace(source, epochs=1.0) for source in training]
 
 
 def evaluation_data(config: PlayConfig) -> DataSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +103,35 @@ def test_passes_over_the_rows_taken_decide_the_steps(tmp_path: Path) -> None:
     rows = {"source": config.data.train}
     config.data.train, config.train.epochs = [{**rows, "epochs": 3}, {**rows, "epochs": 1}], 2.0
     assert training_data(config).steps == 12  # each source as often as its epochs, twice
-    config.data.train = [{**rows, "weight": 3}, {**rows, "from_step": 1}]
-    assert training_data(config).steps == 6
     config.train.epochs = 1.0
     with pytest.raises(ConfigError, match="no source has rows for step 1"):
         config.data.train = [{**rows, "until_step": 1}]
         training_data(config)
+
+
+def test_a_pass_over_several_sources_takes_every_row_once(tmp_path: Path) -> None:
+    config = configured(tmp_path, [task(f"a {i}") for i in range(20)])
+    write_jsonl(tmp_path / "more.jsonl", [task("b 0"), task("b 1")])
+    places = [{"source": f"{tmp_path}/{name}.jsonl"} for name in ("rows", "more")]
+    config.data.train, config.train.epochs = places, 2.0
+    data = training_data(config)
+    rows = Counter(data.at(at, 0).messages[0].content for at in range(data.steps * config.train.prompts_per_step))
+    assert len(rows) == 22 and set(rows.values()) == {2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "way_out"),
+    [
+        ({"weight": 3}, "a weight; set epochs in each source, or train.steps instead"),
+        ({"from_step": 1}, "from_step or until_step; remove them, or set train.steps instead"),
+        ({"until_step": 9, "epochs": 1}, "from_step or until_step; remove them, or set train.steps instead"),
+    ],
+)
+def test_passes_over_sources_with_weights_or_steps_are_refused(settings: Any, way_out: str, tmp_path: Path) -> None:
+    config = configured(tmp_path, [task("hi")])
+    config.data.train, config.train.epochs = [config.data.train, {"source": config.data.train, **settings}], 1.0
+    with pytest.raises(ConfigError, match=f"^data.train: with train.epochs=1 no source of several can have {way_out}$"):
+        data_spec(config)
 
 
 def test_a_prompt_that_just_leaves_room_for_a_token_is_taken(tmp_path: Path) -> None:
