@@ -136,7 +136,8 @@ def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
     stack.enter_context(prepare.run_lock(config))
     spec = prepare.prepare(config)
     if done := prepare.finished_steps(config):
-        return f"{config.run.dir}: all {done} steps are done; raise train.steps to train on, or choose another run.dir"
+        length = "train.steps" if config.train.epochs is None else "train.epochs"
+        return f"{config.run.dir}: all {done} steps are done; raise {length} to train on, or choose another run.dir"
     ranks = config.launch.nproc_per_node
     if spec.play and spec.serving:
         return config, ranks, partial(train_rl, config, spec.play, spec.data, spec.serving)

@@ -53,6 +53,7 @@ from megatron_collab.rollout.users import UserDirectory
 from megatron_collab.runtime import device, hub, keys, network
 from megatron_collab.runtime.process import (
     LAUNCHER,
+    STEPS,
     RunStopped,
     first_on_node,
     global_rank,
@@ -96,6 +97,8 @@ def prepare(config: Config) -> RunSpec:
         _pin(config)
         spec = run_spec(config)
         if LAUNCHER in os.environ:  # a rank: the process that became its torchrun has done the rest
+            if config.train.epochs is not None:
+                config.train.steps = int(os.environ[STEPS])
             return spec
         shape = check_model(config, spec)
         check_teacher(config)
@@ -293,7 +296,7 @@ def _surveys(users: UserDirectory, data: SurveyedSources[Any]) -> Iterable[tuple
 
 
 def finished_steps(config: Config) -> int:
-    """The steps of the finished run in run.dir; 0 if there is none, or if train.steps is higher. Raises ConfigError."""
+    """The steps of the finished run in run.dir; 0 if there is none, or if this one has more. Raises ConfigError."""
     folder = Path(config.run.dir)
     settings = read_settings(folder)
     if settings is None or not records.finished(folder):
@@ -302,11 +305,9 @@ def finished_steps(config: Config) -> int:
     return steps if isinstance(steps, int) and config.train.steps <= steps else 0
 
 
-def settled(config: PlayConfig) -> list[str]:
-    """Arguments for the ranks: what the first process has found in the data, which they do not survey."""
-    if not isinstance(config, Config) or config.train.epochs is None:
-        return []
-    return [f"train.steps={config.train.steps}", "train.epochs=null"]
+def variables_of_ranks(config: PlayConfig) -> dict[str, str]:
+    """Environment variables for the ranks: the steps that train.epochs gives, as this process has counted the rows."""
+    return {STEPS: str(config.train.steps)} if isinstance(config, Config) and config.train.epochs is not None else {}
 
 
 def replace_by_torchrun(ranks: int, module: str, arguments: list[str]) -> NoReturn:

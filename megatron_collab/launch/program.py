@@ -73,7 +73,8 @@ def _run(module: str, program: type[PlayConfig], arguments: list[str], prepared:
         return 0
     config, ranks, work = outcome
     if not process.under_torchrun():
-        prepare.replace_by_torchrun(ranks, module, [*arguments, *prepare.settled(config)])
+        os.environ |= prepare.variables_of_ranks(config)
+        prepare.replace_by_torchrun(ranks, module, arguments)
     os.environ |= network.variables(config.launch.interface)
     process.die_with_parent(int(os.environ.get(process.LAUNCHER, "0")))  # 0: torchrun was started by hand
     signals.keep_notices(process.global_rank(), config.launch.grace)

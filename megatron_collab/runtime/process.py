@@ -20,6 +20,7 @@ stage = "the start"  # with the number of heartbeats, read by hang_detector.py
 beats = 0
 POLL_SECONDS = 0.1
 LAUNCHER = "MEGATRON_COLLAB_TORCHRUN"  # process id of torchrun, which replaced `megatron_collab.train` by exec
+STEPS = "MEGATRON_COLLAB_STEPS"  # train.steps by train.epochs, for the ranks of a LAUNCHER, which survey no data
 FINISHED = "result.json"  # written last: its presence in a run folder means that the run has finished
 _OF_RANK = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OF_MASTER = ("MASTER_ADDR", "MASTER_PORT")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from megatron_collab import train
 from megatron_collab.config import Config, ConfigError, compose
 from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.data.survey import Survey
@@ -61,6 +64,10 @@ def test_a_finished_run_is_done_until_more_steps_are_asked_for(tmp_path: Path) -
     assert prepare.finished_steps(config) == 0, "begun"
     (tmp_path / "result.json").write_text("{}")
     assert prepare.finished_steps(config) == 5
+    for length in ("train.steps=5", "train.epochs=0.01"):
+        with patch.object(prepare, "prepare", lambda config: setattr(config.train, "steps", 5)), ExitStack() as stack:
+            done = train.prepared(["experiment=booking", f"run.dir={tmp_path}", length], stack)
+            assert f"all 5 steps are done; raise {length.partition('=')[0]} to train on" in str(done)
     config.train.steps = 3
     assert prepare.finished_steps(config) == 5
     config.train.steps = 6
@@ -88,8 +95,14 @@ def test_a_rank_does_not_check_again_what_its_launcher_has(
     prepare.prepare(compose(world))
     assert capsys.readouterr().out == "" and not (tmp_path / "run").exists()
     monkeypatch.delenv(process.LAUNCHER)
-    prepare.prepare(compose(world))
+    first = compose([*world, "train.epochs=2"])
+    prepare.prepare(first)
     assert "rows, read as" in capsys.readouterr().out and (tmp_path / "run" / "data").is_dir()
+    for name, value in {**prepare.variables_of_ranks(first), process.LAUNCHER: "1"}.items():
+        monkeypatch.setenv(name, value)
+    rank = compose([*world, "train.epochs=2"])
+    prepare.prepare(rank)
+    assert rank == first and rank.train.steps != compose(world).train.steps and rank.train.epochs == 2
 
 
 def test_a_name_that_only_other_programs_know_asks_for_no_user_of_that_name() -> None:
