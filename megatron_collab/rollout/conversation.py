@@ -21,7 +21,7 @@ from megatron_collab.reward.multiturn import malformed_last
 from megatron_collab.rollout import thinking
 from megatron_collab.rollout.player import Player, PlaySpec
 from megatron_collab.rollout.tools import ToolFailure
-from megatron_collab.rollout.tools.of_user import UserTools
+from megatron_collab.rollout.tools.of_user import FINAL_NOTE, UserTools
 from megatron_collab.rollout.tools.toolbox import ConversationTools
 from megatron_collab.rollout.users import (
     FINISH_SECONDS,
@@ -263,7 +263,8 @@ class FuturesPlayer(Player):
             async with asyncio.timeout_at(max(deadline, asyncio.get_running_loop().time() + FINISH_SECONDS)):
                 with reporting_errors(task, self.users):
                     reward = await user.finish(conversation)
-                    return add_rewards(conversation, reward if isinstance(reward, Mapping) else {-1: reward})
+                    conversation = add_rewards(conversation, reward if isinstance(reward, Mapping) else {-1: reward})
+                    return add_final_calls(conversation, user.tools)
         except UserError as error:
             failed = conversation.end(Ending.ERROR, str(error))
         except TimeoutError:
@@ -369,6 +370,16 @@ def add_rewards(conversation: Conversation, rewards: Mapping[int, float]) -> Con
     for turn, value in rewards.items():
         conversation = conversation.add_reward(value, turn)
     return conversation
+
+
+def add_final_calls(conversation: Conversation, tools: UserTools | None) -> Conversation:
+    """The conversation with the user's calls after its last message: a private note of that, rewards of the last turn."""
+    if not (tools and tools.calls):
+        return conversation
+    note, reward = tools.take_calls(FINAL_NOTE)
+    *earlier, last = conversation.messages
+    last = with_excerpts(replace(last, private={**last.private, **note}))
+    return replace(conversation.add_reward(reward), messages=(*earlier, last))
 
 
 def seed_of(run_seed: int, place: RolloutPlace, turn: int) -> int:

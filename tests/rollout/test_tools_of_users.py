@@ -62,6 +62,10 @@ WORLD = "\n".join(
         "        for what in self.task.goal.split(',')[turn - 1].split():",
         "            await self.tools.call('press', {'what': what})",
         "        return self.says(f'{turn}: {await self.tools.call(\"look\", {})}')",
+        "class Closer(Presser):",
+        "    async def finish(self, conversation):",
+        "        await self.tools.call('press', {'what': 'end'})",
+        "        return 2.0",
     ]
 )
 
@@ -129,6 +133,15 @@ def test_user_and_assistant_see_the_same_world(world: Path) -> None:
         assert future.conversation.turn_rewards == (0.0, 0.25, 0.0, 0.0, 0.0, 0.25, 0.0, 0.0)
     assert sorted(log) == ["t push 1", *["t push 1 press a push 2 push 3 press b push 4"] * 2]
     assert player.tools.counters == {"tool_calls": 7, "user_tool_calls": 2 * 5}
+
+
+def test_calls_at_the_end_count_for_the_last_turn(world: Path) -> None:
+    player = player_of(options_of(world, "Closer", futures=1, max_user_turns=1))
+    (rollout,) = asyncio.run(player.play(replace(TASK, goal="a"), "s")).rollouts
+    conversation = rollout.futures[0].conversation
+    assert conversation.ending is Ending.TURN_LIMIT and conversation.turn_rewards == (0.0, 0.25, 0.0, 2.25)
+    (call,) = json.loads(conversation.messages[-1].private["final_calls"])
+    assert call == {"name": "press", "arguments": {"what": "end"}, "result": "t push 1 press a push 2 press end"}
 
 
 @pytest.mark.parametrize("forks", [1, 2])

@@ -11,6 +11,7 @@ from megatron_collab.rollout.tools import ToolFailure, ToolResult
 from megatron_collab.types import Message, ToolCall
 
 NOTE = "calls"  # the private note of a message that has the calls before it, as JSON
+FINAL_NOTE = "final_calls"  # the same of the calls after the conversation's last message, in User.finish
 _LONGEST_RESULT = 2000  # characters of one call's result that the user sees
 _LONGEST_NOTE = 18_000  # characters; a longer note would be cut, and the calls in it could not be read
 
@@ -49,9 +50,9 @@ class UserTools:
             raise ToolFailure(f"the user's calls before one message have more than {_LONGEST_NOTE} characters")
         return content
 
-    def take_calls(self) -> tuple[dict[str, str], float]:
-        """The calls since the last message, as its private note, and their rewards."""
-        note, reward = {NOTE: self._note()} if self.calls else {}, self.reward
+    def take_calls(self, name: str = NOTE) -> tuple[dict[str, str], float]:
+        """The calls since the last message, as a private note with that name, and their rewards."""
+        note, reward = {name: self._note()} if self.calls else {}, self.reward
         self.calls, self.reward = [], 0.0
         return note, reward
 
