@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_collab.config.schema import CHAT
+from megatron_collab.data.control_tokens import each_text
 from megatron_collab.data.transcript import escaped, visible_messages
 from megatron_collab.rollout.tools.of_user import UserCall, calls_before
 from megatron_collab.types import Message, visible
@@ -65,12 +66,15 @@ def read_arguments(text: str) -> dict[str, Any]:
 
 
 def _call_rows(call: UserCall, number: int) -> Request:
-    """A call and its result, as OpenAI's API has them; ids have nine letters and digits, as Mistral's models need."""
+    """A call and its result, as OpenAI's API has them, escaped as messages are: the policy may have written parts.
+
+    Ids have nine letters and digits, as Mistral's models need.
+    """
     name = f"call{number:05d}"
-    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    arguments = json.dumps(each_text(call.arguments, escaped), ensure_ascii=False)
     function = {"name": call.name, "arguments": arguments}
     calling = {"id": name, "type": "function", "function": function}
     return [
         {"role": "assistant", "content": "", "tool_calls": [calling]},
-        {"role": "tool", "tool_call_id": name, "content": call.result or NOTHING},
+        {"role": "tool", "tool_call_id": name, "content": escaped(call.result) or NOTHING},
     ]
