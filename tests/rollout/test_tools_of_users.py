@@ -235,13 +235,13 @@ def wrote(text: str) -> Reply:
 
 
 def play_model(
-    world: Path, *replies: Reply, tape: Tape | None = None, **rollout: Any
+    world: Path, *replies: Reply, tape: Tape | None = None, attempts: int = 1, **rollout: Any
 ) -> tuple[Conversation, list[dict[str, Any]], FuturesPlayer]:
     async def run() -> Any:
         async with Endpoint(*replies) as endpoint:
             at, options = endpoint.config(), options_of(world, futures=0, **{"max_user_turns": 2, **rollout})
             options.user = UserConfig(
-                name="llm", model=at.model, api_base=at.api_base, form=CHAT, tools=["press"], attempts=1
+                name="llm", model=at.model, api_base=at.api_base, form=CHAT, tools=["press"], attempts=attempts
             )
             spec_users = play_spec(options).users
             player = player_of(options, Users(spec_users, LlmClient(tape=tape)))
@@ -287,6 +287,16 @@ def test_a_user_that_only_calls_tools_ends_its_conversation(world: Path, monkeyp
     assert player.tools.counters["user_tool_calls"] == 2 and player.users.counters == {"user_endless_calls": 1}
     assert conversation.ending is Ending.ERROR and len(requests) == 3
     assert conversation.error == "user openai/m: wrote nothing after 2 rounds of calls (rollout.max_tool_calls)"
+
+
+def test_rounds_of_calls_are_those_before_one_message(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused message begins no new count; a message does."""
+    monkeypatch.setenv("OPENAI_API_KEY", "dummy")
+    call, refused = called(("press", '{"what": "a"}')), wrote(" ")
+    conversation, requests, _ = play_model(world, call, refused, call, refused, max_tool_calls=1, attempts=3)
+    assert len(requests) == 3 and "wrote nothing after 1 rounds of calls" in conversation.error
+    conversation, requests, _ = play_model(world, *[call, wrote("done")] * 2, max_tool_calls=1)
+    assert len(requests) == 4 and not conversation.error
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ class UserTools:
     answer: Callable[[ToolCall], Awaitable[ToolResult]]
     most: int
     calls: list[UserCall] = field(default_factory=list)  # since the last message
+    rounds: int = 0  # of these calls, as a language model makes them
     reward: float = 0.0  # of these calls
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -53,7 +54,7 @@ class UserTools:
     def take_calls(self, name: str = NOTE) -> tuple[dict[str, str], float]:
         """The calls since the last message, as a private note with that name, and their rewards."""
         note, reward = {name: self._note()} if self.calls else {}, self.reward
-        self.calls, self.reward = [], 0.0
+        self.calls, self.rounds, self.reward = [], 0, 0.0
         return note, reward
 
     def _note(self) -> str:

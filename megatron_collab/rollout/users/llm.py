@@ -14,7 +14,6 @@ import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -160,7 +159,7 @@ class LlmUser(User):
         config, tools = self.users.settings, self.tools
         schemas = tools.schemas if tools else ()
         sample = f"{self.sample}/{attempt}" if attempt else self.sample  # served models draw by it
-        for calling in count():
+        while True:
             request = chat_request(config.form, system, messages, tools.calls if tools else ())
 
             async def ask(endpoint: EndpointConfig, request: list[dict[str, Any]] = request) -> Reply:
@@ -171,13 +170,13 @@ class LlmUser(User):
             if not (tools and reply.calls):
                 message, thought = split_thought(reply.text)
                 return _Draft(message, {"thought": reply.thoughts or thought}, reply.finish == "length")
-            if calling == tools.most:
+            if tools.rounds == tools.most:
                 self.users.counters[ENDLESS] += 1
                 reason = f"wrote nothing after {tools.most} rounds of calls (rollout.max_tool_calls)"
                 raise UserError(f"user {self.model}: {reason}")
+            tools.rounds += 1
             for name, arguments in reply.calls:
                 await tools.call(name, read_arguments(arguments))
-        raise AssertionError("the loop has no end")
 
     async def _first(self, ask: Callable[[EndpointConfig], Awaitable[_Answer]], sample: str) -> _Answer:
         """The answer of the first endpoint that gives one. Raises UserError."""
