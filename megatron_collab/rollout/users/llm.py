@@ -80,9 +80,13 @@ class LlmUser(User):
             return "user.model is not set; set it to a LiteLLM model or to policy, or choose a user in user.name"
         model = argument or settings.model
         if settings.tools and settings.form != CHAT:
-            return f"form={settings.form}: such a user calls no tools; set form={CHAT}, or remove tools"
+            return f"form={settings.form}: such a user calls no tools; set form={CHAT}, or tools=[]"
         if settings.tools and served_by_run(model):
-            return f"model={model}: the run's own servers read no tool calls of users; choose another, or remove tools"
+            return f"model={model}: the run's own servers read no tool calls of users; choose another, or set tools=[]"
+        if settings.form == USER_MODEL and settings.stop == UserConfig().stop and not settings.prompt:
+            return (
+                f"form={USER_MODEL}: such a user never writes {settings.stop}; set stop to its token that ends a chat"
+            )
         try:
             users_prompt(settings)
             if (file := settings.personas) and not (Path(file).is_file() and read_personas(file)):
