@@ -23,6 +23,7 @@ from megatron_collab.config import (
     ConfigError,
     PlayConfig,
     ServedConfig,
+    UserConfig,
     address_fault,
     changes,
     check_written,
@@ -50,6 +51,7 @@ from megatron_collab.rollout.task_requirements import USER, WEIGHTS, requirement
 from megatron_collab.rollout.tools.mcp_server import McpTools
 from megatron_collab.rollout.tools.toolbox import ToolSpec
 from megatron_collab.rollout.users import UserDirectory
+from megatron_collab.rollout.users.llm import LlmUser
 from megatron_collab.runtime import device, hub, keys, network
 from megatron_collab.runtime.process import (
     LAUNCHER,
@@ -218,7 +220,7 @@ def check_data(config: PlayConfig, spec: RunSpec, data: Sequence[SurveyedSources
         endpoints.check_served(config, language_models)
         unpriced = endpoints.check_prices(config, language_models)
         endpoints.check_support(config, language_models)
-        for line in unpriced if global_rank() == 0 else ():
+        for line in [*unpriced, *forms_without_effect(users, examples)] if global_rank() == 0 else ():
             logger.warning(line)
 
 
@@ -359,6 +361,20 @@ def check_users(users: UserDirectory, examples: Mapping[str, str]) -> None:
         require(reason is None, f"{example}: {reason}")
     takes = any(users.find(name).kind.Options is not NoOptions for name in examples)
     require(takes or not users.user.options, "user.options: no user of the tasks has options; remove them")
+
+
+def forms_without_effect(users: UserDirectory, examples: Iterable[str]) -> list[str]:
+    """Lines about settings `form` of users that no language model plays. `examples`: the names of all users."""
+    resolved = [users.find(name) for name in examples]
+    forms = {f"users.{name}": entry["form"] for name, entry in users.named.items() if "form" in (entry or {})}
+    if users.user.form != UserConfig().form:  # named users inherit it
+        forms["user"] = users.user.form
+    lines = []
+    for group, form in forms.items():
+        kinds = [user.kind for user in resolved if group in ("user", user.group)]
+        if kinds and not any(issubclass(kind, LlmUser) for kind in kinds):
+            lines.append(f"{group}.form={form}: without effect, since only llm users have a form; remove it")
+    return lines
 
 
 def check_same_run(config: PlayConfig, data: DataSpec) -> None:

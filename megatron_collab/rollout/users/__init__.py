@@ -284,7 +284,7 @@ class UserDirectory(Resolved):
             reason = user.kind.unavailable(user.argument, user.settings)
             if user.settings.tools and not user.kind.calls_tools:
                 kind = split_user(user.settings.name or "")[0] if user.group != "user" else split_user(name)[0]
-                reason = f"{kind} calls no tools; remove {user.group}.tools, or choose another user"
+                reason = f"{kind} calls no tools; set {user.group}.tools=[], or choose another user"
         except ConfigError as error:
             return str(error)
         return reason and f"user {name or DEFAULT}: {reason}"

@@ -16,6 +16,7 @@ from aiohttp import web
 from megatron_collab.config import Config, UserConfig
 from megatron_collab.config.schema import CHAT, USER_MODEL
 from megatron_collab.launch.play_specs import user_directory
+from megatron_collab.launch.prepare import forms_without_effect
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.llm.recording import Recording, Shard
 from megatron_collab.llm.tape import Tape
@@ -215,11 +216,40 @@ def test_wrong_settings_are_refused_in_one_line() -> None:
         return check_user(name, Config(user=UserConfig(**{"model": "openai/m", **options})))
 
     assert fault(form=CHAT, tools=["reboot"]) is None
-    out = "such a user calls no tools; set form=chat, or remove tools"
+    out = "such a user calls no tools; set form=chat, or tools=[]"
     assert fault(tools=["reboot"]) == f"user llm: form=json: {out}"
     assert fault(form=USER_MODEL, tools=["reboot"]) == f"user llm: form=user_model: {out}"
     for model in ("policy", "served/q"):
         message = f"user llm: model={model}: the run's own servers read no tool calls of users; choose another, or "
-        assert fault(form=CHAT, tools=["reboot"], model=model) == f"{message}remove tools"
-    message = "user feedback: feedback calls no tools; remove user.tools, or choose another user"
+        assert fault(form=CHAT, tools=["reboot"], model=model) == f"{message}set tools=[]"
+    assert (
+        fault(form=USER_MODEL)
+        == f"user llm: form=user_model: such a user never writes {STOP}; set stop to its token that ends a chat"
+    )
+    assert fault(form=USER_MODEL, stop=END) is None
+    message = "user feedback: feedback calls no tools; set user.tools=[], or choose another user"
     assert fault("feedback", tools=["reboot"]) == message
+    config = Config(user=UserConfig(tools=["reboot"]), users={"calm": {"class": "feedback"}})
+    message = "user calm: feedback calls no tools; set users.calm.tools=[], or choose another user"
+    assert check_user("calm", config) == message
+    config.users["calm"]["tools"] = []
+    assert check_user("calm", config) is None
+
+
+@pytest.mark.parametrize(
+    ("user", "users", "lines"),
+    [
+        ({"form": CHAT, "name": "replay"}, {}, ["user.form=chat"]),
+        ({"form": CHAT, "name": "llm"}, {"calm": {"class": "feedback"}}, []),
+        ({"form": CHAT}, {"calm": {"class": "feedback"}}, ["user.form=chat"]),
+        ({}, {"calm": {"class": "feedback", "form": CHAT}, "kind": {"form": CHAT}}, ["users.calm.form=chat"]),
+        ({"name": "replay"}, {}, []),
+    ],
+)
+def test_a_form_of_users_that_no_language_model_plays_is_reported(
+    user: dict[str, Any], users: dict[str, Any], lines: list[str]
+) -> None:
+    config = Config(user=UserConfig(**user), users=users)
+    names = dict.fromkeys([*users, *([config.user.name] if config.user.name else [])], "example")
+    expected = [f"{line}: without effect, since only llm users have a form; remove it" for line in lines]
+    assert forms_without_effect(user_directory(config), names) == expected
