@@ -176,7 +176,7 @@ def check_played(config: PlayConfig, spec: RunSpec) -> None:
         tools.check_copies()
     for group, user in spec.play.users.settings.items():
         spec.play.tools.check_user_tools(user.tools, group)
-        message = f"rollout.max_tool_calls=0: leaves no round for the calls of {group}.tools; raise it, or set these to []"
+        message = f"rollout.max_tool_calls=0: leaves no round for calls of {group}.tools; raise it, or set these to []"
         require(config.rollout.max_tool_calls or not user.tools, message)
     servers.check_served(config, spec.play.reward, spec.serving)
     endpoints.check_settings(config, spec.play.users.settings)
