@@ -373,7 +373,7 @@ def add_rewards(conversation: Conversation, rewards: Mapping[int, float]) -> Con
 
 
 def add_final_calls(conversation: Conversation, tools: UserTools | None) -> Conversation:
-    """The conversation with the user's calls after its last message: a private note of that, rewards of the last turn."""
+    """The conversation with the user's calls after its last message: a note of that, and rewards of the last turn."""
     if not (tools and tools.calls):
         return conversation
     note, reward = tools.take_calls(FINAL_NOTE)

@@ -301,7 +301,7 @@ def test_a_user_in_a_chat_is_called_as_a_run_calls_it(
     assert "no function restrat for users; there are restart; the nearest is restart" in capsys.readouterr().err
     settings += ["user.tools=[restart]"]
     assert run("doctor", ["--llm", *settings, "rollout.max_tool_calls=0"]) == 2
-    assert "max_tool_calls=0: leaves no round for the calls of user.tools; raise it, or" in capsys.readouterr().err
+    assert "max_tool_calls=0: leaves no round for calls of user.tools; raise it, or" in capsys.readouterr().err
     assert run("doctor", ["--llm", *settings]) == 0
     assert "user.model  openai/gpt-4o-mini" in capsys.readouterr().out
     (request,) = judge.requests

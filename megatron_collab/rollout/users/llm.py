@@ -84,9 +84,7 @@ class LlmUser(User):
         if settings.tools and served_by_run(model):
             return f"model={model}: the run's own servers read no tool calls of users; choose another, or set tools=[]"
         if settings.form == USER_MODEL and settings.stop == UserConfig().stop and not settings.prompt:
-            return (
-                f"form={USER_MODEL}: such a user never writes {settings.stop}; set stop to its token that ends a chat"
-            )
+            return f"form={USER_MODEL}: such users never write {settings.stop}; set stop to the token that ends a chat"
         try:
             users_prompt(settings)
             if (file := settings.personas) and not (Path(file).is_file() and read_personas(file)):

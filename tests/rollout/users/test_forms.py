@@ -222,10 +222,8 @@ def test_wrong_settings_are_refused_in_one_line() -> None:
     for model in ("policy", "served/q"):
         message = f"user llm: model={model}: the run's own servers read no tool calls of users; choose another, or "
         assert fault(form=CHAT, tools=["reboot"], model=model) == f"{message}set tools=[]"
-    assert (
-        fault(form=USER_MODEL)
-        == f"user llm: form=user_model: such a user never writes {STOP}; set stop to its token that ends a chat"
-    )
+    message = f"user llm: form=user_model: such users never write {STOP}; set stop to the token that ends a chat"
+    assert fault(form=USER_MODEL) == message
     assert fault(form=USER_MODEL, stop=END) is None
     message = "user feedback: feedback calls no tools; set user.tools=[], or choose another user"
     assert fault("feedback", tools=["reboot"]) == message
