@@ -367,7 +367,8 @@ class ServerConfig(ServerStartConfig):
     )
     memory_share: float | None = mutable(
         None,
-        "share of a GPU's memory for a server's weights and KV cache, instead of max_total_tokens",
+        "share of the GPU memory that is free when a server starts, for its weights and KV cache, instead of "
+        "max_total_tokens",
         gt=0,
         lt=1,
         instead_of="rollout.server.max_total_tokens",
@@ -397,7 +398,10 @@ class ServedConfig:
         None, "tokens in a KV cache; a colocated server on GPUs needs it, or memory_share", ge=1, le=10**10
     )
     memory_share: float | None = mutable(
-        None, "share of a GPU's memory for weights and KV cache, instead of max_total_tokens", gt=0, lt=1
+        None,
+        "share of the GPU memory that is free when it starts, for weights and KV cache, instead of max_total_tokens",
+        gt=0,
+        lt=1,
     )
     args: dict[str, Any] = mutable({}, "other SGLang arguments, as in rollout.server.args", entries_may_change=True)
 

@@ -162,8 +162,8 @@ def trainer_parts(config: Config, shape: ModelShape, rank: int) -> list[MemoryPa
 def _server_parts(spec: ServerSpec, shape: ModelShape, gpu: float) -> list[MemoryPart]:
     """What the rank of a colocated server takes while it samples; adapters stay allocated.
 
-    With memory_share the KV cache takes what weights and adapters leave of that share of a GPU of `gpu` bytes. Raises
-    ConfigError if they leave nothing.
+    With memory_share the KV cache takes what weights and adapters leave of that share of a GPU of `gpu` bytes, all of
+    which is free when the server starts. Raises ConfigError if they leave nothing.
     """
     name, adapters_size = spec.name or "server", server_adapters(spec, shape)
     weights = server_weights(spec, shape) + rotary_table(shape)
