@@ -72,8 +72,8 @@ class SurveyedSources[Read]:
         for source in self.sources:
             required = requirements(source)
             load: Any = {"rl": load_tasks, "sft": load_conversations, "dpo": load_pairs}[stage]
-            anew = {"anew": required.in_child} if stage == "rl" else {}  # ranks take what the start has read
-            examples: Examples[Any] = load(source, setting, data.format, self._folder, **anew)
+            reading = {"calls_reader": required.in_child} if stage == "rl" else {}  # ranks take what the start has read
+            examples: Examples[Any] = load(source, setting, data.format, self._folder, **reading)
             if data.prefixes and setting == "data.train" and stage == "rl":
                 examples = at_every_depth(examples)
             if stage == "dpo" and FORMATS[examples.format].pair is None:

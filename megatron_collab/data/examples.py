@@ -140,12 +140,12 @@ def load_tasks(
     setting: str = "data.train",
     format: RowFormat = AUTO,
     cache: Path | None = None,
-    anew: bool = True,
+    calls_reader: bool = True,
 ) -> Examples[Task]:
     """The tasks of a source in its order, in any format that is read as tasks, or by the reader of data.format.
 
     The rows are stored as Arrow in `cache`, by default in a temporary folder. A reader is called in a fork of this
-    process, with a limit on time and memory, and its tasks are kept in `cache`; without `anew` these are taken.
+    process, with a limit on time and memory, and its tasks are kept in `cache`; without `calls_reader` these are taken.
     Raises ConfigError for an invalid source or reader, ValueError if the data cannot be read.
     """
     source = source if isinstance(source, Source) else Source(source=str(source))
@@ -158,7 +158,8 @@ def load_tasks(
     out = "correct one of them, or write its tasks to a file once"
     try:
         with screen.phase(f"reading {source.title}"):
-            tasks = _read_tasks(partial(read, path), cache and cache / f"tasks-{_digest(source, format)}.pickle", anew)
+            kept = cache and cache / f"tasks-{_digest(source, format)}.pickle"
+            tasks = _read_tasks(partial(read, path), kept, calls_reader)
     except ConfigError:
         raise
     except ValueError as error:
@@ -185,9 +186,9 @@ class KeptTasks(list[Task]):
         self.fingerprint = [hashlib.sha256(pickled).hexdigest()]
 
 
-def _read_tasks(read: Callable[[], Iterable[Task]], kept: Path | None, anew: bool) -> KeptTasks:
+def _read_tasks(read: Callable[[], Iterable[Task]], kept: Path | None, calls_reader: bool) -> KeptTasks:
     """The tasks that a reader gives in a child process, or those that are `kept` in a file. Raises TrialError."""
-    if kept and kept.is_file() and not anew:
+    if kept and kept.is_file() and not calls_reader:
         return KeptTasks(kept.read_bytes())
     pickled = run_trial(lambda: pickle.dumps(list(read())), READER_SECONDS)
     if kept:

@@ -30,7 +30,7 @@ from megatron_collab.rollout.users import (
     UserReply,
     Users,
     reporting_errors,
-    with_calls,
+    reply_with_calls,
     with_excerpts,
 )
 from megatron_collab.types import (
@@ -216,7 +216,7 @@ class FuturesPlayer(Player):
                     if not conversation.ending:
                         with reporting_errors(task, self.users):
                             reply = await user.reply(conversation)
-                            conversation = self._apply_reply(conversation, with_calls(reply, user), sampling)
+                            conversation = self._apply_reply(conversation, reply_with_calls(reply, user), sampling)
                     if not conversation.ending:
                         conversation = await self._turn(conversation, place, sampling, tools)
                     conversation = self.refuse_malformed(conversation) if strict else conversation

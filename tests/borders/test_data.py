@@ -394,12 +394,12 @@ def test_ranks_take_the_tasks_that_a_reader_gave_at_the_start(tmp_path: Path) ->
     file.write_text("hi")
     at_start = load_tasks(file, "data.train", format, tmp_path / "cache")
     file.write_text("never")
-    in_rank = load_tasks(file, "data.train", format, tmp_path / "cache", anew=False)
+    in_rank = load_tasks(file, "data.train", format, tmp_path / "cache", calls_reader=False)
     assert list(in_rank) == list(at_start) and in_rank[0].metadata == {1: (2,)}
     assert in_rank.rows.fingerprint == at_start.rows.fingerprint
     file.write_text("new")
-    (anew,) = load_tasks(file, "data.train", format, tmp_path / "cache")
-    assert anew.messages[0].content == "new"
+    (reread,) = load_tasks(file, "data.train", format, tmp_path / "cache")
+    assert reread.messages[0].content == "new"
 
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.json", "d.csv", "d.parquet"])

@@ -21,7 +21,7 @@ from megatron_collab.llm.client import LlmClient
 from megatron_collab.llm.recording import Recording, Shard
 from megatron_collab.llm.tape import Tape
 from megatron_collab.rollout.conversation import FuturesPlayer, RolloutPlace
-from megatron_collab.rollout.tools.of_user import UserCall, calls_before
+from megatron_collab.rollout.tools.of_user import UserCall, noted_calls
 from megatron_collab.rollout.tools.toolbox import ConversationTools, find_tool
 from megatron_collab.rollout.users import Users
 from megatron_collab.types import Conversation, Ending, Future, Message, Task
@@ -125,7 +125,7 @@ def test_user_and_assistant_see_the_same_world(world: Path) -> None:
         ]
         by_user = [message for message in future.conversation.messages if message.role == "user"]
         assert by_user[1] == Message("user", "1: t push 1 press a")
-        assert calls_before(by_user[1]) == [
+        assert noted_calls(by_user[1]) == [
             UserCall("press", {"what": "a"}, "t push 1 press a"),
             UserCall("look", {}, "t push 1 press a"),
         ]
@@ -164,7 +164,7 @@ def test_a_future_forked_at_any_turn_equals_the_replay_from_the_beginning(forks:
         return (
             texts(conversation),
             conversation.turn_rewards,
-            [calls_before(message) for message in conversation.messages],
+            [noted_calls(message) for message in conversation.messages],
         )
 
     async def fork(conversation: Conversation, tools: ConversationTools, depth: int, turns: int) -> Conversation:
@@ -205,7 +205,7 @@ def test_a_users_call_that_fails_is_typed_and_counted(
         assert player.users.counters["user_failed"] == 1
     else:
         result = next(message for message in conversation.messages[1:] if message.role == "user")
-        first = calls_before(result)[0].result
+        first = noted_calls(result)[0].result
         assert first == "error: not so" or first.endswith("[cut: 2000 of 3000 characters]")
 
 
@@ -331,7 +331,7 @@ def test_the_telephone_of_the_how_to_works(tmp_path: Path) -> None:
     player = player_of(options, reply=agent)
     (rollout,) = asyncio.run(player.play(TASK, "s")).rollouts
     assert rollout.start.ending is Ending.USER_DONE and sum(rollout.start.turn_rewards) == 1.0
-    calls = [call for message in rollout.start.messages for call in calls_before(message)]
+    calls = [call for message in rollout.start.messages for call in noted_calls(message)]
     assert [(call.name, call.result) for call in calls] == [
         ("status", "no service"),
         ("restart", "the telephone is on again"),

@@ -61,6 +61,6 @@ class UserTools:
         return json.dumps([asdict(call) for call in self.calls], ensure_ascii=False)
 
 
-def calls_before(message: Message) -> list[UserCall]:
+def noted_calls(message: Message) -> list[UserCall]:
     """The user's calls before its message."""
     return [UserCall(**call) for call in json.loads(message.private.get(NOTE, "[]"))]

@@ -214,8 +214,8 @@ class ConversationTools(AbstractAsyncContextManager["ConversationTools"]):
     async def _instance(self, tools: Toolset) -> Toolset:
         """This conversation's instance of `tools`; if one fails to start, the next call creates another."""
         if tools not in self._instances:
-            if (before := self._before(tools)) is not None:
-                instance = await run(before.fork)
+            if (parent := self._parent_instance(tools)) is not None:
+                instance = await run(parent.fork)
                 self._open.append(instance)
             else:
                 instance = tools.new()
@@ -224,7 +224,7 @@ class ConversationTools(AbstractAsyncContextManager["ConversationTools"]):
             self._instances[tools] = instance
         return self._instances[tools]
 
-    def _before(self, tools: Toolset) -> Toolset | None:
+    def _parent_instance(self, tools: Toolset) -> Toolset | None:
         """The last instance of `tools` before this conversation began: of its origin, or of the origin's, and so on."""
         origin = self._origin
         while origin is not None and tools not in origin._instances:

@@ -161,7 +161,7 @@ class User(Extension):
         return UserReply(Message("user", text, private=private), self.users.settings.stop in text, reward, credits)
 
 
-def with_calls(reply: UserReply, user: User) -> UserReply:
+def reply_with_calls(reply: UserReply, user: User) -> UserReply:
     """The reply with the calls of tools before it: a private note, and their rewards."""
     if user.tools is None:
         return reply

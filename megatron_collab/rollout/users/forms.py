@@ -14,7 +14,7 @@ from typing import Any
 from megatron_collab.config.schema import CHAT
 from megatron_collab.data.control_tokens import each_text
 from megatron_collab.data.transcript import escaped, visible_messages
-from megatron_collab.rollout.tools.of_user import UserCall, calls_before
+from megatron_collab.rollout.tools.of_user import UserCall, noted_calls
 from megatron_collab.types import Message, visible
 
 GREETING = "Hello! What can I do for you?"  # the assistant's, before the user's first message; many templates need one
@@ -35,7 +35,7 @@ def chat_request(form: str, system: str, messages: Sequence[Message], calls: Seq
         request.append({"role": "user", "content": GREETING})
     number = 0
     for message in shown:
-        for call in calls_before(message) if exchanged else ():
+        for call in noted_calls(message) if exchanged else ():
             request += _call_rows(call, number)
             number += 1
         role, content = exchanged.get(message.role, message.role), escaped(message.content).strip() or NOTHING
