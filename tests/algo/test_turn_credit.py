@@ -12,6 +12,7 @@ import pytest
 
 from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.algo.credit import CreditSpec, conversation_samples, samples_of
+from megatron_collab.algo.turn_credit import Episode, make_turn_credit
 from megatron_collab.config import AlgoConfig, TrainingRewardConfig, TrainingRolloutConfig
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import (
@@ -112,6 +113,25 @@ def test_userrl_by_hand() -> None:
     # em: 1/2 for a reward of 0, 1 for 1; the mean 3/4 of the first conversation's tokens divides them.
     rows = turn_advantages([first, second], "grpo", turn_credit="userrl", turn_credit_options={"turns": "em"})
     np.testing.assert_allclose(rows, [[2 / 3, 4 / 3], [-1, -1]], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("turns", "rewards", "factors"),
+    [
+        ("r2g", [-0.3, 0.9, -0.5], [1.5, 1.5, 0]),  # of 0, 0.9, 0: returns 0.9, 0.9, 0; their plain sum is about 0
+        ("r2g", [0.5, -0.8, -0.2], [3, 0, 0]),
+        ("r2g", [-0.5, -400.0, 0.0], [0, 0, 0]),
+        ("em", [-400.0, 0.0, 1.0], [0.75, 0.75, 1.5]),  # of 0, 0, 1: credits 1/2, 1/2, 1
+        ("em", [3.0, 1.0, 1e300], [1, 1, 1]),
+        ("equalized", [-400.0, 0.0, 1.0], [1, 1, 1]),
+    ],
+)
+def test_userrls_factors_are_bounded_and_not_negative(turns: str, rewards: list[float], factors: list[float]) -> None:
+    conversation = played([0.0] * 3, [2] * 3, ["a", "b"]).start
+    rule = make_turn_credit(TrainingRewardConfig(turn_credit="userrl", turn_credit_options={"turns": turns}))
+    ((share,),) = rule.shares([Episode(TASK, conversation, tuple(rewards))])
+    np.testing.assert_allclose([share.turns[turn] for turn in range(3)], factors, atol=1e-12)
+    assert share.value == sum(rewards), "the score is of the rewards as they are"
 
 
 @pytest.mark.parametrize(("advantage", "std"), [("grpo", True), ("dr_grpo", False)])
