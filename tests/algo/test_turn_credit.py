@@ -105,6 +105,18 @@ def test_userrl_is_its_formula(turns: str, trajectory: str) -> None:
         np.testing.assert_allclose(row, reference, rtol=1e-6)
 
 
+def test_userrl_counts_tokens_with_a_credit() -> None:
+    """The published code's scale, count_nonzero / sum over the tokens of a conversation; the last turns have credit 0."""
+    rewards, lengths, gamma = ([0.25, 0.5, 0.0, 0.0], [0.0, 0.5, 0.0]), ([2, 1, 3, 2], [1, 4, 2]), 0.8
+    rollouts = [played(*row) for row in zip(rewards, lengths, (["a"] * 3, ["a"] * 2), strict=True)]
+    actual = turn_advantages(rollouts, "dr_grpo", turn_credit="userrl", turn_gamma=gamma)
+    tokens = [np.repeat(returns(r, gamma), counts) for r, counts in zip(rewards, lengths, strict=True)]
+    scores = normalized([returns(r, gamma)[0] for r in rewards], std=False)
+    for row, advantage, credits, counts in zip(actual, scores, tokens, lengths, strict=True):
+        expected = advantage * credits * np.count_nonzero(credits) / credits.sum()
+        np.testing.assert_allclose(np.repeat(row, counts), expected, rtol=1e-6)
+
+
 def test_userrl_by_hand() -> None:
     """Scores 1 and 0, so advantages 1 and -1; r2g credits of the first are 1 and 1, of the second 0: no advantage."""
     first, second = played([0.0, 1.0], [1, 1], ["a"]), played([0.0, 0.0], [1, 1], ["a"])
@@ -118,8 +130,8 @@ def test_userrl_by_hand() -> None:
 @pytest.mark.parametrize(
     ("turns", "rewards", "factors"),
     [
-        ("r2g", [-0.3, 0.9, -0.5], [1.5, 1.5, 0]),  # of 0, 0.9, 0: returns 0.9, 0.9, 0; their plain sum is about 0
-        ("r2g", [0.5, -0.8, -0.2], [3, 0, 0]),
+        ("r2g", [-0.3, 0.9, -0.5], [1, 1, 0]),  # of 0, 0.9, 0: returns 0.9, 0.9, 0; their plain sum is about 0
+        ("r2g", [0.5, -0.8, -0.2], [1, 0, 0]),
         ("r2g", [-0.5, -400.0, 0.0], [0, 0, 0]),
         ("em", [-400.0, 0.0, 1.0], [0.75, 0.75, 1.5]),  # of 0, 0, 1: credits 1/2, 1/2, 1
         ("em", [3.0, 1.0, 1e300], [1, 1, 1]),

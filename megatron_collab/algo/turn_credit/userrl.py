@@ -15,8 +15,9 @@ class UserRl(TurnCredit):
 
     The score is the mean of the rewards r_t (`sum`: the published code divides it by the number of turns) or
     sum_t gamma^t r_t (`r2g`). The credit is 1 (`equalized`), sum_{k >= t} gamma^(k-t) r_k (`r2g`), or
-    1/2 + (1 - exp(-k r_t)) / (2 (1 - exp(-k))) (`em`, the exponential mapping). mean(c) is over the conversation's
-    tokens, so that A is the mean of A_t; if it is 0, all A_t are. gamma is reward.turn_gamma, 0.8 in the paper's code.
+    1/2 + (1 - exp(-k r_t)) / (2 (1 - exp(-k))) (`em`, the exponential mapping). mean(c) is over the
+    conversation's tokens with a credit above 0, as in the published code, so that A is the mean of their A_t; without
+    such tokens all A_t are 0. gamma is reward.turn_gamma, 0.8 in the paper's code.
 
     The paper's rewards are in [0, 1]. Credits of costs would turn the sign of A_t, or divide it by almost 0, so
     credits count a negative reward as 0, and `em` one above 1 as 1; the score counts them as they are. With `r2g` a
@@ -39,7 +40,8 @@ class UserRl(TurnCredit):
         score = returns[0] if self.options.trajectory == "r2g" else sum(episode.rewards) / len(returns)
         tokens = [turn.trained_tokens for turn in episode.conversation.turns]
         total = sum(credit * count for credit, count in zip(credits, tokens, strict=True))
-        factors = [credit * sum(tokens) / total if total else 0.0 for credit in credits]
+        credited = sum(count for credit, count in zip(credits, tokens, strict=True) if credit)
+        factors = [credit * credited / total if total else 0.0 for credit in credits]
         return Share(score, dict(enumerate(factors)))
 
     def _credits(self, episode: Episode) -> list[float]:
