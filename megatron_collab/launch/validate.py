@@ -318,6 +318,9 @@ def _check_algo(config: Config, spec: RewardSpec) -> None:
     require(advantage.critic or algo.critic_warmup == 0, message)
     message = f"{shown.reward.turn_credit}: {shown.algo.advantage} computes returns itself, from algo.gamma; set it to"
     require(not advantage.critic or credit.rewards, f"{message} immediate, equal or last")
+    message = f"{shown.reward.turn_credit}: its credits have to be compared with their peers, which"
+    message = f"{message} {shown.algo.advantage} does not do; set it to grpo, dr_grpo or rloo"
+    require(not credit.compared or (advantage.compares and not advantage.decouples), message)
     for name in credit.turn_metrics:
         metric = spec.metrics.get(name)
         message = (

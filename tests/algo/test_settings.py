@@ -61,6 +61,18 @@ from tests.helpers import refused
             "reward.turn_credit=gigpo: algo.advantage=turn_gae computes returns itself",
         ),
         (
+            ["algo=gdpo", "reward.turn_credit=gigpo"],
+            "reward.turn_credit=gigpo: its credits have to be compared with their peers, which algo.advantage=gdpo does",
+        ),
+        (
+            ["algo=reinforce_pp", "reward.turn_credit=userrl"],
+            "reward.turn_credit=userrl: its credits have to be compared with their peers, which algo.advantage=reinforce",
+        ),
+        (
+            ["algo=reinforce_pp", "reward.turn_credit=next_user_turn", "+reward.turn_credit_options={verdict: accuracy}"],
+            "reward.turn_credit=next_user_turn: its credits have to be compared with their peers, which algo.advantage=",
+        ),
+        (
             ["algo.advantage_options.scale=2"],
             "algo.advantage_options.scale: no such setting; there are none",
         ),

@@ -26,6 +26,8 @@ class UserRl(TurnCredit):
     `equalized` with `sum` differs from reward.turn_credit=equal in the division of the score by the number of turns.
     """
 
+    compared = True
+
     @dataclass(frozen=True)
     class Options:
         turns: str = option("r2g", "credit of a turn", choices=("equalized", "r2g", "em"))
