@@ -167,16 +167,16 @@ def penalize_overlong(sample: Sample, spec: CreditSpec) -> Sample:
 
     With the limit L, c = overlong L and n tokens in the credit's longest turn, the penalty is 0 up to n = L - c, then
     (n - (L - c)) / c, which is 1 at L (soft overlong punishment of DAPO, arXiv:2503.14476, equation 13). It lowers the
-    credit only, not the recorded reward.
+    credit only, not the recorded reward. A turn with several credits lowers the first of them only.
     """
     limit = (spec.rollout.future if sample.later else spec.rollout.turn).longest
     cost = spec.algo.overlong * limit
-
-    def lowered(credit: Credit) -> Credit:
-        longest = max((stop - start for start, stop in credit.spans), default=0)
-        return replace(credit, value=credit.value - min(max(longest - limit + cost, 0.0) / cost, 1.0))
-
-    return replace(sample, credits=tuple(map(lowered, sample.credits)))
+    credits, charged = list[Credit](), set[tuple[int, int]]()
+    for credit in sample.credits:
+        longest = max((stop - start for start, stop in credit.spans if (start, stop) not in charged), default=0)
+        credits.append(replace(credit, value=credit.value - min(max(longest - limit + cost, 0.0) / cost, 1.0)))
+        charged.update(credit.spans)
+    return replace(sample, credits=tuple(credits))
 
 
 def sample(turns: Sequence[Turn], credits: Sequence[Credit], *, before: Sequence[Turn] = ()) -> Sample:
