@@ -90,9 +90,13 @@ def with_advantages(batch: ScoredBatch, algo: AlgoConfig) -> ScoredBatch:
         costs = [algo.kl_coef * kl_estimate(row, algo.kl) for row in _trained(samples, log_ratios)]
     values = None if batch.values is None else _trained(samples, batch.values)
     estimator = make_advantage(algo)
-    advantages, returns = estimator.estimate(samples, costs, values)
+    estimates = estimator.estimate(samples, costs, values)
+    if not isinstance(estimates, Estimates):
+        raise RunStopped(f"algo.advantage={algo.advantage}: estimate must give Estimates")
+    advantages, returns = estimates
     for rows in [advantages, returns] if estimator.critic else [advantages]:
-        if rows is None or [np.shape(row) for row in rows] != [cost.shape for cost in costs]:
+        shapes = [cost.shape for cost in costs]
+        if not isinstance(rows, Sequence) or len(rows) != len(costs) or not all(map(_is_row, rows, shapes)):
             raise RunStopped(f"algo.advantage={algo.advantage}: must give a number for each trained token of a sample")
         if not all(np.isfinite(row).all() for row in rows):
             raise RunStopped(f"algo.advantage={algo.advantage}: gave numbers that are not finite")
@@ -122,6 +126,8 @@ class Compared(Advantage):
         credits = np.array([c.value - (cost[at[0] :].sum() if at.size else 0.0) for c, at, _, cost, _ in entries])
         scale = [credit.scale for credit, *_ in entries]
         advantages = self.compare(credits, [credit.peers for credit, *_ in entries], scale)
+        if not _is_row(advantages, credits.shape):
+            raise RunStopped(f"algo.advantage={self.algo.advantage}: compare must give a number for each credit")
         for (_, at, weights, _, row), value in zip(entries, advantages, strict=True):
             row[at] += weights * value
         return Estimates(rows)
@@ -337,6 +343,15 @@ def _per_label(labels: Sequence[str], statistic: Callable[[np.ndarray], float], 
     """For each value, the `statistic` of all values with the same label."""
     names, index = np.unique(np.array(labels), return_inverse=True)
     return np.array([statistic(values[index == name]) for name in range(len(names))])[index]
+
+
+def _is_row(numbers: object, shape: tuple[int, ...]) -> bool:
+    """Whether a custom estimator's result is real numbers of this shape."""
+    try:
+        row = np.asarray(numbers)
+    except ValueError:  # rows of different lengths
+        return False
+    return row.shape == shape and row.dtype.kind in "fiu"
 
 
 def _trained(samples: Sequence[Sample], rows: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -106,7 +106,7 @@ def test_userrl_is_its_formula(turns: str, trajectory: str) -> None:
 
 
 def test_userrl_counts_tokens_with_a_credit() -> None:
-    """The published code's scale, count_nonzero / sum over the tokens of a conversation; the last turns have credit 0."""
+    """The published code's scale, count_nonzero / sum over a conversation's tokens; the last turns have credit 0."""
     rewards, lengths, gamma = ([0.25, 0.5, 0.0, 0.0], [0.0, 0.5, 0.0]), ([2, 1, 3, 2], [1, 4, 2]), 0.8
     rollouts = [played(*row) for row in zip(rewards, lengths, (["a"] * 3, ["a"] * 2), strict=True)]
     actual = turn_advantages(rollouts, "dr_grpo", turn_credit="userrl", turn_gamma=gamma)
@@ -263,6 +263,14 @@ class Rule(TurnCredit):
         ("[[Share(1.0, {2: 1.0})] for e in episodes]", "gave shares of the turns [2] of 2; give turns of each"),
         ("[[] for e in episodes]", "gave shares of the turns [] of 2; give turns of each conversation"),
         ("[[Share(float('nan'), {0: 1.0})] for e in episodes]", "gave numbers that are not finite"),
+        ("None", "gave None; give a list of shares for each conversation"),
+        ("[None, None]", "gave None for a conversation; give a list of Share(number, {turn: number}, label)"),
+        ("[[None] for e in episodes]", "gave [None] for a conversation; give a list of Share("),
+        ("[[Share(1.0, [0])] for e in episodes]", "gave [Share(value=1.0, turns=[0], peers='')] for a conversation"),
+        ("[[Share('x', {0: 1.0})] for e in episodes]", "gave [Share(value='x', turns={0: 1.0}, peers='')] for a conv"),
+        ("[[Share(1.0, {0: None})] for e in episodes]", "gave [Share(value=1.0, turns={0: None}, peers='')] for a"),
+        ("[[Share(1.0, {0.5: 1.0})] for e in episodes]", "gave [Share(value=1.0, turns={0.5: 1.0}, peers='')] for a"),
+        ("[[Share(1.0, {0: 1.0}, None)] for e in episodes]", "gave [Share(value=1.0, turns={0: 1.0}, peers=None)] for"),
     ],
 )
 def test_a_rule_from_outside_that_is_wrong_stops_the_run(tmp_path: object, shares: str, message: str) -> None:
@@ -273,6 +281,28 @@ def test_a_rule_from_outside_that_is_wrong_stops_the_run(tmp_path: object, share
     with pytest.raises(RunStopped) as stopped:
         conversation_samples(TASK, pair, TrainingRewardConfig(turn_credit=f"{file}:Rule"), "g")
     assert str(stopped.value).startswith(f"reward.turn_credit={file}:Rule: {message}")
+
+
+@pytest.mark.parametrize(
+    ("base", "method", "message"),
+    [
+        ("Compared", "compare(self, values, peers, scale):\n        return values[:1]", "compare must give a number"),
+        ("Compared", "compare(self, values, peers, scale):\n        return None", "compare must give a number"),
+        ("Compared", "compare(self, values, peers, scale):\n        return ['x'] * 2", "compare must give a number"),
+        ("Advantage", "estimate(self, samples, costs, values):\n        return costs", "estimate must give"),
+        ("Advantage", "estimate(self, samples, costs, values):\n        return Estimates(None)", "must give a number"),
+    ],
+)
+def test_an_estimator_from_outside_that_is_wrong_stops_the_run(
+    tmp_path: object, base: str, method: str, message: str
+) -> None:
+    file = f"{tmp_path}/estimator.py"
+    with open(file, "w") as stream:
+        stream.write(f"from megatron_collab.algo.advantages import *\nclass Mine({base}):\n    def {method}\n")
+    pair = [played([0.0, value], [1, 1], ["a"]) for value in (1.0, 2.0)]
+    with pytest.raises(RunStopped) as stopped:
+        turn_advantages(pair, f"{file}:Mine")
+    assert str(stopped.value).startswith(f"algo.advantage={file}:Mine: {message}")
 
 
 def test_a_turn_without_a_share_is_not_trained(tmp_path: object) -> None:
