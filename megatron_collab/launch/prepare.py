@@ -73,6 +73,7 @@ _OF_POLICY_LOSS = (
     *("advantage", "loss", "average", "clip_low", "clip_high", "clip_dual", "kl", "kl_in", "entropy_coef"),
     *("correction", "later_weight", "overlong", "critic_warmup"),
 )
+_OF_WHOLE_CONVERSATIONS = ("turn_credit", "turn_credit_options")
 
 
 def run_lock(config: PlayConfig) -> AbstractContextManager[object]:
@@ -158,7 +159,7 @@ def without_effect(config: Config) -> list[str]:
 def _unused_turn_credit(config: Config) -> list[str]:
     """A line about settings of turn credit, if conversations are not trained as a whole; else none."""
     reward, defaults, futures = config.reward, TrainingRewardConfig(), config.rollout.futures
-    names = [name for name in ("turn_credit", "turn_credit_options") if getattr(reward, name) != getattr(defaults, name)]
+    names = [name for name in _OF_WHOLE_CONVERSATIONS if getattr(reward, name) != getattr(defaults, name)]
     settings = ", ".join(f"reward.{name}={getattr(reward, name)}" for name in names)
     if not names or (reward.mode != "single_turn" and futures == 0):
         return []
