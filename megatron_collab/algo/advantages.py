@@ -322,10 +322,16 @@ def token_weights(
 
 
 def rewards_of(sample: Sample) -> np.ndarray:
-    """Per trained token, float64 [T]: the credit's value at its last token, 0 at the others."""
+    """Per trained token, float64 [T]: the sum of the values of the credits that end with it, 0 if none does.
+
+    The reward of a turn without trained tokens (all its tokens were forced) comes after the last trained token before
+    it. If there is none before it, nothing that is trained led to this reward.
+    """
     rewards = np.zeros(np.count_nonzero(sample.loss_mask))
     for credit in sample.credits:
-        rewards[tokens_of(sample, credit)[0][-1:]] += credit.value
+        end = max((stop for _, stop in credit.spans), default=0)
+        if before := np.count_nonzero(sample.loss_mask[:end]):
+            rewards[before - 1] += credit.value
     return rewards
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_collab.algo.advantages import with_advantages
+from megatron_collab.algo.advantages import rewards_of, with_advantages
 from megatron_collab.algo.credit import CreditSpec, conversation_samples, samples_of
 from megatron_collab.algo.turn_credit import Episode, make_turn_credit
 from megatron_collab.config import AlgoConfig, TrainingRewardConfig, TrainingRolloutConfig
@@ -217,6 +217,19 @@ def test_turn_ppo_by_hand() -> None:
     assert batch.returns[0][sample.loss_mask > 0].tolist() == [2.25, 2.25, 2.0]
     raw = np.array([1.25, 1.25, -1.0])
     np.testing.assert_allclose(batch.advantages[0][sample.loss_mask > 0], normalized(raw.tolist()), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("forced", "expected"), [(2, [0, 1, 6]), (1, [0, 3, 4]), (0, [2, 4])])
+def test_the_reward_of_a_turn_without_trained_tokens_comes_after_the_token_before(
+    forced: int, expected: list[float]
+) -> None:
+    """Turns of 2, 1 and 1 tokens with rewards 1, 2 and 4; the tokens of turn `forced` are."""
+    rollout = played([1.0, 2.0, 4.0], [2, 1, 1], ["a", "b"])
+    turns = list(rollout.start.turns)
+    turns[forced] = replace(turns[forced], forced=(0, len(turns[forced].token_ids)))
+    rollout = replace(rollout, start=replace(rollout.start, turns=tuple(turns)))
+    (sample,) = conversation_samples(TASK, [rollout], TrainingRewardConfig(turn_credit="immediate"), "g")
+    assert rewards_of(sample).tolist() == expected
 
 
 @pytest.mark.parametrize("seed", range(3))
