@@ -90,9 +90,13 @@ def with_advantages(batch: ScoredBatch, algo: AlgoConfig) -> ScoredBatch:
         costs = [algo.kl_coef * kl_estimate(row, algo.kl) for row in _trained(samples, log_ratios)]
     values = None if batch.values is None else _trained(samples, batch.values)
     estimator = make_advantage(algo)
-    advantages, returns = estimator.estimate(samples, costs, values)
+    estimates = estimator.estimate(samples, costs, values)
+    if not isinstance(estimates, Estimates):
+        raise RunStopped(f"algo.advantage={algo.advantage}: estimate must give Estimates")
+    advantages, returns = estimates
     for rows in [advantages, returns] if estimator.critic else [advantages]:
-        if rows is None or [np.shape(row) for row in rows] != [cost.shape for cost in costs]:
+        shapes = [cost.shape for cost in costs]
+        if not isinstance(rows, Sequence) or len(rows) != len(costs) or not all(map(_is_row, rows, shapes)):
             raise RunStopped(f"algo.advantage={algo.advantage}: must give a number for each trained token of a sample")
         if not all(np.isfinite(row).all() for row in rows):
             raise RunStopped(f"algo.advantage={algo.advantage}: gave numbers that are not finite")
@@ -122,6 +126,8 @@ class Compared(Advantage):
         credits = np.array([c.value - (cost[at[0] :].sum() if at.size else 0.0) for c, at, _, cost, _ in entries])
         scale = [credit.scale for credit, *_ in entries]
         advantages = self.compare(credits, [credit.peers for credit, *_ in entries], scale)
+        if not _is_row(advantages, credits.shape):
+            raise RunStopped(f"algo.advantage={self.algo.advantage}: compare must give a number for each credit")
         for (_, at, weights, _, row), value in zip(entries, advantages, strict=True):
             row[at] += weights * value
         return Estimates(rows)
@@ -316,10 +322,16 @@ def token_weights(
 
 
 def rewards_of(sample: Sample) -> np.ndarray:
-    """Per trained token, float64 [T]: the credit's value at its last token, 0 at the others."""
+    """Per trained token, float64 [T]: the sum of the values of the credits that end with it, 0 if none does.
+
+    The reward of a turn without trained tokens (all its tokens were forced) comes after the last trained token before
+    it. If there is none before it, nothing that is trained led to this reward.
+    """
     rewards = np.zeros(np.count_nonzero(sample.loss_mask))
     for credit in sample.credits:
-        rewards[tokens_of(sample, credit)[0][-1:]] += credit.value
+        end = max((stop for _, stop in credit.spans), default=0)
+        if before := np.count_nonzero(sample.loss_mask[:end]):
+            rewards[before - 1] += credit.value
     return rewards
 
 
@@ -337,6 +349,15 @@ def _per_label(labels: Sequence[str], statistic: Callable[[np.ndarray], float], 
     """For each value, the `statistic` of all values with the same label."""
     names, index = np.unique(np.array(labels), return_inverse=True)
     return np.array([statistic(values[index == name]) for name in range(len(names))])[index]
+
+
+def _is_row(numbers: object, shape: tuple[int, ...]) -> bool:
+    """Whether a custom estimator's result is real numbers of this shape."""
+    try:
+        row = np.asarray(numbers)
+    except ValueError:  # rows of different lengths
+        return False
+    return row.shape == shape and row.dtype.kind in "fiu"
 
 
 def _trained(samples: Sequence[Sample], rows: Sequence[np.ndarray]) -> list[np.ndarray]:

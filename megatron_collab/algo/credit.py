@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from numbers import Integral, Real
 
 import numpy as np
 
@@ -111,10 +112,10 @@ def conversation_samples(
 ) -> list[Sample]:
     """Complete conversations of the group `name` as one sample each, with the credits of reward.turn_credit.
 
-    Raises RunStopped if a custom rule gives no shares for the turns of each conversation.
+    Raises RunStopped if a custom rule gives no valid shares for the turns of each conversation.
     """
     episodes = [_episode(task, rollout, reward.weights) for rollout in rollouts]
-    shares = [list(of_one) for of_one in make_turn_credit(reward).shares(episodes)]
+    shares = make_turn_credit(reward).shares(episodes)
     fault = _share_fault(episodes, shares)
     if fault:
         raise RunStopped(f"reward.turn_credit={reward.turn_credit}: {fault}")
@@ -147,10 +148,15 @@ def _shared(turns: Sequence[Turn], shares: Sequence[Share], name: str) -> Sample
     return replace(sample([turns[turn] for turn in trained], credits), turns=tuple(trained))
 
 
-def _share_fault(episodes: Sequence[Episode], shares: Sequence[Sequence[Share]]) -> str | None:
+def _share_fault(episodes: Sequence[Episode], shares: object) -> str | None:
+    """What is wrong with the shares that a rule gave; None if they are shares of the turns of each conversation."""
+    if not isinstance(shares, Sequence):
+        return f"gave {shares!r:.80}; give a list of shares for each conversation"
     if len(shares) != len(episodes):
         return f"gave shares of {len(shares)} of {len(episodes)} conversations; give a list for each"
     for episode, parts in zip(episodes, shares, strict=True):
+        if not isinstance(parts, Sequence) or not all(map(_is_share, parts)):
+            return f"gave {parts!r:.80} for a conversation; give a list of Share(number, {{turn: number}}, label)"
         indices = {turn for share in parts for turn in share.turns}
         if not indices or not indices <= {*range(len(episode.rewards))}:
             return (
@@ -162,21 +168,29 @@ def _share_fault(episodes: Sequence[Episode], shares: Sequence[Sequence[Share]])
     return None
 
 
+def _is_share(part: object) -> bool:
+    """Whether it is a Share with fields of the declared types; the dataclass does not check them."""
+    if not isinstance(part, Share) or not isinstance(part.turns, Mapping) or not isinstance(part.peers, str):
+        return False
+    integers = all(isinstance(turn, Integral) for turn in part.turns)
+    return integers and all(isinstance(number, Real) for number in (part.value, *part.turns.values()))
+
+
 def penalize_overlong(sample: Sample, spec: CreditSpec) -> Sample:
     """The sample with lower credits for turns that reach into the last share `algo.overlong` of their token limit.
 
     With the limit L, c = overlong L and n tokens in the credit's longest turn, the penalty is 0 up to n = L - c, then
     (n - (L - c)) / c, which is 1 at L (soft overlong punishment of DAPO, arXiv:2503.14476, equation 13). It lowers the
-    credit only, not the recorded reward.
+    credit only, not the recorded reward. A turn with several credits lowers the first of them only.
     """
     limit = (spec.rollout.future if sample.later else spec.rollout.turn).longest
     cost = spec.algo.overlong * limit
-
-    def lowered(credit: Credit) -> Credit:
-        longest = max((stop - start for start, stop in credit.spans), default=0)
-        return replace(credit, value=credit.value - min(max(longest - limit + cost, 0.0) / cost, 1.0))
-
-    return replace(sample, credits=tuple(map(lowered, sample.credits)))
+    credits, charged = list[Credit](), set[tuple[int, int]]()
+    for credit in sample.credits:
+        longest = max((stop - start for start, stop in credit.spans if (start, stop) not in charged), default=0)
+        credits.append(replace(credit, value=credit.value - min(max(longest - limit + cost, 0.0) / cost, 1.0)))
+        charged.update(credit.spans)
+    return replace(sample, credits=tuple(credits))
 
 
 def sample(turns: Sequence[Turn], credits: Sequence[Credit], *, before: Sequence[Turn] = ()) -> Sample:

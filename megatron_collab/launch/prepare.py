@@ -23,6 +23,7 @@ from megatron_collab.config import (
     ConfigError,
     PlayConfig,
     ServedConfig,
+    TrainingRewardConfig,
     UserConfig,
     address_fault,
     changes,
@@ -75,6 +76,7 @@ _OF_POLICY_LOSS = (
     *("advantage", "loss", "average", "clip_low", "clip_high", "clip_dual", "kl", "kl_in", "entropy_coef"),
     *("correction", "later_weight", "overlong", "critic_warmup"),
 )
+_OF_WHOLE_CONVERSATIONS = ("turn_credit", "turn_credit_options")
 
 
 def run_lock(config: PlayConfig) -> AbstractContextManager[object]:
@@ -140,11 +142,12 @@ def without_effect(config: Config) -> list[str]:
     algo, defaults = config.algo, AlgoConfig()
     if config.train.stage != "rl":
         return []
+    lines = _unused_turn_credit(config)
     if config.objective != "policy":
         changed = [name for name in _OF_POLICY_LOSS if getattr(algo, name) != getattr(defaults, name)]
         settings = ", ".join(f"algo.{name}={getattr(algo, name)}" for name in changed)
-        return [f"{settings}: without effect with algo.objective={algo.objective}; remove it"] if changed else []
-    lines = []
+        unused = f"{settings}: without effect with algo.objective={algo.objective}; remove it"
+        return [*lines, unused] if changed else lines
     names = [] if algo.loss == defaults.loss else ["loss"]
     names += [name for name in ("clip_low", "clip_high", "clip_dual") if getattr(algo, name) != getattr(defaults, name)]
     if algo.mini_batches * algo.epochs == 1 and names and ":" not in algo.loss:
@@ -156,6 +159,18 @@ def without_effect(config: Config) -> list[str]:
     if algo.kl == "k1" and algo.kl_in == "loss" and algo.kl_coef > 0:
         lines.append("algo.kl=k1: without effect in the loss, as its mean gradient is 0; set k3, or algo.kl_in=reward")
     return lines
+
+
+def _unused_turn_credit(config: Config) -> list[str]:
+    """A line about settings of turn credit, if conversations are not trained as a whole; else none."""
+    reward, defaults, futures = config.reward, TrainingRewardConfig(), config.rollout.futures
+    names = [name for name in _OF_WHOLE_CONVERSATIONS if getattr(reward, name) != getattr(defaults, name)]
+    settings = ", ".join(f"reward.{name}={getattr(reward, name)}" for name in names)
+    if not names or (reward.mode != "single_turn" and futures == 0):
+        return []
+    if reward.mode == "single_turn":
+        return [f"{settings}: without effect with reward.mode=single_turn; remove it"]
+    return [f"{settings}: without effect with rollout.futures={futures}; set rollout.futures=0, or remove it"]
 
 
 def check_nodes(config: PlayConfig, module: str, ranks: int = 1, plays: bool = True) -> None:

@@ -121,10 +121,13 @@ def check_settings(config: Config) -> RunSpec:
     require(train.stage != "dpo" or dpo.loss != "refuel", message)
     message = f"{shown.algo.dpo.label_smoothing}: algo.dpo.loss=refuel has no labels; set it to 0, or choose sigmoid"
     require(config.objective != "dpo" or dpo.loss != "refuel" or dpo.label_smoothing == 0, message)
+    message = f"{shown.algo.dpo.refresh}: algo.dpo.loss=refuel compares with the policy that sampled the replies"
+    require(config.objective != "dpo" or dpo.loss != "refuel" or dpo.refresh == 1, f"{message}; set it to 1")
     message = f"{shown.algo.dpo.refresh}: {shown.train.stage} keeps the first policy as reference; set it to 0"
     require(train.stage != "dpo" or dpo.refresh == 0, message)
     message = f"{shown.algo.dpo.refresh}: with {shown.model.lora.rank} the reference is the model without adapters"
-    require(config.objective != "dpo" or dpo.refresh == 0 or config.model.lora.rank is None, f"{message}; set it to 0")
+    fix = "remove the adapters" if dpo.loss == "refuel" else "set it to 0"
+    require(config.objective != "dpo" or dpo.refresh == 0 or config.model.lora.rank is None, f"{message}; {fix}")
     if spec.play and spec.serving:
         check_played(config, spec)
         _check_trained_turns(config)
@@ -320,6 +323,9 @@ def _check_algo(config: Config, spec: RewardSpec) -> None:
     require(advantage.critic or algo.critic_warmup == 0, message)
     message = f"{shown.reward.turn_credit}: {shown.algo.advantage} computes returns itself, from algo.gamma; set it to"
     require(not advantage.critic or credit.rewards, f"{message} immediate, equal or last")
+    message = f"{shown.reward.turn_credit}: its credits have to be compared with their peers, which"
+    message = f"{message} {shown.algo.advantage} does not do; set it to grpo, dr_grpo or rloo"
+    require(not credit.compared or (advantage.compares and not advantage.decouples), message)
     for name in credit.turn_metrics:
         metric = spec.metrics.get(name)
         message = (

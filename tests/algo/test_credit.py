@@ -265,6 +265,9 @@ def test_an_overlong_credit_costs_what_its_longest_turn_does() -> None:
     mask = np.zeros(22, np.float32)
     penalized = penalize_overlong(Sample(mask, mask, mask, credits), options).credits
     assert [credit.value for credit in penalized] == [0.5, 1.0]
+    turn = Credit(((13, 22),), 1.0, "g/state", "g/state", (0.5,))
+    penalized = penalize_overlong(Sample(mask, mask, mask, (credits[0], turn)), options).credits
+    assert [credit.value for credit in penalized] == [0.5, 1.0], "gigpo: the conversation's credit alone pays for it"
     options.algo.overlong, options.rollout.turn.max_new_tokens = 1.0, 1
     penalized = penalize_overlong(Sample(mask, mask, mask, credits), options).credits
     assert [credit.value for credit in penalized] == [0.0, 1.0]

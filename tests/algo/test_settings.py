@@ -61,6 +61,18 @@ from tests.helpers import refused
             "reward.turn_credit=gigpo: algo.advantage=turn_gae computes returns itself",
         ),
         (
+            ["algo=gdpo", "reward.turn_credit=gigpo"],
+            "reward.turn_credit=gigpo: its credits have to be compared with their peers, which algo.advantage=gdpo",
+        ),
+        (
+            ["algo=reinforce_pp", "reward.turn_credit=userrl"],
+            "reward.turn_credit=userrl: its credits have to be compared with their peers, which algo.advantage=",
+        ),
+        (
+            ["algo=gdpo", "reward.turn_credit=next_user_turn", "+reward.turn_credit_options={verdict: accuracy}"],
+            "reward.turn_credit=next_user_turn: its credits have to be compared with their peers, which",
+        ),
+        (
             ["algo.advantage_options.scale=2"],
             "algo.advantage_options.scale: no such setting; there are none",
         ),
@@ -85,6 +97,9 @@ from tests.helpers import refused
             ["algo=refuel", "algo.dpo.label_smoothing=0.1"],
             "algo.dpo.label_smoothing=0.1: algo.dpo.loss=refuel has no labels; set it to 0",
         ),
+        (["algo=refuel", "algo.dpo.refresh=0"], "algo.dpo.refresh=0: algo.dpo.loss=refuel compares with the policy"),
+        (["algo=refuel", "algo.dpo.refresh=5"], "algo.dpo.refresh=5: algo.dpo.loss=refuel compares with the policy"),
+        (["algo=refuel", "model.lora.rank=4"], "the reference is the model without adapters; remove the adapters"),
         (["algo.objective=best"], "algo.objective=best: choose one of policy, dpo, sft"),
         (["algo.dpo.loss=hinge"], "algo.dpo.loss=hinge: choose one of sigmoid, sigmoid_norm, ipo"),
         (["algo.dpo.beta=0"], "algo.dpo.beta=0.0: must be above 0"),
@@ -150,6 +165,15 @@ def test_weights_of_sequences_do_not_cut_them() -> None:
         (
             ["algo=best_of_n", "algo.entropy_coef=0.1"],
             ["algo.entropy_coef=0.1: without effect with algo.objective=sft"],
+        ),
+        (["reward.turn_credit=gigpo", "rollout.futures=0"], []),
+        (
+            ["reward.turn_credit=userrl", "+reward.turn_credit_options={turns: em}", "rollout.futures=3"],
+            ["reward.turn_credit=userrl, reward.turn_credit_options={'turns': 'em'}: without effect with rollout"],
+        ),
+        (
+            ["algo=online_dpo", "reward.turn_credit=last", "reward.mode=single_turn"],
+            ["reward.turn_credit=last: without effect with reward.mode=single_turn; remove it"],
         ),
     ],
 )

@@ -10,8 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_collab.algo.advantages import with_advantages
+from megatron_collab.algo.advantages import rewards_of, with_advantages
 from megatron_collab.algo.credit import CreditSpec, conversation_samples, samples_of
+from megatron_collab.algo.turn_credit import Episode, make_turn_credit
 from megatron_collab.config import AlgoConfig, TrainingRewardConfig, TrainingRolloutConfig
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import (
@@ -104,6 +105,18 @@ def test_userrl_is_its_formula(turns: str, trajectory: str) -> None:
         np.testing.assert_allclose(row, reference, rtol=1e-6)
 
 
+def test_userrl_counts_tokens_with_a_credit() -> None:
+    """The published code's scale, count_nonzero / sum over a conversation's tokens; the last turns have credit 0."""
+    rewards, lengths, gamma = ([0.25, 0.5, 0.0, 0.0], [0.0, 0.5, 0.0]), ([2, 1, 3, 2], [1, 4, 2]), 0.8
+    rollouts = [played(*row) for row in zip(rewards, lengths, (["a"] * 3, ["a"] * 2), strict=True)]
+    actual = turn_advantages(rollouts, "dr_grpo", turn_credit="userrl", turn_gamma=gamma)
+    tokens = [np.repeat(returns(r, gamma), counts) for r, counts in zip(rewards, lengths, strict=True)]
+    scores = normalized([returns(r, gamma)[0] for r in rewards], std=False)
+    for row, advantage, credits, counts in zip(actual, scores, tokens, lengths, strict=True):
+        expected = advantage * credits * np.count_nonzero(credits) / credits.sum()
+        np.testing.assert_allclose(np.repeat(row, counts), expected, rtol=1e-6)
+
+
 def test_userrl_by_hand() -> None:
     """Scores 1 and 0, so advantages 1 and -1; r2g credits of the first are 1 and 1, of the second 0: no advantage."""
     first, second = played([0.0, 1.0], [1, 1], ["a"]), played([0.0, 0.0], [1, 1], ["a"])
@@ -112,6 +125,25 @@ def test_userrl_by_hand() -> None:
     # em: 1/2 for a reward of 0, 1 for 1; the mean 3/4 of the first conversation's tokens divides them.
     rows = turn_advantages([first, second], "grpo", turn_credit="userrl", turn_credit_options={"turns": "em"})
     np.testing.assert_allclose(rows, [[2 / 3, 4 / 3], [-1, -1]], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("turns", "rewards", "factors"),
+    [
+        ("r2g", [-0.3, 0.9, -0.5], [1, 1, 0]),  # of 0, 0.9, 0: returns 0.9, 0.9, 0; their plain sum is about 0
+        ("r2g", [0.5, -0.8, -0.2], [1, 0, 0]),
+        ("r2g", [-0.5, -400.0, 0.0], [0, 0, 0]),
+        ("em", [-400.0, 0.0, 1.0], [0.75, 0.75, 1.5]),  # of 0, 0, 1: credits 1/2, 1/2, 1
+        ("em", [3.0, 1.0, 1e300], [1, 1, 1]),
+        ("equalized", [-400.0, 0.0, 1.0], [1, 1, 1]),
+    ],
+)
+def test_userrls_factors_are_bounded_and_not_negative(turns: str, rewards: list[float], factors: list[float]) -> None:
+    conversation = played([0.0] * 3, [2] * 3, ["a", "b"]).start
+    rule = make_turn_credit(TrainingRewardConfig(turn_credit="userrl", turn_credit_options={"turns": turns}))
+    ((share,),) = rule.shares([Episode(TASK, conversation, tuple(rewards))])
+    np.testing.assert_allclose([share.turns[turn] for turn in range(3)], factors, atol=1e-12)
+    assert share.value == sum(rewards), "the score is of the rewards as they are"
 
 
 @pytest.mark.parametrize(("advantage", "std"), [("grpo", True), ("dr_grpo", False)])
@@ -187,6 +219,19 @@ def test_turn_ppo_by_hand() -> None:
     np.testing.assert_allclose(batch.advantages[0][sample.loss_mask > 0], normalized(raw.tolist()), rtol=1e-6)
 
 
+@pytest.mark.parametrize(("forced", "expected"), [(2, [0, 1, 6]), (1, [0, 3, 4]), (0, [2, 4])])
+def test_the_reward_of_a_turn_without_trained_tokens_comes_after_the_token_before(
+    forced: int, expected: list[float]
+) -> None:
+    """Turns of 2, 1 and 1 tokens with rewards 1, 2 and 4; the tokens of turn `forced` are."""
+    rollout = played([1.0, 2.0, 4.0], [2, 1, 1], ["a", "b"])
+    turns = list(rollout.start.turns)
+    turns[forced] = replace(turns[forced], forced=(0, len(turns[forced].token_ids)))
+    rollout = replace(rollout, start=replace(rollout.start, turns=tuple(turns)))
+    (sample,) = conversation_samples(TASK, [rollout], TrainingRewardConfig(turn_credit="immediate"), "g")
+    assert rewards_of(sample).tolist() == expected
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_turn_ppo_is_its_formula(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -231,6 +276,14 @@ class Rule(TurnCredit):
         ("[[Share(1.0, {2: 1.0})] for e in episodes]", "gave shares of the turns [2] of 2; give turns of each"),
         ("[[] for e in episodes]", "gave shares of the turns [] of 2; give turns of each conversation"),
         ("[[Share(float('nan'), {0: 1.0})] for e in episodes]", "gave numbers that are not finite"),
+        ("None", "gave None; give a list of shares for each conversation"),
+        ("[None, None]", "gave None for a conversation; give a list of Share(number, {turn: number}, label)"),
+        ("[[None] for e in episodes]", "gave [None] for a conversation; give a list of Share("),
+        ("[[Share(1.0, [0])] for e in episodes]", "gave [Share(value=1.0, turns=[0], peers='')] for a conversation"),
+        ("[[Share('x', {0: 1.0})] for e in episodes]", "gave [Share(value='x', turns={0: 1.0}, peers='')] for a conv"),
+        ("[[Share(1.0, {0: None})] for e in episodes]", "gave [Share(value=1.0, turns={0: None}, peers='')] for a"),
+        ("[[Share(1.0, {0.5: 1.0})] for e in episodes]", "gave [Share(value=1.0, turns={0.5: 1.0}, peers='')] for a"),
+        ("[[Share(1.0, {0: 1.0}, None)] for e in episodes]", "gave [Share(value=1.0, turns={0: 1.0}, peers=None)] for"),
     ],
 )
 def test_a_rule_from_outside_that_is_wrong_stops_the_run(tmp_path: object, shares: str, message: str) -> None:
@@ -241,6 +294,28 @@ def test_a_rule_from_outside_that_is_wrong_stops_the_run(tmp_path: object, share
     with pytest.raises(RunStopped) as stopped:
         conversation_samples(TASK, pair, TrainingRewardConfig(turn_credit=f"{file}:Rule"), "g")
     assert str(stopped.value).startswith(f"reward.turn_credit={file}:Rule: {message}")
+
+
+@pytest.mark.parametrize(
+    ("base", "method", "message"),
+    [
+        ("Compared", "compare(self, values, peers, scale):\n        return values[:1]", "compare must give a number"),
+        ("Compared", "compare(self, values, peers, scale):\n        return None", "compare must give a number"),
+        ("Compared", "compare(self, values, peers, scale):\n        return ['x'] * 2", "compare must give a number"),
+        ("Advantage", "estimate(self, samples, costs, values):\n        return costs", "estimate must give"),
+        ("Advantage", "estimate(self, samples, costs, values):\n        return Estimates(None)", "must give a number"),
+    ],
+)
+def test_an_estimator_from_outside_that_is_wrong_stops_the_run(
+    tmp_path: object, base: str, method: str, message: str
+) -> None:
+    file = f"{tmp_path}/estimator.py"
+    with open(file, "w") as stream:
+        stream.write(f"from megatron_collab.algo.advantages import *\nclass Mine({base}):\n    def {method}\n")
+    pair = [played([0.0, value], [1, 1], ["a"]) for value in (1.0, 2.0)]
+    with pytest.raises(RunStopped) as stopped:
+        turn_advantages(pair, f"{file}:Mine")
+    assert str(stopped.value).startswith(f"algo.advantage={file}:Mine: {message}")
 
 
 def test_a_turn_without_a_share_is_not_trained(tmp_path: object) -> None:

@@ -51,10 +51,12 @@ class TurnCredit(Extension, ABC):
     """Base of the rules that reward.turn_credit may name as package.module:Class.
 
     `rewards`: the value of a share is a reward that comes after its last turn, as a critic's estimator needs it; not a
-    return. An instance computes one group and keeps nothing.
+    return. `compared`: shares are not numbers to learn from before they are compared with their peers. An instance
+    computes one group and keeps nothing.
     """
 
     rewards: ClassVar[bool] = False
+    compared: ClassVar[bool] = False
 
     def __init__(self, options: Any, reward: TrainingRewardConfig) -> None:
         super().__init__(options)

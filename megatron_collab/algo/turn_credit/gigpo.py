@@ -22,6 +22,8 @@ class GiGpo(TurnCredit):
     an environment shows; here the message that the turn answers, or all messages before it.
     """
 
+    compared = True
+
     @dataclass(frozen=True)
     class Options:
         omega: float = option(1.0, "weight of the advantage within a state", ge=0, le=1000)

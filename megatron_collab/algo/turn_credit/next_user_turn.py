@@ -21,6 +21,8 @@ class NextUserTurn(TurnCredit):
     verdicts on the segments of the same number in the group's other conversations: they answer as many messages.
     """
 
+    compared = True
+
     @dataclass(frozen=True)
     class Options:
         verdict: str = option("", "metric of reward.weights that scores turns; its weight may be 0")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_collab.algo.turn_credit import Episode, Share, TurnCredit
 from megatron_collab.config import option
@@ -15,11 +15,18 @@ class UserRl(TurnCredit):
 
     The score is the mean of the rewards r_t (`sum`: the published code divides it by the number of turns) or
     sum_t gamma^t r_t (`r2g`). The credit is 1 (`equalized`), sum_{k >= t} gamma^(k-t) r_k (`r2g`), or
-    1/2 + (1 - exp(-k r_t)) / (2 (1 - exp(-k))) (`em`, the exponential mapping). mean(c) is over the conversation's
-    tokens, so that A is the mean of A_t; if it is 0, all A_t are. gamma is reward.turn_gamma, 0.8 in the paper's code.
+    1/2 + (1 - exp(-k r_t)) / (2 (1 - exp(-k))) (`em`, the exponential mapping). mean(c) is over the
+    conversation's tokens with a credit above 0, as in the published code, so that A is the mean of their A_t; without
+    such tokens all A_t are 0. gamma is reward.turn_gamma, 0.8 in the paper's code.
+
+    The paper's rewards are in [0, 1]. Credits of costs would turn the sign of A_t, or divide it by almost 0, so
+    credits count a negative reward as 0, and `em` one above 1 as 1; the score counts them as they are. With `r2g` a
+    conversation without a positive reward is thus not learned from, as in the published code.
 
     `equalized` with `sum` differs from reward.turn_credit=equal in the division of the score by the number of turns.
     """
+
+    compared = True
 
     @dataclass(frozen=True)
     class Options:
@@ -31,14 +38,20 @@ class UserRl(TurnCredit):
         return [[self._share(episode)] for episode in episodes]
 
     def _share(self, episode: Episode) -> Share:
-        returns = episode.returns(self.gamma)
+        returns, credits = episode.returns(self.gamma), self._credits(episode)
         score = returns[0] if self.options.trajectory == "r2g" else sum(episode.rewards) / len(returns)
-        credits = {
-            "equalized": [1.0] * len(returns),
-            "r2g": returns,
-            "em": [0.5 + math.expm1(-self.options.k * r) / math.expm1(-self.options.k) / 2 for r in episode.rewards],
-        }[self.options.turns]
         tokens = [turn.trained_tokens for turn in episode.conversation.turns]
         total = sum(credit * count for credit, count in zip(credits, tokens, strict=True))
-        scale = sum(tokens) / total if total else 0.0
-        return Share(score, {turn: credit * scale for turn, credit in enumerate(credits)})
+        credited = sum(count for credit, count in zip(credits, tokens, strict=True) if credit)
+        factors = [credit * credited / total if total else 0.0 for credit in credits]
+        return Share(score, dict(enumerate(factors)))
+
+    def _credits(self, episode: Episode) -> list[float]:
+        """The credit c_t >= 0 of each turn."""
+        rewards = tuple(max(reward, 0.0) for reward in episode.rewards)
+        if self.options.turns == "r2g":
+            return replace(episode, rewards=rewards).returns(self.gamma)
+        if self.options.turns == "equalized":
+            return [1.0] * len(rewards)
+        k = self.options.k
+        return [0.5 + math.expm1(-k * min(reward, 1.0)) / math.expm1(-k) / 2 for reward in rewards]
