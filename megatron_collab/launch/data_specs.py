@@ -26,7 +26,7 @@ def data_spec(config: Config) -> DataSpec:
     return replace(data, steps=run.steps, epochs=run.epochs, per_step=run.prompts_per_step)
 
 
-def _counted_in_passes(training: Sequence[TrainingSource], epochs: float) -> Sequence[TrainingSource]:
+def _counted_in_passes(training: list[TrainingSource], epochs: float) -> list[TrainingSource]:
     """The sources of a run of train.epochs: without `epochs` of their own, a pass takes every row of each one once.
 
     Raises ConfigError if weights or steps bound their rows, since a pass over them is then undefined.

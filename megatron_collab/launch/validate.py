@@ -180,7 +180,7 @@ def check_played(config: PlayConfig, spec: RunSpec) -> None:
     for group, user in spec.play.users.settings.items():
         spec.play.tools.check_user_tools(user.tools, group)
         message = f"rollout.max_tool_calls=0: leaves no round for calls of {group}.tools; raise it, or set these to []"
-        require(config.rollout.max_tool_calls or not user.tools, message)
+        require(config.rollout.max_tool_calls > 0 or not user.tools, message)
     servers.check_served(config, spec.play.reward, spec.serving)
     endpoints.check_settings(config, spec.play.users.settings)
     _check_llm_endpoints(config, spec)

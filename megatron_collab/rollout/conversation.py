@@ -29,8 +29,8 @@ from megatron_collab.rollout.users import (
     UserError,
     UserReply,
     Users,
-    reporting_errors,
     reply_with_calls,
+    reporting_errors,
     with_excerpts,
 )
 from megatron_collab.types import (
