@@ -95,7 +95,7 @@ class RightOnceTold(WhenMissing):
         return float(replies[-1].strip() == task.answer) if asks_all else None
 
 
-class BookingTold(BookingMetric):
+class BookingNewFacts(BookingMetric):
     """For each turn how many open slots it asked for, which the user's next message then tells."""
 
     score = Metric.score

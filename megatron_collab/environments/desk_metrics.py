@@ -128,7 +128,7 @@ class DeskAsksGuessable(DeskAsksOpen):
     slots: ClassVar[Sequence[str]] = MODEL.guessable
 
 
-class DeskTold(DeskMetric):
+class DeskNewFacts(DeskMetric):
     """For each turn how many needed slots were unknown before it, and are told in the user's next message."""
 
     score = Metric.score

@@ -52,7 +52,7 @@ def played(
     return Rollout(conversation, (future,), Reward(rewards[-1]))
 
 
-GROUP = [played(*of_one) for of_one in zip(REWARDS, LENGTHS, ANSWERS, strict=True)]
+GROUP = [played(*arguments) for arguments in zip(REWARDS, LENGTHS, ANSWERS, strict=True)]
 
 
 def turn_advantages(
@@ -153,9 +153,9 @@ def test_gigpo_is_its_formula(advantage: str, std: bool) -> None:
     states = [["hi", *answers] for answers in ANSWERS]
     step_returns = [returns(rewards, gamma) for rewards in REWARDS]
     expected = []
-    for total, own_states, own_returns in zip(totals, states, step_returns, strict=True):
+    for total, states_of_turns, returns_of_turns in zip(totals, states, step_returns, strict=True):
         row = []
-        for state, value in zip(own_states, own_returns, strict=True):
+        for state, value in zip(states_of_turns, returns_of_turns, strict=True):
             at = [
                 r for s, rs in zip(states, step_returns, strict=True) for n, r in zip(s, rs, strict=True) if n == state
             ]
@@ -164,8 +164,8 @@ def test_gigpo_is_its_formula(advantage: str, std: bool) -> None:
         expected.append(row)
     options = {"turn_credit_options": {"omega": omega}, "turn_gamma": gamma}
     actual = turn_advantages(GROUP, advantage, turn_credit="gigpo", **options)
-    for got, reference in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(got, reference, rtol=1e-6)
+    for row, reference in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(row, reference, rtol=1e-6)
 
 
 def test_gigpo_by_hand() -> None:
@@ -257,8 +257,8 @@ def test_turn_ppo_is_its_formula(seed: int) -> None:
     mean, std = statistics.fmean(flat), statistics.pstdev(flat)
     algo = {"gamma": gamma, "gae_lambda": lam}
     actual = turn_advantages(GROUP, "turn_gae", algo, values, turn_credit="immediate")
-    for got, reference in zip(actual, raw, strict=True):
-        np.testing.assert_allclose(got, [(a - mean) / (std + 1e-6) for a in reference], rtol=2e-5)
+    for row, reference in zip(actual, raw, strict=True):
+        np.testing.assert_allclose(row, [(a - mean) / (std + 1e-6) for a in reference], rtol=2e-5)
 
 
 OUTSIDE = """

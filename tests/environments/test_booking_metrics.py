@@ -8,7 +8,7 @@ import json
 import pytest
 
 from megatron_collab.environments import booking
-from megatron_collab.environments.booking_metrics import BookingTold
+from megatron_collab.environments.booking_metrics import BookingNewFacts
 from megatron_collab.types import Conversation, Message, Score, Task
 from tests.reward.fakes import about, play
 from tests.reward.fakes import score as score_of
@@ -93,11 +93,11 @@ def test_later_turns_are_judged_if_the_first_asks_for_exactly_the_missing_slots(
     assert score("RightOnceTold", task(*ALL), RIGHT) is None
 
 
-def test_a_turn_is_told_what_it_asked_for_and_did_not_know() -> None:
-    metric = BookingTold(BookingTold.Options(), None)  # type: ignore[arg-type]
+def test_new_facts_are_answers_to_what_a_turn_asked_and_did_not_know() -> None:
+    metric = BookingNewFacts(BookingNewFacts.Options(), None)  # type: ignore[arg-type]
     conversation = played(task("day"), booking.ask(["people", "day"]), booking.ask(["time", "people"]), RIGHT)
     assert asyncio.run(metric.score_turns(task("day"), conversation)) == [1.0, 1.0, 0.0]
     unanswered = played(task("day"), booking.ask(["people"]))
     assert asyncio.run(metric.score_turns(task("day"), unanswered)) == [0.0]
-    assert score("BookingTold", task("day"), booking.ask(["people", "time"]), RIGHT) == 2.0, "the sum"
-    assert score("BookingTold", about("x", "hi"), "hello") is None
+    assert score("BookingNewFacts", task("day"), booking.ask(["people", "time"]), RIGHT) == 2.0, "the sum"
+    assert score("BookingNewFacts", about("x", "hi"), "hello") is None

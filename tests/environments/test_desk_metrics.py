@@ -78,11 +78,11 @@ def test_what_the_trained_turn_asks_for_is_told_apart() -> None:
     assert score("DeskAsksOpen", task(COMPLETE), RIGHT) is None is score("DeskAsksGuessable", task(COMPLETE), RIGHT)
 
 
-def test_a_turn_is_told_what_the_users_next_message_says() -> None:
-    verdict = metric(f"{METRICS}:DeskTold", None)
+def test_new_facts_are_in_the_users_next_message() -> None:
+    verdict = metric(f"{METRICS}:DeskNewFacts", None)
     texts = ("which date and which plan ?", "date monday .", "which item ?", "not sure .", RIGHT)
     assert asyncio.run(verdict.score_turns(task(), play(task(), *texts))) == [1.0, 0.0, 0.0]
-    assert score("DeskTold", task(), *texts) == 1.0
+    assert score("DeskNewFacts", task(), *texts) == 1.0
 
 
 def test_a_turn_gets_the_bonus_if_it_asks_for_something_unknown() -> None:
