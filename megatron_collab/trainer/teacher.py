@@ -61,11 +61,13 @@ class WholeDistribution:
             last = unwrap(self._chunk).post_process
             self._head = _cut_again(unwrap(self._chunk).head, sizes) if last and sizes[0] != sizes[1] else None
 
-    def with_states(self, micro_batches: Sequence[MicroBatch], samples: Sequence[Sample]) -> list[MicroBatch]:
+    def with_states(
+        self, micro_batches: Sequence[MicroBatch], samples: Sequence[Sample], interruptible: bool
+    ) -> list[MicroBatch]:
         """`micro_batches` with the teacher's states on the last pipeline stage, from its present weights; collective.
 
         `samples`: those of the step, in the order of MicroBatch.members; if any has a view, all have, and no `cuts`.
-        May raise Preempted, as `infer`.
+        If `interruptible`, may raise Preempted, as `infer`.
         """
         orders: list[np.ndarray] | None = None
         read = [replace(micro_batch, routing=None) for micro_batch in micro_batches]
@@ -75,7 +77,7 @@ class WholeDistribution:
             pairs = [make_view(self._network, micro_batch, columns, device) for micro_batch in micro_batches]
             read, orders = [view for view, _ in pairs], [order for _, order in pairs]
         with self._teaching() as chunks:
-            states = outputs(chunks, read, lambda micro_batch, hidden: hidden[0].index_select(0, micro_batch.positions))
+            states = outputs(chunks, read, _at_predictions, interruptible)
         if not states:
             return [*micro_batches]
         if orders:
@@ -90,6 +92,11 @@ class WholeDistribution:
         return head_reverse_kl(
             states, head, micro_batch.teacher_states, teacher_head, self._temperature, self.vocab_size
         )
+
+
+def _at_predictions(micro_batch: MicroBatch, hidden: Tensor) -> Tensor:
+    """States [N, h'] at the requested predictions, from those at all positions [1, T, h']."""
+    return hidden[0].index_select(0, micro_batch.positions)
 
 
 def _columns(sample: Sample) -> dict[str, list[np.ndarray]]:

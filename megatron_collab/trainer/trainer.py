@@ -216,7 +216,7 @@ class PolicyTrainer:
             micro_batches = self._weighted(batch, columns, rows)
             if self._distribution:
                 samples = batch.samples[rows.start : rows.stop]
-                micro_batches = self._distribution.with_states(micro_batches, samples)
+                micro_batches = self._distribution.with_states(micro_batches, samples, interruptible=not metrics)
             step: dict[str, float] = {}
             if not critic_alone:
                 step_reports, step["grad_norm"] = self.policy.step(micro_batches, self._loss, lr, first=not metrics)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.checkpoint import hf
 from megatron_collab.config import Config
 from megatron_collab.launch.trainer_specs import trainer_spec
+from megatron_collab.runtime.process import Preempted
+from megatron_collab.trainer import network
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch, Sample, ScoredBatch
 from tests.helpers import selected
@@ -194,6 +197,28 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(folders: Path, one_rank: C
         trainer = PolicyTrainer(trainer_spec(settled(folders, settings | {"algo.teacher.kl": kl})))
         metrics = learn(trainer, Batch(SAMPLES))
         assert metrics["teacher/kl"] == 0 and metrics["grad_norm"] == 0
+
+
+def test_an_update_that_has_made_a_step_is_not_given_up(
+    folders: Path, one_rank: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also not by the teacher's pass before the second optimizer step; the resume would learn from the batch again."""
+    trainer = PolicyTrainer(trainer_spec(settled(folders, TEACHERS["reference"])))
+    batch, step = with_advantages(trainer.score(Batch(SAMPLES)), trainer.spec.algo), trainer.policy.step
+
+    def raise_preempted() -> None:
+        raise Preempted("a notice")
+
+    def step_and_notice(*arguments: Any, **options: Any) -> Any:
+        result = step(*arguments, **options)
+        monkeypatch.setattr(network, "check_preemption", raise_preempted)
+        return result
+
+    monkeypatch.setattr(trainer.policy, "step", step_and_notice)
+    assert trainer.update(batch)["optimizer_steps"] == 2
+    with pytest.raises(Preempted):
+        trainer.update(batch)
+    assert trainer.step == 1
 
 
 def test_distillation_reaches_the_teacher(folders: Path, one_rank: Config) -> None:
