@@ -57,6 +57,14 @@ GOAL = ["algo=distill", "algo.teacher.context=goal"]
             ["algo=distill", "algo.teacher.context=next_message", "reward.mode=single_turn"],
             "algo.teacher.context=next_message: with reward.mode=single_turn no user answers; choose goal or answer",
         ),
+        (
+            ["algo=distill", "algo.teacher.context=next_message", "rollout.max_assistant_turns=1", "rollout.futures=0"],
+            "algo.teacher.context=next_message: with rollout.max_assistant_turns=1 no user answers; choose goal or",
+        ),
+        (
+            [*GOAL, "algo.dynamic_sampling=3"],
+            "algo.dynamic_sampling=3: drops groups of equal rewards, from which the teacher of algo.teacher.weight=0.5",
+        ),
     ],
 )
 def test_settings_that_cannot_work(overrides: Sequence[str], message: str) -> None:
