@@ -10,6 +10,7 @@ from megatron_collab.algo.teacher_prompts import teacher_prompt
 from megatron_collab.config import Config, ConfigError, Shown, require
 from megatron_collab.config.schema import TeacherConfig
 from megatron_collab.data import chat_template
+from megatron_collab.inference.client import EngineError
 from megatron_collab.inference.teacher import ServedTeacher
 from megatron_collab.models import hf_config, hf_weights
 from megatron_collab.models.hf_config import ModelShape
@@ -62,9 +63,12 @@ def check_server(config: Config) -> None:
     url, tokenizer = config.algo.teacher.server, chat_template.load_tokenizer(config.model.path, "model.path")
     assert url is not None
     added, decode = [*tokenizer.added_tokens_decoder], partial(tokenizer.decode, skip_special_tokens=False)
-    fault = ServedTeacher(url, _SECONDS).fault(tokenizer.get_vocab(), added, decode)
-    message = f"algo.teacher.server={url}: {fault}; give a teacher with the policy's vocabulary"
-    require(fault is None, message)
+    setting = Shown(config).algo.teacher.server
+    try:
+        fault = ServedTeacher(url, _SECONDS).fault(tokenizer.get_vocab(), added, decode)
+    except EngineError as error:
+        raise ConfigError(f"{setting}: {error}; start an SGLang server there, or give another address") from error
+    require(fault is None, f"{setting}: {fault}; give a teacher with the policy's vocabulary")
 
 
 def read_shape(config: Config, described: Path | None = None) -> ModelShape:
