@@ -17,9 +17,10 @@ from megatron_collab.checkpoint import hf
 from megatron_collab.config import Config
 from megatron_collab.launch.trainer_specs import trainer_spec
 from megatron_collab.runtime.process import Preempted
-from megatron_collab.trainer import network
+from megatron_collab.trainer import network, teacher
+from megatron_collab.trainer.microbatches import MicroBatch
 from megatron_collab.trainer.trainer import PolicyTrainer
-from megatron_collab.types import Batch, Sample, ScoredBatch
+from megatron_collab.types import Batch, Credit, Sample, ScoredBatch
 from tests.helpers import selected
 from tests.ranks import HF, hidden_states, init_parallel, learn, make_config, make_model, make_samples, run_ranks
 
@@ -219,6 +220,33 @@ def test_an_update_that_has_made_a_step_is_not_given_up(
     with pytest.raises(Preempted):
         trainer.update(batch)
     assert trainer.step == 1
+
+
+def test_the_teachers_micro_batches_keep_to_the_budget(
+    folders: Path, one_rank: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that the policy's sequences share are not shared behind the notes of the teacher."""
+    budget, rng, credits = 60, np.random.default_rng(0), (Credit(((30, 35),), 1.0, "a", "a"),)
+    prompt, samples = rng.integers(0, HF["vocab_size"], 30), list[Sample]()
+    for _ in range(6):
+        reply, note = rng.integers(0, HF["vocab_size"], 5), rng.integers(0, HF["vocab_size"], 8)
+        sample, view = (
+            Sample(ids, mask := (np.arange(len(ids)) >= len(ids) - 5).astype(np.float32), mask)
+            for ids in (np.concatenate([prompt, reply]), np.concatenate([note, prompt, reply]))
+        )
+        samples.append(replace(sample, credits=credits, teacher_view=view))
+    config = settled(folders, TEACHERS["policy"] | {"train.tokens_per_micro_batch": budget})
+    trainer, lengths = PolicyTrainer(trainer_spec(config)), list[list[int]]()
+    outputs = network.outputs
+
+    def measured(chunks: Any, micro_batches: Sequence[MicroBatch], *arguments: Any) -> Any:
+        lengths.append([micro_batch.token_ids.shape[1] for micro_batch in micro_batches])
+        return outputs(chunks, micro_batches, *arguments)
+
+    monkeypatch.setattr(teacher, "outputs", measured)
+    learn(trainer, Batch(tuple(samples)))
+    (of_teacher,) = lengths
+    assert max(of_teacher) <= budget and sum(of_teacher) == 6 * (8 + 30 + 5 - 1)
 
 
 def test_distillation_reaches_the_teacher(folders: Path, one_rank: Config) -> None:
