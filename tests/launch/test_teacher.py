@@ -147,6 +147,12 @@ def test_the_plan_counts_the_teacher(folder: Path) -> None:
     assert first["teacher"] == first["parameters"] and last["teacher"] == last["parameters"]
     states = 4 * shape.hidden * config.rollout.turn.longest * config.train.prompts_per_step * 8
     assert "teacher states" not in first and last["teacher states"] == states
+    assert "teacher head" not in last
+    described = json.loads((folder / "policy" / "config.json").read_text())
+    (folder / "wider").mkdir()
+    (folder / "wider" / "config.json").write_text(json.dumps(described | {"vocab_size": shape.vocab + 64}))
+    first_of_wider, last_of_wider = parts(config_of(folder, "wider"))
+    assert "teacher head" not in first_of_wider and last_of_wider["teacher head"] == 4 * shape.vocab * shape.hidden
     config.algo.teacher.kl = "sampled"
     assert "teacher states" not in parts(config)[1] and parts(config)[1]["head"] < last["head"]
     config.algo.teacher.model, config.algo.kl_coef = "reference", 0.0
