@@ -14,6 +14,7 @@ import torch
 
 from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.checkpoint import hf
+from megatron_collab.checkpoint.checkpointer import Checkpoints
 from megatron_collab.config import Config
 from megatron_collab.launch.trainer_specs import trainer_spec
 from megatron_collab.runtime.process import Preempted
@@ -220,6 +221,22 @@ def test_an_update_that_has_made_a_step_is_not_given_up(
     with pytest.raises(Preempted):
         trainer.update(batch)
     assert trainer.step == 1
+
+
+def test_a_resumed_run_distills_the_same(folders: Path, one_rank: Config, tmp_path: Path) -> None:
+    """The first policy is loaded again to teach; the present one is in the checkpoint."""
+    batches = [Batch(with_views(make_samples(11, seed), seed)) for seed in (1, 2)]
+    for name in ("reference", "policy"):
+        spec = trainer_spec(settled(folders, TEACHERS[name]))
+        trainer, resumed = PolicyTrainer(spec), PolicyTrainer(spec)
+        learn(trainer, batches[0])
+        with Checkpoints(tmp_path / name, 1, 60.0) as checkpoints:
+            checkpoints.save(1, trainer.checkpointed, {})
+            checkpoints.finish()
+            checkpoints.load_latest(resumed.checkpointed)
+        resumed.step = 1
+        metrics = learn(resumed, batches[1])
+        assert metrics == learn(trainer, batches[1]) and metrics["teacher/kl"] > 0
 
 
 def test_the_teachers_micro_batches_keep_to_the_budget(
