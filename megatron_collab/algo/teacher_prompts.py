@@ -1,4 +1,4 @@
-"""The prompts of a teacher that knows more than the policy: the same conversation, begun with what only it is told.
+"""The prompts of a teacher that knows more than the policy: the same conversation behind a longer system message.
 
 So the policy teaches itself what it could not know when it answered: the right result, as in on-policy
 self-distillation (Zhao et al. 2026, arXiv:2601.18734), what the user wants, or what the user said next.
@@ -68,8 +68,10 @@ class TeacherPrompts:
         """Turn `number` of the conversation with the prompt that the teacher reads."""
         turn = conversation.turns[number]
         self._counts["turns"] += 1
-        following = self._context == "next_message"
-        secret: str = next_message(conversation, number) if following else getattr(task, self._context)
+        if self._context == "next_message":
+            secret = next_message(conversation, number)
+        else:
+            secret = getattr(task, self._context)
         if not secret.strip():
             return turn
         note = self._prompt.render(**dict.fromkeys(_VARIABLES, "") | {self._context: secret}).strip()

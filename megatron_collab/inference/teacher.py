@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_collab.inference.client import EngineError, post
 from megatron_collab.runtime import keys
-from megatron_collab.runtime.process import RunStopped, beat
+from megatron_collab.runtime.process import POLL_SECONDS, RunStopped, beat, raise_if_preempted
 from megatron_collab.types import Sample
 
 SETTING = "algo.teacher.server"
@@ -31,27 +31,35 @@ class ServedTeacher:
         self._url, self._timeout = url.rstrip("/"), timeout
 
     def with_log_probs(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
-        """The samples with `teacher_log_probs`. Raises RunStopped if the server fails.
+        """The samples with `teacher_log_probs`. Raises RunStopped if the server fails, and Preempted.
 
         SGLang's log-probs of given tokens are those at temperature 1.
         """
-        rows = self._run([self._body(sample) for sample in map(_read, samples)])
-        return tuple(
-            replace(sample, teacher_log_probs=_placed(sample, answers, self._url))
-            for sample, answers in zip(samples, rows, strict=True)
-        )
+        try:
+            rows = asyncio.run(self._answers([self._body(sample) for sample in map(_read, samples)]))
+            values = [_placed(sample, answers) for sample, answers in zip(samples, rows, strict=True)]
+        except EngineError as error:
+            message = f"{SETTING}={self._url}: {error}; start an SGLang server there, and resume the run"
+            raise RunStopped(message) from error
+        if not all(np.isfinite(row).all() for row in values):
+            message = "returned a log-prob that is not finite; look at the teacher's weights"
+            raise RunStopped(f"{SETTING}={self._url}: {message}")
+        return tuple(replace(sample, teacher_log_probs=row) for sample, row in zip(samples, values, strict=True))
 
     def fault(self, vocabulary: Mapping[str, int], added: Sequence[int], decode: Any) -> str | None:
-        """Why the server cannot teach a policy of this vocabulary; None: it can, or is as good as known to.
+        """Why the server cannot teach a policy of this vocabulary; None if no difference was seen.
 
-        Compares the texts of all `added` ids and of some of the others. `decode`: the text of ids. Raises RunStopped
-        if the server cannot be asked.
+        Compares the texts of all `added` ids and of some of the others. `decode`: the text of ids. Raises EngineError
+        if the server gives no texts.
         """
         known = sorted(vocabulary.values())
         ids = sorted({*known[:: max(1, len(known) // _COMPARED)], *added})
         body = {"tokens": [[number] for number in ids], "skip_special_tokens": False}
-        ((answer,),) = self._run([[("/detokenize", body)]])
-        for number, text in zip(ids, answer.get("text", ()), strict=True):
+        ((answer,),) = asyncio.run(self._answers([[("/detokenize", body)]]))
+        texts = answer.get("text")
+        if not isinstance(texts, list) or len(texts) != len(ids):
+            raise EngineError(f"/detokenize returned no list of {len(ids)} texts")
+        for number, text in zip(ids, texts, strict=True):
             if text != decode([number]):
                 return f"its tokenizer gives id {number} the text {text!r}, and the policy's {decode([number])!r}"
         return None
@@ -67,12 +75,6 @@ class ServedTeacher:
             requests.append(("/generate", {**body, "sampling_params": sampling}))
         return requests
 
-    def _run(self, requests: Sequence[Sequence[tuple[str, dict[str, Any]]]]) -> list[list[dict[str, Any]]]:
-        try:
-            return asyncio.run(self._answers(requests))
-        except EngineError as error:
-            raise RunStopped(f"{SETTING}={self._url}: {error}; start the server, and resume the run") from error
-
     async def _answers(self, requests: Sequence[Sequence[tuple[str, dict[str, Any]]]]) -> list[list[dict[str, Any]]]:
         with keys.in_environment(KEY):
             key = os.environ.get(KEY)
@@ -83,13 +85,24 @@ class ServedTeacher:
 
         async def answer(path: str, body: dict[str, Any]) -> dict[str, Any]:
             async with waiting:
-                beat()
                 return await post(session, self._url + path, body, _read_bounded, late)
 
         timeout = aiohttp.ClientTimeout(total=self._timeout)
         async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout) as session:
-            rows = [asyncio.gather(*(answer(*request) for request in row)) for row in requests]
-            return [[*row] for row in await asyncio.gather(*rows)]
+            rows = [[asyncio.create_task(answer(*request)) for request in row] for row in requests]
+            pending = tasks = {task for row in rows for task in row}
+            try:
+                while pending:
+                    beat()
+                    raise_if_preempted()
+                    done, pending = await asyncio.wait(pending, timeout=POLL_SECONDS, return_when="FIRST_EXCEPTION")
+                    for task in done:
+                        task.result()  # raises its error
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            return [[task.result() for task in row] for row in rows]
 
 
 def _read(sample: Sample) -> Sample:
@@ -103,20 +116,24 @@ def _sequences(sample: Sample) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(ids, mask) for ids, mask in pairs if mask.any()]
 
 
-def _placed(sample: Sample, answers: Sequence[Mapping[str, Any]], url: str) -> np.ndarray:
-    """The log-probs in the answers, float32 [S], at the trained tokens of the sample. Raises RunStopped."""
+def _placed(sample: Sample, answers: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """The log-probs in the answers, float32 [S], at the trained tokens of the sample. Raises EngineError."""
     values = list[float]()
     for (ids, mask), answer in zip(_sequences(_read(sample)), answers, strict=True):
-        entries = answer.get("meta_info", {}).get("input_token_logprobs", ())
         trained = np.flatnonzero(mask)
-        first = len(ids) - len(entries)  # the first entry's token
-        if first > trained[0] or [entry[1] for entry in entries] != ids[first:].tolist():
-            raise RunStopped(f"{SETTING}={url}: returned no log-probs of the tokens; give an SGLang server")
-        values += [entries[place - first][0] for place in trained.tolist()]
+        try:
+            entries = answer["meta_info"]["input_token_logprobs"]
+            first = len(ids) - len(entries)  # the first entry's token
+            tokens = [entry[1] for entry in entries]
+            log_probs = [entries[place - first][0] for place in trained.tolist()]
+        except (KeyError, IndexError, TypeError):  # the answer has another form
+            tokens, log_probs = [], []
+        complete = len(tokens) >= len(ids) - trained[0] and tokens == ids[len(ids) - len(tokens) :].tolist()
+        if not complete or not all(isinstance(value, float) or value == 0 for value in log_probs):
+            raise EngineError("/generate returned no log-probs of the tokens")
+        values += log_probs
     row = np.zeros_like(sample.loss_mask)
     row[sample.loss_mask > 0] = values
-    if not np.isfinite(row).all():
-        raise RunStopped(f"{SETTING}={url}: returned a log-prob that is not finite; look at the teacher's weights")
     return row
 
 

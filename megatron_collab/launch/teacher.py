@@ -10,6 +10,7 @@ from megatron_collab.algo.teacher_prompts import teacher_prompt
 from megatron_collab.config import Config, ConfigError, Shown, require
 from megatron_collab.config.schema import TeacherConfig
 from megatron_collab.data import chat_template
+from megatron_collab.inference.client import EngineError
 from megatron_collab.inference.teacher import ServedTeacher
 from megatron_collab.models import hf_config, hf_weights
 from megatron_collab.models.hf_config import ModelShape
@@ -38,6 +39,8 @@ def check_settings(config: Config) -> None:
     # SGLang gives the log-probs of given tokens at temperature 1.
     message = f"{shown.server}: its log-probs are those at temperature 1; set rollout.turn.temperature=1"
     require(not teacher.server or config.rollout.turn.temperature == 1, message)
+    message = f"{Shown(config).algo.dynamic_sampling}: drops groups of equal rewards, from which the teacher of"
+    require(config.algo.dynamic_sampling == 0, f"{message} {shown.weight} teaches as well; set it to 0")
     message = f"{shown.prompt}: tells the teacher nothing; set algo.teacher.context"
     require(teacher.prompt is None or teacher.context is not None, message)
     if teacher.context is None:
@@ -45,8 +48,11 @@ def check_settings(config: Config) -> None:
     teacher_prompt(teacher)
     message = f"{shown.context}: needs conversations of one token sequence; set rollout.strip_thoughts=false"
     require(not config.rollout.strip_thoughts, message)
-    message = f"{shown.context}: with {Shown(config).reward.mode} no user answers; choose goal or answer"
-    require(teacher.context != "next_message" or config.reward.mode != "single_turn", message)
+    single_turn = config.reward.mode == "single_turn"
+    setting = Shown(config).reward.mode if single_turn else Shown(config).rollout.max_assistant_turns
+    users_answer = not single_turn and config.rollout.max_assistant_turns > 1
+    message = f"{shown.context}: with {setting} no user answers; choose goal or answer"
+    require(teacher.context != "next_message" or users_answer, message)
     message = f"{shown.context}: {Shown(config).parallel.cp} cuts the teacher's sequences at other places"
     whole = config.parallel.cp == 1 or not teacher.full
     require(whole, f"{message}; set algo.teacher.kl=sampled, or parallel.cp=1")
@@ -57,9 +63,12 @@ def check_server(config: Config) -> None:
     url, tokenizer = config.algo.teacher.server, chat_template.load_tokenizer(config.model.path, "model.path")
     assert url is not None
     added, decode = [*tokenizer.added_tokens_decoder], partial(tokenizer.decode, skip_special_tokens=False)
-    fault = ServedTeacher(url, _SECONDS).fault(tokenizer.get_vocab(), added, decode)
-    message = f"algo.teacher.server={url}: {fault}; give a teacher with the policy's vocabulary"
-    require(fault is None, message)
+    setting = Shown(config).algo.teacher.server
+    try:
+        fault = ServedTeacher(url, _SECONDS).fault(tokenizer.get_vocab(), added, decode)
+    except EngineError as error:
+        raise ConfigError(f"{setting}: {error}; start an SGLang server there, or give another address") from error
+    require(fault is None, f"{setting}: {fault}; give a teacher with the policy's vocabulary")
 
 
 def read_shape(config: Config, described: Path | None = None) -> ModelShape:

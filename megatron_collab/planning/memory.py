@@ -156,6 +156,8 @@ def trainer_parts(config: Config, shape: ModelShape, rank: int) -> list[MemoryPa
         parts.append(MemoryPart("head", head(config, shape, tokens), 0.0))
         if config.algo.teacher.full:
             parts.append(MemoryPart("teacher states", teacher_states(config, teacher), 0.0))
+            if rows := teacher_head(config, shape, teacher):
+                parts.append(MemoryPart("teacher head", rows, rows))
     return parts
 
 
@@ -224,6 +226,15 @@ def teacher_states(config: Config, shape: ModelShape) -> float:
     samples = config.train.prompts_per_step * config.train.rollouts_per_prompt / config.algo.mini_batches
     ranks = config.launch.ranks // (parallel.tp * parallel.pp)
     return DTYPES[config.model.dtype].itemsize * shape.hidden * tokens * samples / ranks
+
+
+def teacher_head(config: Config, shape: ModelShape, teacher: ModelShape) -> float:
+    """Bytes of the copy of the teacher's head, with the policy's rows, if the vocabularies are padded differently.
+
+    While it is made at the start, the ranks' parts of the whole head are there too; but no states or activations yet.
+    """
+    rows = -(-shape.vocab // config.parallel.tp) if shape.vocab != teacher.vocab else 0
+    return DTYPES[config.model.dtype].itemsize * rows * teacher.hidden
 
 
 def _weights(config: Config, elements: float, eight_bit: float, fp8_bytes: int) -> float:

@@ -96,6 +96,8 @@ def make_trainer(config: Config, shape: ModelShape, ledger: Ledger) -> PolicyTra
     ledger.claim("reference", _parameter_tensors(trainer.reference or ()))
     paper.claim_fp8_copies(trainer.reference or (), partial(ledger.claim, "reference"))
     ledger.claim("teacher", _parameter_tensors(trainer.teacher or ()))
+    if trainer.distribution and trainer.distribution.head_copy is not None:
+        ledger.claim("teacher head", [trainer.distribution.head_copy])
     return trainer
 
 

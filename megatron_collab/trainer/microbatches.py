@@ -15,6 +15,7 @@ from math import lcm
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
@@ -299,21 +300,26 @@ def make_micro_batches(
     ]
 
 
-def make_view(
-    network: NetworkSpec, micro_batch: MicroBatch, views: Sequence[Columns], device: torch.device
-) -> tuple[MicroBatch, np.ndarray]:
-    """A micro-batch of the `views` of the sequences in `micro_batch`, and its predictions in the order of that one's.
+def make_local_micro_batches(
+    network: NetworkSpec, tokens: int, columns: Columns, device: torch.device
+) -> list[MicroBatch]:
+    """As `make_micro_batches`, but `columns` are this rank's sequences, all of which stay on it; collective.
 
-    `views`, by the number of a sequence: columns of one or more other sequences in which the same tokens, in the same
-    order, are requested. It may be larger than a budget, since no gradient passes through it.
+    All data-parallel ranks get as many micro-batches as the one that needs most.
     """
-    parts = [views[member] for member in micro_batch.members]
-    columns = {name: [row for part in parts for row in part[name]] for name in ("token_ids", "loss_mask")}
-    targets = [int(np.count_nonzero(mask)) for mask in columns["loss_mask"]]
     align, total = alignment(network.parallel, network.model)
-    trees = plan_trees(columns["token_ids"], targets, sum(map(len, columns["token_ids"])), 1, align=align)
-    view = _micro_batch(trees, columns, None, (align, total), device)
-    return view, np.argsort(view.token_index)
+    budget = tokens * network.parallel.cp
+    targets = [int(np.count_nonzero(mask)) for mask in columns["loss_mask"]]
+    trees = plan_trees(columns["token_ids"], targets, budget, 1, align=align)
+    lengths, costs = [int(tree.sizes[-1]) for tree in trees], [float(tree.costs[-1]) for tree in trees]
+    parts = network.parallel.pp if network.parallel.vpp > 1 else 1
+    (plan,) = pack(lengths, 1, budget, costs=costs, multiple_of=parts)
+    most = torch.tensor(len(plan), device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, parallel_state.get_data_parallel_group())
+    (plan,) = pack(lengths, 1, budget, costs=costs, multiple_of=int(most))
+    return [
+        _micro_batch([trees[index] for index in indices], columns, None, (align, total), device) for indices in plan
+    ]
 
 
 def _micro_batch(

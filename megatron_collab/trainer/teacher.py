@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.trainer.divergence import head_reverse_kl
-from megatron_collab.trainer.microbatches import MicroBatch, make_view
+from megatron_collab.trainer.microbatches import Columns, MicroBatch, make_local_micro_batches
 from megatron_collab.trainer.network import outputs
 from megatron_collab.trainer.spec import NetworkSpec
 from megatron_collab.types import Batch, Sample
@@ -42,7 +42,8 @@ class WholeDistribution:
     """A teacher in the trainer that gives its whole distribution: before an optimizer step its states for the step's
     tokens, in the loss the reverse KL to what its head makes of them.
 
-    `teaching`: a block inside which the teacher's chunks are as they teach.
+    `teaching`: a block inside which the teacher's chunks are as they teach. `head_copy`, on the last pipeline stage:
+    the teacher's head with the policy's rows, if the two vocabularies are padded differently.
     """
 
     def __init__(
@@ -51,50 +52,64 @@ class WholeDistribution:
         policy: Sequence[torch.nn.Module],
         teaching: Callable[[], AbstractContextManager[Sequence[torch.nn.Module]]],
         temperature: float,
+        tokens: int,
     ) -> None:
-        """Collective over the tensor-parallel ranks."""
+        """Collective over the tensor-parallel ranks. `tokens`: budget of a micro-batch on a rank."""
         self._network, self._policy, self._teaching, self._temperature = network, policy[-1], teaching, temperature
+        self._tokens = tokens
         with teaching() as chunks:
             self._chunk = chunks[-1]
             sizes = unwrap(policy[0]).shape.vocab, unwrap(chunks[0]).shape.vocab
             self.vocab_size = min(sizes)
             last = unwrap(self._chunk).post_process
-            self._head = _cut_again(unwrap(self._chunk).head, sizes) if last and sizes[0] != sizes[1] else None
+            self.head_copy = _cut_again(unwrap(self._chunk).head, sizes) if last and sizes[0] != sizes[1] else None
 
-    def with_states(self, micro_batches: Sequence[MicroBatch], samples: Sequence[Sample]) -> list[MicroBatch]:
+    def with_states(
+        self, micro_batches: Sequence[MicroBatch], samples: Sequence[Sample], interruptible: bool
+    ) -> list[MicroBatch]:
         """`micro_batches` with the teacher's states on the last pipeline stage, from its present weights; collective.
 
         `samples`: those of the step, in the order of MicroBatch.members; if any has a view, all have, and no `cuts`.
-        May raise Preempted, as `infer`.
+        If `interruptible`, may raise Preempted, as `infer`.
         """
-        orders: list[np.ndarray] | None = None
         read = [replace(micro_batch, routing=None) for micro_batch in micro_batches]
-        if any(sample.teacher_view for sample in samples):
-            columns = [_columns(sample.teacher_view or sample) for sample in samples]
+        if viewed := any(sample.teacher_view for sample in samples):
+            local = [samples[member] for micro_batch in micro_batches for member in micro_batch.members]
+            columns = _columns([sample.teacher_view or sample for sample in local])
             device = micro_batches[0].token_ids.device
-            pairs = [make_view(self._network, micro_batch, columns, device) for micro_batch in micro_batches]
-            read, orders = [view for view, _ in pairs], [order for _, order in pairs]
+            read = make_local_micro_batches(self._network, self._tokens, columns, device)
         with self._teaching() as chunks:
-            states = outputs(chunks, read, lambda micro_batch, hidden: hidden[0].index_select(0, micro_batch.positions))
+            states = outputs(chunks, read, _at_predictions, interruptible)
         if not states:
             return [*micro_batches]
-        if orders:
-            states = [rows[torch.from_numpy(order).to(rows.device)] for rows, order in zip(states, orders, strict=True)]
+        if viewed:
+            order = np.argsort(np.concatenate([view.token_index for view in read]))
+            rows = torch.cat(states)
+            rows = rows[torch.from_numpy(order).to(rows.device)]
+            states = [*rows.split([len(micro_batch.positions) for micro_batch in micro_batches])]
         return [replace(step, teacher_states=rows) for step, rows in zip(micro_batches, states, strict=True)]
 
     def divergence(self, micro_batch: MicroBatch, hidden: Tensor) -> Tensor:
         """KL(policy || teacher), float32 [N], on the last stage; `hidden` [1, T, h] are the policy's states."""
         assert micro_batch.teacher_states is not None
         states, head = hidden[0].index_select(0, micro_batch.positions), unwrap(self._policy).head
-        teacher_head = (self._head if self._head is not None else unwrap(self._chunk).head).detach()
+        teacher_head = (self.head_copy if self.head_copy is not None else unwrap(self._chunk).head).detach()
         return head_reverse_kl(
             states, head, micro_batch.teacher_states, teacher_head, self._temperature, self.vocab_size
         )
 
 
-def _columns(sample: Sample) -> dict[str, list[np.ndarray]]:
-    """The token sequences of a sample, as columns."""
-    return {name: np.split(getattr(sample, name), sample.cuts) for name in ("token_ids", "loss_mask")}
+def _at_predictions(micro_batch: MicroBatch, hidden: Tensor) -> Tensor:
+    """States [N, h'] at the requested predictions, from those at all positions [1, T, h']."""
+    return hidden[0].index_select(0, micro_batch.positions)
+
+
+def _columns(samples: Sequence[Sample]) -> Columns:
+    """The token sequences of all samples, as columns."""
+    return {
+        name: [piece for sample in samples for piece in np.split(getattr(sample, name), sample.cuts)]
+        for name in ("token_ids", "loss_mask")
+    }
 
 
 @torch.no_grad()
@@ -106,7 +121,7 @@ def _cut_again(head: Tensor, sizes: tuple[int, int]) -> Tensor:
     """
     group, tp = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_tensor_model_parallel_world_size()
     rank, rows = parallel_state.get_tensor_model_parallel_rank(), -(-sizes[0] // tp)
-    parts = [torch.empty_like(head) for _ in range(tp)]
-    dist.all_gather(parts, head.contiguous(), group)
-    local = torch.cat(parts)[: sizes[1]][rank * rows : (rank + 1) * rows]
+    whole = head.new_empty(tp * len(head), head.shape[1])
+    dist.all_gather([*whole.chunk(tp)], head.contiguous(), group)
+    local = whole[: sizes[1]][rank * rows : (rank + 1) * rows]
     return torch.cat([local, local.new_zeros(rows - len(local), head.shape[1])])

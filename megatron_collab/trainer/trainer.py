@@ -52,7 +52,7 @@ class PolicyTrainer:
     The reference of KL and DPO is the initial policy, or with algo.dpo.refresh a later one. `reference` is a frozen
     copy of it; there is none with adapters (model.lora), whose base model is the initial policy, nor if the reference's
     log-probs are stored (`keep_reference`). `critic` exists if algo.advantage needs one. `teacher`: the frozen network
-    of a teacher with weights of its own.
+    of a teacher with weights of its own. `distribution`: the teacher's in the loss, with algo.teacher.kl=full.
     """
 
     def __init__(
@@ -88,8 +88,10 @@ class PolicyTrainer:
         self._refers = spec.reference is not None and (self.objective != "policy" or spec.algo.kl_coef > 0)
         head, distribution = self._head(self.chunks), None
         if spec.algo.teacher.full:
-            distribution = WholeDistribution(spec.network, self.policy.chunks, self._teaching, self.temperature)
-        self._distribution = distribution
+            distribution = WholeDistribution(
+                spec.network, self.policy.chunks, self._teaching, self.temperature, spec.train.tokens_per_micro_batch
+            )
+        self.distribution = distribution
         divergence = distribution.divergence if distribution else None
         self._loss, self._sums, self._maxima = {
             "policy": lambda: (
@@ -180,7 +182,7 @@ class PolicyTrainer:
 
     @contextmanager
     def _teaching(self) -> Iterator[Sequence[torch.nn.Module]]:
-        """The chunks of the teacher, which are it inside the block: the first policy may be one with adapters off."""
+        """The chunks of the teacher. They may be the policy's, with its adapters off until the block ends."""
         first = self.spec.algo.teacher.place == "reference"
         if chunks := self.teacher or (self.reference if first else None):
             yield chunks
@@ -214,9 +216,9 @@ class PolicyTrainer:
         metrics: list[dict[str, float]] = []
         for _, rows in product(range(algo.epochs), self._split(len(batch.samples), algo.mini_batches, self._unit)):
             micro_batches = self._weighted(batch, columns, rows)
-            if self._distribution:
+            if self.distribution:
                 samples = batch.samples[rows.start : rows.stop]
-                micro_batches = self._distribution.with_states(micro_batches, samples)
+                micro_batches = self.distribution.with_states(micro_batches, samples, interruptible=not metrics)
             step: dict[str, float] = {}
             if not critic_alone:
                 step_reports, step["grad_norm"] = self.policy.step(micro_batches, self._loss, lr, first=not metrics)

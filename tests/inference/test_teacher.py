@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from megatron_collab.environments import tiny_model
 from megatron_collab.inference import client
 from megatron_collab.inference.teacher import KEY, ServedTeacher
 from megatron_collab.launch import teacher
-from megatron_collab.runtime.process import RunStopped
+from megatron_collab.runtime import signals
+from megatron_collab.runtime.process import Preempted, RunStopped
 from megatron_collab.types import Sample
 from tests.conftest import Served
 
@@ -39,6 +41,7 @@ def sample_of(prompts: list[int], replies: list[int], view: Sample | None = None
 
 
 VIEW = sample_of([9, 4], [3, 2])
+KEY_OF_ENTRIES = "input_token_logprobs"
 SAMPLES = [sample_of([1], [6]), sample_of([20], [1]), sample_of([4], [5], VIEW)]
 
 
@@ -108,7 +111,10 @@ def answering(answer: Callable[[dict[str, Any]], web.Response]) -> Iterator[str]
     ("answer", "message"),
     [
         ({"meta_info": {}}, "returned no log-probs of the tokens"),
-        ({"meta_info": {"input_token_logprobs": [[None, 1, None]] * 7}}, "returned no log-probs of the tokens"),
+        ({"meta_info": {KEY_OF_ENTRIES: [[None, 1, None]] * 7}}, "returned no log-probs of the tokens"),
+        *(({"meta_info": meta}, "returned no log-probs of the tokens") for meta in (None, [], {KEY_OF_ENTRIES: None})),
+        ({"meta_info": {KEY_OF_ENTRIES: [1] * 7}}, "returned no log-probs of the tokens"),
+        ("texts", "returned no log-probs of the tokens"),
         ([], "an answer that is no JSON object"),
         (None, "status 400: no"),
         ("nan", "a log-prob that is not finite"),
@@ -120,16 +126,51 @@ def test_what_a_server_answers_wrongly_stops_the_run(
     monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.01)
 
     def answered(body: dict[str, Any]) -> web.Response:
-        if answer == "nan":
-            entries = [[None if at == 0 else float("nan"), token, None] for at, token in enumerate(body["input_ids"])]
-            return web.json_response({"meta_info": {"input_token_logprobs": entries}})
+        if answer in ("nan", "texts"):
+            value = float("nan") if answer == "nan" else "-1.5"
+            entries = [[None if at == 0 else value, token, None] for at, token in enumerate(body["input_ids"])]
+            return web.json_response({"meta_info": {KEY_OF_ENTRIES: entries}})
         return web.Response(status=400, text="no") if answer is None else web.json_response(answer)
 
     with answering(answered) as url, pytest.raises(RunStopped, match=f"algo.teacher.server=http.*: .*{message}"):
         ServedTeacher(url, 60.0).with_log_probs(SAMPLES[:1])
 
 
+UNREACHABLE = "http://127.0.0.1:9"
+
+
 def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.01)
-    with pytest.raises(RunStopped, match=r"algo.teacher.server=http://127.0.0.1:9: .*start the server"):
-        ServedTeacher("http://127.0.0.1:9", 60.0).with_log_probs(SAMPLES)
+    with pytest.raises(RunStopped, match=rf"algo.teacher.server={UNREACHABLE}: .*start an SGLang server.*resume the"):
+        ServedTeacher(UNREACHABLE, 60.0).with_log_probs(SAMPLES)
+
+
+def test_a_start_without_a_server_that_can_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line that names the setting, before there is a run that could be resumed."""
+    monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.01)
+    tiny_model.word_tokenizer(["yes", "no"]).save_pretrained(tmp_path)
+    config, answers = Config(), iter([{}, {"text": None}, {"text": "ab"}, {"text": ["a"]}])
+    config.model.path, way_out = str(tmp_path), "start an SGLang server there, or give another address"
+    with answering(lambda body: web.json_response(next(answers))) as url:
+        for address in [*[url] * 4, UNREACHABLE]:
+            config.algo.teacher.server = address
+            with pytest.raises(ConfigError, match=rf"^algo.teacher.server={address}: [^\n]*; {way_out}$"):
+                teacher.check_server(config)
+    assert next(answers, None) is None
+
+
+def test_a_preemption_notice_is_obeyed_while_the_server_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notice comes with the request, and the answer only once the wait for it has ended."""
+    given_up = threading.Event()
+
+    def score(body: dict[str, Any]) -> web.Response:
+        monkeypatch.setattr(signals, "notice", signals.Notice(signals.PREEMPTION))
+        given_up.wait()
+        return web.json_response({})
+
+    with answering(score) as url:
+        try:
+            with pytest.raises(Preempted):
+                ServedTeacher(url, 60.0).with_log_probs(SAMPLES)
+        finally:
+            given_up.set()

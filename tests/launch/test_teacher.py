@@ -57,6 +57,14 @@ GOAL = ["algo=distill", "algo.teacher.context=goal"]
             ["algo=distill", "algo.teacher.context=next_message", "reward.mode=single_turn"],
             "algo.teacher.context=next_message: with reward.mode=single_turn no user answers; choose goal or answer",
         ),
+        (
+            ["algo=distill", "algo.teacher.context=next_message", "rollout.max_assistant_turns=1", "rollout.futures=0"],
+            "algo.teacher.context=next_message: with rollout.max_assistant_turns=1 no user answers; choose goal or",
+        ),
+        (
+            [*GOAL, "algo.dynamic_sampling=3"],
+            "algo.dynamic_sampling=3: drops groups of equal rewards, from which the teacher of algo.teacher.weight=0.5",
+        ),
     ],
 )
 def test_settings_that_cannot_work(overrides: Sequence[str], message: str) -> None:
@@ -139,6 +147,12 @@ def test_the_plan_counts_the_teacher(folder: Path) -> None:
     assert first["teacher"] == first["parameters"] and last["teacher"] == last["parameters"]
     states = 4 * shape.hidden * config.rollout.turn.longest * config.train.prompts_per_step * 8
     assert "teacher states" not in first and last["teacher states"] == states
+    assert "teacher head" not in last
+    described = json.loads((folder / "policy" / "config.json").read_text())
+    (folder / "wider").mkdir()
+    (folder / "wider" / "config.json").write_text(json.dumps(described | {"vocab_size": shape.vocab + 64}))
+    first_of_wider, last_of_wider = parts(config_of(folder, "wider"))
+    assert "teacher head" not in first_of_wider and last_of_wider["teacher head"] == 4 * shape.vocab * shape.hidden
     config.algo.teacher.kl = "sampled"
     assert "teacher states" not in parts(config)[1] and parts(config)[1]["head"] < last["head"]
     config.algo.teacher.model, config.algo.kl_coef = "reference", 0.0

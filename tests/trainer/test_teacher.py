@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +14,14 @@ import torch
 
 from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.checkpoint import hf
+from megatron_collab.checkpoint.checkpointer import Checkpoints
 from megatron_collab.config import Config
 from megatron_collab.launch.trainer_specs import trainer_spec
+from megatron_collab.runtime.process import Preempted
+from megatron_collab.trainer import network, teacher
+from megatron_collab.trainer.microbatches import MicroBatch
 from megatron_collab.trainer.trainer import PolicyTrainer
-from megatron_collab.types import Batch, Sample, ScoredBatch
+from megatron_collab.types import Batch, Credit, Sample, ScoredBatch
 from tests.helpers import selected
 from tests.ranks import HF, hidden_states, init_parallel, learn, make_config, make_model, make_samples, run_ranks
 
@@ -194,6 +199,71 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(folders: Path, one_rank: C
         trainer = PolicyTrainer(trainer_spec(settled(folders, settings | {"algo.teacher.kl": kl})))
         metrics = learn(trainer, Batch(SAMPLES))
         assert metrics["teacher/kl"] == 0 and metrics["grad_norm"] == 0
+
+
+def test_an_update_that_has_made_a_step_is_not_given_up(
+    folders: Path, one_rank: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also not by the teacher's pass before the second optimizer step; the resume would learn from the batch again."""
+    trainer = PolicyTrainer(trainer_spec(settled(folders, TEACHERS["reference"])))
+    batch, step = with_advantages(trainer.score(Batch(SAMPLES)), trainer.spec.algo), trainer.policy.step
+
+    def raise_preempted() -> None:
+        raise Preempted("a notice")
+
+    def step_and_notice(*arguments: Any, **options: Any) -> Any:
+        result = step(*arguments, **options)
+        monkeypatch.setattr(network, "check_preemption", raise_preempted)
+        return result
+
+    monkeypatch.setattr(trainer.policy, "step", step_and_notice)
+    assert trainer.update(batch)["optimizer_steps"] == 2
+    with pytest.raises(Preempted):
+        trainer.update(batch)
+    assert trainer.step == 1
+
+
+def test_a_resumed_run_distills_the_same(folders: Path, one_rank: Config, tmp_path: Path) -> None:
+    """The first policy is loaded again to teach; the present one is in the checkpoint."""
+    batches = [Batch(with_views(make_samples(11, seed), seed)) for seed in (1, 2)]
+    for name in ("reference", "policy"):
+        spec = trainer_spec(settled(folders, TEACHERS[name]))
+        trainer, resumed = PolicyTrainer(spec), PolicyTrainer(spec)
+        learn(trainer, batches[0])
+        with Checkpoints(tmp_path / name, 1, 60.0) as checkpoints:
+            checkpoints.save(1, trainer.checkpointed, {})
+            checkpoints.finish()
+            checkpoints.load_latest(resumed.checkpointed)
+        resumed.step = 1
+        metrics = learn(resumed, batches[1])
+        assert metrics == learn(trainer, batches[1]) and metrics["teacher/kl"] > 0
+
+
+def test_the_teachers_micro_batches_keep_to_the_budget(
+    folders: Path, one_rank: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that the policy's sequences share are not shared behind the notes of the teacher."""
+    budget, rng, credits = 60, np.random.default_rng(0), (Credit(((30, 35),), 1.0, "a", "a"),)
+    prompt, samples = rng.integers(0, HF["vocab_size"], 30), list[Sample]()
+    for _ in range(6):
+        reply, note = rng.integers(0, HF["vocab_size"], 5), rng.integers(0, HF["vocab_size"], 8)
+        sample, view = (
+            Sample(ids, mask := (np.arange(len(ids)) >= len(ids) - 5).astype(np.float32), mask)
+            for ids in (np.concatenate([prompt, reply]), np.concatenate([note, prompt, reply]))
+        )
+        samples.append(replace(sample, credits=credits, teacher_view=view))
+    config = settled(folders, TEACHERS["policy"] | {"train.tokens_per_micro_batch": budget})
+    trainer, lengths = PolicyTrainer(trainer_spec(config)), list[list[int]]()
+    outputs = network.outputs
+
+    def measured(chunks: Any, micro_batches: Sequence[MicroBatch], *arguments: Any) -> Any:
+        lengths.append([micro_batch.token_ids.shape[1] for micro_batch in micro_batches])
+        return outputs(chunks, micro_batches, *arguments)
+
+    monkeypatch.setattr(teacher, "outputs", measured)
+    learn(trainer, Batch(tuple(samples)))
+    (of_teacher,) = lengths
+    assert max(of_teacher) <= budget and sum(of_teacher) == 6 * (8 + 30 + 5 - 1)
 
 
 def test_distillation_reaches_the_teacher(folders: Path, one_rank: Config) -> None:
