@@ -16,6 +16,7 @@ from megatron_collab.algo.policy_loss import PolicyLoss
 from megatron_collab.algo.turn_credit import make_turn_credit
 from megatron_collab.config import Config, ConfigError, PlayConfig
 from megatron_collab.config.extension import load_module, make, modules
+from megatron_collab.data.evaluation import evaluation_sets
 from megatron_collab.launch.play_specs import reward_spec, tool_spec, user_directory
 from megatron_collab.observability.writers import writer_kinds
 from megatron_collab.rollout.tools import Toolset
@@ -69,8 +70,11 @@ def _call_all(config: PlayConfig, named: Sequence[tuple[str, str]], steps: Steps
         if config.rollout.futures:
             attempt(f"rollout.tools: check_copies() of {name}", toolset.check_copies)
     directory = attempt("users: making them", user_directory, config)
-    for name in filter(None, [*config.users, config.user.name]) if directory else ():
-        if user := attempt(f"user {name}: making it", directory.find, name):
+    sets = attempt("data.eval: reading its sets", evaluation_sets, config.data.eval, 1) or ()
+    names = dict.fromkeys([*config.users, config.user.name, *(eval_set.user for eval_set in sets)])
+    for name in filter(None, names) if directory else ():
+        users = directory if name in config.users else directory.for_set(name)
+        if user := attempt(f"user {name}: making it", users.find, name):
             for method in ("unavailable", "asks"):
                 label = f"user {name}: {method}() of {user.kind.__name__}"
                 attempt(label, getattr(user.kind, method), user.argument, user.settings)

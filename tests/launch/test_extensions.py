@@ -34,6 +34,11 @@ class Person(User):
     def unavailable(cls, argument, settings):
         {user}
 
+class Other(User):
+    @classmethod
+    def unavailable(cls, argument, settings):
+        {other}
+
 class Helper(Tool):
     SCHEMA = {{"name": "helper", "parameters": {{"type": "object"}}}}
     def __init__(self, options):
@@ -63,7 +68,7 @@ class Loss(PolicyLoss):
 {imported}
 """
 HANGS = "while True: pass"
-PARTS = ("judged", "unavailable", "user", "tool", "copies", "schemas", "advantage", "credit", "loss", "imported")
+PARTS = ("judged", "unavailable", "user", "other", "tool", "copies", "schemas", "advantage", "credit", "loss", "imported")
 
 
 def check(folder: Path, part: str, code: str) -> str:
@@ -73,6 +78,7 @@ def check(folder: Path, part: str, code: str) -> str:
     config = Config()
     config.reward.weights = {f"{file}:Mine": 1.0}
     config.user.name, config.rollout.tools = f"{file}:Person", [f"{file}:Helper"]
+    config.data.eval = [{"source": "goals.jsonl", "user": f"{file}:Other"}]
     config.algo.advantage, config.algo.loss = f"{file}:Estimator", f"{file}:Loss"
     config.reward.turn_credit = f"{file}:Credit"
     try:
@@ -94,6 +100,7 @@ def check(folder: Path, part: str, code: str) -> str:
         ("unavailable", "time.sleep(9999)", "reward.weights.my.py:Mine: unavailable() of Mine does not finish within"),
         ("unavailable", "{}[1]", "reward.weights.my.py:Mine: unavailable() of Mine fails (KeyError: 1)"),
         ("user", HANGS, "user my.py:Person: unavailable() of Person does not finish within 3 s"),
+        ("other", "os._exit(2)", "user my.py:Other: unavailable() of Other ends the process with code 2"),
         ("tool", HANGS, "rollout.tools: making them does not finish within 3 s"),
         ("copies", "os._exit(5)", "rollout.tools: check_copies() of Helper ends the process with code 5"),
         ("schemas", "return [{}]", "rollout.tools: schemas of Helper fails (KeyError: 'parameters')"),
