@@ -72,9 +72,9 @@ class Survey:
 
 
 def unread_note(unread: Mapping[str, int]) -> str:
-    """A message about parts of messages that are not read, each with its number; empty if there are none."""
+    """A message about parts of rows that are not read, each with its number; empty if there are none."""
     parts = ", ".join(f"{part} ({count})" for part, count in sorted(unread.items()))
-    return f"not read of the messages: {parts}" if parts else ""
+    return f"not read: {parts}" if parts else ""
 
 
 def survey(
