@@ -57,7 +57,7 @@ def json_of(text: str) -> Any:
 def yaml_of(text: str) -> Any:
     """The value of a YAML text. Raises ValueError."""
     try:
-        return _bounded(yaml.load(text, _Loader))  # type: ignore[arg-type]  # noqa: S506
+        return _bounded(yaml.load(text, _Loader))
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())[:200]) from error
     except (AttributeError, LookupError, OverflowError, TypeError) as error:

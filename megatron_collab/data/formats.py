@@ -84,9 +84,7 @@ FORMATS: dict[str, Format] = {
         fits=readers.prompt_ends_with_assistant,
     ),
     "prompt_completion": Format(("prompt", "completion"), readers.completion_task, readers.completion_conversation),
-    "prompt": Format(
-        ("prompt",), readers.prompt_task, fits=readers.prompt_is_request, unread=readers.unread_answers
-    ),
+    "prompt": Format(("prompt",), readers.prompt_task, fits=readers.prompt_is_request, unread=readers.unread_answers),
     "text": Format(("text",), readers.text_task),
 }
 

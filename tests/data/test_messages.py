@@ -272,9 +272,7 @@ def test_an_empty_system_message_is_dropped_and_counted(tmp_path: Path, role: st
         ["user", "assistant"],
         ["system", "user", "assistant"],
     ]
-    assert survey(examples, 0, lambda example: 0, lambda example: 0).unread == (
-        "not read: empty system message (1)"
-    )
+    assert survey(examples, 0, lambda example: 0, lambda example: 0).unread == ("not read: empty system message (1)")
 
 
 LISTED = [{"role": "system", "content": "be brief"}, user("Hi, help me")]

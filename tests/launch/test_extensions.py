@@ -68,7 +68,19 @@ class Loss(PolicyLoss):
 {imported}
 """
 HANGS = "while True: pass"
-PARTS = ("judged", "unavailable", "user", "other", "tool", "copies", "schemas", "advantage", "credit", "loss", "imported")
+PARTS = (
+    "judged",
+    "unavailable",
+    "user",
+    "other",
+    "tool",
+    "copies",
+    "schemas",
+    "advantage",
+    "credit",
+    "loss",
+    "imported",
+)
 
 
 def check(folder: Path, part: str, code: str) -> str:

@@ -117,9 +117,7 @@ def texts(conversation: Conversation) -> list[tuple[str, str]]:
         ("('size',)", "names size, which is not a method of the class"),
     ],
 )
-def test_what_is_no_method_of_shared_tools_is_refused(
-    attribute: str, names: str, reason: str, tmp_path: Path
-) -> None:
+def test_what_is_no_method_of_shared_tools_is_refused(attribute: str, names: str, reason: str, tmp_path: Path) -> None:
     file = tmp_path / "my.py"
     file.write_text(f"{WORLD}\nclass Mine(World):\n    size = 3\n    {attribute} = {names}\n")
     with pytest.raises(ConfigError, match=f"tool Mine: {attribute} {reason}"):
