@@ -26,8 +26,8 @@ class Format:
     """How rows with these columns are read; None for a use that they do not have. `fits`: whether a row looks like it.
 
     `candidate`: rows are scored candidates of a turn, several per prompt. rl takes one row per prompt, sft the best of
-    the last turn of each conversation, dpo the best and the worst of each prompt. `unread`: names what holds values that
-    are not read, beside parts of messages.
+    the last turn of each conversation, dpo the best and the worst of each prompt. `unread`: names the columns whose
+    values are not read.
     """
 
     columns: tuple[str, ...]

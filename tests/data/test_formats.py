@@ -127,7 +127,7 @@ def test_labels_and_solutions_that_are_no_texts_are_named_as_unread(
 
 
 def test_an_answer_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="answer is .*; give a text or a number"):
+    with pytest.raises(ValueError, match=r"answer is .*; give a text or a number"):
         list(loaded(tmp_path, load_tasks, {"prompt": "q", "answer": True, "label": "4"}))
 
 
