@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from megatron_collab.config.hint import nearest
-from megatron_collab.config.load import build, leaves
+from megatron_collab.config.load import build
 from megatron_collab.config.option import ConfigError, require
 from megatron_collab.config.prompt import prompt_file
 
@@ -126,19 +126,29 @@ def module_file(spec: str) -> Path | None:
 
 def modules(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(setting and value, module or FILE.py) of each class path in `settings`; nothing is imported."""
-    for setting, value in leaves(settings):
-        for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and (match := _FILE.fullmatch(text) or _MODULE.fullmatch(text)):
-                yield f"{setting}={text}", match.groupdict().get("file") or match["module"]
+    for setting, text in _texts(settings):
+        if match := _FILE.fullmatch(text) or _MODULE.fullmatch(text):
+            yield f"{setting}={text}", match.groupdict().get("file") or match["module"]
 
 
 def named_files(settings: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
     """(setting and value, path) of each file, module and folder of a model that `settings` name."""
-    for setting, value in leaves(settings):
-        texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
-        for text in texts if not setting.endswith(".command") else ():  # a program of the machine
-            if path := _named_file(setting, text):
-                yield f"{setting}={text}", path
+    for setting, text in _texts(settings):
+        is_program = setting.endswith(".command")  # of the machine
+        if not is_program and (path := _named_file(setting, text)):
+            yield f"{setting}={text}", path
+
+
+def _texts(value: Any, setting: str = "") -> Iterator[tuple[str, str]]:
+    """(setting, text) of each text in settings, also within their lists and in objects within these."""
+    if isinstance(value, Mapping):
+        for name, entry in value.items():
+            yield from _texts(entry, f"{setting}.{name}" if setting else name)
+    elif isinstance(value, list):
+        for entry in value:
+            yield from _texts(entry, setting)
+    elif isinstance(value, str):
+        yield setting, value
 
 
 def _named_file(setting: str, text: str) -> Path | None:

@@ -22,7 +22,7 @@ class EvaluationSet(Source):
     preferred: ClassVar[tuple[str, ...]] = ("validation", "test", "train")
 
     name: str = option(
-        "", "its name in metrics and files; empty: the last part of source, with its folder if ambiguous"
+        "", "its name in metrics and files; empty: the last part of source, with its folder if an earlier set has it"
     )
     tasks: int | None = option(None, "number of rows, from the first; null: train.eval_tasks", ge=1)
     samples: int = option(1, "conversations per task", ge=1)
@@ -45,10 +45,13 @@ class EvaluationSet(Source):
         return f"data.eval[{self.name}]" if self.name else "data.eval"
 
 
-def _name(eval_set: EvaluationSet, sets: Sequence[EvaluationSet]) -> str:
-    """Its name, else the last part of its source, after as many folders as tell it from other sets with that part."""
+def _name(eval_set: EvaluationSet, earlier_sets: Sequence[EvaluationSet]) -> str:
+    """Its name, else the last part of its source, after as many folders as tell it from earlier sets with that part.
+
+    Later sets do not change it: records of a run find their set by its name, and a resumed run may have more sets.
+    """
     folders = eval_set.folders
-    rivals = [other.folders for other in sets if other is not eval_set and other.title == eval_set.title]
+    rivals = [other.folders for other in earlier_sets if other.title == eval_set.title]
     depths = range(1, len(folders) + 1) if rivals and not eval_set.name else ()
     depth = next((depth for depth in depths if all(other[-depth:] != folders[-depth:] for other in rivals)), 0)
     return "_".join([*(_NOT_IN_NAME.sub("-", folder) for folder in folders[len(folders) - depth :]), eval_set.title])
@@ -60,7 +63,7 @@ def evaluation_sets(entries: Any, tasks: int) -> tuple[EvaluationSet, ...]:
         return ()
     sets = sources(entries, "data.eval", EvaluationSet)
     if isinstance(entries, list):
-        sets = [replace(eval_set, name=_name(eval_set, sets)) for eval_set in sets]
+        sets = [replace(eval_set, name=_name(eval_set, sets[:number])) for number, eval_set in enumerate(sets)]
     names = [eval_set.name for eval_set in sets]
     for number, name in enumerate(names):
         setting = f"data.eval[{number}]" if isinstance(entries, list) else "data.eval"

@@ -95,10 +95,11 @@ class Examples(Sequence[_Read]):
             raise ValueError(f"{self.at(number)}: is not a row of the format {self.format} ({reason})") from error
 
     def unread(self, row: Any) -> Iterator[str]:
-        """Every part of the messages of a row, or of the two rows of a pair, that is not read."""
+        """Every part of the messages of a row, or of the two rows of a pair, that is not read; and columns."""
         for part in row if isinstance(row, tuple) else (row,):
             if isinstance(part, Mapping):
                 yield from unread_parts(part, self._columns)
+                yield from FORMATS[self.format].unread(part) if self.format in FORMATS else ()
 
     def sort_keys(self, by: str) -> np.ndarray:
         """Integer keys that sort the rows by a column, descending for `-column`. Raises ConfigError."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -26,7 +26,8 @@ class Format:
     """How rows with these columns are read; None for a use that they do not have. `fits`: whether a row looks like it.
 
     `candidate`: rows are scored candidates of a turn, several per prompt. rl takes one row per prompt, sft the best of
-    the last turn of each conversation, dpo the best and the worst of each prompt.
+    the last turn of each conversation, dpo the best and the worst of each prompt. `unread`: names the columns whose
+    values are not read.
     """
 
     columns: tuple[str, ...]
@@ -35,6 +36,7 @@ class Format:
     pair: Callable[[Row], Pair] | None = None
     candidate: Callable[[Row], Candidate] | None = None
     fits: Callable[[Row], bool] = lambda row: True
+    unread: Callable[[Row], Iterable[str]] = lambda row: ()
 
     def reads(self, use: Use) -> bool:
         return getattr(self, use) is not None or (use == "pair" and self.candidate is not None)
@@ -82,7 +84,7 @@ FORMATS: dict[str, Format] = {
         fits=readers.prompt_ends_with_assistant,
     ),
     "prompt_completion": Format(("prompt", "completion"), readers.completion_task, readers.completion_conversation),
-    "prompt": Format(("prompt",), readers.prompt_task, fits=readers.prompt_is_request),
+    "prompt": Format(("prompt",), readers.prompt_task, fits=readers.prompt_is_request, unread=readers.unread_answers),
     "text": Format(("text",), readers.text_task),
 }
 

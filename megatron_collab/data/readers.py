@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from math import isfinite, nan
@@ -65,6 +66,12 @@ def text_of(row: Row, column: str, default: str | None = None) -> str:
         fault = f"no {column}" if value is None else f"{column} is {kind_of_value(value)}"
         raise ValueError(f"{fault}; give a text or a number")
     return str(value)
+
+
+def _is_text(row: Row, column: str) -> bool:
+    with suppress(ValueError):
+        return bool(text_of(row, column))
+    return False
 
 
 def number_of(row: Row, column: str) -> float:
@@ -179,8 +186,15 @@ def messages_task(row: Row, number: int) -> Task:
 
 
 def prompt_task(row: Row, number: int) -> Task:
-    """A prompt, whose answer TRL's rows call `solution`, slime's `label`."""
-    return replace(last_request(row, opening(row), number), answer=answer_of(row, *ANSWERS) or "")
+    """A prompt, whose answer TRL's rows call `solution`, slime's `label`; they may be of other kinds in other rows."""
+    columns = [column for column in ANSWERS if column == "answer" or _is_text(row, column)]
+    return replace(last_request(row, opening(row), number), answer=answer_of(row, *columns) or "")
+
+
+def unread_answers(row: Row) -> Iterator[str]:
+    """The columns with values that `prompt_task` takes for no answer, such as the label of a classifier."""
+    columns = (column for column in ANSWERS if row.get(column) not in (None, "", [], {}))
+    yield from (f"column {column}" for column in columns if not _is_text(row, column))
 
 
 def completion_task(row: Row, number: int) -> Task:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -42,7 +43,7 @@ class Source:
     @property
     def _place(self) -> Path:
         hub_name = hub.parse(self.source)
-        return Path(hub_name.repo if hub_name else self.source)
+        return Path(hub_name.repo if hub_name else os.path.normpath(self.source))
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class Survey:
     for each user that tasks name, the id of the first such task; `lacking`: by setting, how many of the tasks taken
     lack what; `repeated`: a message about ids that several tasks have; `unread`: one about unread parts; `unscorable`:
     by setting, how many of the tasks tried a metric cannot score, how many were tried, and the first with its reason;
-    `forged`: a message about control tokens in texts.
+    `forged`: a message about control tokens in texts; `unopened`: whether the user opens a conversation of them.
     """
 
     left_out: Sequence[int] = ()
@@ -69,12 +69,13 @@ class Survey:
     unread: str = ""
     unscorable: Mapping[str, tuple[int, int, str]] = field(default_factory=dict)
     forged: str = ""
+    unopened: bool = False
 
 
 def unread_note(unread: Mapping[str, int]) -> str:
-    """A message about parts of messages that are not read, each with its number; empty if there are none."""
+    """A message about parts of rows that are not read, each with its number; empty if there are none."""
     parts = ", ".join(f"{part} ({count})" for part, count in sorted(unread.items()))
-    return f"not read of the messages: {parts}" if parts else ""
+    return f"not read: {parts}" if parts else ""
 
 
 def survey(
@@ -126,7 +127,7 @@ def _survey(
     bad, first_bad, forged = list[int](), "", list[int]()
     lacking = {setting: Counter[str]() for setting in requirements.settings}
     sample, every = list[tuple[int, Task, Mapping[str, str]]](), -(-len(examples.rows) // _SAMPLE)
-    ids = _TaskIds()
+    ids, unopened = _TaskIds(), False
     format = FORMATS.get(examples.format)
     chosen = _chosen_candidates(examples, format) if format and format.candidate and not examples.distinct else None
     for number, row in examples.numbered():
@@ -154,6 +155,7 @@ def _survey(
         else:
             if isinstance(example, Task):
                 ids.add(example.id, number)
+                unopened |= example.unopened
                 users.setdefault(example.user, example.id)
                 if number % every == 0 and requirements.trials:
                     sample.append((number, example, task_lacks))
@@ -166,7 +168,8 @@ def _survey(
     unscorable = _unscorable(requirements, sample, examples.at, partial(enter, _NO_ROW))
     notes = ids.message(examples), unread_note(unread)
     kept_as_text = f"{sum(forged)} control tokens of the model in texts of {len(forged)} rows are kept as text"
-    return Survey(left_out, dict(dropped), users, lacking_counts, *notes, unscorable, kept_as_text if forged else "")
+    forged_note = kept_as_text if forged else ""
+    return Survey(left_out, dict(dropped), users, lacking_counts, *notes, unscorable, forged_note, unopened)
 
 
 def _unscorable(

@@ -11,9 +11,17 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from megatron_collab.config import ConfigError, PlayConfig
-from megatron_collab.config.extension import load_module, modules
+from megatron_collab.algo.advantages import make_advantage
+from megatron_collab.algo.policy_loss import PolicyLoss
+from megatron_collab.algo.turn_credit import make_turn_credit
+from megatron_collab.config import Config, ConfigError, PlayConfig
+from megatron_collab.config.extension import load_module, make, modules
+from megatron_collab.data.evaluation import evaluation_sets
 from megatron_collab.launch.play_specs import reward_spec, tool_spec, user_directory
+from megatron_collab.observability.writers import writer_kinds
+from megatron_collab.rollout.tools import Toolset
+from megatron_collab.rollout.tools.mcp_server import McpTools
+from megatron_collab.rollout.tools.toolbox import check_schema
 from megatron_collab.runtime.process import LAUNCHER, first_on_node
 from megatron_collab.runtime.trial import Steps, TrialError, run_trial
 
@@ -41,7 +49,7 @@ def check_extensions(config: PlayConfig) -> None:
 
 
 def _call_all(config: PlayConfig, named: Sequence[tuple[str, str]], steps: Steps) -> None:
-    """In the child: import all modules, make tools, users and metrics, and ask their classes about their options."""
+    """In the child: import all modules, make what the checks make, and ask classes about their options."""
 
     def attempt(name: str, function: Callable[..., Any], *args: Any) -> Any:
         steps.enter(0, name)
@@ -54,10 +62,19 @@ def _call_all(config: PlayConfig, named: Sequence[tuple[str, str]], steps: Steps
 
     for label, location in named:
         attempt(f"{label}: importing {location}", load_module, location, label)
-    attempt("rollout.tools: making them", tool_spec, config.rollout)
+    tools = attempt("rollout.tools: making them", tool_spec, config.rollout)
+    for toolset in tools.toolsets if tools else ():
+        name = type(toolset).__name__
+        if not isinstance(toolset, McpTools):  # whose servers are asked later
+            attempt(f"rollout.tools: schemas of {name}", _check_schemas, toolset)
+        if config.rollout.futures:
+            attempt(f"rollout.tools: check_copies() of {name}", toolset.check_copies)
     directory = attempt("users: making them", user_directory, config)
-    for name in filter(None, [*config.users, config.user.name]) if directory else ():
-        if user := attempt(f"user {name}: making it", directory.find, name):
+    sets = attempt("data.eval: reading its sets", evaluation_sets, config.data.eval, 1) or ()
+    names = dict.fromkeys([*config.users, config.user.name, *(eval_set.user for eval_set in sets)])
+    for name in filter(None, names) if directory else ():
+        users = directory if name in config.users else directory.for_set(name)
+        if user := attempt(f"user {name}: making it", users.find, name):
             for method in ("unavailable", "asks"):
                 label = f"user {name}: {method}() of {user.kind.__name__}"
                 attempt(label, getattr(user.kind, method), user.argument, user.settings)
@@ -66,3 +83,19 @@ def _call_all(config: PlayConfig, named: Sequence[tuple[str, str]], steps: Steps
         for method in ("judged", "served", "unavailable"):
             label = f"reward.weights.{name}: {method}() of {metric.kind.__name__}"
             attempt(label, getattr(metric.kind, method), metric.options)
+    attempt("run.writers: reading their options", writer_kinds, config)
+    if not isinstance(config, Config) or config.train.stage != "rl":
+        return
+    algo = config.algo
+    attempt(f"algo.advantage={algo.advantage}: making it", make_advantage, algo)
+    label = f"reward.turn_credit={config.reward.turn_credit}: making it"
+    if credit := attempt(label, make_turn_credit, config.reward):
+        attempt(f"reward.turn_credit: turn_metrics of {type(credit).__name__}", getattr, credit, "turn_metrics")
+    if ":" in algo.loss:
+        settings = algo.loss, "algo.loss", PolicyLoss, algo.loss_options, "algo.loss_options."
+        attempt(f"algo.loss={algo.loss}: making it", make, *settings)
+
+
+def _check_schemas(toolset: Toolset) -> None:
+    for schema in toolset.schemas:
+        check_schema(schema)

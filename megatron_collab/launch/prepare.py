@@ -51,7 +51,7 @@ from megatron_collab.observability import evaluations, records
 from megatron_collab.rollout.task_requirements import USER, WEIGHTS, requirements_at_start
 from megatron_collab.rollout.tools.mcp_server import McpTools
 from megatron_collab.rollout.tools.toolbox import ToolSpec
-from megatron_collab.rollout.users import UserDirectory
+from megatron_collab.rollout.users import User, UserDirectory
 from megatron_collab.rollout.users.llm import LlmUser
 from megatron_collab.runtime import device, hub, keys, network
 from megatron_collab.runtime.process import (
@@ -221,8 +221,10 @@ def check_data(config: PlayConfig, spec: RunSpec, data: Sequence[SurveyedSources
     assert spec.play and spec.serving
     endpoints.check_recordings(config.llm, Path(config.run.dir))
     users = spec.play.users
-    surveyed = [source for dataset in data for source in _surveys(users, dataset)] if plays_users(config, data) else []
+    surveyed = [source for dataset in data for source in _surveys(users, dataset)]
     examples = users_of_tasks(users, surveyed)
+    if not plays_users(config, data):
+        examples = {name: example for name, example in examples.items() if name in users.named or acts(users, name)}
     check_users(users, examples)
     for dataset in data:
         check_needs(config, dataset, trained=dataset.setting == "data.train")
@@ -243,8 +245,16 @@ def plays_users(config: PlayConfig, data: Sequence[SurveyedSources[Any]]) -> boo
     """Whether a user writes a message: not if the policy has one turn and the tasks of all sources are opened."""
     turns = [config.rollout.max_assistant_turns]
     turns += [getattr(source, "max_assistant_turns", None) or 1 for dataset in data for source in dataset.sources]
-    opened = all(len(tasks) == 0 or not tasks[0].unopened for dataset in data for tasks in dataset.sets)
-    return max(turns) > 1 or not opened
+    return max(turns) > 1 or any(survey.unopened for dataset in data for survey in dataset.surveys)
+
+
+def acts(users: UserDirectory, name: str) -> bool:
+    """Whether users with that name do something even if they write no message. It is so if they do not exist."""
+    try:
+        kind = users.find(name).kind
+    except ConfigError:  # a conversation could not start
+        return True
+    return kind.start is not User.start or kind.finish is not User.finish
 
 
 def compare_tools(run_dir: Path, spec: ToolSpec) -> None:

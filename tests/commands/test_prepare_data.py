@@ -231,7 +231,7 @@ def test_what_of_messages_is_not_read_is_counted(tmp_path: Path, capsys: pytest.
     write_jsonl(tmp_path / "rows.jsonl", [{"messages": messages, "tools": "null"}] * 3)
     summary = prepared(tmp_path / "rows.jsonl", "sft", tmp_path / "out", "--eval-share", "0")
     assert summary["unread"] == {"key name": 3, "empty system message": 3}
-    assert "rows.jsonl: not read of the messages: empty system message (3), key name (3)\n" in capsys.readouterr().out
+    assert "rows.jsonl: not read: empty system message (3), key name (3)\n" in capsys.readouterr().out
     (row, *_) = rows_of(tmp_path / "out" / "train.jsonl")
     assert row["messages"] == [
         user("2+2?"),

@@ -12,6 +12,10 @@ from megatron_collab.config import ConfigError, compose
 from megatron_collab.config.documents import DEPTH, json_of, nesting, settings_of, yaml_of
 
 LAUGHS = "a0: &a0 [[], []]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30))
+MERGES = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 8)}], k{n}: 1}}\n" for n in range(1, 14)
+)
+PAIRS = "[!!pairs [{a: " * 60 + "1" + "}]]" * 60
 
 
 @pytest.mark.parametrize("read", [json_of, yaml_of])
@@ -42,6 +46,35 @@ def test_what_nests_too_deep_is_refused(read: Callable[[str], Any], depth: int, 
 def test_aliases_that_repeat_without_end_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
         yaml_of(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (MERGES, "merge keys copy more than 65536 entries"),
+        ("&a {<<: *a}", "more than 100 deep"),
+        (PAIRS, "more than 100 deep"),
+        ("[0x" + "1" * 5000 + "]", "a number of more than 4300 characters"),
+        ("!!bool x", "KeyError"),
+        ("!!int ''", "IndexError"),
+        ("!!float ''", "IndexError"),
+        ("!!timestamp foo", "AttributeError"),
+        ("!!float 1:" + ":".join(["30"] * 300), "OverflowError"),
+    ],
+)
+def test_merges_and_tags_of_yaml_are_refused_in_one_line(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as error:
+        yaml_of(text)
+    assert "\n" not in str(error.value)
+
+
+def test_merge_keys_are_read() -> None:
+    assert yaml_of("{a: &a {x: 1, y: 2}, b: {<<: *a, y: 3}, c: {<<: [*a, {z: 4}]}, n: 0x1f}") == {
+        "a": {"x": 1, "y": 2},
+        "b": {"x": 1, "y": 3},
+        "c": {"x": 1, "y": 2, "z": 4},
+        "n": 31,
+    }
 
 
 def test_what_is_no_object_is_no_settings() -> None:

@@ -23,6 +23,7 @@ from megatron_collab.config import (
     make_absolute,
     resolve,
 )
+from megatron_collab.config.extension import modules, named_files
 from megatron_collab.data.examples import RowFormat, load_tasks
 from megatron_collab.launch.validate import check_settings
 from megatron_collab.reward import metrics
@@ -280,3 +281,13 @@ def test_a_file_is_loaded_once(tmp_path: Path) -> None:
     file = tmp_path / "my.py"
     file.write_text("from megatron_collab.reward.metrics import Metric\nclass Length(Metric):\n    pass\n")
     assert resolve(f"{file}:Length", "x", Metric) is resolve(f"{file}:Length", "x", Metric)
+
+
+def test_class_paths_are_found_at_any_depth_of_the_settings(tmp_path: Path) -> None:
+    (file := tmp_path / "h.py").write_text("")
+    settings = {"data": {"eval": [{"source": "goals.jsonl", "user": f"{file}:U"}, {"more": [{"user": "my.users:V"}]}]}}
+    assert list(modules(settings)) == [
+        (f"data.eval.user={file}:U", str(file)),
+        ("data.eval.more.user=my.users:V", "my.users"),
+    ]
+    assert list(named_files(settings)) == [(f"data.eval.user={file}:U", file)]

@@ -36,18 +36,27 @@ def test_entries_have_names_and_limits_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("sets", "names"),
     [
-        (["gsm8k/test.parquet", "math/test.parquet"], ["gsm8k_test", "math_test"]),
-        (["/data/gsm8k/test.parquet", "../math/test.parquet", "aime.parquet"], ["gsm8k_test", "math_test", "aime"]),
+        (["gsm8k/test.parquet", "math/test.parquet"], ["test", "math_test"]),
+        (["/data/gsm8k/test.parquet", "../math/test.parquet", "aime.parquet"], ["test", "math_test", "aime"]),
         (["a.jsonl", "b/a.jsonl"], ["a", "b_a"]),
-        (["x/main/test.jsonl", "y/main/test.jsonl"], ["x_main_test", "y_main_test"]),
-        (["x/main/test.jsonl", "main/test.jsonl"], ["x_main_test", "test"]),
-        (["openai/gsm8k@main", "mine/gsm8k"], ["openai_gsm8k", "mine_gsm8k"]),
-        (["my data/test.jsonl", {"source": "b/test.jsonl", "name": "test"}], ["my-data_test", "test"]),
+        (["x/main/test.jsonl", "y/main/test.jsonl", "y/test.jsonl"], ["test", "y_main_test", "y_test"]),
+        (["main/test.jsonl", "x/main/test.jsonl"], ["test", "x_main_test"]),
+        (["openai/gsm8k@main", "mine/gsm8k"], ["gsm8k", "mine_gsm8k"]),
+        ([{"source": "b/test.jsonl", "name": "test"}, "my data/test.jsonl"], ["test", "my-data_test"]),
+        (["test.jsonl", "a/../b/test.jsonl"], ["test", "b_test"]),
         ([{"source": "b/a.jsonl", "name": "hard"}, "c/a.jsonl"], ["hard", "a"]),
     ],
 )
 def test_sets_with_the_same_last_part_are_named_with_their_folders(sets: Any, names: list[str]) -> None:
     assert [entry.name for entry in data_spec(config_with(sets)).eval_sets] == names
+    appended = data_spec(config_with([*sets, "new/test.jsonl", "new/a.jsonl", "new/gsm8k"])).eval_sets
+    assert [entry.name for entry in appended][: len(names)] == names
+
+
+def test_a_place_has_one_name_however_it_is_written() -> None:
+    """Else a set would be told from itself by folders that are none."""
+    with pytest.raises(ConfigError, match="two sets are named test; rename one"):
+        data_spec(config_with(["a/test.jsonl", "a/../a/test.jsonl"]))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +64,8 @@ def test_sets_with_the_same_last_part_are_named_with_their_folders(sets: Any, na
     [
         ([{"source": "a.jsonl", "sample": 2}], r"data.eval\[0\].sample: no such setting; the nearest is samples"),
         ([{"source": "b/a.jsonl"}, {"source": "b/a.jsonl", "tasks": 3}], "two sets are named a; rename one"),
-        (["b/a.jsonl", {"source": "x.jsonl", "name": "b_a"}, "c/a.jsonl"], "two sets are named b_a; rename one"),
+        (["c/a.jsonl", {"source": "x.jsonl", "name": "b_a"}, "b/a.jsonl"], "two sets are named b_a; rename one"),
+        (["a.jsonl", {"source": "x.jsonl", "name": "a"}], "two sets are named a; rename one"),
         ([{"name": "a"}], r"data.eval\[0\].source: not set"),
         ([{"source": "a.jsonl", "name": "a/b"}], r"data.eval\[0\].name=a/b: use letters"),
         ({"source": "a.jsonl", "name": "a/b"}, r"data.eval.name=a/b: use letters"),

@@ -18,6 +18,7 @@ from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.data.examples import AUTO, RowFormat, load_conversations, load_tasks
 from megatron_collab.data.formats import FORMATS, recognize
 from megatron_collab.data.messages import Unfit
+from megatron_collab.data.survey import survey
 from megatron_collab.environments import gsm8k
 from megatron_collab.reward.metrics.pass_rate import PassRate
 from megatron_collab.types import Conversation, Finish, Message, Task, Turn
@@ -105,6 +106,29 @@ def test_a_published_row_is_a_task(tmp_path: Path, format: str, row: dict, goal:
         assert task.answer == answer
     forced = loaded(tmp_path, load_tasks, row, format=RowFormat(format))
     assert list(forced) == [task] and forced.why == f"data.format={format}"
+
+
+@pytest.mark.parametrize(
+    ("columns", "answer", "unread"),
+    [
+        ({"label": True}, "", "not read: column label (1)"),
+        ({"label": ["a"], "solution": ["4"]}, "", "not read: column label (1), column solution (1)"),
+        ({"label": {"a": 1}, "solution": "4"}, "4", "not read: column label (1)"),
+        ({"label": None, "solution": []}, "", ""),
+        ({"label": 0.5}, "0.5", ""),
+    ],
+)
+def test_labels_and_solutions_that_are_no_texts_are_named_as_unread(
+    tmp_path: Path, columns: dict, answer: str, unread: str
+) -> None:
+    tasks = loaded(tmp_path, load_tasks, {"prompt": "q", **columns})
+    assert tasks.format == "prompt" and [task.answer for task in tasks] == [answer]
+    assert survey(tasks, 9, lambda task: 0, lambda task: 0).unread == unread
+
+
+def test_an_answer_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"answer is .*; give a text or a number"):
+        list(loaded(tmp_path, load_tasks, {"prompt": "q", "answer": True, "label": "4"}))
 
 
 def test_what_metrics_and_users_need_is_in_the_metadata(tmp_path: Path) -> None:

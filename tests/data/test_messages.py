@@ -257,7 +257,7 @@ def test_keys_that_are_not_read_are_named(tmp_path: Path, message: dict[str, Any
     write_jsonl(tmp_path / "rows.jsonl", [row, row])
     examples = load_conversations(tmp_path / "rows.jsonl")
     report = survey(examples, 0, lambda example: 0, lambda example: 0)
-    note = "".join(f"not read of the messages: {part} (2)" for part in parts)
+    note = "".join(f"not read: {part} (2)" for part in parts)
     assert report.unread == note
 
 
@@ -272,9 +272,7 @@ def test_an_empty_system_message_is_dropped_and_counted(tmp_path: Path, role: st
         ["user", "assistant"],
         ["system", "user", "assistant"],
     ]
-    assert survey(examples, 0, lambda example: 0, lambda example: 0).unread == (
-        "not read of the messages: empty system message (1)"
-    )
+    assert survey(examples, 0, lambda example: 0, lambda example: 0).unread == ("not read: empty system message (1)")
 
 
 LISTED = [{"role": "system", "content": "be brief"}, user("Hi, help me")]

@@ -65,7 +65,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "ShareGPT": (
         {"id": "x", "conversations": [{"from": "system", "value": ""}, {"from": "human", "value": "Hi"}, REPLY]},
-        ["not read of the messages: empty system message (1)", "user: Hi", "answer: Hello."],
+        ["not read: empty system message (1)", "user: Hi", "answer: Hello."],
     ),
     "Alpaca": (
         {"instruction": "Name the odd word.", "input": "Red, blue, ten", "output": "Ten", "text": "Below is …"},

@@ -12,6 +12,9 @@ from megatron_collab.launch.extensions import check_extensions
 
 CODE = """
 import os, time
+from megatron_collab.algo.advantages import Grpo
+from megatron_collab.algo.policy_loss import PolicyLoss
+from megatron_collab.algo.turn_credit import Equal
 from megatron_collab.config import ConfigError
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.rollout.users import User
@@ -31,16 +34,53 @@ class Person(User):
     def unavailable(cls, argument, settings):
         {user}
 
+class Other(User):
+    @classmethod
+    def unavailable(cls, argument, settings):
+        {other}
+
 class Helper(Tool):
     SCHEMA = {{"name": "helper", "parameters": {{"type": "object"}}}}
     def __init__(self, options):
         super().__init__(options)
         {tool}
+    def check_copies(self):
+        {copies}
+    @property
+    def schemas(self):
+        {schemas}
+        return [self.SCHEMA]
+
+class Estimator(Grpo):
+    def __init__(self, *args):
+        {advantage}
+
+class Credit(Equal):
+    def __init__(self, *args):
+        {credit}
+
+class Loss(PolicyLoss):
+    def __init__(self, options):
+        {loss}
+    def __call__(self, *args):
+        return None
 
 {imported}
 """
 HANGS = "while True: pass"
-PARTS = ("judged", "unavailable", "user", "tool", "imported")
+PARTS = (
+    "judged",
+    "unavailable",
+    "user",
+    "other",
+    "tool",
+    "copies",
+    "schemas",
+    "advantage",
+    "credit",
+    "loss",
+    "imported",
+)
 
 
 def check(folder: Path, part: str, code: str) -> str:
@@ -50,6 +90,9 @@ def check(folder: Path, part: str, code: str) -> str:
     config = Config()
     config.reward.weights = {f"{file}:Mine": 1.0}
     config.user.name, config.rollout.tools = f"{file}:Person", [f"{file}:Helper"]
+    config.data.eval = [{"source": "goals.jsonl", "user": f"{file}:Other"}]
+    config.algo.advantage, config.algo.loss = f"{file}:Estimator", f"{file}:Loss"
+    config.reward.turn_credit = f"{file}:Credit"
     try:
         check_extensions(config)
     except ConfigError as error:
@@ -69,7 +112,13 @@ def check(folder: Path, part: str, code: str) -> str:
         ("unavailable", "time.sleep(9999)", "reward.weights.my.py:Mine: unavailable() of Mine does not finish within"),
         ("unavailable", "{}[1]", "reward.weights.my.py:Mine: unavailable() of Mine fails (KeyError: 1)"),
         ("user", HANGS, "user my.py:Person: unavailable() of Person does not finish within 3 s"),
+        ("other", "os._exit(2)", "user my.py:Other: unavailable() of Other ends the process with code 2"),
         ("tool", HANGS, "rollout.tools: making them does not finish within 3 s"),
+        ("copies", "os._exit(5)", "rollout.tools: check_copies() of Helper ends the process with code 5"),
+        ("schemas", "return [{}]", "rollout.tools: schemas of Helper fails (KeyError: 'parameters')"),
+        ("advantage", "os._exit(7)", "algo.advantage=my.py:Estimator: making it ends the process with code 7"),
+        ("credit", "{}['x']", "reward.turn_credit=my.py:Credit: making it fails (KeyError: 'x')"),
+        ("loss", HANGS, "algo.loss=my.py:Loss: making it does not finish within 3 s"),
         ("judged", "raise ConfigError('left to its caller')", ""),
         ("imported", "raise ValueError('left to its caller')", ""),
         ("imported", "pass", ""),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from unittest.mock import patch
@@ -267,3 +267,33 @@ def test_code_of_the_users_own_has_limits_for_each_row(
     with pytest.raises(ValueError, match=f"^data.train={tmp_path}/rows.jsonl row 2: ") as refused:
         prepare.read_data(config, run_spec(config), ())
     assert str(refused.value).endswith(f" row 2: {call} {reason}; mend it, or leave it out")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "method", "is_checked"),
+    [
+        (["hi", "ho"], "", False),
+        (["hi", []], "", True),
+        (["hi"], "async def start(self, conversation): pass", True),
+        (["hi"], "async def finish(self, conversation): return 1.0", True),
+    ],
+)
+def test_users_of_single_turns_are_checked_if_they_open_start_or_finish(
+    tmp_path: Path, prompts: list, method: str, is_checked: bool
+) -> None:
+    byte_level_tokenizer(300).save_pretrained(tmp_path / "model")
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": prompt, "goal": "g", "answer": "1"} for prompt in prompts])
+    (tmp_path / "my.py").write_text(
+        "from megatron_collab.rollout.users import User\n"
+        "class Mine(User):\n"
+        "    opens = True\n"
+        "    unavailable = classmethod(lambda cls, argument, settings: 'not today')\n"
+        "    async def reply(self, conversation): pass\n"
+        f"    {method}\n"
+    )
+    config = Config()
+    config.run.dir, config.model.path, config.train.stage = f"{tmp_path}/run", f"{tmp_path}/model", "rl"
+    config.data.train, config.reward.weights = f"{tmp_path}/rows.jsonl", {"accuracy": 1.0}
+    config.rollout.max_assistant_turns, config.user.name = 1, f"{tmp_path}/my.py:Mine"
+    with pytest.raises(ConfigError, match="not today") if is_checked else nullcontext():
+        prepare.read_data(config, run_spec(config), ())

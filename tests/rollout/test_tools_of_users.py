@@ -109,6 +109,25 @@ def texts(conversation: Conversation) -> list[tuple[str, str]]:
     return [(message.role, message.content) for message in conversation.messages]
 
 
+@pytest.mark.parametrize("attribute", ["FUNCTIONS", "USER_FUNCTIONS"])
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        ("('nope',)", "names nope, which is not a method of the class"),
+        ("'look'", "is 'look'; give a list of the names of methods"),
+        ("[1]", r"is \[1\]; give a list of the names of methods"),
+        ("('fork',)", "names fork, which is not a method of the class"),
+        ("('schemas',)", "names schemas, which is not a method of the class"),
+        ("('size',)", "names size, which is not a method of the class"),
+    ],
+)
+def test_what_is_no_method_of_shared_tools_is_refused(attribute: str, names: str, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "my.py"
+    file.write_text(f"{WORLD}\nclass Mine(World):\n    size = 3\n    {attribute} = {names}\n")
+    with pytest.raises(ConfigError, match=f"tool Mine: {attribute} {reason}"):
+        tool_spec(config(tools=[f"{file}:Mine"]).rollout).schemas()
+
+
 def test_user_and_assistant_see_the_same_world(world: Path) -> None:
     """Both change it and see what the other did; the policy sees neither the user's calls nor their results."""
     task = replace(TASK, goal="a,,b")

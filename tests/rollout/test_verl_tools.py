@@ -113,6 +113,8 @@ def test_the_schema_is_that_of_the_file_or_of_the_class(folder: Path) -> None:
     [
         ("a: [", "cannot be read (while parsing"),
         ("- 1", "verl's file of tools has a list `tools`"),
+        (f"'{'[' * 3000}'", "verl's file of tools has a list `tools`"),
+        ("tools: !!bool x", "cannot be read (a value does not fit its tag"),
         ("tools: [{class_name: 3}]", "entry 1: verl's file of tools has"),
         ("tools: [{class_name: a.B, config: {type: mcp}}]", "entry 1: type mcp; use rollout.mcp_servers"),
         ("tools: [{class_name: nowhere.tools.Weather}]", "entry 1=nowhere.tools:Weather: no module nowhere; install"),

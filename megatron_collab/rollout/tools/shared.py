@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
+from megatron_collab.config import require
 from megatron_collab.rollout.tools import Schema, Toolset, run
 from megatron_collab.rollout.tools.function import schema_of
 from megatron_collab.types import Task, ToolCall
@@ -23,14 +24,22 @@ class SharedTools(Toolset):
 
     @cached_property
     def schemas(self) -> Sequence[Schema]:
-        return self._schemas(self.FUNCTIONS)
+        return self._schemas("FUNCTIONS")
 
     @cached_property
     def user_schemas(self) -> Sequence[Schema]:
-        return self._schemas(self.USER_FUNCTIONS)
+        return self._schemas("USER_FUNCTIONS")
 
     async def answer(self, task: Task, call: ToolCall) -> Any:
         return await run(getattr(self, call.name), **call.arguments)
 
-    def _schemas(self, names: Sequence[str]) -> list[Schema]:
-        return [schema_of(getattr(self, name), f"tool {type(self).__name__}.{name}") for name in names]
+    def _schemas(self, attribute: str) -> list[Schema]:
+        """The schemas of the methods that an attribute lists. Raises ConfigError if one is no method for calls."""
+        names, prefix = getattr(self, attribute), f"tool {type(self).__name__}"
+        listed = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+        require(listed, f"{prefix}: {attribute} is {names!r}; give a list of the names of methods")
+        for name in names:
+            is_method = not hasattr(SharedTools, name) and callable(getattr(self, name, None))
+            message = f"{prefix}: {attribute} names {name}, which is not a method of the class's own"
+            require(is_method, f"{message}; define it, or leave it out")
+        return [schema_of(getattr(self, name), f"{prefix}.{name}") for name in names]

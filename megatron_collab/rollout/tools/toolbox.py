@@ -77,7 +77,7 @@ class ToolSpec(Resolved):
         """
         tool_schemas = [schema for tools in self.toolsets for schema in tools.schemas]
         for schema in tool_schemas:
-            _check_schema(schema)
+            check_schema(schema)
         duplicates = [name for name, count in Counter(schema["name"] for schema in tool_schemas).items() if count > 1]
         reason = "two of rollout.tools and rollout.mcp_servers have this name"
         out = "choose with rollout.mcp_servers.NAME.tools"
@@ -91,7 +91,7 @@ class ToolSpec(Resolved):
         by_name = {function.schema["name"]: function for function in functions}
         require(len(by_name) == len(functions), f"rollout.tools={self.names}: two functions for users have one name")
         for function in functions:
-            _check_schema(function.schema)
+            check_schema(function.schema)
         return by_name
 
     def check_user_tools(self, names: Sequence[str], group: str) -> None:
@@ -109,7 +109,7 @@ class Function(NamedTuple):
     schema: Schema
 
 
-def _check_schema(schema: Schema) -> None:
+def check_schema(schema: Schema) -> None:
     """Raises ConfigError unless the schema of a function has a JSON schema of its parameters."""
     try:
         _draft(schema["parameters"]).check_schema(schema["parameters"])

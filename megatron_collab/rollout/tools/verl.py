@@ -107,7 +107,9 @@ def _entries(file: str, setting: str) -> list[Any]:
     path = Path(file)
     require(path.is_file(), f"{setting}: no such file")
     try:
-        content = OmegaConf.to_container(OmegaConf.create(yaml_of(files.read_text(path, _LONGEST_FILE))), resolve=True)
+        content = yaml_of(files.read_text(path, _LONGEST_FILE))
+        if isinstance(content, dict):  # OmegaConf would read a text as YAML again
+            content = OmegaConf.to_container(OmegaConf.create(content), resolve=True)
     except (OmegaConfBaseException, ValueError, OSError) as error:
         raise ConfigError(f"{setting}: cannot be read ({' '.join(str(error).split())}); {_FORM}") from error
     entries = content.get("tools") if isinstance(content, dict) else None
