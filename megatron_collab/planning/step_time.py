@@ -15,7 +15,8 @@ plus what waits for other GPUs. For T tokens of a micro-batch on a rank, with th
     context        2 T i K / t (c - 1), forward and backward each, hidden behind attention unless it takes longer
     pipeline       T i h / s between stages; hidden with virtual stages
     data parallel  after the last micro-batch 4 bytes a gradient, and i a parameter: Megatron-Core reduces after the
-                   backward pass, since overlap is off
+                   backward pass, since overlap is off. A group with m ranks on a node has m rings, each of which leaves
+                   the node by the adapter of another rank, so that an adapter carries 1 / m of these bytes
 
 Backward, tensor parallel ranks gather their inputs once more, hidden behind products; these bytes are not counted.
 """
@@ -214,13 +215,13 @@ def _sent(config: Config, size: float, span: int) -> _Work:
 
 
 def _pipeline_exchange(config: Config, shape: ModelShape, tokens: float) -> _Work:
-    """Hidden states of a micro-batch to the next stage, of all virtual stages of a rank."""
+    """Hidden states of a micro-batch to the next stage, of all virtual stages of a rank, over the slowest border."""
     parallel = config.parallel
     if parallel.pp == 1:
         return _Work()
     rows = tokens / parallel.tp if parallel.sequence_parallel else tokens
     size = rows * shape.hidden * DTYPES[config.model.dtype].itemsize * parallel.vpp
-    sent = _sent(config, size, config.launch.ranks // parallel.pp + 1)
+    sent = _sent(config, size, config.launch.ranks)  # some border crosses nodes if the stages do
     return sent if parallel.vpp == 1 else sent._replace(waiting=0.0)
 
 
@@ -249,5 +250,9 @@ def _gradient_exchange(config: Config, shape: ModelShape) -> _Work:
 
 
 def _reduced(config: Config, elements: float, replicas: int) -> _Work:
+    """The same, of `elements` of a rank that each of `replicas` ranks of its stage has."""
     size = elements * (4 + DTYPES[config.model.dtype].itemsize) * (replicas - 1) / replicas
-    return _sent(config, size, config.launch.ranks // config.parallel.pp)
+    width, stage_ranks = config.launch.nproc_per_node, config.launch.ranks // config.parallel.pp
+    rings = max(1, width // (stage_ranks // replicas))  # the group's ranks on a node, one every stage_ranks / replicas
+    far = size / rings if stage_ranks > width else 0.0
+    return _Work(0.0, max(far / h100.NETWORK, (size - far) / h100.NODE), size - far, far)
