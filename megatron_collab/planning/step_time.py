@@ -98,12 +98,14 @@ def step_time(config: Config, shape: ModelShape, sample_tokens: float) -> StepTi
 
     networks = 2 if config.objective == "policy" and advantage_class(algo.advantage).critic else 1
     updates = networks * algo.epochs * algo.mini_batches
-    scores = _scoring_passes(config) * algo.mini_batches  # in micro-batches of the update
-    rounds, gradients = count + (pp - 1) / vpp, _gradient_exchange(config, shape)
-    seconds = rounds * (scores * forward.seconds + updates * update.seconds) + updates * gradients.seconds
-    sent = _Work().plus(forward, count * scores).plus(update, count * updates).plus(gradients, updates)
+    passes, idle = _scoring_passes(config), (pp - 1) / vpp
+    scored = passes * count * algo.mini_batches  # micro-batches; a pass is over the whole batch
+    rounds, gradients = count + idle, _gradient_exchange(config, shape)
+    score = (scored + passes * idle) * forward.seconds
+    seconds = score + updates * (rounds * update.seconds + gradients.seconds)
+    sent = _Work().plus(forward, scored).plus(update, count * updates).plus(gradients, updates)
     operations = samples * sample_tokens * _operations(shape, sample_tokens)
-    operations *= scores + updates * (1 + gradients_of)
+    operations *= passes * algo.mini_batches + updates * (1 + gradients_of)
     return StepTime(
         seconds=seconds,
         micro_batches=count,

@@ -165,6 +165,21 @@ def test_what_slows_a_step() -> None:
     assert time(tp=8, pp=4, vpp=2).seconds < time(tp=8, pp=4).seconds
 
 
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_a_scoring_pass_is_over_the_whole_batch(vpp: int) -> None:
+    """So that it waits for the pipeline once, whatever the number of mini-batches."""
+
+    def reference_pass(mini_batches: int) -> float:
+        config = configure(gpus=4, tokens=512, pp=4, vpp=vpp)
+        config.train.stage, config.train.prompts_per_step, config.train.rollouts_per_prompt = "rl", 8, 8
+        config.algo.mini_batches = mini_batches
+        scored = step_time(config, LLAMA_8B, 512).seconds
+        config.algo.kl_coef = 0.0
+        return scored - step_time(config, LLAMA_8B, 512).seconds
+
+    assert reference_pass(4) == pytest.approx(reference_pass(1), rel=1e-9)
+
+
 def test_a_step_of_reinforcement_learning_counts_its_passes() -> None:
     config = configure(tokens=16384)
     trained = step_time(config, LLAMA_8B, 512).seconds
