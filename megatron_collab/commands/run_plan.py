@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_collab.config import Config, require
 from megatron_collab.launch.servers import idle_gpus
 from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.planning import h100
 from megatron_collab.planning.activations import engine
 from megatron_collab.planning.layouts import UNCOUNTED, Layout, fastest_layouts, layout_of
 from megatron_collab.planning.memory import GIB, host_memory, peak, plan_memory, read_run
@@ -88,7 +89,7 @@ def _assumption(config: Config, sample_tokens: float) -> str:
     samples = step_samples(config)
     return (
         f"Learning part of a step, estimated with the rates of an H100 (docs/gpu.md), if {samples} samples add "
-        f"{sample_tokens:g} tokens each (--sample-tokens)"
+        f"{sample_tokens:g} tokens each (--sample-tokens); mfu is of {h100.PEAK / 1e12:g} TFLOP/s, in bfloat16"
     )
 
 

@@ -40,7 +40,7 @@ from megatron_collab.trainer.megatron.config import DTYPES
 class StepTime:
     """The learning part of a step. `micro_batches`: of a rank in a pass for one optimizer step; `bubble`: the part of
     a pass in which a stage waits for others; `mfu`: arithmetic without recomputation over the seconds, as a part of
-    h100.MATRIX; bytes that the busiest rank sends within its node and to other nodes.
+    h100.PEAK; bytes that the busiest rank sends within its node and to other nodes.
     """
 
     seconds: float
@@ -110,7 +110,7 @@ def step_time(config: Config, shape: ModelShape, sample_tokens: float) -> StepTi
         seconds=seconds,
         micro_batches=count,
         bubble=1 - count / rounds,
-        mfu=operations / (seconds * config.launch.ranks * h100.MATRIX),
+        mfu=operations / (seconds * config.launch.ranks * h100.PEAK),
         node_bytes=sent.node_bytes,
         network_bytes=sent.network_bytes,
     )

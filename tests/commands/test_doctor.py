@@ -70,7 +70,7 @@ def test_a_plan_needs_nothing_of_the_run(capsys: pytest.CaptureFixture[str]) -> 
     for column in range(2):
         assert float(rows["sum"][column]) == pytest.approx(sum(float(rows[name][column]) for name in names), abs=0.05)
     assert "The largest part is server: KV cache." in printed and "Fits a GPU of 79.6 GiB" in printed
-    assert "if 512 samples add 512 tokens each (--sample-tokens): " in printed and "Faster" not in printed
+    assert "if 512 samples add 512 tokens each (--sample-tokens); mfu is of 989 TFLOP/s" in printed and "Faster" not in printed
 
 
 def test_a_plan_names_a_faster_layout(capsys: pytest.CaptureFixture[str]) -> None:
