@@ -38,12 +38,14 @@ from megatron_collab.trainer.megatron.config import DTYPES
 
 @dataclass(frozen=True)
 class StepTime:
-    """The learning part of a step. `micro_batches`: of a rank in a pass for one optimizer step; `bubble`: the part of
-    a pass in which a stage waits for others; `mfu`: arithmetic without recomputation over the seconds, as a part of
-    h100.PEAK; bytes that the busiest rank sends within its node and to other nodes.
+    """The learning part of a step; `score`: the seconds before the update. `micro_batches`: of a rank in a pass for one
+    optimizer step; `bubble`: the part of a pass in which a stage waits for others; `mfu`: arithmetic without
+    recomputation over the seconds, as a part of h100.PEAK; bytes that the busiest rank sends within its node and to
+    other nodes.
     """
 
     seconds: float
+    score: float
     micro_batches: int
     bubble: float
     mfu: float
@@ -108,6 +110,7 @@ def step_time(config: Config, shape: ModelShape, sample_tokens: float) -> StepTi
     operations *= passes * algo.mini_batches + updates * (1 + gradients_of)
     return StepTime(
         seconds=seconds,
+        score=score,
         micro_batches=count,
         bubble=1 - count / rounds,
         mfu=operations / (seconds * config.launch.ranks * h100.PEAK),
