@@ -13,9 +13,9 @@ save_seconds=${SAVE_SECONDS:-210} # from USR1 on; what --signal leaves, less the
 end_wait=30                       # seconds for what is killed at the end
 log_wait=60                       # seconds to keep Ray's logs
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-export XDG_CACHE_HOME=${CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}} # kernels, which take minutes to compile
+[ -z "${CACHE_DIR:-}" ] || export XDG_CACHE_HOME=$CACHE_DIR # kernels, which take minutes to compile
 export RAY_worker_niceness=0 # else 15: workers would starve beside ranks that are busy
-export RAY_raylet_start_wait_time_s=$ray_timeout # else 30, and Ray gives up by itself
+export RAY_raylet_start_wait_time_s=$ray_timeout # else 30 until a process has found its node, and Ray gives up by itself
 ulimit -n "$(ulimit -Hn)" # a connection a conversation; srun hands the limit on
 ulimit -l "$(ulimit -Hl)" # what NCCL registers with InfiniBand
 
@@ -41,8 +41,8 @@ refuse() { echo "megatron-collab: $*" >&2; exit 2; }
 plain=(srun --export=ALL --overlap --cpu-bind=none --ntasks-per-node=1)
 step=("${plain[@]}") inside=() here=()
 image=${CONTAINER_IMAGE:-${APPTAINER_IMAGE:-}}
-mounts=$PWD:$PWD,/tmp:/tmp,$XDG_CACHE_HOME:$XDG_CACHE_HOME${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS} # Ray's sockets and logs are in /tmp
-$dry_run || mkdir -p "$XDG_CACHE_HOME" # a container does not start if a mounted folder is missing
+mounts=$PWD:$PWD,/tmp:/tmp${CACHE_DIR:+,$CACHE_DIR:$CACHE_DIR}${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS} # Ray's sockets and logs are in /tmp
+case ${CACHE_DIR:-/} in /*) ;; *) refuse "CACHE_DIR=$CACHE_DIR: set an absolute path, which is the same on every node" ;; esac
 if [ -n "${CONTAINER_IMAGE:-}" ] && [ -n "${APPTAINER_IMAGE:-}" ]; then
   refuse "CONTAINER_IMAGE and APPTAINER_IMAGE: one container only; unset the one that is not meant"
 elif [ -n "${CONTAINER_IMAGE:-}" ]; then
@@ -59,6 +59,9 @@ elif [ -n "${APPTAINER_IMAGE:-}" ]; then
 elif [ -n "${CONTAINER_MOUNTS:-}" ]; then
   refuse "CONTAINER_MOUNTS=$CONTAINER_MOUNTS: there is no container; set CONTAINER_IMAGE or APPTAINER_IMAGE"
 fi
+
+make_cache=("${plain[@]}" mkdir -p "${CACHE_DIR:-}") # on every node: no container starts if a mounted folder is missing
+$dry_run || [ -z "${CACHE_DIR:-}" ] || "${make_cache[@]}"
 
 # A dry run starts no container.
 if $dry_run || [ -z "$image" ]; then
@@ -186,11 +189,12 @@ addresses=("${step[@]}" --nodes="$node_count" --ntasks="$node_count" --label "${
   -m megatron_collab.launch.slurm address "${overrides[@]}")
 if $dry_run; then
   for ((i = 0; i < node_count; i++)); do address+=("$mark$i"); done
+  [ -z "${CACHE_DIR:-}" ] || show "${make_cache[@]}"
   show mkdir -p "$logs"
   echo "mapfile -t address < <($(show "${addresses[@]}") | sort -n | sed 's/.*: //')"
   declare -f bypass_proxies
   echo bypass_proxies
-  show export OMP_NUM_THREADS="$OMP_NUM_THREADS" XDG_CACHE_HOME="$XDG_CACHE_HOME" RAY_worker_niceness=0 \
+  show export OMP_NUM_THREADS="$OMP_NUM_THREADS" ${CACHE_DIR:+XDG_CACHE_HOME="$CACHE_DIR"} RAY_worker_niceness=0 \
     RAY_raylet_start_wait_time_s="$RAY_raylet_start_wait_time_s"
   echo "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=\"\$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')\""
   echo "export RAY_ADDRESS=$(show "${address[0]}:$first_port")"

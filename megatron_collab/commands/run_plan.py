@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_collab.config import Config, require
 from megatron_collab.launch.servers import idle_gpus
 from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.planning import h100
 from megatron_collab.planning.activations import engine
 from megatron_collab.planning.layouts import UNCOUNTED, Layout, fastest_layouts, layout_of
 from megatron_collab.planning.memory import GIB, host_memory, peak, plan_memory, read_run
@@ -44,9 +45,9 @@ def print_plan(overrides: Sequence[str], gpu_gib: float, sample_tokens: float) -
     print(f"The largest part is {max(parts, key=lambda part: max(part.training, part.sampling)).name}.")
     for line in idle_gpus(config) if launch.device != "cpu" else ():
         print(line)
-    if engine(config):
-        _print_time(config, shape, gpu_gib, sample_tokens)
     headroom = gpu_gib - peaks[fullest]
+    if engine(config):
+        _print_time(config, shape, gpu_gib, sample_tokens, fits=headroom >= 0)
     if headroom < 0:
         print(f"Does not fit a GPU of {gpu_gib:g} GiB: needs {-headroom:.1f} GiB more.")
         return 1
@@ -88,17 +89,18 @@ def _assumption(config: Config, sample_tokens: float) -> str:
     samples = step_samples(config)
     return (
         f"Learning part of a step, estimated with the rates of an H100 (docs/gpu.md), if {samples} samples add "
-        f"{sample_tokens:g} tokens each (--sample-tokens)"
+        f"{sample_tokens:g} tokens each (--sample-tokens); mfu is of {h100.PEAK / 1e12:g} TFLOP/s, in bfloat16"
     )
 
 
-def _print_time(config: Config, shape: ModelShape, gpu_gib: float, sample_tokens: float) -> None:
-    """Print seconds, bubble and mfu of the run's layout, and a faster layout if one fits."""
+def _print_time(config: Config, shape: ModelShape, gpu_gib: float, sample_tokens: float, fits: bool) -> None:
+    """Print seconds, bubble and mfu of the run's layout, and a faster one that fits; any one if the run's does not."""
     time = step_time(config, shape, sample_tokens)
     print(f"{_assumption(config, sample_tokens)}: {_summary(time)}.")
     for layout in fastest_layouts(config, shape, gpu_gib * GIB, sample_tokens, 1):
-        if layout.time.seconds <= _FASTER * time.seconds:
-            print(f"Faster, {_summary(layout.time)}: {' '.join(layout.changes(config))} (--search: five layouts)")
+        if not fits or layout.time.seconds <= _FASTER * time.seconds:
+            better = "Faster" if fits else "Fits"
+            print(f"{better}, {_summary(layout.time)}: {' '.join(layout.changes(config))} (--search: five layouts)")
 
 
 def _summary(time: StepTime) -> str:

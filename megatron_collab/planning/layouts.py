@@ -15,6 +15,7 @@ from megatron_collab.config import Config, ConfigError
 from megatron_collab.launch import servers, validate
 from megatron_collab.launch.trainer_specs import trainer_layout
 from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.models.parallel_layout import TrainerLayout
 from megatron_collab.planning.memory import GIB, peak, plan_memory, trainer_parts
 from megatron_collab.planning.step_time import StepTime, step_time
 
@@ -58,24 +59,27 @@ def fastest_layouts(
     config: Config, shape: ModelShape, gpu_bytes: float, sample_tokens: float, count: int
 ) -> list[Layout]:
     """The `count` fastest layouts that leave UNCOUNTED of `gpu_bytes` free, each with the micro-batches and the
-    recomputation that suit it best, fastest first. `sample_tokens` as for `step_time`. `config` must be valid.
+    recomputation that suit it best, fastest first, and with context parallelism only if a layout that has less of it
+    and is otherwise the same is slower or does not fit. `sample_tokens` as for `step_time`. `config` must be valid.
     """
     tokens = config.train.tokens_per_micro_batch
 
-    def rank(ranked: tuple[StepTime, Config]) -> tuple[float, bool, float]:
+    def rank(ranked: tuple[StepTime, Config]) -> tuple[float, int, bool, float]:
         time, candidate = ranked
         changed = candidate.train.tokens_per_micro_batch != tokens
-        return round(time.seconds, 2), changed, time.network_bytes + time.node_bytes
+        return round(time.seconds, 2), candidate.parallel.cp, changed, time.network_bytes + time.node_bytes
 
     timed = [(step_time(candidate, shape, sample_tokens), candidate) for candidate in _candidates(config, shape)]
-    layouts: list[Layout] = []
+    layouts, listed = list[Layout](), set[TrainerLayout]()
     for time, candidate in sorted(timed, key=rank):
         if len(layouts) == count:
             break
-        if any(trainer_layout(candidate) == trainer_layout(layout.config) for layout in layouts):
+        layout = trainer_layout(candidate)
+        if any(replace(layout, cp=cp) in listed for cp in range(1, layout.cp + 1)):
             continue
         if (most := _peak(candidate, shape, gpu_bytes)) is not None:
             layouts.append(Layout(candidate, most, time))
+            listed.add(layout)
     return layouts
 
 

@@ -15,7 +15,8 @@ plus what waits for other GPUs. For T tokens of a micro-batch on a rank, with th
     context        2 T i K / t (c - 1), forward and backward each, hidden behind attention unless it takes longer
     pipeline       T i h / s between stages; hidden with virtual stages
     data parallel  after the last micro-batch 4 bytes a gradient, and i a parameter: Megatron-Core reduces after the
-                   backward pass, since overlap is off
+                   backward pass, since overlap is off. A group with m ranks on a node has m rings, each of which leaves
+                   the node by the adapter of another rank, so that an adapter carries 1 / m of these bytes
 
 Backward, tensor parallel ranks gather their inputs once more, hidden behind products; these bytes are not counted.
 """
@@ -37,12 +38,14 @@ from megatron_collab.trainer.megatron.config import DTYPES
 
 @dataclass(frozen=True)
 class StepTime:
-    """The learning part of a step. `micro_batches`: of a rank in a pass for one optimizer step; `bubble`: the part of
-    a pass in which a stage waits for others; `mfu`: arithmetic without recomputation over the seconds, as a part of
-    h100.MATRIX; bytes that the busiest rank sends within its node and to other nodes.
+    """The learning part of a step; `score`: the seconds before the update. `micro_batches`: of a rank in a pass for one
+    optimizer step; `bubble`: the part of a pass in which a stage waits for others; `mfu`: arithmetic without
+    recomputation over the seconds, as a part of h100.PEAK; bytes that the busiest rank sends within its node and to
+    other nodes.
     """
 
     seconds: float
+    score: float
     micro_batches: int
     bubble: float
     mfu: float
@@ -97,17 +100,20 @@ def step_time(config: Config, shape: ModelShape, sample_tokens: float) -> StepTi
 
     networks = 2 if config.objective == "policy" and advantage_class(algo.advantage).critic else 1
     updates = networks * algo.epochs * algo.mini_batches
-    scores = _scoring_passes(config) * algo.mini_batches  # in micro-batches of the update
-    rounds, gradients = count + (pp - 1) / vpp, _gradient_exchange(config, shape)
-    seconds = rounds * (scores * forward.seconds + updates * update.seconds) + updates * gradients.seconds
-    sent = _Work().plus(forward, count * scores).plus(update, count * updates).plus(gradients, updates)
+    passes, idle = _scoring_passes(config), (pp - 1) / vpp
+    scored = passes * count * algo.mini_batches  # micro-batches; a pass is over the whole batch
+    rounds, gradients = count + idle, _gradient_exchange(config, shape)
+    score = (scored + passes * idle) * forward.seconds
+    seconds = score + updates * (rounds * update.seconds + gradients.seconds)
+    sent = _Work().plus(forward, scored).plus(update, count * updates).plus(gradients, updates)
     operations = samples * sample_tokens * _operations(shape, sample_tokens)
-    operations *= scores + updates * (1 + gradients_of)
+    operations *= passes * algo.mini_batches + updates * (1 + gradients_of)
     return StepTime(
         seconds=seconds,
+        score=score,
         micro_batches=count,
         bubble=1 - count / rounds,
-        mfu=operations / (seconds * config.launch.ranks * h100.MATRIX),
+        mfu=operations / (seconds * config.launch.ranks * h100.PEAK),
         node_bytes=sent.node_bytes,
         network_bytes=sent.network_bytes,
     )
@@ -214,13 +220,13 @@ def _sent(config: Config, size: float, span: int) -> _Work:
 
 
 def _pipeline_exchange(config: Config, shape: ModelShape, tokens: float) -> _Work:
-    """Hidden states of a micro-batch to the next stage, of all virtual stages of a rank."""
+    """Hidden states of a micro-batch to the next stage, of all virtual stages of a rank, over the slowest border."""
     parallel = config.parallel
     if parallel.pp == 1:
         return _Work()
     rows = tokens / parallel.tp if parallel.sequence_parallel else tokens
     size = rows * shape.hidden * DTYPES[config.model.dtype].itemsize * parallel.vpp
-    sent = _sent(config, size, config.launch.ranks // parallel.pp + 1)
+    sent = _sent(config, size, config.launch.ranks)  # some border crosses nodes if the stages do
     return sent if parallel.vpp == 1 else sent._replace(waiting=0.0)
 
 
@@ -249,5 +255,9 @@ def _gradient_exchange(config: Config, shape: ModelShape) -> _Work:
 
 
 def _reduced(config: Config, elements: float, replicas: int) -> _Work:
+    """The same, of `elements` of a rank that each of `replicas` ranks of its stage has."""
     size = elements * (4 + DTYPES[config.model.dtype].itemsize) * (replicas - 1) / replicas
-    return _sent(config, size, config.launch.ranks // config.parallel.pp)
+    width, stage_ranks = config.launch.nproc_per_node, config.launch.ranks // config.parallel.pp
+    rings = max(1, width // (stage_ranks // replicas))  # the group's ranks on a node, one every stage_ranks / replicas
+    far = size / rings if stage_ranks > width else 0.0
+    return _Work(0.0, max(far / h100.NETWORK, (size - far) / h100.NODE), size - far, far)

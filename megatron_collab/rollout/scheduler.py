@@ -6,10 +6,10 @@ Calls of Ray actors run in the background, so sampling runs ahead of training wi
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import count, cycle
 from math import ceil, inf
 from typing import Any, Literal, NamedTuple
 
@@ -113,7 +113,8 @@ class Flight:
         """
         self._play, self._background, self._follow_up = play, background, follow_up
         self._workers, self._ray = cycle(enumerate(workers.conversations)), workers.ray
-        self._servers = deque(range(workers.servers))  # the one that got a group last is the last
+        self._servers, self._dealt = workers.servers, dict[int, int]()  # groups begun when a server last got one
+        self._begun = count()
         self._servers_lost = servers_lost
         self._journal = journal
         self._progress = time.monotonic()  # when a group was last begun or finished
@@ -142,11 +143,11 @@ class Flight:
         self._progress = time.monotonic()
 
     def _least_loaded(self) -> int:
-        """The server with the fewest groups in flight: servers take turns, and a slow one gets fewer."""
+        """The server in use with the fewest groups in flight: servers take turns, and a slow one gets fewer."""
         groups = Counter(request.server for request in self._playing() if request.reference is not None)
-        server = min(self._servers, key=groups.__getitem__)
-        self._servers.remove(server)
-        self._servers.append(server)
+        servers = self._servers or [0]  # without any, the group fails and is played again
+        server = min(servers, key=lambda index: (groups[index], self._dealt.get(index, -1)))
+        self._dealt[server] = next(self._begun)
         return server
 
     def wait_for(self, count: int, title: str) -> None:

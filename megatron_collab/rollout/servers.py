@@ -90,9 +90,7 @@ class Servers(ExitStack):
     def _use(self, servers: Sequence[int]) -> None:
         """Make the workers use these servers."""
         assert self.workers
-        players = enumerate(self.workers.conversations)
-        calls = {f"conversation-{n} to switch servers": player.use_servers.remote(servers) for n, player in players}
-        self.workers.answers(calls, 2 * self.timeout)
+        self.workers.use_servers(servers, 2 * self.timeout)
 
     def lost_all(self) -> bool:
         """Whether the policy (since `recover`) or another model has had no server; on rank 0.

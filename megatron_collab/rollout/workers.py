@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -155,15 +155,24 @@ class ConversationWorker:
 class Workers:
     """The handles of a run's Ray actors; an actor ends when its handle is deleted or the Ray session ends.
 
-    `servers`: how many sample for them. `ray` waits for their calls; a simulated run (tools/bench/timeline.py) has
-    another one.
+    `servers`: those that sample for them, by index; `use_servers` changes it. `ray` waits for their calls; a simulated
+    run (tools/bench/timeline.py) has another one.
     """
 
     conversations: list[Any]
     rewards: list[Any]
     limiter: Any
-    servers: int = 1
+    servers: list[int] = field(default_factory=lambda: [0])
     ray: Any = ray
+
+    def use_servers(self, servers: Sequence[int], seconds: float) -> None:
+        """Have only these servers sample from now on. Raises Hung if a worker takes longer than `seconds`."""
+        self.servers[:] = servers
+        calls = {
+            f"conversation-{number} to switch servers": player.use_servers.remote(servers)
+            for number, player in enumerate(self.conversations)
+        }
+        self.answers(calls, seconds)
 
     def answers(self, calls: Mapping[str, Any], seconds: float) -> list[Any]:
         """Results of calls, given by description. Raises Hung if one takes longer than `seconds`."""
@@ -211,4 +220,4 @@ def start_workers(
         start_actor(kind, play, client, servers, names, f"conversation-{i}", served)
         for i in range(play.rollout.workers)
     ]
-    return Workers(players, rewards, limiter_actor, len(servers) or 1)
+    return Workers(players, rewards, limiter_actor, list(range(len(servers))))

@@ -65,8 +65,9 @@ def refused_processes(count: int) -> str | None:
     """Why `count` processes cannot use the same device here, and how to fix it; None if they can."""
     refusing = {"PROHIBITED"} if count == 1 else {"PROHIBITED", "EXCLUSIVE_PROCESS"}
     mode = next((device.compute_mode for device in driver().devices if device.compute_mode in refusing), None)
+    admits = {"PROHIBITED": "no process", "EXCLUSIVE_PROCESS": "one process (runs are not tested with MPS)"}
     advice = "set it with `nvidia-smi --compute-mode=DEFAULT` (as root), or ask Slurm's administrator"
-    return mode and f"the compute mode of a GPU is {mode}, which admits at most {count - 1} processes: {advice}"
+    return mode and f"the compute mode of a GPU is {mode}, which admits {admits[mode]}: {advice}"
 
 
 def unusable(cuda: str) -> str | None:

@@ -23,7 +23,9 @@ from megatron_collab.runtime.process import RESUMES, Preempted, RunStopped, beat
 logger = logging.getLogger(__name__)
 
 STARTS = 3  # consecutive failures to start Ray that end the run
-_START_LIMITS = ("RAY_gcs_server_port_wait_time_s", "RAY_raylet_start_wait_time_s")  # Ray's own for store and node
+# Ray's own limits: until its store answers, and until a process finds its node. How long the node may take to register
+# with the store cannot be set: 30 s in Ray 2.60 (ray/_private/node.py); a start that exceeds them is repeated.
+_START_LIMITS = ("RAY_gcs_server_port_wait_time_s", "RAY_raylet_start_wait_time_s")
 _START_SECONDS = 60  # instead of Ray's 30, which a busy machine exceeds
 _AGENTS, _AGENTS_START = 2, 30.0  # dashboard and runtime environments; timeout in seconds
 _CLUSTER_SECONDS = 30.0  # time for the cluster at RAY_ADDRESS to answer

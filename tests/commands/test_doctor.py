@@ -70,7 +70,10 @@ def test_a_plan_needs_nothing_of_the_run(capsys: pytest.CaptureFixture[str]) -> 
     for column in range(2):
         assert float(rows["sum"][column]) == pytest.approx(sum(float(rows[name][column]) for name in names), abs=0.05)
     assert "The largest part is server: KV cache." in printed and "Fits a GPU of 79.6 GiB" in printed
-    assert "if 512 samples add 512 tokens each (--sample-tokens): " in printed and "Faster" not in printed
+    assert (
+        "if 512 samples add 512 tokens each (--sample-tokens); mfu is of 989 TFLOP/s" in printed
+        and "Faster" not in printed
+    )
 
 
 def test_a_plan_names_a_faster_layout(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,6 +84,14 @@ def test_a_plan_names_a_faster_layout(capsys: pytest.CaptureFixture[str]) -> Non
     assert "pipeline bubble 27% with 8 micro-batches" in printed
     (line,) = (line for line in printed.splitlines() if line.startswith("Faster, "))
     assert "parallel.vpp=4" in line and "parallel.tp" not in line
+
+
+def test_a_plan_that_does_not_fit_names_a_layout_that_does(capsys: pytest.CaptureFixture[str]) -> None:
+    """Although it is hardly faster."""
+    assert run("doctor", ["--gpu-gib", "70", "--plan", "experiment=train_70b", "parallel.pp=2"]) == 1
+    printed = capsys.readouterr().out
+    (line,) = (line for line in printed.splitlines() if line.startswith("Fits, "))
+    assert "parallel.pp=4" in line and "Does not fit a GPU of 70 GiB" in printed and "Faster" not in printed
 
 
 def test_a_search_prints_layouts_that_fit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,8 +76,10 @@ def refuses_other_data(
     """Also after its last conversation."""
     before = file.read_text()
     file.write_text("".join(sorted(before.splitlines(keepends=True))))
-    assert file.read_text() != before and main(command) == EXIT_BAD_INPUT
-    file.write_text(before)
+    try:
+        assert file.read_text() != before and main(command) == EXIT_BAD_INPUT
+    finally:
+        file.write_text(before)  # other tests read it, too
     (line,) = capsys.readouterr().err.splitlines()
     assert f"data.eval={file}: {file.name} has changed since the run began; restore it" in line
 

@@ -23,6 +23,7 @@ SECRET = "sk-do-not-print-this"
 
 def dry_run(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    environment = {name: value for name, value in environment.items() if name not in ("HOME", "XDG_CACHE_HOME")}
     environment |= {"VENV": str(Path(sys.executable).parents[1]), "OPENAI_API_KEY": SECRET, **variables}
     command = ["bash", str(ROOT / "slurm" / script), "--dry-run", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
@@ -177,7 +178,7 @@ SRUN = """#!/usr/bin/env bash
 printf 'srun %s\\n' "$*" >>"$RECORD"
 while [[ $1 == --* ]]; do shift; done
 case "$*" in
-  "apptainer "* | *"launch.slurm settings"* | *"launch.slurm address"*) exec "$@" ;;
+  "apptainer "* | "mkdir "* | *"launch.slurm settings"* | *"launch.slurm address"*) exec "$@" ;;
   *"ray start"*) exec sleep 100 ;;
 esac
 """
@@ -223,7 +224,9 @@ def test_everything_of_ours_runs_in_the_container(tmp_path: Path, by: str) -> No
         contained = f"--container-image={image} --container-mounts={mounts} --container-workdir={ROOT}"
     else:
         contained = f"apptainer exec --nv --bind {mounts} --pwd {ROOT} {image} "
-    ours = [call for call in calls if "session_latest" not in call]
+    plain = "srun --export=ALL --overlap --cpu-bind=none --ntasks-per-node=1"
+    assert calls[0] == f"{plain} mkdir -p {cache}", "on all nodes"
+    ours = [call for call in calls[1:] if "session_latest" not in call]
     assert all(contained in call for call in ours) and len(calls) > len(ours)
     for command in ("slurm settings", "slurm address", "ray start", "slurm wait", "launch.torchrun"):
         assert any(command in call for call in ours), command
@@ -237,6 +240,7 @@ def test_everything_of_ours_runs_in_the_container(tmp_path: Path, by: str) -> No
         ({"CONTAINER_IMAGE": "/nowhere.sqsh"}, "CONTAINER_IMAGE=/nowhere.sqsh: no such file"),
         ({"APPTAINER_IMAGE": "nowhere.sif"}, "APPTAINER_IMAGE=nowhere.sif: no such file"),
         ({"CONTAINER_MOUNTS": "/models"}, "CONTAINER_MOUNTS=/models: there is no container"),
+        ({"CACHE_DIR": "cache"}, "CACHE_DIR=cache: set an absolute path"),
     ],
 )
 def test_a_container_that_cannot_be_is_refused(tmp_path: Path, variables: dict[str, str], message: str) -> None:
@@ -251,3 +255,8 @@ def test_a_dry_run_shows_the_container_and_starts_none(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     steps = [line for line in done.stdout.splitlines() if line.startswith("srun")]
     assert len(steps) == 3 and all(option(line.partition(" >")[0], "--container-image") for line in steps)
+    assert option(steps[0].partition(" >")[0], "--container-mounts") == f"{ROOT}:{ROOT},/tmp:/tmp", "no home"
+    assert "XDG_CACHE_HOME" not in done.stdout
+    cached = dry_run("train_8b.sh", f"run.dir={tmp_path}", CACHE_DIR=f"{tmp_path}/cache")
+    assert f"mkdir -p {tmp_path}/cache\n" in cached.stdout and f"XDG_CACHE_HOME={tmp_path}/cache " in cached.stdout
+    assert not list(tmp_path.iterdir()), "nothing was made"

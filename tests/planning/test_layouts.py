@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
 
 from megatron_collab.config import CONF, compose
 from megatron_collab.launch import validate
+from megatron_collab.launch.trainer_specs import trainer_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.planning import layouts
 from megatron_collab.planning.layouts import UNCOUNTED, fastest_layouts, layout_of
@@ -17,6 +19,7 @@ from megatron_collab.planning.memory import GIB, peak, plan_memory
 from megatron_collab.planning.step_time import step_time
 
 SHAPE = ModelShape.from_hf(json.loads((CONF / "shapes" / "Qwen2.5-7B-Instruct.json").read_text()))  # 28 heads
+LLAMA = ModelShape.from_hf(json.loads((CONF / "shapes" / "Llama-3.1-8B-Instruct.json").read_text()))
 OPTIONS = ["experiment=train_8b", "model.path=models/Qwen2.5-7B-Instruct"]
 
 
@@ -34,6 +37,13 @@ def test_the_fastest_layouts_that_fit(gib: float) -> None:
         assert step_time(composed, SHAPE, 512) == layout.time
         assert layout.changes(composed) == []
     assert listed[0].time.seconds <= min(times_without_a_pipeline(gib)) + 0.005
+
+
+def test_context_parallel_twins_take_no_place() -> None:
+    """Sequences are longer than a micro-batch here, so that context parallelism is tried."""
+    config = compose(["experiment=train_8b", "rollout.context_length=32768", "train.tokens_per_micro_batch=8192"])
+    listed = [trainer_layout(layout.config) for layout in fastest_layouts(config, LLAMA, 79.6 * GIB, 512, 5)]
+    assert len({replace(layout, cp=1) for layout in listed}) == 5
 
 
 def times_without_a_pipeline(gib: float) -> Iterator[float]:

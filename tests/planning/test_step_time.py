@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import groupby
 from math import prod
 
 import pytest
@@ -49,7 +51,7 @@ def operations(shape: ModelShape, length: int) -> float:
 def test_a_gpu_alone_computes_at_the_measured_rate(shape: ModelShape) -> None:
     time = step_time(configure(), shape, 4096)
     assert time.seconds == pytest.approx(3 * 64 * 4096 * operations(shape, 4096) / h100.LAYERS, rel=1e-9)
-    assert time.mfu == pytest.approx(h100.LAYERS / h100.MATRIX, rel=1e-9)
+    assert time.mfu == pytest.approx(h100.LAYERS / 989e12, rel=1e-9)
     assert (time.micro_batches, time.bubble, time.node_bytes, time.network_bytes) == (32, 0, 0, 0)
 
 
@@ -92,23 +94,55 @@ def test_the_bubble_is_that_of_the_pipeline_played(micro_batches: int, pp: int, 
 
 
 @pytest.mark.parametrize(
-    ("shape", "parallel", "replicas"),
-    [(LLAMA_70B, {"tp": 8, "pp": 4}, 4), (QWEN_30B, {"tp": 2, "pp": 2, "ep": 8}, 8), (LLAMA_8B, {"tp": 2}, 64)],
-    ids=["70B", "experts", "8B"],
+    ("shape", "parallel"),
+    [(LLAMA_70B, {"tp": 8, "pp": 4}), (QWEN_30B, {"tp": 2, "pp": 2, "ep": 8}), (LLAMA_8B, {"tp": 2}), (LLAMA_8B, {})],
+    ids=["70B", "experts", "8B", "8B of its own"],
 )
-def test_gradients_and_parameters_are_exchanged_once(
-    shape: ModelShape, parallel: Mapping[str, int], replicas: int
-) -> None:
-    """As many bytes as the memory plan has of gradients and, for them, of parameters in 16 bits, less the own part.
-
-    `replicas`: of most weights, which with experts are theirs.
-    """
-    sizes = {"sequence_parallel": True, **parallel}
-    config = configure(nodes=16, gpus=8, **sizes)
+def test_gradients_and_parameters_are_exchanged_once(shape: ModelShape, parallel: Mapping[str, int]) -> None:
+    """As many bytes as the memory plan has of gradients and, for them, of parameters in 16 bits, sent over rings."""
+    config = configure(nodes=16, gpus=8, **{"sequence_parallel": "tp" in parallel, **parallel})
+    tp, pp, ep = config.parallel.tp, config.parallel.pp, config.parallel.ep
     far = step_time(config, shape, 512).network_bytes - hidden_states(config, shape)
-    parts = [network_parts(config, shape, rank) for rank in range(config.parallel.pp)]
-    most = max(part.training for stage in parts for part in stage if part.name == "gradients")
-    assert far == pytest.approx(1.5 * most * (1 - 1 / replicas), rel=0.03)  # norms are not counted
+    parts = [network_parts(config, shape, rank) for rank in range(pp)]
+    gradients = max(part.training for stage in parts for part in stage if part.name == "gradients")
+    experts = 4 * sum(prod(sides) for name, sides in hf_shapes(shape).items() if ".experts." in name) / pp / ep
+    expected = (gradients - experts) * sent_to_other_nodes(128 // pp, tp) + experts * sent_to_other_nodes(128 // pp, ep)
+    assert far == pytest.approx(1.5 * expected, rel=0.03)  # norms are not counted
+
+
+def test_a_group_over_nodes_takes_as_long_as_its_adapters_need() -> None:
+    """All bytes of a node's group leave it over as many adapters as the group has ranks there."""
+    alone, far = (step_time(configure(nodes, 8, tp=2, sequence_parallel=True), LLAMA_8B, 64 * 512) for nodes in (1, 2))
+    added = (far.seconds - alone.seconds / 2, far.network_bytes / h100.NETWORK)
+    within = sum(prod(sides) for sides in hf_shapes(LLAMA_8B).values()) / 2 * 6 * 3 / 4 / h100.NODE
+    assert added[0] == pytest.approx(added[1] - within / 2, rel=0.02)
+
+
+def sent_to_other_nodes(ranks: int, distance: int) -> float:
+    """The part of a buffer that the busiest rank of a group sends to other nodes of 8, summed or gathered over rings.
+
+    The group has every `distance`-th of `ranks`; each of its rings leaves a node from another of them.
+    """
+    nodes = [list(members) for _, members in groupby(range(0, ranks, distance), lambda rank: rank // 8)]
+    size, replicas = len(nodes[0]), ranks // distance
+    sent = Counter[int]()
+    for ring in range(size):
+        order = [members[(ring + place) % size] for members in nodes for place in range(size)]
+        for rank, following in zip(order, order[1:] + order[:1], strict=True):
+            if rank // 8 != following // 8:
+                sent[rank] += 1
+    return max(sent.values()) / size * (replicas - 1) / replicas
+
+
+@pytest.mark.parametrize(("nodes", "pp"), [(1, 2), (2, 2), (2, 4), (4, 8)])
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_hidden_states_cross_nodes_if_a_border_does(nodes: int, pp: int, vpp: int) -> None:
+    """The replicas of a stage are on one node here, so that gradients stay there."""
+    config = configure(nodes, 8, pp=pp, vpp=vpp)
+    stage = 8 * nodes // pp
+    crosses = any(rank // 8 != (rank + stage) // 8 for rank in range(8 * nodes - stage))
+    expected = vpp * hidden_states(config, LLAMA_8B) if crosses else 0.0
+    assert step_time(config, LLAMA_8B, 512).network_bytes == pytest.approx(expected)
 
 
 def hidden_states(config: Config, shape: ModelShape) -> float:
@@ -123,11 +157,27 @@ def test_what_slows_a_step() -> None:
         return step_time(configure(nodes=4, gpus=8, **parallel), LLAMA_8B, 512)
 
     plain, split = time(), time(tp=8, sequence_parallel=True)
-    assert split.node_bytes > 0 == plain.node_bytes
+    assert split.node_bytes == 32 * 8 * (64 * 512 / 4) * 4096 * 2 * 7 / 8  # gradients leave the node
+    assert split.network_bytes < plain.network_bytes
     none, selective, full = (time(tp=8, recompute=name) for name in ("none", "selective", "full"))
     assert none.seconds < selective.seconds < full.seconds and none.mfu > full.mfu
     assert full.seconds == pytest.approx(4 / 3 * none.seconds, rel=0.25)
     assert time(tp=8, pp=4, vpp=2).seconds < time(tp=8, pp=4).seconds
+
+
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_a_scoring_pass_is_over_the_whole_batch(vpp: int) -> None:
+    """So that it waits for the pipeline once, whatever the number of mini-batches."""
+
+    def reference_pass(mini_batches: int) -> float:
+        config = configure(gpus=4, tokens=512, pp=4, vpp=vpp)
+        config.train.stage, config.train.prompts_per_step, config.train.rollouts_per_prompt = "rl", 8, 8
+        config.algo.mini_batches = mini_batches
+        scored = step_time(config, LLAMA_8B, 512).seconds
+        config.algo.kl_coef = 0.0
+        return scored - step_time(config, LLAMA_8B, 512).seconds
+
+    assert reference_pass(4) == pytest.approx(reference_pass(1), rel=1e-9)
 
 
 def test_a_step_of_reinforcement_learning_counts_its_passes() -> None:

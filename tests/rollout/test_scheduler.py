@@ -446,7 +446,7 @@ class Simulated:
     """Flights of numbered groups, of which those in `finished` are finished, at the time `clock` in seconds.
 
     `groups`: by number, groups or errors that replace the default, which has a reward. `gone`: all servers are lost.
-    `calls`: how often a number was played; `servers`: on which of 3 servers. `stack_folders`: folders
+    `calls`: how often a number was played; `servers`: on which of the servers `in_use`. `stack_folders`: folders
     in which stacks were requested. `shown`: steps of the progress bar, 0 when it is closed. `waits`: number and timeout
     of each wait.
     """
@@ -457,6 +457,7 @@ class Simulated:
         self.groups: dict[int, Group | Exception] = {}
         self.calls: Counter[int] = Counter()
         self.servers: dict[int, int] = {}
+        self.in_use = [0, 1, 2]
         self.stack_folders: list[Path] = []
         self.shown: list[int] = []
         self.waits: list[tuple[int, float]] = []
@@ -480,7 +481,7 @@ class Simulated:
         worker = SimpleNamespace(play=Method(self.play))
         return Flight(
             play_spec(config),
-            Workers([worker], [], None, servers=3, ray=self.ray),
+            Workers([worker], [], None, self.in_use, self.ray),
             Journal(self.folder / "journal", self.digests),
             lambda: self.gone,
             **more,
@@ -524,6 +525,16 @@ def test_groups_are_hung_if_none_finishes_in_time(simulated: Simulated) -> None:
     assert str(error.value).startswith("rank 0 has waited 500 s for any of 2 groups, longer than allowed by")
     assert f": train-0-0, train-0-1 on conversation-0; stacks are in {simulated.folder}/stacks" in str(error.value)
     assert simulated.stack_folders == [simulated.folder / "stacks"]
+
+
+def test_a_server_that_is_gone_gets_no_group(simulated: Simulated) -> None:
+    flight = simulated.flight()
+    simulated.begin(flight, 0, 1, 2)
+    simulated.in_use[:] = [0, 2]
+    simulated.begin(flight, 3, 4, 5, 6)
+    simulated.in_use[:] = [0, 1, 2]
+    simulated.begin(flight, 7)
+    assert [simulated.servers[number] for number in range(8)] == [0, 1, 2, 0, 2, 0, 2, 1]
 
 
 def test_groups_are_dealt_over_the_servers_and_a_slow_server_gets_fewer(simulated: Simulated) -> None:

@@ -126,10 +126,10 @@ def test_a_served_model_is_for_those_who_have_the_key(run: Path, tmp_path: Path)
 @pytest.mark.slow
 def test_a_server_that_cannot_start_shows_why_but_no_key(run: Path, tmp_path: Path) -> None:
     broken, key = tmp_path / "broken", "-my-own-key-123"
-    shutil.copytree(run.parent / "world" / "model", broken)
+    settings = json.loads((run / "config.json").read_text())
+    shutil.copytree(settings["model"]["path"], broken)
     (broken / "model.safetensors").write_bytes(b"torn")
     folder = tmp_path / "run"
-    settings = json.loads((run / "config.json").read_text())
     settings["model"]["path"] = str(broken)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(settings))

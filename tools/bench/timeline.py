@@ -6,10 +6,9 @@ the SGLang servers (prefill and decode by a roofline, a prefix cache that fills 
 and judges (lognormal, median 2 s, 99th percentile 15 s), and the phases of the trainer. Tasks have 500
 tokens, messages 60; replies have 400 on average, lognormal with sigma 0.6, and tasks differ by sigma 0.3.
 
-A GPU is an H100: 989 TFLOPS of bfloat16, of which 42 % are reached in training and 50 % in a prefill; 3.35 TB/s, of
-which 90 % are reached. The bytes of weights, KV cache, offloading and a weight sync are those of planning/. A pipeline
-of p stages with v virtual ones idles for (p - 1) / (m v) of the time of m micro-batches. FP8 counts as bfloat16 in
-products.
+A GPU is an H100: 989 TFLOPS of bfloat16, of which 50 % are reached in a prefill; 3.35 TB/s, of which 90 % are reached.
+The time of learning, and the bytes of weights, KV cache, offloading and a weight sync, are those of planning/. FP8
+counts as bfloat16 in products of a prefill.
 
 For each case (8 GPUs: train_8b; 128: train_70b; 1024: train_70b on eight times the nodes with 8,208 conversations a
 step; `ahead`: on the same GPUs, half of which serve, with rollout.max_staleness=1; `cut`: on the same GPUs, as if
@@ -65,7 +64,9 @@ from megatron_collab.launch.trainer_specs import trainer_layout  # noqa: E402
 from megatron_collab.llm.limiter import Limiter  # noqa: E402
 from megatron_collab.models import hf_to_megatron  # noqa: E402
 from megatron_collab.models.hf_config import ModelShape  # noqa: E402
+from megatron_collab.planning import h100  # noqa: E402
 from megatron_collab.planning.memory import kv_cache, plan_memory, read_run, server_weights  # noqa: E402
+from megatron_collab.planning.step_time import step_samples, step_time  # noqa: E402
 from megatron_collab.planning.weight_sync_cost import Bandwidth, sync_cost  # noqa: E402
 from megatron_collab.reward.metrics import Judge  # noqa: E402
 from megatron_collab.reward.workers import RewardClient, RewardWorker  # noqa: E402
@@ -77,8 +78,8 @@ from megatron_collab.trainer.megatron.config import DTYPES  # noqa: E402
 from megatron_collab.types import Batch, Group, Message, Task  # noqa: E402
 from megatron_collab.weight_sync.plan import plan_sync  # noqa: E402
 
-FLOPS, MFU, PREFILL_MFU = 989e12, 0.42, 0.50
-BYTES = 3.35e12 * 0.9  # a second, of a GPU
+PREFILL_MFU = 0.50
+BYTES = h100.HBM * 0.9  # a second, of a GPU
 STEP_SECONDS, PREFILL_SECONDS = 0.7e-3, 5e-3  # overhead of a decoding step and of a prefill
 REDUCE_SECONDS = 12e-6  # of an all-reduce between the GPUs of a server; two a layer
 HOST_BYTES = 50e9  # a second, between a GPU and pinned memory
@@ -112,21 +113,18 @@ CASES: dict[str, tuple[int, int, list[str]]] = {  # measured steps, steps that a
 
 @dataclass(frozen=True)
 class Trainer:
-    """Seconds of the trainer's phases; `parameters`: of the model, `gpus`: of the trainer."""
+    """Seconds of the trainer's phases; `gpus`: of the trainer."""
 
     config: Config
-    parameters: float
+    shape: ModelShape
     gpus: int
     publish: float
     move: float  # from training to sampling, and back
 
-    def forward(self, tokens: int) -> float:
-        """Seconds of a forward pass, or of a third of an update, over `tokens`."""
-        parallel = self.config.parallel
-        replicas = self.gpus // (parallel.tp * parallel.pp * parallel.cp)
-        micro_batches = max(1.0, tokens / replicas / self.config.train.tokens_per_micro_batch)
-        bubble = (parallel.pp - 1) / (micro_batches * (parallel.vpp or 1))
-        return 2 * self.parameters * tokens / (self.gpus * FLOPS * MFU) * (1 + bubble)
+    def learning(self, tokens: int) -> tuple[float, float]:
+        """Seconds of the passes before the update, and of the update, over `tokens` of a step's samples."""
+        time = step_time(self.config, self.shape, tokens / step_samples(self.config))
+        return time.score, time.seconds - time.score
 
 
 @dataclass
@@ -186,7 +184,7 @@ class Simulation:
         serving = server_specs.training(config)
         self.config, self.spec, self.traffic = config, serving.policy, traffic
         self.trainer = trainer(config, shape, self.spec)
-        self.roofline = roofline(self.spec, shape, self.trainer.parameters)
+        self.roofline = roofline(self.spec, shape, parameters(shape))
         self.ledger = Ledger()
         localize(config, steps, folder)
         self.loop = VirtualLoop()
@@ -218,7 +216,7 @@ class Simulation:
             players.append(self.ray.actor(ConversationWorker(player, router)))
         pool = SimpleNamespace(lost_all=lambda: False, recover=lambda: None)
         servers: Any = SimpleNamespace(
-            workers=Workers(players, rewards, limiter, len(self.servers), self.ray),
+            workers=Workers(players, rewards, limiter, [*range(len(self.servers))], self.ray),
             pool=pool,
             lost_all=pool.lost_all,
             play=play,
@@ -252,8 +250,7 @@ class Simulation:
             self._pause(release=True)
         self._pass(self.trainer.move)
         size = trained_tokens(batch)
-        score = self.trainer.forward(size) if self.config.algo.kl_coef else 0.0
-        update = 3 * self.trainer.forward(size)
+        score, update = self.trainer.learning(size)
         self._pass(score + update)
         self.rollouts.learned({"step": float(number)})
         phases = 2 * self.trainer.move + self.trainer.publish + score + update
@@ -309,7 +306,7 @@ def trainer(config: Config, shape: ModelShape, spec: ServerSpec) -> Trainer:
     publish = sync_cost(config, spec.placement, shape, plan, speeds).seconds
     offloaded = max(sum(part.host for part in parts) for parts in plan_memory(config, shape))
     move = offloaded / HOST_BYTES + 1.5 * MAP_SECONDS if spec.placement.colocated else 0.0
-    return Trainer(config, parameters(shape), config.launch.ranks, publish, move)
+    return Trainer(config, shape, config.launch.ranks, publish, move)
 
 
 def parameters(shape: ModelShape) -> float:
@@ -327,7 +324,7 @@ def roofline(spec: ServerSpec, shape: ModelShape, count: float) -> Roofline:
         token_bytes=kv_cache(spec, shape) / spec.cache_tokens * tp,
         bandwidth=BYTES * tp,
         token_flops=2 * count,
-        flops=FLOPS * PREFILL_MFU * tp,
+        flops=h100.PEAK * PREFILL_MFU * tp,
         step=STEP_SECONDS + reduces,
         prefill=PREFILL_SECONDS + reduces,
     )
