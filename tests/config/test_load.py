@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_collab.config import CONF, AlgoConfig, Config, ConfigError, compose, groups, settings
+from megatron_collab.config.schema import DpoConfig, TeacherConfig
 from megatron_collab.launch.validate import load
 from tests.helpers import refused
 
@@ -41,7 +42,7 @@ def test_a_published_reward_is_one_word(mode: str, tokens: float, count: str, ru
             ["rollout.futures=some"],
             "rollout.futures=some: must be a whole number",
         ),
-        (["reward.turn_credit=first"], "reward.turn_credit=first: choose one of last, equal, reward_to_go"),
+        (["reward.turn_credit=first"], "reward.turn_credit=first: choose one of last, equal, immediate, reward_to_go"),
         (["rollout.context_length=24"], "rollout.turn.max_new_tokens=32: leaves no room for a prompt in"),
         (["rollout.turn.top_k=0"], "rollout.turn.top_k=0: samples from no token; set -1 for all"),
         (["algo.mini_batches=17"], "algo.mini_batches=17: a step has at most 16 samples"),
@@ -157,10 +158,13 @@ def test_one_metric_stands_twice_under_other_names() -> None:
         ("ppo", {"advantage": "gae", "kl_in": "reward", "kl": "k1", "mini_batches": 4}),
         ("online_dpo", {"objective": "dpo", "kl_coef": 0.0}),
         ("best_of_n", {"objective": "sft", "kl_coef": 0.0}),
+        ("refuel", {"objective": "dpo", "dpo": asdict(DpoConfig(loss="refuel", beta=1.0, refresh=1)), "kl_coef": 0.0, "mini_batches": 4}),
+        ("distill", {"teacher": asdict(TeacherConfig(weight=0.5, context="answer")), "kl_coef": 0.0}),
     ],
 )
 def test_a_published_algorithm_is_one_word(name: str, expected: dict[str, object]) -> None:
-    options = asdict(load(["experiment=gsm8k", f"algo={name}"]).algo)
+    more = ["algo.teacher.context=answer"] if name == "distill" else []
+    options = asdict(load(["experiment=gsm8k", f"algo={name}", *more]).algo)
     assert {option: value for option, value in options.items() if value != asdict(AlgoConfig())[option]} == expected
 
 
