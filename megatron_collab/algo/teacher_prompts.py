@@ -68,10 +68,8 @@ class TeacherPrompts:
         """Turn `number` of the conversation with the prompt that the teacher reads."""
         turn = conversation.turns[number]
         self._counts["turns"] += 1
-        if self._context == "next_message":
-            secret = next_message(conversation, number)
-        else:
-            secret = getattr(task, self._context)
+        is_next = self._context == "next_message"
+        secret = next_message(conversation, number) if is_next else getattr(task, self._context)
         if not secret.strip():
             return turn
         note = self._prompt.render(**dict.fromkeys(_VARIABLES, "") | {self._context: secret}).strip()

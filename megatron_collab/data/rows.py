@@ -207,15 +207,15 @@ def _files_of_splits(folder: Path, source: Source, where: str) -> dict[str, list
         except EmptyDatasetError:
             patterns = {}
     require(bool(patterns), f"{where}: no data files there; give a file, or a folder of them")
-    files = dict[str, list[str]]()
+    chosen = dict[str, list[str]]()
     for split in _choose_splits(patterns, source, where):
         try:
             matches = DataFilesList.from_patterns(patterns[split.partition("[")[0]], base_path=str(folder))
         except FileNotFoundError as error:
             raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
-        files[split] = [file for file in matches if suffix_of(file) in KINDS and Path(file).name not in _DESCRIBING]
-        require(bool(files[split]), f"{where}: no data files there; give a file, or a folder of them")
-    return files
+        chosen[split] = [file for file in matches if suffix_of(file) in KINDS and Path(file).name not in _DESCRIBING]
+        require(bool(chosen[split]), f"{where}: no data files there; give a file, or a folder of them")
+    return chosen
 
 
 def _saved_files(folder: Path, source: Source, where: str) -> dict[str, list[str]] | None:

@@ -70,11 +70,15 @@ def fastest_layouts(
         return round(time.seconds, 2), candidate.parallel.cp, changed, time.network_bytes + time.node_bytes
 
     timed = [(step_time(candidate, shape, sample_tokens), candidate) for candidate in _candidates(config, shape)]
-    layouts, listed = list[Layout](), set[TrainerLayout]()
+    layouts, listed, can_fit = list[Layout](), set[TrainerLayout](), dict[TrainerLayout, bool]()
     for time, candidate in sorted(timed, key=rank):
         if len(layouts) == count:
             break
         layout = trainer_layout(candidate)
+        if layout not in can_fit:  # else each of its recomputations and sizes would be counted in vain
+            can_fit[layout] = _trainer_fits(_smallest(candidate), shape, gpu_bytes)
+        if not can_fit[layout]:
+            continue
         if any(replace(layout, cp=cp) in listed for cp in range(1, layout.cp + 1)):
             continue
         if (most := _peak(candidate, shape, gpu_bytes)) is not None:
@@ -111,8 +115,7 @@ def _divisors(number: int) -> list[int]:
 
 def _peak(config: Config, shape: ModelShape, gpu_bytes: float) -> float | None:
     """Bytes of the fullest GPU; None if they leave less than UNCOUNTED, or if validation refuses the layout."""
-    ends, most = {0, config.parallel.pp - 1}, gpu_bytes - UNCOUNTED
-    if any(peak(trainer_parts(config, shape, rank)) > most for rank in ends):  # before the slower checks
+    if not _trainer_fits(config, shape, gpu_bytes):  # before the slower checks
         return None
     try:
         spec = validate.check_settings(config)
@@ -121,4 +124,17 @@ def _peak(config: Config, shape: ModelShape, gpu_bytes: float) -> float | None:
         size = max(peak(parts) for parts in plan_memory(config, shape, gpu_bytes))
     except ConfigError:
         return None
-    return size if size <= most else None
+    return size if size <= gpu_bytes - UNCOUNTED else None
+
+
+def _smallest(config: Config) -> Config:
+    """The layout with the recomputation and the micro-batches that take the least memory."""
+    tokens = min(*_TOKENS, config.train.tokens_per_micro_batch)
+    parallel = replace(config.parallel, recompute="full")
+    return replace(config, parallel=parallel, train=replace(config.train, tokens_per_micro_batch=tokens))
+
+
+def _trainer_fits(config: Config, shape: ModelShape, gpu_bytes: float) -> bool:
+    """Whether the first and the last pipeline stage fit, without servers."""
+    ends = {0, config.parallel.pp - 1}
+    return all(peak(trainer_parts(config, shape, rank)) <= gpu_bytes - UNCOUNTED for rank in ends)

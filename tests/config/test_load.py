@@ -158,7 +158,15 @@ def test_one_metric_stands_twice_under_other_names() -> None:
         ("ppo", {"advantage": "gae", "kl_in": "reward", "kl": "k1", "mini_batches": 4}),
         ("online_dpo", {"objective": "dpo", "kl_coef": 0.0}),
         ("best_of_n", {"objective": "sft", "kl_coef": 0.0}),
-        ("refuel", {"objective": "dpo", "dpo": asdict(DpoConfig(loss="refuel", beta=1.0, refresh=1)), "kl_coef": 0.0, "mini_batches": 4}),
+        (
+            "refuel",
+            {
+                "objective": "dpo",
+                "dpo": asdict(DpoConfig(loss="refuel", beta=1.0, refresh=1)),
+                "kl_coef": 0.0,
+                "mini_batches": 4,
+            },
+        ),
         ("distill", {"teacher": asdict(TeacherConfig(weight=0.5, context="answer")), "kl_coef": 0.0}),
     ],
 )
