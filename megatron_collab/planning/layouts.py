@@ -16,7 +16,7 @@ from megatron_collab.launch import servers, validate
 from megatron_collab.launch.trainer_specs import trainer_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.parallel_layout import TrainerLayout
-from megatron_collab.planning.memory import GIB, peak, plan_memory, trainer_parts
+from megatron_collab.planning.memory import GIB, peak, plan_memory, server_parts, trainer_parts
 from megatron_collab.planning.step_time import StepTime, step_time
 
 # Twice as many virtual stages halve what is left of the bubble, and twice as many messages are exchanged.
@@ -62,6 +62,11 @@ def fastest_layouts(
     recomputation that suit it best, fastest first, and with context parallelism only if a layout that has less of it
     and is otherwise the same is slower or does not fit. `sample_tokens` as for `step_time`. `config` must be valid.
     """
+    spec = validate.check_settings(config)
+    if spec.serving and spec.serving.policy.placement.colocated:
+        server = server_parts(spec.serving.policy, shape, gpu_bytes)
+        if sum(part.sampling for part in server) > gpu_bytes - UNCOUNTED:  # beside no trainer at all
+            return []
     tokens = config.train.tokens_per_micro_batch
 
     def rank(ranked: tuple[StepTime, Config]) -> tuple[float, int, bool, float]:

@@ -125,10 +125,10 @@ def plan_memory(config: Config, shape: ModelShape, gpu: float = GPU_GIB * GIB) -
         members = range(rank * gpus // parallel.pp, (rank + 1) * gpus // parallel.pp)
         devices = {global_rank % width for global_rank in members}
         if serving and serving.policy.placement.colocated and devices & serving.policy.placement.occupied:
-            parts += _server_parts(serving.policy, shape, gpu)
+            parts += server_parts(serving.policy, shape, gpu)
         for spec, model_shape in models if members[0] < width else ():  # on the first node
             if devices & spec.placement.occupied:
-                parts += _server_parts(spec, model_shape, gpu)
+                parts += server_parts(spec, model_shape, gpu)
         if serving and publishes:
             placement = serving.policy.placement
             buckets = max(sync_buckets(config, placement, publishes, global_rank) for global_rank in members)
@@ -161,7 +161,7 @@ def trainer_parts(config: Config, shape: ModelShape, rank: int) -> list[MemoryPa
     return parts
 
 
-def _server_parts(spec: ServerSpec, shape: ModelShape, gpu: float) -> list[MemoryPart]:
+def server_parts(spec: ServerSpec, shape: ModelShape, gpu: float) -> list[MemoryPart]:
     """What the rank of a colocated server takes while it samples; adapters stay allocated.
 
     With memory_share the KV cache takes what weights and adapters leave of that share of a GPU of `gpu` bytes, all of
