@@ -393,7 +393,8 @@ def test_samples_of_the_trained_model_are_seeded_by_the_conversation(servers: di
     async def draw(sample: str, **extra: Any) -> str:
         at = f"{url}/v1"
         endpoint = EndpointConfig(model=f"policy/{sample}", api_base=at, temperature=1.0, max_tokens=20, extra=extra)
-        return await client._call(endpoint, [{"role": "user", "content": "hi"}], clients._Allowance(60.0, Usage()))
+        allowance = clients._Allowance(60.0, Usage())
+        return (await client._call(endpoint, [{"role": "user", "content": "hi"}], allowance)).text
 
     async def play() -> list[str]:
         arguments = {"enable_thinking": False}  # which the server takes, and this model's template does not use
