@@ -120,4 +120,4 @@ def test_every_prompt_is_tested() -> None:
     users = {"user", "user_published", "user_model", "feedback", "user_of_log"}  # user_model: users/test_forms.py
     judges = {"accuracy", "bleu", "interactivity_holistic", "interactivity_parts"}
     of_policy = {"collaborator", "mathematician", "pass_rate"}  # pass_rate: tests/reward/test_pass_rate.py
-    assert names == judges | of_policy | users
+    assert names == judges | of_policy | users | {"teacher"}  # tests/algo/test_teacher_prompts.py
