@@ -126,27 +126,27 @@ def module_file(spec: str) -> Path | None:
 
 def modules(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(setting and value, module or FILE.py) of each class path in `settings`; nothing is imported."""
-    for setting, text in _texts(settings):
+    for setting, text in texts(settings):
         if match := _FILE.fullmatch(text) or _MODULE.fullmatch(text):
             yield f"{setting}={text}", match.groupdict().get("file") or match["module"]
 
 
 def named_files(settings: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
     """(setting and value, path) of each file, module and folder of a model that `settings` name."""
-    for setting, text in _texts(settings):
+    for setting, text in texts(settings):
         is_program = setting.endswith(".command")  # of the machine
         if not is_program and (path := _named_file(setting, text)):
             yield f"{setting}={text}", path
 
 
-def _texts(value: Any, setting: str = "") -> Iterator[tuple[str, str]]:
+def texts(value: Any, setting: str = "") -> Iterator[tuple[str, str]]:
     """(setting, text) of each text in settings, also within their lists and in objects within these."""
     if isinstance(value, Mapping):
         for name, entry in value.items():
-            yield from _texts(entry, f"{setting}.{name}" if setting else name)
+            yield from texts(entry, f"{setting}.{name}" if setting else name)
     elif isinstance(value, list):
         for entry in value:
-            yield from _texts(entry, setting)
+            yield from texts(entry, setting)
     elif isinstance(value, str):
         yield setting, value
 

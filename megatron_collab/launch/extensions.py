@@ -15,7 +15,7 @@ from megatron_collab.algo.advantages import make_advantage
 from megatron_collab.algo.policy_loss import PolicyLoss
 from megatron_collab.algo.turn_credit import make_turn_credit
 from megatron_collab.config import Config, ConfigError, PlayConfig
-from megatron_collab.config.extension import load_module, make, modules
+from megatron_collab.config.extension import load_module, make, modules, texts
 from megatron_collab.data.evaluation import evaluation_sets
 from megatron_collab.launch.play_specs import reward_spec, tool_spec, user_directory
 from megatron_collab.observability.writers import writer_kinds
@@ -38,7 +38,7 @@ def check_extensions(config: PlayConfig) -> None:
         return
     settings = asdict(config) | {"reward.weights": [*config.reward.weights]}
     named = list(modules(settings))
-    if not named and not any(text in str(settings) for text in _FOREIGN):
+    if not named and not any(text.endswith(_FOREIGN) for _, text in texts(settings)):
         return
     steps = Steps()
     try:

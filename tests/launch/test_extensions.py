@@ -130,3 +130,12 @@ def test_code_that_never_ends_or_crashes_is_refused_by_its_setting(
     monkeypatch.setattr(extensions, "SECONDS", 3.0 if code in (HANGS, "time.sleep(9999)") else 120.0)
     refused = check(tmp_path, part, code)
     assert refused.startswith(reason) and bool(refused) == bool(reason)
+
+
+def test_settings_that_name_no_code_need_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extensions, "run_trial", lambda *_, **__: pytest.fail("forked for nothing"))
+    config = Config()
+    check_extensions(config)
+    config.rollout.tools = ["tools.yaml"]
+    with pytest.raises(pytest.fail.Exception):
+        check_extensions(config)
