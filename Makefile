@@ -29,7 +29,7 @@ test-fast: setup
 test: setup
 	$(PYTEST) -m "not gpu and not slurm and not slow"
 
-# The wide matrices, the injected faults, the long runs; with PART=1/3 a third of them: every third test,
+# The wide matrices, the injected faults, the long runs; with PART=1/4 a quarter of them: every fourth test,
 # or file of tests that share a fixture.
 test-exhaustive: setup
 	$(PYTEST) -m "slow and not gpu and not slurm" $(if $(PART),--part $(PART))

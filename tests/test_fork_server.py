@@ -46,6 +46,7 @@ def wait(seconds: float, file: Path) -> None:
     time.sleep(seconds)
 
 
+@pytest.mark.slow
 def test_a_call_that_takes_too_long_is_ended_and_the_next_one_succeeds(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -110,6 +110,7 @@ class StartedError(Exception):
     """The run would become torchrun."""
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -80,6 +80,7 @@ def run(world: Path, started: Path, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("place", ["/proc/x", "/proc/self/x", "/dev/null", "/dev/null/x", "FILE", "FILE/x"])
 def test_a_place_where_no_run_can_be(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str

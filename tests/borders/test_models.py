@@ -82,6 +82,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return err
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", WRONG)
 def test_a_model_that_cannot_be_used(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
@@ -209,6 +210,7 @@ def test_train_evaluate_and_convert_refuse_the_same(
     assert message in str(refusal.value)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("program", [evaluate, build_dataset], ids=["evaluate", "build-dataset"])
 def test_what_has_changed_since_the_same_command_began_is_named(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], program: ModuleType

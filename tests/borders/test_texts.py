@@ -37,6 +37,7 @@ def is_slow(reader: Callable[[str], object], beginning: str, unit: str) -> bool:
     return times[1] > 8 * times[0] + 0.02
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS.keys())
 @pytest.mark.parametrize("beginning", ["", "x "])
 def test_texts_are_read_in_time_linear_in_their_length(reader: Callable[[str], object], beginning: str) -> None:

@@ -59,6 +59,7 @@ def test_what_is_required_and_missing_ends_in_1(
     assert "Required and missing: ray. Run make setup." in printed
 
 
+@pytest.mark.processes
 def test_a_plan_needs_nothing_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     """Neither model nor data nor devices nor TransformerEngine, which this run would use."""
     assert run("doctor", ["--plan", "experiment=train_70b"]) == 0
@@ -86,6 +87,7 @@ def test_a_plan_names_a_faster_layout(capsys: pytest.CaptureFixture[str]) -> Non
     assert "parallel.vpp=4" in line and "parallel.tp" not in line
 
 
+@pytest.mark.processes
 def test_a_plan_that_does_not_fit_names_a_layout_that_does(capsys: pytest.CaptureFixture[str]) -> None:
     """Although it is hardly faster."""
     assert run("doctor", ["--gpu-gib", "70", "--plan", "experiment=train_70b", "parallel.pp=2"]) == 1
@@ -295,6 +297,7 @@ def test_each_model_that_a_run_asks_is_called_once(
     assert "reward.metrics.accuracy.model=policy: the policy cannot be a judge" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_a_user_in_a_chat_is_called_as_a_run_calls_it(
     judge: Endpoint, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -84,6 +84,7 @@ def test_the_same_futures_under_every_published_reward(
     assert len(judge.requests) == requests, "answers are cached in the run"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -116,6 +116,7 @@ TOO_MUCH = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("text", "message"), TOO_MUCH.values(), ids=TOO_MUCH.keys())
 def test_rendering_is_bounded_in_a_run_too(
     tmp_path: Path, text: str, message: str, monkeypatch: pytest.MonkeyPatch

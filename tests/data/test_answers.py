@@ -83,6 +83,7 @@ def test_what_marks_no_answer(text: str) -> None:
     assert final_answer(text) == text.removeprefix("#### ")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("text", ["\\boxed{" * 40_000, "\\boxed{{" * 20_000 + "}" * 20_000, "#### " * 60_000])
 def test_a_text_of_marks_is_read_without_a_quadratic_scan(text: str) -> None:
     """Which would take minutes."""
@@ -185,6 +186,7 @@ def test_an_index_of_zero_is_an_index(tmp_path: Path) -> None:
     assert [task.id for task in load_tasks(tmp_path / "rows.jsonl")] == ["1", "0", "2", "3", "a"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["train", "test"])
 def test_every_answer_of_gsm8k(name: str, dataset: Callable[[str], Path]) -> None:
     file = dataset(f"gsm8k/{name}.jsonl")

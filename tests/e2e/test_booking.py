@@ -158,6 +158,7 @@ def test_nothing_of_a_run_listens_beyond_loopback(supervised: Supervised) -> Non
     assert [hosts for hosts in supervised.addresses if hosts] == [{"127.0.0.1"}] * 3
 
 
+@pytest.mark.slow
 def test_a_fork_that_is_killed_ends_with_the_parameters_of_the_run_that_it_continues(
     supervised: Supervised, temporary: Path, start: Callable[..., Program]
 ) -> None:

@@ -286,6 +286,7 @@ def test_a_model_behind_litellm_is_the_assistant(root: Path) -> None:
     assert json.loads((run / "result.json").read_text())["model"] == "openai/m"
 
 
+@pytest.mark.slow
 def test_what_failed_is_evaluated_again_by_the_same_command(root: Path) -> None:
     """The endpoint refuses the key for one task; where it does for all: tests/rollout/test_evaluation.py."""
     command = arguments(root, "refused", f"data.eval={root}/world/eval.jsonl", "train.eval_tasks=6")

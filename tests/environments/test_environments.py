@@ -27,6 +27,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.processes
 def test_the_booking_world_is_a_model_and_data(world: Path) -> None:
     hf = json.loads((world / "model" / "config.json").read_text())
     weights = load_file(world / "model" / "model.safetensors")

@@ -209,7 +209,7 @@ def job_in_a_container(folder: Path, **variables: str) -> tuple[subprocess.Compl
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("by", ["CONTAINER_IMAGE", "APPTAINER_IMAGE"])
+@pytest.mark.parametrize("by", ["CONTAINER_IMAGE", pytest.param("APPTAINER_IMAGE", marks=pytest.mark.slow)])
 def test_everything_of_ours_runs_in_the_container(tmp_path: Path, by: str) -> None:
     """The step that moves Ray's logs at the end runs outside of the container: it uses nothing of this project."""
     image = tmp_path / ("image.sqsh" if by == "CONTAINER_IMAGE" else "image.sif")

@@ -129,7 +129,12 @@ def test_a_signal_before_the_first_line_is_heeded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "code"), [("SIGUSR1", 75), pytest.param("SIGTERM", 75, marks=pytest.mark.slow), ("SIGINT", 130)]
+    ("name", "code"),
+    [
+        ("SIGUSR1", 75),
+        pytest.param("SIGTERM", 75, marks=pytest.mark.slow),
+        pytest.param("SIGINT", 130, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_that_reaches_one_other_rank_alone_ends_the_run_everywhere(
     tmp_path: Path, name: str, code: int
@@ -155,7 +160,10 @@ def test_a_signal_to_all_processes_of_a_job_ends_none(tmp_path: Path) -> None:
         assert ended(process)[0] == EXIT_PREEMPTED
 
 
-@pytest.mark.parametrize(("code", "shown"), [(EXIT_STOPPED, EXIT_STOPPED), (-signal.SIGKILL, 128 + signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [pytest.param(EXIT_STOPPED, EXIT_STOPPED, marks=pytest.mark.slow), (-signal.SIGKILL, 128 + signal.SIGKILL)],
+)
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path: Path, code: int, shown: int) -> None:
     """The others are ended by it, with codes of their own; what nobody has explained is explained."""
     with agent(ENDS, tmp_path, str(code)) as process:
@@ -166,7 +174,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path: Path, cod
 @pytest.mark.parametrize(
     ("options", "address"),
     [
-        ([], "127.0.0.1"),
+        pytest.param([], "127.0.0.1", marks=pytest.mark.slow),
         pytest.param(["--standalone"], "127.0.0.1", marks=pytest.mark.slow),
         (["--master-addr=127.0.0.2"], "127.0.0.2"),
     ],

@@ -215,6 +215,7 @@ def seconds_of(text: str) -> float:
     return min(times)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("beginning", "unit"), LONG)
 def test_the_time_for_an_answer_is_linear_in_its_length(beginning: str, unit: str) -> None:
     once = beginning + unit * (40_000 // len(unit))

@@ -41,6 +41,7 @@ def test_habits_are_measured_in_the_text(habit: str, replies: tuple[str, ...], v
     assert habits_of(*replies)[habit] == value
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", HACKS)
 def test_a_planted_hack_is_noticed_by_its_sentinel(name: str) -> None:
     """In all of 10 runs of tools/bench/sentinels.py, in the median 11 to 18 steps after it begins."""
@@ -58,6 +59,7 @@ def test_questions_beyond_those_that_were_rightly_learned_are_noticed() -> None:
     ]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("habit_at", [hacks.steady, hacks.learning])
 def test_clean_runs_raise_no_alarm(habit_at: hacks.HabitAt) -> None:
     """Of 200 resampled runs of 100 steps, none of a steady policy raises one and none of one that learns to ask

@@ -86,6 +86,7 @@ def test_columns_serve_filters_of_any_program(tmp_path: Path) -> None:
     assert (by_word["hello"], by_word["u"], by_word["judge"], second["words"]) == (0b11, 0b10, 0b01, None)
 
 
+@pytest.mark.processes
 def test_groups_beyond_a_row_group_keep_their_order(tmp_path: Path) -> None:
     groups = [[row(str(number), text="x" * 30_000 * (number % 7))] for number in range(150)]
     groups.append([row("large", text="y" * 5_000_000), row("large", future=1, scores={"late": 1.0})])

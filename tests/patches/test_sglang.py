@@ -81,7 +81,9 @@ def run_python(code: str, *paths: Path) -> str:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("on_cpu", "modules"), [("0", ["triton", "sgl_kernel"]), ("1", ["sgl_kernel"])])
+@pytest.mark.parametrize(
+    ("on_cpu", "modules"), [("0", ["triton", "sgl_kernel"]), pytest.param("1", ["sgl_kernel"], marks=pytest.mark.slow)]
+)
 def test_a_real_module_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: str, modules: list[str]) -> None:
     """On GPUs; on a CPU the stand-in wins, since the real module has no kernels for it."""
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", on_cpu)

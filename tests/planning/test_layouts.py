@@ -23,6 +23,7 @@ LLAMA = ModelShape.from_hf(json.loads((CONF / "shapes" / "Llama-3.1-8B-Instruct.
 OPTIONS = ["experiment=train_8b", "model.path=models/Qwen2.5-7B-Instruct"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("gib", [79.6, 55.0])
 def test_the_fastest_layouts_that_fit(gib: float) -> None:
     config = compose(OPTIONS)

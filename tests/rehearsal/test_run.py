@@ -152,6 +152,7 @@ def test_pairs(options: list[str]) -> None:
     assert all("reference" in {part.name for part in memory.parts} for memory in memories)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_critic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With tiles so small that values of hidden states take more memory than log-probs."""
@@ -167,6 +168,7 @@ def test_a_critic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [training_ratios[name] for name in names] == pytest.approx([1] * len(names), abs=0.01), training_ratios
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_classes_that_differ_in_what_they_save_share_a_step(tmp_path: Path) -> None:
     path = folder(tmp_path, EXPERTS | {"num_experts": 8})
@@ -186,6 +188,7 @@ def sizes(memory: RankMemory) -> list[float]:
     return [memory.peak, *(size for part in memory.parts for size in (part.training, part.sampling, part.host))]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_server_that_differs_from_the_plan(options: list[str]) -> None:
     """SGLang's own parameters are compared, and every slice is written into them, also of adapters."""

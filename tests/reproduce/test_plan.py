@@ -51,6 +51,7 @@ def test_the_published_table_has_the_improvements_that_its_paper_states() -> Non
     assert improved["math"][:2] == [32.0, 18.3] and round(100 * (online["math"][2] / base["math"][2] - 1), 1) == 36.4
 
 
+@pytest.mark.processes
 def test_the_paper_is_trained_and_evaluated_as_its_tables_say() -> None:
     study = read("collabllm")
     planned = by_name(stages(study, options(study, tasks=["code"])))

@@ -228,6 +228,7 @@ def test_hung_calls_time_out_and_dead_servers_are_restarted(notebook: Path, tmp_
     assert children() == before
 
 
+@pytest.mark.slow
 def test_each_repeated_call_has_the_whole_timeout(notebook: Path, tmp_path: Path) -> None:
     """And not what remains of the timeout of the call that found the connection lost."""
     mine = shutil.copy(notebook, tmp_path / "mine.py")
@@ -336,6 +337,7 @@ def test_the_standard_error_of_a_server_stays_in_the_reason(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_floods_within_a_conversation_are_bounded(notebook: Path, capfd: pytest.CaptureFixture[str]) -> None:
     toolbox, before = box(timeout=60.0, **by_stdio(notebook)), children()

@@ -121,6 +121,7 @@ for repo in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 def test_uploads_are_retried_and_impossible_ones_are_reported(hub: StandInHub, tmp_path: Path) -> None:
     def upload(*repos: str, **other: str) -> list[str]:
         environment = hub.environment(tmp_path / "home", **other)

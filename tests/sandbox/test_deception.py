@@ -33,11 +33,13 @@ def played(code: str, metadata: Mapping[str, Any]) -> tuple[Task, Conversation]:
 
 
 @pytest.mark.parametrize(
-    "form", [form if form == "check" else pytest.param(form, marks=pytest.mark.slow) for form in FORMS]
+    ("form", "step"), [("check", 3), *(pytest.param(form, 1, marks=pytest.mark.slow) for form in FORMS)]
 )
-def test_no_attack_earns_anything(form: str) -> None:
-    earned = score([(code, FORMS[form]) for code in ATTACKS.values()], cpu_seconds=1)
-    assert {name: earned for name, earned in zip(ATTACKS, earned, strict=True) if earned != 0.0} == {}
+def test_no_attack_earns_anything(form: str, step: int) -> None:
+    """Every `step`-th attack."""
+    attacks = dict([*ATTACKS.items()][::step])
+    earned = score([(code, FORMS[form]) for code in attacks.values()], cpu_seconds=1)
+    assert {name: earned for name, earned in zip(attacks, earned, strict=True) if earned != 0.0} == {}
     assert score([(RIGHT, FORMS[form])]) == [1.0]
 
 

@@ -223,6 +223,7 @@ def test_an_update_that_has_made_a_step_is_not_given_up(
     assert trainer.step == 1
 
 
+@pytest.mark.processes
 def test_a_resumed_run_distills_the_same(folders: Path, one_rank: Config, tmp_path: Path) -> None:
     """The first policy is loaded again to teach; the present one is in the checkpoint."""
     batches = [Batch(with_views(make_samples(11, seed), seed)) for seed in (1, 2)]

@@ -64,6 +64,7 @@ def test_what_has_a_form_or_is_introduced(data: PersonalData, text: str, replace
     assert places.replaced(replaced) == replaced
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_promised_forms_of_a_kind_are_replaced(data: PersonalData, kind: str) -> None:
     forms = [form for form in FORMS if form.kind == kind]
