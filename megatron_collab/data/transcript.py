@@ -16,9 +16,8 @@ from megatron_collab.types import Message, visible
 # In text as `_plain` returns it; a backslash is put at the empty group.
 _BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _ROLE = rf"(?<![^{_BREAKS}])[^\S{_BREAKS}]*()\\*\*\*(?:user|assistant|tool)\*\*\s*:"
-_TOKEN = (
-    r"<()\\*(?:\||/?\s*(?:conversation|problem|correct_answer|s|bos|eos|(?:start|end)_of_turn)\s*>)|\[()\\*/?inst\]"
-)
+_TAGS = "conversation|problem|correct_answer|criteria|s|bos|eos|(?:start|end)_of_turn"
+_TOKEN = rf"<()\\*(?:\||/?\s*(?:{_TAGS})\s*>)|\[()\\*/?inst\]"
 _BLANK = "\u115f\u1160\u2800"  # letters and signs that show nothing
 
 

@@ -12,6 +12,7 @@ the number of objects are bounded.
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -85,6 +86,13 @@ class Field:
     high: float | None = None
     choices: tuple[Value, ...] | None = None
     help: str = ""
+
+    @property
+    def range(self) -> float:
+        """The largest difference of two values of a number or truth value."""
+        bounds = self.choices or ((0, 1) if self.kind is bool else (self.low, self.high))
+        numbers = [float(bound) for bound in bounds if bound is not None]
+        return max(numbers) - min(numbers) if len(numbers) > 1 else math.inf
 
 
 def json_schema(fields: Sequence[Field]) -> dict[str, Any]:

@@ -71,7 +71,9 @@ def group_calls(play: PlaySpec, messages: int = 1) -> Calls:
     played = trained * max(1, rollout.futures)
     if play.reward.mode == "single_turn":
         later, played = 0, trained
-    judged = sum(metric.judged for metric in play.reward.metrics.values())
+    judged = sum(
+        metric.judge_calls * (1 + later if metric.scores_turns else 1) for metric in play.reward.metrics.values()
+    )
     messages_before_answer = messages + 1  # messages that the user's first answer reads
     return Calls(
         RoleCalls(trained, trained * messages)

@@ -26,12 +26,13 @@ def judge_endpoints(reward: RewardSpec) -> list[NamedEndpoint]:
     """The judge and models of single metrics, if metrics use them. Raises ConfigError."""
     endpoints = dict[str, NamedEndpoint]()
     for name, metric in reward.metrics.items():
-        model = metric.judge_model or reward.judge.model
-        if metric.judged and model:
-            setting = f"reward.metrics.{name}.model" if metric.judge_model else "reward.judge.model"
-            message = f"{setting}={POLICY}: the policy cannot be a judge; choose another model"
-            require(model != POLICY, message)
-            endpoints[setting] = NamedEndpoint(setting, "reward.judge", replace(reward.judge, model=model))
+        first = f"reward.metrics.{name}.model" if metric.judge_model else "reward.judge.model"
+        models = [(first, metric.judge_model or reward.judge.model)] if metric.judged else []
+        models += [(f"reward.metrics.{name}.panel[{place}]", model) for place, model in enumerate(metric.panel)]
+        for setting, model in models:
+            require(model != POLICY, f"{setting}={POLICY}: the policy cannot be a judge; choose another model")
+            if model:
+                endpoints[setting] = NamedEndpoint(setting, "reward.judge", replace(reward.judge, model=model))
     return list(endpoints.values())
 
 

@@ -269,7 +269,7 @@ def group_seconds(play: PlaySpec, groups: int) -> float:
     """
     rollout, reward, judge, llm = play.rollout, play.reward, play.reward.judge, play.llm
     conversations = groups * play.rollouts * max(1, rollout.futures)
-    judged = conversations * sum(metric.judged for metric in play.reward.metrics.values())
+    judged = conversations * sum(metric.judge_calls for metric in play.reward.metrics.values())
     places = reward.workers * reward.concurrency
     scoring = ceil(conversations / places) * reward.timeout
     if judged:

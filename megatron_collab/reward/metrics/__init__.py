@@ -5,6 +5,7 @@ Custom metrics are set as package.module:Class in reward.metrics.NAME.metric, or
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,7 @@ METRICS = {
     "interactivity": f"{__name__}.judged:Interactivity",
     "pass_rate": f"{__name__}.pass_rate:PassRate",
     "reward_model": f"{__name__}.reward_model:RewardModel",
+    "rubric": f"{__name__}.rubric:Rubric",
     "token_amount": f"{__name__}.counting:TokenAmount",
     "turn_rewards": f"{__name__}.counting:TurnRewards",
     "verl": f"{__name__}.verl:VerlMetric",
@@ -79,6 +81,11 @@ class Metric(Extension):
     def judged(cls, options: Any) -> bool:
         """Whether these options need a judge: reward.judge.model, or the metric's setting `model`."""
         return False
+
+    @classmethod
+    def questions(cls, options: Any) -> int:
+        """The most questions to a judge for a score; of a metric that scores turns, for a turn's."""
+        return 1
 
     @classmethod
     def reads_tokens(cls, options: Any) -> bool:
@@ -129,21 +136,52 @@ class Metric(Extension):
         return cls.score_turns is not Metric.score_turns
 
     async def ask_judge(
-        self, rubric: Prompt | str, task: Task, conversation: Conversation, fields: Sequence[Field]
+        self,
+        rubric: Prompt | str,
+        task: Task,
+        conversation: Conversation,
+        fields: Sequence[Field],
+        variables: Mapping[str, Any] = {},
     ) -> dict[str, Any] | Missing:
-        """The judge's values of `fields`; see `prompt` for the variables of `rubric`.
+        """The judge's values of `fields`; see `prompt` for the variables of `rubric`, to which `variables` are added.
 
-        The judge's answer, and its value of the field `thought` as the reason, are recorded with the score.
+        If the options have a `panel`, its models are asked too: a number or truth value is their mean, and Missing if
+        one of them gives none. Each judge's answer, and its value of the field `thought` as the reason, are recorded
+        with the score.
         """
         try:
-            question = prompt(rubric, task, conversation, fields)
+            question = prompt(rubric, task, conversation, fields, variables)
         except PromptError as error:
             return Missing(str(error))
-        return await self.judge.ask(question, fields, model=getattr(self.options, "model", None))
+        models = [getattr(self.options, "model", None), *panel(self.options)]
+        answers = await asyncio.gather(*(self.judge.ask(question, fields, model=model) for model in models))
+        usable = list[dict[str, Any]]()
+        for answer in answers:
+            if isinstance(answer, Missing):
+                return answer
+            usable.append(answer)
+        return self._consensus(usable, fields) if len(usable) > 1 else usable[0]
+
+    def _consensus(self, answers: Sequence[Mapping[str, Any]], fields: Sequence[Field]) -> dict[str, Any]:
+        """The means over a panel's `answers`; counts those in which judges differ by half the range of a field."""
+        values, disputed = dict(answers[0]), False
+        for field_ in fields:
+            if field_.kind is not str:
+                numbers = [float(answer[field_.name]) for answer in answers]
+                values[field_.name] = sum(numbers) / len(numbers)
+                disputed |= max(numbers) - min(numbers) >= field_.range / 2
+        self.counters["panel_answers"] += 1
+        self.counters["panel_disputed"] += disputed
+        return values
 
     def explain(self, reason: str) -> None:
         """Record `reason` with the score that `score` is about to return; several reasons are joined."""
         explain(reason)
+
+
+def panel(options: Any) -> tuple[str, ...]:
+    """The models that judge beside the first one, if a metric's options have a panel."""
+    return tuple(getattr(options, "panel", ()))
 
 
 def find_metric(name: str, setting: str = "metric") -> type[Metric]:
@@ -182,6 +220,16 @@ class ScoredMetric(Resolved):
     def judge_model(self) -> str | None:
         """The model that judges instead of reward.judge.model."""
         return getattr(self.options, "model", None) if self.judged else None
+
+    @property
+    def panel(self) -> tuple[str, ...]:
+        """The models that judge beside it."""
+        return panel(self.options) if self.judged else ()
+
+    @property
+    def judge_calls(self) -> int:
+        """The most calls of judges for a score."""
+        return self.kind.questions(self.options) * (1 + len(self.panel)) if self.judged else 0
 
     @property
     def reads_tokens(self) -> bool:
@@ -262,19 +310,28 @@ class Judge:
         return answer.values
 
 
-def judges_prompt(file: str | None, default: str = "") -> Prompt:
-    """The template of a metric's setting `prompt`, or the built-in template `default`. Raises ConfigError."""
-    rubric = read_prompt("prompt", file, default, VARIABLES)
+def judges_prompt(file: str | None, default: str = "", variables: Sequence[str] = ()) -> Prompt:
+    """The template of a metric's setting `prompt`, or the built-in template `default`. Raises ConfigError.
+
+    It may use VARIABLES and `variables`.
+    """
+    rubric = read_prompt("prompt", file, default, (*VARIABLES, *variables))
     require("conversation" in rubric.used, f"{rubric.label}: lacks {{{{ conversation }}}}; add it")
     return rubric
 
 
-def prompt(rubric: Prompt | str, task: Task, conversation: Conversation, fields: Sequence[Field]) -> str:
+def prompt(
+    rubric: Prompt | str,
+    task: Task,
+    conversation: Conversation,
+    fields: Sequence[Field],
+    variables: Mapping[str, Any] = {},
+) -> str:
     """The filled `rubric` (a template with VARIABLES, or text with {PLACEHOLDERS}) and how to answer with `fields`.
 
     `conversation` is the complete conversation with tools, `goal` what the user wants, `answer` the task's answer,
-    `question` the task's last message, `task_desc` its description (from the metadata, else empty). The texts are
-    `quoted`, and placeholders inside them are not filled. Raises PromptError.
+    `question` the task's last message, `task_desc` its description (from the metadata, else empty); `variables` are
+    further ones. The texts are `quoted`, and placeholders inside them are not filled. Raises PromptError.
     """
     values: dict[str, Any] = {
         "goal": task.goal,
@@ -282,6 +339,7 @@ def prompt(rubric: Prompt | str, task: Task, conversation: Conversation, fields:
         "question": task.messages[-1].content if task.messages else "",  # empty if the user opens the task
         "task_desc": str(task.metadata.get("task_desc") or ""),
         "metadata": task.metadata,
+        **variables,
     }
     values = {"conversation": render(conversation.messages, tools=True), **quoted(values)}
     if isinstance(rubric, Prompt):

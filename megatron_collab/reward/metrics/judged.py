@@ -30,6 +30,7 @@ class Interactivity(Metric):
     class Options:
         rubric: str = option("holistic", "holistic (one score) or parts (the mean of three)", choices=tuple(_SCORED))
         model: str | None = option(None, "LiteLLM model of the judge; null: reward.judge.model")
+        panel: list[str] = option([], "LiteLLM models that judge beside it; the score is the mean")
         prompt: str | None = option(None, "FILE.j2: a prompt for the scores of `rubric`; null: the built-in one")
 
         def __post_init__(self) -> None:
@@ -70,6 +71,7 @@ class Generative(Metric):
         low: float = option(0.0, "lowest score")
         high: float = option(1.0, "highest score")
         model: str | None = option(None, "LiteLLM model of the judge; null: reward.judge.model")
+        panel: list[str] = option([], "LiteLLM models that judge beside it; the score is the mean")
         turns: str | None = option(
             None,
             "judge each reply: the conversation up to it, or up to the user's reaction to it; null: the whole once",
