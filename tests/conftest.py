@@ -26,7 +26,7 @@ from tests.helpers import free_port, make_model, policy_servers
 from tests.patched import PatchOnImport
 from tests.program import Supervised, train_supervised
 from tests.ranks import init_parallel
-from tests.virtual_time import VirtualTimeLoop
+from tools.bench.simulated.clock import VirtualLoop
 
 # Ray reads the token once per process, and tests that set the environment remove variables that are new to it.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -156,7 +156,7 @@ def shares_fixtures(item: pytest.Item) -> bool:
 @pytest.fixture
 def virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """asyncio.run has a clock that jumps over pauses, so that no deadline depends on how busy the machine is."""
-    monkeypatch.setattr("asyncio.events.new_event_loop", VirtualTimeLoop)
+    monkeypatch.setattr("asyncio.events.new_event_loop", VirtualLoop)
 
 
 @pytest.fixture(scope="session")

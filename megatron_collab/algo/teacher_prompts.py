@@ -1,7 +1,8 @@
-"""The prompts of a teacher that knows more than the policy: the same conversation behind a longer system message.
+"""The prompts of a teacher that knows more than the policy: the same conversation after a longer system message.
 
-So the policy teaches itself what it could not know when it answered: the right result, as in on-policy
-self-distillation (Zhao et al. 2026, arXiv:2601.18734), what the user wants, or what the user said next.
+With such prompts the policy can be its own teacher. They contain what it could not know when it answered: the right
+result, as in on-policy self-distillation (Zhao et al. 2026, arXiv:2601.18734), the user's goal, or what the user said
+next.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ def teacher_prompt(teacher: TeacherConfig) -> Prompt:
 
 
 def lacks(context: str, task: Task) -> str | None:
-    """What the task lacks for the teacher to know `context`, in words; None: nothing."""
+    """What the task lacks if the teacher is to know `context`, in words; None if it lacks nothing."""
     return {"goal": "a goal", "answer": "an answer"}.get(context) if not getattr(task, context, "x") else None
 
 
 class TeacherPrompts:
     """Puts algo.teacher.context into the system message of the teacher's prompts; every other token is the policy's.
 
-    A turn stays as it is, so that the teacher is told nothing, if there is nothing to tell (a conversation ends without
-    a further message of the user, a task has no goal), if it would be longer than `longest` tokens with its prompt, or
-    if a player began the conversation in another way than by rendering the task.
+    The prompt of a turn stays the same if there is nothing to add (the conversation ends without another message of the
+    user, the task has no goal), if prompt and turn would be longer than `longest` tokens, or if the player began the
+    conversation in another way than by rendering the task.
     """
 
     def __init__(self, teacher: TeacherConfig, renderer: ChatRenderer, thinking: bool | None, longest: int) -> None:
@@ -55,7 +56,7 @@ class TeacherPrompts:
             for conversation in (rollout.start, *(future.conversation for future in rollout.futures))
             if any(np.array_equal(turn.stream, sample.token_ids) for turn in conversation.turns)
         ]
-        # The one that goes on furthest has most to tell.
+        # The longest one has most messages after the turn.
         conversation = max(played, key=lambda conversation: len(conversation.messages))
         turns = []
         for number, turn in enumerate(conversation.turns):
@@ -85,13 +86,13 @@ class TeacherPrompts:
         return replace(turn, prompt_ids=prompt_ids, routing=None)
 
     def take_metrics(self) -> dict[str, float]:
-        """The share of trained turns whose teacher was told something, since the last call."""
+        """The share of trained turns, since the last call, whose teacher read the context."""
         counts, self._counts = self._counts, Counter()
         return {"teacher/informed": counts["informed"] / counts["turns"]} if counts["turns"] else {}
 
 
 def next_message(conversation: Conversation, number: int) -> str:
-    """What the user says after turn `number` of the policy; empty if nothing."""
+    """The user's message after turn `number` of the policy; empty if there is none."""
     replies = [at for at, message in enumerate(conversation.messages) if message.role == "assistant"]
     at = replies[len(replies) - len(conversation.turns) :][number]
     return next((message.content for message in conversation.messages[at + 1 :] if message.role == "user"), "")

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_collab.config import ConfigError
-from megatron_collab.config.documents import settings_of
+from megatron_collab.config.documents import parse_settings
 from megatron_collab.models import hf_config, hf_to_megatron, hf_weights
 from megatron_collab.models.hf_to_megatron import Index, ModelShape, Piece, WeightEntry, hf_shapes
 from megatron_collab.models.hf_weights import INDEX, SINGLE
@@ -167,7 +167,7 @@ class HFWriter:
         for file in source.iterdir():
             if file.is_file() and not _WEIGHT_FILE.fullmatch(file.name):
                 shutil.copy2(file, self._folder)
-        config = dict(settings_of(read_text(source / "config.json")))
+        config = dict(parse_settings(read_text(source / "config.json")))
         config.pop("torch_dtype", None)  # the name in transformers 4
         config["dtype"] = str(self._dtype).removeprefix("torch.")
         (self._folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

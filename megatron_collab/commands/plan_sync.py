@@ -18,9 +18,10 @@ from pathlib import Path
 from megatron_collab import patches
 from megatron_collab.commands import ArgumentParser, positive
 from megatron_collab.config import require
+from megatron_collab.planning import h100
 
 GB, MIB = 1e9, 1 << 20
-BANDWIDTHS = [1500.0, 400.0, 45.0]  # H100: 90% of HBM3 (device to itself), NVLink 4, 400 Gbit/s
+BANDWIDTHS = [rate / GB for rate in (h100.COPY, h100.NODE, h100.NETWORK)]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -12,13 +12,13 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
 from megatron_collab.commands.shell_script import UNKNOWN, commands
 from megatron_collab.config import ConfigError, compose_program, require
-from megatron_collab.config.documents import json_of, yaml_of
+from megatron_collab.config.documents import parse_json, parse_yaml
 from megatron_collab.config.load import leaves
 from megatron_collab.config.option import declared
 from megatron_collab.config.peers import NO, NOT_NEEDED, System, SystemProgram, Target, normal, systems
@@ -203,7 +203,7 @@ def _named(name: str, value: Value) -> Iterator[tuple[str, Value]]:
     entries: Any = None
     if isinstance(value, str) and value.startswith("{"):
         try:
-            entries = json_of(value)
+            entries = parse_json(value)
         except ValueError:
             entries = None
     if isinstance(entries, dict):
@@ -214,31 +214,29 @@ def _named(name: str, value: Value) -> Iterator[tuple[str, Value]]:
 
 def _options_of_yaml(path: Path, text: str) -> dict[str, Value]:
     try:
-        tree = yaml_of(text)
+        tree = parse_yaml(text)
     except ValueError as error:
         raise ConfigError(f"--from={path}: cannot be read as YAML ({error}); mend it") from error
     require(isinstance(tree, dict), f"--from={path}: has no options; give a file of options by name")
-    options: dict[str, Value] = {}
-    waiting: list[tuple[str, Any, int]] = [("", tree, 0)]
-    nodes = 0  # also those without options: aliases may repeat them without end
-    while waiting:
-        prefix, node, depth = waiting.pop()
-        children: list[tuple[str, Any, int]] = []
-        if isinstance(node, dict) and depth < 20:
-            names = ((f"{prefix}.{key}" if prefix else str(key), value) for key, value in node.items())
-            children = [(name, value, depth + 1) for name, value in names]
-        elif isinstance(node, list) and depth < 20 and any(isinstance(entry, dict) for entry in node):
-            children = [(prefix, entry, depth + 1) for entry in node]
-        else:
-            options[prefix] = _leaf(node)
-        waiting += reversed(children)
-        nodes += len(children)
-        require(nodes <= _MOST_OPTIONS, f"--from={path}: has more than {_MOST_OPTIONS} options; shorten it")
-    return options
+    options = [*islice(_options_of_node("", tree), _MOST_OPTIONS + 1)]
+    require(len(options) <= _MOST_OPTIONS, f"--from={path}: has more than {_MOST_OPTIONS} options; shorten it")
+    return dict(options)
+
+
+def _options_of_node(name: str, node: Any) -> Iterator[tuple[str, Value]]:
+    """The options in a part of a YAML file; those in a list of objects have the name of the list."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from _options_of_node(f"{name}.{key}" if name else str(key), value)
+    elif isinstance(node, list) and any(isinstance(entry, dict) for entry in node):
+        for entry in node:
+            yield from _options_of_node(name, entry)
+    else:
+        yield name, _leaf(node)
 
 
 def _leaf(node: Any) -> Value:
-    entries = node if isinstance(node, list) else [node]  # what is nested deeper may have no end
+    entries = node if isinstance(node, list) else [node]
     texts = [UNKNOWN if isinstance(entry, dict | list) or "${" in str(entry) else str(entry) for entry in entries]
     return texts if len(texts) > 1 else "".join(texts)
 

@@ -46,7 +46,7 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
-def json_of(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """The value of a JSON text. Raises ValueError."""
     try:
         return _bounded(json.loads(text))
@@ -54,7 +54,7 @@ def json_of(text: str) -> Any:
         raise ValueError(_TOO_DEEP) from error
 
 
-def yaml_of(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
     """The value of a YAML text. Raises ValueError."""
     try:
         return _bounded(yaml.load(text, _Loader))
@@ -66,15 +66,15 @@ def yaml_of(text: str) -> Any:
         raise ValueError(_TOO_DEEP) from error
 
 
-def settings_of(text: str) -> Mapping[str, Any]:
+def parse_settings(text: str) -> Mapping[str, Any]:
     """The object in a JSON text. Raises ValueError if it is none."""
-    value = json_of(text)
+    value = parse_json(text)
     if not isinstance(value, dict):
         raise ValueError(f"holds a {type(value).__name__}, not settings by name")
     return value
 
 
-def too_deep(value: Any, most: int | None = None) -> bool:
+def is_too_deep(value: Any, most: int | None = None) -> bool:
     """Whether lists and objects are nested more than DEPTH deep, or are as many as `most`."""
     level = [value]
     for _ in range(DEPTH):
@@ -97,6 +97,6 @@ def nesting(text: str) -> int:
 
 
 def _bounded(value: Any) -> Any:
-    if isinstance(value, dict | list) and too_deep(value, _MOST):
+    if isinstance(value, dict | list) and is_too_deep(value, _MOST):
         raise ValueError(f"{_TOO_DEEP}, or holds {_MOST} of them")
     return value

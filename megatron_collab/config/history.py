@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import MISSING
 
-from megatron_collab.config.documents import json_of
+from megatron_collab.config.documents import parse_json
 from megatron_collab.config.load import leaves
 from megatron_collab.config.option import declared, require
 from megatron_collab.config.programs import Config, PlayConfig
@@ -45,7 +45,7 @@ def read_settings(run_dir: Path) -> dict[str, Any] | None:
     if not file.exists():
         return None
     try:
-        settings = json_of(file.read_text())
+        settings = parse_json(file.read_text())
     except (OSError, ValueError):
         settings = None
     require(isinstance(settings, dict), f"{file}: contains no run settings; restore it, or choose another run.dir")

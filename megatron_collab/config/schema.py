@@ -209,22 +209,22 @@ class TeacherConfig:
     """On-policy distillation: the reverse KL to a teacher's distribution, on the policy's own samples."""
 
     weight: float = option(
-        0.0, "share of the teacher in the policy loss, the rest is the reward's; 0: no teacher", ge=0, le=1
+        0.0, "weight of the teacher in the policy loss; the reward has 1 less it; 0: no teacher", ge=0, le=1
     )
     model: str = option(
         "reference",
-        "the first policy (reference), the present one (policy), or a folder or Hub name with the same tokenizer",
+        "the first policy (reference), the current one (policy), or a folder or Hub name with the same tokenizer",
     )
-    server: str | None = mutable(None, "SGLang server that holds the teacher, instead of a model here", kind=ADDRESS)
+    server: str | None = mutable(None, "SGLang server of the teacher, instead of algo.teacher.model", kind=ADDRESS)
     kl: str = option(
         "full", "KL over the whole vocabulary, or at the sampled tokens; a server: sampled", choices=("full", "sampled")
     )
     context: str | None = option(
         None,
-        "what the teacher reads and the policy does not: the task's goal, its answer, or the user's next message",
+        "what only the teacher reads: the task's goal, its answer, or the user's next message",
         choices=("goal", "answer", "next_message"),
     )
-    prompt: str | None = option(None, "FILE.j2: system message that tells the teacher so; null: the built-in one")
+    prompt: str | None = option(None, "FILE.j2: the teacher's system message with the context; null: the built-in one")
 
     @property
     def place(self) -> str | None:

@@ -19,7 +19,7 @@ from filelock import FileLock
 
 from megatron_collab import __version__
 from megatron_collab.config import nearest, require
-from megatron_collab.config.documents import settings_of
+from megatron_collab.config.documents import parse_settings
 from megatron_collab.data.candidates import pairs_of_candidates
 from megatron_collab.data.chat_template import ChatRenderer, tokenizer_files
 from megatron_collab.data.evaluation import EvaluationSet
@@ -123,7 +123,7 @@ class SurveyedSources[Read]:
         if not self._renders:
             return context
         file = hub.folder(self._data.prompt.model) / "config.json"
-        positions = settings_of(files.read_text(file)).get("max_position_embeddings") if file.is_file() else None
+        positions = parse_settings(files.read_text(file)).get("max_position_embeddings") if file.is_file() else None
         return min(context, positions or context)
 
     def _survey(self, examples: Examples[Read], longest: int, requirements: TaskRequirements) -> Survey:

@@ -20,7 +20,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_collab.config.documents import DEPTH, too_deep
+from megatron_collab.config.documents import DEPTH, is_too_deep
 from megatron_collab.data.packing import CUT, content, kind_of, misnamed, suffix_of
 from megatron_collab.runtime import files
 
@@ -89,7 +89,7 @@ def parse(file: Path) -> Iterator[Read]:
         if fault := files.irregular(file) or misnamed(file):
             raise Unreadable(fault)
         for read in _PARSERS[kind_of(file)](file):
-            yield read if isinstance(read, Unreadable) or len(read.text) <= ROW_BYTES else _too_long(read.number)
+            yield read if isinstance(read, Unreadable) or len(read.text) <= ROW_BYTES else _length_fault(read.number)
     except Unreadable:
         raise
     except (EOFError, LZMAError, zlib.error) as error:
@@ -104,7 +104,7 @@ def _raw_lines(stream: Any) -> Iterator[tuple[int, bytes]]:
     for number in count(1):
         raw = stream.readline(ROW_BYTES + 1)
         if len(raw) > ROW_BYTES:
-            raise _too_long(number)
+            raise _length_fault(number)
         if not raw:
             return
         yield number, raw
@@ -152,7 +152,7 @@ def _document(file: Path) -> Iterator[ParsedRow]:
     try:
         document = json.loads(text, object_pairs_hook=_object)
     except RecursionError as error:
-        raise _too_deep(None) from error
+        raise _nesting_fault(None) from error
     except Unreadable:
         raise
     except ValueError as error:
@@ -186,7 +186,7 @@ def _row(text: str, number: int) -> Mapping[str, Any]:
     try:
         row = json.loads(text, object_pairs_hook=_object)
     except RecursionError as error:
-        raise _too_deep(number) from error
+        raise _nesting_fault(number) from error
     except Unreadable as error:
         raise Unreadable(str(error), number) from error
     except json.JSONDecodeError as error:
@@ -203,8 +203,8 @@ def _check(row: Any, text: str, number: int) -> None:
     """Raises Unreadable if the row is no object, is nested too deep, or holds half a surrogate pair."""
     if not isinstance(row, dict):
         raise Unreadable(f"is {kind_of_value(row)}, not a JSON object; give an object with the columns", number)
-    if text.count("[") + text.count("{") > DEPTH and too_deep(row):
-        raise _too_deep(number)
+    if text.count("[") + text.count("{") > DEPTH and is_too_deep(row):
+        raise _nesting_fault(number)
     if "\\ud" in text or "\\uD" in text:
         try:
             json.dumps(row, ensure_ascii=False).encode()
@@ -217,7 +217,7 @@ def json_in(text: str, otherwise: Any) -> Any:
     """The value of a JSON text; `otherwise` if it is not JSON. Raises ValueError if it is nested too deep for a row."""
     try:
         value = json.loads(text)
-        deep = too_deep(value)
+        deep = is_too_deep(value)
     except RecursionError:
         deep = True
     except ValueError:
@@ -227,11 +227,11 @@ def json_in(text: str, otherwise: Any) -> Any:
     return value
 
 
-def _too_long(number: int) -> Unreadable:
+def _length_fault(number: int) -> Unreadable:
     return Unreadable(f"is longer than {ROW_BYTES >> 20} MiB; write one row a line, or remove the row", number)
 
 
-def _too_deep(number: int | None) -> Unreadable:
+def _nesting_fault(number: int | None) -> Unreadable:
     return Unreadable(f"nests lists and objects more than {DEPTH} deep; flatten or remove it", number)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_collab.config import ConfigError, nearest, require
-from megatron_collab.config.documents import settings_of
+from megatron_collab.config.documents import parse_settings
 from megatron_collab.data.packing import COMPRESSED, KINDS, kind_of, suffix_of
 from megatron_collab.data.parsing import value_of
 from megatron_collab.data.sources import Source
@@ -222,7 +222,7 @@ def _saved_files(folder: Path, source: Source, where: str) -> dict[str, list[str
     """The files of each chosen split of a data set that save_to_disk wrote; None for any other folder."""
     try:
         if (folder / "dataset_dict.json").is_file():
-            splits = settings_of(files.read_text(folder / "dataset_dict.json"))["splits"]
+            splits = parse_settings(files.read_text(folder / "dataset_dict.json"))["splits"]
             chosen = _choose_splits(splits, source, where)
             return {split: _arrow_files(folder / split.partition("[")[0]) for split in chosen}
         if not (folder / "state.json").is_file():
@@ -238,7 +238,7 @@ def _saved_files(folder: Path, source: Source, where: str) -> dict[str, list[str
 
 
 def _arrow_files(folder: Path) -> list[str]:
-    state = settings_of(files.read_text(folder / "state.json"))
+    state = parse_settings(files.read_text(folder / "state.json"))
     return [str(folder / entry["filename"]) for entry in state["_data_files"]]
 
 

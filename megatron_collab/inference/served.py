@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from megatron_collab.config import ConfigError
-from megatron_collab.config.documents import json_of
+from megatron_collab.config.documents import parse_json
 from megatron_collab.inference.pool import ServerPool
 from megatron_collab.inference.server import SGLangServer
 from megatron_collab.inference.spec import ServerSpec
@@ -60,7 +60,7 @@ def _model_settings(path: str) -> dict[str, Any] | None:
     for name in ("generation_config.json", "config.json"):  # SGLang reads both
         file = hub.folder(path) / name
         try:
-            settings = json_of(files.read_text(file)) if file.is_file() else None
+            settings = parse_json(files.read_text(file)) if file.is_file() else None
         except ValueError as error:
             raise ValueError(f"{name} cannot be read as JSON ({error})") from error
         if not isinstance(settings, dict | None):

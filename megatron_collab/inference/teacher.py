@@ -25,7 +25,7 @@ _COMPARED = 2000  # tokens of the vocabularies, apart from the added ones
 
 
 class ServedTeacher:
-    """Asks the server at `url`; `timeout`: seconds that one answer may take. Its key is in the environment, if any."""
+    """A client of the server at `url`. `timeout`: seconds for one answer. Its key, if any, is the variable KEY."""
 
     def __init__(self, url: str, timeout: float) -> None:
         self._url, self._timeout = url.rstrip("/"), timeout
@@ -47,7 +47,7 @@ class ServedTeacher:
         return tuple(replace(sample, teacher_log_probs=row) for sample, row in zip(samples, values, strict=True))
 
     def fault(self, vocabulary: Mapping[str, int], added: Sequence[int], decode: Any) -> str | None:
-        """Why the server cannot teach a policy of this vocabulary; None if no difference was seen.
+        """Why the server cannot teach a policy with this vocabulary; None if no difference was seen.
 
         Compares the texts of all `added` ids and of some of the others. `decode`: the text of ids. Raises EngineError
         if the server gives no texts.

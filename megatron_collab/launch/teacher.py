@@ -12,8 +12,8 @@ from megatron_collab.config.schema import TeacherConfig
 from megatron_collab.data import chat_template
 from megatron_collab.inference.client import EngineError
 from megatron_collab.inference.teacher import ServedTeacher
-from megatron_collab.models import hf_config, hf_weights
-from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.models import hf_weights
+from megatron_collab.models.hf_config import ModelShape, shape_of_setting
 from megatron_collab.runtime import hub
 
 SETTING = "algo.teacher.model"
@@ -32,16 +32,16 @@ def check_settings(config: Config) -> None:
     learns = Shown(config).algo.objective if config.train.stage == "rl" else Shown(config).train.stage
     message = f"{shown.weight}: a teacher is part of the policy loss, which {learns} does not have; set it to 0"
     require(config.objective == "policy", message)
-    message = f"{shown.server}: holds the teacher, and {shown.model} is another; remove one"
+    message = f"{shown.server}: {shown.model} names another teacher; remove one"
     require(not teacher.server or teacher.model == defaults["model"], message)
-    message = f"{shown.model}: knows no more than the policy; set algo.teacher.context, or another model or server"
+    message = f"{shown.model}: such a teacher equals the policy; set algo.teacher.context, or another model or server"
     require(teacher.place in ("model", "server") or teacher.context is not None, message)
     # SGLang gives the log-probs of given tokens at temperature 1.
     message = f"{shown.server}: its log-probs are those at temperature 1; set rollout.turn.temperature=1"
     require(not teacher.server or config.rollout.turn.temperature == 1, message)
     message = f"{Shown(config).algo.dynamic_sampling}: drops groups of equal rewards, from which the teacher of"
     require(config.algo.dynamic_sampling == 0, f"{message} {shown.weight} teaches as well; set it to 0")
-    message = f"{shown.prompt}: tells the teacher nothing; set algo.teacher.context"
+    message = f"{shown.prompt}: without effect, as the teacher's prompt is the policy's; set algo.teacher.context"
     require(teacher.prompt is None or teacher.context is not None, message)
     if teacher.context is None:
         return
@@ -72,18 +72,11 @@ def check_server(config: Config) -> None:
 
 
 def read_shape(config: Config, described: Path | None = None) -> ModelShape:
-    """The shape of a teacher with weights of its own, from its config.json or the file `described`.
+    """The shape of a teacher with weights of its own, from its config.json or from the file `described`.
 
     Raises ConfigError.
     """
-    path = config.algo.teacher.model
-    file = described or hub.folder(path) / "config.json"
-    out = "give reference, policy, the folder of a Hugging Face model, or OWNER/NAME of the Hub"
-    require(file.is_file(), f"{SETTING}={path}: no config.json there; {out}")
-    try:
-        return hf_config.read_policy(file)
-    except ValueError as error:
-        raise ConfigError(f"{SETTING}={path}: {error}; give another model") from error
+    return shape_of_setting(SETTING, config.algo.teacher.model, described, ", or reference or policy")
 
 
 def check_files(config: Config) -> None:
@@ -96,8 +89,7 @@ def check_files(config: Config) -> None:
     except (ValueError, OSError) as error:
         raise ConfigError(f"{SETTING}={path}: {error}") from error
     token, number = next(((token, n) for token, n in policy.items() if vocabulary.get(token) != n), ("", 0))
-    difference = f"has not {token!r}" if token not in vocabulary else f"gives {token!r} the id {vocabulary[token]}"
-    message = (
-        f"its tokenizer {difference}, and the policy's gives it {number}; give a teacher with the policy's vocabulary"
-    )
-    require(policy.items() <= vocabulary.items(), f"{SETTING}={path}: {message}")
+    difference = f"lacks {token!r}" if token not in vocabulary else f"gives {token!r} the id {vocabulary[token]}"
+    message = f"its tokenizer {difference}, and the policy's gives it {number}"
+    out = "give a teacher with the policy's vocabulary"
+    require(policy.items() <= vocabulary.items(), f"{SETTING}={path}: {message}; {out}")

@@ -34,8 +34,8 @@ from megatron_collab.launch.extensions import check_extensions
 from megatron_collab.launch.machine import check_processes
 from megatron_collab.launch.spec import RunSpec, run_spec
 from megatron_collab.launch.trainer_specs import teacher_model, trainer_layout
-from megatron_collab.models import hf_config, lora, parallel_layout
-from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.models import lora, parallel_layout
+from megatron_collab.models.hf_config import ModelShape, shape_of_setting
 from megatron_collab.observability.writers import writer_kinds
 from megatron_collab.reward.spec import RewardSpec
 from megatron_collab.rollout.users import DEFAULT, split_user
@@ -379,17 +379,10 @@ def check_teacher(config: Config, described: Path | None = None) -> ModelShape |
 
 def read_shape(config: PlayConfig, described: Path | None = None) -> ModelShape:
     """The shape of model.path, from its config.json or from the file `described`. Raises ConfigError."""
-    path = config.model.path
-    file = described or hub.folder(path) / "config.json"
     world = config.data.world
     start = f"{world}_costs" if world == "desk" and config.data.world_options else world
     hint = f"; experiment={start}_sft trains the model {start} starts from" if world in ("booking", "desk") else ""
-    out = "give the folder of a Hugging Face model, or OWNER/NAME of the Hub"
-    require(file.is_file(), f"model.path={path}: no config.json there; {out}{hint}")
-    try:
-        return hf_config.read_policy(file)
-    except ValueError as error:
-        raise ConfigError(f"model.path={path}: {error}; give another model") from error
+    return shape_of_setting("model.path", config.model.path, described, hint)
 
 
 def check_layout(config: Config) -> None:

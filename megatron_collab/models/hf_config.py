@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config.documents import json_of
-from megatron_collab.runtime import files
+from megatron_collab.config import ConfigError, require
+from megatron_collab.config.documents import parse_json
+from megatron_collab.runtime import files, hub
 
 # Features of a family, by model_type: biases on q/k/v, RMSNorm on the heads of q and k, experts, and whether its
 # sliding window is off unless use_sliding_window is set.
@@ -155,9 +156,23 @@ def read_policy(file: Path) -> ModelShape:
     return shape
 
 
+def shape_of_setting(setting: str, path: str, described: Path | None = None, hint: str = "") -> ModelShape:
+    """The shape of the model `path` of a setting, as `read_policy`, from its config.json or the file `described`.
+
+    `hint`: the end of the message if there is no such file. Raises ConfigError.
+    """
+    file = described or hub.folder(path) / "config.json"
+    out = "give the folder of a Hugging Face model, or OWNER/NAME of the Hub"
+    require(file.is_file(), f"{setting}={path}: no config.json there; {out}{hint}")
+    try:
+        return read_policy(file)
+    except ValueError as error:
+        raise ConfigError(f"{setting}={path}: {error}; give another model") from error
+
+
 def _settings_in(file: Path) -> dict[str, Any]:
     try:
-        hf = json_of(files.read_text(file))
+        hf = parse_json(files.read_text(file))
     except (OSError, ValueError) as error:
         raise ValueError(f"config.json: cannot be read as JSON ({error})") from error
     if not isinstance(hf, dict):

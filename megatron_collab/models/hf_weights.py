@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from megatron_collab.config.documents import settings_of
+from megatron_collab.config.documents import parse_settings
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import Shape, hf_shapes
 from megatron_collab.runtime import files
@@ -112,7 +112,7 @@ def _index(folder: Path) -> dict[str, str]:
         return {}
     invalid = f"{INDEX} has no valid weight_map; {_WHOLE}"
     try:
-        weight_map = settings_of(files.read_text(folder / INDEX))["weight_map"]
+        weight_map = parse_settings(files.read_text(folder / INDEX))["weight_map"]
     except (ValueError, KeyError) as error:
         raise ValueError(invalid) from error
     if not (isinstance(weight_map, dict) and weight_map and all(isinstance(file, str) for file in weight_map.values())):

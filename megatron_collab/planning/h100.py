@@ -1,7 +1,7 @@
 """Rates of an H100 SXM and of its links, per second, for estimates on paper.
 
 Data sheets: NVIDIA H100 Tensor Core GPU (3.35 TB/s of HBM3; NVLink 4 with 900 GB/s, 450 in one direction), NVIDIA
-ConnectX-7 (400 Gbit/s, one adapter for each GPU, as in a DGX H100). The links are taken at 90 % of these.
+ConnectX-7 (400 Gbit/s, one adapter for each GPU, as in a DGX H100). Links are assumed to reach 90 % of these rates.
 Arithmetic is measured, as docs/gpu.md reports it: `python tools/bench/gpu.py`, one H100, 2026-11-26; PEAK is the data
 sheet's, in bfloat16 without sparsity, by which model FLOPs utilization (mfu) is usually reported.
 """

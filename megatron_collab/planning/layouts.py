@@ -1,4 +1,4 @@
-"""Search for the layouts of the trainer that learn fastest and fit: step_time.py ranks them, memory.py decides.
+"""Searches for the fastest layouts of the trainer that fit: step_time.py ranks them, memory.py says which ones fit.
 
 Varied are tensor, pipeline, virtual, context and expert parallel sizes, recomputation, and the tokens of a micro-batch;
 numbers of GPUs, precision, servers and everything else stay as they are.
@@ -19,7 +19,7 @@ from megatron_collab.models.parallel_layout import TrainerLayout
 from megatron_collab.planning.memory import GIB, peak, plan_memory, server_parts, trainer_parts
 from megatron_collab.planning.step_time import StepTime, step_time
 
-# Twice as many virtual stages halve what is left of the bubble, and twice as many messages are exchanged.
+# Doubling them halves the bubble and doubles the number of messages.
 _VIRTUAL = (1, 2, 4)
 _RECOMPUTE = ("none", "selective", "full")
 # Tokens of a micro-batch, beside those of the run. h100.LAYERS was measured with 8,192; the rate of much smaller
@@ -58,14 +58,16 @@ def layout_of(config: Config, shape: ModelShape, gpu_bytes: float, sample_tokens
 def fastest_layouts(
     config: Config, shape: ModelShape, gpu_bytes: float, sample_tokens: float, count: int
 ) -> list[Layout]:
-    """The `count` fastest layouts that leave UNCOUNTED of `gpu_bytes` free, each with the micro-batches and the
-    recomputation that suit it best, fastest first, and with context parallelism only if a layout that has less of it
-    and is otherwise the same is slower or does not fit. `sample_tokens` as for `step_time`. `config` must be valid.
+    """The `count` fastest layouts that leave UNCOUNTED of `gpu_bytes` free, fastest first.
+
+    Each has the micro-batches and the recomputation that suit it best. A layout with context parallelism is listed only
+    if the same layout with less of it is slower or does not fit. `sample_tokens` as for `step_time`. `config` must be
+    valid.
     """
     spec = validate.check_settings(config)
     if spec.serving and spec.serving.policy.placement.colocated:
         server = server_parts(spec.serving.policy, shape, gpu_bytes)
-        if sum(part.sampling for part in server) > gpu_bytes - UNCOUNTED:  # beside no trainer at all
+        if sum(part.sampling for part in server) > gpu_bytes - UNCOUNTED:  # it does not fit even without a trainer
             return []
     tokens = config.train.tokens_per_micro_batch
 

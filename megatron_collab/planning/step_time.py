@@ -1,7 +1,7 @@
-"""Seconds of the learning part of a step, its pipeline bubble and its traffic, by a roofline of an H100 (h100.py).
+"""Time of the learning part of a step, its pipeline bubble and its traffic, by a roofline of an H100 (h100.py).
 
-Counted are the forward passes before the update (old and reference log-probs, values) and the update; not sampling,
-publishing and memory transfers, on which the layout of the trainer has little influence, nor the optimizer's own step.
+The time includes the forward passes before the update (old and reference log-probs, values) and the update. It excludes
+the optimizer's own step, and sampling, publishing and memory transfers, which hardly depend on the trainer's layout.
 
 A pass of M micro-batches over p stages with v virtual stages each takes (M + (p - 1) / v) times the pass of a
 micro-batch over the slowest stage, of which the (p - 1) / v are the bubble (Narayanan et al. 2021, arXiv:2104.04473,
@@ -255,7 +255,7 @@ def _gradient_exchange(config: Config, shape: ModelShape) -> _Work:
 
 
 def _reduced(config: Config, elements: float, replicas: int) -> _Work:
-    """The same, of `elements` of a rank that each of `replicas` ranks of its stage has."""
+    """As `_gradient_exchange`, of `elements` on a rank, which `replicas` ranks of the stage hold."""
     size = elements * (4 + DTYPES[config.model.dtype].itemsize) * (replicas - 1) / replicas
     width, stage_ranks = config.launch.nproc_per_node, config.launch.ranks // config.parallel.pp
     rings = max(1, width // (stage_ranks // replicas))  # the group's ranks on a node, one every stage_ranks / replicas

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from megatron_collab import patches
 from megatron_collab.commands import ArgumentParser, positive
 from megatron_collab.config import ConfigError, compose
-from megatron_collab.config.documents import settings_of
+from megatron_collab.config.documents import parse_settings
 from megatron_collab.planning import GPU_GIB
 from megatron_collab.rehearsal.te_cpu.install import install
 from megatron_collab.runtime import files
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
 
     began = time.monotonic()
     config, shape = read_run(options.settings)
-    hf = dict(settings_of(files.read_text(model_config_file(config.model.path))))
+    hf = dict(parse_settings(files.read_text(model_config_file(config.model.path))))
     plan, count = plan_memory(config, shape, options.gpu_gib * GIB), 0
     for rehearsed in rehearse(config, shape, hf, all_ranks=options.ranks == "all"):
         print(compare.table(rehearsed, plan[rehearsed.kind.stage]), end="\n\n", flush=True)

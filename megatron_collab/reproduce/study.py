@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from megatron_collab.config import ConfigError, nearest, require
-from megatron_collab.config.documents import yaml_of
+from megatron_collab.config.documents import parse_yaml
 from megatron_collab.runtime import files
 from megatron_collab.statistics import Estimate
 
@@ -133,7 +133,7 @@ def read(name_or_file: str) -> Study:
     message = f"STUDY={name_or_file}: no such study; choose one of {', '.join(known())}, or give FILE.yaml"
     require(file.is_file(), message)
     try:
-        content = yaml_of(files.read_text(file, _LONGEST))
+        content = parse_yaml(files.read_text(file, _LONGEST))
         tasks = {name: _task(entry) for name, entry in content.pop("tasks").items()}
         arms = {name: _arm(entry) for name, entry in content.pop("arms").items()}
         study = _typed(Study, name=file.stem, tasks=tasks, arms=arms, **content)

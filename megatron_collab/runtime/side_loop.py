@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from threading import Thread
 from typing import Any
 
@@ -26,10 +26,6 @@ for _threads in (_loops, _late):
 
 class HungCalls(RuntimeError):
     """HUNG threads are still blocked by calls that have timed out."""
-
-
-class LateCall(TimeoutError):
-    """A call did not return in its time; other TimeoutErrors are the function's own."""
 
 
 class SideLoop:
@@ -69,15 +65,9 @@ class SideLoop:
             self._loop.call_soon_threadsafe(self._respond)
             raise
 
-    def run_within(self, seconds: float, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-        """As `run`, for callers without an event loop. Raises LateCall after `seconds`."""
-        result = asyncio.run_coroutine_threadsafe(_result(function, *args, **keywords), self._loop)
-        if not wait([result], seconds).done:
-            result.cancel()
-            self._hung = True
-            self._loop.call_soon_threadsafe(self._respond)
-            raise LateCall(f"it takes more than {seconds:g} s")
-        return result.result()
+    def wait_for(self, function: Callable[..., Any], *args: Any) -> Any:
+        """As `run`, for callers without an event loop."""
+        return asyncio.run_coroutine_threadsafe(_result(function, *args), self._loop).result()
 
     def _respond(self) -> None:
         self._hung = False

@@ -1,7 +1,7 @@
 """The teacher of on-policy distillation: its log-probs of sampled tokens, or its whole distribution.
 
-The teacher reads the tokens that the policy sampled, behind the policy's own prompts or, with algo.teacher.context,
-behind prompts that say more (Sample.teacher_view).
+The teacher reads the tokens that the policy sampled, after the policy's own prompts or, with algo.teacher.context,
+after prompts that say more (Sample.teacher_view).
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ def from_views(rows: Sequence[np.ndarray], samples: Sequence[Sample]) -> list[np
 
 
 class WholeDistribution:
-    """A teacher in the trainer that gives its whole distribution: before an optimizer step its states for the step's
-    tokens, in the loss the reverse KL to what its head makes of them.
+    """A teacher in the trainer that gives its whole distribution.
 
-    `teaching`: a block inside which the teacher's chunks are as they teach. `head_copy`, on the last pipeline stage:
-    the teacher's head with the policy's rows, if the two vocabularies are padded differently.
+    Before an optimizer step it computes its hidden states of the step's tokens. In the loss, its head turns them into
+    logits, and the reverse KL is taken to their distribution.
+
+    `teaching`: a context in which the returned chunks have the teacher's weights. `head_copy`, on the last pipeline
+    stage: the teacher's head with the policy's rows, if the two vocabularies are padded differently.
     """
 
     def __init__(
@@ -67,10 +69,10 @@ class WholeDistribution:
     def with_states(
         self, micro_batches: Sequence[MicroBatch], samples: Sequence[Sample], interruptible: bool
     ) -> list[MicroBatch]:
-        """`micro_batches` with the teacher's states on the last pipeline stage, from its present weights; collective.
+        """`micro_batches` with the teacher's states on the last pipeline stage, from its current weights; collective.
 
-        `samples`: those of the step, in the order of MicroBatch.members; if any has a view, all have, and no `cuts`.
-        If `interruptible`, may raise Preempted, as `infer`.
+        `samples`: the samples of the step, in the order of MicroBatch.members; either all or none have a view, and with
+        views none has `cuts`. If `interruptible`, may raise Preempted, as `infer`.
         """
         read = [replace(micro_batch, routing=None) for micro_batch in micro_batches]
         if viewed := any(sample.teacher_view for sample in samples):

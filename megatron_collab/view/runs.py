@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_collab.config import SETTINGS, ConfigError, RewardConfig, recorded_value, require
-from megatron_collab.config.documents import json_of
+from megatron_collab.config.documents import parse_json
 from megatron_collab.observability import evaluations, metric_kinds, records, tokens
 from megatron_collab.observability.judges import JudgeChange
 from megatron_collab.observability.transcript_index import Index
@@ -99,7 +99,7 @@ class RunView:
         """The content of config.json. Raises OSError if there is none, ConfigError if it cannot be read."""
         file = self.folder / SETTINGS
         try:
-            return json_of(files.read_text(file))
+            return parse_json(files.read_text(file))
         except ValueError as error:
             raise ConfigError(f"{file}: cannot be read as JSON ({error}); restore it") from None
 

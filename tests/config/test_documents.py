@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_collab.config import ConfigError, compose
-from megatron_collab.config.documents import DEPTH, json_of, nesting, settings_of, yaml_of
+from megatron_collab.config.documents import DEPTH, nesting, parse_json, parse_settings, parse_yaml
 
 LAUGHS = "a0: &a0 [[], []]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30))
 MERGES = "a0: &a0 {x: 1}\n" + "".join(
@@ -18,7 +18,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(
 PAIRS = "[!!pairs [{a: " * 60 + "1" + "}]]" * 60
 
 
-@pytest.mark.parametrize("read", [json_of, yaml_of])
+@pytest.mark.parametrize("read", [parse_json, parse_yaml])
 @pytest.mark.parametrize("depth", [DEPTH, DEPTH + 1, 900, 100_000])
 @pytest.mark.parametrize("closed", ["]", ""])
 def test_what_nests_too_deep_is_refused(read: Callable[[str], Any], depth: int, closed: str) -> None:
@@ -45,7 +45,7 @@ def test_what_nests_too_deep_is_refused(read: Callable[[str], Any], depth: int, 
 )
 def test_aliases_that_repeat_without_end_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
-        yaml_of(text)
+        parse_yaml(text)
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ def test_aliases_that_repeat_without_end_are_refused(text: str) -> None:
 )
 def test_merges_and_tags_of_yaml_are_refused_in_one_line(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as error:
-        yaml_of(text)
+        parse_yaml(text)
     assert "\n" not in str(error.value)
 
 
 def test_merge_keys_are_read() -> None:
-    assert yaml_of("{a: &a {x: 1, y: 2}, b: {<<: *a, y: 3}, c: {<<: [*a, {z: 4}]}, n: 0x1f}") == {
+    assert parse_yaml("{a: &a {x: 1, y: 2}, b: {<<: *a, y: 3}, c: {<<: [*a, {z: 4}]}, n: 0x1f}") == {
         "a": {"x": 1, "y": 2},
         "b": {"x": 1, "y": 3},
         "c": {"x": 1, "y": 2, "z": 4},
@@ -78,9 +78,9 @@ def test_merge_keys_are_read() -> None:
 
 
 def test_what_is_no_object_is_no_settings() -> None:
-    assert settings_of('{"a": [1]}') == {"a": [1]}
+    assert parse_settings('{"a": [1]}') == {"a": [1]}
     with pytest.raises(ValueError, match="holds a list, not settings by name"):
-        settings_of("[1]")
+        parse_settings("[1]")
 
 
 def test_a_deep_value_of_an_option_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

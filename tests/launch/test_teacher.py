@@ -23,8 +23,8 @@ GOAL = ["algo=distill", "algo.teacher.context=goal"]
     ("overrides", "message"),
     [
         (["algo.teacher.context=goal"], "algo.teacher.context=goal: without effect, since there is no teacher; set"),
-        (["algo=distill"], "algo.teacher.model=reference: knows no more than the policy; set algo.teacher.context"),
-        (["algo=distill", "algo.teacher.model=policy"], "algo.teacher.model=policy: knows no more than the policy"),
+        (["algo=distill"], "algo.teacher.model=reference: such a teacher equals the policy; set algo.teacher.context"),
+        (["algo=distill", "algo.teacher.model=policy"], "algo.teacher.model=policy: such a teacher equals the policy"),
         ([*GOAL, "algo.objective=dpo"], "algo.teacher.weight=0.5: a teacher is part of the policy loss, which"),
         (
             [*GOAL, "train.stage=sft"],
@@ -32,7 +32,7 @@ GOAL = ["algo=distill", "algo.teacher.context=goal"]
         ),
         (
             [*GOAL, "algo.teacher.server=http://h:1", "algo.teacher.model=policy"],
-            "algo.teacher.server=http://h:1: holds the teacher, and algo.teacher.model=policy is another",
+            "algo.teacher.server=http://h:1: algo.teacher.model=policy names another teacher; remove one",
         ),
         (
             ["algo=distill", "algo.teacher.server=http://h:1", "rollout.turn.temperature=0.7"],
@@ -46,7 +46,7 @@ GOAL = ["algo=distill", "algo.teacher.context=goal"]
         ),
         (
             ["algo=distill", "algo.teacher.server=http://h:1", "algo.teacher.prompt=collaborator.j2"],
-            "tells the teacher nothing; set algo.teacher.context",
+            "without effect, as the teacher's prompt is the policy's; set algo.teacher.context",
         ),
         ([*GOAL, "algo.teacher.prompt=user.j2"], "algo.teacher.prompt="),
         (

@@ -18,10 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHES = sorted(file.stem for file in (ROOT / "tools" / "bench").glob("*.py"))
 # More than a quarter of a minute, as they start servers, train, or import in many processes; or what they find wrong,
 # the tests find: of the metric accuracy, of bad input, personal data, recordings, reading rows, reward workers, credit
-# rules, sentinels, packing and scheduling.
-SLOW = {"async_steps", "booking", "in_flight", "judge_outage", "layouts", "logprob", "preemption", "prefix", "publish"}
+# rules, sentinels and scheduling.
+SLOW = {"booking", "in_flight", "judge_outage", "layouts", "logprob", "preemption", "prefix", "publish"}
 SLOW |= {"accuracy", "bad_input", "data", "personal", "replay", "reward_loop"}
-SLOW |= {"credit", "evidence", "packing", "sentinels", "timeline"}
+SLOW |= {"credit", "evidence", "sentinels", "timeline"}
 SLOW |= {"build", "dpo", "gpu", "lora", "mutants", "rehearse", "sandbox", "step", "store", "train_turns", "tree"}
 # No order beats the bounds that the benches divide by, and nothing may be lost, read wrongly or played again.
 HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {

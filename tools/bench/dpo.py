@@ -39,7 +39,8 @@ sys.path.append(str(Path(sys.prefix) / "compared"))  # see tools/setup_env.sh
 patches.apply("megatron")
 
 import torch  # noqa: E402
-from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from random_models import save_qwen3  # noqa: E402
+from transformers import Qwen3ForCausalLM  # noqa: E402
 
 from megatron_collab.config import Config  # noqa: E402
 from megatron_collab.runtime.network import single_rank  # noqa: E402
@@ -49,29 +50,11 @@ from megatron_collab.types import Batch, Sample, ScoredBatch  # noqa: E402
 
 PAIRS, SMOKE_PAIRS, UPDATES = 32, 8, 3
 VOCAB, LR, CLIP, BETA = 4096, 1e-5, 1.0, 0.1
+SIZES = {"hidden": 256, "ffn": 768, "layers": 4, "heads": 4, "kv_heads": 2}
 MEAN_LOG_PROMPT, MEAN_LOG_REPLY, SIGMA, SHORTEST, LONGEST = 4.6, 3.7, 0.8, 8, 1024
 TRL_MICRO_BATCHES = (4, 16)  # pairs
 LOSSES = ("sigmoid_norm", "ipo", "sigmoid")
 Metrics = dict[str, float]
-
-
-def make_model(folder: Path) -> int:
-    """A random Qwen3 in `folder`; its number of parameters."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        tie_word_embeddings=True,
-        max_position_embeddings=2 * LONGEST,
-    )
-    model = Qwen3ForCausalLM(config).float()
-    model.save_pretrained(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def make_pairs(count: int) -> list[Sample]:
@@ -201,7 +184,7 @@ def main() -> None:
     config.launch.device = "cpu"
     with tempfile.TemporaryDirectory() as scratch, parallel.init_parallel(config.launch, network_spec(config)):
         folder = Path(scratch) / "model"
-        parameters = make_model(folder)
+        parameters = save_qwen3(folder, **SIZES, vocab=VOCAB, positions=2 * LONGEST, tie_word_embeddings=True)
         samples = make_pairs(SMOKE_PAIRS if arguments.smoke else PAIRS)
         lengths = [len(sample.token_ids) for sample in samples]
         print(f"{parameters / 1e6:.1f} M parameters, {sum(lengths)} tokens, the longest {max(lengths)}", flush=True)

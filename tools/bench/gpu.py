@@ -36,6 +36,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from random_models import save_qwen3
 
 from megatron_collab import patches
 from megatron_collab.config import Config
@@ -70,30 +71,9 @@ class Size:
     copied: int
 
 
+MODEL = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab")
 FULL = Size(4, 4096, 12_288, 32, 8, 128, 32_768, 8, 4096, 8192, 8192, 4 << 30)
 SMOKE = Size(2, 256, 512, 4, 2, 64, 512, 2, 128, 256, 256, 1 << 20)
-
-
-def make_model(folder: Path, size: Size) -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from megatron_collab.environments import tiny_model
-
-    words = [f"word{number}" for number in range(size.vocab - len(tiny_model.SPECIAL))]
-    tiny_model.word_tokenizer(words).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=size.vocab,
-        hidden_size=size.hidden,
-        intermediate_size=size.ffn,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=size.head_dim,
-        max_position_embeddings=2 * size.length,
-        tie_word_embeddings=False,
-    )
-    Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
 
 
 def configure(folder: Path, size: Size, fp8: bool = False) -> Config:
@@ -230,7 +210,8 @@ def main() -> int:
     print(f"{gpu.detail}, torch {torch.__version__}{': these figures mean nothing' * arguments.smoke}", flush=True)
     parts = [part for part in PARTS if part != "fp8" or capability >= HOPPER]
     with TemporaryDirectory() as folder:
-        make_model(Path(folder), size)
+        sizes = {name: getattr(size, name) for name in MODEL}
+        save_qwen3(Path(folder), **sizes, positions=2 * size.length, dtype=torch.bfloat16, words=True)
         results = {part: measure(part, Path(folder), arguments.smoke) for part in parts}
     step, transfer = results["bfloat16"], results["publish"]
     values = {

@@ -48,6 +48,7 @@ warnings.filterwarnings("ignore")
 patches.apply("megatron")
 
 import torch  # noqa: E402
+from random_models import save_qwen3  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from megatron_collab.checkpoint import convert, storage  # noqa: E402
@@ -69,30 +70,8 @@ VOCAB, RANK, LR, STEPS = 4608, 32, 1e-4, 3
 SEQUENCES, LONGEST = 16, 96
 PROMPTS, PROMPT, REPLY = 8, 24, 16
 REPEATS, LONG = 5, 128  # times that something is timed, and tokens of a reply that is
-SIZES = {"hidden_size": 1024, "intermediate_size": 3200, "num_attention_heads": 16, "num_key_value_heads": 8}
-SMOKE_SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-
-
-def make_model(folder: Path, smoke: bool) -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from megatron_collab.environments import tiny_model
-
-    tokenizer = tiny_model.word_tokenizer([f"word{number}" for number in range(VOCAB - len(tiny_model.SPECIAL))])
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        **(SMOKE_SIZES if smoke else SIZES),
-        vocab_size=VOCAB,
-        num_hidden_layers=3,
-        head_dim=16 if smoke else 64,
-        initializer_range=0.05,
-        max_position_embeddings=2048,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+SIZES = {"hidden": 1024, "ffn": 3200, "heads": 16, "kv_heads": 8, "head_dim": 64}
+SMOKE_SIZES = {"hidden": 64, "ffn": 128, "heads": 4, "kv_heads": 2, "head_dim": 16}
 
 
 def configure(folder: Path, rank: int | None, serve: str = "merged") -> Config:
@@ -223,7 +202,7 @@ async def sample(config: Config, server: SGLangServer, tokens: int = REPLY) -> l
 
 def measure(folder: Path, smoke: bool) -> dict[str, float]:
     model, samples = folder / "model", make_samples()
-    make_model(model, smoke)
+    save_qwen3(model, **(SMOKE_SIZES if smoke else SIZES), vocab=VOCAB, layers=3, words=True, initializer_range=0.05)
     config, adapter_config = configure(model, RANK), configure(model, RANK, "adapters")
     with ExitStack() as stack:
         servers = [

@@ -46,6 +46,7 @@ patches.apply("megatron")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing  # noqa: E402
+from random_models import save_qwen3  # noqa: E402
 
 from megatron_collab.checkpoint.hf import named_shards  # noqa: E402
 from megatron_collab.config import Config  # noqa: E402
@@ -65,6 +66,7 @@ from megatron_collab.weight_sync.sync import WeightSync  # noqa: E402
 
 LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2)}
 VOCAB, BUCKET_BYTES = 4608, 110 << 20
+SIZES = {"hidden": 1024, "ffn": 3200, "heads": 16, "kv_heads": 8}
 LAYERS, WARM, TIMED, CHANGED = 7, 2, 9, 20
 PROMPTS, PROMPT, REPLY = 8, 24, 16
 
@@ -98,32 +100,6 @@ class TimedSender:
     def write(self, *arguments: Any) -> None:
         with self._profile.timed("write"):
             self._sender.write(*arguments)
-
-
-def make_model(folder: Path, layers: int) -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from megatron_collab.environments import tiny_model
-
-    tokenizer = tiny_model.word_tokenizer([f"word{number}" for number in range(VOCAB - len(tiny_model.SPECIAL))])
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=1024,
-        intermediate_size=3200,
-        num_hidden_layers=layers,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=64,
-        initializer_range=0.05,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen3ForCausalLM(config).float().save_pretrained(folder)
 
 
 def configure(folder: Path, tp: int = 1, pp: int = 1) -> Config:
@@ -372,7 +348,8 @@ def main() -> None:
         return
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        make_model(folder, 2 if arguments.smoke else LAYERS)
+        layers = 2 if arguments.smoke else LAYERS
+        save_qwen3(folder, **SIZES, vocab=VOCAB, layers=layers, words=True, initializer_range=0.05)
         with SGLangServer(server_specs.training(configure(folder)).policy, folder / "server.log") as server:
             server.wait_healthy(400)
             results = {

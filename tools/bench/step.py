@@ -33,7 +33,8 @@ sys.path.append(str(Path(sys.prefix) / "compared"))  # TRL, installed by tools/s
 patches.apply("megatron")
 
 import torch  # noqa: E402
-from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from random_models import save_qwen3  # noqa: E402
+from transformers import Qwen3ForCausalLM  # noqa: E402
 
 from megatron_collab.algo.advantages import with_advantages  # noqa: E402
 from megatron_collab.config import Config  # noqa: E402
@@ -44,27 +45,9 @@ from megatron_collab.types import Batch, Credit, Sample, ScoredBatch  # noqa: E4
 
 SEQUENCES, SMOKE_SEQUENCES = 128, 16
 GROUP, VOCAB, LR, CLIP = 8, 32_768, 1e-5, 1.0
+SIZES = {"hidden": 384, "ffn": 1024, "layers": 7, "heads": 6, "kv_heads": 2}
 MEAN_LOG, SIGMA, SHORTEST, LONGEST = 3.7, 0.8, 8, 1024
 TRL_MICRO_BATCHES = (8, 32)
-
-
-def make_model(folder: Path) -> int:
-    """A random Qwen3 in `folder`; its number of parameters."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_hidden_layers=7,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=64,
-        tie_word_embeddings=True,
-        max_position_embeddings=2048,
-    )
-    model = Qwen3ForCausalLM(config).float()
-    model.save_pretrained(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def make_samples(count: int) -> list[Sample]:
@@ -183,7 +166,7 @@ def main() -> None:
     config.launch.device = "cpu"
     with tempfile.TemporaryDirectory() as scratch, parallel.init_parallel(config.launch, network_spec(config)):
         folder = Path(scratch) / "model"
-        parameters = make_model(folder)
+        parameters = save_qwen3(folder, **SIZES, vocab=VOCAB, tie_word_embeddings=True)
         samples = make_samples(SMOKE_SEQUENCES if arguments.smoke else SEQUENCES)
         lengths = [len(sample.token_ids) for sample in samples]
         print(f"{parameters / 1e6:.1f} M parameters, {sum(lengths)} tokens, the longest {max(lengths)}", flush=True)

@@ -33,7 +33,7 @@ from megatron_collab.launch.trainer_specs import network_spec, trainer_spec
 patches.apply("megatron")
 
 import torch  # noqa: E402
-from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from random_models import save_qwen3  # noqa: E402
 
 from megatron_collab.algo.advantages import with_advantages  # noqa: E402
 from megatron_collab.config import Config  # noqa: E402
@@ -45,23 +45,8 @@ from megatron_collab.trainer.trainer import PolicyTrainer  # noqa: E402
 from megatron_collab.types import Batch, Credit, Sample  # noqa: E402
 
 PROMPTS, ROLLOUTS, FUTURES, LATER = 4, 2, 3, 2
+SIZES = {"hidden": 384, "ffn": 1152, "layers": 6, "heads": 6, "kv_heads": 2}
 VOCAB, PROMPT, TURN, USER = 4096, (250, 350), (60, 100), (30, 50)
-
-
-def make_model(folder: Path) -> None:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=384,
-        intermediate_size=1152,
-        num_hidden_layers=6,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=64,
-        tie_word_embeddings=True,
-        max_position_embeddings=2048,
-    )
-    Qwen3ForCausalLM(config).float().save_pretrained(folder)
 
 
 def make_samples(prompts: int) -> tuple[tuple[Sample, ...], int]:
@@ -145,7 +130,7 @@ def main() -> None:
     config.launch.device = "cpu"
     with tempfile.TemporaryDirectory() as scratch, parallel.init_parallel(config.launch, network_spec(config)):
         folder = Path(scratch) / "model"
-        make_model(folder)
+        save_qwen3(folder, **SIZES, vocab=VOCAB, tie_word_embeddings=True)
         samples, nodes = make_samples(1 if arguments.smoke else PROMPTS)
         trees, plain = Measured(folder, samples), Measured(folder, samples, plainly)
         for _ in range(1 + (1 if arguments.smoke else arguments.rounds)):

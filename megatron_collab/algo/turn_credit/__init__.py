@@ -1,6 +1,6 @@
 """How the rewards of a whole conversation become credits of its turns: reward.turn_credit, by name or class path.
 
-`rollout.futures=0` trains whole conversations. The rules of papers are the other files of this folder.
+`rollout.futures=0` trains whole conversations. Rules from papers are in the other files of this folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Episode:
     """A played conversation of a group, with the reward of each of its turns.
 
     `rewards[t]`: those that users, tools and metrics of turns gave for `conversation.turns[t]`; the last includes the
-    conversation's. Their sum is what the conversation is worth. `turn_scores`: as in Future.
+    conversation's. Their sum is the value of the conversation. `turn_scores`: as in Future.
     """
 
     task: Task
@@ -38,8 +38,9 @@ class Episode:
 class Share:
     """A value that turns of a conversation share.
 
-    `turns`: their indices, each with the factor of its advantage. Shares of a group with equal `peers` are compared
-    with each other. The advantages of several shares of a turn are added; a turn without a share is not trained.
+    `turns`: the indices of these turns, each with the factor by which its advantage is multiplied. Shares of a group
+    with equal `peers` are compared with each other. If a turn has several shares, their advantages are added; a turn
+    without a share is not trained.
     """
 
     value: float
@@ -51,8 +52,8 @@ class TurnCredit(Extension, ABC):
     """Base of the rules that reward.turn_credit may name as package.module:Class.
 
     `rewards`: the value of a share is a reward that comes after its last turn, as a critic's estimator needs it; not a
-    return. `compared`: shares are not numbers to learn from before they are compared with their peers. An instance
-    computes one group and keeps nothing.
+    return. `compared`: a share says something only if it is compared with its peers. An instance computes the shares of
+    one group and keeps no state.
     """
 
     rewards: ClassVar[bool] = False
@@ -103,7 +104,10 @@ class Equal(TurnCredit):
 
 
 class Immediate(TurnCredit):
-    """Each turn gets its reward alone: what a critic's estimator sums up itself, and a bandit of turns without one."""
+    """Each turn gets only its own reward.
+
+    An estimator with a critic adds up the rewards itself. Without a critic, turns do not count for what follows them.
+    """
 
     rewards = True
 

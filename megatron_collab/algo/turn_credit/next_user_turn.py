@@ -1,7 +1,7 @@
 """The user's next message is a local verdict on the turns before it.
 
-After the idea of FACA (arXiv:2608.17499), of which only a summary was at hand: a segment of turns gets a local
-advantage from the user's next turn, beside the advantage of the outcome. The formula is this project's.
+The idea is that of FACA (arXiv:2608.17499), known here from a summary only: a segment of turns gets a local advantage
+from the user's next turn, besides the advantage of the outcome. The formula is this project's.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from megatron_collab.config import option
 
 
 class NextUserTurn(TurnCredit):
-    """A_t = A + weight A_L: A compares what conversations are worth, A_L the verdicts on their segments.
+    """A_t = A + weight A_L: A compares the values of conversations, A_L the verdicts on their segments.
 
     A segment is a reply with the tool calls before it. Its verdict is the score that the metric `verdict` gave its
-    turns, e.g. `generative` with turns=reaction, which reads the user's answer to them. It is compared with the
-    verdicts on the segments of the same number in the group's other conversations: they answer as many messages.
+    turns, e.g. `generative` with turns=reaction, which reads the user's answer to them. The verdict on the n-th segment
+    is compared with those on the n-th segments of the group's other conversations, since these answer the user's n-th
+    message too.
     """
 
     compared = True

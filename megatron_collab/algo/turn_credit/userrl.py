@@ -19,9 +19,10 @@ class UserRl(TurnCredit):
     conversation's tokens with a credit above 0, as in the published code, so that A is the mean of their A_t; without
     such tokens all A_t are 0. gamma is reward.turn_gamma, 0.8 in the paper's code.
 
-    The paper's rewards are in [0, 1]. Credits of costs would turn the sign of A_t, or divide it by almost 0, so
-    credits count a negative reward as 0, and `em` one above 1 as 1; the score counts them as they are. With `r2g` a
-    conversation without a positive reward is thus not learned from, as in the published code.
+    The paper's rewards are in [0, 1]. A negative credit would flip the sign of A_t, or bring mean(c) close to 0, so a
+    negative reward counts as 0 in credits, and in `em` a reward above 1 counts as 1. The score uses the rewards as they
+    are. With `r2g`, therefore, nothing is learned from a conversation without a positive reward, as in the published
+    code.
 
     `equalized` with `sum` differs from reward.turn_credit=equal in the division of the score by the number of turns.
     """

@@ -149,7 +149,7 @@ class _WriterThread:
             logger.warning(f"writer {self._name}: {redacted(reason)}")
 
 
-def settings_of(config: PlayConfig) -> dict[str, Any]:
+def logged_settings(config: PlayConfig) -> dict[str, Any]:
     """All settings of the run, without keys."""
     return redacted(asdict(config))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_collab.config import PlayConfig, option
 from megatron_collab.config.load import leaves
-from megatron_collab.observability.writers import Rows, Writer, plain_text, settings_of
+from megatron_collab.observability.writers import Rows, Writer, logged_settings, plain_text
 from megatron_collab.runtime import files
 
 _PARAMS = 100  # that one request may hold
@@ -43,7 +43,7 @@ class MlflowWriter(Writer):
         of = experiment.experiment_id if experiment else self._client.create_experiment(options.experiment)
         self._id = self._client.create_run(of, run_name=folder.name).info.run_id
         files.replace(file, self._id)
-        values = leaves(settings_of(config))
+        values = leaves(logged_settings(config))
         params = [Param(_name(name), str(value)[:_PARAM_LENGTH]) for name, value in values]
         for at in range(0, len(params), _PARAMS):
             self._client.log_batch(self._id, params=params[at : at + _PARAMS])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_collab.config import PlayConfig, option
-from megatron_collab.observability.writers import Rows, Writer, plain_text, run_id, settings_of
+from megatron_collab.observability.writers import Rows, Writer, logged_settings, plain_text, run_id
 
 
 class SwanlabWriter(Writer):
@@ -33,7 +33,7 @@ class SwanlabWriter(Writer):
             name=folder.name,
             mode=options.mode,
             log_dir=str(folder / "swanlab"),
-            config=settings_of(config),
+            config=logged_settings(config),
             id=run_id(config, "swanlab"),
             resume="allow",
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_collab.config import PlayConfig, option
-from megatron_collab.observability.writers import Rows, Writer, plain_text, run_id, settings_of
+from megatron_collab.observability.writers import Rows, Writer, logged_settings, plain_text, run_id
 
 
 class TrackioWriter(Writer):
@@ -27,7 +27,7 @@ class TrackioWriter(Writer):
         self._run = trackio.init(
             project=options.project,
             name=f"{Path(config.run.dir).name}-{run_id(config, 'trackio')[:6]}",
-            config=settings_of(config),
+            config=logged_settings(config),
             resume="allow",
             embed=False,
             auto_log_gpu=False,

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from megatron_collab.config import PlayConfig
-from megatron_collab.observability.writers import Rows, Writer, cells, run_id, settings_of
+from megatron_collab.observability.writers import Rows, Writer, cells, logged_settings, run_id
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class WandbWriter(Writer):
             group=run.wandb_group,
             tags=list(run.wandb_tags),
             dir=run.dir,
-            config=settings_of(config),
+            config=logged_settings(config),
             id=run_id(config, "wandb"),
             resume="allow",
             settings=wandb.Settings(init_timeout=_SECONDS),

@@ -118,9 +118,6 @@ _DENIES = _any_of(
 _AFTER_BOX = re.compile(
     r"(?:[\s$\\)\]}.,;:*。]|!(?![\s}]*(?:\$|\\[)\]])))*(?:(?:is|as) (?:the|our|my) (?:final |correct )?answer\W*)?"
 )
-_UNIT_BEHIND_BOX = re.compile(
-    r"\}?(?:\$|\\\)|\s)*((?:(?:square|cubic) )?(?!(?:and|or)\b)[^\W\d_][^\s$\\{}]{0,40}?)[.*]*"
-)
 _REMARK = re.compile(r"\w\s+\([^$\\]*$")  # a bracket in plain text, which multiplies nothing
 _OF_A_FORMULA = re.compile(r"(?:^|[^\\])(?:\$\$?|\\\(|\\\[)(?P<inner>(?:[^$\\]|\\[^()\[\]])*)$")
 

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_collab.config import ConfigError, option, require
-from megatron_collab.config.documents import yaml_of
+from megatron_collab.config.documents import parse_yaml
 from megatron_collab.rollout.tools import Tool, ToolFailure, ToolResult
 from megatron_collab.runtime import files, verl
 from megatron_collab.runtime.side_loop import SideLoop
@@ -107,7 +107,7 @@ def _entries(file: str, setting: str) -> list[Any]:
     path = Path(file)
     require(path.is_file(), f"{setting}: no such file")
     try:
-        content = yaml_of(files.read_text(path, _LONGEST_FILE))
+        content = parse_yaml(files.read_text(path, _LONGEST_FILE))
         if isinstance(content, dict):  # OmegaConf would read a text as YAML again
             content = OmegaConf.to_container(OmegaConf.create(content), resolve=True)
     except (OmegaConfBaseException, ValueError, OSError) as error:

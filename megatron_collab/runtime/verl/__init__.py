@@ -16,10 +16,9 @@ from types import ModuleType
 from typing import Any
 
 from megatron_collab.config import ConfigError, require, resolve
-from megatron_collab.runtime.side_loop import LateCall, SideLoop
+from megatron_collab.runtime.side_loop import SideLoop
 
 _ALL_ARGS, _ALL_KEYWORDS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-SECONDS = 60.0  # time for each trial before a run starts
 MODULES = {  # the module of this package that stands in for one of verl
     "verl.interactions.base": "base",
     "verl.tools.base_tool": "base",
@@ -64,12 +63,13 @@ def load(spec: str, setting: str, methods: Sequence[str] = ()) -> Any:
 
 
 def attempt(label: str, function: Callable[..., Any], *args: Any) -> Any:
-    """The result of a function, called before a run starts. Raises ConfigError if it fails or takes over SECONDS."""
+    """The result of a function, called before a run starts; launch/extensions.py limits its time.
+
+    Raises ConfigError if it fails.
+    """
     loop = SideLoop.acquire()
     try:
-        return loop.run_within(SECONDS, function, *args)
-    except LateCall as error:
-        raise ConfigError(f"{label} ({error})") from error
+        return loop.wait_for(function, *args)
     except Exception as error:  # an extension may raise anything
         raise ConfigError(f"{label} ({' '.join(f'{type(error).__name__}: {error}'.split())})") from error
     finally:

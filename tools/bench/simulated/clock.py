@@ -1,4 +1,4 @@
-"""Simulated time: an event loop whose clock jumps, and Ray actors that are objects of this process."""
+"""Simulated time: an event loop whose clock jumps, also for tests, and Ray actors that are objects of this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ CALL_SECONDS = 1e-3  # of a message to an actor
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Whatever can run does so before any time passes; then the clock jumps to the next timer."""
+    """Whatever can run does so before any time passes; then the clock jumps to the next timer.
+
+    So a pause takes no time, and a busy machine misses no deadline. What a thread, a process or a socket does counts as
+    taking no time, and a timer may go off before it.
+    """
 
     def __init__(self) -> None:
         self._jumping = _Jumping()
