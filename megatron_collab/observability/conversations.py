@@ -59,16 +59,6 @@ def is_conversation(row: Mapping[str, Any]) -> bool:
     return has_messages and isinstance(scores, dict) and isinstance(row.get("task"), str)
 
 
-def by_task(rows: Rows) -> list[list[Mapping[str, Any]]]:
-    """The rows by task; rows of a task are consecutive, with its first conversation first."""
-    tasks: list[list[Mapping[str, Any]]] = []
-    for row in rows:
-        if row.get("rollout", 0) == 0 or not tasks:
-            tasks.append([])
-        tasks[-1].append(row)
-    return tasks
-
-
 def scores_by_task(tasks: Sequence[Rows], name: str) -> Iterator[tuple[str, list[float]]]:
     """By task, given by its rows: its id and the values of the metric `name`; tasks without a value are left out."""
     for task in tasks:

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_collab.observability import evaluations
-from megatron_collab.observability.conversations import by_task, is_conversation, rows_of_file, scores_by_task
+from megatron_collab.observability.conversations import is_conversation, rows_of_file, scores_by_task
+from megatron_collab.observability.transcripts import by_group
 from megatron_collab.statistics import Estimate, Tasks, unpaired_difference
 
 Scores = Mapping[str, Tasks]  # by metric
@@ -63,6 +64,6 @@ def _named(kind: str, estimates: Mapping[str, Estimate]) -> dict[str, float]:
 
 
 def _scores(file: Path) -> Scores:
-    tasks = by_task(rows_of_file(file, is_conversation))
+    tasks = [*by_group(rows_of_file(file, is_conversation))]
     names = {name for task in tasks for row in task for name in row["scores"]}
     return {name: dict(scores_by_task(tasks, name)) for name in names}

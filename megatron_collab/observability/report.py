@@ -15,9 +15,10 @@ from matplotlib.figure import Figure
 
 from megatron_collab.config import SETTINGS
 from megatron_collab.observability import evaluations
-from megatron_collab.observability.conversations import MetricChange, by_task, changes, is_conversation, rows_of_file
+from megatron_collab.observability.conversations import MetricChange, changes, is_conversation, rows_of_file
 from megatron_collab.observability.evaluations import AFTER, BEFORE
 from megatron_collab.observability.records import number, of_step
+from megatron_collab.observability.transcripts import by_group
 from megatron_collab.observability.writers import CONVERSATIONS, Rows
 from megatron_collab.runtime import files
 from megatron_collab.statistics import Estimate
@@ -68,7 +69,7 @@ def comparisons(folder: Path, records: Mapping[str, evaluations.Record]) -> Iter
             "name": set_name,
             "moments": [moment.replace("_", " ") for moment in shown_moments],
             "table": table(first, last),
-            "counts": [len(by_task(rows)) for rows in conversations],
+            "counts": [len([*by_group(rows)]) for rows in conversations],
             "pairs": pairs(first, last),
             "gaps": gap_table(records.get(evaluations.name_of(set_name, moments[-1]), {})),
         }
@@ -79,7 +80,7 @@ def table(before: Rows, after: Rows) -> list[tuple[str, str, str, str]]:
 
     With several samples of a task, shares also have rows for pass@k and pass^k.
     """
-    return [_cells(change) for change in changes(by_task(before), by_task(after))]
+    return [_cells(change) for change in changes([*by_group(before)], [*by_group(after)])]
 
 
 def _cells(change: MetricChange) -> tuple[str, str, str, str]:
@@ -102,7 +103,7 @@ def gap_table(record: evaluations.Record) -> list[tuple[str, str, str]]:
 
 def pairs(before: Rows, after: Rows) -> list[dict[str, Any]]:
     """The first conversation about each task before and after, changed ones first; of `before` alone if no `after`."""
-    firsts, later = ([task[0] for task in by_task(rows)] for rows in (before, after))
+    firsts, later = ([group[0] for group in by_group(rows)] for rows in (before, after))
     if not after:
         return [{"task": row["task"], "rows": [row]} for row in firsts[:CONVERSATIONS]]
     after_by_task = {row["task"]: row for row in later}

@@ -25,6 +25,7 @@ from sklearn.model_selection import StratifiedGroupKFold, cross_val_predict
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from megatron_collab.observability.records import finite
 from megatron_collab.statistics import bootstrap, wilson
 from megatron_collab.types import Group
 from megatron_collab.user_logs.logs import LoggedConversation
@@ -147,7 +148,7 @@ def compare(real: Sequence[UserMessages], simulated: Sequence[UserMessages], see
             }
             for at in order
         ],
-        "rates": {name: [_number(rate(side)) for side in (real, simulated)] for name, rate in RATES.items()},
+        "rates": {name: finite([rate(side) for side in (real, simulated)]) for name, rate in RATES.items()},
     }
 
 
@@ -259,10 +260,6 @@ def _interval(correct: np.ndarray, labels: np.ndarray, group: np.ndarray) -> lis
         return np.mean(shares, axis=0)
 
     return list(bootstrap([len(hits) for hits, _ in sides], accuracy))
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else float(value)
 
 
 def _cell(value: float | None) -> str:
