@@ -14,7 +14,7 @@ from megatron_collab.data import messages
 from megatron_collab.environments import booking
 from megatron_collab.environments.desk_user import read_goal
 from megatron_collab.observability import evaluations, records
-from megatron_collab.rollout.tools.verl import verl_tools
+from megatron_collab.rollout.tools import verl
 from megatron_collab.rollout.users import forms
 from megatron_collab.rollout.users.scripts import facts_of
 from megatron_collab.types import Task
@@ -81,9 +81,9 @@ def test_merges_and_tags_of_yaml_are_refused_in_one_line(text: str, reason: str)
     "text",
     [
         "a: ${b}\nb: ${a}\ntools: []",
-        "\n".join(f"a{n}: ${{a{n + 1}}}" for n in range(2000)) + "\na2000: x\ntools: []",
-        "a0: " + "x" * 100 + "\n" + "\n".join(f"a{n}: '${{a{n - 1}}}${{a{n - 1}}}'" for n in range(1, 15)),
-        "a0: [x]\n" + "\n".join(f"a{n}: ['${{a{n - 1}}}', '${{a{n - 1}}}']" for n in range(1, 18)) + "\ntools: ${a17}",
+        "\n".join(f"a{n}: ${{a{n + 1}}}" for n in range(150)) + "\na150: x\ntools: []",
+        "a0: " + "x" * 1000 + "\n" + "\n".join(f"a{n}: '${{a{n - 1}}}${{a{n - 1}}}'" for n in range(1, 5)),
+        "a0: [x]\n" + "\n".join(f"a{n}: ['${{a{n - 1}}}', '${{a{n - 1}}}']" for n in range(1, 10)) + "\ntools: ${a9}",
         "a: '${oc.decode:\"" + "[" * 150 + "]" * 150 + "\"}'\ntools: []",
         "a: ${no.such}\ntools: []",
         "tools: '${oc.create:[[[['",
@@ -92,10 +92,13 @@ def test_merges_and_tags_of_yaml_are_refused_in_one_line(text: str, reason: str)
         PAIRS,
     ],
 )
-def test_interpolations_of_a_file_of_tools_are_bounded(tmp_path: Path, text: str) -> None:
+def test_interpolations_of_a_file_of_tools_are_bounded(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verl, "_LONGEST_FILE", 5000)
     (tmp_path / "tools.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"^rollout.tools=.*tools.yaml: cannot be read \(.*; verl's file") as error:
-        verl_tools(str(tmp_path / "tools.yaml"))
+        verl.verl_tools(str(tmp_path / "tools.yaml"))
     assert "\n" not in str(error.value)
 
 

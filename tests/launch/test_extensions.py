@@ -144,9 +144,9 @@ def check(folder: Path, part: str, code: str) -> str:
 @pytest.mark.parametrize(
     ("part", "code", "reason"),
     [
-        ("imported", HANGS, "rollout.tools=my.py:Helper: importing my.py does not finish within 3 s"),
-        ("imported", "bytes(1 << 35)", "rollout.tools=my.py:Helper: importing my.py takes more than 4 GiB of memory"),
-        ("imported", "os._exit(0)", "rollout.tools=my.py:Helper: importing my.py ends the process with code 0"),
+        ("imported", HANGS, "rollout.player=my.py:Group: importing my.py does not finish within 3 s"),
+        ("imported", "bytes(1 << 35)", "rollout.player=my.py:Group: importing my.py takes more than 4 GiB of memory"),
+        ("imported", "os._exit(0)", "rollout.player=my.py:Group: importing my.py ends the process with code 0"),
         ("world", HANGS, "data.world=my.py:Place: making it does not finish within 3 s"),
         ("world", "bytes(1 << 35)", "data.world=my.py:Place: making it takes more than 4 GiB of memory"),
         ("reader", "os._exit(3)", "data.format=my.py:Reader: making it ends the process with code 3"),
@@ -189,4 +189,16 @@ def test_settings_that_name_no_code_need_no_child(monkeypatch: pytest.MonkeyPatc
     check_extensions(config)
     config.rollout.tools = ["tools.yaml"]
     with pytest.raises(pytest.fail.Exception):
+        check_extensions(config)
+
+
+@pytest.mark.processes
+def test_a_file_of_tools_that_grows_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its interpolations double 40 times; what takes less is bounded in tests/config/test_documents.py."""
+    monkeypatch.setattr(extensions, "SECONDS", 3.0)
+    doubled = "".join(f"a{n}: ['${{a{n - 1}}}', '${{a{n - 1}}}']\n" for n in range(1, 40))
+    (tmp_path / "tools.yaml").write_text(f"a0: [x]\n{doubled}tools: ${{a39}}\n")
+    config = Config()
+    config.rollout.tools = [str(tmp_path / "tools.yaml")]
+    with pytest.raises(ConfigError, match=r"^rollout.tools: making them (does not finish within 3 s|takes more)"):
         check_extensions(config)
