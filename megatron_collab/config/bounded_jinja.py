@@ -126,7 +126,7 @@ class _Clock:
     """Raises TemplateLimit once the rendering has taken SECONDS, or has computed more than _MOST characters."""
 
     def __init__(self) -> None:
-        self._deadline, self._left = time.thread_time() + SECONDS, _MOST
+        self._deadline, self._room = time.thread_time() + SECONDS, _MOST
 
     def __call__(self, parts: Sequence[Any] = (), constant: int = 0) -> str:
         """The text of `parts`; `constant`: characters that the template writes besides."""
@@ -137,8 +137,8 @@ class _Clock:
         return "".join(map(str, parts))
 
     def count(self, size: int) -> None:
-        self._left -= size
-        if self._left < 0:
+        self._room -= size
+        if self._room < 0:
             raise TemplateLimit(f"computes more than {_MOST} characters")
 
 
@@ -183,16 +183,16 @@ def _inserted(name: str, values: Sequence[Any], width: int) -> int:
             return text.count(before) * len(after)
         case "join", [first, second, *_]:
             return len(first) * len(second)
-        case "format", [str() as text, *others]:
-            return _formatted(_percent_fields(text), others)
+        case "format", [str() as text, *arguments]:
+            return _formatted(_percent_fields(text), arguments)
         case "expandtabs", [str() as text]:
             return text.count("\t") * width
         case "indent", [str() as text, *_]:
             return (1 + text.count("\n")) * longest
         case "urlize", [str() as text, *_]:
             return text.count(".") * longest
-        case "translate" | "wordwrap", [str() as text, *others]:
-            return len(text) * max(map(_size, others), default=0)
+        case "translate" | "wordwrap", [str() as text, *arguments]:
+            return len(text) * max(map(_size, arguments), default=0)
         case "tojson" | "pprint", [value, *_]:
             return _levels(value) * width
     return 0

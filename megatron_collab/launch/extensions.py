@@ -66,11 +66,11 @@ def _call_all(config: PlayConfig, named: Sequence[tuple[str, str]], steps: Steps
 
     for label, location in named:
         attempt(f"{label}: importing {location}", load_module, location, label)
-    made: list[tuple[str, str | None, type, Mapping[str, Any]]] = [
+    constructed: list[tuple[str, str | None, type, Mapping[str, Any]]] = [
         ("data.world", config.data.world, World, config.data.world_options),
         ("data.format", config.data.format, TaskReader, config.data.format_options),
     ]
-    for setting, spec, base, options in made:
+    for setting, spec, base, options in constructed:
         if spec and ":" in spec:
             attempt(f"{setting}={spec}: making it", make, spec, setting, base, options, f"{setting}_options.")
     if ":" in config.rollout.player:
