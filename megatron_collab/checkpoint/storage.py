@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_collab.config import ConfigError, require
+from megatron_collab.config.documents import parse_json
 from megatron_collab.runtime.files import replace
 from megatron_collab.runtime.process import BEST, beat
 
@@ -73,8 +74,8 @@ def best(run: Path) -> int | None:
     """The step whose checkpoint train.keep_best keeps; None without one. Raises ConfigError if best.json is invalid."""
     file = run / BEST
     try:
-        return int(json.loads(file.read_text())["step"]) if file.is_file() else None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        return int(parse_json(file.read_text())["step"]) if file.is_file() else None
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file}: contains no step; remove it: the run writes it again, or give RUN@STEP") from error
 
 
@@ -125,11 +126,11 @@ def candidates(folder: Path) -> list[Path]:
 def read_state(checkpoint: Path) -> dict[str, Any] | None:
     """The content of `state.json`; None if it is missing or invalid."""
     try:
-        state = json.loads((checkpoint / STATE).read_text())
+        state = parse_json((checkpoint / STATE).read_text())
         files = dict(state.get("files", {})).values()  # earlier versions recorded none
         valid = all(type(state[name]) is kind for name, kind in _PARTS.items())
         return state if valid and all([*map(type, sums)] == [int, int] for sums in files) else None
-    except (FileNotFoundError, IsADirectoryError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
+    except (FileNotFoundError, IsADirectoryError, ValueError, AttributeError, KeyError, TypeError):
         return None
 
 

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_collab import patches
 from megatron_collab.commands import SAMPLE_TOKENS, ArgumentParser, positive
-from megatron_collab.config import Config, ConfigError, EndpointConfig, UserConfig, compose, make_absolute
+from megatron_collab.config import Config, ConfigError, EndpointConfig, UserConfig
 from megatron_collab.config.schema import JSON
 from megatron_collab.planning import GPU_GIB
 from megatron_collab.runtime import device, gpu_environment, gpu_set, toolkit
@@ -238,7 +238,7 @@ def print_endpoints(overrides: Sequence[str]) -> int:
     """Call each language model of the run once; print a row for each when it answers, and a line if it failed."""
     from megatron_collab.launch import endpoints, validate
 
-    config = make_absolute(compose(overrides))
+    config = validate.composed(overrides)
     spec = validate.check_settings(config)
     try:
         targets = _endpoints(config, spec)

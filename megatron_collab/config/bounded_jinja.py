@@ -1,7 +1,8 @@
 """Jinja templates with bounded renderings: prompts (prompt.py) and the chat templates of models.
 
 A rendering is bounded in CPU time, which every round of a loop and every call of a macro checks, and in the sizes of
-its output and of every value that it computes. Formats have their widths as numbers, not as arguments.
+its output, of every value that it computes, and of all of them together. Formats have their widths as numbers, not as
+arguments.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Sized
+from contextvars import ContextVar
 from functools import partial, wraps
 from string import Formatter
 from typing import Any
@@ -20,6 +22,7 @@ from jinja2.visitor import NodeTransformer
 LONGEST = 1 << 20  # characters of a rendered text, besides four times those of its values
 SECONDS = 5.0  # CPU time of a rendering
 _LARGEST = 1 << 24  # characters of a value, all its entries together; bits of a number
+_MOST = 1 << 29  # characters of all values that a rendering computes, since any number of them may be kept
 # Filters and methods whose numbers, but the value itself, are widths or counts.
 _WIDTHS = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "tojson", "truncate", "wordwrap", "batch"}
 _WIDTHS |= {"slice"}
@@ -44,12 +47,16 @@ class BoundedTemplate:
     def render(self, values: Mapping[str, Any]) -> str:
         """The rendered text. Raises TemplateLimit, and whatever the template raises for these values."""
         room = LONGEST + 4 * sum(len(str(value)) for value in values.values())
-        pieces = list[str]()
-        for piece in self._template.generate({**values, self._clock: _Clock()}):
-            pieces.append(piece)
-            room -= len(piece)
-            if room < 0:
-                raise TemplateLimit("gives too many characters")
+        pieces, clock = list[str](), _Clock()
+        token = _CLOCK.set(clock)
+        try:
+            for piece in self._template.generate({**values, self._clock: clock}):
+                pieces.append(piece)
+                room -= len(piece)
+                if room < 0:
+                    raise TemplateLimit("gives too many characters")
+        finally:
+            _CLOCK.reset(token)
         return "".join(pieces)
 
 
@@ -74,7 +81,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, first: Any, second: Any) -> Any:
         if operator == "%" and isinstance(first, str):
-            _limit(_widths(_percent_fields(first)))
+            _limit(_formatted(_percent_fields(first), [second] if isinstance(second, dict) else []))
         elif operator in ("*", "**"):  # the size is known before it is computed
             value, times = (first, second) if isinstance(second, int) else (second, first)
             if isinstance(times, int) and isinstance(value, int) == (operator == "**"):
@@ -90,7 +97,10 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Instrumented(NodeTransformer):
-    """Makes every round of a loop and every call of a macro look at the clock, and `~` bound its result."""
+    """Makes every round of a loop and every call of a macro look at the clock, and `~` bound its result.
+
+    A round or call also counts the constant text in it, of which a block or macro makes a value.
+    """
 
     def __init__(self, clock: str) -> None:
         self._clock = clock
@@ -99,7 +109,8 @@ class _Instrumented(NodeTransformer):
         return nodes.Call(nodes.Name(self._clock, "load"), list(args), [], None, None)
 
     def visit_For(self, node: Any) -> Any:
-        node.body.insert(0, nodes.ExprStmt(self._call()))
+        constant = sum(len(text.data) for text in node.find_all(nodes.TemplateData))
+        node.body.insert(0, nodes.ExprStmt(self._call(nodes.List([]), nodes.Const(constant))))
         if getattr(node, "test", None):  # of a loop that leaves elements out
             node.test = nodes.And(nodes.Not(self._call()), node.test)
         return self.generic_visit(node)
@@ -112,48 +123,88 @@ class _Instrumented(NodeTransformer):
 
 
 class _Clock:
-    """Raises TemplateLimit once the rendering has taken SECONDS."""
+    """Raises TemplateLimit once the rendering has taken SECONDS, or has computed more than _MOST characters."""
 
     def __init__(self) -> None:
-        self._deadline = time.thread_time() + SECONDS
+        self._deadline, self._room = time.thread_time() + SECONDS, _MOST
 
-    def __call__(self, parts: Sequence[Any] = ()) -> str:
-        """The text of `parts`."""
+    def __call__(self, parts: Sequence[Any] = (), constant: int = 0) -> str:
+        """The text of `parts`; `constant`: characters that the template writes besides."""
         if time.thread_time() > self._deadline:
             raise TemplateLimit(f"takes more than {SECONDS:g} s")
-        _limit(_size(parts))
+        _limit(size := _size(parts))
+        self.count(size + constant)
         return "".join(map(str, parts))
+
+    def count(self, size: int) -> None:
+        self._room -= size
+        if self._room < 0:
+            raise TemplateLimit(f"computes more than {_MOST} characters")
+
+
+_CLOCK: ContextVar[_Clock | None] = ContextVar("clock", default=None)  # of the rendering; None in compilation
 
 
 def _checked(function: Callable[..., Any], name: str, *owner: Any) -> Callable[..., Any]:
     """The filter or method `name` of `owner`, with bounded arguments, widths among them, and a bounded result."""
 
     def call(*args: Any, **options: Any) -> Any:
-        args = tuple(list(value) if isinstance(value, Generator) else value for value in args)
+        args = tuple(_listed(value) if isinstance(value, Generator) else value for value in args)
         values = (*owner, *args, *options.values())
         for value in values:
             _limit(_size(value))
         for width in values[1:] if name in _WIDTHS else ():
             _limit(width if isinstance(width, int) else 0)
         if owner and isinstance(owner[0], str) and name in ("format", "format_map"):
-            _limit(_widths(spec or "" for _, _, spec, _ in Formatter().parse(owner[0])))
+            _limit(_formatted([spec or "" for _, _, spec, _ in Formatter().parse(owner[0])], values[1:]))
         else:
-            _limit(_inserted(name, [value for value in values if isinstance(value, Sized)]))
+            widths = [value for value in values if isinstance(value, int)]
+            _limit(_inserted(name, [value for value in values if isinstance(value, Sized)], max([1, *widths])))
         return _bounded(function(*args, **options))
 
     return call
 
 
-def _inserted(name: str, values: Sequence[Any]) -> int:
-    """Characters that `replace`, `join` or the filter `format` inserts; each of `values` is bounded by itself."""
+def _listed(generator: Iterable[Any]) -> list[Any]:
+    """The values of a generator, bounded as they are computed."""
+    values, size = list[Any](), 0
+    for value in generator:
+        values.append(value)
+        size += 1 + _size(value)
+        _limit(size)
+    return values
+
+
+def _inserted(name: str, values: Sequence[Any], width: int) -> int:
+    """The most characters that a filter or method inserts at all places; each of `values` is bounded by itself."""
+    longest = max([width, *map(_size, values[1:])])
     match name, values:
         case "replace", [str() as text, str() as before, str() as after, *_]:
             return text.count(before) * len(after)
         case "join", [first, second, *_]:
             return len(first) * len(second)
-        case "format", [str() as text, *_]:
-            return _widths(_percent_fields(text))
+        case "format", [str() as text, *arguments]:
+            return _formatted(_percent_fields(text), arguments)
+        case "expandtabs", [str() as text]:
+            return text.count("\t") * width
+        case "indent", [str() as text, *_]:
+            return (1 + text.count("\n")) * longest
+        case "urlize", [str() as text, *_]:
+            return text.count(".") * longest
+        case "translate" | "wordwrap", [str() as text, *arguments]:
+            return len(text) * max(map(_size, arguments), default=0)
+        case "tojson" | "pprint", [value, *_]:
+            return _levels(value) * width
     return 0
+
+
+def _levels(value: Any) -> int:
+    """The sum of the depths of all entries in a value, each of which is indented by as many levels."""
+    levels, depth, parts = 0, 1, [value]
+    while parts := [part for part in parts if isinstance(part, dict | list | tuple)]:
+        parts = [entry for part in parts for entry in (part.values() if isinstance(part, dict) else part)]
+        levels, depth = levels + depth * len(parts), depth + 1
+    return levels
 
 
 def _percent_fields(text: str) -> list[str]:
@@ -177,18 +228,20 @@ def _after_name(text: str, start: int) -> int:
     return end + 1 if end > start else start
 
 
-def _widths(fields: Iterable[str]) -> int:
-    """The sum of the numbers in the fields of a format."""
+def _formatted(fields: Sequence[str], values: Sequence[Any]) -> int:
+    """The most characters of a format: the numbers in its fields, and any of `values` in each of them."""
     numbers = list[str]()
     for field in fields:
         if "*" in field or "{" in field:
             raise TemplateLimit("has a format whose width is an argument")
         numbers += re.findall(r"\d+", field)
-    return sum(map(int, numbers))
+    return sum(map(int, numbers)) + len(fields) * max(map(_size, values), default=0)
 
 
 def _bounded(value: Any) -> Any:
-    _limit(_size(value))
+    _limit(size := _size(value))
+    if clock := _CLOCK.get():
+        clock.count(size)
     return value
 
 

@@ -17,6 +17,10 @@ _MERGE = "tag:yaml.org,2002:merge"
 _TOO_DEEP = f"nests lists and objects more than {DEPTH} deep"
 
 
+class TooDeep(ValueError):
+    """A document nests lists and objects too deep, or holds too many."""
+
+
 class _Loader(yaml.SafeLoader):
     """Reads YAML's plain types. It refuses merge keys that copy without end, and long numbers.
 
@@ -47,23 +51,23 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError."""
+    """The value of a JSON text. Raises ValueError, TooDeep among them."""
     try:
-        return _bounded(json.loads(text))
+        return bounded(json.loads(text))
     except RecursionError as error:
-        raise ValueError(_TOO_DEEP) from error
+        raise TooDeep(_TOO_DEEP) from error
 
 
 def parse_yaml(text: str) -> Any:
     """The value of a YAML text. Raises ValueError."""
     try:
-        return _bounded(yaml.load(text, _Loader))
+        return bounded(yaml.load(text, _Loader))
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())[:200]) from error
     except (AttributeError, LookupError, OverflowError, TypeError) as error:
         raise ValueError(f"a value does not fit its tag ({type(error).__name__}: {error})"[:200]) from error
     except RecursionError as error:
-        raise ValueError(_TOO_DEEP) from error
+        raise TooDeep(_TOO_DEEP) from error
 
 
 def parse_settings(text: str) -> Mapping[str, Any]:
@@ -96,7 +100,8 @@ def nesting(text: str) -> int:
     return max(accumulate((char in "[{(") - (char in "]})") for char in text), default=0)
 
 
-def _bounded(value: Any) -> Any:
+def bounded(value: Any) -> Any:
+    """`value`, as an object of a document. Raises TooDeep."""
     if isinstance(value, dict | list) and is_too_deep(value, _MOST):
-        raise ValueError(f"{_TOO_DEEP}, or holds {_MOST} of them")
+        raise TooDeep(f"{_TOO_DEEP}, or holds {_MOST} of them")
     return value

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron_collab.config.documents import parse_json
 from megatron_collab.data.parsing import json_in
 from megatron_collab.types import THOUGHT_BEGIN, THOUGHT_END, Message, ToolCall
 
@@ -206,9 +206,9 @@ def _from_json(value: Any, column: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value) if value.strip() else None
+        return parse_json(value) if value.strip() else None
     except ValueError as error:
-        raise ValueError(f"{column} is not JSON: {error}") from error
+        raise ValueError(f"{column} is not JSON that can be read: {error}") from error
 
 
 def _non_null(tree: Any) -> Any:

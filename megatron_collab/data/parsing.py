@@ -20,7 +20,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_collab.config.documents import DEPTH, is_too_deep
+from megatron_collab.config.documents import DEPTH, TooDeep, is_too_deep, parse_json
 from megatron_collab.data.packing import CUT, content, kind_of, misnamed, suffix_of
 from megatron_collab.runtime import files
 
@@ -216,15 +216,11 @@ def _check(row: Any, text: str, number: int) -> None:
 def json_in(text: str, otherwise: Any) -> Any:
     """The value of a JSON text; `otherwise` if it is not JSON. Raises ValueError if it is nested too deep for a row."""
     try:
-        value = json.loads(text)
-        deep = is_too_deep(value)
-    except RecursionError:
-        deep = True
+        return parse_json(text)
+    except TooDeep as error:
+        raise TooDeep(f"{error}; flatten it") from error
     except ValueError:
         return otherwise
-    if deep:
-        raise ValueError(f"nests lists and objects more than {DEPTH} deep; flatten it")
-    return value
 
 
 def _length_fault(number: int) -> Unreadable:
@@ -318,7 +314,7 @@ def _plain(value: Any, kind: Any) -> Any:
     if value is None or pa.types.is_primitive(kind) or pa.types.is_string(kind):
         return value
     if isinstance(kind, pa.JsonType):
-        return json.loads(value)
+        return parse_json(value)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         return [_plain(entry, kind.value_type) for entry in value]
     if pa.types.is_struct(kind):

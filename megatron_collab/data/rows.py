@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import re
 import tempfile
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_collab.config import ConfigError, nearest, require
-from megatron_collab.config.documents import parse_settings
+from megatron_collab.config.documents import parse_settings, parse_yaml
 from megatron_collab.data.packing import COMPRESSED, KINDS, kind_of, suffix_of
 from megatron_collab.data.parsing import value_of
 from megatron_collab.data.sources import Source
@@ -23,6 +24,7 @@ from megatron_collab.runtime import files, hub
 ALL = "all"  # in place of a split: all splits
 _DESCRIBING = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "config.json")
 _LONGEST_CARD = 1 << 20  # bytes of README.md
+_CARD_HEADER = re.compile(r"\s*---\n(.*?)\n---\s*(?:\n|$)", re.DOTALL)
 _BATCH = 1000  # rows read from Arrow at once
 
 
@@ -165,11 +167,10 @@ def _declared_patterns(folder: Path, source: Source, where: str) -> dict[str, li
     if not card.is_file():
         return {}
     from datasets.data_files import sanitize_patterns
-    from huggingface_hub import DatasetCard
-    from yaml import YAMLError
 
     try:
-        configs = DatasetCard(files.read_text(card, _LONGEST_CARD)).data.to_dict().get("configs") or []
+        header = _CARD_HEADER.match(files.read_text(card, _LONGEST_CARD))
+        configs = ((parse_yaml(header[1]) if header else None) or {}).get("configs") or []
         subsets = {str(config.get("config_name", "default")): config for config in configs if "data_files" in config}
         patterns = {subset: sanitize_patterns(config["data_files"]) for subset, config in subsets.items()}
         lists = {
@@ -179,7 +180,7 @@ def _declared_patterns(folder: Path, source: Source, where: str) -> dict[str, li
         texts = [path for by_split in lists.values() for paths in by_split.values() for path in paths]
         if not all(isinstance(path, str) for path in texts):
             raise ValueError("data_files must name files or patterns")
-    except (ValueError, TypeError, AttributeError, LookupError, RecursionError, YAMLError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{where}: {card} cannot be read ({reason}); correct it, or give a file") from error
     if not subsets:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from filelock import FileLock
 
-from megatron_collab.config import Extension, PlayConfig, lookup, make, require
+from megatron_collab.config import ConfigError, Extension, PlayConfig, lookup, make, require
+from megatron_collab.config.documents import parse_json
+from megatron_collab.runtime import files
 from megatron_collab.types import Message
 
 WORLDS = {
@@ -89,11 +92,19 @@ def prepare(config: PlayConfig) -> None:
             unfinished = folder.with_name(f".{folder.name}.unfinished")
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
-            world.make(unfinished, config.run.seed, config.data.path)
+            try:
+                world.make(unfinished, config.run.seed, config.data.path)
+            except (OSError, ValueError):
+                raise
+            except Exception as error:  # a user's world may raise anything
+                fault = " ".join(f"{type(error).__name__}: {error}".split())
+                raise ConfigError(f"data.world={name}: its make fails ({fault}); mend it") from error
             (unfinished / "world.json").write_text(json.dumps(identity) + "\n")
             unfinished.rename(folder)
     marker = folder / "world.json"
-    existing = json.loads(marker.read_text()) if marker.is_file() else "something else"
+    existing: Any = "something else"
+    with suppress(ValueError):
+        existing = parse_json(files.read_text(marker)) if marker.is_file() else existing
     message = f"data.dir={folder}: holds {existing}, not {identity}; choose another data.dir, or remove it"
     require(existing == identity, message)
 

@@ -14,6 +14,7 @@ from itertools import count, cycle, islice, product
 from pathlib import Path
 from typing import ClassVar
 
+from megatron_collab.config.documents import parse_json
 from megatron_collab.environments import World
 from megatron_collab.types import Message, Task
 
@@ -90,8 +91,8 @@ def reply(goal: str, messages: Sequence[Message]) -> str:
 def check_goal(goal: str) -> None:
     """Raises ValueError for a goal that `reply` cannot read."""
     try:
-        known = json.loads(goal)
-    except (ValueError, RecursionError):
+        known = parse_json(goal)
+    except ValueError:
         known = None
     if not isinstance(known, dict) or not all(isinstance(known.get(slot), str) for slot in SLOTS):
         raise ValueError(f"the goal must be a JSON object with strings for {', '.join(SLOTS)}")

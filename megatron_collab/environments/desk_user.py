@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from megatron_collab.config.documents import parse_json
 from megatron_collab.environments import desk_language as language
 from megatron_collab.environments.desk_language import MODEL, VALUES, Kind
 from megatron_collab.environments.desk_model import CHANGES, FIRST, LEAVES, USERS, VAGUE, WRONG
@@ -47,14 +48,14 @@ class DeskGoal:
 def read_goal(text: str) -> DeskGoal:
     """The goal of a task. Raises ValueError, with the remedy, if it has another form."""
     try:
-        fields = json.loads(text)
+        fields = parse_json(text)
         action, topic = fields.pop("kind")
         goal = DeskGoal((action, topic), **fields)
         known = goal.kind in language.KINDS and goal.user in USERS and goal.phrasing in language.PHRASINGS
         complete = known and goal.values.keys() == set(language.needed(goal.kind))
         fits = complete and all(value in VALUES[slot] for slot, value in goal.values.items())
         fits = fits and (goal.cost is None or 0 <= goal.cost < math.inf)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         fits = False
     if not fits:
         raise ValueError(FORM)

@@ -6,7 +6,7 @@ An import, or a method that a class answers before the start, may never end, cra
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -14,11 +14,15 @@ from typing import Any
 from megatron_collab.algo.advantages import make_advantage
 from megatron_collab.algo.policy_loss import PolicyLoss
 from megatron_collab.algo.turn_credit import make_turn_credit
-from megatron_collab.config import Config, ConfigError, PlayConfig
-from megatron_collab.config.extension import load_module, make, modules, texts
+from megatron_collab.config import Config, ConfigError, EndpointConfig, PlayConfig, RolloutConfig, build
+from megatron_collab.config.extension import load_module, make, modules, resolve, texts
 from megatron_collab.data.evaluation import evaluation_sets
+from megatron_collab.data.examples import TaskReader
+from megatron_collab.environments import World
 from megatron_collab.launch.play_specs import reward_spec, tool_spec, user_directory
 from megatron_collab.observability.writers import writer_kinds
+from megatron_collab.reward.metrics import Judge, ScoredMetric
+from megatron_collab.rollout.player import Player
 from megatron_collab.rollout.tools import Toolset
 from megatron_collab.rollout.tools.mcp_server import McpTools
 from megatron_collab.rollout.tools.toolbox import check_schema
@@ -62,6 +66,15 @@ def _call_all(config: PlayConfig, named: Sequence[tuple[str, str]], steps: Steps
 
     for label, location in named:
         attempt(f"{label}: importing {location}", load_module, location, label)
+    constructed: list[tuple[str, str | None, type, Mapping[str, Any]]] = [
+        ("data.world", config.data.world, World, config.data.world_options),
+        ("data.format", config.data.format, TaskReader, config.data.format_options),
+    ]
+    for setting, spec, base, options in constructed:
+        if spec and ":" in spec:
+            attempt(f"{setting}={spec}: making it", make, spec, setting, base, options, f"{setting}_options.")
+    if ":" in config.rollout.player:
+        attempt("rollout.player_options: reading them", _check_player, config.rollout)
     tools = attempt("rollout.tools: making them", tool_spec, config.rollout)
     for toolset in tools.toolsets if tools else ():
         name = type(toolset).__name__
@@ -80,9 +93,10 @@ def _call_all(config: PlayConfig, named: Sequence[tuple[str, str]], steps: Steps
                 attempt(label, getattr(user.kind, method), user.argument, user.settings)
     reward = attempt("reward.weights: making the metrics", reward_spec, config.reward)
     for name, metric in reward.metrics.items() if reward else ():
-        for method in ("judged", "served", "unavailable"):
+        for method in ("judged", "reads_tokens", "scores_turns", "served", "unavailable"):
             label = f"reward.weights.{name}: {method}() of {metric.kind.__name__}"
             attempt(label, getattr(metric.kind, method), metric.options)
+        attempt(f"reward.weights.{name}: making {metric.kind.__name__}", _construct, metric, config.reward.judge)
     attempt("run.writers: reading their options", writer_kinds, config)
     if not isinstance(config, Config) or config.train.stage != "rl":
         return
@@ -94,6 +108,20 @@ def _call_all(config: PlayConfig, named: Sequence[tuple[str, str]], steps: Steps
     if ":" in algo.loss:
         settings = algo.loss, "algo.loss", PolicyLoss, algo.loss_options, "algo.loss_options."
         attempt(f"algo.loss={algo.loss}: making it", make, *settings)
+
+
+def _check_player(rollout: RolloutConfig) -> None:
+    player: type[Player] = resolve(rollout.player, "rollout.player", Player)
+    build(player.Options, rollout.player_options, "rollout.player_options.")
+
+
+def _construct(metric: ScoredMetric, endpoint: EndpointConfig) -> None:
+    """As the workers will, which run when nothing can be refused any more; without a client of the judge."""
+    client: Any = None
+    try:
+        metric.make(Judge(client, endpoint))
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
 
 
 def _check_schemas(toolset: Toolset) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from megatron_collab.config import (
     layers,
     recorded_value,
 )
+from megatron_collab.config.documents import parse_json
 from megatron_collab.config.load import leaves
 from megatron_collab.runtime.process import LAUNCHER, global_rank
 
@@ -89,7 +89,7 @@ def _run_settings(arguments: Sequence[str]) -> tuple[Path, dict[str, Any]]:
     if run is None or not file.is_file():
         return file, {}
     try:
-        recorded = json.loads(file.read_text())
+        recorded = parse_json(file.read_text())
         played = recorded["train"]["stage"] == "rl"
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"model.path={path}: {file} contains no run settings; restore it") from error

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_collab.config import SUFFIX, Config, ConfigError, PlayConfig, declared, named_files, require
+from megatron_collab.config.documents import parse_json
 from megatron_collab.config.load import leaves
 from megatron_collab.data.rows import chosen_files
 from megatron_collab.data.spec import DataSpec
@@ -128,9 +129,9 @@ def _digest(file: Path, size: int) -> str:
 
 def _read(file: Path) -> _Fingerprints:
     try:
-        content = json.loads(file.read_text()) if file.is_file() else {}
+        content = parse_json(file.read_text()) if file.is_file() else {}
         valid = all("sha256" in entry for entries in content.values() for entry in entries.values())
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, AttributeError):
         valid = False
     require(valid, f"{file}: contains no fingerprints; restore it, or remove it to resume without a comparison")
     return content

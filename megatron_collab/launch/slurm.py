@@ -24,8 +24,11 @@ _LOOK = 0.5  # seconds
 
 def settings(config: Config) -> list[str]:
     """run.dir, launch.nodes, launch.nproc_per_node, and the number of CPUs to declare to Ray on a node."""
-    from megatron_collab.launch.validate import check_settings  # imports torch, which `address` and `wait` do not need
+    # They import torch, which `address` and `wait` do not need.
+    from megatron_collab.launch.extensions import check_extensions
+    from megatron_collab.launch.validate import check_settings
 
+    check_extensions(config)
     check_settings(config)
     # One per worker of a node: Ray starts one process per CPU in advance.
     cpus = -(-(config.rollout.workers + config.reward.workers) // config.launch.nodes)

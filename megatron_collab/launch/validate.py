@@ -54,9 +54,15 @@ _FP8_DEVICES: dict[str, tuple[tuple[int, int], tuple[int, int], str]] = {
 
 def load(overrides: Sequence[str]) -> Config:
     """The settings of a run on this machine, composed and validated. Raises ConfigError."""
-    config = make_absolute(compose(overrides))
-    check_extensions(config)
+    config = composed(overrides)
     validate(config)
+    return config
+
+
+def composed(overrides: Sequence[str]) -> Config:
+    """The settings of a run on any machine, whose code has been tried; `check_settings` follows. Raises ConfigError."""
+    config: Config = make_absolute(compose(overrides))
+    check_extensions(config)
     return config
 
 

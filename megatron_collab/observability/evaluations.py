@@ -6,13 +6,13 @@ nothing is trained.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_collab.config import require
+from megatron_collab.config.documents import parse_json
 from megatron_collab.observability.records import number, of_step
 from megatron_collab.statistics import Estimate
 
@@ -99,8 +99,8 @@ def readable(folder: Path) -> tuple[dict[str, Record], str | None]:
     if not file.is_file():
         return {}, None
     try:
-        content = json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:
+        content = parse_json(file.read_text())
+    except ValueError as error:
         return {}, f"cannot be read as JSON ({error})"
     if not isinstance(content, dict):
         return {}, f"holds a {type(content).__name__}, not evaluations"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from megatron_collab.config.documents import parse_json
 from megatron_collab.runtime.process import FINISHED
 
 Row = Mapping[str, Any]
@@ -60,7 +60,7 @@ def finished(folder: Path) -> bool:
 def parsed(text: str) -> Row | None:
     """The JSON object in `text`; None if it is something else."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = parse_json(text)
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None

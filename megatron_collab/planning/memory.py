@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 
 from megatron_collab.algo.advantages import advantage_class
-from megatron_collab.config import CONF, Config, ConfigError, compose, require
+from megatron_collab.config import CONF, Config, ConfigError, require
 from megatron_collab.inference.adapters import SLOTS
 from megatron_collab.inference.spec import Placement, ServerSpec
 from megatron_collab.launch import server_specs, validate
@@ -69,7 +69,7 @@ def read_run(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
 
     Needs no devices, data or weights. Raises ConfigError for settings that cannot work.
     """
-    config = compose(overrides)
+    config = validate.composed(overrides)
     spec = validate.check_settings(config)
     shape = validate.check_model(config, spec, model_config_file(config.model.path))
     if model := teacher_model(config):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megatron_collab.config.documents import parse_json
 from megatron_collab.observability import evaluations, records
 from megatron_collab.reproduce.plan import StudyOptions, chains, evaluation_of, seed_names
 from megatron_collab.reproduce.study import REWARD, Column, Study
@@ -101,7 +101,7 @@ def predictions_of(study: Study, options: StudyOptions, task: str) -> tuple[Pred
     name, rows, faults = study.tasks[task].reference, list[Predictions](), list[str]()
     for file in [options.out / chain.title / name for chain in chains(study, options, task)] if name else ():
         try:
-            content = json.loads(file.read_text())
+            content = parse_json(file.read_text())
             rows.append({title: {key: float(score) for key, score in row.items()} for title, row in content.items()})
         except (OSError, ValueError, TypeError, AttributeError) as error:
             faults.append(f"{file} has no predictions: {' '.join(str(error).split())}")

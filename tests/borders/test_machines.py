@@ -156,18 +156,24 @@ def test_a_rank_of_torchrun_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert process.leftover_rank() is None
 
 
-@pytest.mark.parametrize("local_rank", [0, 1])
+@pytest.mark.parametrize(
+    ("world", "local", "local_rank", "nodes"),
+    [(3, 3, 0, 1), (3, 3, 1, 1), (1, 1, 0, 1), (4, 2, 0, 1), (4, 2, 1, 1), (2, 2, 0, 2), (2, 1, 0, 1), (4, 4, 0, 2)],
+)
 def test_another_number_of_ranks_than_in_the_settings_is_refused_once(
-    local_rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    world: int, local: int, local_rank: int, nodes: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     waits: list[float] = []
     monkeypatch.setattr(program.time, "sleep", waits.append)
     monkeypatch.setattr(process, "leftover_rank", lambda: None)
-    for name, value in (RANK | {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": str(local_rank)}).items():
-        monkeypatch.setenv(name, value)
-    config = compose(["experiment=booking_sft", "launch.nproc_per_node=2", "run.dir=unused"])
+    sizes = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local, "LOCAL_RANK": local_rank}
+    for name, value in (RANK | sizes).items():
+        monkeypatch.setenv(name, str(value))
+    settings = ["launch.nproc_per_node=2", f"launch.nodes={nodes}", "run.dir=unused"]
+    config = compose(["experiment=booking_sft", *settings])
     assert program.run("a.module", "", Config, [], lambda *_: (config, 2, lambda: None)) == EXIT_BAD_INPUT
-    message = "launch.nodes=1: torchrun has started 3 ranks, 3 of them on this node; start it with --nnodes=1 "
+    message = f"launch.nodes={nodes}: torchrun has started {world} ranks, {local} of them on this node; start it with "
+    message += f"--nnodes={nodes} --nproc-per-node=2, or change the settings"
     assert capsys.readouterr().err.count(message) == (local_rank == 0)
     assert bool(waits) == (local_rank == 1)  # for the launcher, which ends it after the first rank
 

@@ -148,6 +148,19 @@ def test_rendering_is_bounded_in_a_run_too(
         "'{:0100000000000}'.format(1)",
         "('{0:9000000}' * 30).format(1)",
         "('%9000000s' * 30) % range(30) | map('string') | list",
+        "range(9999) | map('center', 10**6) | list",
+        "range(9999) | map('center', 10**6) | join",
+        "('\\t' * 10**6).expandtabs(10**6)",
+        "('\\n' * 10**6) | indent(10**6)",
+        "('\\n' * 10**6) | indent(goal * 500)",
+        "(goal * 500) | wordwrap(1, wrapstring=goal * 500)",
+        "('a.com ' * 10**5) | urlize(rel=goal * 500)",
+        "goal.translate({120: goal * 500})",
+        "range(9999) | list | tojson(indent=10**6)",
+        "('%(a)s' * 10**5) % {'a': goal}",
+        "('%(a)s' * 10**5) | format(a=goal)",
+        "('{0}' * 10**5).format(goal)",
+        "('{a}' * 10**5).format_map({'a': goal})",
     ],
 )
 def test_values_above_the_bound_are_not_computed(tmp_path: Path, text: str) -> None:
@@ -157,6 +170,32 @@ def test_values_above_the_bound_are_not_computed(tmp_path: Path, text: str) -> N
         with pytest.raises(PromptLimit, match="computes a value of more than 16777216 characters"):
             template.render(goal="x" * 2000)
         assert tracemalloc.get_traced_memory()[1] < 100e6  # bytes, of 200e6 to 790e6
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% set x %}{% for a in range(9999) %}{{ goal * 500 }}{% endfor %}{% endset %}",
+        "{% filter upper %}{% for a in range(9999) %}{{ goal * 500 }}{% endfor %}{% endfilter %}",
+        "{% macro f() %}{% for a in range(9999) %}{{ goal * 500 }}{% endfor %}{% endmacro %}{{ f() }}",
+        "{% set x %}{% for a in range(99999) %}" + "constant" * 99 + "{% endfor %}{% endset %}",
+        "{% for a in range(9999) | map('center', 10**6) %}{{ loop.length }}{% endfor %}",
+        "{% macro f(n) %}{% set x = goal * 500 ~ n %}{{ f(n + 1) if n < 99 }}{{ x }}{% endmacro %}{{ f(0) }}",
+        "".join(f"{{% set x{n} = goal * {500 + n} %}}" for n in range(99)),
+    ],
+)
+def test_all_values_of_a_rendering_together_are_bounded(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded_jinja, "_MOST", 1 << 25)
+    template = read_prompt("p", written(tmp_path, text), "", VARIABLES)
+    tracemalloc.start()
+    try:
+        with pytest.raises(PromptLimit, match="computes more than 33554432 characters"):
+            template.render(goal="x" * 2000)
+        assert tracemalloc.get_traced_memory()[1] < 100e6
     finally:
         tracemalloc.stop()
 

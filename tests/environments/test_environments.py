@@ -7,10 +7,10 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron_collab import environments
-from megatron_collab.config import Config
+from megatron_collab.config import Config, ConfigError
 from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.data.examples import load_conversations, load_tasks
-from megatron_collab.environments import booking
+from megatron_collab.environments import World, booking
 from megatron_collab.types import Task
 
 
@@ -51,7 +51,10 @@ def test_a_world_of_another_seed_is_refused(world: Path) -> None:
         environments.prepare(config(world, seed=1))
 
 
-def test_a_folder_without_a_world_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("marker", [None, b"", b"{", b"[" * 5000, b"[" * 101 + b"]" * 101, b"\xff", b" " * 99])
+def test_a_folder_without_a_world_is_refused(tmp_path: Path, marker: bytes | None) -> None:
+    if marker is not None:
+        (tmp_path / "world.json").write_bytes(marker)
     with pytest.raises(ValueError, match=r"data\.dir=.*holds something else"):
         environments.prepare(config(tmp_path))
 
@@ -67,6 +70,26 @@ def test_an_unfinished_world_is_made_again(tmp_path: Path, monkeypatch: pytest.M
     assert not folder.exists()
     environments.prepare(config(folder))
     assert (folder / "world.json").exists() and not list(tmp_path.glob("*unfinished*"))
+
+
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [
+        ("{}['x']", "KeyError: 'x'"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise RuntimeError('a\\nb')", "RuntimeError: a b"),
+        ("raise StopIteration(4)", "StopIteration: 4"),
+        ("self.options.size", "AttributeError: 'NoOptions' object has no attribute 'size'"),
+    ],
+)
+def test_what_a_world_raises_is_one_line(tmp_path: Path, code: str, fault: str) -> None:
+    name = f"{tmp_path}/my.py:Mine"
+    make = f"from {World.__module__} import World\nclass Mine(World):\n    def make(self, *_):\n        {code}\n"
+    (tmp_path / "my.py").write_text(make)
+    with pytest.raises(ConfigError) as error:
+        environments.prepare(config(tmp_path / "world", name))
+    assert str(error.value) == f"data.world={name}: its make fails ({fault}); mend it"
+    assert not (tmp_path / "world").exists()
 
 
 def test_without_a_world_nothing_is_prepared(tmp_path: Path) -> None:

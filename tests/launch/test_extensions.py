@@ -12,15 +12,39 @@ from megatron_collab.launch.extensions import check_extensions
 
 CODE = """
 import os, time
+from dataclasses import dataclass
 from megatron_collab.algo.advantages import Grpo
 from megatron_collab.algo.policy_loss import PolicyLoss
 from megatron_collab.algo.turn_credit import Equal
 from megatron_collab.config import ConfigError
+from megatron_collab.data.examples import TaskReader
+from megatron_collab.environments import World
 from megatron_collab.reward.metrics import Metric
+from megatron_collab.rollout.player import Player
 from megatron_collab.rollout.users import User
 from megatron_collab.rollout.tools import Tool
 
+class Place(World):
+    def __init__(self, options):
+        {world}
+
+class Reader(TaskReader):
+    def __init__(self, options):
+        {reader}
+
+class Group(Player):
+    @dataclass(frozen=True)
+    class Options:
+        size: int = 1
+        def __post_init__(self):
+            {player}
+    def play(self, task, stream):
+        pass
+
 class Mine(Metric):
+    def __init__(self, options, judge):
+        super().__init__(options, judge)
+        {metric}
     @classmethod
     def judged(cls, options):
         {judged}
@@ -28,6 +52,14 @@ class Mine(Metric):
     @classmethod
     def unavailable(cls, options):
         {unavailable}
+    @classmethod
+    def reads_tokens(cls, options):
+        {tokens}
+        return False
+    @classmethod
+    def scores_turns(cls, options):
+        {turns}
+        return False
 
 class Person(User):
     @classmethod
@@ -69,6 +101,12 @@ class Loss(PolicyLoss):
 """
 HANGS = "while True: pass"
 PARTS = (
+    "world",
+    "reader",
+    "player",
+    "metric",
+    "tokens",
+    "turns",
     "judged",
     "unavailable",
     "user",
@@ -89,6 +127,8 @@ def check(folder: Path, part: str, code: str) -> str:
     file.write_text(CODE.format(**dict.fromkeys(PARTS, "pass") | {part: code}))
     config = Config()
     config.reward.weights = {f"{file}:Mine": 1.0}
+    config.data.world, config.data.format = f"{file}:Place", f"{file}:Reader"
+    config.rollout.player, config.rollout.player_options = f"{file}:Group", {"size": 2}
     config.user.name, config.rollout.tools = f"{file}:Person", [f"{file}:Helper"]
     config.data.eval = [{"source": "goals.jsonl", "user": f"{file}:Other"}]
     config.algo.advantage, config.algo.loss = f"{file}:Estimator", f"{file}:Loss"
@@ -104,9 +144,19 @@ def check(folder: Path, part: str, code: str) -> str:
 @pytest.mark.parametrize(
     ("part", "code", "reason"),
     [
-        ("imported", HANGS, "rollout.tools=my.py:Helper: importing my.py does not finish within 3 s"),
-        ("imported", "bytes(1 << 35)", "rollout.tools=my.py:Helper: importing my.py takes more than 4 GiB of memory"),
-        ("imported", "os._exit(0)", "rollout.tools=my.py:Helper: importing my.py ends the process with code 0"),
+        ("imported", HANGS, "rollout.player=my.py:Group: importing my.py does not finish within 3 s"),
+        ("imported", "bytes(1 << 35)", "rollout.player=my.py:Group: importing my.py takes more than 4 GiB of memory"),
+        ("imported", "os._exit(0)", "rollout.player=my.py:Group: importing my.py ends the process with code 0"),
+        ("world", HANGS, "data.world=my.py:Place: making it does not finish within 3 s"),
+        ("world", "bytes(1 << 35)", "data.world=my.py:Place: making it takes more than 4 GiB of memory"),
+        ("reader", "os._exit(3)", "data.format=my.py:Reader: making it ends the process with code 3"),
+        ("player", "{}['x']", "rollout.player_options: reading them fails (KeyError: 'x')"),
+        ("player", "time.sleep(9999)", "rollout.player_options: reading them does not finish within 3 s"),
+        ("metric", "os.abort()", "reward.weights.my.py:Mine: making Mine ends the process with code -6"),
+        ("metric", "judge.x", "reward.weights.my.py:Mine: making Mine fails (AttributeError: 'Judge' object has no"),
+        ("metric", "raise ConfigError('no')", "reward.weights.my.py:Mine: making Mine fails (ValueError: no)"),
+        ("tokens", HANGS, "reward.weights.my.py:Mine: reads_tokens() of Mine does not finish within 3 s"),
+        ("turns", "1 / 0", "reward.weights.my.py:Mine: scores_turns() of Mine fails (ZeroDivisionError"),
         ("judged", HANGS, "reward.weights.my.py:Mine: judged() of Mine does not finish within 3 s"),
         ("judged", "os.abort()", "reward.weights.my.py:Mine: judged() of Mine ends the process with code -6"),
         ("unavailable", "time.sleep(9999)", "reward.weights.my.py:Mine: unavailable() of Mine does not finish within"),
@@ -119,6 +169,7 @@ def check(folder: Path, part: str, code: str) -> str:
         ("advantage", "os._exit(7)", "algo.advantage=my.py:Estimator: making it ends the process with code 7"),
         ("credit", "{}['x']", "reward.turn_credit=my.py:Credit: making it fails (KeyError: 'x')"),
         ("loss", HANGS, "algo.loss=my.py:Loss: making it does not finish within 3 s"),
+        ("player", "raise ConfigError('left to its caller')", ""),
         ("judged", "raise ConfigError('left to its caller')", ""),
         ("imported", "raise ValueError('left to its caller')", ""),
         ("imported", "pass", ""),
@@ -138,4 +189,16 @@ def test_settings_that_name_no_code_need_no_child(monkeypatch: pytest.MonkeyPatc
     check_extensions(config)
     config.rollout.tools = ["tools.yaml"]
     with pytest.raises(pytest.fail.Exception):
+        check_extensions(config)
+
+
+@pytest.mark.processes
+def test_a_file_of_tools_that_grows_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its interpolations double 40 times; what takes less is bounded in tests/config/test_documents.py."""
+    monkeypatch.setattr(extensions, "SECONDS", 3.0)
+    doubled = "".join(f"a{n}: ['${{a{n - 1}}}', '${{a{n - 1}}}']\n" for n in range(1, 40))
+    (tmp_path / "tools.yaml").write_text(f"a0: [x]\n{doubled}tools: ${{a39}}\n")
+    config = Config()
+    config.rollout.tools = [str(tmp_path / "tools.yaml")]
+    with pytest.raises(ConfigError, match=r"^rollout.tools: making them (does not finish within 3 s|takes more)"):
         check_extensions(config)

@@ -71,6 +71,11 @@ STATED = [
     ("La respuesta es 7.", "7."),
     ("答案是42。", "42。"),
     ("答えは 42 です。", " 42 "),
+    ("คำตอบคือ42", "42"),
+    ("คำตอบคือ 42 ค่ะ", "42 ค่ะ"),  # compared as a whole
+    ("คำตอบสุดท้าย: $\\frac{1}{2}$", r"$\frac{1}{2}$"),
+    ("คำตอบที่ถูกต้อง คือ **7**", "7"),
+    ("6 คูณ 7\nคำตอบ = 42.", "42."),
     ("The answer is at least 5.", "at least 5."),  # which equals no number
     ("The answer is 5 million.", "5 million."),
     ("The answer is indeed 5.", "5."),
@@ -123,6 +128,7 @@ def test_what_a_reply_states(reply: str, answer: str) -> None:
         *("The answer is 8. No, it's 6.", "The answer is 8. It should be six.", "The answer is 8.\n\nEDIT: 6."),
         *("The answer is 8. We still need to subtract the 2: 6.", "The answer is 8. Stop, 8 - 2 = 6."),
         *("The answer is 8. Hmm, that doesn't seem right. 8 - 2 = 6.", "答案是8。应该是6。"),
+        *("คำตอบไม่ใช่42", "ถ้าเหลือ 42 คำตอบคือ 7", "คำตอบอาจคือ 42", "คำตอบคือ 42 ?", "คำตอบคือ 42\nแต่ยังไม่ลบ 2"),
         "The number of boys is $\\boxed{5}$.\n\nTherefore, the number of girls is 8.",
         # only a step, or somebody else's
         *("The answer is 15, but I didn't subtract 2 yet. That gives 13."),

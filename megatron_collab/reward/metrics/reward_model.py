@@ -10,7 +10,6 @@ not in clipped parts. The heads of Llama and of `…ForRewardModel` are exact, a
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import aiohttp
 
 from megatron_collab.config import ADDRESS, ServedConfig, header_fault, option
+from megatron_collab.config.documents import parse_json
 from megatron_collab.data.transcript import escaped
 from megatron_collab.inference.client import EngineError, ServerGone, TransientError, post
 from megatron_collab.inference.served import score_fault
@@ -146,7 +146,7 @@ class RewardModel(Metric):
         late = f"{url}: no answer within {TIMEOUT:g} s"
         text = await post(session, url, body, aiohttp.ClientResponse.text, late, timeout=TransientError)
         try:
-            values = json.loads(text)[field]
+            values = parse_json(text)[field]
         except (ValueError, TypeError, KeyError):
             values = None
         if not isinstance(values, list):

@@ -88,6 +88,7 @@ _ANSWER = re.compile(  # group 1 comes before the subject, the other one that ma
     r"|(?:(?:la|el) )?(?:respuesta|resultado|soluci\u00f3n(?! *:)|r\u00e9ponse)(?: correcta| final| finale| correcte)?"
     rf"\s*(?:(?:est|es){_END}|:)+(?:\s+donc\b)?(.*)"
     r"|(?:最终|正确)?答案(?:是|为|\s*[:=])(.*)"
+    r"|คำตอบ(?:สุดท้าย|ที่ถูกต้อง)?\s*(?:คือ|เท่ากับ|[:=])(.*)"
     r"|答えは(.*?)(?:です|である)?\W*$)",
     re.IGNORECASE | re.DOTALL,
 )

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_collab.config import ConfigError, option, require
-from megatron_collab.config.documents import parse_yaml
+from megatron_collab.config.documents import bounded, parse_yaml
 from megatron_collab.rollout.tools import Tool, ToolFailure, ToolResult
 from megatron_collab.runtime import files, verl
 from megatron_collab.runtime.side_loop import SideLoop
@@ -109,7 +109,9 @@ def _entries(file: str, setting: str) -> list[Any]:
     try:
         content = parse_yaml(files.read_text(path, _LONGEST_FILE))
         if isinstance(content, dict):  # OmegaConf would read a text as YAML again
-            content = OmegaConf.to_container(OmegaConf.create(content), resolve=True)
+            content = bounded(OmegaConf.to_container(OmegaConf.create(content), resolve=True))
+            if len(str(content)) > _LONGEST_FILE:
+                raise ValueError(f"${{…}} in it make more than {_LONGEST_FILE} characters")
     except (OmegaConfBaseException, ValueError, OSError) as error:
         raise ConfigError(f"{setting}: cannot be read ({' '.join(str(error).split())}); {_FORM}") from error
     entries = content.get("tools") if isinstance(content, dict) else None

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_collab.config.documents import parse_json
 from megatron_collab.config.schema import CHAT
 from megatron_collab.data.control_tokens import each_text
 from megatron_collab.data.transcript import escaped, visible_messages
@@ -59,8 +60,8 @@ def split_thought(text: str) -> tuple[str, str]:
 def read_arguments(text: str) -> dict[str, Any]:
     """The arguments of a call; if they are no JSON object, as the argument `unreadable`, which no function has."""
     try:
-        arguments = json.loads(text)
-    except (ValueError, RecursionError):
+        arguments = parse_json(text)
+    except ValueError:
         arguments = None
     return arguments if isinstance(arguments, dict) else {"unreadable": text}
 

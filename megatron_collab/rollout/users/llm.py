@@ -41,6 +41,7 @@ OPEN = "There is no message yet. You begin the conversation: write your first me
 
 CUT = "user_cut"  # counter of messages that were cut by user.max_tokens
 ENDLESS = "user_endless_calls"  # counter of users who only call tools
+_LONGEST_PERSONA = 1 << 16  # characters
 
 VARIABLES = ("goal", "task_desc", "persona", "stop", "metadata")  # of user.prompt
 
@@ -233,5 +234,8 @@ def system_prompt(config: UserConfig, task: Task, persona: str = "") -> str:
 
 @cache
 def read_personas(path: str) -> tuple[str, ...]:
-    """The non-blank lines of a personas file."""
-    return tuple(line.strip() for line in files.read_text(Path(path)).split("\n") if line.strip())
+    """The non-blank lines of a personas file. Raises ValueError, also for one that is too long for a prompt."""
+    personas = tuple(line.strip() for line in files.read_text(Path(path)).split("\n") if line.strip())
+    if any(len(persona) > _LONGEST_PERSONA for persona in personas):
+        raise ValueError(f"{path}: a line has more than {_LONGEST_PERSONA} characters; write one persona per line")
+    return personas

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_collab import environments
 from megatron_collab.config import UserConfig
+from megatron_collab.config.documents import parse_json
 from megatron_collab.data import answers
 from megatron_collab.data.transcript import visible_messages
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
@@ -153,8 +154,8 @@ def recorded_of(task: Task) -> Sequence[str]:
 def facts_of(task: Task) -> list[str]:
     """The facts of the user `reveal`. Raises ValueError if the goal has another form."""
     try:
-        facts = json.loads(task.goal)["facts"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        facts = parse_json(task.goal)["facts"]
+    except (ValueError, KeyError, TypeError):
         facts = None
     if not isinstance(facts, list) or not all(isinstance(fact, str) for fact in facts):
         raise ValueError("the goal must be a JSON object {question, facts} with a list of strings as facts")

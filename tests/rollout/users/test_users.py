@@ -95,11 +95,25 @@ def test_user_model_makes_every_llm_user_available() -> None:
     assert check_user("llm", config) is None and check_user("", config) is None
 
 
-def test_a_file_without_personas_is_refused(tmp_path: Path) -> None:
-    config = Config()
-    config.user.model, config.user.personas = "policy", str(tmp_path / "personas.txt")
-    (tmp_path / "personas.txt").write_text("\n \n")
-    assert "has no lines" in str(check_user("llm", config))
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b"", "no such file, or it has no lines"),
+        (b"\n \n", "no such file, or it has no lines"),
+        (b"a nurse\n\xe9", "'utf-8' codec can't decode byte 0xe9"),
+        ("a nurse\n".encode("utf-16"), "'utf-8' codec can't decode byte 0xff"),
+        (b"a nurse\n" + b"x" * ((1 << 16) + 1), "a line has more than 65536 characters; write one persona per line"),
+        (b"x\n" * (1 << 25) + b"y", "has more than 67108864 bytes; give a shorter one"),
+        (b"x" * (1 << 16), None),
+    ],
+    ids=["empty", "blank", "latin", "utf-16", "a line", "a file", "a long line"],
+)
+def test_a_file_that_holds_no_personas_is_refused(tmp_path: Path, content: bytes, fault: str | None) -> None:
+    config, file = Config(), tmp_path / "personas.txt"
+    config.user.model, config.user.personas = "policy", str(file)
+    file.write_bytes(content)
+    line = str(check_user("llm", config))
+    assert (fault or "None") in line and "\n" not in line
 
 
 @pytest.mark.parametrize(("setting", "name"), [(None, "scripted/booking"), ("llm/openai/m", "llm/openai/m")])
