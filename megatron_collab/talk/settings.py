@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_collab.config import ConfigError, EvaluateConfig, recorded_values, require
 from megatron_collab.launch import evaluation, servers, validate
@@ -16,10 +17,20 @@ _NOT_RECORDED = ("llm.record", "llm.replay", "llm.replay_missing", "llm.replay_l
 _DECIDED = ("model.path", "run.dir", "rollout.player", "rollout.server.replicas")
 
 
-def run_settings(run: Path, models: int, overrides: Sequence[str]) -> EvaluateConfig:
-    """The settings of the run in folder `run`, changed by `overrides`, to serve that many of its `models` on this node.
+class Share(NamedTuple):
+    """The part of this node's GPUs, number `part` of equal `parts`, that a process has: several serve a run each."""
 
-    If there are too few GPUs, the models share them. Raises ConfigError for settings that cannot work here.
+    part: int = 0
+    parts: int = 1
+
+
+def run_settings(
+    run: Path, models: int, overrides: Sequence[str], share: Share = Share()
+) -> tuple[EvaluateConfig, int]:
+    """The settings of the run in folder `run`, changed by `overrides`, to serve that many of its `models` on this node;
+    and the first GPU for them.
+
+    If there are too few GPUs, all models share the first ones. Raises ConfigError for settings that cannot work here.
     """
     for name in _DECIDED:
         set_here = any(override.lstrip("+").partition("=")[0] == name for override in overrides)
@@ -37,12 +48,13 @@ def run_settings(run: Path, models: int, overrides: Sequence[str]) -> EvaluateCo
         assert spec.serving
         servers.check_gpus(config, spec.serving)
         servers.check_arguments(spec.serving)
-        has_room = device.select(config.launch.device).type != device.GPU or models * server.tp <= device.count()
+        gpus = device.count() // share.parts if device.select(config.launch.device).type == device.GPU else None
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     validate.check_options(config)
+    has_room = gpus is None or models * server.tp <= gpus
     replicas = replace(server, replicas=models if has_room else 1)
-    return replace(config, rollout=replace(rollout, server=replicas))
+    return replace(config, rollout=replace(rollout, server=replicas)), share.part * gpus if gpus and has_room else 0
 
 
 def spec_in(config: EvaluateConfig, folder: Path, model: Path) -> RunSpec:

@@ -10,9 +10,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from megatron_collab.runtime.process import wait_for
+from megatron_collab.talk.speaker import SpeakerProcess
 from megatron_collab.view.runs import RunView
 from megatron_collab.view.server import application
-from megatron_collab.view.speaker import SpeakerProcess
 from tests.view.test_server import TOKEN, URL
 from tests.view.test_talk import act, start, wait
 
@@ -49,7 +49,7 @@ def test_two_models_a_simulated_user_and_futures(run: Path) -> None:
 
 def test_a_refused_start_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"program": "evaluate", "run": {}}')
-    (update,) = SpeakerProcess(tmp_path, ["before"]).updates()
+    (update,) = SpeakerProcess(tmp_path, ["before"], 0, 1).updates()
     assert "trains no model" in update["fault"] and update["fault"].isprintable()
 
 

@@ -374,12 +374,13 @@ export class Conversations {
       if (key === this.tokens.key) this.showTokens(); // what is chosen may have changed meanwhile
       return;
     }
-    const drawn = `${key} ${shade}`;
+    const future = Number(this.choices.future ?? 0);
+    const drawn = `${key} ${shade} ${future}`;
     if (drawn === place.dataset.drawn || (key && !this.tokens.turns)) return;
     place.dataset.drawn = drawn;
     const keepsFocus = document.activeElement?.id === "tokens-shade";
     const choose = (value) => this.choose({ [TOKENS]: value }, { replace: true });
-    place.replaceChildren(key ? tokensView(this.tokens.turns, shade, choose) : "");
+    place.replaceChildren(key ? tokensView(this.tokens.turns, future, shade, choose) : "");
     if (keepsFocus) document.getElementById("tokens-shade")?.focus();
   }
 

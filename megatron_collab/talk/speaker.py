@@ -1,7 +1,7 @@
-"""The process that serves models for a talk: what the page's server sees of it, and its own program.
+"""The process that serves models of a run for a talk in the page: what the page's server sees of speaker_program.py.
 
-Lines of JSON: requests on standard input, parts of the session's state on standard output. It ends when standard input
-does, so also with the command.
+Lines of JSON: requests on standard input, changes of the session's state on standard output. It ends when standard
+input does, so also with the command.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _LAST_BYTES = 1 << 14  # of its log, in which a fault is looked for
 
 
 class SpeakerProcess:
-    """A process that serves `models` of the run in `folder` (talk.Speaker)."""
+    """A process that serves `models` of the run in `folder` (view/talk.py's Speaker); its GPUs: part `part` of `parts`."""
 
-    def __init__(self, folder: Path, models: Sequence[str]) -> None:
+    def __init__(self, folder: Path, models: Sequence[str], part: int, parts: int) -> None:
         self._log = TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_collab.view.speaker_program", str(folder), *models],
+            [sys.executable, "-m", "megatron_collab.talk.speaker_program", str(part), str(parts), str(folder), *models],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -1,4 +1,7 @@
-"""`python -m megatron_collab.view.speaker_program RUN MODEL…`: serves models of a run for a talk (speaker.py)."""
+"""`python -m megatron_collab.talk.speaker_program PART PARTS RUN MODEL…`: serves models of a run (speaker.py).
+
+PART and PARTS: its share of the GPUs (settings.Share).
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ from megatron_collab.runtime import console
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.runtime.redact import redacted
 from megatron_collab.runtime.text import one_line
-from megatron_collab.talk import ChatError
-from megatron_collab.talk.session import Chat, Talk, TaskSet
-from megatron_collab.view.speaker import END_SECONDS
+from megatron_collab.talk.session import Talk, TaskSet
+from megatron_collab.talk.settings import Share
+from megatron_collab.talk.speaker import END_SECONDS
 
 LISTED_TASKS, LISTED_CHARACTERS = 200, 80  # of a set, and of a task's first message
 Request = Mapping[str, Any]
@@ -34,9 +37,10 @@ def main() -> int:
     requests = SimpleQueue[Request | None]()
     tell = _streams(requests)
     console.begin()
-    folder, *names = sys.argv[1:]
+    part, parts, folder, *names = sys.argv[1:]
     try:
-        talk = Talk(Path(folder), names, progress=lambda line: tell(progress=one_line(line)))
+        share = Share(int(part), int(parts))
+        talk = Talk(Path(folder), names, progress=lambda line: tell(progress=one_line(line)), share=share)
         tell(sets=[_listed(task_set) for task_set in talk.task_sets])
         with talk:
             asyncio.run(_converse(talk, requests, tell))
@@ -83,59 +87,20 @@ def _listed(task_set: TaskSet) -> dict[str, Any]:
 
 
 async def _converse(talk: Talk, requests: SimpleQueue[Request | None], tell: Tell) -> None:
-    """Do what is requested, in all conversations at once, until the end of the requests."""
-    sides = [_Side(talk, number) for number in range(len(talk.models))]
+    """Do what is requested, in the chats with all models at once, until the end of the requests."""
 
     def show(**more: str) -> None:
-        tell(chats=[side.state for side in sides], progress="", **more)
+        tell(chats=[vars(chat) for chat in talk.chats], progress="", **more)
 
     while (request := await asyncio.to_thread(requests.get)) is not None:
-        await asyncio.gather(*(side.act(request, show) for side in sides))
-        show(doing="")
-
-
-class _Side:
-    """A model's conversation. `state` is an entry of `chats` (view.talk.TalkSession)."""
-
-    def __init__(self, talk: Talk, number: int) -> None:
-        self._talk, self._number = talk, number
-        self._chat: Chat | None = None
-        self.state: dict[str, Any] = {"prompt": 0, "row": None, "futures": [], "fault": "", "busy": False}
-
-    async def act(self, request: Request, show: Callable[[], None]) -> None:
-        """Do what is requested, and `show` it at its beginning and its end."""
-        self.state |= {"futures": [], "fault": "", "busy": True}
-        if request["action"] == "begin":
-            self.state["row"] = None
-        show()
-        try:
-            self.state |= await self._result(**request)
-        except (ChatError, ConfigError) as error:
-            self.state |= {"fault": one_line(str(error))}
-        self.state |= {"busy": False}
-        show()
-
-    async def _result(self, action: str, task: str = "", text: str = "", count: int = 0) -> dict[str, Any]:
-        """The new parts of the state."""
+        action, *values = request.values()
         if action == "begin":
-            if self._chat is not None:
-                await self._chat.close()
-            self._chat = None
-            about = self._talk.find_task(task) if task else None
-            self._chat = await self._talk.begin(self._number, about)
-            return {"row": self._chat.row, "prompt": len(about.messages) if about else 0}
-        if self._chat is None:
-            raise ChatError("there is no conversation; begin another one")
-        match action:
-            case "futures":
-                return {"futures": await self._chat.futures(count)}
-            case "say":
-                row = await self._chat.say(text)
-            case "user":
-                row = await self._chat.let_user()
-            case "undo":
-                row = await self._chat.undo()
-        return {"row": row}
+            try:
+                values = [talk.find_task(values[0]) if values[0] else None]
+            except ConfigError as error:
+                action, values = "refuse", [str(error)]
+        await talk.act(action, show, *values)
+        show(doing="")
 
 
 if __name__ == "__main__":
