@@ -3,7 +3,7 @@
 
 import * as api from "./api.js";
 import { go, read } from "./address.js";
-import { element } from "./dom.js";
+import { element, offer, showFault } from "./dom.js";
 import { plural } from "./format.js";
 import { extrasOf, foldedText, messageView, textOf } from "./message.js";
 import { shortName } from "./text.js";
@@ -359,28 +359,4 @@ function titleOf(model) {
 
 function isSame(names, others) {
   return JSON.stringify(names) === JSON.stringify(others);
-}
-
-function showFault(place, message) {
-  if (place.textContent === message) return;
-  place.replaceChildren(...(message ? [element("p", { class: "error", role: "alert" }, message)] : []));
-}
-
-/**
- * Offer groups [label, [[value, label], …]], those without a label as they are, and select a value, also one that is
- * not offered: an address may name what is not there.
- */
-function offer(field, groups, value) {
-  const isOffered = groups.some(([, options]) => options.some(([name]) => name === value));
-  const all = isOffered || !value ? groups : [...groups, ["", [[value, value]]]];
-  const key = JSON.stringify(all);
-  if (field.offered !== key) {
-    field.offered = key;
-    const views = ([label, options]) => {
-      const list = options.map(([name, title]) => element("option", { value: name }, shortName(title)));
-      return label ? [element("optgroup", { label: shortName(label) }, list)] : list;
-    };
-    field.replaceChildren(...all.flatMap(views));
-  }
-  field.value = value;
 }
