@@ -389,7 +389,8 @@ class Sample:
     separately; baselines, means and mini-batches treat them as one sample. `routing` (if rollout.routing_replay): the
     experts of each token, unsigned integers [S, layers * experts of a token]; 0 for a sequence's last token, which is
     never read. `origin`: the number of the group in the step and of the rollout in it that has the trained turns, of
-    later turns also that of the future; None in supervised stages. `turns`: which of the rollout's turns are trained; empty: all of them.
+    later turns also that of the future; None in supervised stages. `turns`: which of the rollout's turns are trained;
+    empty: all of them.
     `teacher_view` (if algo.teacher.context): the same trained tokens behind the prompts that the teacher reads.
     `teacher_log_probs` (if algo.teacher.server): the teacher's, as `log_probs`.
     """

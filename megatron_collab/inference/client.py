@@ -96,6 +96,9 @@ class SGLangClient:
         `seed` (64 bits, signed) determines the sample if the server is deterministic. Raises EngineError if the server
         rejects the request or does not answer in time, ServerGone if it is unreachable at every attempt.
         """
+        interval = max_new_tokens  # one event for the first token, one for the whole turn
+        if progress:
+            interval = max(_TOKENS_OF_EVENT, max_new_tokens // _MOST_EVENTS)
         body = {
             "input_ids": list(prompt_ids),
             "return_logprob": True,
@@ -108,8 +111,7 @@ class SGLangClient:
                 "sampling_seed": seed,
                 "stop_token_ids": [] if stop is None else [stop],
                 "skip_special_tokens": not self.spec.calls_tools,
-                # Without `progress`, one event for the first token, one for the whole turn.
-                "stream_interval": max(_TOKENS_OF_EVENT, max_new_tokens // _MOST_EVENTS) if progress else max_new_tokens,
+                "stream_interval": interval,
             },
         }
         if self.spec.adapter is not None:

@@ -21,9 +21,10 @@ from megatron_collab.runtime.redact import HIDDEN, redact
 from megatron_collab.types import Group, Sample, ScoredBatch, Turn
 
 Row = Mapping[str, Any]
+_PLACE = ("position", "rollout", "future", "turn")  # of the group in the step; future: null, or of a later turn
 _SCHEMA = pa.schema(
     {
-        **dict.fromkeys(("position", "rollout", "future", "turn"), pa.int32()),
+        **dict.fromkeys(_PLACE, pa.int32()),
         "pieces": pa.list_(pa.string()),
         **dict.fromkeys(("log_prob", "log_ratio", "advantage"), pa.list_(pa.float16())),  # NaN: none
         "trained": pa.list_(pa.bool_()),
@@ -31,7 +32,7 @@ _SCHEMA = pa.schema(
     }
 )
 _NOISE = ("log_prob.list.element", "log_ratio.list.element")
-_REPEATED = ["position", "rollout", "future", "turn", *(f"{name}.list.element" for name in ("pieces", "advantage", "version"))]
+_REPEATED = [*_PLACE, *(f"{name}.list.element" for name in ("pieces", "advantage", "version"))]
 _TURNS = 512  # of a row group, which is read as a whole
 _LEVEL = 12  # of zstd, as for transcripts
 
@@ -48,7 +49,7 @@ def rows_of(
 
     def rows(turns: Sequence[Turn], *place: int, first: int = 0) -> Iterator[Row]:
         """Of the turns of a rollout or of a future, by the place of their sample; `first`: number of the first one."""
-        number, named = numbers.get(place), dict(zip(("position", "rollout", "future"), place, strict=False))
+        number, named = numbers.get(place), dict(zip(_PLACE, place, strict=False))
         spans = {} if number is None else _spans(batch.samples[number])
         for at, turn in enumerate(turns):
             row = {**named, "turn": first + at, **_sampled(turn, piece)}

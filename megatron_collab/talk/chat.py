@@ -22,7 +22,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from os.path import commonprefix
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,7 +162,8 @@ class _Printed:
         if chat.row is None:
             return
         before, self.texts = self.texts, _texts(self.name, chat.row)
-        same = len(commonprefix([before, self.texts]))
+        pairs = zip(before, self.texts, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if same == len(self.texts) < len(before):
             self._end_line()
             show(f"--- {self.name}: back to message {same}")

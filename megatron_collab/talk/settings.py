@@ -23,14 +23,23 @@ class Share(NamedTuple):
     part: int = 0
     parts: int = 1
 
+    def servers(self, models: int, tp: int, gpus: int | None) -> tuple[int, int]:
+        """On how many places servers of `models` run, each on `tp` GPUs of the node's, and the first GPU.
 
-def run_settings(
-    run: Path, models: int, overrides: Sequence[str], share: Share = Share()
-) -> tuple[EvaluateConfig, int]:
+        Each model has its own place; if there are too few GPUs, all share the first ones. `gpus`: None on CPUs.
+        """
+        if gpus is None:
+            return models, 0
+        own = gpus // self.parts
+        return (models, self.part * own) if models * tp <= own else (1, 0)
+
+
+WHOLE = Share()
+
+
+def run_settings(run: Path, models: int, overrides: Sequence[str], share: Share = WHOLE) -> tuple[EvaluateConfig, int]:
     """The settings of the run in folder `run`, changed by `overrides`, to serve that many of its `models` on this node;
-    and the first GPU for them.
-
-    If there are too few GPUs, all models share the first ones. Raises ConfigError for settings that cannot work here.
+    and the first GPU for them. Raises ConfigError for settings that cannot work here.
     """
     for name in _DECIDED:
         set_here = any(override.lstrip("+").partition("=")[0] == name for override in overrides)
@@ -48,13 +57,12 @@ def run_settings(
         assert spec.serving
         servers.check_gpus(config, spec.serving)
         servers.check_arguments(spec.serving)
-        gpus = device.count() // share.parts if device.select(config.launch.device).type == device.GPU else None
+        gpus = device.count() if device.select(config.launch.device).type == device.GPU else None
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     validate.check_options(config)
-    has_room = gpus is None or models * server.tp <= gpus
-    replicas = replace(server, replicas=models if has_room else 1)
-    return replace(config, rollout=replace(rollout, server=replicas)), share.part * gpus if gpus and has_room else 0
+    replicas, first_gpu = share.servers(models, server.tp, gpus)
+    return replace(config, rollout=replace(rollout, server=replace(server, replicas=replicas))), first_gpu
 
 
 def spec_in(config: EvaluateConfig, folder: Path, model: Path) -> RunSpec:

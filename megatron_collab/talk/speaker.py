@@ -39,7 +39,7 @@ Tell = Callable[..., None]
 
 
 class SpeakerProcess:
-    """A process that serves `models` of the run in `folder` (view/talk.py's Speaker); its GPUs: part `part` of `parts`."""
+    """A process that serves `models` of the run in `folder` (view/talk.py's Speaker), on a Share of the GPUs."""
 
     def __init__(self, folder: Path, models: Sequence[str], part: int, parts: int) -> None:
         self._log = TemporaryFile()  # noqa: SIM115

@@ -12,7 +12,6 @@ from itertools import count
 from typing import Any
 
 from megatron_collab.config import SamplingConfig
-
 from megatron_collab.inference.router import Router
 from megatron_collab.inference.spec import ClientSpec
 from megatron_collab.llm.caller import ask_as

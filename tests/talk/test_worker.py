@@ -137,7 +137,7 @@ def test_a_cut_stream_ends_the_conversation_with_its_fault() -> None:
         assert replies(rows)[-1].strip() in ("one two", "one two three"[:8])
         last = rows[-1]
         assert (last["ending"], last["error"]) == ("error", "the stream ended before the turn")
-        with pytest.raises(ChatError, match="has ended: error .the stream ended before the turn.; undo"):
+        with pytest.raises(ChatError, match=r"has ended: error \(the stream ended before the turn\); undo"):
             await rows_of(say(made))
         policy.cut = None
         assert replies(await rows_of(begin(made)))[-1] == "one two three four"
@@ -181,5 +181,3 @@ def test_a_lost_chat_leaves_nothing_running() -> None:
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(play())
-
-
