@@ -34,7 +34,7 @@ from megatron_collab.runtime.ray_cluster import ray_session
 from megatron_collab.runtime.text import one_line
 from megatron_collab.talk import ChatError
 from megatron_collab.talk.models import AFTER, RunModel, find_model, hf_folder
-from megatron_collab.talk.settings import WHOLE, Share, run_settings, spec_in
+from megatron_collab.talk.settings import WHOLE, GpuShare, run_settings, spec_in
 from megatron_collab.talk.worker import MOST_FUTURES, Row, TalkWorker
 from megatron_collab.types import Task
 
@@ -95,7 +95,7 @@ class Talk(ExitStack):
         names: Sequence[str] = (AFTER,),
         overrides: Sequence[str] = (),
         progress: Callable[[str], None] = logger.info,
-        share: Share = WHOLE,
+        share: GpuShare = WHOLE,
     ) -> None:
         """`names`: of the models, as `find_model` takes them. `overrides`: settings to change, as on a command line.
 

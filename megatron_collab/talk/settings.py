@@ -17,7 +17,7 @@ _NOT_RECORDED = ("llm.record", "llm.replay", "llm.replay_missing", "llm.replay_l
 _DECIDED = ("model.path", "run.dir", "rollout.player", "rollout.server.replicas")
 
 
-class Share(NamedTuple):
+class GpuShare(NamedTuple):
     """The part of this node's GPUs, number `part` of equal `parts`, that a process has: several serve a run each."""
 
     part: int = 0
@@ -34,10 +34,10 @@ class Share(NamedTuple):
         return (models, self.part * own) if models * tp <= own else (1, 0)
 
 
-WHOLE = Share()
+WHOLE = GpuShare()
 
 
-def run_settings(run: Path, models: int, overrides: Sequence[str], share: Share = WHOLE) -> tuple[EvaluateConfig, int]:
+def run_settings(run: Path, models: int, overrides: Sequence[str], share: GpuShare = WHOLE) -> tuple[EvaluateConfig, int]:
     """The settings of the run in folder `run`, changed by `overrides`, to serve that many of its `models` on this node;
     and the first GPU for them. Raises ConfigError for settings that cannot work here.
     """

@@ -39,7 +39,7 @@ Tell = Callable[..., None]
 
 
 class SpeakerProcess:
-    """A process that serves `models` of the run in `folder` (view/talk.py's Speaker), on a Share of the GPUs."""
+    """A process that serves `models` of the run in `folder` (view/talk.py's Speaker), on a GpuShare of the GPUs."""
 
     def __init__(self, folder: Path, models: Sequence[str], part: int, parts: int) -> None:
         self._log = TemporaryFile()  # noqa: SIM115
@@ -90,7 +90,7 @@ class SpeakerProcess:
 def main() -> int:
     """The program: serves models of a run. Arguments: its part of the GPUs and of how many, the run, the models."""
     from megatron_collab.talk.session import Talk
-    from megatron_collab.talk.settings import Share
+    from megatron_collab.talk.settings import GpuShare
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background process ignores
     requests = SimpleQueue[Request | None]()
@@ -98,7 +98,7 @@ def main() -> int:
     console.begin()
     part, parts, folder, *names = sys.argv[1:]
     try:
-        share = Share(int(part), int(parts))
+        share = GpuShare(int(part), int(parts))
         talk = Talk(Path(folder), names, progress=lambda line: tell(progress=one_line(line)), share=share)
         tell(sets=[_listed(task_set) for task_set in talk.task_sets])
         with talk:

@@ -109,7 +109,7 @@ def test_rows_come_back_by_their_place(tmp_path: Path) -> None:
     (row,) = tokens.read(tmp_path, 12, 1, 0)
     file = transcripts.step_file(tmp_path, 12, transcripts.TOKENS)
     pq.write_table(pq.read_table(file).drop_columns(["future"]), file)  # as an earlier version wrote it
-    assert tokens.read(tmp_path, 12, 1, 0) == [row] and row["future"] is None
+    assert str(tokens.read(tmp_path, 12, 1, 0)) == str([row]) and row["future"] is None
     assert (row["pieces"], row["version"], row["trained"]) == (["a \U0001f600", "\ufffd"], [3, 4], [True, False])
     assert [numbers(row[name]) for name in ("log_prob", "log_ratio", "advantage")] == [
         [-0.5, None], [0.125, None], [-1.0, None],

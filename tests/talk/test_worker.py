@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import EvaluateConfig
 from megatron_collab.inference.client import ServerGone
 from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.talk import ChatError
@@ -46,7 +45,7 @@ class NoRewards:
 
 def worker(policy: FakePolicy, **rollout: Any) -> TalkWorker:
     """One that plays with the policy, without its process."""
-    settings: Any = config(EvaluateConfig, **rollout)
+    settings: Any = config(**rollout)
     users: Any = FakeUsers(lambda goal, messages: "go on")
     made = TalkWorker.__new__(TalkWorker)
     made._chats = {}
@@ -177,7 +176,7 @@ def test_a_lost_chat_leaves_nothing_running() -> None:
         await anext(rows)
         await anext(rows)
         await rows.aclose()
-        await asyncio.sleep(0)
+        await asyncio.sleep(1)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(play())

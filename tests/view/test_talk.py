@@ -67,9 +67,9 @@ def test_a_conversation(client: TestClient, started: list[ScriptedSpeaker]) -> N
     assert client.get("/api/talk").json() is None and not started
     assert [model["name"] for model in client.get("/api/runs/0/models").json()] == ["before", "step_6"]
     assert not started
-    assert start(client, "before", "step_6", task="booking-0")["doing"] == "begin"
+    assert start(client, "before", "step_6", task="booking-0")["models"] == [[0, "before"], [0, "step_6"]]
     state = wait(client)
-    assert (state["models"], state["ended"]) == ([[0, "before"], [0, "step_6"]], False)
+    assert not state["ended"] and state["chats"][1]["prompt"] == 2
     assert state["sets"][0]["total"] == 50
     act(client, "say", text="hello")
     state = wait(client)
