@@ -133,13 +133,13 @@ export function partsView(rows) {
   const [{ reward, standard_error: error }] = rows;
   const rewardText = typeof error === "number" ? `${decimal(reward)} \u00b1 ${decimal(error)}` : decimal(reward);
   const [head, value] = [element("th", { scope: "row" }, "reward"), { colspan: heads.length - 1 }];
-  const rows = names.map((name) => [
+  const lines = names.map((name) => [
     element("th", { scope: "row", title: escaped(name) }, shortName(name)),
     element("td", {}, decimal(scores.get(name))),
     hasParts ? element("td", {}, signed(parts.get(name))) : null,
   ]);
   const first = element("tr", { class: "reward" }, head, element("td", value, rewardText));
-  return table(heads, [first, ...rows], { class: "parts" });
+  return table(heads, [first, ...lines], { class: "parts" });
 }
 
 /**
