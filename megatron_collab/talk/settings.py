@@ -37,7 +37,9 @@ class GpuShare(NamedTuple):
 WHOLE = GpuShare()
 
 
-def run_settings(run: Path, models: int, overrides: Sequence[str], share: GpuShare = WHOLE) -> tuple[EvaluateConfig, int]:
+def run_settings(
+    run: Path, models: int, overrides: Sequence[str], share: GpuShare = WHOLE
+) -> tuple[EvaluateConfig, int]:
     """The settings of the run in folder `run`, changed by `overrides`, to serve that many of its `models` on this node;
     and the first GPU for them. Raises ConfigError for settings that cannot work here.
     """
