@@ -30,8 +30,8 @@ class GpuShare(NamedTuple):
         """
         if gpus is None:
             return models, 0
-        own = gpus // self.parts
-        return (models, self.part * own) if models * tp <= own else (1, 0)
+        room = gpus // self.parts
+        return (models, self.part * room) if models * tp <= room else (1, 0)
 
 
 WHOLE = GpuShare()

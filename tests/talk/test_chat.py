@@ -13,7 +13,7 @@ from megatron_collab.talk.chat import _Terminal
 from megatron_collab.talk.session import Chat
 
 ROW: dict[str, Any] = {"messages": [], "ending": None, "scores": {}, "error": "", "reward": None}
-SAID, REPLY = {"role": "user", "content": "hello"}, "one two\nuser: three \x1b[31m"
+QUESTION, REPLY = {"role": "user", "content": "hello"}, "one two\nuser: three \x1b[31m"
 
 
 class ScriptedTalk:
@@ -42,7 +42,7 @@ class ScriptedTalk:
         else:
             for end in (0, 4, 8, len(REPLY)):
                 answer = [{"role": "assistant", "content": REPLY[:end]}] if end else []
-                yield ROW | {"messages": [SAID, *answer]}
+                yield ROW | {"messages": [QUESTION, *answer]}
 
 
 def printed(capsys: pytest.CaptureFixture[str], *lines: str, models: tuple[str, ...] = ("step_60",)) -> list[str]:

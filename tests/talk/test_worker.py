@@ -43,14 +43,14 @@ class NoRewards:
         return Future(conversation, {"right": 1.0})
 
 
-def worker(policy: FakePolicy, **rollout: Any) -> TalkWorker:
+def talk_worker(policy: FakePolicy, **rollout: Any) -> TalkWorker:
     """One that plays with the policy, without its process."""
     settings: Any = config(**rollout)
     users: Any = FakeUsers(lambda goal, messages: "go on")
-    made = TalkWorker.__new__(TalkWorker)
-    made._chats = {}
-    made.talkers = [TalkPlayer(policy, CharacterRenderer(), users, NoRewards(), play_spec(settings))]
-    return made
+    talker = TalkWorker.__new__(TalkWorker)
+    talker._chats = {}
+    talker.talkers = [TalkPlayer(policy, CharacterRenderer(), users, NoRewards(), play_spec(settings))]
+    return talker
 
 
 async def rows_of(changes: Any) -> list[Row]:
@@ -61,8 +61,8 @@ def chat(policy: FakePolicy, *actions: Callable[[TalkWorker], Any], **rollout: A
     """The rows of each action, one after the other."""
 
     async def play() -> list[list[Row]]:
-        made = worker(policy, **rollout)
-        return [await rows_of(action(made)) for action in actions]
+        talker = talk_worker(policy, **rollout)
+        return [await rows_of(action(talker)) for action in actions]
 
     return asyncio.run(play())
 
@@ -81,15 +81,16 @@ def replies(rows: list[Row]) -> list[str]:
 
 def test_a_reply_grows_and_ends_in_the_record_of_a_whole_one() -> None:
     text = "one two three four"
-    begun, said = chat(StreamingPolicy(text), begin, say)
+    begun, continued = chat(StreamingPolicy(text), begin, say)
     assert begun[0]["messages"] == [{"role": "user", "content": "hi"}]
-    for rows in (begun, said):
+    for rows in (begun, continued):
         shown = replies(rows)
         assert len({*shown}) == 4 and shown[-1] == text and all(text.startswith(part) for part in shown)
         assert all(row["ending"] is None for row in rows)
-    assert any(row["messages"][-1] == {"role": "user", "content": "more"} for row in said), "before there is an answer"
+    question = {"role": "user", "content": "more"}
+    assert any(row["messages"][-1] == question for row in continued), "before there is an answer"
     whole = chat(FakePolicyThatDoesNotStream(text), begin, say)
-    assert [rows[-1] for rows in whole] == [begun[-1], said[-1]]
+    assert [rows[-1] for rows in whole] == [begun[-1], continued[-1]]
 
 
 class FakePolicyThatDoesNotStream(FakePolicy):
@@ -109,10 +110,10 @@ def test_a_thought_is_not_shown_as_a_reply(budget: int | None) -> None:
 
     policy = StreamingPolicy("")
     policy.reply = reply
-    made: dict[str, Any] = {} if budget is None else {"turn": 40}
+    budgets: dict[str, Any] = {} if budget is None else {"turn": 40}
 
     async def play() -> list[Row]:
-        talker = worker(policy, **made)
+        talker = talk_worker(policy, **budgets)
         (player,) = talker.talkers
         player.rollout.turn.enable_thinking, player.rollout.turn.thinking_budget = True, budget
         return await rows_of(begin(talker))
@@ -131,15 +132,15 @@ def test_a_key_is_not_shown_while_it_is_written() -> None:
 
 def test_a_cut_stream_ends_the_conversation_with_its_fault() -> None:
     async def play() -> None:
-        made = worker(policy := StreamingPolicy("one two three four", cut=12))
-        rows = await rows_of(begin(made))
+        talker = talk_worker(policy := StreamingPolicy("one two three four", cut=12))
+        rows = await rows_of(begin(talker))
         assert replies(rows)[-1].strip() in ("one two", "one two three"[:8])
         last = rows[-1]
         assert (last["ending"], last["error"]) == ("error", "the stream ended before the turn")
         with pytest.raises(ChatError, match=r"has ended: error \(the stream ended before the turn\); undo"):
-            await rows_of(say(made))
+            await rows_of(say(talker))
         policy.cut = None
-        assert replies(await rows_of(begin(made)))[-1] == "one two three four"
+        assert replies(await rows_of(begin(talker)))[-1] == "one two three four"
 
     asyncio.run(play())
 
@@ -151,19 +152,20 @@ def test_what_a_chat_cannot_do_is_refused() -> None:
         return str(error.value)
 
     async def play() -> None:
-        made = worker(StreamingPolicy("ok"))
-        assert await refusal(say(made)) == "there is no conversation; begin another one"
-        await rows_of(begin(made))
-        assert await refusal(made.undo(0)) == "no message to undo"
-        before = (await rows_of(say(made)))[-1]
-        await rows_of(say(made))
-        assert await rows_of(made.undo(0)) == [before]
-        assert "is blank" in await refusal(made.say(0, " ")) and "at most" in await refusal(made.say(0, "x" * 200_000))
-        assert "give a number from 1 to 16" in await refusal(made.futures(0, 17))
-        await rows_of(made.begin(0, None))
-        assert "has no task" in await refusal(made.user(0))
-        assert await refusal(made.refuse(0, "no such task")) == "no such task"
-        assert await refusal(say(made)) == "there is no conversation; begin another one"
+        talker = talk_worker(StreamingPolicy("ok"))
+        assert await refusal(say(talker)) == "there is no conversation; begin another one"
+        await rows_of(begin(talker))
+        assert await refusal(talker.undo(0)) == "no message to undo"
+        before = (await rows_of(say(talker)))[-1]
+        await rows_of(say(talker))
+        assert await rows_of(talker.undo(0)) == [before]
+        assert "is blank" in await refusal(talker.say(0, " "))
+        assert "at most" in await refusal(talker.say(0, "x" * 200_000))
+        assert "give a number from 1 to 16" in await refusal(talker.futures(0, 17))
+        await rows_of(talker.begin(0, None))
+        assert "has no task" in await refusal(talker.user(0))
+        assert await refusal(talker.refuse(0, "no such task")) == "no such task"
+        assert await refusal(say(talker)) == "there is no conversation; begin another one"
 
     asyncio.run(play())
 
@@ -172,7 +174,7 @@ def test_a_lost_chat_leaves_nothing_running() -> None:
     """The reader of the rows may go away in the middle of a turn."""
 
     async def play() -> None:
-        rows = begin(worker(StreamingPolicy("one two three four")))
+        rows = begin(talk_worker(StreamingPolicy("one two three four")))
         await anext(rows)
         await anext(rows)
         await rows.aclose()
