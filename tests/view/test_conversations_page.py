@@ -129,11 +129,11 @@ def test_a_long_run_is_filtered_and_read(open_page: Open, serve: Serve, tmp_path
     page.get_by_role("spinbutton", name="From step").fill("100")
     expect(page.locator(".count")).to_have_text("1\u201350 of 1,920 futures")
     page.get_by_role("textbox", name="Words").fill("wheelchair")
-    page.get_by_label("Ending").select_option("turn_limit")
+    page.locator("#filter-ending").select_option("turn_limit")
     expect(page.locator(".count")).to_have_text(re.compile(r"1\u201350 of \d+ futures"))
     expect(page.locator(".turn.chosen")).to_be_visible()
     page.goto(page.url.partition("#")[0] + "#overview")
-    expect(page.locator("#overview .curve").first).to_be_visible()
+    expect(chart(page, "reward")).to_be_visible()
 
 
 def test_of_a_torn_run_the_rest_is_shown(open_page: Open, serve: Serve, tmp_path: Path) -> None:
