@@ -388,8 +388,9 @@ class Sample:
     order, which exist if later turns do not see the thoughts of earlier ones. The model processes the sequences
     separately; baselines, means and mini-batches treat them as one sample. `routing` (if rollout.routing_replay): the
     experts of each token, unsigned integers [S, layers * experts of a token]; 0 for a sequence's last token, which is
-    never read. `origin`: the number of the group in the step and of the rollout in it that has the trained turns; None
-    of later turns and in supervised stages. `turns`: which of the rollout's turns are trained; empty: all of them.
+    never read. `origin`: the number of the group in the step and of the rollout in it that has the trained turns, of
+    later turns also that of the future; None in supervised stages. `turns`: which of the rollout's turns are trained;
+    empty: all of them.
     `teacher_view` (if algo.teacher.context): the same trained tokens behind the prompts that the teacher reads.
     `teacher_log_probs` (if algo.teacher.server): the teacher's, as `log_probs`.
     """
@@ -402,7 +403,7 @@ class Sample:
     later: bool = False
     cuts: tuple[int, ...] = ()
     routing: np.ndarray | None = None
-    origin: tuple[int, int] | None = None
+    origin: tuple[int, ...] | None = None
     turns: tuple[int, ...] = ()
     teacher_view: Sample | None = None
     teacher_log_probs: np.ndarray | None = None

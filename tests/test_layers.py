@@ -47,6 +47,7 @@ LAZY = {
     "rollout.workers": "the actors import what they need; the process that starts them does not",
     "synthesis.build_dataset": "as train",
     "talk.chat": "answers --help and wrong arguments before Ray and the libraries of data are imported",
+    "talk.speaker": "the page's server holds an end of its pipe, without Ray and the libraries of data",
     "user_logs.command": "answers --help and wrong arguments before LiteLLM and Presidio are imported",
 }
 

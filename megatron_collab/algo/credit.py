@@ -54,11 +54,10 @@ def samples_of(group: Group, spec: CreditSpec, number: int, formula: RewardFormu
         rollouts = _decoupled(rollouts, spec.reward)
     name = f"{number}/{group.task.id}"
     if spec.reward.mode != "single_turn" and spec.rollout.futures == 0:
-        samples = conversation_samples(group.task, rollouts, spec.reward, name)
+        whole = conversation_samples(group.task, rollouts, spec.reward, name)
+        samples = [replace(turns, origin=origin) for turns, origin in zip(whole, origins, strict=True)]
     else:
-        samples = _with_futures(rollouts, spec, name, formula)
-    trained, later = samples[: len(rollouts)], samples[len(rollouts) :]
-    samples = [replace(turns, origin=origin) for turns, origin in zip(trained, origins, strict=True)] + later
+        samples = _with_futures(rollouts, origins, spec, name, formula)
     overlong = spec.algo.objective == "policy" and spec.algo.overlong
     return [penalize_overlong(sample, spec) for sample in samples] if overlong else samples
 
@@ -239,7 +238,13 @@ def _parts(reward: Reward) -> dict[str, float]:
     return dict(reward.parts) or {_WHOLE: float(reward.value)}
 
 
-def _with_futures(rollouts: Sequence[Rollout], spec: CreditSpec, name: str, formula: RewardFormula) -> list[Sample]:
+def _with_futures(
+    rollouts: Sequence[Rollout],
+    origins: Sequence[tuple[int, int]],
+    spec: CreditSpec,
+    name: str,
+    formula: RewardFormula,
+) -> list[Sample]:
     """The trained turn of each rollout, followed, with rollout.train_turns=all, by the later turns of the futures.
 
     The later turns of a future get its reward. Their peers are the future's siblings: the futures of the same trained
@@ -248,21 +253,22 @@ def _with_futures(rollouts: Sequence[Rollout], spec: CreditSpec, name: str, form
     adds a credit without spans to the rollout's sample.
     """
     first, later = [], []
-    for number, rollout in enumerate(rollouts):
+    for number, (rollout, origin) in enumerate(zip(rollouts, origins, strict=True)):
         assert not isinstance(rollout.reward.value, Missing)
         turns = rollout.start.turns
         credits = [Credit(_spans(turns), rollout.reward.value, name, name)]
         if spec.rollout.train_turns == "all" and not rollout.start.ending:
             scored = [(future.conversation, formula([future]).value) for future in rollout.futures]
-            known = [(conversation, value) for conversation, value in scored if not isinstance(value, Missing)]
-            for conversation, value in known:
+            known = [(at, *future) for at, future in enumerate(scored) if not isinstance(future[1], Missing)]
+            for at, conversation, value in known:
+                assert not isinstance(value, Missing)
                 trained = conversation.turns[len(turns) :] if len(known) >= spec.min_rewards else ()
                 credit = Credit(_spans(trained), value, f"{name}/later/{number}", f"{name}/later")
                 if trained:
-                    later.append(sample(trained, [credit], before=turns))
+                    later.append(replace(sample(trained, [credit], before=turns), origin=(*origin, at)))
                 else:
                     credits.append(credit)
-        first.append(sample(turns, credits))
+        first.append(replace(sample(turns, credits), origin=origin))
     return first + later
 
 

@@ -22,7 +22,8 @@ class Assistant(Protocol):
     ) -> Turn:
         """The next turn after `prompt_ids`, the tokens of `messages`; it ends at the latest with the token `stop`.
 
-        `routing_from`: first position whose experts the turn records; None: no experts. Raises EngineError.
+        `routing_from`: first position whose experts the turn records; None: no experts. `progress`: called with the
+        text while it grows, if the assistant streams. Raises EngineError.
         """
 
     async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:

@@ -19,6 +19,9 @@ from megatron_collab.types import Finish, ToolCall, Turn
 
 ATTEMPTS = 5
 BACKOFF_SECONDS = 0.25
+# Each event of a streamed turn has all of its tokens so far, about 50 bytes for each.
+_TOKENS_OF_EVENT, _MOST_EVENTS = 4, 256
+MOST_BYTES = 1 << 30  # of an answer
 
 
 class EngineError(RuntimeError):
@@ -58,6 +61,7 @@ class TurnOptions(TypedDict):
     seed: int
     stop: NotRequired[int | None]
     routing_from: NotRequired[int | None]
+    progress: NotRequired[Callable[[str], None] | None]
 
 
 class SGLangClient:
@@ -81,15 +85,20 @@ class SGLangClient:
         seed: int,
         stop: int | None = None,
         routing_from: int | None = None,
+        progress: Callable[[str], None] | None = None,
     ) -> Turn:
         """Sample one turn of at most `max_new_tokens`; log-probs are of the distribution at the temperature.
 
         It ends with an end-of-turn token or with the token `stop`; neither is in its text. `routing_from`: the turn
-        records the experts from this position on (rollout.routing_replay); None: no experts.
+        records the experts from this position on (rollout.routing_replay); None: no experts. `progress` is called with
+        the text so far, again and again while it grows; if a broken connection is retried, the text begins anew.
         If several concurrent requests have the same prompt, one is sent first and the others wait for its prefill.
         `seed` (64 bits, signed) determines the sample if the server is deterministic. Raises EngineError if the server
         rejects the request or does not answer in time, ServerGone if it is unreachable at every attempt.
         """
+        interval = max_new_tokens  # one event for the first token, one for the whole turn
+        if progress:
+            interval = max(_TOKENS_OF_EVENT, max_new_tokens // _MOST_EVENTS)
         body = {
             "input_ids": list(prompt_ids),
             "return_logprob": True,
@@ -102,7 +111,7 @@ class SGLangClient:
                 "sampling_seed": seed,
                 "stop_token_ids": [] if stop is None else [stop],
                 "skip_special_tokens": not self.spec.calls_tools,
-                "stream_interval": max_new_tokens,  # one event for the first token, one for the whole turn
+                "stream_interval": interval,
             },
         }
         if self.spec.adapter is not None:
@@ -113,8 +122,14 @@ class SGLangClient:
         read = self._reading.setdefault(prompt_ids, asyncio.Event())
         if not first:
             await read.wait()
+
+        def show(event: bytes) -> None:
+            read.set()
+            if progress:
+                progress(_answer(event).get("text", ""))
+
         try:
-            answer = await self._post("/generate", body, lambda response: _last_event(response, read.set))
+            answer = await self._post("/generate", body, lambda response: _last_event(response, show))
         finally:
             read.set()
             if first:
@@ -210,19 +225,23 @@ def _refusal(response: aiohttp.ClientResponse, status: int, text: str) -> Engine
     return kind(f"{response.url}: status {status}: {' '.join(text.split())[:300]}")
 
 
-async def _last_event(response: aiohttp.ClientResponse, began: Callable[[], None]) -> dict[str, Any]:
-    """The last event of a streamed turn, which contains the full turn; calls `began` at the first event.
+async def _last_event(response: aiohttp.ClientResponse, show: Callable[[bytes], None]) -> dict[str, Any]:
+    """The last event of a streamed turn, which contains the full turn; calls `show` with each event.
 
-    Raises EngineError if an event is an error, ClientPayloadError if the stream ends before the turn does.
+    Raises EngineError if an event is an error or the stream has more than MOST_BYTES, ClientPayloadError if it ends
+    before the turn does.
     """
-    buffer, last = b"", b""
+    buffer, last, size = b"", b"", 0
     async for piece in response.content.iter_any():
+        size += len(piece)
+        if size > MOST_BYTES:
+            raise EngineError(f"{response.url}: more than {MOST_BYTES} bytes for a turn")
         *events, buffer = (buffer + piece).split(b"\n\n")
         for event in events:
-            began()
             if event != b"data: [DONE]":
                 last = event
-    answer = json.loads(last.removeprefix(b"data: ") or b"{}")
+                show(event)
+    answer = _answer(last)
     if "error" in answer:
         raise _refusal(response, answer["error"]["code"], answer["error"]["message"])
     finish = answer.get("meta_info", {}).get("finish_reason")
@@ -230,6 +249,11 @@ async def _last_event(response: aiohttp.ClientResponse, began: Callable[[], None
         raise aiohttp.ClientPayloadError("the stream ended before the turn")
     if finish.get("status_code"):  # SGLang's scheduler rejected the request
         raise _refusal(response, finish["status_code"], finish["message"])
+    return answer
+
+
+def _answer(event: bytes) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(event.removeprefix(b"data: ") or b"{}")
     return answer
 
 

@@ -1,7 +1,8 @@
 """Tokens of trained turns, with train.record_tokens: a file per step, tokens/step_000012.parquet.
 
-It is written after the update, beside the step's transcripts, which are written before it. A row is a trained turn; its
-lists have an entry per token. Values are float16: of a ratio its logarithm is stored, which is near 0.
+It is written after the update, beside the step's transcripts, which are written before it. A row is a trained turn, or
+with rollout.train_turns=all a later turn of a future that was trained; its lists have an entry per token. Values are
+float16: of a ratio its logarithm is stored, which is near 0.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from megatron_collab.runtime.redact import HIDDEN, redact
 from megatron_collab.types import Group, Sample, ScoredBatch, Turn
 
 Row = Mapping[str, Any]
+_PLACE = ("position", "rollout", "future", "turn")  # of the group in the step; future: null, or of a later turn
 _SCHEMA = pa.schema(
     {
-        **dict.fromkeys(("position", "rollout", "turn"), pa.int32()),  # of the group, in it, of the rollout's turns
+        **dict.fromkeys(_PLACE, pa.int32()),
         "pieces": pa.list_(pa.string()),
         **dict.fromkeys(("log_prob", "log_ratio", "advantage"), pa.list_(pa.float16())),  # NaN: none
         "trained": pa.list_(pa.bool_()),
@@ -30,7 +32,7 @@ _SCHEMA = pa.schema(
     }
 )
 _NOISE = ("log_prob.list.element", "log_ratio.list.element")
-_REPEATED = ["position", "rollout", "turn", *(f"{name}.list.element" for name in ("pieces", "advantage", "version"))]
+_REPEATED = [*_PLACE, *(f"{name}.list.element" for name in ("pieces", "advantage", "version"))]
 _TURNS = 512  # of a row group, which is read as a whole
 _LEVEL = 12  # of zstd, as for transcripts
 
@@ -44,15 +46,25 @@ def rows_of(
     of a token.
     """
     numbers = {sample.origin: number for number, sample in enumerate(batch.samples)}
+
+    def rows(turns: Sequence[Turn], *place: int, first: int = 0) -> Iterator[Row]:
+        """Of the turns of a rollout or of a future, by the place of their sample; `first`: number of the first one."""
+        number, named = numbers.get(place), dict(zip(_PLACE, place, strict=False))
+        spans = {} if number is None else _spans(batch.samples[number])
+        for at, turn in enumerate(turns):
+            row = {**named, "turn": first + at, **_sampled(turn, piece)}
+            if number is not None and at in spans:
+                row |= _learned(batch, log_probs, number, slice(*spans[at]))
+            yield row
+
     for position, group in enumerate(groups):
         for at, rollout in enumerate(group.rollouts):
-            number = numbers.get((position, at))
-            spans = {} if number is None else _spans(batch.samples[number])
-            for turn_number, turn in enumerate(rollout.start.turns):
-                row = {"position": position, "rollout": at, "turn": turn_number, **_sampled(turn, piece)}
-                if number is not None and turn_number in spans:
-                    row |= _learned(batch, log_probs, number, slice(*spans[turn_number]))
-                yield row
+            start = rollout.start.turns
+            yield from rows(start, position, at)
+            for future_number, future in enumerate(rollout.futures):
+                if (position, at, future_number) in numbers:
+                    later = future.conversation.turns[len(start) :]
+                    yield from rows(later, position, at, future_number, first=len(start))
 
 
 def write(folder: Path, step: int, rows: Iterable[Row]) -> None:
@@ -75,12 +87,17 @@ def write(folder: Path, step: int, rows: Iterable[Row]) -> None:
 
 
 def read(folder: Path, step: int, position: int, rollout: int) -> list[Row]:
-    """The rows of a rollout's trained turns, in order; empty if none are recorded. Raises ConfigError if damaged."""
+    """The rows of a rollout's trained turns, then of its futures' later turns, if they were trained, in order.
+
+    Empty if none are recorded. Raises ConfigError if the file is damaged.
+    """
     file = step_file(folder, step, TOKENS)
     if not file.is_file() or max(position, rollout) >= 1 << 31:  # more than the columns can hold
         return []
     with readable(file):
         table = pq.read_table(file, filters=[("position", "=", position), ("rollout", "=", rollout)])
+        if "future" not in table.column_names:  # an earlier version recorded no later turns
+            table = table.append_column("future", pa.nulls(len(table), pa.int32()))
         return table.select(_SCHEMA.names).cast(_SCHEMA).to_pylist()
 
 

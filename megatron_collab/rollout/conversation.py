@@ -313,13 +313,7 @@ class FuturesPlayer(Player):
         if room < 1:
             reason = f"the task's messages alone fill rollout.context_length={self.rollout.context_length}"
             return conversation.end(Ending.ERROR, reason)
-        ask = partial(
-            self.policy.generate,
-            messages=conversation.messages,
-            sampling=sampling,
-            seed=seed_of(self.spec.seed, place, len(conversation.turns)),
-            affinity=place.stream,
-        )
+        ask = self._ask(conversation, place, sampling)
         try:
             routing_from = self._routing_from(conversation, sampling)
             turn = await thinking.sample_turn(ask, self.renderer, conversation.token_ids, sampling, room, routing_from)
@@ -330,6 +324,16 @@ class FuturesPlayer(Player):
         conversation = conversation.add_turn(turn)
         full = turn.finish is Finish.LENGTH and len(turn.token_ids) == room
         return conversation.end(Ending.LENGTH) if full else conversation
+
+    def _ask(self, conversation: Conversation, place: RolloutPlace, sampling: SamplingConfig) -> thinking.Ask:
+        """What requests the next turn of the conversation from the policy."""
+        return partial(
+            self.policy.generate,
+            messages=conversation.messages,
+            sampling=sampling,
+            seed=seed_of(self.spec.seed, place, len(conversation.turns)),
+            affinity=place.stream,
+        )
 
     def _routing_from(self, conversation: Conversation, sampling: SamplingConfig) -> int | None:
         """The first position whose experts the next turn must record: the first one that earlier turns did not record.

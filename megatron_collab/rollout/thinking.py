@@ -7,6 +7,7 @@ tokens are part of the context and are not trained.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -31,6 +32,7 @@ class Ask(Protocol):
         max_new_tokens: int,
         stop: int | None = None,
         routing_from: int | None = None,
+        progress: Callable[[str], None] | None = None,
     ) -> Turn: ...
 
 

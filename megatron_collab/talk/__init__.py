@@ -1,6 +1,7 @@
-"""Talk with the models of a run: `session.py` serves them and begins chats, which `worker.py` plays as rollouts are.
+"""Talk with the models of a run: `session.py` serves them, with a chat each, which `worker.py` plays as rollouts are.
 
-`chat.py` is the command in a terminal, `serve.py` serves a model to other programs.
+`chat.py` is the command in a terminal, `speaker.py` a process for the page of `view`; `serve.py` serves a model to
+other programs.
 """
 
 

@@ -20,16 +20,16 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_collab.commands import ArgumentParser
 from megatron_collab.config import WRITTEN_FILE, ConfigError, check_path, require
 from megatron_collab.runtime.console import show
 from megatron_collab.runtime.process import EXIT_STOPPED, RunStopped
-from megatron_collab.talk import ChatError
 
 if TYPE_CHECKING:  # Ray and the libraries of data take seconds to import
     from megatron_collab.talk.session import Chat, Row, Talk
@@ -89,84 +89,116 @@ class _Terminal:
 
     def __init__(self, talk: Talk, task: Task | None) -> None:
         self._talk, self._task = talk, task
-        self._chats: list[Chat] = []
-        self._shown: list[tuple[int, str | None]] = []  # of each chat: number of messages, ending
+        self._printed: list[_Printed] = []
 
     async def begin(self) -> None:
         """Begin the chats anew."""
-        for chat in self._chats:
-            await chat.close()
-        chats = (self._talk.begin(model, self._task) for model in range(len(self._talk.models)))
-        self._chats = list(await asyncio.gather(*chats))
-        self._shown = [(0, None) for _ in self._chats]
-        self._show()
+        self._printed = [_Printed(model.name) for model in self._talk.models]
+        await self._act("begin", self._task)
 
     async def obey(self, line: str) -> None:
         """Do what a line says, and print what came of it, or why it cannot be done."""
         command, _, argument = line.partition(" ")
-        try:
-            if not line.startswith("/"):
-                await self._all(lambda chat: chat.say(line), typed=1)
-            elif command == "/user":
-                await self._all(lambda chat: chat.let_user())
-            elif command == "/futures" and argument.isdecimal() and len(argument) <= _MOST_DIGITS:
-                await self._futures(int(argument))
-            elif command == "/undo":
-                await self._all(lambda chat: chat.undo())
-            elif command == "/reset":
-                await self.begin()
-            elif command == "/save" and argument:
-                self._save(Path(argument))
-            else:
-                show(_HELP)
-        except (ChatError, ConfigError, OSError) as error:
-            show(str(error))
+        if not line.startswith("/"):
+            await self._act("say", line)
+        elif command == "/futures" and argument.isdecimal() and len(argument) <= _MOST_DIGITS:
+            await self._act("futures", int(argument))
+        elif command in ("/user", "/undo"):
+            await self._act(command[1:])
+        elif command == "/reset":
+            await self.begin()
+        elif command == "/save" and argument:
+            self._save(Path(argument))
+        else:
+            show(_HELP)
 
-    async def _all(self, move: Callable[[Chat], Awaitable[Row]], typed: int = 0) -> None:
-        """Move all chats that can; one may have ended before the other. Raises ChatError if one cannot.
-
-        Of the new messages the first `typed` are not printed: the terminal has them already.
-        """
-        results = await asyncio.gather(*(move(chat) for chat in self._chats), return_exceptions=True)
-        self._show(typed)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-
-    async def _futures(self, count: int) -> None:
-        played = await asyncio.gather(*(chat.futures(count) for chat in self._chats))
-        for chat, row in ((chat, row) for chat, rows in zip(self._chats, played, strict=True) for row in rows):
-            show(f"--- {chat.model.name}, future {row['future'] + 1} of {count}: {_outcome(row)}")
-            _print(chat, row, len(chat.row["messages"]))
+    async def _act(self, action: str, *values: Any) -> None:
+        """Do it in all chats that can; one may have ended before the other. Print futures and faults at the end."""
+        for printed in self._printed:
+            printed.typed = len(printed.texts) if action == "say" else None
+        await self._talk.act(action, self._show, *values)
+        for model, chat in zip(self._talk.models, self._talk.chats, strict=True):
+            for future in chat.futures:
+                assert chat.row
+                show(f"--- {model.name}, future {future['future'] + 1} of {len(chat.futures)}: {_outcome(future)}")
+                for text in _texts(model.name, future)[len(chat.row["messages"]) :]:
+                    show(text)
+        for fault in dict.fromkeys(chat.fault for chat in self._talk.chats if chat.fault):
+            show(fault)
 
     def _save(self, file: Path) -> None:
-        check_path("/save", file, WRITTEN_FILE)
-        rows = ({"model": chat.model.name, **chat.row} for chat in self._chats)
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        show(f"{file}: written")
+        try:
+            check_path("/save", file, WRITTEN_FILE)
+            pairs = zip(self._talk.models, self._talk.chats, strict=True)
+            rows = ({"model": model.name, **(chat.row or {})} for model, chat in pairs)
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            show(f"{file}: written")
+        except (ConfigError, OSError) as error:
+            show(str(error))
 
-    def _show(self, typed: int = 0) -> None:
-        """Print the messages that are new, and endings."""
-        for number, chat in enumerate(self._chats):
-            (shown, ending), messages = self._shown[number], chat.row["messages"]
-            if shown > len(messages):
-                show(f"--- {chat.model.name}: back to message {len(messages)}")
-            _print(chat, chat.row, shown + typed)
-            if chat.row["ending"] not in (None, ending):
-                show(f"--- {chat.model.name}: {_outcome(chat.row)}")
-            self._shown[number] = len(messages), chat.row["ending"]
+    def _show(self) -> None:
+        """Print what is new. What the second model writes follows once the first has finished."""
+        for printed, chat in zip(self._printed, self._talk.chats, strict=True):
+            printed.show(chat)
+            if chat.busy:
+                return
 
 
-def _print(chat: Chat, row: Row, start: int) -> None:
-    """Print the messages of `row` from number `start` on, those of the model with its thoughts."""
+class _Printed:
+    """What is printed of a chat with the model of this `name`: the `texts` of its messages, and its `ending`.
+
+    `typed`: the number of the message that the terminal has already, since a person has typed it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.texts: list[str] = []
+        self.ending: str | None = None
+        self.typed: int | None = None
+        self._is_open = False  # the last line, which goes on
+
+    def show(self, chat: Chat) -> None:
+        """Print what is new; the last message may grow while the chat is busy."""
+        if chat.row is None:
+            return
+        before, self.texts = self.texts, _texts(self.name, chat.row)
+        pairs = zip(before, self.texts, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if same == len(self.texts) < len(before):
+            self._end_line()
+            show(f"--- {self.name}: back to message {same}")
+        for number, text in enumerate(self.texts[same:], same):
+            begun = before[number] if number < len(before) and self._is_open else ""
+            if number == self.typed:
+                continue
+            if not begun or not text.startswith(begun):
+                self._end_line()
+                begun = ""
+            show(text[len(begun) :], end="")
+            self._is_open = True
+        if not chat.busy:
+            self._end_line()
+        ending, self.ending = self.ending, chat.row["ending"]
+        if self.ending not in (None, ending):
+            show(f"--- {self.name}: {_outcome(chat.row)}")
+
+    def _end_line(self) -> None:
+        if self._is_open:
+            show("")
+        self._is_open = False
+
+
+def _texts(name: str, row: Row) -> list[str]:
+    """The messages of a conversation with the model of this name as they are printed, its own with its thoughts."""
     messages = row["messages"]
     replies = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
     turns = row.get("turns", [])
     raw = dict(zip(replies[len(replies) - len(turns) :], turns, strict=True))
-    for at in range(start, len(messages)):
-        name = chat.model.name if at in replies else messages[at]["role"]
-        text = raw.get(at, messages[at]["content"]).strip().replace("\n", "\n    ")  # else it could imitate another
-        show(f"{name}: {text}")
+    texts = []
+    for at, message in enumerate(messages):
+        text = raw.get(at, message["content"]).strip().replace("\n", "\n    ")  # else it could imitate another
+        texts.append(f"{name if at in replies else message['role']}: {text}")
+    return texts
 
 
 def _outcome(row: Row) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -30,15 +31,33 @@ from megatron_collab.runtime import keys
 from megatron_collab.runtime.files import ScratchFolder
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.runtime.ray_cluster import ray_session
+from megatron_collab.runtime.text import one_line
 from megatron_collab.talk import ChatError
 from megatron_collab.talk.models import AFTER, RunModel, find_model, hf_folder
-from megatron_collab.talk.settings import run_settings, spec_in
+from megatron_collab.talk.settings import WHOLE, GpuShare, run_settings, spec_in
 from megatron_collab.talk.worker import MOST_FUTURES, Row, TalkWorker
 from megatron_collab.types import Task
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Chat", "Row", "Talk", "TaskSet"]
+
+@dataclass
+class Chat:
+    """The conversation with a served model, which `Talk.act` changes.
+
+    `row`: as in a run's transcripts (docs/reference/run-files.md), None before the first begins; while the model
+    writes, its last message grows. Messages are as the user sees them; `turns` has the model's thoughts if it has any,
+    `private` notes of the simulated user by message, `ending` is None while it goes on; if a conversation about a task
+    has ended, it has `scores` and `judgments`. `prompt`: how many of its messages are the task's; `futures`: rows of
+    the continuations that were played last; `fault`: why the last action was refused; `busy`: whether it goes on.
+    All texts come from models: show them as text.
+    """
+
+    row: Row | None = None
+    prompt: int = 0
+    futures: list[Row] = field(default_factory=list)
+    fault: str = ""
+    busy: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,9 +84,9 @@ class TaskSet:
 class Talk(ExitStack):
     """Context manager in which models of a run are served side by side, under the run's recorded settings.
 
-    Enter and leave it in the same thread, which must live as long: servers end with the thread that started them. All
-    other methods may be called from any thread, and awaited in any event loop. `models`: the served ones; `task_sets`:
-    the run's tasks, empty if it played no conversations (sft, dpo); `users`: names of its users.
+    Enter and leave it in the same thread, which must live as long: servers end with the thread that started them.
+    `models`: the served ones; `chats`: that with each of them; `task_sets`: the run's tasks, empty if it played no
+    conversations (sft, dpo).
     """
 
     def __init__(
@@ -76,21 +95,23 @@ class Talk(ExitStack):
         names: Sequence[str] = (AFTER,),
         overrides: Sequence[str] = (),
         progress: Callable[[str], None] = logger.info,
+        share: GpuShare = WHOLE,
     ) -> None:
         """`names`: of the models, as `find_model` takes them. `overrides`: settings to change, as on a command line.
 
-        `progress` is called with a line for each phase of the start. Starts nothing and takes about a second. Raises
-        ConfigError for a folder that holds no run, a model that it lacks, or settings that cannot work here.
+        `progress` is called with a line for each phase of the start; `share`: of this node's GPUs. Starts nothing and
+        takes about a second. Raises ConfigError for a folder that holds no run, a model that it lacks, or settings that
+        cannot work here.
         """
         super().__init__()
         self.run, self._progress = run, progress
         self._worker: Any = None  # the handle of the TalkWorker, within the context
         self.models: list[RunModel] = [find_model(run, name) for name in names]
-        self._config = run_settings(run, len(self.models), overrides)
+        self.chats = [Chat() for _ in names]
+        self._config, self._first_gpu = run_settings(run, len(self.models), overrides, share)
         spec = spec_in(self._config, run, self.models[0].folder)
         assert spec.play
         self._users = spec.play.users
-        self.users = list(spec.play.users.named)
         self.task_sets: list[TaskSet] = []
         if recorded_values(run)["train.stage"] == "rl":
             validate.check_played(self._config, spec)
@@ -114,7 +135,7 @@ class Talk(ExitStack):
         spec = spec_in(self._config, folder, folders[0])
         assert spec.play and spec.serving
         self._progress(f"{names}: starting SGLang")
-        policy = _for_chats(spec.serving.policy)
+        policy = _for_chats(_moved(spec.serving.policy, self._first_gpu))
         replicas = policy.placement.replicas
         servers = [
             stack.enter_context(
@@ -122,7 +143,9 @@ class Talk(ExitStack):
             )
             for index, path in enumerate(folders)
         ]
-        by_name = [stack.enter_context(ModelServers(model)) for model in spec.serving.by_name.values()]
+        by_name = [
+            stack.enter_context(ModelServers(_moved(model, self._first_gpu))) for model in spec.serving.by_name.values()
+        ]
         timeout = policy.host.start_timeout
         stack.enter_context(ray_session(2, start_timeout=timeout))
         urls = [(server.url, server.api_key) for server in servers]
@@ -170,70 +193,41 @@ class Talk(ExitStack):
         require(fault is None, fault or "")
         return replace(task, user=user)
 
-    async def begin(self, model: int = 0, task: Task | None = None) -> Chat:
-        """A chat with the model of this number in `models`, about a task as `find_task` or `played_by` gives it.
+    async def act(self, action: str, show: Callable[[], None], *values: Any) -> None:
+        """Do an action of TalkWorker (begin, say, user, futures, undo) in the chats with all models at once.
 
-        If the task's conversation begins with messages, the model has answered them. Without a task only a person
-        writes. Raises ChatError if the model is lost.
+        `show` is called whenever one of the `chats` has changed. A chat that refuses the action has a `fault` then.
         """
-        number, row = await _answered(self._worker.begin.remote(model, task))
-        return Chat(self._worker, number, self.models[model], task, row)
+        await asyncio.gather(*(self._act_in(number, action, show, values) for number in range(len(self.chats))))
 
-
-class Chat:
-    """A conversation with a served model.
-
-    Rows are those of a run's transcripts (docs/reference/run-files.md): messages as the user sees them, `turns` with
-    the model's thoughts if it has any, `private` notes of the simulated user by message, `ending` (None while it goes
-    on) and `error`; if a conversation about a task has ended, `scores` and `judgments`. All texts come from models:
-    show them as text.
-    """
-
-    def __init__(self, worker: Any, number: int, model: RunModel, task: Task | None, row: Row) -> None:
-        """`row`: the conversation so far."""
-        self._worker, self._number = worker, number
-        self.model, self.task, self.row = model, task, row
-
-    async def say(self, text: str) -> Row:
-        """The conversation after the user's message `text` and the model's answer, with its calls of tools.
-
-        Raises ChatError if the chat has ended, or `text` is blank or too long.
-        """
-        return await self._moved(self._worker.say.remote(self._number, text))
-
-    async def let_user(self) -> Row:
-        """As `say`, with a message of the simulated user, who may also end the conversation.
-
-        Raises ChatError if the chat has ended, or has no task.
-        """
-        return await self._moved(self._worker.let_user.remote(self._number))
-
-    async def futures(self, count: int) -> list[Row]:
-        """`count` continuations of the conversation, played with the simulated user to their endings and scored.
-
-        The conversation itself stays. Rows have the scores of the run's metrics that apply to the task, and the reward
-        over all futures. Raises ChatError if the chat has ended, has no task, or the model has not written yet.
-        """
-        rows: list[Row] = await _answered(self._worker.futures.remote(self._number, count))
-        return rows
-
-    async def undo(self) -> Row:
-        """The conversation without the last user's message and what followed. Raises ChatError if there is none."""
-        return await self._moved(self._worker.undo.remote(self._number))
-
-    async def close(self) -> None:
-        """Forget the conversation and close its tools."""
-        await _answered(self._worker.close.remote(self._number))
-
-    async def _moved(self, row: Awaitable[Row]) -> Row:
-        self.row = await _answered(row)
-        return self.row
+    async def _act_in(self, number: int, action: str, show: Callable[[], None], values: Sequence[Any]) -> None:
+        chat = self.chats[number]
+        chat.futures, chat.fault, chat.busy = [], "", True
+        show()
+        try:
+            async for changes in getattr(self._worker, action).remote(number, *values):
+                for name, value in (await changes).items():
+                    setattr(chat, name, value)
+                show()
+        except RayTaskError as error:
+            if not isinstance(error.cause, ChatError | RunStopped):
+                raise
+            chat.fault = one_line(str(error.cause))
+        except RayActorError:
+            chat.fault = "the process that plays the chats has ended; start the command again"
+        chat.busy = False
+        show()
 
 
 def _for_chats(policy: ServerSpec) -> ServerSpec:
     """A server with room for the futures of a chat: training needs more, and two models may share a GPU."""
     enough = MOST_FUTURES * policy.context_length
     return replace(policy, max_total_tokens=min(policy.max_total_tokens or enough, enough), memory_share=None)
+
+
+def _moved(spec: ServerSpec, devices: int) -> ServerSpec:
+    """The servers on devices that come so many later."""
+    return replace(spec, placement=replace(spec.placement, first=spec.placement.first + devices))
 
 
 def _of_chats(play: PlaySpec) -> PlaySpec:
@@ -250,15 +244,3 @@ def _task_sets(data: DataSpec) -> list[TaskSet]:
         TaskSet(source.title, "data.train", source, data.format, at_every_depth=data.prefixes) for source in data.train
     ]
     return [*sets, *sources]
-
-
-async def _answered(answer: Awaitable[Any]) -> Any:
-    """The answer of the worker. Raises ChatError if it refuses, or has ended."""
-    try:
-        return await answer
-    except RayTaskError as error:
-        if isinstance(error.cause, ChatError | RunStopped):
-            raise ChatError(str(error.cause)) from None
-        raise
-    except RayActorError:
-        raise ChatError("the process that plays the chats has ended; start the command again") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_collab.config import ConfigError, EvaluateConfig, recorded_values, require
 from megatron_collab.launch import evaluation, servers, validate
@@ -16,10 +17,31 @@ _NOT_RECORDED = ("llm.record", "llm.replay", "llm.replay_missing", "llm.replay_l
 _DECIDED = ("model.path", "run.dir", "rollout.player", "rollout.server.replicas")
 
 
-def run_settings(run: Path, models: int, overrides: Sequence[str]) -> EvaluateConfig:
-    """The settings of the run in folder `run`, changed by `overrides`, to serve that many of its `models` on this node.
+class GpuShare(NamedTuple):
+    """The part of this node's GPUs, number `part` of equal `parts`, that a process has: several serve a run each."""
 
-    If there are too few GPUs, the models share them. Raises ConfigError for settings that cannot work here.
+    part: int = 0
+    parts: int = 1
+
+    def servers(self, models: int, tp: int, gpus: int | None) -> tuple[int, int]:
+        """On how many places servers of `models` run, each on `tp` GPUs of the node's, and the first GPU.
+
+        Each model has its own place; if there are too few GPUs, all share the first ones. `gpus`: None on CPUs.
+        """
+        if gpus is None:
+            return models, 0
+        room = gpus // self.parts
+        return (models, self.part * room) if models * tp <= room else (1, 0)
+
+
+WHOLE = GpuShare()
+
+
+def run_settings(
+    run: Path, models: int, overrides: Sequence[str], share: GpuShare = WHOLE
+) -> tuple[EvaluateConfig, int]:
+    """The settings of the run in folder `run`, changed by `overrides`, to serve that many of its `models` on this node;
+    and the first GPU for them. Raises ConfigError for settings that cannot work here.
     """
     for name in _DECIDED:
         set_here = any(override.lstrip("+").partition("=")[0] == name for override in overrides)
@@ -37,12 +59,12 @@ def run_settings(run: Path, models: int, overrides: Sequence[str]) -> EvaluateCo
         assert spec.serving
         servers.check_gpus(config, spec.serving)
         servers.check_arguments(spec.serving)
-        has_room = device.select(config.launch.device).type != device.GPU or models * server.tp <= device.count()
+        gpus = device.count() if device.select(config.launch.device).type == device.GPU else None
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     validate.check_options(config)
-    replicas = replace(server, replicas=models if has_room else 1)
-    return replace(config, rollout=replace(rollout, server=replicas))
+    replicas, first_gpu = share.servers(models, server.tp, gpus)
+    return replace(config, rollout=replace(rollout, server=replace(server, replicas=replicas))), first_gpu
 
 
 def spec_in(config: EvaluateConfig, folder: Path, model: Path) -> RunSpec:

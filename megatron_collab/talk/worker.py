@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
+from megatron_collab.config import SamplingConfig
 from megatron_collab.inference.router import Router
 from megatron_collab.inference.spec import ClientSpec
 from megatron_collab.llm.caller import ask_as
-from megatron_collab.llm.served import ServedModel
 from megatron_collab.observability import records
 from megatron_collab.observability.folder import rows_of
 from megatron_collab.rollout.conversation import FuturesPlayer, RolloutPlace
 from megatron_collab.rollout.player import PlaySpec
+from megatron_collab.rollout.thinking import CLOSED, Ask
 from megatron_collab.rollout.tools.toolbox import ConversationTools
 from megatron_collab.rollout.users import Users
 from megatron_collab.rollout.workers import ConversationWorker
 from megatron_collab.runtime.redact import redacted
 from megatron_collab.talk import ChatError
 from megatron_collab.types import (
+    THOUGHT_BEGIN,
+    THOUGHT_END,
     Conversation,
     Ending,
+    Finish,
     Future,
     Group,
     Message,
@@ -33,14 +38,17 @@ from megatron_collab.types import (
     Reward,
     Rollout,
     Task,
+    Turn,
     without_private,
 )
 
 Row = Mapping[str, Any]
+Changes = AsyncIterator[Mapping[str, Any]]  # of the attributes of a session.Chat, by name
 
 MOST_FUTURES = 16  # at a time
 LONGEST_MESSAGE = 1 << 17  # characters
-_MOST_CHATS = 100  # the oldest are closed
+ROW_SECONDS = 0.2  # between two rows of a conversation while a turn of it is written
+_KEY_CHARACTERS = "".join(map(chr, range(33, 127)))  # a key is redacted once it is whole, so its beginning is not shown
 _NO_TASK = Task("chat", (), "", "", "")
 
 
@@ -65,11 +73,12 @@ class Moment:
 
 @dataclass
 class _Chat:
-    """The moments of a chat, the first without a message of it; `lock`: one call at a time."""
+    """The moments of a chat, of which `undo` keeps the first `kept`; `lock`: one call at a time."""
 
     player: TalkPlayer
     moments: list[Moment]
     has_task: bool
+    kept: int = 1
     name: str = field(default_factory=lambda: f"chat-{secrets.token_hex(4)}")
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     draws: count[int] = field(default_factory=count)
@@ -84,25 +93,26 @@ class _Chat:
 
 
 class TalkPlayer(FuturesPlayer):
-    """Plays the turns of a chat, as those of a run are played; a turn is never refused as malformed."""
+    """Plays the turns of a chat, as those of a run are played; a turn is never refused as malformed.
+
+    `written`, by stream: the conversation with the turn that is being written, as far as it is.
+    """
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.written: dict[str, Conversation] = {}
 
     def tools_of(self, task: Task) -> ConversationTools:
         return self.tools.open(replace(task, messages=without_private(task.messages)))
 
-    async def reply(self, moment: Moment, place: RolloutPlace) -> Conversation:
-        """The conversation after the model's first turn, an answer to the task's messages."""
-        return await self.trained_turn(moment.task, place, moment.tools)
+    async def reply(self, moment: Moment, place: RolloutPlace) -> Moment:
+        """The moment after the model's first turn, an answer to the task's messages."""
+        return replace(moment, conversation=await self.trained_turn(moment.task, place, moment.tools))
 
-    async def opened(self, moment: Moment, place: RolloutPlace) -> Moment:
-        """The moment after the simulated user's first message and the model's answer."""
-        task, failure = await self._open(moment.task, place.stream)
-        moment = replace(moment, task=task)
-        if failure:
-            return replace(moment, conversation=moment.conversation.end(*failure))
-        return replace(moment, conversation=await self.reply(moment, place))
-
-    async def answer(self, moment: Moment, text: str, place: RolloutPlace) -> Conversation:
-        """The conversation after a person's message and the model's answer."""
+    async def answer(self, text: str, moment: Moment, place: RolloutPlace) -> Moment:
+        """The moment after a person's message and the model's answer."""
+        if not moment.conversation.turns:
+            return await self.reply(replace(moment, task=moment.task.play_on(Message("user", text))), place)
         sampling = self.rollout.turn
         conversation = self._append(moment.conversation, [Message("user", text)], sampling)
         try:
@@ -111,13 +121,18 @@ class TalkPlayer(FuturesPlayer):
                     conversation = await self._turn(conversation, place, sampling, moment.tools)
         except TimeoutError:
             conversation = conversation.end(Ending.DEADLINE, self._deadline_message())
-        return conversation
+        return replace(moment, conversation=conversation)
 
-    async def user_turn(self, moment: Moment, place: RolloutPlace) -> Conversation:
-        """The conversation after a message of the simulated user and the model's answer."""
-        return await self.play_on(
-            moment.conversation, moment.task, place, self.rollout.turn, tools=moment.tools, user_turns=1
-        )
+    async def user_turn(self, moment: Moment, place: RolloutPlace) -> Moment:
+        """The moment after a message of the simulated user and the model's answer."""
+        task, conversation = moment.task, moment.conversation
+        if conversation.turns:
+            sampling, tools = self.rollout.turn, moment.tools
+            played = await self.play_on(conversation, task, place, sampling, tools=tools, user_turns=1)
+            return replace(moment, conversation=played)
+        task, failure = await self._open(task, place.stream)
+        moment = replace(moment, task=task)
+        return replace(moment, conversation=conversation.end(*failure)) if failure else await self.reply(moment, place)
 
     async def futures(self, moment: Moment, number: int, place: RolloutPlace) -> Rollout:
         """`number` futures of the conversation, and the reward over them."""
@@ -126,122 +141,142 @@ class TalkPlayer(FuturesPlayer):
         played = (self._future(start, moment.task, future_place, moment.tools) for future_place in places)
         return self._rollout(start, await asyncio.gather(*played))
 
+    def _ask(self, conversation: Conversation, place: RolloutPlace, sampling: SamplingConfig) -> Ask:
+        """As in FuturesPlayer; if it is no turn of a future, it is `written` while it grows."""
+        ask = super()._ask(conversation, place, sampling)
+        if sampling is self.rollout.future:
+            return ask
+        begun = THOUGHT_BEGIN if self.renderer.opens_thought(conversation.token_ids) else ""
+
+        def show(text: str = "") -> None:
+            text = text.rstrip(_KEY_CHARACTERS)
+            turn = Turn(conversation.token_ids, (), (), (), Finish.STOP, begun + text)
+            self.written[place.stream] = conversation.add_turn(turn) if turn.text else conversation
+
+        async def ask_and_show(prompt_ids: tuple[int, ...], **options: Any) -> Turn:
+            nonlocal begun
+            show()
+            turn = await ask(prompt_ids, **options, progress=show)
+            begun += turn.text
+            if THOUGHT_BEGIN in begun and THOUGHT_END not in begun:  # it is closed before the reply is requested
+                begun += THOUGHT_END if turn.token_ids[-1:] == (self.renderer.thought_end,) else CLOSED
+            return turn
+
+        return ask_and_show
+
 
 class TalkWorker(ConversationWorker):
     """A Ray actor that plays chats with the policy's servers, each of which serves another model of the run.
 
-    Methods take the chat's number, and raise ChatError if there is none or it cannot go on.
+    There is one chat with each model. Its actions yield what changes: its row while it grows and in the end, or its
+    futures. They raise ChatError if the chat cannot go on so.
     """
 
-    def __init__(
-        self,
-        play: PlaySpec,
-        client: ClientSpec,
-        servers: list[tuple[str, str]],
-        reward_workers: list[str],
-        name: str,
-        served: Mapping[str, ServedModel],
-    ) -> None:
-        super().__init__(play, client, servers, reward_workers, name, served)
+    def __init__(self, play: PlaySpec, client: ClientSpec, servers: list[tuple[str, str]], *more: Any) -> None:
+        super().__init__(play, client, servers, *more)
         self.talkers = []
         for server, endpoint in zip(servers, self.endpoints, strict=True):
             users = Users(play.users, self.client, (endpoint,), self.adapter)
             policy = Router([server], client)
             self.talkers.append(TalkPlayer(policy, self.renderer, users, self.rewards, play))
-        self._chats: dict[int, _Chat] = {}
-        self._numbers = count()
+        self._chats: dict[int, _Chat] = {}  # by the number of the model
 
-    async def begin(self, model: int, task: Task | None) -> tuple[int, Row]:
-        """The number and the conversation of a new chat with a model; it has answered the task's messages, if any."""
-        player = self.talkers[model]
-        first = task or _NO_TASK
-        tools = player.tools_of(first)
-        chat = _Chat(player, [Moment(first, Conversation(first.messages, ()), tools)], task is not None)
+    async def begin(self, model: int, task: Task | None) -> Changes:
+        """Begin the chat anew; the model answers the task's messages, if any."""
+        await self._close(model)
+        player, first = self.talkers[model], task or _NO_TASK
+        start = Moment(first, Conversation(first.messages, ()), player.tools_of(first))
+        chat = self._chats[model] = _Chat(player, [start], task is not None)
+        yield {"row": start.row, "prompt": len(first.messages)}
         if not first.unopened:
-            (moment,) = chat.moments
-            ask_as((place := chat.place()).name)
-            chat.moments = [replace(moment, conversation=await player.reply(moment, place))]
-        while len(self._chats) >= _MOST_CHATS:
-            await self._chats.pop(next(iter(self._chats))).close()
-        number = next(self._numbers)
-        self._chats[number] = chat
-        return number, chat.moments[-1].row
+            async for changes in self._next(chat, player.reply):
+                yield changes
+        chat.kept = len(chat.moments)
 
-    async def say(self, number: int, text: str) -> Row:
+    async def say(self, model: int, text: str) -> Changes:
+        """A person's message."""
         text = text.encode(errors="replace").decode()
         if not text.strip():
             raise ChatError("the message is blank; write something")
         if len(text) > LONGEST_MESSAGE:
             raise ChatError(f"the message has {len(text)} characters, at most {LONGEST_MESSAGE}; write less")
+        chat = self._chat(model)
+        async for changes in self._next(chat, partial(chat.player.answer, text)):
+            yield changes
 
-        async def play(player: TalkPlayer, moment: Moment, place: RolloutPlace) -> Moment:
-            if moment.conversation.turns:
-                return replace(moment, conversation=await player.answer(moment, text, place))
-            opened = replace(moment, task=moment.task.play_on(Message("user", text)))
-            return replace(opened, conversation=await player.reply(opened, place))
+    async def user(self, model: int) -> Changes:
+        """The simulated user writes, and may end the conversation, which is then scored."""
+        chat = self._chat(model, needs_task=True)
+        async for changes in self._next(chat, chat.player.user_turn):
+            yield changes
 
-        return await self._next(number, play)
-
-    async def let_user(self, number: int) -> Row:
-        async def play(player: TalkPlayer, moment: Moment, place: RolloutPlace) -> Moment:
-            if moment.conversation.turns:
-                return replace(moment, conversation=await player.user_turn(moment, place))
-            return await player.opened(moment, place)
-
-        self._require_task(number)
-        return await self._next(number, play)
-
-    async def futures(self, number: int, futures: int) -> list[Row]:
-        if not 1 <= futures <= MOST_FUTURES:
-            raise ChatError(f"{futures} futures: give a number from 1 to {MOST_FUTURES}")
-        self._require_task(number)
-        chat = self._chat(number)
+    async def futures(self, model: int, count: int) -> Changes:
+        """`count` continuations with the simulated user to their endings, scored; the conversation itself stays."""
+        if not 1 <= count <= MOST_FUTURES:
+            raise ChatError(f"{count} futures: give a number from 1 to {MOST_FUTURES}")
+        chat = self._chat(model, needs_task=True)
         async with chat.lock:
             moment = chat.moments[-1]
             _require_open(moment)
             if not moment.conversation.turns:
                 raise ChatError("the model has not written yet; a future continues its last message")
             ask_as((place := chat.place()).name)
-            rollout = await chat.player.futures(moment, futures, place)
-        return _rows(moment.task, rollout)
+            rollout = await chat.player.futures(moment, count, place)
+        yield {"futures": _rows(moment.task, rollout)}
 
-    async def undo(self, number: int) -> Row:
-        chat = self._chat(number)
+    async def undo(self, model: int) -> Changes:
+        """Take back the last message of the user and what followed."""
+        chat = self._chat(model)
         async with chat.lock:
-            if len(chat.moments) == 1:
+            if len(chat.moments) <= chat.kept:
                 raise ChatError("no message to undo")
             await chat.moments.pop().tools.__aexit__()
-            return chat.moments[-1].row
+            yield {"row": chat.moments[-1].row}
 
-    async def close(self, number: int) -> None:
-        if number in self._chats:
-            await self._chats.pop(number).close()
+    async def refuse(self, model: int, reason: str) -> Changes:
+        """Close the chat, since another one cannot begin for this reason."""
+        await self._close(model)
+        yield {"row": None}
+        raise ChatError(reason)
 
-    async def _next(self, number: int, play: Callable[[TalkPlayer, Moment, RolloutPlace], Awaitable[Moment]]) -> Row:
-        """Play the next moment of the chat, on a copy of its tools; returns its conversation."""
-        chat = self._chat(number)
+    async def _close(self, model: int) -> None:
+        if chat := self._chats.pop(model, None):
+            await chat.close()
+
+    async def _next(self, chat: _Chat, play: Callable[[Moment, RolloutPlace], Awaitable[Moment]]) -> Changes:
+        """Play the next moment of the chat; yields its row while it grows, and in the end."""
         async with chat.lock:
-            last = chat.moments[-1]
+            last, written = chat.moments[-1], chat.player.written
             _require_open(last)
-            ask_as((place := chat.place()).name)
-            async with AsyncExitStack() as stack:
-                tools = await stack.enter_async_context(last.tools.fork())
-                moment = await play(chat.player, replace(last, tools=tools), place)
-                if chat.has_task and moment.conversation.ending:
-                    scored = await chat.player.rewards.future(moment.task, moment.conversation)
-                    moment = replace(moment, scored=scored)
-                chat.moments.append(moment)
-                stack.pop_all()
-            return chat.moments[-1].row
+            playing = asyncio.create_task(self._played(chat, play))
+            try:
+                while not playing.done():
+                    await asyncio.wait([playing], timeout=ROW_SECONDS)
+                    if conversation := written.pop(chat.name, None):
+                        yield {"row": replace(last, conversation=conversation).row}
+                chat.moments.append(await playing)
+            finally:
+                playing.cancel()
+        yield {"row": chat.moments[-1].row}
 
-    def _chat(self, number: int) -> _Chat:
-        if number not in self._chats:
-            raise ChatError("this chat is closed, or was lost with its process; begin another")
-        return self._chats[number]
+    async def _played(self, chat: _Chat, play: Callable[[Moment, RolloutPlace], Awaitable[Moment]]) -> Moment:
+        """The next moment, on a copy of the chat's tools; scored if the conversation has ended."""
+        last = chat.moments[-1]
+        ask_as((place := chat.place()).name)
+        async with AsyncExitStack() as stack:
+            tools = await stack.enter_async_context(last.tools.fork())
+            moment = await play(replace(last, tools=tools), place)
+            if chat.has_task and moment.conversation.ending:
+                moment = replace(moment, scored=await chat.player.rewards.future(moment.task, moment.conversation))
+            stack.pop_all()
+        return moment
 
-    def _require_task(self, number: int) -> None:
-        if not self._chat(number).has_task:
+    def _chat(self, model: int, needs_task: bool = False) -> _Chat:
+        if model not in self._chats:
+            raise ChatError("there is no conversation; begin another one")
+        if needs_task and not self._chats[model].has_task:
             raise ChatError("this chat has no task, so no simulated user can write; begin one with a task")
+        return self._chats[model]
 
 
 def _require_open(moment: Moment) -> None:

@@ -31,12 +31,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from megatron_collab.config import ConfigError
 from megatron_collab.observability.records import finite
 from megatron_collab.runtime.text import one_line
+from megatron_collab.talk.speaker import SpeakerProcess
 from megatron_collab.view.blind import rate, result
 from megatron_collab.view.comparison import Side, compared, parts, side
 from megatron_collab.view.judge import judge_check
 from megatron_collab.view.runs import RunView
 from megatron_collab.view.selection import places, selection
-from megatron_collab.view.speaker import SpeakerProcess
 from megatron_collab.view.talk import PageTalk, Start, models
 
 logger = logging.getLogger(__name__)

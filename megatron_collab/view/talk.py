@@ -1,7 +1,7 @@
-"""Talk: one or two models of a run are served at a reader's request, each with a conversation that the page continues.
+"""Talk: one or two models, also of two runs, are served at a reader's request, each with a conversation.
 
-A process of its own serves them (speaker.py), so that the page's server stays small and quick. It ends on request, with
-the command, and if nobody has used it for IDLE_SECONDS.
+A process of its own serves those of a run (talk/speaker.py), so that the page's server stays small and quick. It ends
+on request, with the command, and if nobody has used it for IDLE_SECONDS.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from threading import Lock, Thread, Timer
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
 from typing import Any, Protocol
 
 from megatron_collab.config import require
@@ -23,7 +24,7 @@ MOST_MODELS, MOST_FUTURES, MOST_MESSAGES = 2, 8, 200
 LONGEST_MESSAGE = 20_000  # characters
 IDLE_SECONDS, ACTION_SECONDS, START_SECONDS = 15 * 60, 15 * 60, 60 * 60
 _FIELDS: Mapping[str, Mapping[str, type]] = {
-    "start": {"run": int, "models": list, "task": str},
+    "start": {"models": list, "task": str},
     "say": {"text": str},
     "user": {},
     "futures": {"count": int},
@@ -33,19 +34,20 @@ _FIELDS: Mapping[str, Mapping[str, type]] = {
 
 
 class Speaker(Protocol):
-    """Serves models, and has a conversation with each of them."""
+    """Serves models of a run, and has a conversation with each of them."""
 
     def send(self, request: Mapping[str, Any]) -> None:
         """Let it do an `action` (begin, say, user, futures, undo) in all conversations, one after the other."""
 
     def updates(self) -> Iterator[Mapping[str, Any]]:
-        """Parts of the state of a TalkSession that are new, until it has ended."""
+        """What is new of the state of a TalkSession, as if it had no other speaker, until it has ended."""
 
     def end(self) -> None:
         """Let it end; returns at once. May be called twice, from any thread."""
 
 
-Start = Callable[[Path, Sequence[str]], Speaker]  # of a run's folder and the names of its models
+Start = Callable[[Path, Sequence[str], int, int], Speaker]  # of a run's folder, names of models, part and parts of GPUs
+Side = tuple[int, str]  # number of a run, name of a model of it
 
 
 def models(run: RunView) -> list[dict[str, Any]]:
@@ -88,54 +90,61 @@ class PageTalk:
                     self._session.act(action, values)
         return self.state()
 
-    def _begin(self, run: int, models: list[Any], task: str) -> None:
+    def _begin(self, models: list[Any], task: str) -> None:
         """Begin conversations about a task, or about nothing, with models; others that are served end first."""
-        if not 0 <= run < len(self._runs):
-            raise LookupError(f"no run {run}; there are {len(self._runs)}")
-        names = [name for name in models if isinstance(name, str)]
-        valid = names == models and 0 < len(models) <= MOST_MODELS
-        require(valid, f"models: give the names of at most {MOST_MODELS}")
-        folder = self._runs[run].folder
-        for name in names:
-            find_model(folder, name)
-        session, about = self._session, {"task": task}
-        if session and not session.ended and (session.state["run"], session.state["models"]) == (run, names):
+        valid = all(isinstance(side, list) and [*map(type, side)] == [int, str] for side in models)
+        message = f"models: give at most {MOST_MODELS}, each as the number of a run and a name"
+        require(valid and 0 < len(models) <= MOST_MODELS, message)
+        names = dict[int, list[str]]()
+        for run, name in models:
+            if not 0 <= run < len(self._runs):
+                raise LookupError(f"no run {run}; there are {len(self._runs)}")
+            find_model(self._runs[run].folder, name)
+            names.setdefault(run, []).append(name)
+        sides, session, about = [(run, name) for run, name in models], self._session, {"task": task}
+        if session and not session.ended and session.state["models"] == sides:
             session.act("begin", about)
             return
         if session:
             session.end()
             session.join()  # the next models may need its memory
-        self._session = TalkSession(run, names, self._start(folder, names), about)
+        speakers = {
+            run: self._start(self._runs[run].folder, of_run, part, len(names))
+            for part, (run, of_run) in enumerate(names.items())
+        }
+        self._session = TalkSession(sides, speakers, about)
 
 
 class TalkSession:
-    """Models of a run while a speaker serves them.
+    """Models while speakers serve them, those of each run by another one.
 
-    `state`: `run` and the names of its `models`; `progress`, a line while they start; `sets`, the tasks of the run;
-    `doing`, the action that is running, and `said`, its text; `chats`, of each model the `row` of its conversation, how
-    many messages of it are the `prompt`, the `futures` of its end, a `fault`, and whether it is `busy`; the `fault` of
+    `state`: `models`, a Side each; `progress`, a line while they start; `sets`, the tasks of the first run; `doing`,
+    the action that is running; `chats`, of each model what talk.session.Chat has, once all are served; the `fault` of
     the session, and whether it has `ended`. A later state, also of a later session, has a higher `version`.
     """
 
     _versions = count()
 
-    def __init__(self, run: int, models: Sequence[str], speaker: Speaker, about: Mapping[str, Any]) -> None:
-        """Follow a speaker that has just started, and let it begin conversations `about` something."""
-        self._speaker = speaker
-        self._lock = Lock()  # of the state, and of the timer
-        self._timer: Timer | None = None
-        nothing = {"progress": "", "sets": [], "doing": "", "said": "", "chats": [], "fault": "", "ended": False}
-        self.state: dict[str, Any] = {"run": run, "models": models, **nothing}
+    def __init__(self, models: Sequence[Side], speakers: Mapping[int, Speaker], about: Mapping[str, Any]) -> None:
+        """Follow `speakers` that have just started, by run, and let them begin conversations `about` something."""
+        self._speakers = speakers
+        self._lock = Lock()  # of the state, and of the two below
+        self._chats = dict[int, list[Any]]()  # by run
+        self._working = set[int]()  # the runs whose speaker does what is to be done
+        self._news = SimpleQueue[tuple[int, Mapping[str, Any]]]()
+        nothing = {"progress": "", "sets": [], "doing": "", "chats": [], "fault": "", "ended": False}
+        self.state: dict[str, Any] = {"models": models, **nothing}
         self.act("begin", about)
-        self._thread = Thread(target=self._follow, daemon=True)
-        self._thread.start()
+        self._readers = [Thread(target=self._read, args=entry, daemon=True) for entry in speakers.items()]
+        for thread in (*self._readers, Thread(target=self._follow, daemon=True)):
+            thread.start()
 
     @property
     def ended(self) -> bool:
         return bool(self.state["ended"])
 
     def act(self, action: str, values: Mapping[str, Any]) -> None:
-        """Let the speaker do it. Raises ConfigError if it is out of bounds, or if another action is running."""
+        """Let the speakers do it. Raises ConfigError if it is out of bounds, or if another action is running."""
         text, futures = values.get("text", "-"), values.get("count", 1)
         require(0 < len(text) <= LONGEST_MESSAGE, f"text: give 1 to {LONGEST_MESSAGE} characters")
         require(0 < futures <= MOST_FUTURES, f"count: give 1 to {MOST_FUTURES}")
@@ -146,46 +155,68 @@ class TalkSession:
             longest = max((len(chat["row"]["messages"]) for chat in state["chats"] if chat["row"]), default=0)
             is_short = action in ("begin", "undo") or longest < MOST_MESSAGES
             require(is_short, f"a conversation has {MOST_MESSAGES} messages; begin another one")
-            self._set({"doing": action, "said": values.get("text", ""), "fault": ""})
-        self._speaker.send({"action": action, **values})
+            self._working = {*self._speakers}
+            self._set({"doing": action, "fault": ""})
+        self._news.put((0, {}))  # the limit of time is another one
+        for speaker in self._speakers.values():
+            speaker.send({"action": action, **values})
 
     def end(self, fault: str = "") -> None:
-        """Let the speaker end; `fault`: why, if it was no request."""
-        self._update({"ended": True, "fault": fault})
-        self._speaker.end()
-
-    def join(self) -> None:
-        """Return once the speaker has ended."""
-        self._thread.join()
-
-    def _follow(self) -> None:
-        try:
-            for part in self._speaker.updates():
-                self._update(part)
-        except Exception as error:
-            self.end(one_line(redact(f"{type(error).__name__}: {error}")))
-        self._update({"ended": True})
-
-    def _update(self, part: Mapping[str, Any]) -> None:
-        """Take over new parts of the state, unless the session has ended."""
+        """Let the speakers end; `fault`: why, if it was no request."""
         with self._lock:
             if not self.ended:
-                self._set(part)
+                self._set({"ended": True, "fault": fault, "doing": "", "progress": ""})
+        self._news.put((0, {}))
+        for speaker in self._speakers.values():
+            speaker.end()
 
-    def _set(self, part: Mapping[str, Any]) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        nothing = {"doing": "", "said": "", "progress": ""} if part.get("ended") else {}
-        self.state = {**self.state, **part, **nothing, "version": next(self._versions)}
-        if not self.ended:
-            self._timer = self._time_limit()
+    def join(self) -> None:
+        """Return once the speakers have ended."""
+        for thread in self._readers:
+            thread.join()
 
-    def _time_limit(self) -> Timer:
-        """Ends the session if nothing happens for too long."""
-        is_starting = self.state["doing"] and not self.state["chats"]
-        seconds = START_SECONDS if is_starting else ACTION_SECONDS if self.state["doing"] else IDLE_SECONDS
-        reason = "no progress" if self.state["doing"] else "unused"
-        timer = Timer(seconds, self.end, [f"ended: {reason} for {seconds // 60} minutes"])
-        timer.daemon = True
-        timer.start()
-        return timer
+    def _read(self, run: int, speaker: Speaker) -> None:
+        """Pass on what a speaker says until it ends, and with it the session."""
+        fault = ""
+        try:
+            for news in speaker.updates():
+                self._news.put((run, news))
+                fault = news.get("fault", fault)
+        except Exception as error:
+            fault = one_line(redact(f"{type(error).__name__}: {error}"))
+        self._news.put((run, {"ended": True, "fault": fault}))
+
+    def _follow(self) -> None:
+        """Take over what the speakers say; ends the session if nothing happens for too long."""
+        while not self.ended:
+            is_starting = self.state["doing"] and not self.state["chats"]
+            seconds = START_SECONDS if is_starting else ACTION_SECONDS if self.state["doing"] else IDLE_SECONDS
+            try:
+                self._take(*self._news.get(timeout=seconds))
+            except Empty:
+                reason = "no progress" if self.state["doing"] else "unused"
+                self.end(f"ended: {reason} for {seconds // 60} minutes")
+
+    def _take(self, run: int, news: Mapping[str, Any]) -> None:
+        """Take over what the speaker of a run says."""
+        if news.get("ended"):
+            self.end(news["fault"])
+            return
+        changed = dict(news)
+        with self._lock:
+            if self.ended:
+                return
+            if "chats" in news:
+                self._chats[run] = news["chats"]
+                by_run = {number: iter(chats) for number, chats in self._chats.items()}
+                all_served = by_run.keys() == self._speakers.keys()
+                changed["chats"] = [next(by_run[number]) for number, _ in self.state["models"]] if all_served else []
+            if "doing" in news:
+                self._working.discard(run)
+                changed["doing"] = self.state["doing"] if self._working else ""
+            if "sets" in news and run != self.state["models"][0][0]:
+                del changed["sets"]
+            self._set(changed)
+
+    def _set(self, changed: Mapping[str, Any]) -> None:
+        self.state = {**self.state, **changed, "version": next(self._versions)}

@@ -97,6 +97,26 @@ def test_a_turn_is_what_the_engine_says() -> None:
     assert seen == ["Bearer secret", {**body, "sampling_params": {**sampling, "stream_interval": 9}}]
 
 
+def test_a_turn_that_is_followed_is_the_same_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    texts: list[str] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        seen.append((await request.json())["sampling_params"]["stream_interval"])
+        return await stream_turn(request)
+
+    async def use(client: SGLangClient, tokens: int = 9) -> Turn:
+        options: Any = {"max_new_tokens": tokens, "sampling": SAMPLING, "seed": -3, "progress": texts.append}
+        return await client.generate((4, 5, 6), **options)
+
+    assert served(handler, use) == TURN and texts == ["h", "hello"]
+    assert served(handler, lambda client: use(client, 1 << 15)) == TURN and seen == [4, 128], "at most 256 events"
+    monkeypatch.setattr(client, "MOST_BYTES", 300)
+    with pytest.raises(EngineError, match="/generate: more than 300 bytes for a turn") as error:
+        served(handler, use)
+    assert not isinstance(error.value, client.TransientError)
+
+
 def test_a_turn_is_sampled_with_the_adapters_that_are_named() -> None:
     seen: list[Any] = []
 

@@ -101,6 +101,19 @@ def server(servers: dict[str, Served]) -> SGLangServer:
 
 
 @pytest.mark.processes
+def test_a_turn_that_is_followed_is_the_same_turn(server: SGLangServer) -> None:
+    texts: list[str] = []
+
+    async def use(client: SGLangClient) -> list[Turn]:
+        options: Any = {"max_new_tokens": 40, "sampling": SamplingConfig(), "seed": 1}
+        return [await client.generate(PROMPTS[0], **options, **more) for more in ({}, {"progress": texts.append})]
+
+    whole, followed = with_client(server, use)
+    assert whole == followed and len(whole.token_ids) > 12
+    assert len(texts) > 2 and texts[-1] == whole.text and all(whole.text.startswith(text) for text in texts)
+
+
+@pytest.mark.processes
 def test_a_seed_decides_the_sample_whatever_the_batch(server: SGLangServer) -> None:
     requests = [(prompt, 100 + i) for i, prompt in enumerate(PROMPTS)]
     alone = sample(server, requests[:6], at_once=False)

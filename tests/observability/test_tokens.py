@@ -107,6 +107,9 @@ def test_rows_come_back_by_their_place(tmp_path: Path) -> None:
     sampled = {name: learned(1, 1)[name] for name in ("position", "rollout", "turn", "pieces", "log_prob", "version")}
     tokens.write(tmp_path, 12, [learned(0, 0), learned(0, 1, turn=1), learned(1, 0), sampled])
     (row,) = tokens.read(tmp_path, 12, 1, 0)
+    file = transcripts.step_file(tmp_path, 12, transcripts.TOKENS)
+    pq.write_table(pq.read_table(file).drop_columns(["future"]), file)  # as an earlier version wrote it
+    assert str(tokens.read(tmp_path, 12, 1, 0)) == str([row]) and row["future"] is None
     assert (row["pieces"], row["version"], row["trained"]) == (["a \U0001f600", "\ufffd"], [3, 4], [True, False])
     assert [numbers(row[name]) for name in ("log_prob", "log_ratio", "advantage")] == [
         [-0.5, None], [0.125, None], [-1.0, None],
@@ -138,14 +141,24 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path) -> None:
             tokens.read(tmp_path, 0, 0, 0)
 
 
-def test_a_sample_of_later_turns_has_no_place() -> None:
-    """With rollout.train_turns=all, later turns are trained too; they are not those of the rollout."""
+def test_later_turns_have_the_place_of_their_future() -> None:
+    """With rollout.train_turns=all, later turns are trained too; a future without one, or without a score, has none."""
     start = played(1.0, "ab").start
     start = replace(start, ending=None)
     longer = Turn(start.token_ids, (100,), (-1.0,), (7,), Finish.STOP, "d")
-    futures = [Future(start.add_turn(longer).end(Ending.USER_DONE), {"right": value}) for value in (1.0, 0.0)]
+    ended, later = start.end(Ending.USER_DONE), start.add_turn(longer).end(Ending.USER_DONE)
+    scores: list[tuple[Conversation, Score]] = [(ended, 1.0), (later, 1.0), (later, Missing("down")), (later, 0.0)]
+    futures = [Future(conversation, {"right": score}) for conversation, score in scores]
     rollouts = tuple(Rollout(start, tuple(futures), Reward(value)) for value in (1.0, 0.0))
-    spec = CreditSpec(AlgoConfig(), TrainingRewardConfig(), TrainingRolloutConfig(futures=2, train_turns="all"))
+    spec = CreditSpec(AlgoConfig(), TrainingRewardConfig(), TrainingRolloutConfig(futures=4, train_turns="all"))
     group, formula = Group(Task("t", (), "", "", ""), rollouts), reward_function("mr", {}, {"right": 1.0}, {})
-    samples: list[Sample] = samples_of(group, spec, 5, formula)
-    assert [sample.origin for sample in samples] == [(5, 0), (5, 1), None, None, None, None]
+    samples: list[Sample] = samples_of(group, spec, 0, formula)
+    assert [sample.origin for sample in samples] == [(0, 0), (0, 1), (0, 0, 1), (0, 0, 3), (0, 1, 1), (0, 1, 3)]
+    batch = with_advantages(ScoredBatch(tuple(samples)), spec.algo)
+    rows = [*tokens.rows_of([group], batch, [sample.log_probs + 0.25 for sample in samples], chr)]
+    places = [(row["rollout"], row.get("future"), row["turn"], "".join(row["pieces"])) for row in rows]
+    of_rollout = [(None, 0, "ab"), (1, 1, "d"), (3, 1, "d")]
+    assert places == [(rollout, *place) for rollout in (0, 1) for place in of_rollout]
+    assert [numbers(row["log_ratio"]) for row in rows[1:3]] == [[0.25]] * 2
+    better, worse = ([float(value) for value in row["advantage"]] for row in rows[1:3])
+    assert better[0] > 0 > worse[0]

@@ -33,7 +33,6 @@ PRINTS = {
     "inference/cpu/serve.py": "the answer to the process that started it",
     "reward/metrics/accuracy.py": "the answer to the process that started it",
     "rehearsal/servers.py": "the answer to the process that started it",
-    "view/speaker_program.py": "the answer to the process that started it",
     "runtime/screen.py": "progress, which is no line of a log; and where the console's lines go",
     "reproduce/__main__.py": "the answer of --commands",
 }

@@ -12,6 +12,7 @@ import pytest
 from megatron_collab.config import Config, ConfigError, EvaluateConfig
 from megatron_collab.talk import models
 from megatron_collab.talk.models import RunModel, find_model, hf_folder, models_of
+from megatron_collab.talk.settings import WHOLE, GpuShare
 from tests.talk.conftest import write_run
 
 
@@ -135,3 +136,22 @@ def test_converted_models_do_not_pile_up_but_stay_while_they_are_used(folder: Pa
         assert len([path for path in models.CONVERTED.iterdir() if path.is_dir()]) <= models.MOST_CONVERTED + 1
     convert_steps(folder, [100])
     assert not used.exists()
+
+
+@pytest.mark.parametrize(
+    ("share", "models", "tp", "gpus", "servers"),
+    [
+        (WHOLE, 2, 1, None, (2, 0)),
+        (WHOLE, 2, 4, 8, (2, 0)),
+        (WHOLE, 2, 8, 8, (1, 0)),
+        (GpuShare(1, 2), 1, 4, 8, (1, 4)),
+        (GpuShare(1, 2), 2, 2, 9, (2, 4)),
+        (GpuShare(1, 2), 1, 8, 8, (1, 0)),
+        (GpuShare(1, 2), 1, 1, 1, (1, 0)),
+    ],
+)
+def test_processes_share_the_gpus_of_a_node(
+    share: GpuShare, models: int, tp: int, gpus: int | None, servers: tuple[int, int]
+) -> None:
+    """Each model has GPUs of its own if there are enough; else all of all processes share the first ones."""
+    assert share.servers(models, tp, gpus) == servers

@@ -10,9 +10,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from megatron_collab.runtime.process import wait_for
+from megatron_collab.talk.speaker import SpeakerProcess
 from megatron_collab.view.runs import RunView
 from megatron_collab.view.server import application
-from megatron_collab.view.speaker import SpeakerProcess
 from tests.view.test_server import TOKEN, URL
 from tests.view.test_talk import act, start, wait
 
@@ -47,9 +47,22 @@ def test_two_models_a_simulated_user_and_futures(run: Path) -> None:
     assert wait_for(lambda: {*psutil.Process().children(recursive=True)} <= before, SECONDS)
 
 
+def test_models_of_two_runs_have_a_process_each(run: Path) -> None:
+    before = {*psutil.Process().children(recursive=True)}
+    client = TestClient(application([RunView(run), RunView(run)], TOKEN), base_url=URL)
+    client.get(f"/?token={TOKEN}")
+    act(client, "start", models=[[0, "before"], [1, "step_60"]], task="booking-eval-0-0")
+    state = wait(client, seconds=SECONDS)
+    assert not state["fault"] and roles(state) == [["user", "assistant"]] * 2
+    act(client, "say", text="for 3 people on sunday at 5pm .")
+    assert all(len(messages) == 4 for messages in roles(wait(client)))
+    assert act(client, "stop")["ended"]
+    assert wait_for(lambda: {*psutil.Process().children(recursive=True)} <= before, SECONDS)
+
+
 def test_a_refused_start_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"program": "evaluate", "run": {}}')
-    (update,) = SpeakerProcess(tmp_path, ["before"]).updates()
+    (update,) = SpeakerProcess(tmp_path, ["before"], 0, 1).updates()
     assert "trains no model" in update["fault"] and update["fault"].isprintable()
 
 

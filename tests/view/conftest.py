@@ -1,4 +1,7 @@
-"""A browser and made runs for the tests of the page. Fixtures import `browser`, which skips without Playwright."""
+"""A browser and made runs for the tests of the page. Fixtures import `browser`, which skips without Playwright.
+
+What each test saw last is a picture in build/screenshots.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +73,11 @@ def serve() -> Iterator[Callable[[Sequence[Path]], str]]:
         yield lambda folders: servers.enter_context(served(folders))
 
 
+PICTURES = Path(__file__).parents[2] / "build" / "screenshots"
+
+
 @pytest.fixture
-def open_page(browser: Any, serve: object) -> Iterator[Callable[..., Any]]:
+def open_page(browser: Any, serve: object, request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     """Opens a page; in the end none has logged an error or opened a dialog."""
     from tests.view.browser import SECONDS, TOKEN, is_fault
 
@@ -89,5 +95,6 @@ def open_page(browser: Any, serve: object) -> Iterator[Callable[..., Any]]:
 
     yield opened
     for context in contexts:
+        context.pages[0].screenshot(path=PICTURES / f"{request.node.name}.png", animations="disabled")
         context.close()
     assert not faults

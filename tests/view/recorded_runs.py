@@ -62,7 +62,9 @@ def write_step(run: Path, step: int, seed: int = 0, groups: int = 2, **more: flo
     chance = random.Random(f"{seed}/{step}")
     transcripts.write_step(run, step, [[*futures_of(step, position, chance)] for position in range(groups)])
     if step % 2:
-        tokens.write(run, step, [tokens_of(at, rollout) for at in range(groups) for rollout in range(ROLLOUTS)])
+        of_rollouts = [tokens_of(at, rollout) for at in range(groups) for rollout in range(ROLLOUTS)]
+        later = [tokens_of(at, 1) | {"future": 2, "turn": 1} for at in range(groups)]
+        tokens.write(run, step, [*of_rollouts, *later])
     folder.append(run / "metrics.jsonl", [{"step": step, **metrics_of(step, chance), **more}])
 
 

@@ -16,15 +16,19 @@ Row = dict[str, Any]
 TASKS = {f"booking-{number}": f"I would like a table, number {number}." for number in range(3)}
 BROKEN = "broken"  # name of a run whose models do not start
 FAULT = "SGLang server 0: it ended with code 1; its log is server_0.log"
-WAIT, HOSTILE = "wait", "hostile"  # messages: the reply comes once `go_on` is set; the reply should harm the page
+WAIT, HOSTILE = "wait", "hostile"  # messages: half of the reply comes, the rest once `go_on` is set; it should harm
 
 
 class ScriptedSpeaker:
-    """A talk.Speaker of models that repeat what they read. The simulated user ends a conversation of 5 messages."""
+    """A talk.Speaker of models that repeat what they read, each reply in two parts.
+
+    The simulated user ends a conversation of 5 messages.
+    """
 
     go_on = Event()
 
-    def __init__(self, folder: Path, models: Sequence[str]) -> None:
+    def __init__(self, folder: Path, models: Sequence[str], part: int = 0, parts: int = 1) -> None:
+        self.share = part, parts
         self._is_broken = folder.name == BROKEN
         self._chats: list[Row] = [
             {"model": model, "prompt": 0, "row": None, "futures": [], "fault": ""} for model in models
@@ -45,11 +49,13 @@ class ScriptedSpeaker:
             yield {"fault": FAULT}
             return
         while (request := self._requests.get()) is not None:
-            yield {"chats": [{**chat, "busy": True} for chat in self._chats], "progress": ""}
+            played = [_played(chat, **request) for chat in self._chats]
+            parts = [_half(chat, changes.get("row")) for chat, changes in zip(self._chats, played, strict=True)]
+            yield {"chats": [{**chat, "row": row, "busy": True} for chat, row in parts], "progress": ""}
             if request.get("text") == WAIT:
                 self.go_on.wait()
-            for chat in self._chats:
-                chat |= {"futures": [], "fault": "", **_played(chat, **request)}
+            for chat, changes in zip(self._chats, played, strict=True):
+                chat |= {"futures": [], "fault": "", **changes}
             yield {"chats": [{**chat, "busy": False} for chat in self._chats], "doing": ""}
 
 
@@ -61,6 +67,16 @@ def write_models(run: Path, *steps: int) -> None:
     (run / "model" / "config.json").write_text("{}")
     for step in steps:
         (run / "checkpoints" / f"step_{step}").mkdir(parents=True)
+
+
+def _half(chat: Row, row: Row | None) -> tuple[Row, Row | None]:
+    """A chat with the row that it has while a reply to it is written: half of the reply."""
+    before = chat["row"]
+    if not (row and row["turns"] and len(row["messages"]) > len(before["messages"] if before else [])):
+        return chat, before
+    *messages, reply = row["messages"]
+    text = reply["content"][: len(reply["content"]) // 2]
+    return chat, row | {"messages": [*messages, reply | {"content": text}], "turns": [*row["turns"][:-1], text]}
 
 
 def _played(chat: Row, action: str, task: str = "", text: str = "", count: int = 0) -> Row:
@@ -85,7 +101,7 @@ def _played(chat: Row, action: str, task: str = "", text: str = "", count: int =
 def _replied(row: Row, model: str, *messages: tuple[str, str]) -> Row:
     added = [{"role": role, "content": content} for role, content in messages]
     heard = messages[-1][1]
-    reply = f"{MARKUP}{MARKS}{'m' * 5000}" if heard == HOSTILE else f"{model} heard: {heard}"
+    reply = f"{MARKUP}{MARKS}{MARKUP}{'m' * 5000}" if heard == HOSTILE else f"{model} heard: {heard}"
     added.append({"role": "assistant", "content": reply})
     raw = f"<think>{model} thinks{reply if heard == HOSTILE else ''}</think>{reply}"
     return row | {"messages": [*row["messages"], *added], "turns": [*row["turns"], raw]}

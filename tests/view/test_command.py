@@ -70,7 +70,9 @@ def commands() -> list[list[str]]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("arguments", commands(), ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [pytest.param(words, marks=[pytest.mark.slow] * (at > 0)) for at, words in enumerate(commands())]
+)
 def test_it_answers_at_the_address_that_it_prints_until_ctrl_c(tmp_path: Path, arguments: list[str]) -> None:
     """As the page about it says, with another port: tests run beside each other."""
     port = ["--port", "0"] if "--port" in arguments else []

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from tests.view.browser import Open, chart, chosen, expect, needs_browser, press_sequence, wait_for_choice
+import pytest
+
+from megatron_collab.observability import transcripts
+from tests.view import recorded_runs
+from tests.view.browser import Open, Serve, chart, chosen, expect, needs_browser, press_sequence, wait_for_choice
 
 pytestmark = needs_browser
 
@@ -113,6 +118,39 @@ def test_reasons_thoughts_and_goals_can_be_opened(open_page: Open, site: str) ->
         summary.press("Enter")
         expect(content).to_contain_text(text)
         expect(content).to_be_visible()
+
+
+@pytest.mark.slow
+def test_a_long_run_is_filtered_and_read(open_page: Open, serve: Serve, tmp_path: Path) -> None:
+    """tools/bench/view.py measures a million futures; here a person goes through some ten thousand."""
+    recorded_runs.write_run(tmp_path / "long", 120, groups=8)
+    page = open_page(serve([tmp_path / "long"]), "#conversations?sort=advantage&descending=1")
+    expect(page.locator(".count")).to_have_text("1\u201350 of 11,520 futures")
+    page.get_by_role("spinbutton", name="From step").fill("100")
+    expect(page.locator(".count")).to_have_text("1\u201350 of 1,920 futures")
+    page.get_by_role("textbox", name="Words").fill("wheelchair")
+    page.locator("#filter-ending").select_option("turn_limit")
+    expect(page.locator(".count")).to_have_text(re.compile(r"1\u201350 of \d+ futures"))
+    expect(page.locator(".turn.chosen")).to_be_visible()
+    page.goto(page.url.partition("#")[0] + "#overview")
+    expect(chart(page, "reward")).to_be_visible()
+
+
+def test_of_a_torn_run_the_rest_is_shown(open_page: Open, serve: Serve, tmp_path: Path) -> None:
+    """It was killed while it wrote: half a line of metrics, half a file of transcripts."""
+    run = tmp_path / "torn"
+    recorded_runs.write_run(run, 3)
+    torn = transcripts.step_file(run, 2)
+    torn.write_bytes(torn.read_bytes()[:200])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew')
+    page = open_page(serve([run]))
+    expect(page.locator(".legend small")).to_have_text("train \u00b7 3 steps \u00b7 running")
+    page.get_by_role("link", name="Conversations").click()
+    expect(page.get_by_role("alert")).to_contain_text("step_000002.parquet: cannot be read")
+    torn.unlink()
+    page.reload()
+    expect(page.locator(".count")).to_have_text("1\u201348 of 48 futures")
 
 
 def test_it_shows_where_futures_part(open_page: Open, site: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import in_turn
 from tests.view import recorded_runs
 from tests.view.browser import Open, assert_harmless, expect, needs_browser, unfold
 
@@ -50,8 +51,9 @@ def test_what_would_hide_is_shown_and_a_long_text_is_folded(open_page: Open, hos
     assert_harmless(page)
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("view", ["overview", "conversations", "compare", "blind", "talk"])
+@pytest.mark.parametrize(
+    ("view", "theme"), in_turn(["overview", "conversations", "compare", "blind", "talk"], ["light", "dark"])
+)
 def test_axe_reports_nothing_serious(open_page: Open, site: str, view: str, theme: str) -> None:
     tokens = "?step=1&position=0&rollout=2&future=0&tokens=probability" if view == "conversations" else ""
     page = open_page(site, f"#{view}{tokens}", color_scheme=theme)

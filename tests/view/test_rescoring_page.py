@@ -87,13 +87,14 @@ def changed(reward: RewardConfig, choices: dict[str, str]) -> RewardConfig:
 
 
 def assert_same(recomputed: dict[str, Any], outcome: Reward) -> None:
-    near = pytest.approx
     if isinstance(outcome.value, Missing):
         assert recomputed["value"] is None and recomputed["why"] == outcome.value.why
-    else:
-        assert recomputed["value"] == near(outcome.value, abs=1e-9)
-        assert recomputed["error"] == near(outcome.standard_error, abs=1e-9)
-        assert recomputed["parts"] == near(outcome.parts, abs=1e-9)
+        return
+    assert recomputed["parts"].keys() == outcome.parts.keys()
+    expected = {"": outcome.value, "error": outcome.standard_error, **outcome.parts}
+    values = {"": recomputed["value"], "error": recomputed["error"], **recomputed["parts"]}
+    for name, value in expected.items():
+        assert value == values[name] or math.isclose(value, values[name], rel_tol=0, abs_tol=1e-9), name
 
 
 def facts(outcome: Reward, reward: RewardConfig) -> set[str]:

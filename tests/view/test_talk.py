@@ -35,11 +35,11 @@ def started() -> list[ScriptedSpeaker]:
 
 @pytest.fixture
 def client(run: RunView, started: list[ScriptedSpeaker]) -> TestClient:
-    def start(folder: Path, models: Sequence[str]) -> ScriptedSpeaker:
-        started.append(ScriptedSpeaker(folder, models))
+    def start(folder: Path, models: Sequence[str], part: int, parts: int) -> ScriptedSpeaker:
+        started.append(ScriptedSpeaker(folder, models, part, parts))
         return started[-1]
 
-    client = TestClient(application([run], TOKEN, start), base_url=URL)
+    client = TestClient(application([run, run], TOKEN, start), base_url=URL)
     client.get(f"/?token={TOKEN}")
     return client
 
@@ -52,7 +52,7 @@ def act(client: TestClient, action: str, status: int = 200, **values: Any) -> An
 
 
 def start(client: TestClient, *models: str, task: str = "", status: int = 200) -> Any:
-    return act(client, "start", status, run=0, models=[*models], task=task)
+    return act(client, "start", status, models=[[0, model] for model in models], task=task)
 
 
 def wait(
@@ -67,9 +67,9 @@ def test_a_conversation(client: TestClient, started: list[ScriptedSpeaker]) -> N
     assert client.get("/api/talk").json() is None and not started
     assert [model["name"] for model in client.get("/api/runs/0/models").json()] == ["before", "step_6"]
     assert not started
-    assert start(client, "before", "step_6", task="booking-0")["doing"] == "begin"
+    assert start(client, "before", "step_6", task="booking-0")["models"] == [[0, "before"], [0, "step_6"]]
     state = wait(client)
-    assert (state["models"], state["ended"]) == (["before", "step_6"], False)
+    assert not state["ended"] and state["chats"][1]["prompt"] == 2
     assert state["sets"][0]["total"] == 50
     act(client, "say", text="hello")
     state = wait(client)
@@ -86,7 +86,7 @@ def test_a_conversation(client: TestClient, started: list[ScriptedSpeaker]) -> N
 
 
 def test_only_the_page_itself_acts(client: TestClient, started: list[ScriptedSpeaker]) -> None:
-    body = json.dumps({"action": "start", "run": 0, "models": ["before"], "task": ""})
+    body = json.dumps({"action": "start", "models": [[0, "before"]], "task": ""})
     for headers in ({}, {"origin": "http://evil.example"}, ORIGIN | {"content-type": "text/plain"}):
         assert client.post("/api/talk", content=body, headers=headers).status_code in (403, 415)
     client.cookies.clear()
@@ -107,10 +107,11 @@ def test_only_the_page_itself_acts(client: TestClient, started: list[ScriptedSpe
         ("say", {"text": "x" * 20_001}, "text: give 1 to 20000 characters"),
         ("futures", {"count": 9}, "count: give 1 to 8"),
         ("futures", {"count": True}, "futures has count and nothing else"),
-        ("start", {"run": 0, "models": ["before"] * 3, "task": ""}, "models: give the names of at most 2"),
-        ("start", {"run": 0, "models": [], "task": ""}, "models: give the names of at most 2"),
-        ("start", {"run": 0, "models": [1], "task": ""}, "models: give the names of at most 2"),
-        ("start", {"run": 0, "models": ["before", "step_7"], "task": ""}, "step_7"),
+        ("start", {"models": [[0, "before"]] * 3, "task": ""}, "models: give at most 2, each as the number of a run"),
+        ("start", {"models": [], "task": ""}, "models: give at most 2, each as the number of a run"),
+        ("start", {"models": ["before"], "task": ""}, "models: give at most 2, each as the number of a run"),
+        ("start", {"models": [[True, "before"]], "task": ""}, "models: give at most 2, each as the number of a run"),
+        ("start", {"models": [[0, "before"], [1, "step_7"]], "task": ""}, "step_7"),
     ],
 )
 def test_what_is_no_action_is_refused(client: TestClient, action: str, values: dict[str, Any], reason: str) -> None:
@@ -124,20 +125,33 @@ def test_one_action_at_a_time_and_two_models_at_most(
     client: TestClient, started: list[ScriptedSpeaker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert act(client, "say", 400, text="x") == "no model is served; start one"
-    assert act(client, "start", 404, run=1, models=["before"], task="") == "no run 1; there are 1"
+    assert act(client, "start", 404, models=[[2, "before"]], task="") == "no run 2; there are 2"
     start(client, "before")
     wait(client)
     ScriptedSpeaker.go_on.clear()
     act(client, "say", text=WAIT)
     assert "wait until the last action has finished" in act(client, "user", 400)
     start(client, "step_6")  # ends the other one first, in spite of what it does
-    assert wait(client)["models"] == ["step_6"] and len(started) == 2
+    assert wait(client)["models"] == [[0, "step_6"]] and len(started) == 2
     monkeypatch.setattr(talk, "MOST_MESSAGES", 2)
     act(client, "say", text="hello")
     wait(client)
     assert "a conversation has 2 messages" in act(client, "say", 400, text="more")
     act(client, "undo")
     assert wait(client)["chats"][0]["row"]["messages"] == []
+
+
+def test_two_runs_have_a_speaker_each(client: TestClient, started: list[ScriptedSpeaker]) -> None:
+    sides = [[1, "step_6"], [0, "before"]]
+    act(client, "start", models=sides, task="booking-1")
+    state = wait(client)
+    assert state["models"] == sides and [speaker.share for speaker in started] == [(0, 2), (1, 2)]
+    act(client, "say", text="hello")
+    messages = [chat["row"]["messages"] for chat in wait(client)["chats"]]
+    assert [of_chat[-1]["content"] for of_chat in messages] == ["step_6 heard: hello", "before heard: hello"]
+    started[1].end()  # as if its process were lost
+    state = wait(client, lambda state: state["ended"])
+    assert not state["doing"] and "no longer served" in act(client, "say", 400, text="hello")
 
 
 def test_unused_models_end(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,9 @@ def talk_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         write_models(folder / name, 6, 12)
     (folder / "evaluation").mkdir()
     (folder / "evaluation" / "config.json").write_text('{"program": "evaluate", "run": {}}')
-    with served([folder / "run", folder / BROKEN, folder / "evaluation"]) as url:
+    recorded_runs.write_run(folder / "other", 1)
+    write_models(folder / "other", 3)
+    with served([folder / name for name in ("run", BROKEN, "evaluation", "other")]) as url:
         yield url
 
 
@@ -55,13 +57,16 @@ def test_before_and_after_by_keyboard(open_page: Open, talk_site: str) -> None:
     press("Enter")
     expect(columns.first.locator(".message.user")).to_have_count(2)
     expect(page.locator(".talk-status")).to_have_text("The model replies\u2026")
+    expect(columns.last.locator(".text").last).to_have_text("step_12 h")  # half of the reply
+    expect(columns.last.get_by_role("log")).to_have_attribute("aria-busy", "true")
     page.keyboard.type("too early")
     press("Enter")
     expect(field("Message as the user")).to_have_value("too early")
     page.reload()
     expect(columns.first.locator(".message.user")).to_have_count(2)
     ScriptedSpeaker.go_on.set()
-    expect(columns.last.locator(".message.assistant")).to_have_count(2)
+    expect(columns.last.locator(".text").last).to_have_text(f"step_12 heard: {WAIT}")
+    expect(columns.last.get_by_role("log")).to_have_attribute("aria-busy", "false")
     wait_until_idle(page)
     page.get_by_role("button", name="Undo").press("Enter")
     expect(columns.last.locator(".message.assistant")).to_have_count(1)
@@ -113,6 +118,22 @@ def test_a_task_with_its_simulated_user_and_futures(open_page: Open, talk_site: 
     expect(status).to_have_text("")
     for choice in ("task=booking-2", "left=step_6"):
         expect(page).to_have_url(re.compile(choice))
+
+
+def test_models_of_two_runs_stand_beside_each_other(open_page: Open, talk_site: str) -> None:
+    page = open_page(talk_site, "#talk")
+    columns = page.locator("#talk .column")
+    expect(page.locator("#talk-left")).to_have_value("before")
+    page.get_by_label("Beside it, run").select_option("3")
+    expect(page.locator("#talk-right")).to_have_value("step_3")
+    page.get_by_role("button", name="Start").click()
+    expect(columns.locator("h3")).to_have_text(["run: before", "other: step 3"])
+    page.get_by_label("Message as the user").fill("hello")
+    page.get_by_role("button", name="Send").click()
+    expect(columns.last.locator(".text").last).to_have_text("step_3 heard: hello")
+    page.reload()
+    expect(columns.last.locator(".text").last).to_have_text("step_3 heard: hello")
+    expect(page.get_by_role("button", name="New conversation")).to_be_enabled()
 
 
 def test_a_hostile_reply_stays_text(open_page: Open, talk_site: str) -> None:

@@ -49,6 +49,12 @@ def test_tokens_are_shown_by_key_shaded_and_read_by_keyboard(open_page: Open, si
     expect(tokens.first).to_have_class("token loss")
     page.get_by_role("button", name="Tokens of rollout 0").click()
     expect(tokens).to_have_count(0)
+    page.goto(f"{site}#conversations?step=3&position=1&rollout=1&future=0&tokens=ratio")
+    wait_for_choice(page, (3, 1, 1, 0))
+    expect(page.locator(".token-turn h4")).to_have_text(["Tokens of turn 1"])
+    for _ in range(2):
+        page.keyboard.press("Shift+ArrowRight")
+    expect(page.locator(".token-turn h4")).to_have_text(["Tokens of turn 1", "Tokens of turn 2, in future 2"])
     page.goto(f"{site}#conversations?step=4&position=0&rollout=0&future=0&tokens=ratio")
     wait_for_choice(page, (4, 0, 0, 0))
     expect(page.get_by_role("button", name=re.compile("^Tokens"))).to_have_count(0)

@@ -2,7 +2,7 @@
 
 import * as api from "./api.js";
 import { hashOf } from "./address.js";
-import { element } from "./dom.js";
+import { element, showFault } from "./dom.js";
 import { decimal, interval, number, plural } from "./format.js";
 import { foldedText, textOf } from "./message.js";
 import { blindPairView } from "./pair.js";
@@ -88,7 +88,7 @@ export class Blind {
       if (generation !== this.generation) return;
       Object.assign(this, { sides: { left, right }, tasks: tasks.map(({ task }) => task.toWellFormed()), result });
     } catch (error) {
-      this.showFault(error);
+      showFault(this.fault, error.message);
       return;
     }
     await this.next();
@@ -127,7 +127,7 @@ export class Blind {
       this.setShown({ task, order });
       this.begun.add(this.pairKey());
     } catch (error) {
-      if (generation === this.generation) this.showFault(error);
+      if (generation === this.generation) showFault(this.fault, error.message);
     }
   }
 
@@ -173,7 +173,7 @@ export class Blind {
     const rater = this.rater.value.trim();
     if (!rater) {
       this.rater.focus();
-      this.showFault(new Error("Type your name first: each rating has one."));
+      showFault(this.fault, "Type your name first: each rating has one.");
       return;
     }
     const { task, order } = this.shown;
@@ -184,7 +184,7 @@ export class Blind {
       await api.rate({ ...this.sides, task, rater, shown_left: order[0], verdict: side });
       this.result = await api.ratings(this.sides.left, this.sides.right);
     } catch (error) {
-      this.showFault(error);
+      showFault(this.fault, error.message);
       if (generation === this.generation) this.setShown({ task, order });
       return;
     }
@@ -224,9 +224,5 @@ export class Blind {
         lines.map((line) => element("li", {}, line)),
       ),
     );
-  }
-
-  showFault(error) {
-    this.fault.replaceChildren(element("p", { class: "error", role: "alert" }, error.message));
   }
 }

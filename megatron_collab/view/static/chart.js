@@ -1,6 +1,6 @@
 // A chart: curves with bands, points with intervals, a stack, or one metric against another, drawn as SVG.
 
-import { element, svg } from "./dom.js";
+import { element, svg, table } from "./dom.js";
 import { number } from "./format.js";
 import { smoothed, valueText } from "./series.js";
 import { escaped, shortName } from "./text.js";
@@ -278,31 +278,15 @@ export class Chart {
   tableOf() {
     const { series, kind, title } = this.chart;
     const columns = series.map(({ points }) => new Map(points.map((point) => [point.x, point])));
-    const rows = this.xs.map((x) =>
-      element(
-        "tr",
-        {},
-        element("th", { scope: "row" }, number(x)),
-        columns.map((column) => element("td", {}, column.has(x) ? valueText(column.get(x), kind) : "")),
-      ),
-    );
-    const heads = [this.xName, ...series.map(({ label }) => label)];
-    const head = element(
-      "tr",
-      {},
-      heads.map((label) => element("th", { scope: "col" }, shortName(label))),
-    );
-    const table = element(
-      "table",
-      {},
-      element("caption", { class: "unseen" }, shortName(title)),
-      element("thead", {}, head),
-      element("tbody", {}, rows),
-    );
+    const rows = this.xs.map((x) => [
+      element("th", { scope: "row" }, number(x)),
+      columns.map((column) => element("td", {}, column.has(x) ? valueText(column.get(x), kind) : "")),
+    ]);
+    const heads = [this.xName, ...series.map(({ label }) => label)].map(shortName);
     return element(
       "div",
       { class: "table", tabindex: "0", role: "region", "aria-label": escaped(`Table of ${shortName(title)}`) },
-      table,
+      table(heads, rows, {}, element("caption", { class: "unseen" }, shortName(title))),
     );
   }
 }

@@ -3,7 +3,7 @@
 
 import * as api from "./api.js";
 import { go, hashOf } from "./address.js";
-import { element } from "./dom.js";
+import { element, offer, select, showFault, table } from "./dom.js";
 import { decimal, interval, plural, signed } from "./format.js";
 import { foldedText, textOf } from "./message.js";
 import { defaults, inOrder, nameOf, ORDERS, splitSide } from "./pairs.js";
@@ -32,9 +32,7 @@ export class Compare {
       metric: this.select("metric", {}),
       order: this.select("order", {}),
     };
-    this.fields.order.append(
-      ...Object.entries(ORDERS).map(([value, label]) => element("option", { value }, label)),
-    );
+    offer(this.fields.order, [["", Object.entries(ORDERS)]]);
     const labels = { left: "Left", right: "Right", metric: "Metric", order: "Order" };
     this.blind = element("a", { class: "to-blind" }, "Blind test of these sides");
     this.form = element(
@@ -108,7 +106,7 @@ export class Compare {
       if (error.name === "AbortError") return;
       this.parts = null; // the next choice asks again
       this.comparison.key = "";
-      this.fault.replaceChildren(element("p", { class: "error", role: "alert" }, error.message));
+      showFault(this.fault, error.message);
     }
   }
 
@@ -131,10 +129,10 @@ export class Compare {
 
   setSides(parts) {
     const sides = this.runs.flatMap(({ run }, at) => parts[at].map((part) => `${run}:${part}`));
+    const options = sides.map((value) => [value, this.nameOf(value)]);
     for (const side of SIDES) {
-      const options = sides.map((value) => element("option", { value }, this.nameOf(value)));
-      this.fields[side].replaceChildren(...options);
-      choose(this.fields[side], this.choices[side], this.nameOf(this.choices[side] ?? ""));
+      const value = this.choices[side] ?? "";
+      offer(this.fields[side], [["", options]], value, this.nameOf(value));
     }
   }
 
@@ -171,9 +169,8 @@ export class Compare {
   draw() {
     const { answer } = this.comparison;
     const names = answer.metrics.filter(({ difference }) => difference).map(({ name }) => name);
-    this.fields.metric.replaceChildren(...names.map((name) => element("option", { value: name }, shortName(name))));
-    choose(this.fields.metric, this.metric());
-    choose(this.fields.order, this.choices.order ?? "");
+    offer(this.fields.metric, [["", names.map((name) => [name, name])]], this.metric());
+    select(this.fields.order, this.choices.order ?? "");
     const { common, left, right } = answer;
     this.count.textContent = `${plural(common, "common task")} of ${left.tasks} and ${right.tasks}`;
     this.table.replaceChildren(this.differencesView(answer.metrics));
@@ -184,27 +181,13 @@ export class Compare {
     if (!metrics.length)
       return element("p", { class: "empty" }, "These sides have no scored task in common. Choose others.");
     const heads = ["metric", ...SIDES.map((side) => this.nameOf(this.choices[side])), "right less left"];
-    return element(
-      "table",
-      {},
-      element("caption", {}, "Means over the common tasks, and the paired difference, with 95 % intervals"),
-      element("thead", {}, row(heads.map((head) => element("th", { scope: "col" }, head)))),
-      element(
-        "tbody",
-        {},
-        metrics.map((metric) =>
-          row([
-            element("th", { scope: "row" }, shortName(metric.name)),
-            ...SIDES.map((side, at) => element("td", {}, interval(metric[side]), missingText(metric.missing[at]))),
-            element(
-              "td",
-              { class: isDecided(metric.difference) ? "decided" : null },
-              interval(metric.difference, signed),
-            ),
-          ]),
-        ),
-      ),
-    );
+    const rows = metrics.map(({ name, missing, difference, ...values }) => [
+      element("th", { scope: "row" }, shortName(name)),
+      SIDES.map((side, at) => element("td", {}, interval(values[side]), missingText(missing[at]))),
+      element("td", { class: isDecided(difference) ? "decided" : null }, interval(difference, signed)),
+    ]);
+    const caption = "Means over the common tasks, and the paired difference, with 95 % intervals";
+    return table(heads, rows, {}, element("caption", {}, caption));
   }
 
   nameOf(side) {
@@ -233,12 +216,7 @@ export class Compare {
       );
     });
     this.list.replaceChildren(
-      element(
-        "table",
-        {},
-        element("thead", {}, row(heads.map((head) => element("th", { scope: "col" }, head)))),
-        element("tbody", {}, body),
-      ),
+      table(heads, body),
       ...(tasks.length > this.shown ? [this.moreButton(tasks.length)] : []),
     );
     this.list.querySelector("[aria-current]")?.closest("tr").scrollIntoView({ block: "nearest" });
@@ -308,10 +286,6 @@ export class Compare {
   }
 }
 
-function row(cells) {
-  return element("tr", {}, cells);
-}
-
 /** An id as an address holds it, which has no halves of surrogate pairs. */
 function sent(task) {
   return String(task).toWellFormed();
@@ -328,11 +302,4 @@ function missingText(count) {
 /** Whether the interval excludes 0. */
 function isDecided(difference) {
   return difference !== null && difference.low !== null && (difference.low > 0 || difference.high < 0);
-}
-
-/** Select a value also if it is not offered: an address may name what is not there. */
-function choose(field, value, label = value) {
-  if (value && ![...field.options].some((option) => option.value === value))
-    field.append(element("option", { value }, shortName(label)));
-  field.value = value;
 }

@@ -2,7 +2,7 @@
 
 import * as api from "./api.js";
 import { go, hashOf, read } from "./address.js";
-import { element } from "./dom.js";
+import { element, showFault, table } from "./dom.js";
 import { Filters, hasConversations, PLACES } from "./filters.js";
 import { decimal, plural } from "./format.js";
 import { rolloutsOf } from "./group.js";
@@ -133,7 +133,7 @@ export class Conversations {
     try {
       await this.readScores();
     } catch (error) {
-      this.showFault(this.table, error);
+      showFault(this.table, error.message);
       return;
     }
     this.drawList();
@@ -183,7 +183,7 @@ export class Conversations {
       } catch (error) {
         if (error.name === "AbortError") return;
         this.list.key = ""; // the next choice asks again
-        this.showFault(this.table, error);
+        showFault(this.table, error.message);
         return;
       }
     }
@@ -206,20 +206,14 @@ export class Conversations {
     this.next.disabled = offset + rows.length >= total;
     const { sort } = this.choices;
     const extra = sort && ![...PLACES, "reward"].includes(sort) ? sort : null;
-    const heads = ["step", "task", "r.f", "ending", "reward", extra].filter(Boolean);
-    const head = element(
-      "tr",
-      {},
-      heads.map((label) =>
-        element("th", { scope: "col", title: label === "r.f" ? "rollout and future" : null }, shortName(label)),
-      ),
-      rescored ? this.orderView() : null,
-    );
+    const place = element("th", { scope: "col", title: "rollout and future" }, "r.f");
+    const shown = extra && shortName(extra);
+    const heads = ["step", "task", place, "ending", "reward", shown, rescored ? this.orderView() : null];
     const body = rows.map((row) => this.rowView(row, extra, rescored));
     const keepsFocus = document.activeElement?.id === "order";
     this.table.replaceChildren(
       rows.length
-        ? element("table", {}, element("thead", {}, head), element("tbody", {}, body))
+        ? table(heads, body)
         : element("p", { class: "empty" }, "No conversation matches the filter."),
     );
     if (keepsFocus) document.getElementById("order")?.focus();
@@ -290,7 +284,7 @@ export class Conversations {
       } catch (error) {
         if (key !== this.group.key) return;
         this.group.key = "";
-        this.showFault(this.reader, error);
+        showFault(this.reader, error.message);
         return;
       }
     }
@@ -369,17 +363,18 @@ export class Conversations {
       } catch (error) {
         if (key !== this.tokens.key) return;
         this.tokens.key = "";
-        this.showFault(place, error);
+        showFault(place, error.message);
       }
       if (key === this.tokens.key) this.showTokens(); // what is chosen may have changed meanwhile
       return;
     }
-    const drawn = `${key} ${shade}`;
+    const future = Number(this.choices.future ?? 0);
+    const drawn = `${key} ${shade} ${future}`;
     if (drawn === place.dataset.drawn || (key && !this.tokens.turns)) return;
     place.dataset.drawn = drawn;
     const keepsFocus = document.activeElement?.id === "tokens-shade";
     const choose = (value) => this.choose({ [TOKENS]: value }, { replace: true });
-    place.replaceChildren(key ? tokensView(this.tokens.turns, shade, choose) : "");
+    place.replaceChildren(key ? tokensView(this.tokens.turns, future, shade, choose) : "");
     if (keepsFocus) document.getElementById("tokens-shade")?.focus();
   }
 
@@ -393,10 +388,6 @@ export class Conversations {
     const isChosen = rollout === Number(this.choices.rollout ?? 0);
     const shade = isChosen && this.choices[TOKENS] ? "" : this.choices[TOKENS] || Object.keys(SHADES)[0];
     this.choose({ ...(isChosen ? {} : { rollout, future: 0, other: "" }), [TOKENS]: shade }, { replace: true });
-  }
-
-  showFault(place, error) {
-    place.replaceChildren(element("p", { class: "error", role: "alert" }, error.message));
   }
 
   /** To the next row of the list or, with -1, the previous one; at an end of the page to the page beside it. */

@@ -1,7 +1,6 @@
 // The form that filters and sorts the list of conversations.
 
-import { element } from "./dom.js";
-import { shortName } from "./text.js";
+import { element, offer, select } from "./dom.js";
 
 const DELAY_MS = 250; // after the last key, so that not every letter asks the server
 export const PLACES = ["step", "task", "ending", "advantage"]; // what a list can be sorted by beside numbers of a row
@@ -65,17 +64,12 @@ export class Filters {
   setOptions(endings, columns, evaluations) {
     const { evaluation, run } = this.fields;
     const isTrained = this.runs.some(({ run: of, has_transcripts: has }) => String(of) === run.value && has);
-    setSelect(evaluation, [...(isTrained ? [["", "training"]] : []), ...evaluations.map((name) => [name, name])]);
+    const same = (names) => names.map((name) => [name, name]);
+    offer(evaluation, [["", [...(isTrained ? [["", "training"]] : []), ...same(evaluations)]]]);
     evaluation.closest("label").hidden = evaluation.options.length < 2;
-    setSelect(this.fields.ending, [["", "any"], ...endings.map((name) => [name, name])]);
-    setSelect(
-      this.fields.metric,
-      columns.map((name) => [name, name]),
-    );
-    setSelect(
-      this.fields.sort,
-      [...PLACES, ...columns].map((name) => [name, ORDERS[name] ?? name]),
-    );
+    offer(this.fields.ending, [["", [["", "any"], ...same(endings)]]]);
+    offer(this.fields.metric, [["", same(columns)]]);
+    offer(this.fields.sort, [["", [...PLACES, ...columns].map((name) => [name, ORDERS[name] ?? name])]]);
   }
 
   /** Show choices of the address. A field that is being edited is left alone. */
@@ -122,18 +116,4 @@ function rangeOf(choices) {
     if (bound) Object.assign(range, { metric, [bound]: value });
   }
   return range;
-}
-
-function setSelect(field, options) {
-  const { value } = field;
-  field.replaceChildren(...options.map(([name, label]) => element("option", { value: name }, shortName(label))));
-  if (value) select(field, value);
-}
-
-/** Select a value also if it is not offered (yet): an address may name what this run does not have. */
-function select(field, value) {
-  if (value && ![...field.options].some((option) => option.value === value))
-    field.append(element("option", { value }, shortName(value)));
-  field.value = value;
-  if (field.selectedIndex < 0) field.selectedIndex = 0;
 }

@@ -3,7 +3,7 @@
 import * as api from "./api.js";
 import { go, hashOf } from "./address.js";
 import { Chart } from "./chart.js";
-import { element } from "./dom.js";
+import { element, offer, showFault, table } from "./dom.js";
 import { decimal, interval, number, plural } from "./format.js";
 import { nameOf, titleOf } from "./pairs.js";
 import { shortName } from "./text.js";
@@ -85,7 +85,7 @@ export class Judge {
       if (request === this.request) this.draw(answer);
     } catch (error) {
       if (error.name === "AbortError") return;
-      this.fault.replaceChildren(element("p", { class: "error", role: "alert" }, error.message));
+      showFault(this.fault, error.message);
     }
   }
 
@@ -93,8 +93,8 @@ export class Judge {
     const { sources, source, metrics, metric } = answer;
     const sourceOptions = Object.entries(SOURCES).map(([name, label]) => [name, `${label} (${sources[name]})`]);
     const metricOptions = metrics.map(({ name, judged }) => [name, judged ? name : `${name} (no judge)`]);
-    setOptions(this.fields.source, sourceOptions, source);
-    setOptions(this.fields.metric, metricOptions, metric);
+    offer(this.fields.source, [["", sourceOptions]], source);
+    offer(this.fields.metric, [["", metricOptions]], metric);
     if (!sources[source]) {
       this.results.replaceChildren(noLabelsView());
       return;
@@ -119,16 +119,14 @@ export class Judge {
 
   disagreementsView({ disagreements, source }) {
     const heads = ["task", "conversation", "rater", "people", "judge", "apart"];
-    const rows = disagreements.map((of) =>
-      row([
-        element("td", {}, element("a", { href: this.linkTo(of) }, shortName(of.task) || "(no id)")),
-        element("td", {}, source === "ratings" ? of.sides.map((side) => this.nameOf(side)).join(", ") : placeOf(of)),
-        element("td", {}, shortName(of.rater)),
-        element("td", {}, source === "ratings" ? this.verdictText(of) : number(of.people)),
-        element("td", {}, of.scores.map(decimal).join(", ")),
-        element("td", {}, decimal(of.gap)),
-      ]),
-    );
+    const rows = disagreements.map((of) => [
+      element("td", {}, element("a", { href: this.linkTo(of) }, shortName(of.task) || "(no id)")),
+      element("td", {}, source === "ratings" ? of.sides.map((side) => this.nameOf(side)).join(", ") : placeOf(of)),
+      element("td", {}, shortName(of.rater)),
+      element("td", {}, source === "ratings" ? this.verdictText(of) : number(of.people)),
+      element("td", {}, of.scores.map(decimal).join(", ")),
+      element("td", {}, decimal(of.gap)),
+    ]);
     return element(
       "section",
       { "aria-labelledby": "disagreements-title" },
@@ -136,7 +134,7 @@ export class Judge {
       element(
         "div",
         { class: "table disagreements", tabindex: "0", role: "region", "aria-labelledby": "disagreements-title" },
-        element("table", {}, headOf(heads), element("tbody", {}, rows)),
+        table(heads, rows),
       ),
     );
   }
@@ -185,43 +183,21 @@ function figuresView({ figures, source }) {
   if (!figures.length)
     return element("p", { class: "empty" }, `None of these ${NOUNS[source]}s can be compared with a score.`);
   const heads = ["figure", "value", `${NOUNS[source]}s`, "tasks", "what it is"];
-  const rows = figures.map((figure) =>
-    row([
-      element("th", { scope: "row" }, figure.name),
-      element("td", {}, interval(figure)),
-      element("td", {}, number(figure.count)),
-      element("td", {}, number(figure.tasks)),
-      element("td", {}, MEANINGS[source][figure.name]),
-    ]),
-  );
+  const rows = figures.map((figure) => [
+    element("th", { scope: "row" }, figure.name),
+    element("td", {}, interval(figure)),
+    element("td", {}, number(figure.count)),
+    element("td", {}, number(figure.tasks)),
+    element("td", {}, MEANINGS[source][figure.name]),
+  ]);
+  const caption = element("caption", {}, "With 95 % intervals over tasks, if the data determine them");
   return element(
     "div",
     { class: "differences", tabindex: "0", role: "region", "aria-label": "Figures" },
-    element(
-      "table",
-      {},
-      element("caption", {}, "With 95 % intervals over tasks, if the data determine them"),
-      headOf(heads),
-      element("tbody", {}, rows),
-    ),
+    table(heads, rows, {}, caption),
   );
 }
 
 function placeOf({ part, rollout, future }) {
   return shortName(`${titleOf(part)}, rollout ${rollout}${future ? `, future ${future}` : ""}`);
-}
-
-function headOf(heads) {
-  return element("thead", {}, row(heads.map((head) => element("th", { scope: "col" }, head))));
-}
-
-function row(cells) {
-  return element("tr", {}, cells);
-}
-
-/** The options of a field and the chosen value, also if it is not offered: an address may name what is not there. */
-function setOptions(field, options, value) {
-  const all = !value || options.some(([name]) => name === value) ? options : [...options, [value, value]];
-  field.replaceChildren(...all.map(([name, label]) => element("option", { value: name }, shortName(label))));
-  field.value = value;
 }

@@ -3,7 +3,7 @@
 import * as api from "./api.js";
 import { go } from "./address.js";
 import { Chart } from "./chart.js";
-import { element } from "./dom.js";
+import { element, offer, table } from "./dom.js";
 import { number, plural } from "./format.js";
 import { against, names, sections } from "./series.js";
 import { beginning, escaped, shortName } from "./text.js";
@@ -206,11 +206,7 @@ export class Overview {
       (axis) => this.choices[axis] ?? (metrics.includes(DEFAULTS[axis]) ? DEFAULTS[axis] : metrics[0]),
     );
     this.selects.forEach((select, i) => {
-      const options = [...new Set([...metrics, chosen[i]])].filter(Boolean);
-      if (options.join() !== select.dataset.options)
-        select.replaceChildren(...options.map((name) => element("option", { value: name }, shortName(name))));
-      select.dataset.options = options.join();
-      select.value = chosen[i];
+      offer(select, [["", metrics.map((name) => [name, name])]], chosen[i] ?? "");
     });
     this.against.update(against(runs, ...chosen), [], 0, this.against.plot.clientWidth);
   }
@@ -227,15 +223,10 @@ export class Overview {
         element("td", {}, beginning(text, 400)),
       ),
     );
-    const head = element(
-      "tr",
-      {},
-      ["step", "kind", "run", "what changed"].map((label) => element("th", { scope: "col" }, label)),
-    );
-    const table = element("table", { class: "events" }, element("thead", {}, head), element("tbody", {}, rows));
+    const view = table(["step", "kind", "run", "what changed"], rows, { class: "events" });
     this.eventsSection.replaceChildren(
       this.eventsSection.firstElementChild,
-      element("div", { class: "table", tabindex: "0", role: "region", "aria-labelledby": "events-title" }, table),
+      element("div", { class: "table", tabindex: "0", role: "region", "aria-labelledby": "events-title" }, view),
     );
   }
 }

@@ -1,6 +1,6 @@
 // The panel that moves weights, clamps and the mode of the reward, and shows what becomes of a group's rewards.
 
-import { element } from "./dom.js";
+import { element, table } from "./dom.js";
 import { decimal, number, signed } from "./format.js";
 import { rolloutsOf } from "./group.js";
 import { areRecorded, compared, differences, fileOf, FORMULAS, groupRewards, isOfReward, settingsOf } from "./reward.js";
@@ -59,32 +59,12 @@ export class RewardPanel {
 
   sliders() {
     const heads = ["metric", "weight", "", "clamp", ""];
-    return element(
-      "table",
-      { "aria-label": "Weights and clamps" },
-      element(
-        "thead",
-        {},
-        element(
-          "tr",
-          {},
-          heads.map((label) => element(label ? "th" : "td", { scope: label ? "col" : null }, label)),
-        ),
-      ),
-      element(
-        "tbody",
-        {},
-        [...this.own.weights.keys()].map((name) =>
-          element(
-            "tr",
-            {},
-            element("th", { scope: "row", title: escaped(name) }, shortName(name)),
-            this.pair("weight", name, this.own.weights.get(name), -HALF, HALF),
-            this.pair("clamp", name, this.own.clamp.get(name), 1, NONE),
-          ),
-        ),
-      ),
-    );
+    const rows = [...this.own.weights.keys()].map((name) => [
+      element("th", { scope: "row", title: escaped(name) }, shortName(name)),
+      this.pair("weight", name, this.own.weights.get(name), -HALF, HALF),
+      this.pair("clamp", name, this.own.clamp.get(name), 1, NONE),
+    ]);
+    return table(heads, rows, { "aria-label": "Weights and clamps" });
   }
 
   /** A slider and a field for the number of a metric; `own` is the run's, undefined for no clamp. */

@@ -1,14 +1,15 @@
-// Talk with models of a run: one, or two beside each other; as the user, or with a simulated user at the wheel.
+// Talk with models: one, or two beside each other, of one run or of two; as the user, or with a simulated user at the
+// wheel.
 
 import * as api from "./api.js";
 import { go, read } from "./address.js";
-import { element } from "./dom.js";
+import { element, offer, showFault } from "./dom.js";
 import { plural } from "./format.js";
 import { extrasOf, foldedText, messageView, textOf } from "./message.js";
 import { shortName } from "./text.js";
 import { endingView, futuresView, partsView, scoresView } from "./tree.js";
 
-const SIDES = ["left", "right"]; // choices of models
+const SIDES = { left: "run", right: "beside" }; // choices of models, and of their runs
 const BUSY_MS = 200; // between two looks at what the models do
 const IDLE_MS = 5_000; // another page of the same command may use them too
 const MOST_FUTURES = 8;
@@ -30,7 +31,8 @@ export class Talk {
     this.version = null; // of the session that is shown
     this.isSent = false; // an action, which the server has not accepted yet
     this.chosen = null; // what Start starts, once the models of the run are known
-    this.columns = [];
+    this.columns = []; // of `drawn` models
+    this.drawn = [];
     this.build(container);
   }
 
@@ -40,17 +42,19 @@ export class Talk {
       field.addEventListener("input", () => this.choose({ ...changed, [name]: field.value }));
       return field;
     };
-    this.fields = { run: select("run", { left: "", right: "", task: "" }), task: select("task") };
-    for (const side of SIDES) this.fields[side] = select(side);
-    this.fields.run.append(...this.runs.map(({ run, name }) => element("option", { value: run }, shortName(name))));
-    const labels = { run: "Run", left: "Model", right: "Beside it", task: "Task" };
+    const labels = { run: "Run", left: "Model", beside: "Beside it, run", right: "Beside it", task: "Task" };
+    const other = { left: "", right: "", beside: "", task: "" }; // of another run other models and tasks
+    const changed = { run: other, beside: { right: "" } };
+    this.fields = Object.fromEntries(Object.keys(labels).map((name) => [name, select(name, changed[name])]));
+    for (const name of Object.values(SIDES))
+      this.fields[name].append(...this.runs.map(({ run, name: of }) => element("option", { value: run }, shortName(of))));
     this.startButton = element("button", { type: "submit", disabled: true }, "Start");
     this.stopButton = element("button", { type: "button", click: () => this.act("stop") }, "Stop");
     this.form = element(
       "form",
       { class: "talk-choices", "aria-label": "What to talk with", submit: (event) => this.start(event) },
       Object.entries(labels).map(([name, label]) =>
-        element("label", { for: `talk-${name}`, hidden: name === "run" && this.runs.length < 2 }, label, this.fields[name]),
+        element("label", { for: `talk-${name}`, hidden: name in changed && this.runs.length < 2 }, label, this.fields[name]),
       ),
       this.startButton,
       this.stopButton,
@@ -122,22 +126,37 @@ export class Talk {
     if (!this.runs.length) return;
     this.choices = choices;
     const run = choices.run ?? String(this.runs[0].run);
+    const beside = choices.beside ?? run;
     let fault = "";
-    try {
-      if (!this.models.has(run)) {
-        this.chosen = null; // of another run
-        this.startButton.disabled = true;
-        this.models.set(run, await api.models(run));
+    for (const number of new Set([run, beside])) {
+      if (this.models.has(number)) continue;
+      this.chosen = null; // of another run
+      this.startButton.disabled = true;
+      try {
+        this.models.set(number, await api.models(number));
+      } catch (error) {
+        fault = error.message;
       }
-    } catch (error) {
-      fault = error.message;
     }
     if (choices !== this.choices) return; // others have been chosen meanwhile
     showFault(this.choiceFault, fault);
-    const names = (this.models.get(run) ?? []).map(({ name }) => name);
-    const first = { left: names[0] ?? "", right: names.length > 1 ? names.at(-1) : "" };
-    this.chosen = { run, right: "", task: "", ...(choices.left ? {} : first), ...choices };
+    const [left] = this.names(run);
+    const first = { left: left ?? "", right: this.names(beside).findLast((name) => beside !== run || name !== left) ?? "" };
+    this.chosen = { run, beside, right: "", task: "", ...(choices.left ? {} : first), ...choices };
     await this.look();
+  }
+
+  /** Of the models of a run. */
+  names(run) {
+    return (this.models.get(run) ?? []).map(({ name }) => name);
+  }
+
+  /** The models that are chosen, as the server names them. */
+  get sides() {
+    const { chosen } = this;
+    return Object.entries(SIDES)
+      .filter(([side]) => chosen[side])
+      .map(([side, run]) => [Number(chosen[run]), chosen[side]]);
   }
 
   /** Look at what the models do, again and again while this view is shown. */
@@ -185,8 +204,7 @@ export class Talk {
 
   start(event) {
     event.preventDefault();
-    const { run, left, right, task } = this.chosen;
-    return this.act("start", { run: Number(run), models: [left, right].filter(Boolean), task });
+    return this.act("start", { models: this.sides, task: this.chosen.task });
   }
 
   async send() {
@@ -206,42 +224,45 @@ export class Talk {
     this.drawChoices();
     if (session?.version === this.version) return;
     this.version = session?.version;
-    const { chats = [], ended = true, fault = "", said = "" } = session ?? {};
+    const { chats = [], ended = true, fault = "" } = session ?? {};
     showFault(this.fault, fault);
     this.status.textContent = statusOf(session);
     this.stopButton.hidden = ended;
     this.composer.hidden = ended || !chats.length;
     this.drawButtons();
-    this.drawChats(session?.models ?? [], chats, said);
+    this.drawChats(session?.models ?? [], chats);
   }
 
   drawChoices() {
     if (!this.chosen) return;
-    const { run, left, right, task } = this.chosen;
-    const models = (this.models.get(run) ?? []).map(({ name }) => [name, titleOf(name)]);
-    const session = String(this.session?.run) === run ? this.session : null;
+    const { run, left, beside, right, task } = this.chosen;
+    const models = (number) => this.names(number).map((name) => [name, titleOf(name)]);
+    const session = String(this.session?.models[0][0]) === run ? this.session : null;
     const sets = (session?.sets ?? []).map(({ name, tasks, total }) => [
       `${name}, ${tasks.length} of ${plural(total, "task")}`,
       tasks.map(({ id, text }) => [id, `${id}: ${text}`]),
     ]);
     this.fields.run.value = run;
-    offer(this.fields.left, [["", models]], left);
-    offer(this.fields.right, [["", [["", "no second model"], ...models]]], right);
+    this.fields.beside.value = beside;
+    offer(this.fields.left, [["", models(run)]], left);
+    offer(this.fields.right, [["", [["", "no second model"], ...models(beside)]]], right);
     offer(this.fields.task, [["", [["", "none: an empty conversation"]]], ...sets], task);
-    const isServed = session && !session.ended && isSame(session.models, [left, right].filter(Boolean));
-    this.startButton.disabled = !models.length;
+    const isServed = session && !session.ended && isSame(session.models, this.sides);
+    this.startButton.disabled = !this.sides.every(([number]) => this.models.has(String(number))) || !left;
     this.startButton.textContent = isServed ? "New conversation" : "Start";
   }
 
-  drawChats(models, chats, said) {
-    const names = chats.length ? models : [];
-    const drawn = this.columns.map(({ name }) => name);
-    if (!isSame(names, drawn)) {
-      this.columns = names.map((name, at) => new Column(name, `talk-${at}-`));
+  drawChats(models, chats) {
+    const sides = chats.length ? models : [];
+    if (!isSame(sides, this.drawn)) {
+      this.drawn = sides;
+      const ofRuns = new Set(sides.map(([run]) => run)).size > 1;
+      const runOf = (number) => this.runs.find(({ run }) => run === number)?.name;
+      this.columns = sides.map(([run, name], at) => new Column(ofRuns ? `${runOf(run)}: ${name}` : name, `talk-${at}-`));
       this.chats.replaceChildren(...this.columns.map(({ root }) => root));
-      this.chats.classList.toggle("beside", names.length > 1);
+      this.chats.classList.toggle("beside", sides.length > 1);
     }
-    this.columns.forEach((column, at) => column.draw(chats[at], said));
+    this.columns.forEach((column, at) => column.draw(chats[at]));
     const goal = chats.find(({ row }) => row?.goal)?.row.goal ?? "";
     if (goal === this.shownGoal) return;
     this.shownGoal = goal;
@@ -270,9 +291,10 @@ class Column {
     );
   }
 
-  /** `said`: what the user has just said, to which a busy model replies. */
-  draw({ prompt, row, futures, fault, busy }, said) {
-    this.drawMessages(row, prompt, busy ? said : "");
+  /** While a model is busy, the last message of its row may grow. */
+  draw({ prompt, row, futures, fault, busy }) {
+    this.messages.setAttribute("aria-busy", String(busy)); // else each piece of it is read out
+    this.drawMessages(row, prompt);
     const key = JSON.stringify([row?.ending, row?.error, row?.scores, fault, futures]);
     if (key === this.endKey) return;
     this.endKey = key;
@@ -286,16 +308,19 @@ class Column {
     this.drawFutures(row, prompt, futures);
   }
 
-  drawMessages(row, prompt, said) {
-    const messages = [...(row?.messages ?? []), ...(said ? [{ role: "user", content: said }] : [])];
+  drawMessages(row, prompt) {
+    const messages = row?.messages ?? [];
     const extras = row ? extrasOf(row, prompt) : new Map();
     const made = messages.map((message, at) => JSON.stringify([message, messages[at + 1]?.role, extras.get(at)]));
     let same = 0;
     while (same < made.length && made[same] === this.shown[same]) same += 1;
     if (same === made.length && same === this.shown.length) return;
+    const open = [...(this.messages.children[same]?.querySelectorAll("details") ?? [])].map((part) => part.open);
     while (this.messages.children.length > same) this.messages.lastChild.remove();
     for (let at = same; at < messages.length; at += 1)
       this.messages.append(messageView(messages[at], messages[at + 1], extras.get(at)));
+    const parts = this.messages.children[same]?.querySelectorAll("details") ?? [];
+    parts.forEach((part, at) => (part.open = open[at] ?? false));
     this.shown = made;
     this.messages.lastChild?.scrollIntoView({ block: "nearest" });
   }
@@ -334,28 +359,4 @@ function titleOf(model) {
 
 function isSame(names, others) {
   return JSON.stringify(names) === JSON.stringify(others);
-}
-
-function showFault(place, message) {
-  if (place.textContent === message) return;
-  place.replaceChildren(...(message ? [element("p", { class: "error", role: "alert" }, message)] : []));
-}
-
-/**
- * Offer groups [label, [[value, label], …]], those without a label as they are, and select a value, also one that is
- * not offered: an address may name what is not there.
- */
-function offer(field, groups, value) {
-  const isOffered = groups.some(([, options]) => options.some(([name]) => name === value));
-  const all = isOffered || !value ? groups : [...groups, ["", [[value, value]]]];
-  const key = JSON.stringify(all);
-  if (field.offered !== key) {
-    field.offered = key;
-    const views = ([label, options]) => {
-      const list = options.map(([name, title]) => element("option", { value: name }, shortName(title)));
-      return label ? [element("optgroup", { label: shortName(label) }, list)] : list;
-    };
-    field.replaceChildren(...all.flatMap(views));
-  }
-  field.value = value;
 }

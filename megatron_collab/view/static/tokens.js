@@ -1,4 +1,4 @@
-// The tokens of a rollout's trained turns, shaded by one of their values; the values of the current one are a line.
+// The tokens of trained turns: those of a rollout, then of a future's later turns, if they were trained too; shaded by one of their values; the values of the current one are a line.
 
 import { element } from "./dom.js";
 import { number, plural, signed } from "./format.js";
@@ -13,8 +13,11 @@ const LEGENDS = {
 };
 const STEPS = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -Infinity, End: Infinity };
 
-/** `turns`: of one rollout, as the server answers; `shade`: a key of SHADES; `choose(shade)` changes it. */
-export function tokensView(turns, shade, choose) {
+/**
+ * `turns`: of one rollout, as the server answers, of which those of the shown `future` are shown; `shade`: a key of
+ * SHADES; `choose(shade)` changes it.
+ */
+export function tokensView(turns, future, shade, choose) {
   const select = element(
     "select",
     { id: "tokens-shade", change: () => choose(select.value) },
@@ -31,8 +34,18 @@ export function tokensView(turns, shade, choose) {
       select,
       element("span", {}, LEGENDS[shade]),
     ),
-    turns.map((turn, at) => turnView(turn, turns.length > 1 ? `Tokens of turn ${at + 1}` : "Tokens of the turn", shade)),
+    turns
+      .filter((turn) => turn.future === null || turn.future === future)
+      .map((turn) => turnView(turn, labelOf(turn, turns), shade)),
+    turns.every((turn) => turn.future === null)
+      ? element("p", { class: "token-legend" }, "Later turns of futures have tokens here if they were trained.")
+      : null,
   );
+}
+
+function labelOf({ future, turn }, turns) {
+  if (future !== null) return `Tokens of turn ${turn + 1}, in future ${future}`;
+  return turns.some((other) => other.turn > 0) ? `Tokens of turn ${turn + 1}` : "Tokens of the turn";
 }
 
 function turnView(turn, label, shade) {

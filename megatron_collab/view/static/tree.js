@@ -1,6 +1,6 @@
 // A group as a tree: the prompt, the trained turns beside each other, the futures of the chosen turn.
 
-import { element } from "./dom.js";
+import { element, table } from "./dom.js";
 import { decimal, mean, plural, signed } from "./format.js";
 import { advantage, means, metricNames, promptLength, rolloutsOf, sharedLength } from "./group.js";
 import { extrasOf, foldedText, messageView, textOf } from "./message.js";
@@ -132,38 +132,14 @@ export function partsView(rows) {
   const heads = ["", "score", ...(hasParts ? ["weighted"] : [])];
   const [{ reward, standard_error: error }] = rows;
   const rewardText = typeof error === "number" ? `${decimal(reward)} \u00b1 ${decimal(error)}` : decimal(reward);
-  return element(
-    "table",
-    { class: "parts" },
-    element(
-      "thead",
-      {},
-      element(
-        "tr",
-        {},
-        heads.map((label) => element(label ? "th" : "td", { scope: label ? "col" : null }, label)),
-      ),
-    ),
-    element(
-      "tbody",
-      {},
-      element(
-        "tr",
-        { class: "reward" },
-        element("th", { scope: "row" }, "reward"),
-        element("td", { colspan: heads.length - 1 }, rewardText),
-      ),
-      names.map((name) =>
-        element(
-          "tr",
-          {},
-          element("th", { scope: "row", title: escaped(name) }, shortName(name)),
-          element("td", {}, decimal(scores.get(name))),
-          hasParts ? element("td", {}, signed(parts.get(name))) : null,
-        ),
-      ),
-    ),
-  );
+  const [head, value] = [element("th", { scope: "row" }, "reward"), { colspan: heads.length - 1 }];
+  const lines = names.map((name) => [
+    element("th", { scope: "row", title: escaped(name) }, shortName(name)),
+    element("td", {}, decimal(scores.get(name))),
+    hasParts ? element("td", {}, signed(parts.get(name))) : null,
+  ]);
+  const first = element("tr", { class: "reward" }, head, element("td", value, rewardText));
+  return table(heads, [first, ...lines], { class: "parts" });
 }
 
 /**
@@ -239,21 +215,12 @@ export function endingView(row) {
 export function scoresView(row) {
   const names = metricNames([row]);
   if (!names.length) return element("p", { class: "empty" }, "It has no scores.");
-  const head = element(
-    "tr",
-    {},
-    ["metric", "score", "why"].map((label) => element("th", { scope: "col" }, label)),
-  );
-  const body = names.map((name) =>
-    element(
-      "tr",
-      {},
-      element("th", { scope: "row" }, shortName(name)),
-      element("td", { class: "number" }, decimal(row.scores?.[name])),
-      element("td", {}, whyView(row.scores?.[name], row.judgments?.[name])),
-    ),
-  );
-  return element("table", { class: "scores" }, element("thead", {}, head), element("tbody", {}, body));
+  const rows = names.map((name) => [
+    element("th", { scope: "row" }, shortName(name)),
+    element("td", { class: "number" }, decimal(row.scores?.[name])),
+    element("td", {}, whyView(row.scores?.[name], row.judgments?.[name])),
+  ]);
+  return table(["metric", "score", "why"], rows, { class: "scores" });
 }
 
 function whyView(score, judgment) {
