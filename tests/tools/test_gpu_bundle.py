@@ -28,13 +28,13 @@ def run(folder: Path, *stages: str, python: str = sys.executable, seconds: float
 
 
 def needed(*packages: str) -> set[str]:
-    """The packages with all that they need."""
-    names, waiting = set(), set(packages)
+    """The packages with all that they need to be imported; their programs need typer, which brings half a dozen more."""
+    names, waiting = {"typer"}, set(packages)
     while waiting:
         names.add(name := waiting.pop())
         requirements = map(Requirement, metadata.requires(name) or ())
         waiting |= {need.name for need in requirements if need.marker is None or need.marker.evaluate()} - names
-    return names
+    return names - {"typer"}
 
 
 def machine(folder: Path) -> str:

@@ -28,7 +28,9 @@ LIMIT = 60 << 20  # bytes of a file
 PYTHON = "cp{}{}".format(*sys.version_info)
 PACKAGES = {
     "base": """hydra-core omegaconf antlr4-python3-runtime megatron-core psutil
-        pytest pluggy iniconfig pytest-timeout pytest-xdist execnet hypothesis sortedcontainers""",
+        jsonschema jsonschema-specifications referencing rpds-py attrs zstandard
+        aiohttp aiohappyeyeballs aiosignal frozenlist multidict propcache yarl
+        pytest pygments pluggy iniconfig pytest-timeout pytest-xdist execnet hypothesis sortedcontainers""",
     "engine": "einops protobuf",
 }
 WHEELS = {
