@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy.stats import t
 
 from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.checkpoint import hf
@@ -396,8 +397,6 @@ def test_supervised_update_is_that_of_the_token_mean(make_actor: Maker) -> None:
 
 
 def test_a_validation_is_the_loss_per_token_and_changes_nothing(make_actor: Maker) -> None:
-    from scipy.stats import t  # a borrowed machine may lack it
-
     actor = make_actor(train__stage="sft")
     nats, tokens = [], []
     for sample in SAMPLES:

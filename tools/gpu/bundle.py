@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 60 << 20  # bytes of a file
 PYTHON = "cp{}{}".format(*sys.version_info)
 PACKAGES = {
-    "base": """hydra-core omegaconf antlr4-python3-runtime megatron-core psutil
+    "base": """hydra-core omegaconf antlr4-python3-runtime megatron-core psutil scipy
         jsonschema jsonschema-specifications referencing rpds-py attrs zstandard
         aiohttp aiohappyeyeballs aiosignal frozenlist multidict propcache yarl
         pytest pygments pluggy iniconfig pytest-timeout pytest-xdist execnet hypothesis sortedcontainers""",

@@ -34,12 +34,13 @@ unpack() {
     touch "$CHECKOUT"/{tests,tools}/__init__.py "$HERE/unpacked/$name" # before packages of these names that others install
 }
 
-# Run a command for at most so many minutes, and say how the stage ended. Its output is no pipe, which a process that
-# outlives it would keep open.
+# Run a command for at most so many minutes, without a limit in a rehearsal, and say how the stage ended. Its output is no
+# pipe, which a process that outlives it would keep open.
 within() {
-    local minutes=$1 code
+    local minutes=$1 code seconds
     shift
-    (cd "$CHECKOUT" && timeout --kill-after=10 $((60 * minutes)) "$@") >>"$RESULTS/$stage.log" 2>&1
+    seconds=$((dry ? 0 : 60 * minutes))
+    (cd "$CHECKOUT" && timeout --kill-after=10 "$seconds" "$@") >>"$RESULTS/$stage.log" 2>&1
     code=$?
     tail -n 1 "$RESULTS/$stage.log"
     case $code in
@@ -50,19 +51,22 @@ within() {
     [ "$code" = 0 ] || failed=1
 }
 
-# MINUTES, the tests for GPUs, the tests that rehearse them on a CPU, FILE…
+# MINUTES, which tests for GPUs, FILE…; a rehearsal collects them and runs REHEARSED on the CPU.
 tests() {
-    local minutes=$1 selected=$2 rehearsed=$3
-    shift 3
-    local pytest=("$PYTHON" -m pytest -p no:cacheprovider --gpu-report "$RESULTS/$stage.md")
-    [ -z "$dry" ] || within "$minutes" "${pytest[@]}" -q --collect-only -m "$selected" "$@"
-    [ -z "$dry" ] || selected=$rehearsed
-    [ -z "$selected" ] || within "$minutes" "${pytest[@]}" -v -m "$selected" "$@"
+    local minutes=$1 selected=$2
+    shift 2
+    local pytest=("$PYTHON" -m pytest -v -p no:cacheprovider --gpu-report "$RESULTS/$stage.md")
+    if ((!dry)); then
+        within "$minutes" "${pytest[@]}" -m "$selected" "$@"
+    else
+        within "$minutes" "${pytest[@]}" --collect-only -q -m "$selected" "$@"
+        ((${#REHEARSED[@]} == 0)) || within "$minutes" "${pytest[@]}" -m "not gpu and not slow" "${REHEARSED[@]}"
+    fi
 }
 
-dry= failed=0
+dry=0 failed=0
 if [ "${1:-}" = --dry ]; then
-    dry=--dry
+    dry=1
     shift
 fi
 (($#)) || fail "which stages? run.sh [--dry] facts kernels memory engine"
@@ -74,7 +78,7 @@ export PYTHONPATH=$CHECKOUT:$HERE/unpacked/packages HF_HUB_OFFLINE=1 OMP_NUM_THR
 # As make test-gpu: TransformerEngine loads parts of cuDNN by name.
 LD_LIBRARY_PATH=$("$PYTHON" -c 'import os; from megatron_collab.runtime import toolkit; print(toolkit.library_path(os.environ.get("LD_LIBRARY_PATH")))')
 export LD_LIBRARY_PATH
-if [ -n "$dry" ]; then
+if ((dry)); then
     mkdir -p "$HERE/unpacked/driver"
     "${CC:-cc}" -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$HERE/unpacked/driver/libcuda.so.1" \
         "$CHECKOUT/tests/gpu_set/libcuda.c" || fail "the stand-in for the driver's library cannot be compiled; set CC"
@@ -84,22 +88,25 @@ for stage in "$@"; do
     : >"$RESULTS/$stage.log"
     case $stage in
         facts)
-            within 1 env STAND_IN_DEVICES=1 "$PYTHON" tools/gpu/facts.py "$RESULTS/facts.md" $dry # only the stand-in reads it
+            within 1 env STAND_IN_DEVICES=1 "$PYTHON" tools/gpu/facts.py "$RESULTS/facts.md" $( ((dry)) && echo --dry) # only the stand-in reads it
             ;;
         kernels) # what most can go wrong by comes first
-            tests 4 "$TORCH" "not gpu and not processes and not slow" \
-                tests/trainer/test_logprobs.py tests/weight_sync/test_encoding.py \
-                tests/weight_sync/transports/test_shared_memory.py tests/trainer/test_trainer.py tests/trainer/test_offload.py \
-                tests/trainer/test_host_memory.py tests/runtime/test_device.py tests/runtime/test_hang_detector.py
+            KERNELS=(tests/trainer/test_logprobs.py tests/weight_sync/test_encoding.py tests/trainer/test_host_memory.py
+                tests/weight_sync/transports/test_shared_memory.py tests/trainer/test_offload.py)
+            REHEARSED=("${KERNELS[@]}" tests/trainer/test_trainer.py::test_training_moves_the_policy_and_ratios_are_clipped)
+            tests 4 "$TORCH" "${KERNELS[@]}" tests/trainer/test_trainer.py tests/runtime/test_device.py \
+                tests/runtime/test_hang_detector.py
             ;;
         memory)
-            tests 3 "$TORCH" "not gpu" tests/weight_sync/test_colocated_memory.py
+            REHEARSED=(tests/weight_sync/test_colocated_memory.py)
+            tests 3 "$TORCH" "${REHEARSED[@]}"
             ;;
         engine)
-            [ -n "$dry" ] || unpack engine
-            tests 5 "gpu and engine and not server" "" \
+            ((dry)) || unpack engine
+            REHEARSED=()
+            tests 5 "gpu and engine and not server" \
                 tests/trainer/test_precision.py tests/checkpoint/test_resumed_layers.py tests/planning/test_memory.py
-            [ -n "$dry" ] || within 3 "$PYTHON" tools/bench/gpu.py bfloat16 bfloat16_1b fp8
+            ((dry)) || within 3 "$PYTHON" tools/bench/gpu.py bfloat16 bfloat16_1b fp8
             ;;
         *) fail "there is no stage $stage: facts, kernels, memory or engine" ;;
     esac
