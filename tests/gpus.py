@@ -15,9 +15,7 @@ VERSIONS = ("torch", "megatron-core", "transformer-engine", "sglang", "torch-mem
 HOPPER = (9, 0)  # for FP8 in blocks, in the trainer and in the servers
 
 
-def lacking(
-    devices: int = 1, capability: tuple[int, int] = (0, 0), engine: bool = False, server: bool = False
-) -> str:
+def lacking(devices: int = 1, capability: tuple[int, int] = (0, 0), engine: bool = False, server: bool = False) -> str:
     """Why this machine cannot run a test with these requirements; '' if it can.
 
     `engine`: TransformerEngine; `server`: SGLang.

@@ -28,7 +28,7 @@ def run(folder: Path, *stages: str, python: str = sys.executable, seconds: float
 
 
 def needed(*packages: str) -> set[str]:
-    """The packages with all that they need to be imported; their programs need typer, which brings half a dozen more."""
+    """The packages with all that their import needs; their programs need typer, which brings half a dozen more."""
     names, waiting = {"typer"}, set(packages)
     while waiting:
         names.add(name := waiting.pop())
@@ -71,8 +71,9 @@ def test_all_stages_are_rehearsed_on_a_machine_with_torch_and_transformers(tmp_p
         collected = re.search(r"^(\d+)/\d+ tests collected", results[f"{stage}.log"], re.MULTILINE)
         assert collected and int(collected[1]) >= least, results[f"{stage}.log"][-3000:]
     assert re.search(r"- [1-9]\d+ passed, 0 failed, 0 skipped", results["kernels.md"])
-    assert "| `tests/weight_sync/test_colocated_memory.py::test_memory_goes_to_the_trainer_and_back[cpu]` |" in (
-        results["memory.md"]
+    assert (
+        "| `tests/weight_sync/test_colocated_memory.py::test_memory_goes_to_the_trainer_and_back[cpu]` |"
+        in (results["memory.md"])
     )
 
 

@@ -1,4 +1,4 @@
-"""A colocated server without SGLang: weights, a KV cache and a CUDA graph that reads both, in memory that it can release.
+"""A colocated server without SGLang: weights, a KV cache and a CUDA graph that reads both, in memory it can release.
 
 `python -m tests.weight_sync.colocated DEVICE` reads one call per line, JSON [method, *arguments], and answers each with
 a line. It needs torch-memory-saver's library preloaded, as SGLang's schedulers have it. On a CPU nothing is released:

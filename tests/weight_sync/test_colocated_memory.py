@@ -104,7 +104,7 @@ def as_large_as(size: int, width: ModelShape) -> ModelShape:
 def test_memory_goes_to_the_trainer_and_back(
     device_type: str, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
-    """Five times: all of it is free in between, and the server's CUDA graph reads the new weights where the old were."""
+    """Five times: all of it is free in between, and the server's CUDA graph reads new weights where the old were."""
     device.free_cache()  # of earlier tests
     total = torch.cuda.mem_get_info()[1] if device_type == "cuda" else CPU_BYTES
     shape = as_large_as(int(total * WEIGHTS_SHARE), WIDTHS[device_type])

@@ -3,8 +3,8 @@
     .venv/bin/python tools/gpu/bundle.py FOLDER [--engine] [--dry]
 
 FOLDER gets run.sh and the bundle `base`, with --engine also `engine`, as files of at most 60 MiB. The other machine has
-torch, triton and transformers, with what these need, and the same Python as this environment; nothing is installed there
-(docs/howto/borrowed-gpu.md).
+torch, triton and transformers, with what these need, and the same Python as this environment; nothing is installed
+there (docs/howto/borrowed-gpu.md).
 
 Packages that work with any torch are copied from this environment. Those for GPUs are wheels, which pip downloads into
 FOLDER/wheels if they are not there yet. --dry leaves them out, since run.sh --dry does without them.
