@@ -60,7 +60,7 @@ class Colocated:
 
     def _sums(self) -> torch.Tensor:
         """The sum of every tensor, float32."""
-        tensors = [tensor for held in self.memory.values() for tensor in held.values()]
+        tensors = [tensor for tensors_of_tag in self.memory.values() for tensor in tensors_of_tag.values()]
         return torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors])
 
     def pause(self) -> None:

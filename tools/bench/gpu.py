@@ -245,7 +245,7 @@ def main() -> int:
 
 def values_of(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Figures of the parts that ran."""
-    values = {}
+    values: dict[str, float] = {}
     if step := results.get("bfloat16"):
         values |= {"mfu": step["rate"] / step["ceiling"], "matmul_tflops": step["ceiling"] / 1e12}
     if whole := results.get("bfloat16_1b"):
