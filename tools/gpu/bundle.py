@@ -67,7 +67,8 @@ def unpacked(package: str, wheels: Path, folder: Path) -> Iterator[Entry]:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         done = subprocess.run([*command, "--dest", wheels, requirement], stderr=subprocess.PIPE, text=True)
         if done.returncode:
-            sys.exit(f"bundle.py: {wheels} has no {pattern}, and pip found none: {done.stderr.strip().splitlines()[-1]}")
+            reason = done.stderr.strip().splitlines()[-1]
+            sys.exit(f"bundle.py: {wheels} has no {pattern}, and pip found none: {reason}")
     with zipfile.ZipFile(next(wheels.glob(pattern))) as wheel:
         wheel.extractall(folder / package)
     for path in filter(Path.is_file, (folder / package).rglob("*")):
