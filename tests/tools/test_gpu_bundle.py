@@ -51,6 +51,7 @@ def machine(folder: Path) -> str:
 
 @pytest.mark.processes
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_all_stages_are_rehearsed_on_a_machine_with_torch_and_transformers(tmp_path: Path) -> None:
     """It has no other package of this environment; a stand-in names a GPU, which can compute nothing."""
     packed, borrowed, python = tmp_path / "packed", tmp_path / "borrowed", machine(tmp_path / "machine")
@@ -63,12 +64,12 @@ def test_all_stages_are_rehearsed_on_a_machine_with_torch_and_transformers(tmp_p
     names = ["megatron", "hydra", "pytest", "sglang", "ray", "litellm", "pydantic", "transformers"]
     importable = subprocess.run([python, "-c", code, *names], capture_output=True, text=True, check=True)
     assert importable.stdout == "['transformers']\n"
-    done = run(borrowed, "--dry", "facts", "kernels", "memory", "engine", python=python, seconds=880)
+    done = run(borrowed, "--dry", "facts", "kernels", "memory", "engine", python=python, seconds=1700)
     assert done.returncode == 0, done.stdout + done.stderr
     results = {file.name: file.read_text() for file in (borrowed / "results").iterdir()}
     assert "driver: 1 x Stand-in H100" in results["facts.md"] and "compute mode: DEFAULT" in results["facts.md"]
     for stage, least in {"kernels": 15, "memory": 1, "engine": 30}.items():
-        collected = re.search(r"^(\d+)/\d+ tests collected", results[f"{stage}.log"], re.MULTILINE)
+        collected = re.search(r"\b(\d+)/\d+ tests collected", results[f"{stage}.log"])
         assert collected and int(collected[1]) >= least, results[f"{stage}.log"][-3000:]
     assert re.search(r"- [1-9]\d+ passed, 0 failed, 0 skipped", results["kernels.md"])
     assert (
