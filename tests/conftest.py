@@ -91,8 +91,9 @@ def pytest_collection() -> Iterator[None]:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test marked `gpu` if this machine lacks what it needs."""
+    libraries = {name: item.get_closest_marker(name) is not None for name in ("engine", "server")}
     for mark in item.iter_markers("gpu"):
-        if lacking := gpus.lacking(*mark.args, **mark.kwargs):
+        if lacking := gpus.lacking(*mark.args, **mark.kwargs, **libraries):
             pytest.skip(lacking)
 
 

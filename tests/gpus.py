@@ -15,8 +15,11 @@ VERSIONS = ("torch", "megatron-core", "transformer-engine", "sglang", "torch-mem
 HOPPER = (9, 0)  # for FP8 in blocks, in the trainer and in the servers
 
 
-def lacking(devices: int = 1, capability: tuple[int, int] = (0, 0), engine: bool = False) -> str:
-    """Why this machine cannot run a test with these requirements; '' if it can."""
+def lacking(devices: int = 1, capability: tuple[int, int] = (0, 0), engine: bool = False, server: bool = False) -> str:
+    """Why this machine cannot run a test with these requirements; '' if it can.
+
+    `engine`: TransformerEngine; `server`: SGLang.
+    """
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -24,8 +27,9 @@ def lacking(devices: int = 1, capability: tuple[int, int] = (0, 0), engine: bool
         return f"needs {devices} GPU{'s' * (devices > 1)}, {count} here"
     if (has := device.capability() or (0, 0)) < capability:
         return f"needs compute capability {capability[0]}.{capability[1]}, {has[0]}.{has[1]} here"
-    engine_here = device.probe("transformer_engine")
-    return f"needs TransformerEngine: {engine_here.detail}" if engine and not engine_here.available else ""
+    required = {"TransformerEngine": ("transformer_engine", engine), "SGLang": ("sglang", server)}
+    probes = {name: device.probe(library) for name, (library, needed) in required.items() if needed}
+    return next((f"needs {name}: {probe.detail}" for name, probe in probes.items() if not probe.available), "")
 
 
 class Report:
@@ -38,10 +42,16 @@ class Report:
         self.path, self.began = path, time.monotonic()
         self.summaries: dict[str, str] = {}  # by test: the first paragraph of its docstring
         self.results: dict[str, tuple[str, float, str]] = {}  # by test: result, seconds, figures or skip reason
+        self.running = ""
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         text = getattr(getattr(item, "obj", None), "__doc__", None) or ""
         self.summaries[item.nodeid] = " ".join(text.strip().split("\n\n")[0].split())
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """A session that is killed leaves the name of the test that ran."""
+        self.running = nodeid
+        self.write()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Called for set-up, call and tear-down: their seconds are added, and the worst result counts."""
@@ -58,6 +68,7 @@ class Report:
         outcome = result if report.passed else report.outcome
         self.results[report.nodeid] = (outcome, seconds + report.duration, figures)
         if report.when == "teardown":
+            self.running = ""
             self.write()
 
     def write(self) -> None:
@@ -82,6 +93,7 @@ class Report:
                 f"- Device: {device.probe(device.GPU).detail}; CUDA {torch.version.cuda}",
                 f"- {', '.join(map(_version, VERSIONS))}",
                 f"- {total}, in {time.monotonic() - self.began:.0f} s",
+                *([f"- Not ended: `{self.running}`"] if self.running else []),
                 "",
                 "| test | what it shows | result | seconds | measured |",
                 "|---|---|---|---|---|",

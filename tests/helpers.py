@@ -21,7 +21,6 @@ from megatron_collab.launch import server_specs
 from megatron_collab.launch.validate import load
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import hf_shapes
-from megatron_collab.observability import evaluations, transcripts
 from megatron_collab.runtime.network import bindable
 
 if TYPE_CHECKING:
@@ -42,11 +41,15 @@ CORPUS = [
 
 def transcript_rows(run: Path) -> list[dict[str, Any]]:
     """Every future of a training run, in the order of its steps."""
+    from megatron_collab.observability import transcripts  # needs Arrow, which a borrowed machine may lack
+
     return [dict(row) for row in transcripts.run_rows(run)]
 
 
 def evaluation_rows(run: Path, name: str) -> list[dict[str, Any]]:
     """Every conversation of an evaluation of a run."""
+    from megatron_collab.observability import evaluations, transcripts
+
     return [dict(row) for row in transcripts.rows_of_file(evaluations.file_of(run, name)) if row is not None]
 
 

@@ -36,6 +36,8 @@ def test_every_gpu_test_without_a_gpu_names_what_it_lacks(tmp_path: Path, tests:
 
 def test_the_report_lists_what_was_measured(tmp_path: Path) -> None:
     report = gpus.Report(tmp_path / "new" / "report.md")
+    report.pytest_runtest_logstart("tests/a.py::test_b")
+    assert "- Not ended: `tests/a.py::test_b`" in (tmp_path / "new" / "report.md").read_text()
     # The page is there after each test, without an end of the session: it may be killed.
     for when, outcome, seconds in (("setup", "passed", 1.0), ("call", "failed", 2.0), ("teardown", "passed", 0.5)):
         report.pytest_runtest_logreport(
@@ -52,7 +54,7 @@ def test_the_report_lists_what_was_measured(tmp_path: Path) -> None:
         )
     page = (tmp_path / "new" / "report.md").read_text()
     assert "| `tests/a.py::test_b` |  | failed | 3.5 | E   assert 1 == 2, GiB 2.5 |" in page
-    assert "0 passed, 1 failed, 0 skipped" in page
+    assert "0 passed, 1 failed, 0 skipped" in page and "Not ended" not in page
 
 
 @pytest.mark.processes

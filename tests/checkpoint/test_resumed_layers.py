@@ -22,7 +22,7 @@ from tests import gpus
 from tests.checkpoint.test_checkpointer import snapshot
 from tests.ranks import init_parallel, learn, make_config, make_model, make_samples, run_ranks
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.engine]
 
 # NAME: (TransformerEngine's layers save?, TransformerEngine's layers load?)
 LIVES = {

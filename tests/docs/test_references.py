@@ -50,7 +50,7 @@ def test_files_exist(page: Path) -> None:
 def test_options_exist_and_have_these_values(page: Path) -> None:
     for spelling, value in OPTION.findall(page.read_text()):
         name = ALIASES.get(spelling, spelling)
-        if name.rpartition(".")[2] in ("py", "jsonl", "yaml", "j2") or name.startswith(OPEN):
+        if name.rpartition(".")[2] in ("py", "jsonl", "yaml", "j2", "sh") or name.startswith(OPEN):
             continue
         if page.stem.startswith("from-") and peers.hint(name):  # of another system
             continue

@@ -21,7 +21,8 @@ from tests.e2e.hosts import train_on_two_hosts
 from tests.helpers import make_model, nats_apart
 from tests.program import Program, lines, steps_done
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(2400)]
+# On a GPU a run is in bfloat16.
+pytestmark = [pytest.mark.processes, pytest.mark.engine, pytest.mark.server, pytest.mark.timeout(2400)]
 
 # Sizes that are multiples of an FP8 block, which those of the booking world's model are not.
 SIZES = {"vocab": 512, "hidden": 512, "ffn": 1024, "heads": 4, "kv_heads": 2, "head_dim": 128}
@@ -62,8 +63,6 @@ def make_models(root: Path, family: str, **sizes: Any) -> Models:
 
 
 def arguments(root: Path, models: Models, device_type: str, *more: str) -> list[str]:
-    if device_type == "cuda" and (lacking := gpus.lacking(engine=True)):
-        pytest.skip(lacking)  # a run in bfloat16
     folders = [f"run.dir={root}/run", f"data.dir={root}/world", f"model.path={models.folder}"]
     dtype = "float32" if device_type == "cpu" else "bfloat16"
     return [*SMALL, *folders, f"launch.device={device_type}", f"model.dtype={dtype}", *more]
@@ -168,7 +167,7 @@ def test_nothing_of_a_run_is_left_on_the_gpu(
     assert faulty_run.leaked < 256 << 20
 
 
-@pytest.mark.gpu(1, gpus.HOPPER, engine=True)
+@pytest.mark.gpu(1, gpus.HOPPER)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.gpu(1 + (case == "two servers"))) for case in CASES]
 )

@@ -14,11 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import gpus
 from tests.helpers import make_model, transcript_rows
 from tests.proxy import recording_proxy
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(2400)]
+# On a GPU the run is in bfloat16.
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.engine,
+    pytest.mark.server,
+    pytest.mark.timeout(2400),
+]
 
 # Sizes of heads that GPU kernels support.
 SIZES = {"cpu": {}, "cuda": {"hidden": 512, "ffn": 1024, "heads": 8, "kv_heads": 4, "head_dim": 64}}
@@ -49,8 +55,6 @@ def make_talker(folder: Path, **sizes: int) -> Path:
 
 
 def test_a_model_of_the_runs_own_is_user_and_judge(tmp_path: Path, device_type: str) -> None:
-    if device_type == "cuda" and (lacking := gpus.lacking(engine=True)):
-        pytest.skip(lacking)  # a run in bfloat16
     sizes = SIZES[device_type]
     rows = [
         {"prompt": [{"role": "user", "content": f"hi {i}"}], "goal": "a table", "answer": "a blue one", "id": str(i)}

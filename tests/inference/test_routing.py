@@ -22,7 +22,7 @@ from tests.conftest import serving_config
 from tests.helpers import make_model, policy_servers
 from tests.inference.test_server import flush
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.server]
 
 LAYERS, EXPERTS, WIDTH = 4, 16, 4
 # As wide as the experts of a token together; on CPU SGLang pads each to a multiple of 32.

@@ -19,7 +19,6 @@ from megatron_collab.planning import activations, memory
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.host_memory import PIECE
 from megatron_collab.trainer.losses import apply_head
-from tests import gpus
 from tests.helpers import policy_servers
 from tests.planning.allocated import allocated_bytes
 from tests.ranks import init_parallel, make_config, run_ranks
@@ -122,14 +121,13 @@ LARGE |= {"num_key_value_heads": 8, "num_hidden_layers": 8, "vocab_size": 32_000
 
 
 @pytest.mark.gpu
+@pytest.mark.engine
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("family", SHAPES)
 def test_a_gpu_allocates_what_is_planned(
     one_gpu: Config, family: str, recompute: str, record_property: Callable[[str, object], None]
 ) -> None:
     """In bfloat16; by torch's own account a quarter more at most, for what kernels need for a moment."""
-    if lacking := gpus.lacking(engine=True):
-        pytest.skip(lacking)
     sizes = {"train.tokens_per_micro_batch": 8192, "rollout.context_length": 8192, "launch.nproc_per_node": 1}
     on = {"launch.device": "cuda", "model.dtype": "bfloat16", "parallel.recompute": recompute}
     hf = SHAPES[family] | LARGE | ({"moe_intermediate_size": 768} if family == "qwen3_moe" else {})

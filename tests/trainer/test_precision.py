@@ -21,7 +21,7 @@ from tests import gpus
 from tests.helpers import make_model
 from tests.ranks import init_parallel, learn, make_config, make_samples, run_ranks
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.engine]
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
 RECIPES = ["tensorwise", "delayed", "blockwise"]

@@ -25,7 +25,7 @@ from tests.helpers import configured, make_model, nats_apart, policy_servers
 from tests.ranks import init_parallel, run_ranks
 from tests.weight_sync.test_engine_parity import Case, Line
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.processes, pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(2400)]
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
 # Sides that are multiples of a block of FP8.

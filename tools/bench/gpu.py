@@ -1,13 +1,14 @@
 """Speed on a GPU: a training step over its matrix products, FP8 over bfloat16, publishing over a copy.
 
-    .venv/bin/python tools/bench/gpu.py [--smoke]
+    .venv/bin/python tools/bench/gpu.py [--smoke] [PART…]
 
-One GPU; four layers of the size of Qwen3-8B's, bfloat16, TransformerEngine. The parts run one after the other, each in
-its own process:
+One GPU; four layers of the size of Qwen3-8B's, bfloat16, TransformerEngine. The parts, all of them or those that are
+named, run one after the other, each in its own process:
 
 - bfloat16: supervised steps of 32,768 tokens in sequences of 4,096, and before them products of 8,192 x 8,192 matrices.
   `mfu` is the arithmetic of a step (6 operations a weight and token, and causal attention; recomputation is not
   counted) over its time, divided by the rate of those products, `matmul_tflops`, the ceiling on this GPU.
+- bfloat16_1b: the same, `mfu_1b`, of all 28 layers of the size of Qwen3-1.7B's.
 - fp8: the same steps with FP8 in blocks. `fp8_over_bf16` is the time of a step over that in bfloat16. Skipped if the
   compute capability is below 9.0.
 - publish: a colocated SGLang takes the weights. `publish_over_copy` is its rate, the bytes of its weights over the time
@@ -25,8 +26,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -48,7 +49,7 @@ from megatron_collab.runtime.network import single_rank
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
 from megatron_collab.types import Batch, Sample
 
-PARTS = ("bfloat16", "fp8", "publish")
+PARTS = ("bfloat16", "bfloat16_1b", "fp8", "publish")
 HOPPER = (9, 0)
 WARM, TIMED = 2, 7
 
@@ -73,6 +74,7 @@ class Size:
 
 MODEL = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab")
 FULL = Size(4, 4096, 12_288, 32, 8, 128, 32_768, 8, 4096, 8192, 8192, 4 << 30)
+WHOLE_1B = replace(FULL, layers=28, hidden=2048, ffn=6144, heads=16)
 SMOKE = Size(2, 256, 512, 4, 2, 64, 512, 2, 128, 256, 256, 1 << 20)
 
 
@@ -179,11 +181,15 @@ def as_part(part: str, folder: Path, size: Size) -> dict[str, float]:
         install()
     patches.apply("megatron")
     os.environ |= single_rank("bench")
+    if not folder.exists():
+        sizes = {name: getattr(size, name) for name in MODEL}
+        save_qwen3(folder, **sizes, positions=2 * size.length, dtype=torch.bfloat16, words=True)
     return publish(folder, size) if part == "publish" else train(folder, size, fp8=part == "fp8")
 
 
 def measure(part: str, folder: Path, smoke: bool) -> dict[str, float]:
-    command = [sys.executable, __file__, "--part", part, str(folder), *(["--smoke"] if smoke else [])]
+    model = folder / ("1b" if part == "bfloat16_1b" else "wide")
+    command = [sys.executable, __file__, "--part", part, str(model), *(["--smoke"] if smoke else [])]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"{part} ended with {done.returncode}")
@@ -194,13 +200,15 @@ def measure(part: str, folder: Path, smoke: bool) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--smoke", action="store_true", help="small, on any machine: shows that it runs, no figures")
     arguments = parser.parse_args()
     gpu_environment.enter()
-    size, gpu = SMOKE if arguments.smoke else FULL, device.probe(device.GPU)
+    gpu = device.probe(device.GPU)
     if arguments.part:
         part, folder = arguments.part
+        size = SMOKE if arguments.smoke else WHOLE_1B if part == "bfloat16_1b" else FULL
         print(json.dumps(as_part(part, Path(folder), size)))
         return 0
     if not (gpu.available or arguments.smoke):
@@ -208,23 +216,27 @@ def main() -> int:
         return EXIT_BAD_INPUT
     capability = device.capability() or HOPPER  # the reference kernels' if there is no GPU
     print(f"{gpu.detail}, torch {torch.__version__}{': these figures mean nothing' * arguments.smoke}", flush=True)
-    parts = [part for part in PARTS if part != "fp8" or capability >= HOPPER]
+    parts = [part for part in arguments.parts or PARTS if part != "fp8" or capability >= HOPPER]
     with TemporaryDirectory() as folder:
-        sizes = {name: getattr(size, name) for name in MODEL}
-        save_qwen3(Path(folder), **sizes, positions=2 * size.length, dtype=torch.bfloat16, words=True)
         results = {part: measure(part, Path(folder), arguments.smoke) for part in parts}
-    step, transfer = results["bfloat16"], results["publish"]
-    values = {
-        "mfu": step["rate"] / step["ceiling"],
-        "matmul_tflops": step["ceiling"] / 1e12,
-        "publish_over_copy": transfer["publish"] / transfer["copy"],
-        "publish_gb_s": transfer["publish"] / 1e9,
-        "copy_gb_s": transfer["copy"] / 1e9,
-    }
-    if "fp8" in results:
-        values["fp8_over_bf16"] = results["fp8"]["seconds"] / step["seconds"]
-    print(json.dumps({"name": "gpu", "values": {name: float(f"{value:.4g}") for name, value in values.items()}}))
+    values = {name: float(f"{value:.4g}") for name, value in values_of(results).items()}
+    print(json.dumps({"name": "gpu", "values": values}))
     return 0
+
+
+def values_of(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Figures of the parts that ran."""
+    values: dict[str, float] = {}
+    if step := results.get("bfloat16"):
+        values |= {"mfu": step["rate"] / step["ceiling"], "matmul_tflops": step["ceiling"] / 1e12}
+    if whole := results.get("bfloat16_1b"):
+        values |= {"mfu_1b": whole["rate"] / whole["ceiling"]}
+    if transfer := results.get("publish"):
+        values |= {f"{name}_gb_s": transfer[name] / 1e9 for name in ("publish", "copy")}
+        values |= {"publish_over_copy": transfer["publish"] / transfer["copy"]}
+    if step and "fp8" in results:
+        values |= {"fp8_over_bf16": results["fp8"]["seconds"] / step["seconds"]}
+    return values
 
 
 if __name__ == "__main__":
