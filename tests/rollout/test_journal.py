@@ -280,8 +280,6 @@ def test_paused_turns_come_back_with_their_weights(tmp_path: Path) -> None:
     assert opened(tmp_path).paused(3) == {"train-4-0": [(7, TURN)]}
     assert opened(tmp_path).paused(2) is None
     assert opened(tmp_path, 0.1 + 1e-15, 0.2).paused(3) is None, "another version 3"
-    (tmp_path / "step_3.paused").write_bytes(b"\x80\x05c")
-    assert opened(tmp_path).paused(3) is None
 
 
 @pytest.mark.parametrize("resumed", [0, 1, 2])

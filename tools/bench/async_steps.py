@@ -14,6 +14,7 @@ import asyncio
 import json
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -54,7 +55,7 @@ class Worker:
     async def publish(self, version: int) -> None:
         self.version = version
 
-    async def play(self, task: Task, stream: str, eval_set: None, server: int, turns: tuple[()]) -> Group:
+    async def play(self, task: Task, stream: str, eval_set: None, server: int, turns: Sequence[object]) -> Group:
         first = self.version
         await asyncio.sleep(random.Random(stream).uniform(SECONDS / 2, SECONDS))
         return Group(task, (rollout(0.0, first, self.version), rollout(1.0, first, self.version)))
