@@ -257,9 +257,7 @@ class FuturesPlayer(Player):
             return conversation.add_messages([message], ()).end(Ending.USER_DONE)
         return self._append(conversation, [message], sampling)
 
-    async def _finish(
-        self, conversation: Conversation, task: Task, user: User, limit: asyncio.Timeout
-    ) -> Conversation:
+    async def _finish(self, conversation: Conversation, task: Task, user: User, limit: asyncio.Timeout) -> Conversation:
         """The conversation with the user's final rewards; if the user fails, it ends with an error.
 
         The user has the rest of `limit`, but at least FINISH_SECONDS.

@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 class RolloutManager(AbstractContextManager["RolloutManager"]):
     """Produces batches of rollouts by step. Sampling runs up to rollout.max_staleness steps ahead of training.
 
-    Tasks and sampling seeds depend only on (run.seed, slot). The slots of a step depend only on the step, so every group
-    is trained once, in its own step, and a resumed run collects the same groups. Groups ahead keep playing while the
-    ranks train, or pause if the servers are colocated.
+    Tasks and sampling seeds depend only on (run.seed, slot). The slots of a step depend only on the step, so every
+    group is trained once, in its own step, and a resumed run collects the same groups. Groups ahead keep playing while
+    the ranks train, or pause if the servers are colocated.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -208,7 +208,7 @@ class Workers:
         """
         self._of_players("pause", seconds)
         stop()
-        return {stream: turns for by_stream in self._of_players("paused", seconds) for stream, turns in by_stream.items()}
+        return dict(ChainMap(*self._of_players("paused", seconds)))
 
     def resume(self, seconds: float) -> None:
         """Let paused turns go on. Raises Hung if a worker takes longer than `seconds`."""

@@ -311,6 +311,7 @@ def test_a_run_that_is_killed_while_conversations_pause_ends_with_the_same_param
     """
     run, finished, copied = (tmp_path / name for name in ("paused", "finished", "copied"))
     ahead = ["rollout.max_staleness=1", "algo.correction=truncated", "train.checkpoint_every=10"]
+    ahead.append("rollout.server.max_running_requests=4")  # first come, first served: the groups ahead are later
     arguments = [*rl_at_random(tmp_path, run.name), *ahead, "train.steps=3", "train.eval_tasks=0"]
     record = run / "journal" / "step_1.paused"
     program = start(arguments)

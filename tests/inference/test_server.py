@@ -236,7 +236,7 @@ def test_a_thought_and_its_reply_are_sampled_as_one_turn_would_be(server: SGLang
 
 @pytest.mark.processes
 def test_turns_that_pause_are_those_that_do_not(servers: dict[str, Served]) -> None:
-    """With the same weights, bitwise and with their texts; the server aborts each up to twice, where it happens to be."""
+    """With the same weights, bitwise and with their texts; the server aborts each up to twice, wherever it is."""
     server = servers["untied"].server
     renderer = ChatRenderer(str(servers["untied"].folder))
 

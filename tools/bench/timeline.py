@@ -156,9 +156,7 @@ class ConversationWorker:
     def __init__(self, player: FuturesPlayer, router: Router) -> None:
         self.player, self.router = player, router
 
-    async def play(
-        self, task: Task, stream: str, eval_set: None, server: int, turns: Sequence[PausedTurn]
-    ) -> Group:
+    async def play(self, task: Task, stream: str, eval_set: None, server: int, turns: Sequence[PausedTurn]) -> Group:
         with self.router.group(stream, server, turns):
             return await self.player.play(task, stream)
 
@@ -223,9 +221,7 @@ class Simulation:
             renderer: Any = Renderer(self.traffic)
             player = FuturesPlayer(router, renderer, users, RewardClient(rewards, play.reward), play)
             players.append(self.ray.actor(ConversationWorker(player, router)))
-        pool = SimpleNamespace(
-            lost_all=lambda: False, recover=lambda: None, pause=lambda: self._pause(release=True)
-        )
+        pool = SimpleNamespace(lost_all=lambda: False, recover=lambda: None, pause=lambda: self._pause(release=True))
         servers: Any = SimpleNamespace(
             workers=Workers(players, rewards, limiter, [*range(len(self.servers))], self.ray),
             pool=pool,
