@@ -160,9 +160,14 @@ class Router:
         token_ids, text = turn.token_ids + part.token_ids, part.text
         if decode and part.finish is not Finish.ABORT:
             text = decode(turn.prompt_ids, token_ids[:-1] if part.finish is Finish.STOP else token_ids)
-        log_probs, versions = turn.log_probs + part.log_probs, turn.versions + part.versions
-        joined = {"token_ids": token_ids, "log_probs": log_probs, "versions": versions, "text": text}
-        return replace(part, prompt_ids=turn.prompt_ids, **joined)
+        return replace(
+            part,
+            prompt_ids=turn.prompt_ids,
+            token_ids=token_ids,
+            log_probs=turn.log_probs + part.log_probs,
+            versions=turn.versions + part.versions,
+            text=text,
+        )
 
     async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
         """See SGLangClient.tool_calls; any server may answer."""

@@ -29,9 +29,9 @@ def uncounted() -> Iterator[None]:
     if limit is None or end is None:
         yield
         return
-    left = end - now()
+    remaining = end - now()
     limit.reschedule(None)
     try:
         yield
     finally:
-        limit.reschedule(now() + left)
+        limit.reschedule(now() + remaining)
