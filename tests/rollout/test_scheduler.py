@@ -71,7 +71,7 @@ def test_slots_are_named_and_ordered_as_they_are_played() -> None:
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_group_is_trained_once_in_its_own_step(world: Maker, ahead: int, seed: int, colocated: bool) -> None:
-    """However long it takes: of the groups ahead, a third are not finished when a step ends."""
+    """So long conversations are trained as often as short ones: of the groups ahead, a third outlast a step."""
     run, drawn = make(world, ahead, colocated=colocated), random.Random(seed)
     trained, waited = list[int](), Counter[str]()
     for step in range(STEPS):

@@ -21,7 +21,7 @@ step; `cut`: with rollout.max_staleness=1 or 2, so that conversations of later s
     retracted       requests that a full cache sent back
     cpu_seconds     of the simulation, which has one thread
 
---smoke: a small step of the first case. The last line is one JSON object.
+--smoke: a small step of the first two cases. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -401,7 +401,7 @@ def main() -> None:
     values = {}
     with TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        for case in ["8"] if options.smoke else options.cases or [*CASES]:
+        for case in ["8", "8_cut"] if options.smoke else options.cases or [*CASES]:
             steps, settings = CASES[case]
             if options.smoke:
                 steps, settings = 1, [*settings, "train.prompts_per_step=4", "train.rollouts_per_prompt=2"]
