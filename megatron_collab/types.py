@@ -188,6 +188,9 @@ class Turn:
         return None if visible(self.text).strip() else "an empty reply"
 
 
+PausedTurn = tuple[int, Turn]  # a turn of a conversation that is paused, with its seed; Finish.ABORT: not at its end
+
+
 class Ending(StrEnum):
     """How a conversation ended."""
 

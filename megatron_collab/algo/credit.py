@@ -96,14 +96,15 @@ def has_gradient(samples: Sequence[Sample]) -> bool:
     return any(credit.spans and len(values[credit.peers]) > 1 for credit in credits)
 
 
-def drop_stale(samples: Sequence[Sample], oldest: int, spec: CreditSpec) -> list[Sample]:
-    """The samples of a group from version `oldest` or newer that still have enough peers among them."""
-    fresh, minimum = [sample for sample in samples if sample.version >= oldest], spec.min_rewards
+def comparable(samples: Sequence[Sample], spec: CreditSpec) -> list[Sample]:
+    """The samples of a group that have enough peers among them."""
     while True:
-        peers = Counter(name for sample in fresh for name in {credit.peers for credit in sample.credits})
-        previous, fresh = fresh, [s for s in fresh if any(c.spans and peers[c.peers] >= minimum for c in s.credits)]
-        if len(fresh) == len(previous):
-            return fresh
+        peers = Counter(name for sample in samples for name in {credit.peers for credit in sample.credits})
+        enough = {name for name, count in peers.items() if count >= spec.min_rewards}
+        kept = [s for s in samples if any(credit.spans and credit.peers in enough for credit in s.credits)]
+        if len(kept) == len(samples):
+            return kept
+        samples = kept
 
 
 def conversation_samples(

@@ -485,8 +485,12 @@ class TrainingRolloutConfig(RolloutConfig):
         "first", "train the trained turn only, or its futures' turns too", choices=("first", "all")
     )
     routing_replay: bool = option(False, "train tokens through the experts that the server chose (MoE; R3)")
-    # Groups in flight are in the checkpoint.
-    max_staleness: int = mutable(0, "steps that sampling may run ahead of training; 0: they take turns", ge=0, le=1000)
+    max_staleness: int = mutable(
+        0,
+        "steps that sampling may run ahead of training; colocated servers pause it meanwhile; 0: they take turns",
+        ge=0,
+        le=1000,
+    )
     server: TrainingServerConfig = field(default_factory=TrainingServerConfig)
 
 

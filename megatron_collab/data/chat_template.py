@@ -28,6 +28,7 @@ _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_messa
 # Stands in for a sampled reply when the template is asked what follows it.
 _MARKER = "SAMPLED7REPLY"
 CONTROL_TOKENS = "control_tokens_as_text"  # counter
+_DECODED_TOGETHER = 5  # tokens of a prompt that SGLang decodes with a reply, whose first space some decoders drop
 _SHOWN = "move their text into messages of the user, or give a model whose template shows them"
 _FIXED = "fix it, or give another model"
 
@@ -130,6 +131,12 @@ class ChatRenderer:
     def tokens(self, text: str) -> tuple[int, ...]:
         """The tokens of `text` within a conversation: without the space that tokenizers put in front of a text."""
         return tuple(token for piece in split(text) for token in self._continue(piece))
+
+    def text(self, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
+        """The text of `token_ids` after `prompt`, as the engine decodes it; if there are tools, with special tokens."""
+        before = prompt[-_DECODED_TOGETHER:]
+        decode = partial(self.tokenizer.decode, skip_special_tokens=not self.tools)
+        return decode([*before, *token_ids])[len(decode(before)) :]
 
     def call(self, message: Message) -> tuple[int, ...]:
         """A written assistant message with tool calls, as `reply`; the template writes the calls.

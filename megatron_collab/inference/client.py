@@ -36,6 +36,10 @@ class ServerGone(TransientError):
     """The server is unreachable: every attempt to connect failed, or the connection broke."""
 
 
+class Paused(EngineError):
+    """The request was not sent, since turns are paused."""
+
+
 class UnreadableCall(EngineError):
     """SGLang's parser failed on the policy's tool calls."""
 
@@ -67,11 +71,13 @@ class TurnOptions(TypedDict):
 class SGLangClient:
     """Samples turns from one server; allows any number of concurrent requests of one event loop.
 
-    `counters` has prompt tokens: `prefill_tokens` were computed, `cached_tokens` were in the server's cache.
+    `counters` has prompt tokens: `prefill_tokens` were computed, `cached_tokens` were in the server's cache. While
+    `paused`, requests that wait for another one's prefill raise Paused.
     """
 
     def __init__(self, url: str, api_key: str, spec: ClientSpec) -> None:
         self.url, self.spec = url, spec
+        self.paused = False
         self.counters: Counter[str] = Counter()
         self._headers = {"Authorization": f"Bearer {api_key}"}
         self._reading: dict[tuple[int, ...], asyncio.Event] = {}  # by prompt: set once it is prefilled
@@ -122,6 +128,8 @@ class SGLangClient:
         read = self._reading.setdefault(prompt_ids, asyncio.Event())
         if not first:
             await read.wait()
+            if self.paused:
+                raise Paused("turns are paused")
 
         def show(event: bytes) -> None:
             read.set()

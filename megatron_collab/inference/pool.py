@@ -140,6 +140,10 @@ class ServerPool:
 
         self._call_all(resume_sampling, self.lost)
 
+    def pause(self) -> None:
+        """Let present servers abort their requests, and hold later ones until they have their next weights."""
+        self._call_all(lambda server: server.ask("/pause_generation", {"mode": "abort"}), self.lost)
+
     def sleep(self) -> None:
         """After a phase: let present colocated servers release their memory."""
         for server in self._present:

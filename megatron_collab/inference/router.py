@@ -1,18 +1,29 @@
-"""Routes conversations to servers: those with a common prefix go to the same one, which rank 0 may have assigned."""
+"""Routes conversations to servers: those with a common prefix go to the same one, which rank 0 may have assigned.
+
+When colocated servers release their memory, turns pause: the server aborts them, the tokens sampled so far stay here,
+and after the pause they are the end of the prompt from which the turn goes on, with the next weights.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar, Unpack
 
-from megatron_collab.inference.client import ServerGone, SGLangClient, TurnOptions
+from megatron_collab.inference.client import Paused, ServerGone, SGLangClient, TurnOptions
 from megatron_collab.inference.server import UNPUBLISHED
 from megatron_collab.inference.spec import ClientSpec
 from megatron_collab.llm.served import choose
-from megatron_collab.types import Message, ToolCall, Turn
+from megatron_collab.runtime.time_limit import uncounted
+from megatron_collab.types import Finish, Message, PausedTurn, ToolCall, Turn
 
 REMEMBERED = 100_000  # affinities that are kept; enough for many steps of a run
+ABORT_SECONDS = 10.0  # for paused servers to answer; a request that they hold until the end of the pause is sent again
+
+Decode = Callable[[Sequence[int], Sequence[int]], str]  # the text of tokens after a prompt
 
 _Answer = TypeVar("_Answer")
 
@@ -23,15 +34,28 @@ class Router:
     `in_flight` counts the requests of each server; `gone` has the servers that are not in use or became unreachable.
     """
 
-    def __init__(self, servers: Sequence[tuple[str, str]], spec: ClientSpec, unpublished: bool = False) -> None:
-        """`servers`: address and key of each. `unpublished`: accept servers without the run's weights."""
-        self.unpublished = unpublished
+    def __init__(
+        self,
+        servers: Sequence[tuple[str, str]],
+        spec: ClientSpec,
+        unpublished: bool = False,
+        decode: Decode | None = None,
+    ) -> None:
+        """`servers`: address and key of each. `unpublished`: accept servers without the run's weights.
+
+        `decode`: for the text of turns that were paused.
+        """
+        self.unpublished, self._decode = unpublished, decode
         self.clients = [SGLangClient(url, key, spec) for url, key in servers]
         self.in_flight = [0] * len(self.clients)
         self.gone: set[int] = set()
         self._all = self._allowed = frozenset(range(len(self.clients)))
         self._lost = 0
         self._places: dict[str, int] = {}
+        self._running = asyncio.Event()  # not set while paused
+        self._running.set()
+        self._requests: set[asyncio.Task[Turn]] = set()
+        self._turns: dict[str, dict[tuple[int, tuple[int, ...]], Turn]] = {}  # of each group, by seed and prompt
 
     def use(self, servers: Collection[int]) -> None:
         """From now on send requests to these servers only, even if they were unreachable before."""
@@ -43,6 +67,41 @@ class Router:
         self._places[affinity] = server
         if len(self._places) > REMEMBERED:
             del self._places[next(iter(self._places))]  # the oldest
+
+    @contextmanager
+    def group(self, affinity: str, server: int, turns: Iterable[PausedTurn]) -> Iterator[None]:
+        """Within the block, `server` samples all turns of `affinity`, and `paused` returns them.
+
+        `turns`: sampled before a pause, in an earlier start; they are not sampled again after equal prompts.
+        """
+        self.assign(affinity, server)
+        self._turns[affinity] = {(seed, turn.prompt_ids): turn for seed, turn in turns}
+        try:
+            yield
+        finally:
+            del self._turns[affinity]
+
+    def pause(self) -> None:
+        """From now on turns wait for `resume`; those that a server aborts keep their tokens."""
+        self._running.clear()
+        for client in self.clients:
+            client.paused = True
+
+    async def paused(self) -> dict[str, list[PausedTurn]]:
+        """Once the servers have aborted all turns: the turns so far of each `group`."""
+        if self._requests:
+            _, late = await asyncio.wait(self._requests, timeout=ABORT_SECONDS)
+            for request in late:
+                request.cancel()
+        return {
+            affinity: [(seed, turn) for (seed, _), turn in turns.items()] for affinity, turns in self._turns.items()
+        }
+
+    def resume(self) -> None:
+        """Let turns go on."""
+        for client in self.clients:
+            client.paused = False
+        self._running.set()
 
     async def generate(
         self,
@@ -59,14 +118,56 @@ class Router:
         A server without the run's weights counts as unreachable: a worker that Ray restarted does not know which
         servers are not in use.
         """
+        turns, key = self._turns.get(affinity, {}), (options["seed"], prompt_ids)
+        turn = turns.get(key, Turn(prompt_ids, (), (), (), Finish.ABORT, ""))
+        while turn.finish is Finish.ABORT:
+            if not self._running.is_set():
+                with uncounted():
+                    await self._running.wait()
+            request = asyncio.create_task(self._go_on(turn, affinity, options))
+            self._requests.add(request)
+            try:
+                await asyncio.wait([request])
+            finally:
+                self._requests.discard(request)
+                request.cancel()
+            if request.cancelled():  # by `paused`
+                continue
+            turn = turns[key] = request.result()
+            if self._running.is_set():
+                break
+        return turn
+
+    async def _go_on(self, turn: Turn, affinity: str, options: TurnOptions) -> Turn:
+        """The turn with what a server samples after its tokens, until it ends or is aborted for a pause."""
+        sampled, decode = len(turn.token_ids), self._decode
+        remaining: TurnOptions = {**options, "max_new_tokens": options["max_new_tokens"] - sampled}
 
         async def sample(client: SGLangClient) -> Turn:
-            turn = await client.generate(prompt_ids, **options)
-            if UNPUBLISHED in turn.versions and not self.unpublished:
+            part = await client.generate(turn.stream, **remaining)
+            if UNPUBLISHED in part.versions and not self.unpublished:
                 raise ServerGone(f"{client.url}: has not received the run's weights")
-            return turn
+            return part
 
-        return await self._ask(affinity, sample)
+        try:
+            part = await self._ask(affinity, sample)
+        except Paused:
+            return turn
+        if part.finish is Finish.ABORT:
+            part = _without_last_token(part)
+        if not sampled:
+            return part
+        token_ids, text = turn.token_ids + part.token_ids, part.text
+        if decode and part.finish is not Finish.ABORT:
+            text = decode(turn.prompt_ids, token_ids[:-1] if part.finish is Finish.STOP else token_ids)
+        return replace(
+            part,
+            prompt_ids=turn.prompt_ids,
+            token_ids=token_ids,
+            log_probs=turn.log_probs + part.log_probs,
+            versions=turn.versions + part.versions,
+            text=text,
+        )
 
     async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
         """See SGLangClient.tool_calls; any server may answer."""
@@ -117,3 +218,11 @@ class Router:
             self.gone.add(server)
         if len(self.gone) == len(self.clients):  # no server is left: later requests retry all
             self.gone = {*self._all - self._allowed}
+
+
+def _without_last_token(part: Turn) -> Turn:
+    """An aborted part without the token of the pass that aborted it, in which SGLang looks for no end of the turn."""
+    kept = max(0, len(part.token_ids) - 1)
+    return replace(
+        part, token_ids=part.token_ids[:kept], log_probs=part.log_probs[:kept], versions=part.versions[:kept]
+    )

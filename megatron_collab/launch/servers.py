@@ -54,8 +54,6 @@ def check_servers(config: Config, serving: ServingSpec) -> None:
         message = f"{spec.setting}.replicas x {spec.setting}.tp: needs {count} devices, and the trainer has "
         out = f"{shown.launch.nproc_per_node}; lower one of them, or set {spec.setting}.colocated=false"
         require(not spec.placement.colocated or count <= spec.placement.shared, message + out)
-    message = f"{shown.rollout.max_staleness}: servers need devices of their own"
-    require(in_turn or not colocated, f"{message}; set rollout.server.colocated=false, or 0")
     message = f"{shown.rollout.max_staleness}: needs an importance correction; set algo.correction=truncated, or 0"
     require(in_turn or config.algo.correction != "none" or config.objective != "policy", message)
 

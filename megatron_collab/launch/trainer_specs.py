@@ -49,5 +49,5 @@ def trainer_spec(config: Config) -> TrainerSpec:
 
 def sync_spec(config: Config) -> SyncSpec:
     """How weights reach the servers: while these sample, their requests go on with the new weights."""
-    pause = "retract" if config.rollout.max_staleness else "abort"
+    pause = "retract" if config.rollout.max_staleness and not config.rollout.server.colocated else "abort"
     return SyncSpec(trainer_layout(config), config.publish, pause, config.launch.timeout)

@@ -18,7 +18,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _RECENT = 40  # steps of the small curve, and of the mean time of a step
 _MESSAGES, _MESSAGE_LENGTH = 4, 300  # of the conversation: last messages, characters of each
 # Metrics that are shown if they are not 0, by prefix: each is a sign that something goes wrong.
-_HEALTH = ("missing", "servers/", "count/user_", "llm/unpriced", "staleness/dropped")
+_HEALTH = ("missing", "servers/", "count/user_", "llm/unpriced")
 
 
 class StepView:

@@ -20,13 +20,13 @@ from megatron_collab.observability import sentinels, tokens
 from megatron_collab.observability.run import Run
 from megatron_collab.rollout.lead import Lead
 from megatron_collab.rollout.player import PlaySpec
-from megatron_collab.rollout.scheduler import GroupRequest, Slot, window
+from megatron_collab.rollout.scheduler import GroupRequest, Slot
 from megatron_collab.rollout.step_groups import StepGroups
 from megatron_collab.rollout.summary import refuse_missing
 from megatron_collab.rollout.task_requirements import task_requirements
 from megatron_collab.runtime import keys
 from megatron_collab.runtime.process import RunStopped
-from megatron_collab.types import Batch, Group, ScoredBatch, Task
+from megatron_collab.types import Batch, Group, PausedTurn, ScoredBatch, Task
 
 _COUNTING_SECONDS = 2.0  # for RewardWorkers to return their counters; late ones are skipped
 
@@ -47,7 +47,7 @@ class Collector:
         """`state`: the one of an earlier start of the run, or {}."""
         self.lead = lead
         self.flight = lead.flight(play)
-        self.state = dict(state)  # JSON: the next slot, slots in flight, the sentinels' baselines
+        self.state = dict(state)  # JSON: the sentinels' baselines
         self._train, self._play, self._run = train, play, run
         with keys.in_environment():
             tools = play.tools.schemas()
@@ -58,26 +58,30 @@ class Collector:
         served = teacher.server if teacher.place == "server" else None
         self._served_teacher = ServedTeacher(served, play.rollout.turn_timeout) if served else None
         self._tasks = TrainingData[Task](data, tools, partial(task_requirements, play))
-        self._pending = [Slot(*slot) for slot in state.get("in_flight", ())]
-        self._next = Slot(*state["next"]) if "next" in state else None
+        self._next: int | None = None  # the first step of which no group was begun
+        self._is_paused = False
         self._spent = lead.spend()
         self._pieces = data.prompt.pieces
         self._played: tuple[int, Sequence[Group]] = (0, ())  # a step with its groups, until its tokens are recorded
 
     def begin(self, step: int, max_staleness: int) -> None:
-        """Begin the groups that may be in flight at `step`, first those from an earlier start of the run."""
+        """Begin the groups of `step` and of the steps ahead that have not begun, and wait for those of `step`.
+
+        If an earlier start has paused groups at the end of `step`, those begin one step later, from where they paused.
+        """
         if not self.flight:  # an outage while nothing was in flight has no effect
             self.lead.pool.recover()
-        self._next = self._next or Slot(step, 0, 0)
-        prompts = self._train.prompts_per_step
-        room = window(step, self._train.steps, prompts, max_staleness)
-        while len(self.flight) < room:
-            if self._pending:
-                self._begin(self._pending.pop(0))
-            else:
-                self._begin(self._next)
-                self._next = self._next.after(prompts)
-        self.flight.wait_for(prompts, f"step {step} rollouts")
+        self.resume()
+        last = min(step + max_staleness, self._train.steps - 1)
+        if self.lead.journal.paused(step) is not None:
+            last = step
+        first = step if self._next is None else self._next
+        turns = self.lead.journal.paused(step - 1) or {}
+        for later in range(first, last + 1):
+            for number in range(self._train.prompts_per_step):
+                self._begin(Slot(later, 0, number), turns)
+        self._next = max(first, last + 1)
+        self.flight.wait_for(self._train.prompts_per_step, f"step {step} rollouts")
 
     def choose(self, step_groups: StepGroups) -> Batch | None:
         """Take the finished groups; the batch, or None if replacements of some groups must be played first.
@@ -94,7 +98,7 @@ class Collector:
         if step_groups.lacking and step_groups.refill < step_groups.refills:
             step_groups.refill += 1
             for number in range(step_groups.lacking):
-                self._begin(Slot(step, step_groups.refill, number))
+                self._begin(Slot(step, step_groups.refill, number), {})
             self.flight.wait_for(step_groups.lacking, f"step {step} refill {step_groups.refill}")
             return None
         self._run.transcripts(step, step_groups.played)
@@ -108,9 +112,27 @@ class Collector:
         if self._served_teacher:
             batch = replace(batch, samples=self._served_teacher.with_log_probs(batch.samples))
         batch = replace(batch, metrics=metrics)
-        in_flight = self.flight.slots + self._pending
-        self.state = {"next": self._next, "in_flight": in_flight, "sentinels": watch.state}
+        self.state = {"sentinels": watch.state}
+        if step_groups.credit.rollout.server.colocated and self.flight:
+            self._pause(step)
         return batch
+
+    def resume(self) -> None:
+        """Let the workers request turns again; the servers have the next weights."""
+        if self._is_paused:
+            self.lead.workers.resume(self.lead.timeout)
+            self._is_paused = False
+
+    def _pause(self, step: int) -> None:
+        """Pause the groups ahead where they are, since the servers release their memory, and journal their turns.
+
+        How far they are depends on timing. A run that resumes here continues from the same tokens, so it trains the
+        same batches.
+        """
+        turns = self.lead.workers.pause(self.lead.pool.pause, self.lead.timeout)
+        self._is_paused = True
+        self.flight.collect(0.0)
+        self.lead.journal.pause(step, turns)
 
     def record_tokens(self, batch: ScoredBatch, log_probs: Sequence[np.ndarray]) -> None:
         """As RolloutManager.record_tokens."""
@@ -127,13 +149,17 @@ class Collector:
             raise RunStopped(f"step {step + 1}: {watch.alarms[0].text()}; to go on, set train.stop_on_alarm=false")
         return watch
 
-    def _begin(self, slot: Slot) -> None:
-        """Begin a group for the slot's task; every refill draws tasks in a different order."""
+    def _begin(self, slot: Slot, turns: Mapping[str, Sequence[PausedTurn]]) -> None:
+        """Begin a group for the slot's task; every refill draws tasks in a different order.
+
+        `turns`: that were sampled before a pause, by stream.
+        """
         seed = self._play.seed
         if slot.refill:
             seed = int(np.random.SeedSequence((seed, slot.refill)).generate_state(1)[0])
         at = slot.step * self._train.prompts_per_step + slot.number
-        self.flight.begin(GroupRequest(slot, slot.stream, self._tasks.at(at, seed)))
+        request = GroupRequest(slot, slot.stream, self._tasks.at(at, seed), turns=turns.get(slot.stream, ()))
+        self.flight.begin(request)
 
     def _step_metrics(self) -> dict[str, float]:
         """Counters of users, tools and servers, and costs of users and judges, since the last step."""

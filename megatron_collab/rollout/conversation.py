@@ -33,6 +33,7 @@ from megatron_collab.rollout.users import (
     reporting_errors,
     with_excerpts,
 )
+from megatron_collab.runtime.time_limit import time_limit
 from megatron_collab.types import (
     Conversation,
     Ending,
@@ -107,7 +108,7 @@ class FuturesPlayer(Player):
         if not task.unopened:
             return task, None
         try:
-            async with asyncio.timeout(self.rollout.deadline):
+            async with time_limit(self.rollout.deadline):
                 with reporting_errors(task, self.users):
                     opening = await self.users.make(task, f"{stream}/opening").open()
                     message = opening if isinstance(opening, Message) else Message("user", opening)
@@ -183,7 +184,7 @@ class FuturesPlayer(Player):
         except (ValueError, TypeError) as error:  # the chat template or the tokenizer may refuse these messages
             return Conversation(task.messages, ()).end(Ending.ERROR, str(error))
         try:
-            async with asyncio.timeout(self.rollout.deadline):
+            async with time_limit(self.rollout.deadline):
                 return await self._turn(conversation, place, self.rollout.turn, tools)
         except TimeoutError:
             return conversation.end(Ending.DEADLINE, self._deadline_message())
@@ -203,9 +204,8 @@ class FuturesPlayer(Player):
         After `user_turns` answers of the user, if given, it stops without an ending; by default at the run's limit.
         """
         user: User | None = None
-        deadline = asyncio.get_running_loop().time() + self.rollout.deadline
         try:
-            async with asyncio.timeout_at(deadline):
+            async with time_limit(self.rollout.deadline) as limit:
                 with reporting_errors(task, self.users):
                     user = self.users.make(task, place.name)
                     user.tools = self._tools_of_user(task, tools)
@@ -226,7 +226,7 @@ class FuturesPlayer(Player):
             conversation = conversation.end(Ending.DEADLINE, self._deadline_message())
         finally:
             if user:
-                conversation = await self._finish(conversation, task, user, deadline)
+                conversation = await self._finish(conversation, task, user, limit)
         if not conversation.ending and user_turns is not None:
             return conversation
         return self._ended(task, conversation)
@@ -257,10 +257,13 @@ class FuturesPlayer(Player):
             return conversation.add_messages([message], ()).end(Ending.USER_DONE)
         return self._append(conversation, [message], sampling)
 
-    async def _finish(self, conversation: Conversation, task: Task, user: User, deadline: float) -> Conversation:
-        """The conversation with the user's final rewards; if the user fails, it ends with an error."""
+    async def _finish(self, conversation: Conversation, task: Task, user: User, limit: asyncio.Timeout) -> Conversation:
+        """The conversation with the user's final rewards; if the user fails, it ends with an error.
+
+        The user has the rest of `limit`, but at least FINISH_SECONDS.
+        """
         try:
-            async with asyncio.timeout_at(max(deadline, asyncio.get_running_loop().time() + FINISH_SECONDS)):
+            async with asyncio.timeout_at(max(limit.when() or 0.0, asyncio.get_running_loop().time() + FINISH_SECONDS)):
                 with reporting_errors(task, self.users):
                     reward = await user.finish(conversation)
                     conversation = add_rewards(conversation, reward if isinstance(reward, Mapping) else {-1: reward})

@@ -1,6 +1,7 @@
-"""Journal of finished groups on disk, so that a restarted run does not play them again.
+"""Journal of finished groups and paused turns on disk, so that a restarted run does not sample them again.
 
-There is one file per step, to which each group is appended when it finishes. Groups are pickled: that keeps floats and
+There is one file per step, to which each group is appended when it finishes. If colocated servers sample ahead, another
+file per step has the turns of the groups that were paused at its end. Groups are pickled: that keeps floats and
 types bit-exact, and a run trusts its own folder as it trusts its checkpoints. There is one writer.
 
 A group is preceded by the newest weight version that sampled any of it and that version's digest: a run that resumes
@@ -20,11 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_collab.runtime import files
-from megatron_collab.types import Conversation, Ending, Group, Missing, Task
+from megatron_collab.types import Conversation, Ending, Group, Missing, PausedTurn, Task
 
 _HEAD = struct.Struct(">HQI")  # bytes of the stream's name, bytes of the group, CRC-32 of the body
 _WEIGHTS = struct.Struct(">q64s")  # version and digest; followed by name and group
-_FILE = re.compile(r"step_(\d+)\.groups")
+_FILE = re.compile(r"step_(\d+)\.(?:groups|paused)")
 _FIRST = "0" * 64  # digest of the run's initial weights
 
 
@@ -73,7 +74,8 @@ class Journal:
         self._digests = digests
         folder.mkdir(parents=True, exist_ok=True)
         self._entries: dict[str, JournalEntry] = {}  # by stream; a later entry replaces an earlier one
-        for file in self._files():
+        self._paused = {step: file for file, step in self._files().items() if file.suffix == ".paused"}
+        for file in self._files().keys() - self._paused.values():
             end = 0
             for entry in entries(file):
                 self._entries[entry.stream] = entry
@@ -113,16 +115,43 @@ class Journal:
                 out.flush()
                 os.fsync(out.fileno())
 
+    def pause(self, step: int, turns: Mapping[str, Sequence[PausedTurn]]) -> None:
+        """Write the turns, by stream, of the groups that were paused at the end of `step`, before it is trained.
+
+        Raises RunStopped if writing fails.
+        """
+        files.replace(self.folder / f"step_{step}.paused", pickle.dumps((self._digests[step], dict(turns))))
+
+    def paused(self, step: int) -> Mapping[str, Sequence[PausedTurn]] | None:
+        """What an earlier start paused at the end of `step`; None if nothing, or if the weights have changed since."""
+        if step not in self._paused:
+            return None
+        try:
+            digest, turns = pickle.loads(self._paused[step].read_bytes())
+        except (AttributeError, ImportError, TypeError, ValueError):  # as in `find`
+            return None
+        return turns if digest == self._digests.get(step) else None
+
     def forget(self, before: int | None = None) -> None:
-        """Remove the groups of steps before `before`; all if it is None."""
-        removed = {file for file, step in self._files().items() if before is None or step < before}
+        """Remove what a resume at step `before` does not need: groups of earlier steps, and pauses but the last one.
+
+        All if it is None.
+        """
+        kept = {file for file, step in self._files().items() if before is not None and _needed(file, step, before)}
+        removed = self._files().keys() - kept
         for file in removed:
             file.unlink()
         self._entries = {stream: entry for stream, entry in self._entries.items() if entry.file not in removed}
+        self._paused = {step: file for step, file in self._paused.items() if file not in removed}
 
     def _files(self) -> dict[Path, int]:
         matches = ((file, _FILE.fullmatch(file.name)) for file in self.folder.iterdir())
         return {file: int(match[1]) for file, match in matches if match}
+
+
+def _needed(file: Path, step: int, resumed: int) -> bool:
+    """Whether a resume at step `resumed` reads this file, of `step`."""
+    return step >= resumed - (file.suffix == ".paused")
 
 
 def entries(file: Path) -> Iterator[JournalEntry]:

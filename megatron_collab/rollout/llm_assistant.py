@@ -85,8 +85,5 @@ class LlmAssistant:
     def use(self, servers: Collection[int]) -> None:
         """Does nothing: it does not use the run's servers."""
 
-    def assign(self, affinity: str, server: int) -> None:
-        """Does nothing, as `use`."""
-
     def take_counters(self) -> dict[str, int]:
         return {}

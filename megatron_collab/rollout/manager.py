@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 class RolloutManager(AbstractContextManager["RolloutManager"]):
     """Produces batches of rollouts by step. Sampling runs up to rollout.max_staleness steps ahead of training.
 
-    Tasks and sampling seeds depend only on (run.seed, slot). The slots of a step depend only on the step, so a resumed
-    run collects the same groups; if rollout.max_staleness > 0 they also depend on `state`, and the groups that were in
-    flight are played first.
+    Tasks and sampling seeds depend only on (run.seed, slot). The slots of a step depend only on the step, so every
+    group is trained once, in its own step, and a resumed run collects the same groups. Groups ahead keep playing while
+    the ranks train, or pause if the servers are colocated.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         beat(f"the rollouts of step {step}")
         self._digests.begin(step)
         reward = self._servers.play.reward
-        step_groups = StepGroups(self._credit, self._train.prompts_per_step, reward, step)  # filled on rank 0
+        step_groups = StepGroups(self._credit, reward, step)  # filled on rank 0
         from_leader(lambda: self._rank_0_collector.begin(step, self._credit.rollout.max_staleness))
         while True:
             wait(self._collector.flight if self._collector else None, self._restore)
@@ -103,6 +103,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         Each task is played to its end `samples` times, as users would see it: malformed turns end no conversation.
         """
         self._digests.begin(step)
+        from_leader(lambda: self._rank_0_collector.resume())
         self._evaluator.evaluate(step)
 
     def learned(self, stats: Mapping[str, float]) -> None:
@@ -114,16 +115,13 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         shared(lambda: self._rank_0_collector.record_tokens(batch, log_probs))
 
     def state(self) -> dict[str, Any]:
-        """Checkpoint state as JSON, on rank 0: next slot, slots in flight, the sentinels' baselines, weight digests."""
+        """Checkpoint state as JSON, on rank 0: the sentinels' baselines, weight digests."""
         return {**(self._collector.state if self._collector else {}), "weights": [*self._digests.items()]}
 
     def forget(self, checkpoint: tuple[int, Mapping[str, Any]]) -> None:
-        """Remove journaled groups that a resume from `checkpoint` (step and state) does not need."""
-        step, state = checkpoint
-        if self._collector and "collector" in state:
-            slots = state["collector"]
-            oldest = min(step, slots["next"][0], *(slot[0] for slot in slots["in_flight"]))
-            self._collector.lead.journal.forget(oldest)
+        """Remove what the journal has that a resume from `checkpoint` (step and state) does not need."""
+        if self._collector:
+            self._collector.lead.journal.forget(checkpoint[0])
 
     @property
     def _rank_0_collector(self) -> Collector:

@@ -1,4 +1,4 @@
-"""Schedules groups ahead of the step that trains them: their order, the groups in flight, and the hang timeout.
+"""Groups in flight: the order in which a run trains them, the workers that play them, and the hang timeout.
 
 Calls of Ray actors run in the background, so sampling runs ahead of training without a thread.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count, cycle
 from math import ceil, inf
@@ -25,7 +25,7 @@ from megatron_collab.runtime import stacks
 from megatron_collab.runtime.process import Hung, RunStopped
 from megatron_collab.runtime.rank0 import from_leader
 from megatron_collab.runtime.screen import progress
-from megatron_collab.types import Group, Task
+from megatron_collab.types import Group, PausedTurn, Task
 
 POLL_SECONDS = 1.0  # between two checks of the servers; a request to a dead server fails later than that
 STARTS = 2  # if a group's worker dies, the group is played again from its beginning
@@ -43,19 +43,6 @@ class Slot(NamedTuple):
         """The name that seeds its sampling."""
         return f"train-{self.step}.{self.refill}-{self.number}" if self.refill else f"train-{self.step}-{self.number}"
 
-    def after(self, prompts: int) -> Slot:
-        """The slot of the next regular group; a step has `prompts` of them."""
-        return Slot(self.step, 0, self.number + 1) if self.number + 1 < prompts else Slot(self.step + 1, 0, 0)
-
-
-def window(step: int, steps: int, prompts: int, ahead: int) -> int:
-    """How many groups may be in flight before step `step` takes its groups: those of this and the `ahead` next steps.
-
-    They are sampled from weights of version `step`; groups beyond the window would be more than `ahead` versions old
-    when they are trained. This is AReaL's bound (Fu et al. 2025, arXiv:2505.24298, section 5.1).
-    """
-    return (min(step + ahead + 1, steps) - step) * prompts
-
 
 @dataclass
 class GroupRequest:
@@ -68,6 +55,7 @@ class GroupRequest:
     reference: Any = None  # Ray object reference of the call to worker number `worker`
     worker: int = -1
     server: int = 0  # that is to sample the group
+    turns: Sequence[PausedTurn] = ()  # that were sampled before a pause in an earlier start
     group: Group | None = None  # once the request is finished
     interrupted: bool = False  # was in flight while no server was available
     retried: bool = False  # was played again because a score was missing
@@ -139,7 +127,9 @@ class Flight:
             return
         request.worker, worker = next(self._workers)
         request.server = self._least_loaded()
-        request.reference = worker.play.remote(request.task, request.stream, request.eval_set, request.server)
+        request.reference = worker.play.remote(
+            request.task, request.stream, request.eval_set, request.server, request.turns
+        )
         self._progress = time.monotonic()
 
     def _least_loaded(self) -> int:
@@ -151,26 +141,25 @@ class Flight:
         return server
 
     def wait_for(self, count: int, title: str) -> None:
-        """From now on `poll` collects finished groups until there are `count`; `take` then returns them."""
+        """From now on `poll` collects the first `count` groups in the order of slots; `take` then returns them."""
         self._target, self._collected = count, {}
         self._progress = time.monotonic()
         self._bar = progress(title, count)
 
     def poll(self) -> Literal["playing", "finished", "servers lost"]:
-        """Wait up to POLL_SECONDS for finished groups; the ones begun first are collected first.
+        """Wait up to POLL_SECONDS for an awaited group, and collect those that are finished.
 
         Returns "finished" when the target count is reached. After "servers lost", call it again when servers are back:
         finished groups are kept, groups with conversations that failed in the outage are played again, and groups that
         only lack scores are played again once. Raises Hung if no group finishes within `group_seconds`.
         """
-        self.collect(0.0 if any(request.group for request in self._requests.values()) else POLL_SECONDS)
+        self.collect(0.0 if any(request.group for request in self._awaited()) else POLL_SECONDS)
         if self._servers_lost():
             self._mark_interrupted()
             return "servers lost"
         self._progress = min(self._progress, time.monotonic())  # time spent waiting for servers does not count
-        finished = [(request, request.group) for request in self._requests.values() if request.group]
-        self._check_progress(bool(finished))
-        for request, group in finished[: self._target - len(self._collected)]:
+        self._check_progress()
+        for request, group in [(request, request.group) for request in self._awaited() if request.group]:
             del self._requests[request.slot]
             # Only once for a missing score: the group itself may crash the server that scores it.
             if request.interrupted and (failed(group) or not (scored(group) or request.retried)):
@@ -185,6 +174,10 @@ class Flight:
             return "playing"
         self._bar.close()
         return "finished"
+
+    def _awaited(self) -> list[GroupRequest]:
+        """The requests that `poll` is to collect next: groups are trained in the order of the run, however long."""
+        return [self._requests[slot] for slot in self.slots[: self._target - len(self._collected)]]
 
     def take(self) -> dict[Slot, Group]:
         """The collected groups, in the order of their slots."""
@@ -204,6 +197,7 @@ class Flight:
             if request.reference in ready:
                 try:
                     request.group = self._ray.get(request.reference)
+                    self._progress = max(self._progress, time.monotonic())
                     if request.eval_set is None or scored(request.group):  # an evaluation plays the others again
                         written.setdefault(request.slot.step, {})[request.key] = request.group
                 except Exception as error:
@@ -230,12 +224,9 @@ class Flight:
     def _playing(self) -> list[GroupRequest]:
         return [request for request in self._requests.values() if request.group is None]
 
-    def _check_progress(self, finished: bool) -> None:
-        now, playing = time.monotonic(), self._playing()
-        limit = self._seconds()
-        if finished:
-            self._progress = now
-        if now - self._progress <= limit:
+    def _check_progress(self) -> None:
+        playing, limit = self._playing(), self._seconds()
+        if time.monotonic() - self._progress <= limit:
             return
         folder = self._play.run_dir / stacks.FOLDER
         stacks.ask(folder)

@@ -116,7 +116,7 @@ class Servers(ExitStack):
         """Context manager in which the servers may use memory and sample; collective.
 
         Entering waits for a server of each model other than the policy. On exit, colocated servers have released their
-        memory; if rollout.max_staleness > 0, servers keep sampling.
+        memory; others keep sampling if rollout.max_staleness > 0.
         """
         try:
             self.wait_for_served()

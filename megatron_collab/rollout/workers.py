@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections import ChainMap, Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +23,11 @@ from megatron_collab.rollout.users import DEFAULT
 from megatron_collab.runtime import console, gpu_environment, keys, network, stacks
 from megatron_collab.runtime.process import Hung, imports_done
 from megatron_collab.runtime.ray_cluster import start_actor
-from megatron_collab.types import Group, Task
+from megatron_collab.types import Group, PausedTurn, Task
 
 if TYPE_CHECKING:
     from megatron_collab.inference.assistant import Assistant, Renderer
+    from megatron_collab.inference.router import Router
     from megatron_collab.inference.spec import ClientSpec
     from megatron_collab.llm.served import ServedModel
     from megatron_collab.rollout.llm_assistant import LlmAssistant
@@ -73,13 +74,14 @@ class ConversationWorker:
             ray.get_actor(limiter.NAME), keys=api_keys, served=served, prices=play.llm.prices, tape=self.tape
         )
         self.policy: Assistant
+        self.router: Router | None = None
         self.renderer: Renderer
         self._rendered = Counter[str]()
         if play.assistant:
             self.policy = self.renderer = self._assistant(play.assistant)
         else:
-            self.policy = Router(servers, client)
             renderer = play.prompt.renderer(play.tools.schemas())
+            self.policy = self.router = Router(servers, client, decode=renderer.text)
             self.renderer, self._rendered = renderer, renderer.counters
         self.rewards = RewardClient([ray.get_actor(name) for name in reward_workers], play.reward)
         self.engine = tuple(self.endpoints)
@@ -89,14 +91,39 @@ class ConversationWorker:
         imports_done()
         gc.set_threshold(_GARBAGE)
 
-    async def play(self, task: Task, stream: str, eval_set: EvaluationSet | None = None, server: int = 0) -> Group:
-        """Play a group of `task`, for training or under the settings of `eval_set`, on the server of this number."""
+    async def play(
+        self,
+        task: Task,
+        stream: str,
+        eval_set: EvaluationSet | None = None,
+        server: int = 0,
+        turns: Sequence[PausedTurn] = (),
+    ) -> Group:
+        """Play a group of `task`, for training or under the settings of `eval_set`, on the server of this number.
+
+        `turns`: those that an earlier start sampled before a pause.
+        """
         player = self._player(eval_set)
-        self.policy.assign(stream, server)
-        group = await player.play(task, stream)
+        with self.router.group(stream, server, turns) if self.router else nullcontext():
+            group = await player.play(task, stream)
         if self.play_spec.player not in PLAYERS:
             check_group(group, self.play_spec.player)
         return replace(group, user=player.spec.users.name_of(task) or DEFAULT)
+
+    async def pause(self) -> None:
+        """From now on turns of the policy wait for `resume`; users, tools and scores go on."""
+        assert self.router
+        self.router.pause()
+
+    async def paused(self) -> dict[str, list[PausedTurn]]:
+        """Once servers have aborted their requests: the turns so far of each group in flight, by stream."""
+        assert self.router
+        return await self.router.paused()
+
+    async def resume(self) -> None:
+        """Let turns of the policy go on."""
+        assert self.router
+        self.router.resume()
 
     async def use_servers(self, servers: Sequence[int]) -> None:
         """From now on use only these servers, by index."""
@@ -173,6 +200,24 @@ class Workers:
             for number, player in enumerate(self.conversations)
         }
         self.answers(calls, seconds)
+
+    def pause(self, stop: Callable[[], None], seconds: float) -> dict[str, list[PausedTurn]]:
+        """Pause all turns of the policy; `stop` makes the servers abort them. Returns the turns so far, by stream.
+
+        Raises Hung if a worker takes longer than `seconds`.
+        """
+        self._of_players("pause", seconds)
+        stop()
+        return dict(ChainMap(*self._of_players("paused", seconds)))
+
+    def resume(self, seconds: float) -> None:
+        """Let paused turns go on. Raises Hung if a worker takes longer than `seconds`."""
+        self._of_players("resume", seconds)
+
+    def _of_players(self, method: str, seconds: float) -> list[Any]:
+        players = enumerate(self.conversations)
+        calls = {f"conversation-{number}: {method}": getattr(player, method).remote() for number, player in players}
+        return self.answers(calls, seconds)
 
     def answers(self, calls: Mapping[str, Any], seconds: float) -> list[Any]:
         """Results of calls, given by description. Raises Hung if one takes longer than `seconds`."""

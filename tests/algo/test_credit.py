@@ -12,8 +12,8 @@ import pytest
 from megatron_collab.algo.advantages import token_weights, with_advantages
 from megatron_collab.algo.credit import (
     CreditSpec,
+    comparable,
     conversation_samples,
-    drop_stale,
     has_gradient,
     penalize_overlong,
     samples_of,
@@ -226,24 +226,23 @@ def test_a_group_teaches_if_a_credit_differs_from_its_peers() -> None:
     assert taught(played(1.0, [0, 1]), played(1.0, [0, 0]), futures=0)
 
 
-def test_turns_of_one_young_rollout_are_not_compared_with_each_other() -> None:
+def test_turns_of_one_rollout_are_not_compared_with_each_other() -> None:
     options = config(futures=0, turn_credit="reward_to_go")
     group = Group(TASK, (played(1.0, [1.0, 0]), played(0.0, [0, 0]), played(0.5, [0, 0])))
-    young, old, second = credited(group, options, 0)
-    old = replace(old, version=1)
-    assert drop_stale([young, old], 4, options) == []
-    assert [id(sample) for sample in drop_stale([young, old, second], 4, options)] == [id(young), id(second)]
+    first, second, _ = credited(group, options, 0)
+    assert comparable([first], options) == []
+    assert [id(sample) for sample in comparable([first, second], options)] == [id(first), id(second)]
 
 
-def test_a_dropped_sample_is_not_a_peer() -> None:
+def test_a_sample_without_a_peer_is_no_peer() -> None:
     options = config(train_turns="all")
     ended = Future(conversation(1).end(Ending.USER_DONE), {"right": 1.0})
     parted = branched(0.0)
     group = Group(TASK, (replace(parted, futures=(*parted.futures, ended), reward=Reward(0.5)), branched(0.0, 1.0)))
     first, second, *later = credited(group, options, 0)
-    assert len(drop_stale([first, second, *later], 4, options)) == 5
-    # The first trained turn has no young peer, and with it goes the future that ended there: the only sibling.
-    kept = drop_stale([first, replace(second, version=1), *later], 4, options)
+    assert len(comparable([first, second, *later], options)) == 5
+    # The first trained turn has no peer, and with it goes the future that ended there: the only sibling.
+    kept = comparable([first, *later], options)
     assert [id(sample) for sample in kept] == [id(sample) for sample in later[1:]]
 
 
@@ -436,9 +435,8 @@ def test_whole_conversations_are_compared_with_their_turn_rewards() -> None:
     assert best.loss_mask.sum() == 6 and worst.loss_mask.sum() == 4
 
 
-def test_a_pair_is_dropped_if_one_sample_is_stale() -> None:
+def test_one_sample_is_no_pair() -> None:
     options = config()
     options.algo.objective = "dpo"
     pair = credited(Group(TASK, (rollout(0.5, 1), rollout(0.25, 2))), options, 0)
-    assert drop_stale(pair, 4, options) == pair
-    assert drop_stale([pair[0], replace(pair[1], version=3)], 4, options) == []
+    assert comparable(pair, options) == pair and comparable(pair[:1], options) == []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ import pytest
 
 from megatron_collab import train
 from megatron_collab.inference import KEY_VARIABLE
+from megatron_collab.types import Finish
 from tests.helpers import evaluation_rows, listening, transcript_rows
 from tests.program import SFT, Program, Supervised, lines, steps_done
 
@@ -294,7 +297,6 @@ def test_sampling_runs_ahead_of_training(tmp_path: Path, start: Callable[[list[s
     streams = [
         (line["step"], line["task"], line["rollout"], line["future"]) for line in transcript_rows(tmp_path / "ahead")
     ]
-    groups = sum(4 + line["staleness/groups_dropped"] - line["staleness/groups_lacking"] for line in metrics)
     assert len(streams) == len(set(streams))
     assert len({stream[:3] for stream in streams}) == groups * 4  # of which a malformed one has no second future
 
@@ -321,3 +323,41 @@ def test_a_person_reads_the_run_in_a_browser(trained: Path) -> None:
         page.get_by_role("link", name="Talk").click()
         expect(page.locator("#talk-right")).to_have_value("step_4")
         chromium.close()
+    assert len({stream[:3] for stream in streams}) == 4 * 4 * 4  # of which a malformed one has no second future
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_while_conversations_pause_ends_with_the_same_parameters(
+    tmp_path: Path, start: Callable[..., Program]
+) -> None:
+    """Servers share the ranks' devices, so conversations of step 2 pause while step 1 is trained.
+
+    How far they are then depends on timing. So the run goes on, and a copy of its folder at this moment resumes: step 2
+    continues from the same tokens, with the weights of both steps made anew from the journal.
+    """
+    run, finished, copied = (tmp_path / name for name in ("paused", "finished", "copied"))
+    ahead = ["rollout.max_staleness=1", "algo.correction=truncated", "train.checkpoint_every=10"]
+    ahead.append("rollout.server.max_running_requests=4")  # first come, first served: the groups ahead are later
+    arguments = [*rl_at_random(tmp_path, run.name), *ahead, "train.steps=3", "train.eval_tasks=0"]
+    record = run / "journal" / "step_1.paused"
+    program = start(arguments)
+    program.when(record.exists)
+    shutil.copytree(run, copied)
+    program.finish()
+    _, by_stream = pickle.loads((copied / "journal" / record.name).read_bytes())
+    turns = [turn for turns in by_stream.values() for _, turn in turns]
+    assert any(turn.finish is Finish.ABORT and turn.token_ids for turn in turns), "some pause in the middle of a turn"
+    run.rename(finished)
+    copied.rename(run)
+    start(arguments).finish()
+    assert parameters(run) == parameters(finished)
+    metrics, expected = (without_clock(lines(folder / "metrics.jsonl")) for folder in (run, finished))
+    assert metrics == expected
+    assert [line["staleness/max"] for line in metrics] == [0, 1, 1]
+    assert transcript_rows(run) == transcript_rows(finished)
+
+
+def without_clock(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Without seconds, and without what is counted only for groups that are played."""
+    prefixes = ("time", "count/", "seconds", "llm/", "servers/")
+    return [{name: value for name, value in line.items() if not name.startswith(prefixes)} for line in metrics]

@@ -7,6 +7,8 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -20,7 +22,7 @@ from megatron_collab.inference.client import EngineError, ServerGone
 from megatron_collab.inference.router import Router
 from megatron_collab.inference.spec import ClientSpec
 from megatron_collab.llm.served import LOAD_FACTOR, choose
-from megatron_collab.types import Turn
+from megatron_collab.types import Finish, Turn
 from tests.inference.test_client import ANSWER, stream, stream_turn
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -277,3 +279,109 @@ def test_counters_add_up_over_the_servers_since_the_last_time() -> None:
         assert router.take_counters() == {"servers_lost": 0}
 
     with_servers(2, play)
+
+
+class AbortingClient:
+    """Samples tokens 10, 11, … after a prompt, until the server aborts what is asked; later requests end at 13.
+
+    `bodies` has the prompt and the budget of each request, `version` is that of the weights.
+    """
+
+    def __init__(self) -> None:
+        self.paused, self.version = False, 0
+        self.bodies: list[tuple[tuple[int, ...], int]] = []
+        self.counters = Counter[str]()
+        self.aborted = asyncio.Event()
+
+    async def generate(self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, **options: Any) -> Turn:
+        self.bodies.append((prompt_ids, max_new_tokens))
+        first = max(9, prompt_ids[-1]) + 1
+        last, finish = 13, Finish.STOP
+        if not self.aborted.is_set():
+            await self.aborted.wait()
+            last, finish = 12, Finish.ABORT
+        tokens = tuple(range(first, last + 1))
+        return Turn(prompt_ids, tokens, (-0.5,) * len(tokens), (self.version,) * len(tokens), finish, "part")
+
+
+def pausing(play: Callable[[Router, AbortingClient], Awaitable[None]]) -> None:
+    async def run() -> None:
+        router = Router([("", "")], ClientSpec(60.0, "qwen25"), decode=lambda prompt, ids: f"{[*prompt]} {[*ids]}")
+        client: Any = AbortingClient()
+        router.clients = [client]
+        await play(router, client)
+
+    asyncio.run(run())
+
+
+HALF = Turn((1, 2), (10, 11), (-0.5, -0.5), (0, 0), Finish.ABORT, "part")
+WHOLE = Turn((1, 2), (10, 11, 12, 13), (-0.5,) * 4, (0, 0, 1, 1), Finish.STOP, "[1, 2] [10, 11, 12]")
+
+
+async def sampled(router: Router) -> Turn:
+    (turn,) = await ask_for(router, 7)
+    return turn
+
+
+async def ask_for(router: Router, *seeds: int) -> list[Turn]:
+    options = {"max_new_tokens": 9, "sampling": SamplingConfig(), "affinity": "a"}
+    return await asyncio.gather(*(router.generate((1, 2), seed=seed, **options) for seed in seeds))
+
+
+def test_a_paused_turn_goes_on_after_its_tokens_with_the_next_weights(virtual_time: None) -> None:
+    """The last token of an aborted request is sampled again: it might have ended the turn."""
+
+    async def play(router: Router, client: AbortingClient) -> None:
+        with router.group("a", 0, []):
+            turn = asyncio.create_task(sampled(router))
+            await asyncio.sleep(1.0)
+            router.pause()
+            client.aborted.set()
+            assert await router.paused() == {"a": [(7, HALF)]}
+            await asyncio.sleep(1000.0)
+            assert not turn.done() and len(client.bodies) == 1
+            client.version = 1
+            router.resume()
+            assert await turn == WHOLE
+            assert await router.paused() == {"a": [(7, WHOLE)]}
+        assert client.bodies == [((1, 2), 9), ((1, 2, 10, 11), 7)]
+        assert await router.paused() == {}
+
+    pausing(play)
+
+
+def test_turns_of_an_earlier_start_are_not_sampled_again(virtual_time: None) -> None:
+    async def play(router: Router, client: AbortingClient) -> None:
+        client.version = 1
+        client.aborted.set()
+        with router.group("a", 0, [(7, HALF), (8, WHOLE), (9, replace(WHOLE, prompt_ids=(1, 3)))]):
+            assert await ask_for(router, 7, 8) == [WHOLE, WHOLE]
+            assert client.bodies == [((1, 2, 10, 11), 7)]
+            await ask_for(router, 9)
+            assert client.bodies[1:] == [((1, 2), 9)], "a user who answers otherwise has another turn"
+
+    pausing(play)
+
+
+def test_a_request_that_a_paused_server_holds_is_sent_again(virtual_time: None) -> None:
+    async def play(router: Router, client: AbortingClient) -> None:
+        turn = asyncio.create_task(sampled(router))
+        await asyncio.sleep(1.0)
+        router.pause()
+        assert await router.paused() == {}
+        client.aborted.set()
+        router.resume()
+        assert (await turn).token_ids == (10, 11, 12, 13)
+        assert client.bodies == [((1, 2), 9)] * 2
+
+    pausing(play)
+
+
+def test_a_turn_that_a_server_aborts_without_a_pause_stays_aborted(virtual_time: None) -> None:
+    async def play(router: Router, client: AbortingClient) -> None:
+        turn = asyncio.create_task(sampled(router))
+        await asyncio.sleep(1.0)
+        client.aborted.set()
+        assert (await turn).finish is Finish.ABORT
+
+    pausing(play)

@@ -26,10 +26,11 @@ import psutil
 import pytest
 
 from megatron_collab.config import Config, SamplingConfig
-from megatron_collab.data.chat_template import load_tokenizer
+from megatron_collab.data.chat_template import ChatRenderer, load_tokenizer
 from megatron_collab.inference import server as server_module
 from megatron_collab.inference.assistant import Renderer
 from megatron_collab.inference.client import EngineError, SGLangClient
+from megatron_collab.inference.router import Router
 from megatron_collab.inference.server import ServerError, SGLangServer
 from megatron_collab.inference.spec import ClientSpec
 from megatron_collab.rollout import thinking
@@ -244,6 +245,37 @@ def test_a_thought_and_its_reply_are_sampled_as_one_turn_would_be(server: SGLang
             assert sampled == 30 and turn.token_ids[30:33] == (7, 5, 8)
             assert (turn.token_ids[33:], turn.log_probs[33:]) == (after.token_ids, after.log_probs)
             assert turn.finish is after.finish
+
+
+@pytest.mark.processes
+def test_turns_that_pause_are_those_that_do_not(servers: dict[str, Served]) -> None:
+    """With the same weights, bitwise and with their texts; the server aborts each up to twice, wherever it is."""
+    server = servers["untied"].server
+    renderer = ChatRenderer(str(servers["untied"].folder))
+
+    async def run() -> tuple[list[Turn], list[Turn], list[Turn]]:
+        address = [(server.url, server.api_key)]
+        router = Router(address, ClientSpec(60.0, "qwen25"), unpublished=True, decode=renderer.text)
+        ask = partial(router.generate, sampling=SamplingConfig(), affinity="a")
+        try:
+            undisturbed = await asyncio.gather(*(ask(p, seed=n, max_new_tokens=60) for n, p in enumerate(PROMPTS)))
+            with router.group("a", 0, []):
+                tasks = [asyncio.create_task(ask(p, seed=n, max_new_tokens=60)) for n, p in enumerate(PROMPTS)]
+                kept = list[Turn]()
+                for seed in (1000, 1001):
+                    await ask(PROMPTS[0], seed=seed, max_new_tokens=8)
+                    router.pause()
+                    await asyncio.to_thread(server.ask, "/pause_generation", {"mode": "abort"})
+                    kept += [turn for _, turn in (await router.paused())["a"]]
+                    await asyncio.to_thread(server.ask, "/continue_generation", {})
+                    router.resume()
+                return undisturbed, await asyncio.gather(*tasks), kept
+        finally:
+            await router.close()
+
+    undisturbed, paused, kept = asyncio.run(run())
+    assert len([turn for turn in kept if turn.finish is Finish.ABORT and turn.token_ids]) > len(PROMPTS) // 2
+    assert paused == undisturbed
 
 
 @pytest.mark.processes

@@ -89,9 +89,6 @@ class FakePolicy:
         self.seeds: list[int] = []
         self.affinities: set[str] = set()
 
-    def assign(self, affinity: str, server: int) -> None:
-        """There is one server."""
-
     async def generate(
         self,
         prompt_ids: tuple[int, ...],

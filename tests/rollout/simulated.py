@@ -30,6 +30,7 @@ from megatron_collab.types import (
     Group,
     Message,
     Missing,
+    PausedTurn,
     Reward,
     Rollout,
     Score,
@@ -103,7 +104,8 @@ class World:
     number `outage` on all servers are lost, until they are revived, which calls `on_revive`; from look number
     `scoring_outage` on those of a reward model, until the run waits for them. `stats` are the metrics of every update,
     `reply` is the text of every turn, `alarms` are those of sentinels. `journal`: keep the journal of an earlier run in
-    `folder`.
+    `folder`. `colocated`: the servers are, so that groups ahead pause: `pauses` has what workers and servers are told
+    then, `turns` those that paused groups have sampled, by stream, and `resumed` those with which groups began.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class World:
         state: Mapping[str, Any] | None = None,
         journal: bool = False,
         sets: Any = None,
+        colocated: bool = False,
         **rollouts: int,
     ) -> None:
         if not journal:
@@ -124,7 +127,7 @@ class World:
         if not (folder / "model").exists():
             byte_level_tokenizer(300).save_pretrained(folder / "model")
         config.train.prompts_per_step, config.train.eval_tasks, config.algo.dynamic_sampling = PROMPTS, 4, refills
-        config.reward.max_missing = 0.5
+        config.reward.max_missing, config.rollout.server.colocated = 0.5, colocated
         for name, value in rollouts.items():
             setattr(config.rollout, name, value)
         rows = [{"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "id": str(i)} for i in range(TASKS)]
@@ -149,17 +152,23 @@ class World:
         self.calls: Counter[str] = Counter()
         self.looks, self.outage, self.scoring_outage, self.revived = 0, 0, 0, 0
         self.on_revive: Callable[[], None] = lambda: None
+        self.pauses: list[str] = []
+        self.turns: dict[str, list[PausedTurn]] = {}
+        self.resumed: dict[str, list[PausedTurn]] = {}
         self._gone = self._gone_scoring = False
         self.ray = FakeRay()
         actor = SimpleNamespace(
             play=Method(self._play),
             take_counters=Method(lambda: {"asked": 1}),
             spend=Method(lambda: {"usd": self.usd}),
+            pause=Method(lambda: self.pauses.append("turns wait")),
+            paused=Method(lambda: self.turns),
+            resume=Method(lambda: self.pauses.append("turns go on")),
         )
         leader = dist.get_rank() == 0
         servers: Any = SimpleNamespace(
             workers=_Workers([actor], [], actor, ray=self.ray) if leader else None,
-            pool=SimpleNamespace(lost_all=lambda: self._gone, recover=self._recover) if leader else None,
+            pool=self._pool() if leader else None,
             lost_all=self._lost_all,
             play=play_spec(config),
             wait_for_served=self._wait_for_served,
@@ -205,7 +214,14 @@ class World:
             rewards = [Missing("no server of the reward model")] * len(rewards)
         return Group(task, tuple(rollout(value, self.version, ending, self.reply) for value in rewards))
 
-    def _play(self, task: Task, stream: str, eval_set: EvaluationSet | None, server: int) -> Reference:
+    def _pool(self) -> SimpleNamespace:
+        pause = lambda: self.pauses.append("servers abort")  # noqa: E731
+        return SimpleNamespace(lost_all=lambda: self._gone, recover=self._recover, pause=pause)
+
+    def _play(
+        self, task: Task, stream: str, eval_set: EvaluationSet | None, server: int, turns: Sequence[PausedTurn]
+    ) -> Reference:
+        self.resumed |= {stream: [*turns]} if turns else {}
         self.calls[stream] += 1
         assert self.calls[stream] <= 1 + (stream in self.broken | self.unscored)
         self.played[stream] = int(task.id)

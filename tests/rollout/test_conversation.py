@@ -17,6 +17,7 @@ from megatron_collab.rollout import conversation as conversation_module
 from megatron_collab.rollout.conversation import FuturesPlayer, RolloutPlace, seed_of
 from megatron_collab.rollout.users import UserError, UserReply
 from megatron_collab.runtime.redact import LONGEST_EXCERPT
+from megatron_collab.runtime.time_limit import uncounted
 from megatron_collab.types import (
     Conversation,
     Ending,
@@ -276,6 +277,23 @@ class Finishing(FakeUsers):
 
 
 @pytest.mark.usefixtures("virtual_time")
+@pytest.mark.parametrize(("deadline", "ending"), [(50.0, Ending.TURN_LIMIT), (30.0, Ending.DEADLINE)])
+def test_a_pause_of_the_policy_does_not_count_towards_the_deadline(
+    virtual_time: None, deadline: float, ending: Ending
+) -> None:
+    """The future has two turns of 20 s."""
+
+    class Pausing(FakePolicy):
+        async def generate(self, *prompt: Any, **options: Any) -> Turn:
+            with uncounted():
+                await asyncio.sleep(1000.0)
+            await asyncio.sleep(20.0)
+            return await super().generate(*prompt, **options)
+
+    (conversation,) = play(Pausing(lambda prompt, seed: "ok"), max_user_turns=2, deadline=deadline)
+    assert conversation.ending is ending
+
+
 @pytest.mark.parametrize(("hangs", "why"), [(False, "the world is gone"), (True, "rollout.deadline=0.05")])
 def test_an_error_in_finish_ends_only_that_conversation(monkeypatch: pytest.MonkeyPatch, hangs: bool, why: str) -> None:
     """It has its type and is counted, the messages stay, and so does an earlier error."""

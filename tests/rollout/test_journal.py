@@ -17,7 +17,7 @@ from megatron_collab.observability.folder import rows_of
 from megatron_collab.rollout.journal import Journal, WeightDigests, conversations, entries, failed, scored
 from megatron_collab.runtime import signals
 from megatron_collab.runtime.process import Preempted
-from megatron_collab.types import Batch, Ending, Future, Group, Message, Missing, Rollout, Score, Task
+from megatron_collab.types import Batch, Ending, Finish, Future, Group, Message, Missing, Rollout, Score, Task, Turn
 from tests.rollout.simulated import DIFFERENT, EQUAL, PROMPTS, World, rollout
 
 TASK = Task("7", (Message("user", "hi"),), "goal", "answer", "scripted/booking", {"day": "friday"})
@@ -258,19 +258,61 @@ def test_a_step_interrupted_in_its_update_is_collected_without_playing(world: Ma
 def test_sampling_ahead_resumes(world: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch of step 2 was collected but not trained; the checkpoint is from the beginning of the step."""
     before = make(world, max_staleness=1)
-    before.slow = {"train-1-3"}
     for step in range(2):
         before.next(step)
     state = json.loads(json.dumps(before.manager.state()))
-    before.version = 2
-    before.slow |= {"train-3-1"}
+    before.slow = {"train-3-1"}
     expected = before.next(2)
     with pytest.raises(Preempted), before.manager:
         raise Preempted
     after = make(world, max_staleness=1, state=state, journal=True)
     after.slow = before.slow
     assert_same(after.next(2), expected)
-    assert after.played.keys() == before.slow & after.played.keys() == {"train-1-3", "train-3-1"}
+    assert after.played.keys() == {"train-3-1"}
+
+
+TURN = Turn((1, 2, 3), (10,), (-0.25,), (0,), Finish.ABORT, "")
+
+
+def test_paused_turns_come_back_with_their_weights(tmp_path: Path) -> None:
+    """The end of step 3, which version 3 sampled."""
+    opened(tmp_path).pause(3, {"train-4-0": [(7, TURN)]})
+    assert opened(tmp_path).paused(3) == {"train-4-0": [(7, TURN)]}
+    assert opened(tmp_path).paused(2) is None
+    assert opened(tmp_path, 0.1 + 1e-15, 0.2).paused(3) is None, "another version 3"
+
+
+@pytest.mark.parametrize("resumed", [0, 1, 2])
+def test_a_run_resumes_from_where_its_groups_paused(world: Maker, resumed: int) -> None:
+    """It is killed in the update of step 1, while train-2-0 pauses; the checkpoint is from the beginning of a step."""
+    options: dict[str, Any] = {"max_staleness": 1, "colocated": True}
+    before = make(world, **options)
+    states = []
+    for step in range(2):
+        states.append(json.loads(json.dumps(before.manager.state())))
+        before.slow = {"train-2-0"} if step else set()
+        before.turns = {"train-2-0": [(7, TURN)]} if step else {}
+        before.next(step)
+    states.append(json.loads(json.dumps(before.manager.state())))
+    after = make(world, **options, state=states[resumed], journal=True)
+    for step in range(resumed, 2):
+        after.next(step)
+    assert not after.played, "what pauses at the end of step 1 is not begun before step 2"
+    after.next(2)
+    assert after.resumed == {"train-2-0": [(7, TURN)]}
+    regular = {name for name in after.played if name.startswith("train-2-")}
+    assert regular == {"train-2-0"}
+
+
+def test_turns_of_other_weights_are_sampled_again(world: Maker) -> None:
+    before = make(world, max_staleness=1, colocated=True)
+    before.slow, before.turns = {"train-1-0"}, {"train-1-0": [(7, TURN)]}
+    before.next(0)
+    state = {**before.manager.state(), "weights": [(0, "0" * 64), (1, "1" * 64)]}
+    for weights, resumed in (([*before.manager.state()["weights"]], before.turns), ([(0, "1" * 64), (1, "")], {})):
+        after = make(world, max_staleness=1, colocated=True, state={**state, "weights": weights}, journal=True)
+        after.next(1)
+        assert after.resumed == resumed and "train-1-0" in after.played
 
 
 def test_a_run_that_went_back_replays_groups_of_newer_weights(world: Maker) -> None:
@@ -361,13 +403,8 @@ def test_a_finished_run_leaves_no_journal(world: Maker, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_removes_learned_steps_from_the_journal(world: Maker, tmp_path: Path) -> None:
-    run = make(world, max_staleness=1)
-    run.slow = {"train-1-0"}
+    run = make(world, max_staleness=1, colocated=True)
     for step in range(3):
         run.next(step)
         run.manager.forget((step + 1, {"collector": run.manager.state()}))
-    assert {file.name for file in (tmp_path / "journal").iterdir()} == {
-        "step_1.groups",
-        "step_2.groups",
-        "step_3.groups",
-    }
+    assert {file.name for file in (tmp_path / "journal").iterdir()} == {"step_3.groups", "step_2.paused"}

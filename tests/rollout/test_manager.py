@@ -63,8 +63,7 @@ def test_without_staleness_steps_are_those_of_a_recorded_run(world: Callable[...
         assert [sample.credits[0].value for sample in batch.samples] == DIFFERENT * 6
         measured = MEASURED[step]
         assert without_sentinels(batch.metrics) == {**COMMON, **measured, "score/right": measured["reward"]}
-    state = {**run.manager.state(), "weights": [], "sentinels": {}}
-    assert state == {"next": (6, 0, 0), "in_flight": [], "weights": [], "sentinels": {}}
+    assert run.manager.state().keys() == {"weights", "sentinels"}
 
 
 def without_sentinels(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -102,7 +101,7 @@ def test_an_alarm_stops_the_run_if_that_is_set(world: Callable[..., World]) -> N
         ask_from(run, 15, range(24))
     state = run.manager.state()
     assert not state["sentinels"]["questions"]["alarmed"]
-    step = state["next"][0]
+    step = max(run.written_steps)
     resumed = world(lambda task: DIFFERENT, state=state)
     ask_from(resumed, 15, range(step, 24))
     assert resumed.alarms == run.alarms

@@ -183,6 +183,7 @@ def test_what_is_no_player_is_refused_before_a_run(unusable: str) -> None:
 def worker(options: Config) -> Any:
     """A conversation worker with the fakes."""
     actor: Any = object.__new__(ConversationWorker)
+    actor.router = None
     actor.config, actor.play_spec, actor.adapter = options, play_spec(options), None
     actor.players, actor.client, actor.engine = {}, None, ()
     actor.policy, actor.renderer, actor.rewards = FakePolicy(reply), CharacterRenderer(), FakeRewards(digit)

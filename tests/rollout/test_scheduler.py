@@ -1,4 +1,4 @@
-"""Sampling ahead of training: when groups begin, which are trained, which are stale, what a restart continues.
+"""Sampling ahead of training: when groups begin, which are trained, what a restart continues.
 
 Also how long a group may take, computed by hand from the settings.
 """
@@ -23,7 +23,7 @@ from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.rollout import scheduler
 from megatron_collab.rollout.journal import Journal, WeightDigests
-from megatron_collab.rollout.scheduler import Flight, Slot, group_seconds, window
+from megatron_collab.rollout.scheduler import Flight, Slot, group_seconds
 from megatron_collab.rollout.workers import Workers
 from megatron_collab.runtime.process import Hung, RunStopped
 from megatron_collab.types import Ending, Group, Message, Missing, Reward, Task
@@ -55,8 +55,9 @@ def step_streams(step: int) -> set[str]:
     return {Slot(step, 0, number).stream for number in range(PROMPTS)}
 
 
-def outstanding(run: World) -> set[str]:
-    return {Slot(*slot).stream for slot in run.manager.state()["in_flight"]}
+def tasks(run: World, step: int) -> list[int]:
+    """The tasks of the regular groups of a step, in order."""
+    return [run.played[Slot(step, 0, number).stream] for number in range(PROMPTS)]
 
 
 def test_slots_are_named_and_ordered_as_they_are_played() -> None:
@@ -64,31 +65,28 @@ def test_slots_are_named_and_ordered_as_they_are_played() -> None:
     assert order == sorted(order)
     assert [slot.stream for slot in order[1:3]] == ["train-3-5", "train-3.1-0"]
     assert slots([slot.stream for slot in order]) == order
-    assert Slot(3, 0, 4).after(6) == Slot(3, 0, 5) and Slot(3, 0, 5).after(6) == Slot(4, 0, 0)
 
 
+@pytest.mark.parametrize("colocated", [False, True])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_no_group_is_begun_too_early_or_trained_too_late(world: Maker, ahead: int, seed: int) -> None:
-    """In whatever order the groups finish."""
-    run, drawn = make(world, ahead), random.Random(seed)
-    run.rewards = lambda task: DIFFERENT
-    trained: list[int] = []
+def test_every_group_is_trained_once_in_its_own_step(world: Maker, ahead: int, seed: int, colocated: bool) -> None:
+    """So long conversations are trained as often as short ones: of the groups ahead, a third outlast a step."""
+    run, drawn = make(world, ahead, colocated=colocated), random.Random(seed)
+    trained, waited = list[int](), Counter[str]()
     for step in range(STEPS):
-        begun = [name for number in range(step, STEPS) for name in step_streams(number)]
-        run.slow = set(drawn.sample(begun, len(begun) // 3)) if ahead and step < STEPS - 1 else set()
+        later = [name for number in range(step + 1, STEPS) for name in step_streams(number)]
+        run.slow = set(drawn.sample(later, len(later) // 3))
         batch = run.next(step)
-        assert len(run.played) - len(run.written) == window(step, STEPS, PROMPTS, ahead) - PROMPTS
-        assert all(step - ahead <= sample.version <= step for sample in batch.samples)
-        assert len(batch.samples) == 3 * PROMPTS
-        trained += run.trained(batch)
+        waited.update(run.slow & run.played.keys())
+        assert run.trained(batch) == tasks(run, step)
+        assert {sample.version for sample in batch.samples} == {max(0, step - ahead)}
         assert run.peak <= (ahead + 1) * PROMPTS
-    assert Counter(trained) <= Counter(run.played.values())
-    regular = {name for name in run.played if "." not in name}
-    assert regular == {name for step in range(STEPS) for name in step_streams(step)}
-    for slot, version in zip(slots(list(run.begun)), run.begun.values(), strict=True):
-        assert version == (slot.step if slot.refill else max(0, slot.step - ahead))
-    assert len(run.played) == len(run.written)  # nothing is left in flight
+        trained += run.trained(batch)
+    assert bool(waited) == bool(ahead)
+    assert trained == [task for step in range(STEPS) for task in tasks(run, step)]
+    assert len(run.played) == len(run.written) == STEPS * PROMPTS, "and nothing is left in flight"
+    assert run.pauses == ["turns wait", "servers abort", "turns go on"] * (STEPS - 1) * (colocated and ahead > 0)
 
 
 @pytest.mark.processes
@@ -112,70 +110,11 @@ def test_a_group_that_raises_does_not_lose_the_others(world: Maker, monkeypatch:
     assert after.played.keys() == broken
 
 
-def test_a_slow_group_is_trained_a_step_later(world: Maker) -> None:
+def test_the_age_of_samples_is_recorded(world: Maker) -> None:
     run = make(world, 1)
-    run.slow = {"train-0-2"}
-    first = run.trained(run.next(0))
-    late = run.played["train-0-2"]
-    assert set(run.played) == step_streams(0) | step_streams(1)
-    assert len(first) == PROMPTS and late not in first
-    assert outstanding(run) >= {"train-0-2"} and len(outstanding(run)) == PROMPTS
-    run.slow = set()
-    second = run.next(1)
-    assert run.trained(second)[0] == late
-    assert [sample.version for sample in second.samples] == [0] * 3 * PROMPTS
+    first, second = run.next(0), run.next(1)
+    assert (first.metrics["staleness/mean"], first.metrics["staleness/max"]) == (0.0, 0.0)
     assert (second.metrics["staleness/mean"], second.metrics["staleness/max"]) == (1.0, 1.0)
-    assert second.metrics["staleness/dropped"] == second.metrics["staleness/groups_dropped"] == 0.0
-
-
-def test_stale_groups_are_counted_and_replaced(world: Maker) -> None:
-    run = make(world, 1)
-    late = ["train-0-1", "train-0-3"]
-    run.slow = set(late)
-    run.next(0)
-    run.next(1)
-    run.slow = set()
-    batch = run.next(2)
-    assert not set(map(run.played.get, late)) & set(run.trained(batch))
-    assert len(batch.samples) == 3 * PROMPTS and all(sample.version >= 1 for sample in batch.samples)
-    assert {name for name in run.played if "." in name} == {"train-2.1-0", "train-2.1-1"}
-    counts = {name: batch.metrics[f"staleness/{name}"] for name in ("dropped", "groups_dropped", "groups_lacking")}
-    assert counts == {"dropped": 6.0, "groups_dropped": 2.0, "groups_lacking": 0.0}
-    assert [int(group.task.id) for group in run.written if int(group.task.id) in map(run.played.get, late)]
-
-
-@pytest.mark.parametrize(("advantage", "old", "trained"), [("grpo", 1, 2), ("grpo", 2, 0), ("reinforce++", 2, 1)])
-def test_a_group_is_trained_without_its_stale_samples_if_enough_remain(
-    world: Maker, advantage: str, old: int, trained: int
-) -> None:
-    """In every group of step 3, `old` of three samples have version 1, which is too old for it."""
-    run = make(world, 1)
-    run.config.algo.advantage = advantage
-
-    def group(task: Task, stream: str) -> Group:
-        versions = [run.version] * 3
-        if stream in step_streams(3):
-            versions[:old] = [1] * old
-        return Group(task, tuple(rollout(value, at) for value, at in zip(DIFFERENT, versions, strict=True)))
-
-    run.group = group  # type: ignore[method-assign]
-    for step in range(3):
-        run.next(step)
-    batch = run.next(3)
-    replaced = 0 if trained else PROMPTS
-    assert len(batch.samples) == (3 if replaced else trained) * PROMPTS
-    assert batch.metrics["staleness/dropped"] == old * PROMPTS + (replaced and (3 - old) * PROMPTS)
-    assert batch.metrics["staleness/groups_dropped"] == replaced
-
-
-def test_servers_that_never_get_new_weights_stop_the_run(world: Maker) -> None:
-    run = make(world, 1)
-    stuck = lambda task, stream: Group(task, tuple(rollout(value, 0) for value in DIFFERENT))  # noqa: E731
-    run.group = stuck
-    for step in range(2):
-        run.next(step)
-    with pytest.raises(RunStopped, match=r"^step 2: no group has enough rewards of version 1 or newer"):
-        run.next(2)
 
 
 def test_groups_that_teach_nothing_are_replaced_up_to_the_limit(world: Maker) -> None:
@@ -191,21 +130,6 @@ def test_groups_that_teach_nothing_are_replaced_up_to_the_limit(world: Maker) ->
     assert len(run.played) == len(run.written)
 
 
-@pytest.mark.parametrize("published", [True, False])
-def test_samples_of_unpublished_weights_are_not_trained(world: Maker, published: bool) -> None:
-    """Also without staleness; if there are none, the metric is absent."""
-    run = make(world, 0)
-
-    def group(task: Task, stream: str) -> Group:
-        versions = [0, 0, 0 if published or stream != "train-0-2" else -1]
-        return Group(task, tuple(rollout(value, at) for value, at in zip(DIFFERENT, versions, strict=True)))
-
-    run.group = group  # type: ignore[method-assign]
-    batch = run.next(0)
-    assert len(batch.samples) == 3 * PROMPTS - (not published)
-    assert batch.metrics.get("staleness/dropped") == (None if published else 1.0)
-
-
 def resumed(world: Maker, run: World, step: int, ahead: int) -> World:
     state = json.loads(json.dumps(run.manager.state()))
     restarted = make(world, ahead, state=state)
@@ -213,48 +137,31 @@ def resumed(world: Maker, run: World, step: int, ahead: int) -> World:
     return restarted
 
 
-@pytest.mark.parametrize("then", [0, 1, 2])
-def test_a_restart_plays_groups_in_flight_first_and_trains_none_twice(world: Maker, then: int) -> None:
-    """Also if it may run further ahead than before, or not at all."""
-    before = make(world, 1)
-    before.slow = {"train-0-2", "train-1-3"}
-    batches = [before.next(step) for step in range(2)]
-    pending = outstanding(before)
-    assert before.slow < pending and len(pending) == PROMPTS
-    after = resumed(world, before, 2, then)
-    batches += [after.next(2)]
-    assert list(after.played)[:PROMPTS] == [slot.stream for slot in sorted(slots(list(pending)))]
-    batches += [after.next(step) for step in range(3, STEPS)]
-    trained = [name for run in (before, after) for name in run.played if run is after or name not in pending]
-    assert sorted(trained) == sorted(name for step in range(STEPS) for name in step_streams(step))
-    assert sum(len(batch.samples) for batch in batches) == 3 * PROMPTS * STEPS
-    assert after.peak == (then + 1) * PROMPTS
-
-
 def test_a_run_restarted_at_every_step_trains_every_group_once(world: Maker) -> None:
-    """Each time with another staleness: slots that may not begin yet stay in the state."""
-    trained: list[str] = []
-    run = make(world, 2)
+    """Each time with another staleness."""
+    trained: list[int] = []
+    run, played = make(world, 2), dict[str, int]()
     for step, staleness in enumerate([2, 0, 1, 0, 2]):
         run = resumed(world, run, step, staleness)
-        run.next(step)
-        trained += [name for name in run.played if name not in outstanding(run)]
-        assert run.peak == window(step, STEPS, PROMPTS, staleness)
-    assert sorted(trained) == sorted(name for step in range(STEPS) for name in step_streams(step))
+        trained += run.trained(run.next(step))
+        played |= run.played
+        assert list(run.played)[:PROMPTS] == [Slot(step, 0, number).stream for number in range(PROMPTS)]
+        assert run.peak == (min(step + staleness + 1, STEPS) - step) * PROMPTS
+    run.played = played
+    assert trained == [task for step in range(STEPS) for task in tasks(run, step)]
 
 
 def test_a_batch_is_in_the_order_of_the_slots(world: Maker) -> None:
     """And not in the order in which the groups finish."""
     run = make(world, 1, refills=1)
-    run.slow = step_streams(0)
 
     def group(task: Task, stream: str) -> Group:
-        values = EQUAL if stream in ("train-1-0", "train-1-3") else DIFFERENT
+        values = EQUAL if stream in ("train-0-0", "train-0-3") else DIFFERENT
         return Group(task, tuple(rollout(value, run.version) for value in values))
 
     run.group = group  # type: ignore[method-assign]
     batch = run.next(0)
-    names = ["train-0.1-0", "train-0.1-1", "train-1-1", "train-1-2", "train-1-4", "train-1-5"]
+    names = ["train-0-1", "train-0-2", "train-0-4", "train-0-5", "train-0.1-0", "train-0.1-1"]
     assert run.trained(batch) == [run.played[name] for name in names]
 
 
@@ -487,7 +394,7 @@ class Simulated:
             **more,
         )
 
-    def play(self, task: Task, stream: str, eval_set: object, server: int) -> Reference:
+    def play(self, task: Task, stream: str, eval_set: object, server: int, turns: object) -> Reference:
         number = int(task.id)
         self.calls[number] += 1
         self.servers[number] = server
@@ -542,8 +449,7 @@ def test_groups_are_dealt_over_the_servers_and_a_slow_server_gets_fewer(simulate
     simulated.begin(flight, *range(6))
     assert [simulated.servers[number] for number in range(6)] == [0, 1, 2, 0, 1, 2]
     simulated.finished = {1, 2, 4, 5}  # server 0 has answered nothing
-    flight.wait_for(4, "training")
-    assert flight.poll() == "finished"
+    flight.collect(0.0)
     simulated.begin(flight, *range(6, 11))
     assert [simulated.servers[number] for number in range(6, 11)] == [1, 2, 1, 2, 0]
 
@@ -626,15 +532,16 @@ def test_groups_that_lack_a_score_after_an_outage_are_played_again_only_once(sim
     assert flight.poll() == "finished" and simulated.calls[0] == 2
 
 
-def test_take_returns_the_awaited_number_of_groups_in_order(simulated: Simulated) -> None:
+def test_the_first_groups_in_the_order_of_the_run_are_awaited(simulated: Simulated) -> None:
+    """Whichever finish first."""
     flight = simulated.flight()
     simulated.begin(flight, 4, 3, 2, 1, 0)
     flight.wait_for(3, "training")
-    simulated.finished = {1, 2}
+    simulated.finished = {1, 2, 3, 4}
     assert flight.poll() == "playing" and flight.slots == [Slot(0, 0, number) for number in (0, 3, 4)]
     simulated.finished = {0, 1, 2, 3, 4}
     assert flight.poll() == "finished" and len(flight) == 2
-    assert list(flight.take()) == [Slot(0, 0, number) for number in (1, 2, 4)]
+    assert list(flight.take()) == [Slot(0, 0, number) for number in (0, 1, 2)]
     assert simulated.shown == [1, 1, 1, 0], "the bar grows by each and is closed"
 
 

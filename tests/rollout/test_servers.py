@@ -211,6 +211,20 @@ def test_a_run_that_stops_gives_the_trainer_its_memory_to_save(stage: Callable[.
     assert run.servers[0].alive() is not stuck, "started again, it would take the memory"
 
 
+def test_servers_that_pause_abort_their_requests_before_they_release_their_memory(stage: Callable[..., Stage]) -> None:
+    """One that has died is left out."""
+    run = stage(replicas=2, staleness=1)
+    run.begin()
+
+    def play() -> None:
+        run.servers[1].die()
+        run.pool.pause()
+
+    events = run.phase(0, play)
+    assert "server 0: /pause_generation abort" in events[events.index("sampling") :]
+    assert events.count("server 1: start 1") == 1
+
+
 def test_a_run_that_stops_ends_servers_that_are_being_started(stage: Callable[..., Stage]) -> None:
     run = stage(replicas=2)
     run.begin()

@@ -11,8 +11,7 @@ from tests.helpers import refused
     ("settings", "way_out"),
     [
         (["rollout.max_staleness=-1"], "must be at least 0"),
-        (["rollout.max_staleness=1"], "set rollout.server.colocated=false"),
-        (["rollout.max_staleness=1", "rollout.server.colocated=false"], "set algo.correction=truncated"),
+        (["rollout.max_staleness=1"], "set algo.correction=truncated"),
         (["rollout.server.ep=2"], "does not divide rollout.server.tp=1"),
         (["rollout.server.colocated=false", "parallel.offload=true"], "set parallel.offload=false"),
         (["publish.transport=pigeon"], "memory, network, disk"),

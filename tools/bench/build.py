@@ -127,7 +127,7 @@ class Worker:
         engine: Any = Engine()
         self.player = FuturesPlayer(engine, engine, Users(), Judge(), building_spec(config).play)  # type: ignore[arg-type]
 
-    async def play(self, task: Task, stream: str, eval_set: None, server: int) -> Group:
+    async def play(self, task: Task, stream: str, eval_set: None, server: int, turns: Sequence[object]) -> Group:
         return await self.player.play(task, stream)
 
     async def spend(self) -> dict[str, float]:

@@ -11,18 +11,17 @@ The time of learning, and the bytes of weights, KV cache, offloading and a weigh
 counts as bfloat16 in products of a prefill.
 
 For each case (8 GPUs: train_8b; 128: train_70b; 1024: train_70b on eight times the nodes with 8,208 conversations a
-step; `ahead`: on the same GPUs, half of which serve, with rollout.max_staleness=1; `cut`: on the same GPUs, as if
-colocated servers could pause the conversations that a step does not wait for and continue them after the update, with
-rollout.max_staleness=1 or 2, which no run does yet):
+step; `cut`: with rollout.max_staleness=1 or 2, so that conversations of later steps pause while the trainer learns;
+`ahead`: with rollout.max_staleness=1 on the same GPUs, half of which serve):
 
     sample, score, update, publish, move, idle   shares of the GPUs' time; move: memory between servers and trainer
     step_seconds, step_over_bound   the bound is the larger of: the longest conversation between its publish and its
                     update, over 1 + max_staleness; the GPUs' work in full batches. llm has no limits per minute here
     busiest_over_mean   sampled tokens of the busiest server of a step
-    dropped, retracted  samples that were too old, of those that are trained; requests that a full cache sent back
+    retracted       requests that a full cache sent back
     cpu_seconds     of the simulation, which has one thread
 
---smoke: a small step of the first case. The last line is one JSON object.
+--smoke: a small step of the first two cases. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ from megatron_collab.rollout.manager import RolloutManager  # noqa: E402
 from megatron_collab.rollout.users import Users  # noqa: E402
 from megatron_collab.rollout.workers import Workers  # noqa: E402
 from megatron_collab.trainer.megatron.config import DTYPES  # noqa: E402
-from megatron_collab.types import Batch, Group, Message, Task  # noqa: E402
+from megatron_collab.types import Batch, Group, Message, PausedTurn, Task  # noqa: E402
 from megatron_collab.weight_sync.plan import plan_sync  # noqa: E402
 
 PREFILL_MFU = 0.50
@@ -87,17 +86,18 @@ MAP_SECONDS = 0.3  # to release memory, to resume it, and for the trainer to all
 
 SEVENTY = ["experiment=train_70b"]
 FLEET = ["launch.nodes=128", "rollout.server.replicas=128", "rollout.workers=128", "reward.workers=128"]
-AHEAD = ["rollout.max_staleness=1", "rollout.server.colocated=false", "parallel.offload=false"]
-AHEAD += ["algo.correction=truncated"]
-CASES: dict[str, tuple[int, int, list[str]]] = {  # measured steps, steps that a cut tail may be late, settings
-    "8": (2, 0, ["experiment=train_8b"]),
-    "8_ahead": (3, 0, ["experiment=train_8b", *AHEAD, "launch.nproc_per_node=4", "rollout.server.replicas=4"]),
-    "8_cut": (3, 1, ["experiment=train_8b"]),
-    "8_cut_2": (3, 2, ["experiment=train_8b"]),
-    "128": (1, 0, SEVENTY),
+CUT = ["rollout.max_staleness=1", "algo.correction=truncated"]
+AHEAD = [*CUT, "rollout.server.colocated=false", "parallel.offload=false"]
+# Measured steps, settings. With max_staleness=k the seconds of steps recur after k + 1: long after short phases.
+CASES: dict[str, tuple[int, list[str]]] = {
+    "8": (2, ["experiment=train_8b"]),
+    "8_cut": (4, ["experiment=train_8b", *CUT]),
+    "8_cut_2": (3, ["experiment=train_8b", *CUT, "rollout.max_staleness=2"]),
+    "8_ahead": (4, ["experiment=train_8b", *AHEAD, "launch.nproc_per_node=4", "rollout.server.replicas=4"]),
+    "128": (1, SEVENTY),
+    "128_cut": (4, [*SEVENTY, *CUT]),
     "128_ahead": (
-        3,
-        0,
+        4,
         [
             *SEVENTY,
             *AHEAD,
@@ -107,7 +107,7 @@ CASES: dict[str, tuple[int, int, list[str]]] = {  # measured steps, steps that a
             "rollout.server.max_total_tokens=589824",
         ],
     ),
-    "1024": (1, 0, [*SEVENTY, *FLEET, "train.prompts_per_step=342"]),
+    "1024": (1, [*SEVENTY, *FLEET, "train.prompts_per_step=342"]),
 }
 
 
@@ -141,7 +141,6 @@ class Step:
     chain: float
     work: float
     busiest: float
-    dropped: float  # samples that were too old, of those that are trained
 
 
 class SimulatedRouter(Router):
@@ -158,9 +157,18 @@ class ConversationWorker:
     def __init__(self, player: FuturesPlayer, router: Router) -> None:
         self.player, self.router = player, router
 
-    async def play(self, task: Task, stream: str, eval_set: None, server: int) -> Group:
-        self.router.assign(stream, server)
-        return await self.player.play(task, stream)
+    async def play(self, task: Task, stream: str, eval_set: None, server: int, turns: Sequence[PausedTurn]) -> Group:
+        with self.router.group(stream, server, turns):
+            return await self.player.play(task, stream)
+
+    async def pause(self) -> None:
+        self.router.pause()
+
+    async def paused(self) -> dict[str, list[PausedTurn]]:
+        return await self.router.paused()
+
+    async def resume(self) -> None:
+        self.router.resume()
 
     async def take_counters(self) -> dict[str, int]:
         return self.router.take_counters()
@@ -214,7 +222,7 @@ class Simulation:
             renderer: Any = Renderer(self.traffic)
             player = FuturesPlayer(router, renderer, users, RewardClient(rewards, play.reward), play)
             players.append(self.ray.actor(ConversationWorker(player, router)))
-        pool = SimpleNamespace(lost_all=lambda: False, recover=lambda: None)
+        pool = SimpleNamespace(lost_all=lambda: False, recover=lambda: None, pause=lambda: self._pause(release=True))
         servers: Any = SimpleNamespace(
             workers=Workers(players, rewards, limiter, [*range(len(self.servers))], self.ray),
             pool=pool,
@@ -246,8 +254,6 @@ class Simulation:
         publish = self.loop.time()
         batch = self.rollouts.collect(number)
         sampling = self.loop.time() - publish
-        if self.spec.placement.colocated:
-            self._pause(release=True)
         self._pass(self.trainer.move)
         size = trained_tokens(batch)
         score, update = self.trainer.learning(size)
@@ -267,7 +273,6 @@ class Simulation:
             chain=(phases + self.ledger.longest(f"train-{number}-")) / (1 + self.config.rollout.max_staleness),
             work=phases + done if self.spec.placement.colocated else max(phases, done + self.trainer.publish),
             busiest=max(sampled) / mean(sampled),
-            dropped=batch.metrics.get("staleness/dropped", 0.0) / len(batch.samples),
         )
 
     def close(self) -> None:
@@ -352,12 +357,10 @@ def trained_tokens(batch: Batch) -> int:
     return int(batch.loss_tokens) + sum(prompts.values())
 
 
-def simulate(settings: Sequence[str], steps: int, cut: int, traffic: Traffic) -> dict[str, float]:
-    """The values of a case; `cut`: rollout.max_staleness of a run whose colocated servers pause conversations."""
+def simulate(settings: Sequence[str], steps: int, traffic: Traffic) -> dict[str, float]:
+    """The values of a case."""
     began = time.process_time()
     config, shape = read_run([*settings])
-    if cut:  # which no run does
-        config.rollout.max_staleness, config.algo.correction = cut, "truncated"
     with TemporaryDirectory() as folder:
         simulation = Simulation(config, shape, steps, Path(folder), traffic)
         ahead = config.rollout.max_staleness
@@ -383,7 +386,6 @@ def simulate(settings: Sequence[str], steps: int, cut: int, traffic: Traffic) ->
         "work_seconds": mean(step.work for step in measured),
         "step_over_bound": mean(step.seconds / bound for step, bound in zip(measured, bounds, strict=True)),
         "busiest_over_mean": mean(step.busiest for step in measured),
-        "dropped": mean(step.dropped for step in measured),
         "retracted": sum(server.retracted for server in simulation.servers),
         "cpu_seconds": time.process_time() - began,
     }
@@ -399,11 +401,11 @@ def main() -> None:
     values = {}
     with TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        for case in ["8"] if options.smoke else options.cases or [*CASES]:
-            steps, cut, settings = CASES[case]
+        for case in ["8", "8_cut"] if options.smoke else options.cases or [*CASES]:
+            steps, settings = CASES[case]
             if options.smoke:
                 steps, settings = 1, [*settings, "train.prompts_per_step=4", "train.rollouts_per_prompt=2"]
-            for name, value in simulate([*settings, *options.set], steps, cut, Traffic()).items():
+            for name, value in simulate([*settings, *options.set], steps, Traffic()).items():
                 values[f"{case}/{name}"] = round(value, 4)
                 print(f"{case}/{name}: {value:.4g}", flush=True)
         dist.destroy_process_group()

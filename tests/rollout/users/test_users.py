@@ -129,7 +129,7 @@ def test_a_group_has_the_name_of_the_user_who_played_it(setting: str | None, nam
 
     worker: Any = object.__new__(ConversationWorker)
     worker.play_spec, worker.players = play_spec(config), {None: Idle()}
-    worker.policy = SimpleNamespace(assign=lambda affinity, server: None)
+    worker.router = None
     assert asyncio.run(worker.play(task("scripted/booking"), "s")).user == name
 
 

@@ -65,14 +65,16 @@ class Roofline:
 
 @dataclass(eq=False)
 class Request:
-    """`segments`: names and lengths of the prompt; `remaining`: tokens still to be sampled; `spans`: version and first
-    token of each part of the reply.
+    """`segments`: names and lengths of the prompt; `kept`: tokens of the reply that a request before a pause sampled;
+    `remaining`: tokens still to be sampled; `spans`: version and first token of each part of the reply.
     """
 
     segments: list[tuple[int, int]]
     reply: int  # name of its segment
     length: int
+    kept: int = 0
     remaining: int = 0
+    aborted: bool = False
     cached: int = 0
     began: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -109,7 +111,7 @@ class Server:
         self._loop: asyncio.Task[None] | None = None
 
     def pause(self, release: bool = False) -> None:
-        """Sample nothing until `resume`. With `release` the cache is given up: running requests are prefilled anew."""
+        """Sample nothing until `resume`. With `release` the cache is given up and requests are aborted."""
         self._releases = release
         self._awake.clear()
         self._news.set()
@@ -122,7 +124,7 @@ class Server:
         self._awake.set()
 
     def submit(self, request: Request) -> None:
-        request.remaining = request.length
+        request.remaining = request.length - request.kept
         self._waiting.append(request)
         self._news.set()
         if self._loop is None:
@@ -131,8 +133,7 @@ class Server:
     async def _serve(self) -> None:
         while True:
             if self._releases and not self._awake.is_set():
-                for request in list(self._running):
-                    self._give_up(request)
+                self._abort()
             await self._awake.wait()
             self._news.clear()
             if batch := self._admit():
@@ -228,12 +229,18 @@ class Server:
 
     def _retract(self, request: Request) -> None:
         self.retracted += 1
-        self._give_up(request)
-
-    def _give_up(self, request: Request) -> None:
         self._running.remove(request)
         self._release(request)
         self._waiting.append(request)
+
+    def _abort(self) -> None:
+        for request in self._running:
+            self._release(request)
+        for request in self._running + self._waiting:
+            request.aborted = True
+            request.began.set()
+            request.ended.set()
+        self._running, self._waiting = [], []
 
     def _release(self, request: Request) -> None:
         self._used -= request.sampled
@@ -268,17 +275,26 @@ class Client(SGLangClient):
     def __init__(self, server: Server, spec: ClientSpec, replies: Replies) -> None:
         super().__init__("simulated", "", spec)
         self.server, self.replies = server, replies
+        self._aborted: dict[int, tuple[int, int, str]] = {}  # replies by seed: name, length and finish
 
     async def _post(self, path: str, body: dict[str, Any], read: Any, crash: Any = None) -> Any:
         prompt, options = body["input_ids"], body["sampling_params"]
         starts = [at for at, token in enumerate(prompt) if token >= SEGMENT]
         lengths = [stop - start for start, stop in zip(starts, [*starts[1:], len(prompt)], strict=True)]
         segments = [(prompt[start], length) for start, length in zip(starts, lengths, strict=True)]
-        name, length = self.replies.draw(options["sampling_seed"], segments, options["max_new_tokens"])
-        request = Request(segments, name, length)
+        seed, most = options["sampling_seed"], options["max_new_tokens"]
+        if seed in self._aborted:
+            name, length, finish = self._aborted.pop(seed)
+        else:
+            name, length = self.replies.draw(seed, segments, most)
+            finish = "length" if length == most else "stop"
+        kept = segments.pop()[1] if segments[-1][0] == name else 0
+        request = Request(segments, name, length, kept)
         self.server.submit(request)
-        finish = "length" if length == options["max_new_tokens"] else "stop"
-        return await read(_Response(request, finish))
+        answer = await read(_Response(request, finish))
+        if request.aborted:
+            self._aborted[seed] = name, length, finish
+        return answer
 
 
 class Replies(Protocol):
@@ -297,16 +313,18 @@ class _Response:
         await request.began.wait()
         yield b"data: {}\n\n"
         await request.ended.wait()
-        tokens = [request.reply] + [FILLER] * (request.length - 1)
-        stops = [first for _, first in request.spans[1:]] + [request.length]
+        kept, count = request.kept, request.sampled - request.kept
+        tokens = [FILLER] * count if kept else [request.reply, *[FILLER] * (count - 1)][:count]
+        stops = [first for _, first in request.spans[1:]] + [request.sampled]
         spans = [
-            {"version": str(version), "start": first, "end": stop}
-            for (version, first), stop in zip(request.spans, stops, strict=True)
+            {"version": str(version), "start": first - kept, "end": stop - kept}
+            for (version, first), stop in zip(request.spans, stops if request.spans else [], strict=True)
         ]
         meta = {
-            "prompt_tokens": request.prompt,
+            "prompt_tokens": request.prompt + kept,
             "cached_tokens": request.cached,
-            "finish_reason": {"type": self.finish},
+            "weight_version": str(request.spans[-1][0] if request.spans else 0),
+            "finish_reason": {"type": "abort" if request.aborted else self.finish},
             "output_token_logprobs": [[-1.0, token, None] for token in tokens],
             "weight_versions": spans,
         }
