@@ -298,7 +298,7 @@ def test_sampling_runs_ahead_of_training(tmp_path: Path, start: Callable[[list[s
         (line["step"], line["task"], line["rollout"], line["future"]) for line in transcript_rows(tmp_path / "ahead")
     ]
     assert len(streams) == len(set(streams))
-    assert len({stream[:3] for stream in streams}) == groups * 4  # of which a malformed one has no second future
+    assert len({stream[:3] for stream in streams}) == 4 * 4 * 4  # of which a malformed one has no second future
 
 
 @pytest.mark.slow
@@ -323,7 +323,6 @@ def test_a_person_reads_the_run_in_a_browser(trained: Path) -> None:
         page.get_by_role("link", name="Talk").click()
         expect(page.locator("#talk-right")).to_have_value("step_4")
         chromium.close()
-    assert len({stream[:3] for stream in streams}) == 4 * 4 * 4  # of which a malformed one has no second future
 
 
 @pytest.mark.slow
