@@ -232,6 +232,11 @@ def check_data(config: PlayConfig, spec: RunSpec, data: Sequence[SurveyedSources
     for user in called if not spec.serving.policy.placement.replicas else ():
         message = f"{user.setting}={POLICY}: is not served if assistant.model is set; choose another"
         require(user.endpoint.model != POLICY, message)
+    if isinstance(config, Config) and config.rollout.max_staleness and config.rollout.server.colocated:
+        ahead = f"rollout.max_staleness={config.rollout.max_staleness}: its servers pause in the middle of its messages"
+        for user in called:
+            message = f"{user.setting}={POLICY}: {ahead}; set rollout.server.colocated=false, or max_staleness to 0"
+            require(user.endpoint.model != POLICY, message)
     if first_on_node():  # LiteLLM is slow to import
         language_models = [*called, *spec.judges, *spec.assistants]
         endpoints.check_served(config, language_models)

@@ -120,6 +120,9 @@ class Collector:
     def resume(self) -> None:
         """Let the workers request turns again; the servers have the next weights."""
         if self._is_paused:
+            if self.lead.pool.lost_all():  # during the pause; another sync would abort the turns that now go on
+                self.flight.mark_interrupted()
+                self.lead.pool.recover()
             self.lead.workers.resume(self.lead.timeout)
             self._is_paused = False
 
@@ -131,7 +134,7 @@ class Collector:
         """
         turns = self.lead.workers.pause(self.lead.pool.pause, self.lead.timeout)
         self._is_paused = True
-        self.flight.collect(0.0)
+        self.flight.collect_all_but(turns, self.lead.timeout)  # the others have finished, and may be on their way
         self.lead.journal.pause(step, turns)
 
     def record_tokens(self, batch: ScoredBatch, log_probs: Sequence[np.ndarray]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import count, cycle
 from math import ceil, inf
@@ -155,7 +155,7 @@ class Flight:
         """
         self.collect(0.0 if any(request.group for request in self._awaited()) else POLL_SECONDS)
         if self._servers_lost():
-            self._mark_interrupted()
+            self.mark_interrupted()
             return "servers lost"
         self._progress = min(self._progress, time.monotonic())  # time spent waiting for servers does not count
         self._check_progress()
@@ -208,13 +208,20 @@ class Flight:
         if failures:
             raise failures[0]
 
-    def _mark_interrupted(self) -> None:
+    def collect_all_but(self, streams: Collection[str], seconds: float) -> None:
+        """Wait up to `seconds` for the groups in flight whose streams are not in `streams`, and collect them."""
+        references = [request.reference for request in self._playing() if request.stream not in streams]
+        if references:
+            self._ray.wait(references, num_returns=len(references), timeout=seconds)
+        self.collect(0.0)
+
+    def mark_interrupted(self) -> None:
         """No server is available: mark the groups in flight, which may fail, and stop the progress timer."""
         for request in self._requests.values():
             request.interrupted = True
         self._progress = inf
         if self._background is not None:
-            self._background._mark_interrupted()
+            self._background.mark_interrupted()
 
     def _seconds(self) -> float:
         """Upper bound, in seconds, until one more group finishes; background groups share the workers."""

@@ -60,7 +60,7 @@ class StepGroups:
             metrics |= {"dynamic/kept": trained_groups, "dynamic/dropped": self._idle, "dynamic/refills": self.refill}
         if self.credit.algo.objective == "dpo":
             metrics["dpo/groups_without_pair"] = self._pairless
-        if self.credit.rollout.max_staleness:
-            ages = [float(self.step - sample.version) for sample in samples]
+        ages = [float(self.step - sample.version) for sample in samples]
+        if self.credit.rollout.max_staleness or any(ages):
             metrics |= {"staleness/mean": mean(ages), "staleness/max": max(ages)}
         return Batch(samples, {name: float(value) for name, value in metrics.items()})

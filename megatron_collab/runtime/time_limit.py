@@ -7,31 +7,56 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 
-_limit = ContextVar[asyncio.Timeout | None]("_limit", default=None)
+
+class _Limit:
+    """The clock of a time limit, which stands still while `pauses` are open; tasks of the coroutine share it."""
+
+    def __init__(self, timeout: asyncio.Timeout) -> None:
+        self._timeout, self._pauses, self._left = timeout, 0, 0.0
+        self.ended = False
+
+    @property
+    def _runs(self) -> bool:
+        return not (self._pauses or self.ended or self._timeout.expired())
+
+    def stop(self) -> None:
+        end = self._timeout.when()
+        if self._runs and end is not None:
+            self._left = end - asyncio.get_running_loop().time()
+            self._timeout.reschedule(None)
+        self._pauses += 1
+
+    def go_on(self) -> None:
+        self._pauses -= 1
+        if self._runs:
+            self._timeout.reschedule(asyncio.get_running_loop().time() + self._left)
+
+
+_limit = ContextVar[_Limit | None]("_limit", default=None)
 
 
 @asynccontextmanager
 async def time_limit(seconds: float) -> AsyncIterator[asyncio.Timeout]:
     """As asyncio.timeout; what is done within `uncounted` does not count."""
-    async with asyncio.timeout(seconds) as limit:
+    async with asyncio.timeout(seconds) as timeout:
+        limit = _Limit(timeout)
         token = _limit.set(limit)
         try:
-            yield limit
+            yield timeout
         finally:
+            limit.ended = True
             _limit.reset(token)
 
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Stop the innermost time limit, if there is one, for the length of the block."""
-    limit, now = _limit.get(), asyncio.get_running_loop().time
-    end = limit.when() if limit else None
-    if limit is None or end is None:
+    """Stop the innermost time limit, if there is one, for the length of the block, or of the last of several blocks."""
+    limit = _limit.get()
+    if limit is None:
         yield
         return
-    remaining = end - now()
-    limit.reschedule(None)
+    limit.stop()
     try:
         yield
     finally:
-        limit.reschedule(now() + remaining)
+        limit.go_on()
