@@ -285,6 +285,16 @@ def test_a_prompt_that_is_none_is_refused_before_data_is_read(
     assert message.format(tmp_path) in refused(capsys, *overrides(tmp_path, model, [{"nothing": "of use"}], *settings))
 
 
+def test_a_user_that_the_paused_servers_write_is_refused(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "user": "llm"}]
+    settings = ["train.stage=rl", "reward.weights={token_amount: -1}", "user.model=policy", "launch.device=cpu"]
+    settings += ["rollout.max_staleness=1", "algo.correction=truncated", "rollout.context_length=4096"]
+    line = refused(capsys, *overrides(tmp_path, model, rows, *settings))
+    assert "user.model=policy: rollout.max_staleness=1: its servers pause in the middle of its messages" in line
+
+
 def test_a_user_without_a_key(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -304,6 +304,27 @@ def test_a_run_resumes_from_where_its_groups_paused(world: Maker, resumed: int) 
     assert regular == {"train-2-0"}
 
 
+def test_a_group_that_finishes_while_others_pause_is_in_the_journal(
+    world: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its worker has no turns of it any more, and its result is still on the way to rank 0."""
+    before = make(world, max_staleness=1, colocated=True)
+    before.slow, before.turns = {"train-1-0", "train-1-1"}, {"train-1-1": [(7, TURN)]}
+    wait, state = before.ray.wait, before.manager.state()
+
+    def arriving(pending: list[Any], num_returns: int, timeout: float) -> Any:
+        if timeout and len(pending) == 1:
+            before.slow.discard("train-1-0")
+        return wait(pending, num_returns, timeout)
+
+    monkeypatch.setattr(before.ray, "wait", arriving)
+    before.next(0)
+    after = make(world, max_staleness=1, colocated=True, state=state, journal=True)
+    after.next(0)
+    after.next(1)
+    assert {stream for stream in after.played if stream.startswith("train-1-")} == {"train-1-1"}
+
+
 def test_turns_of_other_weights_are_sampled_again(world: Maker) -> None:
     before = make(world, max_staleness=1, colocated=True)
     before.slow, before.turns = {"train-1-0"}, {"train-1-0": [(7, TURN)]}

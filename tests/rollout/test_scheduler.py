@@ -89,6 +89,18 @@ def test_every_group_is_trained_once_in_its_own_step(world: Maker, ahead: int, s
     assert run.pauses == ["turns wait", "servers abort", "turns go on"] * (STEPS - 1) * (colocated and ahead > 0)
 
 
+def test_an_outage_during_a_pause_aborts_no_turn_again(world: Maker) -> None:
+    """The step's weight sync has brought the servers back; another one would abort what has just gone on."""
+    run = make(world, 1, colocated=True)
+    run.broken = {"train-1-0"}
+    run.next(0)
+    run.lose_servers()
+    run.next(1)
+    assert run.revived == 0
+    assert run.pauses == ["turns wait", "servers abort", "turns go on", "turns wait", "servers abort"]
+    assert run.calls["train-1-0"] == 2, "what failed in the outage is played again"
+
+
 @pytest.mark.processes
 def test_a_group_that_raises_does_not_lose_the_others(world: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several groups finish at the same look, in any order."""
