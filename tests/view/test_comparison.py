@@ -10,8 +10,8 @@ import pytest
 
 from megatron_collab.config import ConfigError
 from megatron_collab.observability import evaluations, folder, transcripts
-from megatron_collab.observability.conversations import by_task
 from megatron_collab.observability.report import table
+from megatron_collab.observability.transcripts import by_group
 from megatron_collab.statistics import difference, mean
 from megatron_collab.view import comparison
 from megatron_collab.view.comparison import Side, compared, parts, side
@@ -102,7 +102,7 @@ def test_it_says_the_same_as_the_report(tmp_path: Path) -> None:
     run = run_with(tmp_path / "run", before=groups[0], after=groups[1])
     answer = compared(Side(run, "before"), Side(run, "after"))
     rows = [[row for group in side_groups for row in group] for side_groups in groups]
-    assert len(by_task(rows[0])) == 6
+    assert len(list(by_group(rows[0]))) == 6
 
     def text(value: Any, number: str) -> str:
         if value is None:
