@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from megatron_collab.config import ConfigError
 from megatron_collab.config.schema import RewardConfig
 from megatron_collab.launch.play_specs import reward_spec
 from megatron_collab.reward.metrics import ScoredMetric
-from megatron_collab.reward.metrics.rubric import read_criteria
+from megatron_collab.reward.metrics.rubric import Criterion, read_criteria
 from megatron_collab.rollout.llm_endpoints import judge_endpoints
 from megatron_collab.types import Missing, Task
 from tests.reward.fakes import FakeJudge, about, metric, play, score
@@ -54,8 +55,17 @@ def test_the_score_is_the_share_of_the_points(calls: str, met: tuple[bool, ...],
 
 
 def test_rubrics_as_rewards_name_their_keys_otherwise() -> None:
-    rows = task([{"title": "t", "description": "Asks.", "weight": 5}], "rubrics")
-    assert score("rubric", rows, play(rows, "Where?"), FakeJudge(verdicts(True)), column="rubrics") == 1.0
+    for column, settings in (("rubrics", {}), ("criteria", {"column": "criteria"})):
+        rows = task([{"title": "t", "description": "Asks.", "weight": 5}], column)
+        assert score("rubric", rows, play(rows, "Where?"), FakeJudge(verdicts(True)), **settings) == 1.0
+
+
+def test_criteria_may_be_json_text_and_have_nulls_for_the_keys_of_the_other_form() -> None:
+    """Tables hold texts, and Parquet gives all entries of a column the same keys."""
+    entry = {"criterion": None, "description": "Asks.", "points": None, "weight": 2.0}
+    for criteria in ([entry], json.dumps([entry])):
+        assert ScoredMetric("rubric", {}).lacks(task(criteria)) is None
+        assert read_criteria(criteria, "rubric", 1) == [Criterion("Asks.", 2.0)]
 
 
 def test_a_panel_counts_by_its_share_and_its_disputes_are_counted() -> None:
