@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from megatron_collab.config import option
 from megatron_collab.data.parsing import json_in
 from megatron_collab.data.readers import CRITERIA
 from megatron_collab.llm.answer import Field
+from megatron_collab.reward.explanations import gather_in_order
 from megatron_collab.reward.metrics import THOUGHT, Metric, judges_prompt, prompt
 from megatron_collab.types import Conversation, Missing, Score, Task
 
@@ -72,7 +72,7 @@ class Rubric(Metric):
         if not criteria:
             return None
         parts = [criteria] if self.options.calls == "all" else [[criterion] for criterion in criteria]
-        answers = await asyncio.gather(*(self._verdicts(task, conversation, part) for part in parts))
+        answers = await gather_in_order([self._verdicts(task, conversation, part) for part in parts])
         verdicts = list[float]()
         for answer in answers:
             if isinstance(answer, Missing):
