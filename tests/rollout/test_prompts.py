@@ -118,6 +118,12 @@ def test_the_prompts_of_the_published_setting_are_named_without_a_folder() -> No
 def test_every_prompt_is_tested() -> None:
     names = {file.stem for file in PROMPTS.iterdir()}
     users = {"user", "user_published", "user_model", "feedback", "user_of_log"}  # user_model: users/test_forms.py
-    judges = {"accuracy", "bleu", "interactivity_holistic", "interactivity_parts"}
+    judges = {
+        "accuracy",
+        "bleu",
+        "interactivity_holistic",
+        "interactivity_parts",
+        "rubric",
+    }  # rubric: tests/reward/test_rubric.py
     of_policy = {"collaborator", "mathematician", "pass_rate"}  # pass_rate: tests/reward/test_pass_rate.py
     assert names == judges | of_policy | users | {"teacher"}  # tests/algo/test_teacher_prompts.py

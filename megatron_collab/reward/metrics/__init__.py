@@ -307,8 +307,8 @@ class Judge:
         """The judge's values of `fields` for `prompt`; Missing if it gives no usable answer.
 
         Each prompt is sent once and its answer cached. `model` replaces the endpoint's model. The answer's text, also
-        of an unusable answer, its `thought`, after the model if it is to be `named`, and the model's version explain the metric's
-        score. Raises BudgetSpent.
+        of an unusable answer, its `thought`, after the model if it is to be `named`, and the model's version explain
+        the metric's score. Raises BudgetSpent.
         """
         endpoint = replace(self.endpoint, model=model or self.endpoint.model)
         try:
