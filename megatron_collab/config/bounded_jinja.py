@@ -7,11 +7,12 @@ arguments.
 
 from __future__ import annotations
 
+import operator
 import re
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Sized
 from contextvars import ContextVar
-from functools import partial, wraps
+from functools import partial, reduce, wraps
 from string import Formatter
 from typing import Any
 
@@ -22,7 +23,10 @@ from jinja2.visitor import NodeTransformer
 LONGEST = 1 << 20  # characters of a rendered text, besides four times those of its values
 SECONDS = 5.0  # CPU time of a rendering
 _LARGEST = 1 << 24  # characters of a value, all its entries together; bits of a number
-_MOST = 1 << 29  # characters of all values that a rendering computes, since any number of them may be kept
+# Characters of all values that a rendering computes, since any number of them may be kept: 2000 messages of 400
+# characters, collected in one text, are 0.8e9.
+_MOST = 1 << 30
+_POINTER = 8  # bytes of an entry in a list
 # Filters and methods whose numbers, but the value itself, are widths or counts.
 _WIDTHS = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "tojson", "truncate", "wordwrap", "batch"}
 _WIDTHS |= {"slice"}
@@ -77,7 +81,7 @@ def bounded(environment: SandboxedEnvironment) -> SandboxedEnvironment:
 class _Environment(ImmutableSandboxedEnvironment):
     """Computes no values above _LARGEST."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"*", "**", "%"})  # + is in _Instrumented
 
     def call_binop(self, context: Any, operator: str, first: Any, second: Any) -> Any:
         if operator == "%" and isinstance(first, str):
@@ -97,7 +101,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Instrumented(NodeTransformer):
-    """Makes every round of a loop and every call of a macro look at the clock, and `~` bound its result.
+    """Makes every round of a loop and every call of a macro look at the clock, and `~` and `+` bound their results.
 
     A round or call also counts the constant text in it, of which a block or macro makes a value.
     """
@@ -121,6 +125,15 @@ class _Instrumented(NodeTransformer):
         self.generic_visit(node)
         return self._call(nodes.List(node.nodes))
 
+    def visit_Add(self, node: Any) -> Any:
+        """A sum of several is one value: those on the way to it are kept by nothing."""
+        terms = [node.right]
+        while isinstance(node.left, nodes.Add):
+            node = node.left
+            terms.append(node.right)
+        terms = [self.visit(term) for term in (node.left, *reversed(terms))]
+        return self._call(nodes.List(terms), nodes.Const(0), nodes.Const(True))
+
 
 class _Clock:
     """Raises TemplateLimit once the rendering has taken SECONDS, or has computed more than _MOST characters."""
@@ -128,13 +141,14 @@ class _Clock:
     def __init__(self) -> None:
         self._deadline, self._room = time.thread_time() + SECONDS, _MOST
 
-    def __call__(self, parts: Sequence[Any] = (), constant: int = 0) -> str:
-        """The text of `parts`; `constant`: characters that the template writes besides."""
+    def __call__(self, parts: Sequence[Any] = (), constant: int = 0, added: bool = False) -> Any:
+        """The text of `parts`, or their sum if they are `added`; `constant`: characters that the template writes."""
         if time.thread_time() > self._deadline:
             raise TemplateLimit(f"takes more than {SECONDS:g} s")
-        _limit(size := _size(parts))
+        size = sum(map(_new_size, parts)) if added else _size(parts)
+        _limit(size)
         self.count(size + constant)
-        return "".join(map(str, parts))
+        return reduce(operator.add, parts) if added else "".join(map(str, parts))
 
     def count(self, size: int) -> None:
         self._room -= size
@@ -261,6 +275,11 @@ def _size(value: Any) -> int:
             size += len(part)
             parts += part
     return size
+
+
+def _new_size(value: Any) -> int:
+    """What a term adds to a sum: a list shares its entries with the sum of lists."""
+    return len(value) * _POINTER if isinstance(value, list | tuple) else _size(value)
 
 
 def _limit(size: int) -> None:

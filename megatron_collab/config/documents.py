@@ -13,6 +13,7 @@ DEPTH = 100  # of nested lists and objects: copying, pickling or printing a valu
 _MOST = 1 << 20  # lists and objects of a document, those of aliases as often as they are repeated
 _MOST_MERGED = 1 << 16  # entries that the merge keys (<<) of a document copy into its objects
 _LONGEST_NUMBER = 4300  # characters, as many as Python's int() reads; YAML also has numbers in base 2, 8, 16 and 60
+_PARENTS = (dict, list, tuple)  # tuples: of !!pairs and !!omap; made once, since it is asked of every value
 _MERGE = "tag:yaml.org,2002:merge"
 _TOO_DEEP = f"nests lists and objects more than {DEPTH} deep"
 
@@ -53,7 +54,8 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 def parse_json(text: str) -> Any:
     """The value of a JSON text. Raises ValueError, TooDeep among them."""
     try:
-        return bounded(json.loads(text))
+        value = json.loads(text)
+        return bounded(value) if text.count("[") + text.count("{") > DEPTH else value  # faster than the walk
     except RecursionError as error:
         raise TooDeep(_TOO_DEEP) from error
 
@@ -86,7 +88,7 @@ def is_too_deep(value: Any, most: int | None = None) -> bool:
             entry
             for parent in level
             for entry in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(entry, dict | list | tuple)  # of !!pairs and !!omap
+            if isinstance(entry, _PARENTS)
         )
         level = list(islice(children, most))
         most = None if most is None else most - len(level)

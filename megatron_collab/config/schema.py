@@ -28,8 +28,8 @@ TOOL_PARSERS = (  # as SGLang calls them
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FORMATS = (  # of rows, as data/formats.py reads them
     "auto", "task", "preference", "messages", "collabllm", "recipe", "humaneval", "bigcodebench", "sharegpt",
-    "question_answer", "problem_solution", "problem_answer", "query_response", "alpaca", "recipe_sft",
-    "prompt_completion", "prompt", "text",
+    "question_answer", "question_reference", "problem_solution", "problem_answer", "query_response", "alpaca",
+    "recipe_sft", "prompt_completion", "prompt", "text",
 )
 # fmt: on
 TRANSPORTS = {  # of weights to the servers; their interface is in weight_sync/transports/base.py

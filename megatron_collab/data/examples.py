@@ -15,7 +15,7 @@ import numpy as np
 from megatron_collab.config import ConfigError, Extension, make, nearest, require
 from megatron_collab.data.formats import FORMATS, Use, natural_use, recognize
 from megatron_collab.data.messages import Unfit, unread_parts
-from megatron_collab.data.readers import checked_task
+from megatron_collab.data.readers import checked_task, unread_metadata, with_metadata
 from megatron_collab.data.rows import open_rows
 from megatron_collab.data.sources import Source
 from megatron_collab.runtime import files, hub, screen
@@ -100,6 +100,7 @@ class Examples(Sequence[_Read]):
             if isinstance(part, Mapping):
                 yield from unread_parts(part, self._columns)
                 yield from FORMATS[self.format].unread(part) if self.format in FORMATS else ()
+                yield from unread_metadata(part) if self.use == "task" else ()
 
     def sort_keys(self, by: str) -> np.ndarray:
         """Integer keys that sort the rows by a column, descending for `-column`. Raises ConfigError."""
@@ -228,7 +229,7 @@ def _examples(source: Source, setting: str, format: RowFormat, cache: Path | Non
     reader: Any = getattr(FORMATS[name], use) or FORMATS[name].conversation
 
     def read(row: Any, number: int) -> Any:
-        example = checked_task(reader(row, number)) if use == "task" else reader(row)
+        example = checked_task(with_metadata(reader(row, number), row)) if use == "task" else reader(row)
         if isinstance(example, Task) and any(message.role == "tool" for message in example.messages):
             raise ValueError("the prompt calls tools; such rows are read for supervised training only")
         return example

@@ -74,6 +74,7 @@ FORMATS: dict[str, Format] = {
     ),
     "sharegpt": Format(("conversations",), readers.sharegpt_task, readers.sharegpt_conversation),
     "question_answer": _solved("answer", "question"),
+    "question_reference": _solved("reference_answer", "question"),
     "problem_solution": _solved("solution", "problem"),
     "problem_answer": _solved("answer", "problem"),
     "query_response": _solved("response", "query"),

@@ -18,6 +18,7 @@ from megatron_collab.types import Message, Task, visible
 # Without the colon of a path: KIND, KIND/ARGUMENT, an entry of users, or nothing; NAME? only applies if it is an entry.
 _USER = re.compile(r"(?:[\w-]+(?:/[^:]*)?)?|.*\?", re.DOTALL)
 ANSWERS = ("answer", "solution", "label")  # columns with the answer to a prompt
+CRITERIA = ("rubric", "rubrics")  # columns with the criteria of the metric `rubric`
 # Columns of the recipe's rows that neither metrics nor users need.
 _BULKY = ("prompt", "completion", "sessions", "rewards", "single_turn_metadata", "single_turn_completion")
 
@@ -116,6 +117,21 @@ def _metadata(row: Row) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"metadata is {kind_of_value(value)}; give an object {{name: value}}")
     return value
+
+
+def with_metadata(task: Task, row: Row) -> Task:
+    """`task` with the column `metadata`, if that is an object, and with the columns of criteria in its metadata."""
+    column = {} if any(unread_metadata(row)) else _metadata(row)
+    criteria = {name: row[name] for name in CRITERIA if row.get(name) not in (None, "", [])}
+    return replace(task, metadata={**column, **task.metadata, **criteria}) if column or criteria else task
+
+
+def unread_metadata(row: Row) -> Iterator[str]:
+    """The column `metadata` if it is no object, as in published rows that keep another thing by this name."""
+    try:
+        _metadata(row)
+    except ValueError:
+        yield "column metadata"
 
 
 def collabllm_task(row: Row, number: int) -> Task:
@@ -258,8 +274,8 @@ def _object(row: Row, column: str) -> dict[str, Any]:
 
 
 def prompt_is_request(row: Row) -> bool:
-    """Whether the prompt is a text, or messages beside an answer; messages alone may lack the goal of a task."""
-    answered = any(column in row for column in ANSWERS) and not prompt_ends_with_assistant(row)
+    """Whether the prompt is a text, or messages beside an answer or criteria; others may lack the goal of a task."""
+    answered = any(column in row for column in (*ANSWERS, *CRITERIA)) and not prompt_ends_with_assistant(row)
     return isinstance(listed(row.get("prompt")), str) or answered
 
 

@@ -63,23 +63,14 @@ _OPENING = Calls(user=RoleCalls(1))
 
 def group_calls(play: PlaySpec, messages: int = 1) -> Calls:
     """Calls of a group; its task has `messages` of user and assistant."""
-    rollout = play.rollout
-    later = min(rollout.max_user_turns, rollout.max_assistant_turns - 1)
-    if rollout.max_messages:
-        later = min(later, max(0, (rollout.max_messages - messages - 1) // 2))
-    trained = play.rollouts
-    played = trained * max(1, rollout.futures)
-    if play.reward.mode == "single_turn":
-        later, played = 0, trained
-    judged = sum(
-        metric.judge_calls * (1 + later if metric.scores_turns else 1) for metric in play.reward.metrics.values()
-    )
+    later, trained = play.later_turns(messages), play.rollouts
+    played = trained * (1 if play.reward.mode == "single_turn" else max(1, play.rollout.futures))
     messages_before_answer = messages + 1  # messages that the user's first answer reads
     return Calls(
         RoleCalls(trained, trained * messages)
         + RoleCalls(later, sum(messages_before_answer + 2 * turn + 1 for turn in range(later))) * played,
         RoleCalls(later, sum(messages_before_answer + 2 * turn for turn in range(later))) * played,
-        RoleCalls(1, messages_before_answer + 2 * later) * played * judged,
+        RoleCalls(1, messages_before_answer + 2 * later) * played * play.judge_calls(messages),
     )
 
 

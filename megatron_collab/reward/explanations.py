@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import chain
 
 from megatron_collab.runtime.redact import excerpt
 from megatron_collab.types import Judgment
@@ -21,6 +23,21 @@ def explain(reason: str, answer: str = "", version: str = "") -> None:
     collected = _COLLECTED.get()
     if collected is not None:  # else the metric is called without a run, as in a test
         collected.append(Judgment(reason, answer, (version,) if version else ()))
+
+
+async def gather_in_order[Answer](calls: Sequence[Awaitable[Answer]]) -> list[Answer]:
+    """The results of calls that run at once; what they explain is in the order of the calls, not of their ends."""
+    collected, parts = _COLLECTED.get(), [list[Judgment]() for _ in calls]
+
+    async def collect(call: Awaitable[Answer], part: list[Judgment]) -> Answer:
+        _COLLECTED.set(part)  # of this task only: gather gives each its own context
+        return await call
+
+    try:
+        return await asyncio.gather(*map(collect, calls, parts))
+    finally:
+        if collected is not None:
+            collected.extend(chain.from_iterable(parts))
 
 
 @contextmanager

@@ -29,7 +29,10 @@ def judge_endpoints(reward: RewardSpec) -> list[NamedEndpoint]:
         first = f"reward.metrics.{name}.model" if metric.judge_model else "reward.judge.model"
         models = [(first, metric.judge_model or reward.judge.model)] if metric.judged else []
         models += [(f"reward.metrics.{name}.panel[{place}]", model) for place, model in enumerate(metric.panel)]
-        for setting, model in models:
+        names = [model for _, model in models]
+        for place, (setting, model) in enumerate(models):
+            fault = "is a judge of this metric already, with the same answer; name another model, or remove it"
+            require(model not in names[:place], f"{setting}={model}: {fault}")
             require(model != POLICY, f"{setting}={POLICY}: the policy cannot be a judge; choose another model")
             if model:
                 endpoints[setting] = NamedEndpoint(setting, "reward.judge", replace(reward.judge, model=model))

@@ -132,6 +132,20 @@ class PlaySpec(Resolved):
         """The assistant of each rollout, by number."""
         return candidate_assistants(list(self.assistants), self.rollouts, self.proactive_share)
 
+    def later_turns(self, messages: int = 1) -> int:
+        """The most turns of a conversation after its first one; its task has `messages` of user and assistant."""
+        rollout = self.rollout
+        if self.reward.mode == "single_turn":
+            return 0
+        later = min(rollout.max_user_turns, rollout.max_assistant_turns - 1)
+        return min(later, max(0, (rollout.max_messages - messages - 1) // 2)) if rollout.max_messages else later
+
+    def judge_calls(self, messages: int = 1) -> int:
+        """The most calls of judges for the scores of a conversation; a metric that scores turns asks for each."""
+        turns = 1 + self.later_turns(messages)
+        metrics = self.reward.metrics.values()
+        return sum(metric.judge_calls * (turns if metric.scores_turns else 1) for metric in metrics)
+
     def for_set(self, eval_set: EvaluationSet) -> PlaySpec:
         """How the conversations of a set are played: each is one rollout with one future.
 

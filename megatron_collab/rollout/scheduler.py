@@ -262,16 +262,19 @@ def group_seconds(play: PlaySpec, groups: int) -> float:
     Each of the player's phases (a trained turn and its futures are two) takes up to rollout.deadline, their users
     FINISH_SECONDS more, and each of their tools rollout.tool_timeout to close. A score waits for a free slot and then
     has its own timeout, plus the time to detect one stuck worker. Judge calls and user messages wait for the rate
-    limits of llm. The bound assumes the worst case: all conversations end at the same time, and every call uses all its
-    attempts.
+    limits of llm; a judge of turns is asked about one after another, so the last score may begin with its first turn
+    when all others are done. The bound assumes the worst case: all conversations end at the same time, and every call
+    uses all its attempts.
     """
     rollout, reward, judge, llm = play.rollout, play.reward, play.reward.judge, play.llm
     conversations = groups * play.rollouts * max(1, rollout.futures)
-    judged = conversations * sum(metric.judge_calls for metric in play.reward.metrics.values())
+    judged = conversations * play.judge_calls()
     places = reward.workers * reward.concurrency
     scoring = ceil(conversations / places) * reward.timeout
     if judged:
-        scoring = max(scoring, ceil(judged / min(places, llm.max_concurrent or inf)) * judge.deadline)
+        by_turns = any(metric.judged and metric.scores_turns for metric in reward.metrics.values())
+        rounds = ceil(judged / min(places, llm.max_concurrent or inf)) + by_turns * play.later_turns()
+        scoring = max(scoring, rounds * judge.deadline)
     users = play.users.settings.values()
     phases = play.player_class.phases
     messages = conversations * (phases - 1 + rollout.max_user_turns) * max(user.attempts for user in users)

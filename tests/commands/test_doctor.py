@@ -212,6 +212,7 @@ def test_data_is_shown_as_it_would_be_read(tmp_path: Path, capsys: pytest.Captur
         "chats": [{"conversations": turns}, {"conversations": turns[1:]}],
         "sft": [{"prompt": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}],
         "other": [{"a": 1}],
+        "graded": [{"prompt": [{"role": "user", "content": "hi"}], "rubrics": [{"criterion": "Greets.", "points": 1}]}],
     }
     for name, entries in rows.items():
         write_jsonl(tmp_path / f"{name}.jsonl", entries)
@@ -224,6 +225,8 @@ def test_data_is_shown_as_it_would_be_read(tmp_path: Path, capsys: pytest.Captur
     assert "2 rows, 1 tasks; left out: 1 that are not user and assistant in turn" in printed
     assert run("doctor", ["--data", str(tmp_path / "sft.jsonl")]) == 0
     assert "1 rows, 1 conversations" in capsys.readouterr().out
+    assert run("doctor", ["--data", str(tmp_path / "graded.jsonl")]) == 0
+    assert "1 rows, 1 tasks" in capsys.readouterr().out
     both = f"[{{source: {tmp_path}/tasks.jsonl, weight: 2}}, {{source: {tmp_path}/chats.jsonl}}]"
     evaluated = f"{{source: {tmp_path}/tasks.jsonl, samples: 4}}"
     for source, shown in ((both, ["7 rows, 7 tasks", "2 rows, 1 tasks"]), (evaluated, ["7 rows, 7 tasks"])):

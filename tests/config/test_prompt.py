@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_collab.config import ConfigError, PromptError, bounded_jinja, compose, read_prompt
+from megatron_collab.config.bounded_jinja import BoundedTemplate, bounded
 from megatron_collab.config.extension import make_absolute
 from megatron_collab.config.prompt import PROMPTS, PromptLimit
 
@@ -217,6 +219,30 @@ def test_a_width_that_is_an_argument_is_refused(tmp_path: Path, text: str) -> No
     template = read_prompt("p", written(tmp_path, f"{{{{ {text} }}}}"), "", VARIABLES)
     with pytest.raises(PromptLimit, match="line 1: has a format whose width is an argument"):
         template.render()
+
+
+@pytest.mark.parametrize(
+    ("start", "step", "end"),
+    [
+        ("''", "ns.t + '<' + m + '>' + '\\n'", "ns.t"),
+        ("''", "ns.t ~ '<' ~ m ~ '>' ~ '\\n'", "ns.t"),
+        ("[]", "ns.t + ['<' + m + '>\\n']", "ns.t | join"),
+    ],
+    ids=["+", "~", "lists"],
+)
+def test_a_template_may_collect_a_long_conversation(start: str, step: str, end: str) -> None:
+    loop = f"{{% for m in texts %}}{{% set ns.t = {step} %}}{{% endfor %}}"
+    text = f"{{% set ns = namespace(t={start}) %}}{loop}{{{{ {end} }}}}"
+    template = BoundedTemplate(bounded(ImmutableSandboxedEnvironment()), text)
+    texts = [f"{number:0400}" for number in range(2000)]
+    assert template.render({"texts": texts}) == "".join(f"<{text}>\n" for text in texts)
+
+
+def test_sums_are_those_of_jinja() -> None:
+    source = "{{ 1 + 2 + 3.5 }} {{ 'a' + 'b' + 'c' }} {{ [1] + [2] + [] }} {{ 7 - 2 + 3 }} {{ (1 + 2) * 2 + (3 + n) }}"
+    environment = ImmutableSandboxedEnvironment()
+    template = BoundedTemplate(bounded(environment), source)
+    assert template.render({"n": 4}) == environment.from_string(source).render(n=4)
 
 
 def test_bounds_leave_ordinary_templates_as_they_are(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,14 @@ from megatron_collab.data.formats import FORMATS, recognize
 from megatron_collab.data.messages import Unfit
 from megatron_collab.data.survey import survey
 from megatron_collab.environments import gsm8k
+from megatron_collab.reward.metrics import ScoredMetric
 from megatron_collab.reward.metrics.pass_rate import PassRate
+from megatron_collab.reward.metrics.rubric import criteria_of
 from megatron_collab.types import Conversation, Finish, Message, Task, Turn
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 SYSTEM = {"role": "system", "content": "Be kind."}
+METRICS_PAGE = Path(__file__).parents[2] / "docs/reference/metrics.md"
 COLLABLLM = {
     "prompt": [USER, ASSISTANT, {"role": "user", "content": "more"}],
     "completion": "Sure.",
@@ -124,6 +128,63 @@ def test_labels_and_solutions_that_are_no_texts_are_named_as_unread(
     tasks = loaded(tmp_path, load_tasks, {"prompt": "q", **columns})
     assert tasks.format == "prompt" and [task.answer for task in tasks] == [answer]
     assert survey(tasks, 9, lambda task: 0, lambda task: 0).unread == unread
+
+
+HEALTH_BENCH = {
+    "prompt": [USER, ASSISTANT, {"role": "user", "content": "It hurts."}],
+    "prompt_id": "a",
+    "rubrics": [
+        {"criterion": "Asks since when.", "points": 5, "tags": ["level:example"]},
+        {"criterion": "Names a dose.", "points": -8, "tags": []},
+    ],
+    "example_tags": ["theme:x"],
+    "canary": "c",
+}
+RUBRICS_AS_REWARDS = {
+    "question": "Which nerve?",
+    "reference_answer": "The ulnar nerve.",
+    "question_source": "s",
+    "rubric": [
+        {"title": "Nerve", "description": "Names the ulnar nerve.", "weight": 5},
+        {"title": "Other", "description": "Names another nerve.", "weight": -8},
+    ],
+    "rubric_count": 2,
+}
+OF_THE_DOCS = next(line for line in METRICS_PAGE.read_text().splitlines() if line.startswith('    {"prompt"'))
+
+
+@pytest.mark.parametrize(
+    ("row", "format", "goal", "points"),
+    [
+        (HEALTH_BENCH, "prompt", "hi", [5, -8]),
+        (HEALTH_BENCH | {"rubrics": json.dumps(HEALTH_BENCH["rubrics"])}, "prompt", "hi", [5, -8]),
+        (RUBRICS_AS_REWARDS, "question_reference", "Which nerve?", [5, -8]),
+        (json.loads(OF_THE_DOCS), "prompt", "Plan my trip.", [3, -2]),
+    ],
+    ids=["HealthBench", "JSON text", "Rubrics as Rewards", "docs"],
+)
+def test_rows_with_a_rubric_are_tasks_that_the_metric_scores(
+    tmp_path: Path, row: dict, format: str, goal: str, points: list[int]
+) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [row])
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    rubric = ScoredMetric("rubric", {})
+    for file in ("rows.jsonl", "rows.parquet"):
+        tasks = load_tasks(tmp_path / file)
+        (task,) = tasks
+        assert (tasks.format, task.goal, task.messages[-1].role) == (format, goal, "user")
+        assert rubric.lacks(task) is None
+        rubric.check_task(task)
+        assert [criterion.points for criterion in criteria_of(rubric.options, task)] == points
+        assert list(tasks.unread(row)) == []
+
+
+def test_metadata_is_read_beside_the_columns_of_any_format(tmp_path: Path) -> None:
+    (task,) = loaded(tmp_path, load_tasks, {"question": "q", "answer": "a", "metadata": '{"persona": "p"}'})
+    assert task.metadata == {"persona": "p"}
+    tasks = loaded(tmp_path, load_tasks, {"question": "q", "answer": "a", "metadata": "from a forum"})
+    assert [task.metadata for task in tasks] == [{}]
+    assert survey(tasks, 9, lambda task: 0, lambda task: 0).unread == "not read: column metadata (1)"
 
 
 def test_an_answer_that_is_no_text_is_refused(tmp_path: Path) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+import json
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_collab.config import ConfigError
+from megatron_collab.config import ConfigError, EndpointConfig
 from megatron_collab.config.schema import RewardConfig
 from megatron_collab.launch.play_specs import reward_spec
-from megatron_collab.reward.metrics import ScoredMetric
-from megatron_collab.reward.metrics.rubric import read_criteria
+from megatron_collab.reward.explanations import explained
+from megatron_collab.reward.metrics import Judge, ScoredMetric
+from megatron_collab.reward.metrics.judged import Interactivity
+from megatron_collab.reward.metrics.rubric import Criterion, read_criteria
 from megatron_collab.rollout.llm_endpoints import judge_endpoints
 from megatron_collab.types import Missing, Task
 from tests.reward.fakes import FakeJudge, about, metric, play, score
@@ -54,8 +59,17 @@ def test_the_score_is_the_share_of_the_points(calls: str, met: tuple[bool, ...],
 
 
 def test_rubrics_as_rewards_name_their_keys_otherwise() -> None:
-    rows = task([{"title": "t", "description": "Asks.", "weight": 5}], "rubrics")
-    assert score("rubric", rows, play(rows, "Where?"), FakeJudge(verdicts(True)), column="rubrics") == 1.0
+    for column, settings in (("rubrics", {}), ("criteria", {"column": "criteria"})):
+        rows = task([{"title": "t", "description": "Asks.", "weight": 5}], column)
+        assert score("rubric", rows, play(rows, "Where?"), FakeJudge(verdicts(True)), **settings) == 1.0
+
+
+def test_criteria_may_be_json_text_and_have_nulls_for_the_keys_of_the_other_form() -> None:
+    """Tables hold texts, and Parquet gives all entries of a column the same keys."""
+    entry = {"criterion": None, "description": "Asks.", "points": None, "weight": 2.0}
+    for criteria in ([entry], json.dumps([entry])):
+        assert ScoredMetric("rubric", {}).lacks(task(criteria)) is None
+        assert read_criteria(criteria, "rubric", 1) == [Criterion("Asks.", 2.0)]
 
 
 def test_a_panel_counts_by_its_share_and_its_disputes_are_counted() -> None:
@@ -81,9 +95,68 @@ def test_every_judge_of_a_panel_is_an_endpoint_of_the_run() -> None:
     models = {endpoint.setting: endpoint.endpoint.model for endpoint in judge_endpoints(reward_spec(config))}
     panel = {"reward.metrics.rubric.panel[0]": "openai/b", "reward.metrics.rubric.panel[1]": "served/c"}
     assert models == {"reward.judge.model": "openai/a"} | panel
+    for models, place in ((["openai/b", "openai/a"], 1), (["openai/b", "openai/b"], 1), (["openai/a"], 0)):
+        config.metrics["rubric"]["panel"] = models
+        message = rf"^reward\.metrics\.rubric\.panel\[{place}\]={models[place]}: is a judge of this metric already"
+        with pytest.raises(ConfigError, match=message):
+            judge_endpoints(reward_spec(config))
     config.metrics["rubric"]["panel"] = ["policy"]
     with pytest.raises(ConfigError, match=r"^reward\.metrics\.rubric\.panel\[0\]=policy: the policy cannot be a judge"):
         judge_endpoints(reward_spec(config))
+
+
+@dataclass(frozen=True)
+class Panelled(Interactivity.Options):
+    panel: Any = None
+
+
+class OfAUser(Interactivity):
+    """A judged metric of a user whose option `panel` may hold anything."""
+
+    Options = Panelled
+
+
+@pytest.mark.parametrize("value", [5, "openai/b", [1]])
+def test_a_panel_is_a_list_of_models(value: Any) -> None:
+    settings = {"metric": f"{__name__}:OfAUser"}
+    assert ScoredMetric("mine", settings).panel == ()
+    assert ScoredMetric("mine", settings | {"panel": ["openai/b"]}).panel == ("openai/b",)
+    with pytest.raises(ConfigError, match=rf"^reward\.metrics\.mine\.panel={re.escape(str(value))}: is no panel"):
+        _ = ScoredMetric("mine", settings | {"panel": value}).panel
+
+
+class ReversedClient:
+    """Answers two by two, of which the second one comes first."""
+
+    def __init__(self) -> None:
+        self.waiting: asyncio.Event | None = None
+
+    async def answer(self, endpoint: Any, messages: Any, fields: Any, **_: Any) -> Any:
+        if self.waiting is None:
+            self.waiting = asyncio.Event()
+            await self.waiting.wait()
+        else:
+            self.waiting.set()
+            self.waiting = None
+        shown = messages[0]["content"]
+        thought = next((text for text in ("Asks which city.", "Names the price.") if text in shown), "")
+        return SimpleNamespace(values=verdicts(True, thought=thought), text="", version="")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reasons"),
+    [
+        ({"panel": ["b"]}, ["a: Asks which city.", "b: Asks which city."]),
+        ({"calls": "each"}, ["Asks which city.", "Names the price."]),
+    ],
+)
+def test_reasons_are_in_the_order_of_judges_and_criteria(settings: dict[str, Any], reasons: list[str]) -> None:
+    client: Any = ReversedClient()
+    rows = task(CRITERIA[: 1 if "panel" in settings else 2])
+    rubric = metric("rubric", Judge(client, EndpointConfig(model="a")), **settings)
+    with explained() as judgment:
+        assert asyncio.run(rubric.score(rows, play(rows, "Where?"))) == 1.0
+    assert (explanation := judgment()) and explanation.reason == "\n\n".join(reasons)
 
 
 @pytest.mark.parametrize(

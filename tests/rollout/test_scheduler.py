@@ -326,6 +326,19 @@ def test_judges_have_their_deadline_and_wait_for_the_limiter() -> None:
     assert bound(judged, 1) == 2 * (100 + 110 + 150 + 20 + 12 * (6 + 3 * 3)), "a call a second"
 
 
+def test_a_judge_of_turns_is_asked_about_one_after_another() -> None:
+    judged = settings(
+        reward__weights={"generative": 1.0},
+        reward__metrics={"generative": {"prompt": "{conversation}", "turns": "reply"}},
+        rollout__max_user_turns=4,
+        rollout__max_assistant_turns=4,
+    )
+    judged.reward.judge.deadline = 50.0
+    assert bound(judged, 1) == 2 * (100 + 110 + (48 / 12 + 3) * 50 + 20), "12 conversations with 4 turns, 12 at once"
+    judged.llm.requests_per_minute, judged.reward.judge.attempts, judged.user.attempts = 60, 2, 1
+    assert bound(judged, 1) == 2 * (100 + 110 + (48 / 12 + 3) * 50 + 20 + 48 * 2 + 12 * 5), "a call a second"
+
+
 def test_the_bound_counts_tokens_per_minute() -> None:
     """12 conversations with two judgments and two user messages each; the user with the largest limits counts."""
     judged = {"interactivity": 1.0, "accuracy": 1.0}

@@ -5,7 +5,6 @@ Custom metrics are set as package.module:Class in reward.metrics.NAME.metric, or
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ from megatron_collab.config import (
 from megatron_collab.data.transcript import quoted, render
 from megatron_collab.llm.answer import Field, LlmError, how_to_answer
 from megatron_collab.llm.endpoint import SERVED
-from megatron_collab.reward.explanations import explain
+from megatron_collab.reward.explanations import explain, gather_in_order
 from megatron_collab.types import Conversation, Missing, Score, Task
 
 if TYPE_CHECKING:  # LiteLLM takes a second to import, and checking the settings needs none of it
@@ -146,15 +145,17 @@ class Metric(Extension):
         """The judge's values of `fields`; see `prompt` for the variables of `rubric`, to which `variables` are added.
 
         If the options have a `panel`, its models are asked too: a number or truth value is their mean, and Missing if
-        one of them gives none. Each judge's answer, and its value of the field `thought` as the reason, are recorded
-        with the score.
+        one of them gives none. Each judge's answer, and its value of the field `thought` as the reason, with its model
+        if there are several, are recorded with the score.
         """
         try:
             question = prompt(rubric, task, conversation, fields, variables)
         except PromptError as error:
             return Missing(str(error))
         models = [getattr(self.options, "model", None), *panel(self.options)]
-        answers = await asyncio.gather(*(self.judge.ask(question, fields, model=model) for model in models))
+        named = len(models) > 1
+        calls = [self.judge.ask(question, fields, model=model, named=named) for model in models]
+        answers = await gather_in_order(calls)
         usable = list[dict[str, Any]]()
         for answer in answers:
             if isinstance(answer, Missing):
@@ -179,9 +180,15 @@ class Metric(Extension):
         explain(reason)
 
 
-def panel(options: Any) -> tuple[str, ...]:
-    """The models that judge beside the first one, if a metric's options have a panel."""
-    return tuple(getattr(options, "panel", ()))
+def panel(options: Any, setting: str = "panel") -> tuple[str, ...]:
+    """The models that judge beside the first one, if a judged metric's options have a panel. Raises ConfigError."""
+    models = getattr(options, "panel", None)
+    if models is None:
+        return ()
+    is_list = isinstance(models, list | tuple) and all(isinstance(model, str) for model in models)
+    remedy = "give a list of LiteLLM models; an option of a metric of yours that is something else needs another name"
+    require(is_list, f"{setting}={models}: is no panel of judges; {remedy}")
+    return tuple(models)
 
 
 def find_metric(name: str, setting: str = "metric") -> type[Metric]:
@@ -224,7 +231,7 @@ class ScoredMetric(Resolved):
     @property
     def panel(self) -> tuple[str, ...]:
         """The models that judge beside it."""
-        return panel(self.options) if self.judged else ()
+        return panel(self.options, f"reward.metrics.{self.name}.panel") if self.judged else ()
 
     @property
     def judge_calls(self) -> int:
@@ -294,11 +301,14 @@ class Judge:
     def __init__(self, client: LlmClient, endpoint: EndpointConfig) -> None:
         self.client, self.endpoint = client, endpoint
 
-    async def ask(self, prompt: str, fields: Sequence[Field], *, model: str | None = None) -> dict[str, Any] | Missing:
+    async def ask(
+        self, prompt: str, fields: Sequence[Field], *, model: str | None = None, named: bool = False
+    ) -> dict[str, Any] | Missing:
         """The judge's values of `fields` for `prompt`; Missing if it gives no usable answer.
 
         Each prompt is sent once and its answer cached. `model` replaces the endpoint's model. The answer's text, also
-        of an unusable answer, its `thought` and the model's version explain the metric's score. Raises BudgetSpent.
+        of an unusable answer, its `thought`, after the model if it is to be `named`, and the model's version explain
+        the metric's score. Raises BudgetSpent.
         """
         endpoint = replace(self.endpoint, model=model or self.endpoint.model)
         try:
@@ -306,7 +316,8 @@ class Judge:
         except LlmError as error:
             explain("", error.answer)
             return Missing(str(error))
-        explain(str(answer.values.get(THOUGHT.name, "")), answer.text, answer.version)
+        thought = str(answer.values.get(THOUGHT.name, ""))
+        explain(f"{endpoint.model}: {thought}" if named and thought else thought, answer.text, answer.version)
         return answer.values
 
 

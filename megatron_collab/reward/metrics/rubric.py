@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_collab.config import option
+from megatron_collab.data.parsing import json_in
+from megatron_collab.data.readers import CRITERIA
 from megatron_collab.llm.answer import Field
+from megatron_collab.reward.explanations import gather_in_order
 from megatron_collab.reward.metrics import THOUGHT, Metric, judges_prompt, prompt
 from megatron_collab.types import Conversation, Missing, Score, Task
 
@@ -35,7 +37,7 @@ class Rubric(Metric):
 
     @dataclass(frozen=True)
     class Options:
-        column: str = option("rubric", "key of the metadata with the criteria")
+        column: str | None = option(None, "key of the metadata with the criteria; null: rubric, else rubrics")
         calls: str = option("all", "one call for all criteria, or one for each", choices=("all", "each"))
         most: int = option(32, "a task with more criteria is refused", ge=1, le=1000)
         model: str | None = option(None, "LiteLLM model of the judge; null: reward.judge.model")
@@ -56,20 +58,21 @@ class Rubric(Metric):
 
     @classmethod
     def lacks(cls, options: Any, task: Task) -> str | None:
-        return None if task.metadata.get(options.column) else f"criteria in metadata.{options.column}"
+        column = _column(options, task)
+        return None if task.metadata.get(column) else f"criteria in metadata.{column}"
 
     @classmethod
     def check_task(cls, options: Any, task: Task) -> None:
-        criteria = read_criteria(task.metadata.get(options.column) or [], options.column, options.most)
+        criteria = criteria_of(options, task)
         rubric = judges_prompt(options.prompt, "rubric", _VARIABLES)
         prompt(rubric, task, Conversation(task.messages, ()), (), {"criteria": _listed(criteria)})
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
-        criteria = read_criteria(task.metadata.get(self.options.column) or [], self.options.column, self.options.most)
+        criteria = criteria_of(self.options, task)
         if not criteria:
             return None
         parts = [criteria] if self.options.calls == "all" else [[criterion] for criterion in criteria]
-        answers = await asyncio.gather(*(self._verdicts(task, conversation, part) for part in parts))
+        answers = await gather_in_order([self._verdicts(task, conversation, part) for part in parts])
         verdicts = list[float]()
         for answer in answers:
             if isinstance(answer, Missing):
@@ -89,8 +92,23 @@ class Rubric(Metric):
         return answer if isinstance(answer, Missing) else [float(answer[name]) for name in names]
 
 
+def _column(options: Any, task: Task) -> str:
+    """The key of the task's metadata with the criteria."""
+    return options.column or next((name for name in CRITERIA if task.metadata.get(name)), CRITERIA[0])
+
+
+def criteria_of(options: Any, task: Task) -> list[Criterion]:
+    """The criteria in the task's metadata. Raises ValueError as `read_criteria`."""
+    column = _column(options, task)
+    return read_criteria(task.metadata.get(column) or [], column, options.most)
+
+
 def read_criteria(entries: Any, column: str, most: int) -> list[Criterion]:
-    """The criteria of a task's row. Raises ValueError, with the remedy, for other data and without positive points."""
+    """The criteria of a task's row, a list or its JSON text.
+
+    Raises ValueError, with the remedy, for other data and without positive points.
+    """
+    entries = json_in(entries, entries) if isinstance(entries, str) else entries
     if not isinstance(entries, Sequence) or isinstance(entries, str):
         raise ValueError(f"metadata.{column}: is no list of criteria; give a list of objects with criterion and points")
     if len(entries) > most:
@@ -103,7 +121,7 @@ def read_criteria(entries: Any, column: str, most: int) -> list[Criterion]:
 
 def _criterion(entry: Any, place: str) -> Criterion:
     texts, points = (
-        [entry[name] for name in names if name in entry] if isinstance(entry, Mapping) else []
+        [entry[name] for name in names if entry.get(name) is not None] if isinstance(entry, Mapping) else []
         for names in (_TEXTS, _POINTS)
     )
     if len(texts) != 1 or not isinstance(texts[0], str) or not texts[0].strip():
