@@ -166,7 +166,7 @@ def test_processes_share_the_gpus_of_a_node(
     gpus: int | None,
     servers: tuple[int, int],
 ) -> None:
-    """Each model and judge has GPUs of its own if there are enough; else those of all processes share the first ones."""
+    """Each model and judge has its own GPUs if there are enough; else all processes share the first ones."""
     monkeypatch.setattr(device, "select", lambda name: torch.device("cpu" if gpus is None else device.GPU))
     monkeypatch.setattr(device, "count", lambda: gpus)
     monkeypatch.setattr(gpu_environment, "enter", lambda: None)
