@@ -19,6 +19,8 @@ from megatron_collab.runtime import keys
 HIDDEN = "***"
 LONGEST_EXCERPT, _CUT = 20_000, "… [cut]"  # characters of a text from a model that transcripts keep; mark of a cut
 
+_KEY_CHARACTERS = "".join(map(chr, range(33, 127)))  # of keys in the formats below
+
 _DIGIT = r"(?=[\w-]{0,64}\d)"
 _IS = r"[\"']?\s*[:=]\s*b?[\"']?"  # between name and value, in headers, settings, JSON and Python
 _VALUE = r"(?=[^\s\"',;]{0,200}\d)[^\s\"',;]{8,}"  # ordinary text has such names too, mostly followed by words
@@ -87,6 +89,17 @@ def key_spans(text: str) -> list[tuple[int, int]]:
     return [(match.end(match.lastindex) if match.lastindex else match.start(), match.end()) for match in matches]
 
 
+def without_begun_key(text: str) -> str:
+    """The beginning of a `text` that still grows, up to where a key may begin that is not whole yet.
+
+    That is the last word, as a key of a common service has no spaces, or more if it ends like a known key begins. No
+    key is halved: one that would be is left out, too.
+    """
+    known = _written_forms(keys.known())
+    end = min([len(text.rstrip(_KEY_CHARACTERS)), *(_begun(form, text) for form in known)])
+    return text[: next((first for first, last in key_spans(text) if first < end < last), end)]
+
+
 def redacted(tree: Any) -> Any:
     """`tree` of mappings and lists (tuples become lists), with every key in its strings replaced by ***."""
     known = _written_forms(keys.known())
@@ -122,6 +135,12 @@ def _written_forms(known: frozenset[str]) -> tuple[str, ...]:
     """The keys in every escaped form, longest first, since one may be a prefix of another."""
     forms = {form for key in known for form in (key, repr(key)[1:-1], json.dumps(key)[1:-1], quote(key, safe=""))}
     return tuple(sorted(forms, key=len, reverse=True))
+
+
+def _begun(form: str, text: str) -> int:
+    """The length of `text` without the longest end with which `form` begins."""
+    ends = range(max(0, len(text) - len(form)), len(text))
+    return next((at for at in ends if form.startswith(text[at:])), len(text))
 
 
 def _redacted(text: str, known: tuple[str, ...]) -> str:

@@ -23,15 +23,16 @@ class GpuShare(NamedTuple):
     part: int = 0
     parts: int = 1
 
-    def servers(self, models: int, tp: int, gpus: int | None) -> tuple[int, int]:
-        """On how many places servers of `models` run, each on `tp` GPUs of the node's, and the first GPU.
+    def servers(self, models: int, needed: int, gpus: int | None) -> tuple[int, int]:
+        """On how many places servers of `models` run, and the first of the node's `gpus`, which is None on CPUs.
 
-        Each model has its own place; if there are too few GPUs, all share the first ones. `gpus`: None on CPUs.
+        Each model has its own place if that leaves enough GPUs for all servers, also those of users, judges and reward
+        models; then they use `needed` GPUs. Otherwise the models share a place, and all processes the first GPUs.
         """
         if gpus is None:
             return models, 0
         room = gpus // self.parts
-        return (models, self.part * room) if models * tp <= room else (1, 0)
+        return (models, self.part * room) if needed <= room else (1, 0)
 
 
 WHOLE = GpuShare()
@@ -63,7 +64,8 @@ def run_settings(
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     validate.check_options(config)
-    replicas, first_gpu = share.servers(models, server.tp, gpus)
+    needed = max(served.placement.end for served in spec.serving.models) + (models - 1) * server.tp
+    replicas, first_gpu = share.servers(models, needed, gpus)
     return replace(config, rollout=replace(rollout, server=replace(server, replicas=replicas))), first_gpu
 
 

@@ -61,8 +61,8 @@ class SpeakerProcess:
         assert self._process.stdout
         has_fault = False
         for line in self._process.stdout:
-            part = parsed(line.decode())
-            assert part is not None
+            if (part := parsed(line.decode())) is None:
+                break  # half a line: it was killed while it wrote
             has_fault = has_fault or bool(part.get("fault"))
             yield part
         self.end()

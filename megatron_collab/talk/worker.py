@@ -23,7 +23,7 @@ from megatron_collab.rollout.thinking import CLOSED, Ask
 from megatron_collab.rollout.tools.toolbox import ConversationTools
 from megatron_collab.rollout.users import Users
 from megatron_collab.rollout.workers import ConversationWorker
-from megatron_collab.runtime.redact import redacted
+from megatron_collab.runtime.redact import redacted, without_begun_key
 from megatron_collab.talk import ChatError
 from megatron_collab.types import (
     THOUGHT_BEGIN,
@@ -48,7 +48,6 @@ Changes = AsyncIterator[Mapping[str, Any]]  # of the attributes of a session.Cha
 MOST_FUTURES = 16  # at a time
 LONGEST_MESSAGE = 1 << 17  # characters
 ROW_SECONDS = 0.2  # between two rows of a conversation while a turn of it is written
-_KEY_CHARACTERS = "".join(map(chr, range(33, 127)))  # a key is redacted once it is whole, so its beginning is not shown
 _NO_TASK = Task("chat", (), "", "", "")
 
 
@@ -95,12 +94,12 @@ class _Chat:
 class TalkPlayer(FuturesPlayer):
     """Plays the turns of a chat, as those of a run are played; a turn is never refused as malformed.
 
-    `written`, by stream: the conversation with the turn that is being written, as far as it is.
+    `written`, by stream: returns the conversation with the turn that is being written, as far as it is.
     """
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        self.written: dict[str, Conversation] = {}
+        self.written: dict[str, Callable[[], Conversation]] = {}
 
     def tools_of(self, task: Task) -> ConversationTools:
         return self.tools.open(replace(task, messages=without_private(task.messages)))
@@ -149,9 +148,7 @@ class TalkPlayer(FuturesPlayer):
         begun = THOUGHT_BEGIN if self.renderer.opens_thought(conversation.token_ids) else ""
 
         def show(text: str = "") -> None:
-            text = text.rstrip(_KEY_CHARACTERS)
-            turn = Turn(conversation.token_ids, (), (), (), Finish.STOP, begun + text)
-            self.written[place.stream] = conversation.add_turn(turn) if turn.text else conversation
+            self.written[place.stream] = partial(_growing, conversation, begun, text)
 
         async def ask_and_show(prompt_ids: tuple[int, ...], **options: Any) -> Turn:
             nonlocal begun
@@ -252,11 +249,13 @@ class TalkWorker(ConversationWorker):
             try:
                 while not playing.done():
                     await asyncio.wait([playing], timeout=ROW_SECONDS)
-                    if conversation := written.pop(chat.name, None):
-                        yield {"row": replace(last, conversation=conversation).row}
+                    if growing := written.pop(chat.name, None):
+                        yield {"row": replace(last, conversation=growing()).row}
                 chat.moments.append(await playing)
             finally:
                 playing.cancel()
+                await asyncio.wait([playing])
+                written.pop(chat.name, None)  # written after the last row, it is no part of the next action
         yield {"row": chat.moments[-1].row}
 
     async def _played(self, chat: _Chat, play: Callable[[Moment, RolloutPlace], Awaitable[Moment]]) -> Moment:
@@ -277,6 +276,13 @@ class TalkWorker(ConversationWorker):
         if needs_task and not self._chats[model].has_task:
             raise ChatError("this chat has no task, so no simulated user can write; begin one with a task")
         return self._chats[model]
+
+
+def _growing(conversation: Conversation, begun: str, text: str) -> Conversation:
+    """The conversation with a turn of `begun` and `text`, which grows; keys are redacted only once they are whole."""
+    written = begun + without_begun_key(text)
+    turn = Turn(conversation.token_ids, (), (), (), Finish.STOP, written)
+    return conversation.add_turn(turn) if written else conversation
 
 
 def _require_open(moment: Moment) -> None:

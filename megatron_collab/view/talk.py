@@ -165,7 +165,8 @@ class TalkSession:
         """Let the speakers end; `fault`: why, if it was no request."""
         with self._lock:
             if not self.ended:
-                self._set({"ended": True, "fault": fault, "doing": "", "progress": ""})
+                chats = [{**chat, "busy": False} for chat in self.state["chats"]]
+                self._set({"ended": True, "fault": fault, "doing": "", "progress": "", "chats": chats})
         self._news.put((0, {}))
         for speaker in self._speakers.values():
             speaker.end()

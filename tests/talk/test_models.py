@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_collab.config import Config, ConfigError, EvaluateConfig
+from megatron_collab.runtime import device, gpu_environment
 from megatron_collab.talk import models
 from megatron_collab.talk.models import RunModel, find_model, hf_folder, models_of
-from megatron_collab.talk.settings import WHOLE, GpuShare
+from megatron_collab.talk.settings import WHOLE, GpuShare, run_settings
 from tests.talk.conftest import write_run
 
 
@@ -139,19 +141,35 @@ def test_converted_models_do_not_pile_up_but_stay_while_they_are_used(folder: Pa
 
 
 @pytest.mark.parametrize(
-    ("share", "models", "tp", "gpus", "servers"),
+    ("share", "models", "tp", "judges", "gpus", "servers"),
     [
-        (WHOLE, 2, 1, None, (2, 0)),
-        (WHOLE, 2, 4, 8, (2, 0)),
-        (WHOLE, 2, 8, 8, (1, 0)),
-        (GpuShare(1, 2), 1, 4, 8, (1, 4)),
-        (GpuShare(1, 2), 2, 2, 9, (2, 4)),
-        (GpuShare(1, 2), 1, 8, 8, (1, 0)),
-        (GpuShare(1, 2), 1, 1, 1, (1, 0)),
+        (WHOLE, 2, 1, 0, None, (2, 0)),
+        (WHOLE, 2, 4, 0, 8, (2, 0)),
+        (WHOLE, 2, 3, 2, 8, (2, 0)),
+        (WHOLE, 2, 4, 1, 8, (1, 0)),
+        (WHOLE, 2, 8, 0, 8, (1, 0)),
+        (GpuShare(1, 2), 1, 4, 0, 8, (1, 4)),
+        (GpuShare(1, 2), 1, 3, 1, 8, (1, 4)),
+        (GpuShare(1, 2), 1, 4, 1, 8, (1, 0)),
+        (GpuShare(1, 2), 2, 2, 0, 9, (2, 4)),
+        (GpuShare(1, 2), 1, 8, 0, 8, (1, 0)),
+        (GpuShare(1, 2), 1, 1, 0, 1, (1, 0)),
     ],
 )
 def test_processes_share_the_gpus_of_a_node(
-    share: GpuShare, models: int, tp: int, gpus: int | None, servers: tuple[int, int]
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    share: GpuShare,
+    models: int,
+    tp: int,
+    judges: int,
+    gpus: int | None,
+    servers: tuple[int, int],
 ) -> None:
-    """Each model has GPUs of its own if there are enough; else all of all processes share the first ones."""
-    assert share.servers(models, tp, gpus) == servers
+    """Each model and judge has its own GPUs if there are enough; else all processes share the first ones."""
+    monkeypatch.setattr(device, "select", lambda name: torch.device("cpu" if gpus is None else device.GPU))
+    monkeypatch.setattr(device, "count", lambda: gpus)
+    monkeypatch.setattr(gpu_environment, "enter", lambda: None)
+    judge = [f"servers.judge={{model: {folder.parent / 'model'}, replicas: {judges}}}"] if judges else []
+    settings, first_gpu = run_settings(folder, models, [f"rollout.server.tp={tp}", *judge], share)
+    assert (settings.rollout.server.replicas, first_gpu) == servers

@@ -130,6 +130,50 @@ def test_a_key_is_not_shown_while_it_is_written() -> None:
     assert replies(rows)[-1] == "it is *** , keep it"
 
 
+@pytest.mark.parametrize("key", ["correct horse battery staple", "ümläut-ünd-söweiter", "pass word pass word"])
+def test_the_value_of_a_variable_is_not_shown_while_it_is_written(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VAULT_PASSPHRASE", key)
+    (rows,) = chat(StreamingPolicy(f"it is {key}. Keep it"), begin)
+    shown = dict.fromkeys(replies(rows))
+    assert [*shown] == ["it ", "it is ", "it is ***. ", "it is ***. Keep ", "it is ***. Keep it"]
+
+
+class LatePolicy(FakePolicy):
+    """Writes another piece while the first one is passed on, and ends."""
+
+    async def generate(self, *prompt: Any, progress: Any = None, **options: Any) -> Turn:
+        turn = await super().generate(*prompt, **options)
+        progress("the ")
+        await asyncio.sleep(1.5 * ROW_SECONDS)
+        progress("the first ")
+        return turn
+
+
+def test_the_last_piece_of_a_reply_is_not_shown_in_the_next_action(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def slowly(changes: Any) -> list[Row]:
+        rows = []
+        async for change in changes:
+            rows.append(change["row"])
+            await asyncio.sleep(ROW_SECONDS)
+        return rows
+
+    async def play() -> None:
+        talker = talk_worker(LatePolicy(lambda prompt, seed: "the first reply"))
+        (player,) = talker.talkers
+        answer = player.answer
+
+        async def answer_late(*arguments: Any) -> Any:
+            await asyncio.sleep(2 * ROW_SECONDS)
+            return await answer(*arguments)
+
+        monkeypatch.setattr(player, "answer", answer_late)
+        begun, continued = await slowly(begin(talker)), await slowly(say(talker))
+        assert replies(begun) == ["the ", "the first reply"]
+        assert all(row["messages"][:2] == begun[-1]["messages"] for row in continued)
+
+    asyncio.run(play())
+
+
 def test_a_cut_stream_ends_the_conversation_with_its_fault() -> None:
     async def play() -> None:
         talker = talk_worker(policy := StreamingPolicy("one two three four", cut=12))

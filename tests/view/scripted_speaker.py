@@ -75,8 +75,10 @@ def _half(chat: Row, row: Row | None) -> tuple[Row, Row | None]:
     if not (row and row["turns"] and len(row["messages"]) > len(before["messages"] if before else [])):
         return chat, before
     *messages, reply = row["messages"]
-    text = reply["content"][: len(reply["content"]) // 2]
-    return chat, row | {"messages": [*messages, reply | {"content": text}], "turns": [*row["turns"][:-1], text]}
+    whole = reply["content"]
+    text = whole[: len(whole) // 2]
+    raw = row["turns"][-1].removesuffix(whole) + text
+    return chat, row | {"messages": [*messages, reply | {"content": text}], "turns": [*row["turns"][:-1], raw]}
 
 
 def _played(chat: Row, action: str, task: str = "", text: str = "", count: int = 0) -> Row:

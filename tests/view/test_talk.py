@@ -81,7 +81,11 @@ def test_a_conversation(client: TestClient, started: list[ScriptedSpeaker]) -> N
     assert [len(chat["futures"]) for chat in wait(client)["chats"]] == [2, 2]
     start(client, "before", "step_6")
     assert wait(client)["chats"][0]["row"]["messages"] == [] and len(started) == 1, "served models are kept"
-    assert act(client, "stop")["ended"]
+    ScriptedSpeaker.go_on.clear()
+    act(client, "say", text=WAIT)
+    wait(client, lambda state: all(chat["busy"] for chat in state["chats"]))
+    stopped = act(client, "stop")
+    assert stopped["ended"] and not any(chat["busy"] for chat in stopped["chats"])
     assert "no longer served" in act(client, "say", 400, text="hello")
 
 

@@ -64,8 +64,14 @@ def test_before_and_after_by_keyboard(open_page: Open, talk_site: str) -> None:
     expect(field("Message as the user")).to_have_value("too early")
     page.reload()
     expect(columns.first.locator(".message.user")).to_have_count(2)
+    page.set_viewport_size({"width": 1000, "height": 300})
+    thought = columns.last.locator(".message summary").last
+    thought.focus()
+    page.evaluate("scrollTo(0, 0)")  # to read above while the reply grows
     ScriptedSpeaker.go_on.set()
     expect(columns.last.locator(".text").last).to_have_text(f"step_12 heard: {WAIT}")
+    expect(thought).to_be_focused()
+    assert page.evaluate("scrollY") == 0
     expect(columns.last.get_by_role("log")).to_have_attribute("aria-busy", "false")
     wait_until_idle(page)
     page.get_by_role("button", name="Undo").press("Enter")

@@ -270,7 +270,7 @@ export class Talk {
   }
 }
 
-/** The conversation with a model. What a reader has unfolded in it stays so while it grows. */
+/** The conversation with a model. While it grows, it stays as a reader has unfolded and scrolled it. */
 class Column {
   constructor(name, prefix) {
     this.name = name;
@@ -315,14 +315,17 @@ class Column {
     let same = 0;
     while (same < made.length && made[same] === this.shown[same]) same += 1;
     if (same === made.length && same === this.shown.length) return;
-    const open = [...(this.messages.children[same]?.querySelectorAll("details") ?? [])].map((part) => part.open);
+    const follows = made.length > this.shown.length || isInView(this.messages.lastChild);
+    const partsOf = () => [...(this.messages.children[same]?.querySelectorAll("details") ?? [])];
+    const open = partsOf().map((part) => part.open);
+    const focused = partsOf().findIndex((part) => part.firstChild === document.activeElement);
     while (this.messages.children.length > same) this.messages.lastChild.remove();
     for (let at = same; at < messages.length; at += 1)
       this.messages.append(messageView(messages[at], messages[at + 1], extras.get(at)));
-    const parts = this.messages.children[same]?.querySelectorAll("details") ?? [];
-    parts.forEach((part, at) => (part.open = open[at] ?? false));
+    partsOf().forEach((part, at) => (part.open = open[at] ?? false));
+    partsOf()[focused]?.firstChild.focus({ preventScroll: true });
     this.shown = made;
-    this.messages.lastChild?.scrollIntoView({ block: "nearest" });
+    if (follows) this.messages.lastChild?.scrollIntoView({ block: "nearest" });
   }
 
   drawFutures(row, prompt, futures) {
@@ -351,6 +354,12 @@ function statusOf(session) {
   if (session.ended) return "The models are no longer served.";
   if (session.doing && !session.chats.length) return session.progress || DOING.start;
   return DOING[session.doing] ?? "";
+}
+
+/** Whether the end of a message is in the window, within rounding. */
+function isInView(message) {
+  const end = message?.getBoundingClientRect().bottom ?? 0;
+  return end > 0 && end < innerHeight + 1;
 }
 
 function titleOf(model) {
