@@ -191,7 +191,25 @@ def test_a_signal_ends_the_stage_and_its_process(tmp_path: Path, number: signal.
 
 @pytest.mark.processes
 def test_a_stage_whose_tests_are_all_skipped_has_not_passed(tmp_path: Path) -> None:
-    bundle.pack("base", bundle.checkout(tmp_path), tmp_path)
+    """The report is the real one; conftest.py and the test are small."""
+    (conftest := tmp_path / "conftest.py").write_text(
+        "from pathlib import Path\nfrom tests import gpus\n\n"
+        "def pytest_addoption(parser):\n    parser.addoption('--gpu-report', type=Path)\n\n"
+        "def pytest_configure(config):\n"
+        "    config.pluginmanager.register(gpus.Report(config.getoption('--gpu-report')))\n"
+    )
+    (skipped := tmp_path / "skipped.py").write_text(
+        "import pytest\n\n@pytest.mark.gpu\ndef test_memory():\n    pytest.skip('needs 1 GPU, 0 here')\n"
+    )
+    test = "checkout/tests/weight_sync/test_colocated_memory.py"
+    names = (
+        "checkout/megatron_collab/__",
+        "checkout/megatron_collab/runtime/",
+        "checkout/tests/gpus.py",
+        "checkout/tools/gpu",
+    )
+    package = [entry for entry in bundle.checkout(tmp_path) if entry[0].startswith(names)]
+    bundle.pack("base", [*package, ("checkout/tests/conftest.py", conftest), (test, skipped)], tmp_path)
     shutil.copy(ROOT / "tools/gpu/run.sh", tmp_path)
     done = run(tmp_path, "memory")
     assert done.returncode == 1 and "memory: nothing ran; " in done.stdout, done.stdout + done.stderr

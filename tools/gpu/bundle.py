@@ -2,8 +2,8 @@
 
     .venv/bin/python tools/gpu/bundle.py FOLDER [--engine] [--dry]
 
-FOLDER gets run.sh and the bundle `base`, with --engine also `engine`, as files of at most 60 MiB. Files that git does not
-track are not packed, since they may hold keys; those that it does not ignore are listed. The other machine has
+FOLDER gets run.sh and the bundle `base`, with --engine also `engine`, as files of at most 60 MiB. Files that git does
+not track are not packed, since they may hold keys; those that it does not ignore are listed. The other machine has
 torch, triton and transformers, with what these need, and the same Python as this environment; nothing is installed
 there (docs/howto/borrowed-gpu.md).
 

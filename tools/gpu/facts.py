@@ -21,7 +21,7 @@ from megatron_collab.trainer.host_memory import PIECE
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))  # of the modules that benches share
 
-from tools.bench import gpu as bench  # noqa: E402
+from tools.bench import gpu as bench
 
 SECONDS = 60.0  # for a process that answers a question
 
