@@ -43,7 +43,7 @@ def environment(python: str, **variables: str) -> dict[str, str]:
 
 
 def run(folder: Path, *stages: str, python: str = sys.executable, seconds: float = 100) -> subprocess.CompletedProcess:
-    command, variables = ["bash", folder / "run.sh", *stages], environment(python, CUDA_VISIBLE_DEVICES="")
+    command, variables = ["bash", str(folder / "run.sh"), *stages], environment(python, CUDA_VISIBLE_DEVICES="")
     return subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=seconds)
 
 
@@ -177,7 +177,7 @@ def test_a_new_bundle_replaces_what_was_unpacked(tmp_path: Path) -> None:
 def test_a_signal_ends_the_stage_and_its_process(tmp_path: Path, number: signal.Signals) -> None:
     small(tmp_path, "one")
     os.mkfifo(pipe := tmp_path / "pipe")
-    command = ["env", f"--default-signal={number.name[3:]}", "bash", tmp_path / "run.sh", "facts", "facts"]
+    command = ["env", f"--default-signal={number.name[3:]}", "bash", str(tmp_path / "run.sh"), "facts", "facts"]
     with subprocess.Popen(
         command, env=environment(sys.executable, WAIT=str(pipe)), cwd=tmp_path, stderr=subprocess.PIPE, text=True
     ) as running:
