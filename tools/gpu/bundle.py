@@ -2,7 +2,8 @@
 
     .venv/bin/python tools/gpu/bundle.py FOLDER [--engine] [--dry]
 
-FOLDER gets run.sh and the bundle `base`, with --engine also `engine`, as files of at most 60 MiB. The other machine has
+FOLDER gets run.sh and the bundle `base`, with --engine also `engine`, as files of at most 60 MiB. Files that git does
+not track are not packed, since they may hold keys; those that it does not ignore are listed. The other machine has
 torch, triton and transformers, with what these need, and the same Python as this environment; nothing is installed
 there (docs/howto/borrowed-gpu.md).
 
@@ -31,7 +32,8 @@ PACKAGES = {
         jsonschema jsonschema-specifications referencing rpds-py attrs zstandard
         aiohttp aiohappyeyeballs aiosignal frozenlist multidict propcache yarl
         pytest pygments pluggy iniconfig pytest-timeout pytest-xdist execnet hypothesis sortedcontainers""",
-    "engine": "einops protobuf",
+    "engine": """einops protobuf
+        pydantic pydantic-core annotated-types typing-inspection""",
 }
 WHEELS = {
     "base": "torch-memory-saver",  # for the stages facts and memory
@@ -42,13 +44,22 @@ WHEELS = {
 Entry = tuple[str, Path]  # the path in a bundle, and the file
 
 
-def checkout() -> Iterator[Entry]:
-    """The files that git tracks, and new ones that it does not ignore."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+def listed(*options: str) -> list[Path]:
+    """The files of this checkout that `git ls-files` lists."""
+    command = ["git", "ls-files", "-z", *options]
     names = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout.decode().split("\0")
-    for name in names:
-        if (ROOT / name).is_file():
-            yield f"checkout/{name}", ROOT / name
+    return [ROOT / name for name in names if (ROOT / name).is_file()]
+
+
+def checkout(folder: Path) -> list[Entry]:
+    """The files that git tracks; prints those outside of `folder` that it neither tracks nor ignores."""
+    tracked = listed()
+    if any(path.is_relative_to(folder) for path in tracked):
+        sys.exit(f"bundle.py: {folder} has files that git tracks; choose another FOLDER, such as build/borrowed")
+    for path in listed("--others", "--exclude-standard"):
+        if not path.is_relative_to(folder):
+            print(f"left out, since git does not track it: {path.relative_to(ROOT)}")
+    return [(f"checkout/{path.relative_to(ROOT)}", path) for path in tracked]
 
 
 def installed(package: str) -> Iterator[Entry]:
@@ -76,19 +87,22 @@ def unpacked(package: str, wheels: Path, folder: Path) -> Iterator[Entry]:
 
 
 def pack(name: str, entries: Iterable[Entry], folder: Path) -> None:
-    """Write a bundle as files NAME.001of002, …"""
-    for old in folder.glob(f"{name}-*.tar.gz.*"):
-        old.unlink()
-    whole = folder / f"{name}-{PYTHON}.tar.gz"
-    with tarfile.open(whole, "w:gz", compresslevel=6) as archive:
-        for place, path in entries:
-            archive.add(path, place, recursive=False)
-    count = -(-whole.stat().st_size // LIMIT)
-    with whole.open("rb") as file:
-        for number in range(1, count + 1):
-            part = whole.with_name(f"{whole.name}.{number:03}of{count:03}")
-            print(f"{part}: {part.write_bytes(file.read(LIMIT)) / 2**20:.1f} MiB")
-    whole.unlink()
+    """Write a bundle as files NAME.001of002, …; an older one is replaced when they are complete."""
+    with TemporaryDirectory(dir=folder) as new:
+        whole = Path(new, f"{name}-{PYTHON}.tar.gz")
+        with tarfile.open(whole, "w:gz", compresslevel=6) as archive:
+            for place, path in entries:
+                archive.add(path, place, recursive=False)
+        count = -(-whole.stat().st_size // LIMIT)
+        parts = [whole.with_name(f"{whole.name}.{number:03}of{count:03}") for number in range(1, count + 1)]
+        with whole.open("rb") as file:
+            for part in parts:
+                part.write_bytes(file.read(LIMIT))
+        for old in folder.glob(f"{name}-*.tar.gz.*"):
+            old.unlink()
+        for part in parts:
+            moved = part.rename(folder / part.name)
+            print(f"{moved}: {moved.stat().st_size / 2**20:.1f} MiB")
 
 
 def main() -> int:
@@ -97,6 +111,7 @@ def main() -> int:
     parser.add_argument("--engine", action="store_true", help="also TransformerEngine, for the stage of that name")
     parser.add_argument("--dry", action="store_true", help="without the wheels for GPUs, for run.sh --dry")
     options = parser.parse_args()
+    files = checkout(options.folder.resolve())
     wheels = options.folder / "wheels"
     wheels.mkdir(parents=True, exist_ok=True)
     print(shutil.copy(ROOT / "tools/gpu/run.sh", options.folder))
@@ -107,7 +122,7 @@ def main() -> int:
                 entries += [
                     entry for package in WHEELS[bundle].split() for entry in unpacked(package, wheels, Path(folder))
                 ]
-            pack(bundle, [*checkout(), *entries] if bundle == "base" else entries, options.folder)
+            pack(bundle, [*files, *entries] if bundle == "base" else entries, options.folder)
     return 0
 
 

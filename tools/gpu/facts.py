@@ -18,6 +18,9 @@ import torch
 
 from megatron_collab.runtime import device, driver, gpu_environment, gpu_set, toolkit
 from megatron_collab.trainer.host_memory import PIECE
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))  # of the modules that benches share
+
 from tools.bench import gpu as bench
 
 SECONDS = 60.0  # for a process that answers a question
@@ -95,19 +98,28 @@ def connections() -> Iterator[str]:
         environment = dict(os.environ) | ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if when == "before" else {})
         command = [sys.executable, "-c", ORDER, when]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
-        answer = done.stdout.strip() or done.stderr.strip().splitlines()[-1]
+        answer = done.stdout.strip() or (done.stderr.splitlines() or [f"not at all: exit code {done.returncode}"])[-1]
         yield f"CUDA_DEVICE_MAX_CONNECTIONS=1 set {when} CUDA starts: two streams run {answer}"
 
 
 def main() -> int:
     page, *options = sys.argv[1:]
     gpu_environment.enter()
+    failed = False
     with Path(page).open("w") as file:
+
+        def write(fact: str) -> None:
+            print(f"- {fact}", file=file, flush=True)
+            print(fact, flush=True)
+
         for facts in (drivers, hook) if options == ["--dry"] else (drivers, hook, ceilings, pinned, connections):
-            for fact in facts():
-                print(f"- {fact}", file=file, flush=True)
-                print(fact, flush=True)
-    return 0
+            try:
+                for fact in facts():
+                    write(fact)
+            except Exception as error:  # the others may be known all the same
+                failed = True
+                write(f"{facts.__name__}: failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,15 @@
 # its minutes at the latest: facts (1), kernels (4), memory (3), engine (8; needs the bundle engine).
 # What was found out is in RESULTS (results/ beside this file), after every test: STAGE.md, and the console in STAGE.log.
 # --dry rehearses them without a GPU: all tests are collected, and those that run on a CPU are run.
-# PYTHON is the Python to use (python3). The exit code is 1 if a test failed or a stage did not end in time.
+# PYTHON is the Python to use (python3). The exit code is 1 if a test failed, all were skipped, or a stage
+# did not end in time. Ctrl-C, SIGTERM and SIGHUP end the stage's command.
 set -uo pipefail
+shopt -s nullglob
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 RESULTS=$(realpath -m "${RESULTS:-$HERE/results}")
 PYTHON=${PYTHON:-python3}
-CHECKOUT=$HERE/unpacked/checkout
+CHECKOUT=$HERE/unpacked/base/checkout
 TORCH="gpu and not engine and not server" # needs no other library than torch and Megatron
 
 fail() {
@@ -19,19 +21,34 @@ fail() {
     exit 2
 }
 
-# Unpack the bundle NAME once.
+# Unpack the bundle NAME, unless these parts of it are unpacked.
 unpack() {
-    local name=$1 python parts
-    [ ! -f "$HERE/unpacked/$name" ] || return 0
-    python=$("$PYTHON" -c 'import sys; print("cp%d%d" % sys.version_info[:2])') || fail "$PYTHON does not run; set PYTHON"
-    mapfile -t parts < <(compgen -G "$HERE/$name-*.tar.gz.*of*" | sort)
+    local name=$1 folder=$HERE/unpacked/$1 python parts checksums
+    parts=("$HERE/$name"-*.tar.gz.*of*)
     ((${#parts[@]})) || fail "no bundle $name in $HERE; make it with tools/gpu/bundle.py"
+    python=$("$PYTHON" -c 'import sys; print("cp%d%d" % sys.version_info[:2])') || fail "$PYTHON does not run; set PYTHON"
     [[ ${parts[0]} == *"/$name-$python.tar.gz."* ]] ||
         fail "$(basename "${parts[0]}") is not for the Python of $PYTHON, $python; set PYTHON, or bundle with that Python"
     ((${#parts[@]} == 10#${parts[0]##*of})) || fail "bundle $name has ${#parts[@]} of ${parts[0]##*of} files"
-    mkdir -p "$HERE/unpacked"
-    cat "${parts[@]}" | tar -xz -C "$HERE/unpacked" || fail "bundle $name cannot be unpacked"
-    touch "$CHECKOUT"/{tests,tools}/__init__.py "$HERE/unpacked/$name" # before packages of these names that others install
+    checksums=$(cd "$HERE" && sha256sum "${parts[@]##*/}")
+    [ "$(cat "$folder/parts" 2>/dev/null)" != "$checksums" ] || return 0
+    rm -rf "$folder"
+    mkdir -p "$folder"
+    cat "${parts[@]}" | tar -xz -C "$folder" || fail "bundle $name cannot be unpacked"
+    echo "$checksums" >"$folder/parts"
+}
+
+# At Ctrl-C and the like: the command of a stage has its own process group, which timeout makes.
+stop() {
+    trap '' INT TERM HUP
+    [ -z "$running" ] || { kill -TERM "$running" && wait "$running"; } 2>/dev/null
+    echo "run.sh: stopped by SIG$1${stage:+ in the stage $stage}" >&2
+    exit $((128 + $(kill -l "$1")))
+}
+
+# Whether all tests of this stage were skipped.
+nothing_ran() {
+    ((!dry)) && grep -qs "^- 0 passed, 0 failed" "$RESULTS/$stage.md"
 }
 
 # Run a command for at most so many minutes, without a limit in a rehearsal, and say how the stage ended. Its output is no
@@ -40,11 +57,18 @@ within() {
     local minutes=$1 code seconds
     shift
     seconds=$((dry ? 0 : 60 * minutes))
-    (cd "$CHECKOUT" && timeout --kill-after=10 "$seconds" "$@") >>"$RESULTS/$stage.log" 2>&1
-    code=$?
+    (cd "$CHECKOUT" && exec timeout --kill-after=10 "$seconds" "$@") >>"$RESULTS/$stage.log" 2>&1 &
+    running=$! # bash calls `stop` at once only while it waits for a process in the background
+    wait "$running"
+    code=$? running=""
     tail -n 1 "$RESULTS/$stage.log"
     case $code in
-        0) echo "$stage: passed" ;;
+        0) if nothing_ran; then
+            echo "$stage: nothing ran; $RESULTS/$stage.md has the reasons"
+            code=1
+        else
+            echo "$stage: passed"
+        fi ;;
         124 | 137) echo "$stage: did not end in $minutes minutes; $RESULTS/$stage.md has what did" ;;
         *) echo "$stage: failed (exit code $code); see $stage.md and $stage.log in $RESULTS" ;;
     esac
@@ -64,15 +88,31 @@ tests() {
     fi
 }
 
-dry=0 failed=0
+dry=0 failed=0 running="" stage="" bundles=(base)
+for signal in INT TERM HUP; do
+    # shellcheck disable=SC2064  # the name of this signal
+    trap "stop $signal" "$signal"
+done
 if [ "${1:-}" = --dry ]; then
     dry=1
     shift
 fi
 (($#)) || fail "which stages? run.sh [--dry] facts kernels memory engine"
-unpack base
+for name in "$@"; do
+    case $name in
+        facts | kernels | memory) ;;
+        engine) ((dry)) || bundles+=(engine) ;;
+        *) fail "there is no stage $name: facts, kernels, memory or engine" ;;
+    esac
+done
+python=$(command -v "$PYTHON") || fail "there is no $PYTHON; set PYTHON"
+PYTHON=$(realpath -s "$python") # what a link refers to would not be in its virtual environment
+for name in "${bundles[@]}"; do
+    unpack "$name"
+done
+touch "$CHECKOUT"/{tests,tools}/__init__.py # before packages of these names that others install
 mkdir -p "$RESULTS"
-export PYTHONPATH=$CHECKOUT:$HERE/unpacked/packages HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export PYTHONPATH=$CHECKOUT:$HERE/unpacked/base/packages:$HERE/unpacked/engine/packages HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 "$PYTHON" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("torch", "triton", "transformers"))))' ||
     fail "$PYTHON lacks torch, triton or transformers; set PYTHON to the one that has them"
 # As make test-gpu: TransformerEngine loads parts of cuDNN by name.
@@ -85,6 +125,7 @@ if ((dry)); then
     LD_LIBRARY_PATH=$HERE/unpacked/driver:$LD_LIBRARY_PATH
 fi
 for stage in "$@"; do
+    rm -f "$RESULTS/$stage.md"
     : >"$RESULTS/$stage.log"
     case $stage in
         facts)
@@ -102,13 +143,11 @@ for stage in "$@"; do
             tests 3 "$TORCH" "${REHEARSED[@]}"
             ;;
         engine)
-            ((dry)) || unpack engine
             REHEARSED=()
             tests 5 "gpu and engine and not server" \
                 tests/trainer/test_precision.py tests/checkpoint/test_resumed_layers.py tests/planning/test_memory.py
-            ((dry)) || within 3 "$PYTHON" tools/bench/gpu.py bfloat16 bfloat16_1b fp8
+            ((dry)) || nothing_ran || within 3 "$PYTHON" tools/bench/gpu.py bfloat16 bfloat16_1b fp8
             ;;
-        *) fail "there is no stage $stage: facts, kernels, memory or engine" ;;
     esac
 done
 exit "$failed"
