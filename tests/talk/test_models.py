@@ -141,7 +141,7 @@ def test_converted_models_do_not_pile_up_but_stay_while_they_are_used(folder: Pa
 
 
 @pytest.mark.parametrize(
-    ("share", "models", "tp", "judges", "gpus", "servers"),
+    ("share", "models", "tp", "judges", "gpus", "expected"),
     [
         (WHOLE, 2, 1, 0, None, (2, 0)),
         (WHOLE, 2, 4, 0, 8, (2, 0)),
@@ -164,7 +164,7 @@ def test_processes_share_the_gpus_of_a_node(
     tp: int,
     judges: int,
     gpus: int | None,
-    servers: tuple[int, int],
+    expected: tuple[int, int],
 ) -> None:
     """Each model and judge has its own GPUs if there are enough; else all processes share the first ones."""
     monkeypatch.setattr(device, "select", lambda name: torch.device("cpu" if gpus is None else device.GPU))
@@ -172,4 +172,4 @@ def test_processes_share_the_gpus_of_a_node(
     monkeypatch.setattr(gpu_environment, "enter", lambda: None)
     judge = [f"servers.judge={{model: {folder.parent / 'model'}, replicas: {judges}}}"] if judges else []
     settings, first_gpu = run_settings(folder, models, [f"rollout.server.tp={tp}", *judge], share)
-    assert (settings.rollout.server.replicas, first_gpu) == servers
+    assert (settings.rollout.server.replicas, first_gpu) == expected
