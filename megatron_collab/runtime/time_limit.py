@@ -12,7 +12,7 @@ class _Limit:
     """The clock of a time limit, which stands still while `pauses` are open; tasks of the coroutine share it."""
 
     def __init__(self, timeout: asyncio.Timeout) -> None:
-        self._timeout, self._pauses, self._left = timeout, 0, 0.0
+        self._timeout, self._pauses, self._remaining = timeout, 0, 0.0  # seconds
         self.ended = False
 
     @property
@@ -22,14 +22,14 @@ class _Limit:
     def stop(self) -> None:
         end = self._timeout.when()
         if self._runs and end is not None:
-            self._left = end - asyncio.get_running_loop().time()
+            self._remaining = end - asyncio.get_running_loop().time()
             self._timeout.reschedule(None)
         self._pauses += 1
 
     def go_on(self) -> None:
         self._pauses -= 1
         if self._runs:
-            self._timeout.reschedule(asyncio.get_running_loop().time() + self._left)
+            self._timeout.reschedule(asyncio.get_running_loop().time() + self._remaining)
 
 
 _limit = ContextVar[_Limit | None]("_limit", default=None)
