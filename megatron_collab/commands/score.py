@@ -68,12 +68,16 @@ def main(arguments: Sequence[str]) -> int:
 
     # Ray and the libraries of data take seconds to import, so arguments are checked first.
     from megatron_collab.launch.data_specs import recorded_data
+    from megatron_collab.launch.extensions import check_extensions
     from megatron_collab.reward.comparison import group_rewards, merge_metrics
     from megatron_collab.rollout import recorded  # with the libraries of data, which take seconds
 
+    shared = merge_metrics(rewards)
+    settings = {name: dict(metric.settings) for name, metric in shared.metrics.items()}
+    merged = replace(config.reward, weights=dict.fromkeys(settings, 1.0), metrics=settings)
+    check_extensions(PlayConfig(reward=merged), constructs=True)
     data = recorded_data(options.run, options.option, options.evaluation)
     title, played = recorded.played_groups(options.run, data, options.step, options.evaluation)
-    shared = merge_metrics(rewards)
     try:
         scores = _scores(config, shared.metrics, played)
     except RunStopped as stopped:
@@ -124,7 +128,7 @@ def _checked(config: PlayConfig) -> RewardSpec:
     from megatron_collab.llm.endpoint import served_by_run
     from megatron_collab.rollout import llm_endpoints
 
-    check_extensions(config)
+    check_extensions(PlayConfig(reward=config.reward), constructs=False)  # the rest is only recorded
     reward = reward_spec(config.reward)
     validate.check_reward(config, reward)
     judges = llm_endpoints.judge_endpoints(reward)
@@ -154,10 +158,15 @@ def _scores(config: PlayConfig, metrics: Mapping[str, ScoredMetric], played: Seq
             bound = limiter.start_limiter(config.llm, folder / "spend.json")
             stack.callback(lambda: bound)  # the limiter ends with its handle
         reward = reward_spec(config.reward)
-        worker = RewardWorker(replace(reward, metrics=metrics), config.llm, Path(config.run.dir))
         bar = progress("scoring", sum(len(rollout.futures) for group in played for rollout in group.rollouts), "future")
         stack.callback(bar.close)
-        return asyncio.run(rescore(worker, played, reward.metrics, bar.update))
+
+        async def score_all() -> dict[int, Scores]:
+            # In an event loop, as in a run: a metric's constructor may need one.
+            worker = RewardWorker(replace(reward, metrics=metrics), config.llm, Path(config.run.dir))
+            return await rescore(worker, played, reward.metrics, bar.update)
+
+        return asyncio.run(score_all())
 
 
 def _print(rewards_by_name: Mapping[str, Sequence[Sequence[Reward]]]) -> None:

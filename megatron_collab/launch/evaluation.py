@@ -56,14 +56,17 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}) -> Evaluate
 
 
 def compose_absolute[Program: EvaluateConfig](
-    program: type[Program], arguments: Sequence[str], defaults: Mapping[str, Any]
+    program: type[Program], arguments: Sequence[str], defaults: Mapping[str, Any], *, constructs: bool = True
 ) -> Program:
-    """The settings of `program`, composed like those of a run. Raises ConfigError."""
+    """The settings of `program`, composed like those of a run. Raises ConfigError.
+
+    `constructs`: see `check_extensions`.
+    """
     for argument in arguments:
         message = f"{argument}: conversations are played, as in train.stage=rl; remove it"
         require(_SUPERVISED.match(argument) is None, message)
     config: Program = make_absolute(compose_program(program, arguments, defaults))
-    check_extensions(config)
+    check_extensions(config, constructs=constructs)
     return config
 
 

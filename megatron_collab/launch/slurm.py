@@ -8,10 +8,12 @@ python -m megatron_collab.launch.slurm wait ADDRESS SECONDS NODE…    # until R
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 
 from megatron_collab.config import Config, compose
 from megatron_collab.runtime import console, network
@@ -28,7 +30,7 @@ def settings(config: Config) -> list[str]:
     from megatron_collab.launch.extensions import check_extensions
     from megatron_collab.launch.validate import check_settings
 
-    check_extensions(config)
+    check_extensions(config, constructs=False)  # the ranks construct
     check_settings(config)
     # One per worker of a node: Ray starts one process per CPU in advance.
     cpus = -(-(config.rollout.workers + config.reward.workers) // config.launch.nodes)
@@ -71,12 +73,27 @@ def wait(address: str, seconds: float, names: Sequence[str]) -> None:
         ray.shutdown()
 
 
+@contextmanager
+def _printing_to_stderr() -> Iterator[None]:
+    """Within the block, also for native code; extensions may print as they are imported."""
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
 def main(arguments: Sequence[str]) -> int:
     console.begin()
     command, *operands = arguments
     try:
         if command == "settings":
-            print(*settings(compose(operands)), sep="\n")
+            with _printing_to_stderr():
+                values = settings(compose(operands))
+            print(*values, sep="\n")
         elif command == "address":
             print(network.address(compose(operands).launch.interface))
         else:

@@ -54,15 +54,18 @@ _FP8_DEVICES: dict[str, tuple[tuple[int, int], tuple[int, int], str]] = {
 
 def load(overrides: Sequence[str]) -> Config:
     """The settings of a run on this machine, composed and validated. Raises ConfigError."""
-    config = composed(overrides)
+    config = composed(overrides, constructs=True)
     validate(config)
     return config
 
 
-def composed(overrides: Sequence[str]) -> Config:
-    """The settings of a run on any machine, whose code has been tried; `check_settings` follows. Raises ConfigError."""
+def composed(overrides: Sequence[str], *, constructs: bool = False) -> Config:
+    """The settings of a run on any machine, whose code has been tried; `check_settings` follows. Raises ConfigError.
+
+    `constructs`: see `check_extensions`; a plan makes nothing.
+    """
     config: Config = make_absolute(compose(overrides))
-    check_extensions(config)
+    check_extensions(config, constructs=constructs)
     return config
 
 

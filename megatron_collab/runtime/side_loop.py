@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import os
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from threading import Thread
 from typing import Any
 
@@ -26,6 +26,10 @@ for _threads in (_loops, _late):
 
 class HungCalls(RuntimeError):
     """HUNG threads are still blocked by calls that have timed out."""
+
+
+class LateCall(RuntimeError):
+    """A call has not ended in time; its thread may hang."""
 
 
 class SideLoop:
@@ -61,13 +65,22 @@ class SideLoop:
         try:
             return await asyncio.wrap_future(result)
         except asyncio.CancelledError:
-            self._hung = True  # until the loop runs again
-            self._loop.call_soon_threadsafe(self._respond)
+            self._await_response()
             raise
 
-    def wait_for(self, function: Callable[..., Any], *args: Any) -> Any:
-        """As `run`, for callers without an event loop."""
-        return asyncio.run_coroutine_threadsafe(_result(function, *args), self._loop).result()
+    def wait_for(self, seconds: float, function: Callable[..., Any], *args: Any) -> Any:
+        """As `run`, for callers without an event loop. Raises LateCall after `seconds`."""
+        result = asyncio.run_coroutine_threadsafe(_result(function, *args), self._loop)
+        if not wait([result], seconds).done:
+            result.cancel()
+            self._await_response()
+            raise LateCall(f"does not end within {seconds:g} s")
+        return result.result()
+
+    def _await_response(self) -> None:
+        """Counts as hung until the loop runs again."""
+        self._hung = True
+        self._loop.call_soon_threadsafe(self._respond)
 
     def _respond(self) -> None:
         self._hung = False

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -57,7 +58,8 @@ def run_trial[Result](
     """The result of `work`, which is done in a fork of this process and pickled.
 
     Raises TrialError if it fails, or takes more than `seconds` or `room` bytes. A ValueError of the work is raised
-    here. The child is killed, so even work that Python cannot interrupt is stopped, such as a power of large numbers.
+    here. What it prints goes to stderr: stdout may be read by a script. The child is killed, so even work that Python
+    cannot interrupt is stopped, such as a power of large numbers.
 
     If the work enters `steps`, the seconds limit each step with a name, and `progress` gets the number of the current
     one several times a second.
@@ -101,6 +103,8 @@ def _try(work: Callable[[], object], sender: Connection, parent: int, room: int)
     """In the child: do the work and exit without cleanup, so that nothing shared is flushed or removed twice."""
     try:
         process.die_with_parent(parent)
+        os.dup2(2, 1)
+        sys.stdout = sys.stderr  # not a copy of what the parent has not flushed yet
         room, original = _limit_memory(room)
         sender.send((None, work()))
     except ValueError as error:

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("option", nargs="*", help="option=value: other settings than the run's")
     options = parser.parse_intermixed_args(arguments)
     model = find_model(options.run, options.step)
-    config, _ = run_settings(options.run, 1, options.option)
+    config, _ = run_settings(options.run, 1, options.option, scores=False)
     key, host, port = os.environ.get(KEY_VARIABLE, ""), *_place(options.host, options.port)
     is_valid = keys.is_key(KEY_VARIABLE, key) and key.isascii() and key.isprintable() and " " not in key
     rule = f"at least {keys.SHORTEST} characters, printable ones of ASCII, without spaces"

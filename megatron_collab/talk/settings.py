@@ -39,17 +39,18 @@ WHOLE = GpuShare()
 
 
 def run_settings(
-    run: Path, models: int, overrides: Sequence[str], share: GpuShare = WHOLE
+    run: Path, models: int, overrides: Sequence[str], share: GpuShare = WHOLE, *, scores: bool = True
 ) -> tuple[EvaluateConfig, int]:
     """The settings of the run in folder `run`, changed by `overrides`, to serve that many of its `models` on this node;
-    and the first GPU for them. Raises ConfigError for settings that cannot work here.
+    and the first GPU for them. `scores`: whether conversations are played and scored. Raises ConfigError for settings
+    that cannot work here.
     """
     for name in _DECIDED:
         set_here = any(override.lstrip("+").partition("=")[0] == name for override in overrides)
         require(not set_here, f"{name}: the model of the run and this command decide it; remove it")
     values = recorded_values(run, EvaluateConfig)
     recorded = {name: value for name, value in values.items() if name not in _NOT_RECORDED}
-    config = evaluation.compose_absolute(EvaluateConfig, overrides, recorded)
+    config = evaluation.compose_absolute(EvaluateConfig, overrides, recorded, constructs=scores)
     gpu_environment.enter()
     server = replace(config.rollout.server, replicas=1, nnodes=1, port=0)
     rollout = replace(config.rollout, server=server, player="futures", player_options={}, workers=1, max_messages=None)

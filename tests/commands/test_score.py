@@ -113,6 +113,44 @@ def test_what_cannot_be_scored_is_one_line(
     assert shown.out == "" and shown.err.count("\n") == 1 and message in shown.err
 
 
+METRIC = """
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from megatron_collab.reward.metrics import Metric
+
+class Mine(Metric):
+    @dataclass(frozen=True)
+    class Options:
+        judge: bool = False
+        verify: bool = False
+        rubric: str = ""
+
+    def __init__(self, options, judge):
+        super().__init__(options, judge)
+        self.session = asyncio.get_running_loop().create_future()
+        with Path({made!r}).open("a") as out:
+            out.write("made")
+
+    async def score(self, task, conversation):
+        return 1.0
+"""
+
+
+@pytest.mark.processes
+def test_metrics_are_made_once_for_all_rewards_and_nothing_else_is(tmp_path: Path) -> None:
+    """By the trial before the start, then by the worker, in an event loop; the run's world is not even imported."""
+    groups, _ = play("paper")
+    folder = ran(tmp_path / "run", "paper", *groups)
+    (tmp_path / "my.py").write_text(METRIC.format(made=str(tmp_path / "made")))
+    metric = [f"reward.metrics.{name}.metric={tmp_path}/my.py:Mine" for name in ("accuracy", "interactivity")]
+    rewards = ["--reward", "run", "--reward", "paper", "data.world=/nowhere/world.py:World"]
+    assert run("score", [str(folder), *rewards, *metric, "--out", str(tmp_path / "rewards.jsonl")]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "rewards.jsonl").read_text().splitlines()]
+    assert all(row["run"] == row["paper"] for row in rows) and rows[0]["paper"]["accuracy"] == 1.0
+    assert (tmp_path / "made").read_text() == "made" * 4, "two metrics, twice"
+
+
 def test_other_data_than_the_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     groups, _ = play("paper")
     folder = ran(tmp_path / "run", "paper", *groups)

@@ -11,7 +11,7 @@ from megatron_collab.launch import extensions
 from megatron_collab.launch.extensions import check_extensions
 
 CODE = """
-import os, time
+import asyncio, os, time
 from dataclasses import dataclass
 from megatron_collab.algo.advantages import Grpo
 from megatron_collab.algo.policy_loss import PolicyLoss
@@ -121,11 +121,12 @@ PARTS = (
 )
 
 
-def check(folder: Path, part: str, code: str) -> str:
-    """The reason why the code is refused; empty if it is not."""
+def check(folder: Path, *, constructs: bool = True, stage: str = "rl", made: str = "world", **parts: str) -> str:
+    """The reason why the code is refused; empty if it is not. `made`: the folder of data.world."""
     file = folder / "my.py"
-    file.write_text(CODE.format(**dict.fromkeys(PARTS, "pass") | {part: code}))
+    file.write_text(CODE.format(**dict.fromkeys(PARTS, "pass") | parts))
     config = Config()
+    config.train.stage, config.data.dir = stage, str(folder / made)
     config.reward.weights = {f"{file}:Mine": 1.0}
     config.data.world, config.data.format = f"{file}:Place", f"{file}:Reader"
     config.rollout.player, config.rollout.player_options = f"{file}:Group", {"size": 2}
@@ -134,7 +135,7 @@ def check(folder: Path, part: str, code: str) -> str:
     config.algo.advantage, config.algo.loss = f"{file}:Estimator", f"{file}:Loss"
     config.reward.turn_credit = f"{file}:Credit"
     try:
-        check_extensions(config)
+        check_extensions(config, constructs=constructs)
     except ConfigError as error:
         return str(error).replace(str(file), "my.py")
     return ""
@@ -153,7 +154,7 @@ def check(folder: Path, part: str, code: str) -> str:
         ("player", "{}['x']", "rollout.player_options: reading them fails (KeyError: 'x')"),
         ("player", "time.sleep(9999)", "rollout.player_options: reading them does not finish within 3 s"),
         ("metric", "os.abort()", "reward.weights.my.py:Mine: making Mine ends the process with code -6"),
-        ("metric", "judge.x", "reward.weights.my.py:Mine: making Mine fails (AttributeError: 'Judge' object has no"),
+        ("metric", "judge.x", "reward.weights.my.py:Mine: making Mine fails (AttributeError: 'NoneType' object has"),
         ("metric", "raise ConfigError('no')", "reward.weights.my.py:Mine: making Mine fails (ValueError: no)"),
         ("tokens", HANGS, "reward.weights.my.py:Mine: reads_tokens() of Mine does not finish within 3 s"),
         ("turns", "1 / 0", "reward.weights.my.py:Mine: scores_turns() of Mine fails (ZeroDivisionError"),
@@ -179,17 +180,39 @@ def test_code_that_never_ends_or_crashes_is_refused_by_its_setting(
     part: str, code: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(extensions, "SECONDS", 3.0 if code in (HANGS, "time.sleep(9999)") else 120.0)
-    refused = check(tmp_path, part, code)
+    refused = check(tmp_path, **{part: code})
     assert refused.startswith(reason) and bool(refused) == bool(reason)
 
 
 def test_settings_that_name_no_code_need_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extensions, "run_trial", lambda *_, **__: pytest.fail("forked for nothing"))
     config = Config()
-    check_extensions(config)
+    check_extensions(config, constructs=True)
     config.rollout.tools = ["tools.yaml"]
     with pytest.raises(pytest.fail.Exception):
-        check_extensions(config)
+        check_extensions(config, constructs=True)
+
+
+@pytest.mark.processes
+def test_only_what_the_program_makes_is_made(tmp_path: Path) -> None:
+    for part in ("world", "reader", "metric"):
+        assert "making" in check(tmp_path, **{part: "1 / 0"})
+    fails = dict.fromkeys(("world", "reader", "metric"), "1 / 0")
+    assert check(tmp_path, constructs=False, **fails) == ""
+    assert check(tmp_path, metric="1 / 0", stage="sft") == ""
+    (tmp_path / "made").mkdir()
+    assert check(tmp_path, world="1 / 0") != "" == check(tmp_path, world="1 / 0", made="made")
+
+
+@pytest.mark.processes
+def test_a_metric_is_made_as_in_a_worker(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In an event loop, with a judge if any metric is judged; stdout, which a script may read, gets nothing."""
+    waits = "self.session = asyncio.get_running_loop().create_future()"
+    prints = "print('loudly'); os.write(1, b'natively')"
+    assert check(tmp_path, metric=f"{waits}; {prints}; assert judge is None") == ""
+    assert check(tmp_path, metric="judge.client.answer, judge.endpoint.model", judged="return True") == ""
+    printed, error = capfd.readouterr()
+    assert printed == "" and "loudly" in error and "natively" in error
 
 
 @pytest.mark.processes
@@ -201,4 +224,4 @@ def test_a_file_of_tools_that_grows_without_end_is_refused(tmp_path: Path, monke
     config = Config()
     config.rollout.tools = [str(tmp_path / "tools.yaml")]
     with pytest.raises(ConfigError, match=r"^rollout.tools: making them (does not finish within 3 s|takes more)"):
-        check_extensions(config)
+        check_extensions(config, constructs=False)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import compose
+from megatron_collab.config import Config, compose
 from megatron_collab.launch import slurm
 from megatron_collab.runtime.process import RunStopped
 from tests.helpers import free_port
@@ -126,6 +126,20 @@ def test_the_settings_that_decide_the_commands(tmp_path: Path, capsys: pytest.Ca
     assert slurm.main(["address", *overrides, "launch.interface=nothing0"]) == 2
     printed, error = capsys.readouterr()
     assert printed == "127.0.0.1\n" and "launch.interface=nothing0" in error
+
+
+def test_what_extensions_print_is_no_setting(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def settings(config: Config) -> list[str]:
+        print("loading")
+        os.write(1, b"loading natively\n")
+        return [config.run.dir]
+
+    monkeypatch.setattr(slurm, "settings", settings)
+    assert slurm.main(["settings", "experiment=booking", "run.dir=here"]) == 0
+    printed, error = capfd.readouterr()
+    assert printed == "here\n" and "loading\n" in error and "loading natively\n" in error
 
 
 @pytest.fixture

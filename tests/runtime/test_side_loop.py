@@ -68,7 +68,7 @@ def test_a_cancellation_by_foreign_code_is_its_fault(how: str) -> None:
 
     if how == "before the start":
         with pytest.raises(RuntimeError, match="it raised CancelledError: mine"):
-            loop.wait_for(cancel)
+            loop.wait_for(60, cancel)
     else:
         asyncio.run(call())
     assert not loop._hung
@@ -77,4 +77,4 @@ def test_a_cancellation_by_foreign_code_is_its_fault(how: str) -> None:
 
 def test_a_forked_process_has_loops_of_its_own() -> None:
     SideLoop.acquire().release()
-    assert run_trial(lambda: SideLoop.acquire().wait_for(lambda: 7), 60) == 7
+    assert run_trial(lambda: SideLoop.acquire().wait_for(60, lambda: 7), 60) == 7

@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -74,6 +75,14 @@ def test_an_error_of_foreign_code_is_reported_with_its_type() -> None:
 
     with pytest.raises(ConfigError, match=r"^x \(TimeoutError: no route\)$"):
         verl.attempt("x", connect)
+
+
+def test_a_constructor_that_hangs_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verl, "SECONDS", 0.0)
+    ends = Event()
+    with pytest.raises(ConfigError, match=r"^tool x \(does not end within 0 s\)$"):
+        verl.attempt("tool x", ends.wait)
+    ends.set()
 
 
 def test_answers_to_gsm8k_are_read_strictly_or_flexibly() -> None:

@@ -16,8 +16,9 @@ from types import ModuleType
 from typing import Any
 
 from megatron_collab.config import ConfigError, require, resolve
-from megatron_collab.runtime.side_loop import SideLoop
+from megatron_collab.runtime.side_loop import LateCall, SideLoop
 
+SECONDS = 120.0  # of a constructor, as in launch/extensions.py
 _ALL_ARGS, _ALL_KEYWORDS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 MODULES = {  # the module of this package that stands in for one of verl
     "verl.interactions.base": "base",
@@ -63,13 +64,15 @@ def load(spec: str, setting: str, methods: Sequence[str] = ()) -> Any:
 
 
 def attempt(label: str, function: Callable[..., Any], *args: Any) -> Any:
-    """The result of a function, called before a run starts; launch/extensions.py limits its time.
+    """The result of a function, called before a run starts and again in its workers.
 
-    Raises ConfigError if it fails.
+    Raises ConfigError if it fails or takes more than SECONDS.
     """
     loop = SideLoop.acquire()
     try:
-        return loop.wait_for(function, *args)
+        return loop.wait_for(SECONDS, function, *args)
+    except LateCall as error:
+        raise ConfigError(f"{label} ({error})") from error
     except Exception as error:  # an extension may raise anything
         raise ConfigError(f"{label} ({' '.join(f'{type(error).__name__}: {error}'.split())})") from error
     finally:
