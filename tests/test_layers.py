@@ -30,6 +30,7 @@ LAZY = {
     "commands.prepare_data": "answers --help and wrong arguments before transformers is imported",
     "commands.recording": "answers --help and wrong arguments before numpy is imported",
     "commands.score": "answers --help and wrong arguments before Ray and the libraries of data are imported",
+    "launch.extensions": "as reward.workers, in the child that tries a metric's constructor",
     "launch.slurm": "its commands address and wait, which every node runs, need no torch",
     "evaluate": "as train",
     "train": "refuses bad input and becomes torchrun before torch, Megatron and Ray are imported",

@@ -36,7 +36,7 @@ from megatron_collab.runtime.trial import Steps, TrialError, run_trial
 
 SECONDS = 120.0  # of each call; imports of large libraries take half a minute on a slow disk
 _FOREIGN = ("verl", ".yaml", ".yml")  # kinds and files that name classes in forms of their own
-_made = list[Metric]()  # by the child until it ends: a session that is dropped unclosed would complain
+_metrics = list[Metric]()  # by the child until it ends: a session that is dropped unclosed would complain
 
 
 def check_extensions(config: PlayConfig, *, constructs: bool) -> None:
@@ -155,7 +155,7 @@ def _construct(metric: ScoredMetric, judge: Judge | None) -> None:
         return metric.make(judge)
 
     try:
-        _made.append(asyncio.run(make_metric()))
+        _metrics.append(asyncio.run(make_metric()))
     except ConfigError as error:
         raise ValueError(str(error)) from error
 

@@ -121,12 +121,14 @@ PARTS = (
 )
 
 
-def check(folder: Path, *, constructs: bool = True, stage: str = "rl", made: str = "world", **parts: str) -> str:
-    """The reason why the code is refused; empty if it is not. `made`: the folder of data.world."""
+def check(
+    folder: Path, *, constructs: bool = True, stage: str = "rl", world_folder: str = "world", **parts: str
+) -> str:
+    """The reason why the code is refused; empty if it is not. `world_folder`: that of data.world."""
     file = folder / "my.py"
     file.write_text(CODE.format(**dict.fromkeys(PARTS, "pass") | parts))
     config = Config()
-    config.train.stage, config.data.dir = stage, str(folder / made)
+    config.train.stage, config.data.dir = stage, str(folder / world_folder)
     config.reward.weights = {f"{file}:Mine": 1.0}
     config.data.world, config.data.format = f"{file}:Place", f"{file}:Reader"
     config.rollout.player, config.rollout.player_options = f"{file}:Group", {"size": 2}
@@ -201,7 +203,7 @@ def test_only_what_the_program_makes_is_made(tmp_path: Path) -> None:
     assert check(tmp_path, constructs=False, **fails) == ""
     assert check(tmp_path, metric="1 / 0", stage="sft") == ""
     (tmp_path / "made").mkdir()
-    assert check(tmp_path, world="1 / 0") != "" == check(tmp_path, world="1 / 0", made="made")
+    assert check(tmp_path, world="1 / 0") != "" == check(tmp_path, world="1 / 0", world_folder="made")
 
 
 @pytest.mark.processes
