@@ -101,7 +101,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Instrumented(NodeTransformer):
-    """Makes every round of a loop and every call of a macro look at the clock, and `~` and `+` bound their results.
+    """Makes every round of a loop and call of a macro look at the clock, and `~`, `+` and slices bound their results.
 
     A round or call also counts the constant text in it, of which a block or macro makes a value.
     """
@@ -133,6 +133,11 @@ class _Instrumented(NodeTransformer):
             terms.append(node.right)
         terms = [self.visit(term) for term in (node.left, *reversed(terms))]
         return self._call(nodes.List(terms), nodes.Const(0), nodes.Const(True))
+
+    def visit_Getitem(self, node: Any) -> Any:
+        """A slice is a new value, which Jinja computes past the environment."""
+        self.generic_visit(node)
+        return self._call(nodes.List([node]), nodes.Const(0), nodes.Const(True)) if _is_slice(node) else node
 
 
 class _Clock:
@@ -275,6 +280,10 @@ def _size(value: Any) -> int:
             size += len(part)
             parts += part
     return size
+
+
+def _is_slice(node: Any) -> bool:
+    return isinstance(node.arg, nodes.Slice)
 
 
 def _new_size(value: Any) -> int:

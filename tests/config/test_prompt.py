@@ -186,6 +186,8 @@ def test_values_above_the_bound_are_not_computed(tmp_path: Path, text: str) -> N
         "{% for a in range(9999) | map('center', 10**6) %}{{ loop.length }}{% endfor %}",
         "{% macro f(n) %}{% set x = goal * 500 ~ n %}{{ f(n + 1) if n < 99 }}{{ x }}{% endmacro %}{{ f(0) }}",
         "".join(f"{{% set x{n} = goal * {500 + n} %}}" for n in range(99)),
+        "{% set t = goal * 500 %}{% macro f(n) %}{% set x = t[n:] %}{{ f(n + 1) if n < 99 }}{{ x }}{% endmacro %}"
+        "{{ f(1) }}",
     ],
 )
 def test_all_values_of_a_rendering_together_are_bounded(
