@@ -61,6 +61,7 @@ def content(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_person_and_the_simulated_user_talk_with_two_models_side_by_side(run: Path, tmp_path: Path) -> None:
     """The trained model answers in the words of the booking world, the one that it began with at random."""
     before, saved = content(run), tmp_path / "saved.jsonl"
@@ -75,8 +76,8 @@ def test_a_person_and_the_simulated_user_talk_with_two_models_side_by_side(run: 
     assert [*rows] == ["step_60", "before"] and all(row["user"] == "scripted/booking" for row in rows.values())
     trained, first = (row["messages"] for row in rows.values())
     assert trained[0] == first[0] and trained[2]["role"] == "user", "the simulated user has answered"
-    word = re.compile("done :|how many|which day|what time")
-    assert word.search(trained[1]["content"]) and not word.search(first[1]["content"])
+    begins = re.compile(r"\s*(done :|how many|which day|what time)")  # within a reply such words may be chance
+    assert begins.match(trained[1]["content"]) and not begins.match(first[1]["content"])
     scored = [row for row in rows.values() if row["ending"]]
     assert all(row["scores"]["booking_right"] in (0, 1) for row in scored)
 
