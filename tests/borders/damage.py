@@ -80,11 +80,20 @@ def written(name: str, text: str) -> Damage:
     return lambda folder: (folder / name).write_text(text)
 
 
-def more_tokens(folder: Path) -> None:
-    """A token that the embedding has no row for."""
+def more_tokens(folder: Path, *, number: int = 301, **facts: object) -> None:
+    """A token that the embedding has no row for; `facts`: of it."""
     file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
-    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 301, "content": "<|more|>"})
+    token = {**tokenizer["added_tokens"][0], "id": number, "content": "<|more|>", **facts}
+    tokenizer["added_tokens"].append(token)
+    file.write_text(json.dumps(tokenizer))
+
+
+def more_words(folder: Path) -> None:
+    """A word of the vocabulary itself that the embedding has no row for."""
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["model"]["vocab"]["more"] = 4000
     file.write_text(json.dumps(tokenizer))
 
 

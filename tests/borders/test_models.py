@@ -9,6 +9,7 @@ import resource
 import shutil
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -36,6 +37,7 @@ from tests.borders.damage import (
     described,
     index,
     more_tokens,
+    more_words,
     template,
     tensors,
     written,
@@ -159,6 +161,10 @@ SMALL = ["rollout.context_length=256", "rollout.turn.max_new_tokens=16", "rollou
         (index(model__norm__weight="../x"), "names '../x', which is not a file in this folder"),
         (written("tokenizer.json", "{}"), "its tokenizer cannot be read (KeyError"),
         (more_tokens, "gives '<|more|>' the id 301, but its embedding has 301 rows"),
+        (partial(more_tokens, number=99_999), "gives '<|more|>' the id 301, but its"),  # the library counts by itself
+        (partial(more_tokens, special=False), "gives '<|more|>' the id 301, but its embedding has 301 rows"),
+        (partial(more_tokens, content="\n"), "gives '\\n' the id 301, but its embedding has 301 rows"),
+        (more_words, "gives 'more' the id 4000, but its embedding has 301 rows"),
         (template(ENDLESS), "does not finish within 1 s"),
         (template("{{ raise_exception('never') }}"), "its chat template fails (never)"),
         (written("config.json", "{"), "config.json cannot be read as JSON"),

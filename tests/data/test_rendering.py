@@ -300,6 +300,8 @@ def test_stripped_thoughts_leave_the_spaces_of_the_template(folder: Path) -> Non
 
 NOSYS = CHATML.replace("for m in messages", "for m in messages if m['role'] != 'system'")
 GEMMA = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
+TWO_ROLES = "{% for m in messages if m['role'] not in ['user', 'assistant'] %}"
+TWO_ROLES += "{{ raise_exception('only user and assistant') }}{% endfor %}" + CHATML
 LOOPS = CHATML.replace("{{ '<|im_start|>'", "{% if m['role'] == 'tool' %}{% for a in range(99999) %}{% for b in "
     "range(99999) %}{% endfor %}{% endfor %}{% endif %}{{ '<|im_start|>'")  # fmt: skip
 
@@ -310,8 +312,9 @@ LOOPS = CHATML.replace("{{ '<|im_start|>'", "{% if m['role'] == 'tool' %}{% for 
         (NOSYS, "drops a system message from system, user; move their text into messages of the user, or"),
         (GEMMA, r"refuses messages of the roles system, user \(no system role\); move their text"),
         (MISTRAL, r"refuses messages of the roles system, user \(roles must alternate\); move"),
+        (TWO_ROLES, r"refuses messages of the roles system, user \(only user and assistant\); move"),
     ],
-    ids=["drops", "refuses", "alternates"],
+    ids=["drops", "refuses", "alternates", "two roles"],
 )
 def test_a_role_that_the_template_does_not_show_is_named(folder: Path, template: str, message: str) -> None:
     chat = chat_of(folder, "legacy", template)
@@ -320,6 +323,21 @@ def test_a_role_that_the_template_does_not_show_is_named(folder: Path, template:
         with pytest.raises(ValueError, match=message):
             render(messages)
     assert chat.first(messages[1:])
+
+
+@pytest.mark.parametrize(
+    ("part", "changed"),
+    [
+        ("in messages", "in messages[-1:]"),
+        ("in messages", "in messages if m['role'] == 'user'"),
+        ("m['content']", "(m['content'] if m['role'] == 'user' else '')"),
+        ("m['content']", "m['content'][:3]"),
+        ("m['content']", "m['content'] | title"),
+    ],
+)
+def test_a_template_that_drops_or_changes_replies_is_refused(folder: Path, part: str, changed: str) -> None:
+    with pytest.raises(ValueError, match="its chat template drops or changes assistant messages; give one that"):
+        chat_of(folder, "legacy", CHATML.replace(part, changed)).check_shown([Message("user", "hi")])
 
 
 @pytest.mark.parametrize("stage", ["sft", "rl", "opened", "dpo"])
