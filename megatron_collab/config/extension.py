@@ -174,14 +174,19 @@ def load_module(location: str, label: str) -> ModuleType:
 
 
 def _load_file(file: Path) -> ModuleType:
-    """The module in `file`, loaded once per process."""
+    """The module in `file`, loaded once per process.
+
+    It is compiled from its source each time. Python would take stored bytecode for a file that was changed within a
+    second and kept its length.
+    """
     name = f"{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None and spec.loader is not None
         sys.modules[name] = importlib.util.module_from_spec(spec)  # before it is executed: dataclasses look it up
         try:
-            spec.loader.exec_module(sys.modules[name])
+            code = compile(file.read_bytes(), file, "exec", dont_inherit=True)
+            exec(code, vars(sys.modules[name]))
         except BaseException:
             del sys.modules[name]
             raise

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from megatron_collab.config import (
     make_absolute,
     resolve,
 )
-from megatron_collab.config.extension import modules, named_files
+from megatron_collab.config.extension import load_module, modules, named_files
 from megatron_collab.data.examples import RowFormat, load_tasks
 from megatron_collab.launch.validate import check_settings
 from megatron_collab.reward import metrics
@@ -281,6 +283,17 @@ def test_a_file_is_loaded_once(tmp_path: Path) -> None:
     file = tmp_path / "my.py"
     file.write_text("from megatron_collab.reward.metrics import Metric\nclass Length(Metric):\n    pass\n")
     assert resolve(f"{file}:Length", "x", Metric) is resolve(f"{file}:Length", "x", Metric)
+
+
+def test_a_file_that_was_changed_within_a_second_is_read_anew(tmp_path: Path) -> None:
+    """Python stores bytecode by the second and the length of the source."""
+    path = tmp_path / "value.py"
+    for value in "12":
+        path.write_text(f"VALUE = {value}\n")
+        os.utime(path, (1e9, 1e9))
+        module = load_module(str(path), "here")
+        assert str(module.VALUE) == value
+        del sys.modules[module.__name__]
 
 
 def test_class_paths_are_found_at_any_depth_of_the_settings(tmp_path: Path) -> None:
