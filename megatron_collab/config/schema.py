@@ -105,6 +105,7 @@ class LaunchConfig(MachineConfig):
 @dataclass
 class TrainingLaunchConfig(LaunchConfig):
     nproc_per_node: int = mutable(1, "trainer ranks per node, started under torchrun", ge=1, le=1024)
+    numa_binding: bool = mutable(True, "bind each rank to the NUMA domain of its GPU, if the node has several")
 
     @property
     def ranks(self) -> int:

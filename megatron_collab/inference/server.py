@@ -32,7 +32,7 @@ from megatron_collab.inference import (
 from megatron_collab.inference.server_args import plain, words
 from megatron_collab.inference.spec import CPU_CACHE_TOKENS, ServerSpec, Serves
 from megatron_collab.models import hf_config
-from megatron_collab.runtime import device, gpu_environment, hub, keys, network, stacks, toolkit
+from megatron_collab.runtime import affinity, device, gpu_environment, hub, keys, network, stacks, toolkit
 from megatron_collab.runtime.files import CACHE, ScratchFolder
 from megatron_collab.runtime.network import bindable
 from megatron_collab.runtime.process import RunStopped, beat, wait_for
@@ -135,7 +135,7 @@ class ServerProcess:
             STACKS_VARIABLE: str(stack_files),
             CLIENT_KEY_VARIABLE: self._client_key,
         }
-        with self._log.open("ab") as output:
+        with self._log.open("ab") as output, affinity.unbound():
             return subprocess.Popen(
                 _COMMAND + arguments(spec, self.url, self._index, part, adapter),
                 env=environment,

@@ -147,6 +147,14 @@ def capability() -> tuple[int, int] | None:
     return min((device.capability for device in devices), default=None)
 
 
+def pci_address() -> str:
+    """Of torch's current GPU, as the kernel names it: 0000:1b:00.0."""
+    import torch
+
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+
+
 def synchronize(*tensors: torch.Tensor) -> None:
     """If one of `tensors` is on a GPU, wait until all work queued on the current GPU is done."""
     if any(tensor.is_cuda for tensor in tensors):

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch.distributed.rendezvous import rendezvous
 
-from megatron_collab.config import LaunchConfig
+from megatron_collab.config import TrainingLaunchConfig
 from megatron_collab.patches.megatron import refuse_visible_cuda
-from megatron_collab.runtime import device, hang_detector, rank0
+from megatron_collab.runtime import affinity, device, hang_detector, rank0
 from megatron_collab.runtime.files import full_disk
 from megatron_collab.runtime.process import RunStopped, beat, lost_process
 from megatron_collab.trainer.spec import NetworkSpec
@@ -59,7 +59,7 @@ def leader_ends_first(timeout: float, explain: Callable[[RunStopped], None]) -> 
 
 
 @contextmanager
-def connected(launch: LaunchConfig) -> Iterator[timedelta]:
+def connected(launch: TrainingLaunchConfig) -> Iterator[timedelta]:
     """Torch's default process group of the ranks, from torchrun's environment; can be entered again after its end.
 
     The value is the timeout of collectives.
@@ -68,6 +68,8 @@ def connected(launch: LaunchConfig) -> Iterator[timedelta]:
     refuse_visible_cuda(selected.type)
     if selected.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        if launch.numa_binding:
+            affinity.bind(device.pci_address())
     beat("rendezvous of the ranks")
     timeout = hang_detector.collective_timeout(launch.timeout)
     store, rank, world_size = run_store()
@@ -89,7 +91,7 @@ def default_group(timeout: timedelta) -> Iterator[None]:
 
 
 @contextmanager
-def init_parallel(launch: LaunchConfig, network: NetworkSpec) -> Iterator[None]:
+def init_parallel(launch: TrainingLaunchConfig, network: NetworkSpec) -> Iterator[None]:
     """As `connected`, with the process groups of the trainer's layout and the seeds."""
     with connected(launch) as timeout, layout_groups(network, timeout):
         yield
