@@ -48,8 +48,8 @@ def bind(folder: Path, domain: str, domains: list[str], device: str = DEVICE) ->
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 def test_a_rank_is_bound_and_its_servers_are_not(tmp_path: Path) -> None:
     cpus = sorted(os.sched_getaffinity(0))
-    first, *rest = cpus
-    domains = [f"{first},5000-5003", ",".join(map(str, rest))]
+    first, *second_domain = cpus
+    domains = [f"{first},5000-5003", ",".join(map(str, second_domain))]
     assert bind(tmp_path, "0", domains) == [True, [first], [first], [first], cpus]
     free = [False, cpus, cpus, cpus, cpus]
     assert bind(tmp_path, "-1", domains) == free  # the firmware does not say
