@@ -63,9 +63,9 @@ test-gpu-set:
 	ln -sf libcuda.so.1 $(GPU_SET)/libcuda.so
 	$(GPU_SET_PYTEST) tests/gpu_set
 	$(GPU_SET_PYTEST) tests $(WORKERS) -m "not gpu and not slurm and not slow and not processes"
-	$(GPU_SET_PYTEST) tests/trainer tests/weight_sync tests/inference $(WORKERS) \
+	$(GPU_SET_PYTEST) tests/trainer tests/weight_sync tests/inference $(WORKERS) --ignore tests/trainer/megatron \
 		-m "processes and not gpu and not slurm and not slow"
-	$(GPU_SET_PYTEST) tests/rehearsal/te_cpu $(WORKERS) -m "not gpu and not slurm"
+	$(GPU_SET_PYTEST) tests/rehearsal/te_cpu tests/trainer/megatron $(WORKERS) -m "not gpu and not slurm"
 
 quickstart: setup
 	.venv/bin/megatron-collab quickstart --seed $(SEED)
