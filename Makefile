@@ -21,7 +21,7 @@ setup:
 WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 PYTEST := .venv/bin/python -m pytest tests $(WORKERS) --durations=40 --durations-min=10
 
-# Unit tests without processes, and without single ones that take seconds (marked `processes` as well).
+# Unit tests without processes, and without those that take a third of a second (marked `processes` as well).
 test-fast: setup
 	$(PYTEST) -m "not gpu and not slurm and not slow and not processes"
 
@@ -29,8 +29,8 @@ test-fast: setup
 test: setup
 	$(PYTEST) -m "not gpu and not slurm and not slow"
 
-# The wide matrices, the injected faults, the long runs; with PART=1/4 a quarter of them: every fourth test,
-# or file of tests that share a fixture.
+# Wide matrices, injected faults, long runs, further starts; with PART=1/5 a fifth of them: every fifth test, or file of
+# tests that share a fixture.
 test-exhaustive: setup
 	$(PYTEST) -m "slow and not gpu and not slurm" $(if $(PART),--part $(PART))
 
@@ -63,8 +63,9 @@ test-gpu-set:
 	ln -sf libcuda.so.1 $(GPU_SET)/libcuda.so
 	$(GPU_SET_PYTEST) tests/gpu_set
 	$(GPU_SET_PYTEST) tests $(WORKERS) -m "not gpu and not slurm and not slow and not processes"
-	$(GPU_SET_PYTEST) tests/trainer tests/rehearsal/te_cpu tests/weight_sync tests/inference $(WORKERS) \
+	$(GPU_SET_PYTEST) tests/trainer tests/weight_sync tests/inference $(WORKERS) --ignore tests/trainer/megatron \
 		-m "processes and not gpu and not slurm and not slow"
+	$(GPU_SET_PYTEST) tests/rehearsal/te_cpu tests/trainer/megatron $(WORKERS) -m "not gpu and not slurm"
 
 quickstart: setup
 	.venv/bin/megatron-collab quickstart --seed $(SEED)

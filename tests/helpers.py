@@ -58,7 +58,7 @@ def policy_servers(config: Config) -> ServerSpec:
     return server_specs.training(config).policy
 
 
-def in_turn(rows: Iterable[str], columns: Sequence[str], fast: int = 1) -> list[ParameterSet]:
+def in_turn(rows: Iterable[object], columns: Sequence[object], fast: int = 1) -> list[ParameterSet]:
     """All combinations of two parameters; `fast` of every row, in turn, are fast, the others are marked slow.
 
     The longer one comes first: then some combination of every column is fast, too.

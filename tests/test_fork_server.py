@@ -26,6 +26,7 @@ def place(word: str) -> tuple[int, int, str, bool]:
     return server, int(os.environ["RANK"]), os.environ["OF_THE_TEST"], changed
 
 
+@pytest.mark.slow
 def test_calls_share_a_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     end_fork_servers()
     monkeypatch.setenv(SET_BY_PATCHES, "True")  # as if the process of the tests had imported LiteLLM before

@@ -15,10 +15,11 @@ from tests import gpus
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("tests", "least"),
-    [("tests/trainer/test_trainer.py", 8), pytest.param("tests", 25, marks=pytest.mark.slow)],
+    [("tests/trainer/test_trainer.py", 8), ("tests", 25)],
 )
 def test_every_gpu_test_without_a_gpu_names_what_it_lacks(tmp_path: Path, tests: str, least: int) -> None:
     page = tmp_path / "report.md"
@@ -57,6 +58,7 @@ def test_the_report_lists_what_was_measured(tmp_path: Path) -> None:
     assert "0 passed, 1 failed, 0 skipped" in page and "Not ended" not in page
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_ranks_on_gpus_are_separate_interpreters(tmp_path: Path) -> None:
     call = tmp_path / "call"

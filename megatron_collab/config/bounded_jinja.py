@@ -148,12 +148,15 @@ class _Clock:
 
     def __call__(self, parts: Sequence[Any] = (), constant: int = 0, added: bool = False) -> Any:
         """The text of `parts`, or their sum if they are `added`; `constant`: characters that the template writes."""
-        if time.thread_time() > self._deadline:
-            raise TemplateLimit(f"takes more than {SECONDS:g} s")
+        self.look()
         size = sum(map(_new_size, parts)) if added else _size(parts)
         _limit(size)
         self.count(size + constant)
         return reduce(operator.add, parts) if added else "".join(map(str, parts))
+
+    def look(self) -> None:
+        if time.thread_time() > self._deadline:
+            raise TemplateLimit(f"takes more than {SECONDS:g} s")
 
     def count(self, size: int) -> None:
         self._room -= size
@@ -266,7 +269,7 @@ def _bounded(value: Any) -> Any:
 
 def _size(value: Any) -> int:
     """Characters of the texts in `value`, and bits of its numbers; counting ends above _LARGEST."""
-    size, parts = 0, [value]
+    size, parts, clock = 0, [value], _CLOCK.get()
     while parts and size <= _LARGEST:
         part = parts.pop()
         if isinstance(part, str):
@@ -277,6 +280,8 @@ def _size(value: Any) -> int:
             parts += part
             parts += part.values()
         elif isinstance(part, list | tuple):
+            if clock:  # lists that have each other as entries take long to count
+                clock.look()
             size += len(part)
             parts += part
     return size

@@ -241,6 +241,7 @@ def test_a_file_that_cannot_be_trained_on_is_refused_in_one_line(
     assert err.startswith(f"megatron-collab: data.train={tmp_path}/{name}{message}")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
@@ -256,6 +257,7 @@ def test_tests_that_cannot_be_run_are_refused(
     assert f"d.jsonl row 1: reward.weights.pass_rate cannot read it: {message}" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_metadata_that_a_prompt_of_the_user_lacks_is_refused(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -328,6 +330,7 @@ def test_settings_of_a_source_that_change_nothing_are_named(
     assert out.splitlines()[1:] == [f"data.train={tmp_path}/d.jsonl: {message}"]
 
 
+@pytest.mark.processes
 def test_a_split_that_a_reader_of_ones_own_does_not_read_is_named(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -353,7 +356,7 @@ def test_a_split_that_a_reader_of_ones_own_does_not_read_is_named(
 @pytest.mark.parametrize(
     ("code", "seconds", "fault"),
     [
-        ("while True: yield task", 2.0, "does not finish within 2 s"),
+        pytest.param("while True: yield task", 2.0, "does not finish within 2 s", marks=pytest.mark.slow),
         ("while True: pass\n    yield task", 2.0, "does not finish within 2 s"),
         ("yield task; bytes(1 << 35)", 60.0, "takes more than 4 GiB of memory"),
         ("yield task; os.abort()", 60.0, "ends the process with code -6"),
@@ -439,6 +442,7 @@ def test_dates_and_decimals_of_a_table_are_texts(tmp_path: Path) -> None:
     assert [loaded.answer for loaded in load_tasks(tmp_path / "d.parquet")] == ["2024-01-02"]
 
 
+@pytest.mark.processes
 def test_code_in_the_folder_of_a_data_set_is_not_run(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -91,6 +91,7 @@ def test_a_place_where_no_run_can_be(
     assert f"run.dir={folder}: cannot be used (" in line and "choose another run.dir" in line
 
 
+@pytest.mark.processes
 def test_a_folder_that_another_run_has(world: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunLock(run):
         line = refused(capsys, *settings(world, run))
@@ -289,6 +290,7 @@ def test_a_report_of_what_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "<svg" in page or name in ("binary", "null")
 
 
+@pytest.mark.processes
 def test_a_live_run_says_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, text = LIVE["a live run"]
     (tmp_path / file).write_text(text)

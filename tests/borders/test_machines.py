@@ -201,6 +201,7 @@ def test_a_ray_that_exits_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         ray_cluster._join()
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_weights_and_biases_without_a_network_goes_on_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -100,6 +100,7 @@ def test_a_model_that_cannot_be_used(
 WHOLE = [lambda folder: None, index(), tensors(lm_head__weight=None)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("change", WHOLE, ids=["one", "index", "tied"])
 def test_a_model_that_is_whole(tmp_path: Path, model: Path, change: Damage) -> None:
     change(model)
@@ -139,6 +140,7 @@ def test_code_in_the_folder_of_a_model_is_not_run(tmp_path: Path, model: Path) -
     assert not ran.exists()
 
 
+@pytest.mark.processes
 def test_what_a_model_costs_to_check(model: Path) -> None:
     """Less than its imports, which come with any run."""
     config = compose(["train.stage=sft", "data.train=unused", f"model.path={model}", "run.dir=unused"])
@@ -256,6 +258,7 @@ def test_what_has_changed_since_the_same_command_began_is_named(
         program.main(command)
 
 
+@pytest.mark.processes
 def test_work_that_is_tried_ends_as_it_would_here() -> None:
     assert run_trial(lambda: {"a": [1]}, 5.0) == {"a": [1]}
     with pytest.raises(ValueError, match="of its own"):

@@ -149,6 +149,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_read(
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
 
 
+@pytest.mark.processes
 def test_a_micro_batch_of_one_token_is_none_but_of_one_sequence(tmp_path: Path, model: Path) -> None:
     """The audit had it among what cannot be: a longer sequence goes alone, so it can."""
     assert started(tmp_path, model, "d.jsonl", GOOD, "rl", "train.tokens_per_micro_batch=1") == "started"

@@ -7,7 +7,7 @@ import random
 import resource
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,6 +27,7 @@ from megatron_collab.runtime.process import RunStopped
 from megatron_collab.trainer.megatron.layers import RMSNorm
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
+from tests.helpers import selected
 from tests.ranks import init_parallel, learn, make_config, make_model, make_samples, run_ranks
 
 pytestmark = pytest.mark.processes
@@ -50,22 +51,27 @@ STATE = {"version": 3, "curve": [0.5, 1.0]}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """Checkpoints and results of both lives of every layout."""
     folder = tmp_path_factory.mktemp("checkpoint")
     make_model(folder / "model")
+    resharded = [name for (name,) in selected(request, "name") if name in RESHARDED]
     for life in ("first", "second"):
-        run_ranks(live_in_every_layout, 2, folder, life)
+        run_ranks(live_in_every_layout, 2, folder, life, resharded)
     return folder
 
 
-def live_in_every_layout(folder: Path, life: str) -> None:
-    """As one of two ranks: writes the files described in `live` and, in the second life, in `fill_the_disk`."""
+def live_in_every_layout(folder: Path, life: str, resharded: Sequence[str]) -> None:
+    """As one of two ranks: writes the files described in `live` and, in the second life, in `fill_the_disk`.
+
+    `resharded`: names of RESHARDED, for the second life.
+    """
     for layout, settings in LAYOUTS.items():
         with init_parallel(make_config(folder, settings)):
             live(folder, layout, layout, settings, life)
     if life == "second":
-        for name, (source, settings) in RESHARDED.items():
+        for name in resharded:
+            source, settings = RESHARDED[name]
             with init_parallel(make_config(folder, settings)):
                 live(folder, source, name, settings, life)
         with init_parallel(make_config(folder, LAYOUTS["tp2"])):
@@ -144,7 +150,9 @@ def test_resumed_is_undisturbed_bit_for_bit(folder: Path, layout: str) -> None:
             np.testing.assert_array_equal(resumed[name], undisturbed[name], err_msg=name)
 
 
-@pytest.mark.parametrize("name", RESHARDED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("tp2-dp2", "tp2-vpp2"))) for name in RESHARDED]
+)
 def test_another_layout_goes_on_from_it(folder: Path, name: str) -> None:
     undisturbed, resharded = (
         json.loads((folder / file).read_text())

@@ -20,6 +20,7 @@ from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
 from tests import gpus
 from tests.checkpoint.test_checkpointer import snapshot
+from tests.helpers import selected
 from tests.ranks import init_parallel, learn, make_config, make_model, make_samples, run_ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.engine]
@@ -35,11 +36,16 @@ LIVES = {
 FP8 = {"model.fp8": "hybrid", "model.fp8_recipe": "delayed", "algo.kl_coef": 0.1}
 
 
+EVERY_LIFE = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in ("engine to local", "fp8 to fp8"))) for name in LIVES
+]
+
+
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory, device_type: str) -> dict[str, Any]:
+def lives(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest, device_type: str) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("layers")
     make_model(folder / "model")
-    names = [name for name in LIVES if not (name == "fp8 to fp8" and lacks_fp8(device_type))]
+    names = [name for (name,) in selected(request, "name") if not (name == "fp8 to fp8" and lacks_fp8(device_type))]
     return run_ranks(live_in_both_layers, 1, folder, names, device_type, engine=True, device_type=device_type)[0]
 
 
@@ -75,7 +81,7 @@ def with_layers(engine: bool, folder: Path, settings: dict[str, Any]) -> PolicyT
     return PolicyTrainer(trainer_spec(make_config(folder / "model", settings)))
 
 
-@pytest.mark.parametrize("name", LIVES)
+@pytest.mark.parametrize("name", EVERY_LIFE)
 def test_what_was_saved_is_loaded_to_the_bit(lives: dict[str, Any], name: str) -> None:
     """Weights by name; where the layers are the same, the optimizer's state and random draws too."""
     if name not in lives:
@@ -88,7 +94,7 @@ def test_what_was_saved_is_loaded_to_the_bit(lives: dict[str, Any], name: str) -
         np.testing.assert_array_equal(loaded[key], saved[key], err_msg=key)
 
 
-@pytest.mark.parametrize("name", LIVES)
+@pytest.mark.parametrize("name", EVERY_LIFE)
 def test_the_next_step_is_the_one_that_would_have_come(lives: dict[str, Any], name: str) -> None:
     """Between layers that round differently, to the rounding of bfloat16."""
     if name not in lives:

@@ -175,6 +175,7 @@ print(extra(lambda: convert.to_hf(folder / "checkpoints" / "step_0", folder / "o
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_model_larger_than_the_memory_it_takes(tmp_path: Path) -> None:
     hf = {**HF, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 32, "head_dim": 64}

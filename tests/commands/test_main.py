@@ -52,13 +52,15 @@ def test_every_command_has_help(
 
 
 @pytest.mark.processes
-def test_what_torchrun_runs_is_a_program_of_its_own() -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "train")) for name in program.PROGRAMS]
+)
+def test_what_torchrun_runs_is_a_program_of_its_own(name: str) -> None:
     """In a process of its own, whose exit code is that of the program."""
-    for name in program.PROGRAMS:
-        done = run(name, *(["booking"] if name == "reproduce" else ["experiment=booking"]), "parallel.pq=3")
-        assert done.returncode == 2 and done.stdout == ""
-        assert done.stderr.startswith("megatron-collab: ") and done.stderr.count("\n") == 1
-        assert "parallel.pq" in done.stderr
+    done = run(name, *(["booking"] if name == "reproduce" else ["experiment=booking"]), "parallel.pq=3")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("megatron-collab: ") and done.stderr.count("\n") == 1
+    assert "parallel.pq" in done.stderr
 
 
 @pytest.mark.processes

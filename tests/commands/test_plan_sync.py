@@ -6,6 +6,8 @@ import pytest
 
 from megatron_collab.commands.__main__ import run
 
+pytestmark = pytest.mark.processes
+
 APART = ["rollout.server.colocated=false", "parallel.offload=false"]
 
 
@@ -19,7 +21,6 @@ def test_the_plan_of_an_experiment(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rank 0 of server 0 receives the most, 9.09 GB" in printed and "1163.06 GB take " in printed
 
 
-@pytest.mark.processes
 def test_adapters_are_a_small_part_of_a_sync(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["experiment=train_70b", *APART, "rollout.server.fp8=false", "model.lora.rank=32"]
     assert run("plan-sync", [*options, "model.lora.serve=adapters"]) == 0

@@ -56,6 +56,7 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.processes
 def test_tasks_are_every_prompt_once_and_split_by_conversation(published: Path, tmp_path: Path) -> None:
     (tmp_path / "system.j2").write_text("Ask before you answer.\n")
     out = tmp_path / "rl"

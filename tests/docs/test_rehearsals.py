@@ -23,6 +23,7 @@ def shown(page: str, command: str) -> list[list[str]]:
 
 
 RUNS = [*shown("cluster.md", "rehearse"), *shown("gpu-node.md", "train")]
+EVERY_RUN = [pytest.param(run, marks=[pytest.mark.slow] * (len(run) > 1)) for run in RUNS]  # slow: other models
 
 
 def test_all_are_found() -> None:
@@ -30,7 +31,9 @@ def test_all_are_found() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("options", RUNS, ids=str)
+@pytest.mark.parametrize(
+    "options", [pytest.param(run, marks=[pytest.mark.slow] * (len(run) > 1)) for run in RUNS], ids=str
+)
 def test_a_run_that_is_shown_fits(options: list[str]) -> None:
     config, shape = read_run(options)
     assert not idle_gpus(config)

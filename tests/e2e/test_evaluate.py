@@ -127,7 +127,8 @@ def test_a_killed_evaluation_of_a_checkpoint_resumes(root: Path, start: Callable
     assert json.loads((root / "folder" / "result.json").read_text())["step"] == 0
 
 
-@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "killed"])
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [False, True], ids=["whole", "killed"])
 def test_conversations_are_built_turn_by_turn(
     root: Path, start: Callable[..., Program], capsys: pytest.CaptureFixture[str], killed: bool
 ) -> None:
@@ -268,6 +269,7 @@ async def _requests(
         return endpoint.requests
 
 
+@pytest.mark.slow
 def test_a_model_behind_litellm_is_the_assistant(root: Path) -> None:
     """It receives messages; no server is started and no model read."""
     requests = asyncio.run(_evaluated(arguments(root, "api", "assistant.temperature=0.5"), root / "api.log"))

@@ -109,6 +109,7 @@ def endpoint() -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "gib"), [*((name, 80) for name in (*COLLABLLM, *PAPER, "gsm8k_feedback")), ("qwen3_0_6b", 24)]
 )

@@ -192,6 +192,7 @@ def test_tasks_state_the_cost_of_a_question() -> None:
     assert [messages[1:] for messages in examples] == [messages[1:] for messages in desk.conversations(0, 400)]
 
 
+@pytest.mark.processes
 def test_a_world_with_costs_has_an_evaluation_at_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for size in ("TASKS", "EVALUATED", "CONVERSATIONS"):
         monkeypatch.setattr(desk, size, 12)
@@ -218,6 +219,7 @@ def test_costs_that_cannot_be_stated_are_refused(options: dict, tmp_path: Path) 
     assert not (tmp_path / "world").exists()
 
 
+@pytest.mark.processes
 def test_the_experiment_with_costs_evaluates_at_each() -> None:
     config, sft = (compose([f"experiment=desk_costs{stage}"]) for stage in ("", "_sft"))
     assert config.data.world_options == sft.data.world_options == {"costs": COSTS}
@@ -228,6 +230,7 @@ def test_the_experiment_with_costs_evaluates_at_each() -> None:
     assert config.model.path == f"{sft.run.dir}/hf"
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_page_shows_what_reading_the_cost_gains() -> None:
     starts = desk.starts_of(EVALUATED[desk.GOALS])
@@ -241,6 +244,7 @@ def test_the_page_shows_what_reading_the_cost_gains() -> None:
     assert cells[4][3] == pytest.approx(prediction.utility(OPTIMAL, MODEL.seen_users, starts), abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_page_shows_the_predictions_that_are_computed() -> None:
     text = PAGE.read_text()

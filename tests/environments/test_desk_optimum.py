@@ -26,6 +26,8 @@ from megatron_collab.environments.desk_user import read_goal
 from tests.environments.desk_players import answers, play_out
 from tests.reward.fakes import metric
 
+pytestmark = pytest.mark.processes
+
 COST = 0.2
 STARTS = {DeskState(1, 1): 1.0, DeskState(1, 2): 1.0, DeskState(2, 3): 1.0}
 FEW_STARTS = {DeskState(1, 1): 1.0, DeskState(1, 2): 1.0}

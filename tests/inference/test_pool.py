@@ -68,6 +68,7 @@ async def impatient(client: SGLangClient) -> None:
     await client.generate(PROMPTS[0], max_new_tokens=1, sampling=SamplingConfig(), seed=0)
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_started_again_at_the_same_address(servers: dict[str, Served]) -> None:
     server = servers["tied"].server
     address, generation = (server.url, server.api_key), server.generation

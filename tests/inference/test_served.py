@@ -179,6 +179,7 @@ except ConfigError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_reward_model_by_name_is_pinned_and_fetched_before_the_start(tmp_path: Path) -> None:
     config = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}

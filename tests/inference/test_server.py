@@ -178,8 +178,8 @@ def test_another_seed_gives_another_sample(server: SGLangServer) -> None:
 
 
 @pytest.mark.processes
-def test_samples_follow_the_log_probs(server: SGLangServer) -> None:
-    count = 3000
+@pytest.mark.parametrize("count", [1000, pytest.param(3000, marks=pytest.mark.slow)])
+def test_samples_follow_the_log_probs(server: SGLangServer, count: int) -> None:
     turns = sample(server, [(PROMPTS[1], seed) for seed in range(count)], at_once=True, tokens=1)
     probability = {turn.token_ids[0]: math.exp(turn.log_probs[0]) for turn in turns}
     seen = Counter(turn.token_ids[0] for turn in turns)
@@ -197,7 +197,7 @@ def test_samples_follow_the_log_probs(server: SGLangServer) -> None:
 
 @pytest.mark.processes
 def test_a_turn_ends_at_its_budget_or_with_its_end(server: SGLangServer) -> None:
-    requests = [(prompt, seed) for prompt in PROMPTS for seed in range(10)]  # about every fifth ends by itself
+    requests = [(prompt, seed) for prompt in PROMPTS for seed in range(3)]  # about every fifth ends by itself
     turns = sample(server, requests, at_once=True, tokens=60)
     for turn in turns:
         ended = turn.token_ids[-1] == 2
@@ -233,7 +233,7 @@ def test_a_thought_and_its_reply_are_sampled_as_one_turn_would_be(server: SGLang
             after = await ask(prompt + turn.token_ids[:closed], max_new_tokens=30) if closed else None
             return turn, await ask(prompt, max_new_tokens=60), after
 
-        return await asyncio.gather(*(sample_both(seed, prompt) for seed, prompt in enumerate(PROMPTS * 4)))
+        return await asyncio.gather(*(sample_both(seed, prompt) for seed, prompt in enumerate(PROMPTS * 2)))
 
     results = with_client(server, use)
     assert {bool(turn.forced[1]) for turn, *_ in results} == {True, False}
@@ -489,6 +489,7 @@ def test_a_busy_port_is_one_line_that_names_the_setting(tmp_path: Path) -> None:
             SGLangServer(policy_servers(config), tmp_path / "log")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_server_that_dies_shows_its_last_words_and_leaves_no_files(tmp_path: Path) -> None:
     with SGLangServer(policy_servers(serving_config(tmp_path / "no-model")), tmp_path / "log") as server:
@@ -526,6 +527,7 @@ def wait_until(holds: object, seconds: float) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_killed_trainer_takes_its_server_along(tmp_path: Path) -> None:
     make_model(tmp_path / "model")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import ConfigError
+from megatron_collab.config import Config, ConfigError
 from megatron_collab.inference import server_args
 from megatron_collab.inference.server import arguments, refusal
 from megatron_collab.launch import server_specs
@@ -82,6 +82,7 @@ FAULTS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_sglangs_own_parser_knows_the_names() -> None:
     """It has the refused names with all their aliases, and it checks the remaining ones."""
@@ -105,11 +106,24 @@ def test_sglangs_own_parser_knows_the_names() -> None:
         assert len({answer is None for answer in conflicts}) == 1, names
 
 
-@pytest.mark.processes
-def test_a_server_that_would_not_start_is_refused_before(tmp_path: Path) -> None:
+@pytest.fixture
+def with_arguments(tmp_path: Path) -> Config:
+    """A server that SGLang would start with its arguments."""
     config = serving_config(make_model(tmp_path, layers=1))
     config.rollout.server.args = {"chunked_prefill_size": 64, "page-size": 8, "sleep-on-idle": False}
-    assert refusal(policy_servers(config)) is None
+    return config
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_server_that_would_start_is_not_refused(with_arguments: Config) -> None:
+    assert refusal(policy_servers(with_arguments)) is None
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_server_that_would_not_start_is_refused_before(with_arguments: Config) -> None:
+    config = with_arguments
     config.rollout.server.args |= {"chunked-prefill-size": 63}
     message = r"^rollout.server.args: SGLang rejects them: AssertionError: chunked_prefill_size must be divisible"
     with pytest.raises(ConfigError, match=message):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.hosts import NAMESPACES
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 TIMEOUT = 120
 ID = "job"
@@ -89,6 +89,7 @@ def attacked(agent: list[str], folder: Path) -> set[str]:
     return {file.name for file in folder.iterdir() if file.name.startswith(("reached-", "ran-"))}
 
 
+@pytest.mark.slow
 def test_another_machine_does_not_reach_the_store_and_a_pickle_in_it_is_not_run(tmp_path: Path) -> None:
     assert attacked(["-m", "megatron_collab.launch.torchrun"], tmp_path) == {"reached-127.0.0.1"}
 

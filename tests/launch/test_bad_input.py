@@ -224,6 +224,7 @@ def test_a_broken_description_of_a_model(
     assert f"model.path={model}: " in line and message in line and "give another model" in line
 
 
+@pytest.mark.processes
 def test_a_dataset_row_without_a_prompt(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
     task = {"id": "0", "prompt": [{"role": "user", "content": "hi"}], "goal": "g", "answer": "a", "user": "booking"}
     rows = [task, {key: value for key, value in task.items() if key != "prompt"} | {"id": "1"}]
@@ -231,6 +232,7 @@ def test_a_dataset_row_without_a_prompt(capsys: pytest.CaptureFixture[str], tmp_
     assert "data.train" in line and "prompt" in line
 
 
+@pytest.mark.processes
 def test_a_task_that_nobody_plays(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "user": "nobody"}]
     line = refused(capsys, *overrides(tmp_path, model, rows, "train.stage=rl", "reward.weights={token_amount: -1}"))
@@ -250,6 +252,7 @@ def test_a_user_without_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "data.jsonl, task 0: user llm" in line and "user.model" in line
 
 
+@pytest.mark.processes
 def test_a_user_whose_model_takes_no_such_setting(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path
 ) -> None:
@@ -285,6 +288,7 @@ def test_a_prompt_that_is_none_is_refused_before_data_is_read(
     assert message.format(tmp_path) in refused(capsys, *overrides(tmp_path, model, [{"nothing": "of use"}], *settings))
 
 
+@pytest.mark.processes
 def test_a_user_that_the_paused_servers_write_is_refused(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,6 +299,7 @@ def test_a_user_that_the_paused_servers_write_is_refused(
     assert "user.model=policy: rollout.max_staleness=1: its servers pause in the middle of its messages" in line
 
 
+@pytest.mark.processes
 def test_a_user_without_a_key(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +310,7 @@ def test_a_user_without_a_key(
     assert "user.model=openai/gpt-4o-mini: OPENAI_API_KEY is not set; export it" in line
 
 
+@pytest.mark.processes
 def test_a_metric_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, "experiment=booking", "reward.weights.helpfulness=1")
     assert "reward.weights=helpfulness: no such name" in line and "interactivity" in line
@@ -357,6 +363,7 @@ def test_fp8_without_transformer_engine(capsys: pytest.CaptureFixture[str], book
     assert "model.fp8=hybrid: needs TransformerEngine" in line and "model.fp8=null" in line
 
 
+@pytest.mark.processes
 def test_a_busy_port(capsys: pytest.CaptureFixture[str], booking: list[str]) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -366,6 +373,7 @@ def test_a_busy_port(capsys: pytest.CaptureFixture[str], booking: list[str]) -> 
     assert f"rollout.server.port={port}: address already in use" in line
 
 
+@pytest.mark.processes
 def test_a_folder_that_holds_another_run(
     capsys: pytest.CaptureFixture[str], booking: list[str], tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ def test_settings_of_training_are_left_out() -> None:
     assert config.reward.weights["accuracy"] == 1.0 and config.user.model == "openai/gpt-4o-mini"
 
 
+@pytest.mark.processes
 def test_servers_have_all_devices(tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(tmp_path / "model")
     options = ["rollout.server.replicas=2", "rollout.server.tp=2", "rollout.context_length=512"]
@@ -82,6 +83,7 @@ def test_servers_have_all_devices(tmp_path: Path, tasks: Path, monkeypatch: pyte
         servers.check_gpus(serving, spec)
 
 
+@pytest.mark.processes
 def test_a_judge_of_the_runs_own_needs_gpus_whoever_is_evaluated(
     tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +98,7 @@ def test_a_judge_of_the_runs_own_needs_gpus_whoever_is_evaluated(
         evaluation.prepared(config)
 
 
+@pytest.mark.processes
 def test_an_assistant_behind_litellm_needs_no_model_and_no_server(tmp_path: Path, tasks: Path) -> None:
     sets = f"data.eval=[{{source: {tasks}, max_new_tokens: 900, max_assistant_turns: 4}}]"
     arguments = overrides(tmp_path, tasks, sets, "assistant.model=openai/m", "assistant.max_tokens=300")
@@ -153,6 +156,7 @@ def test_what_cannot_be_evaluated(
     assert message.format(tmp_path) in refused(overrides(tmp_path, tasks, "assistant.model=openai/m", *more))
 
 
+@pytest.mark.processes
 def test_models_that_are_not_there(tmp_path: Path, tasks: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints" / "step_10").mkdir(parents=True)
@@ -168,6 +172,7 @@ def test_models_that_are_not_there(tmp_path: Path, tasks: Path) -> None:
         assert f"model.path={name}: no config.json there" in refused(overrides(tmp_path, tasks, f"model.path={name}"))
 
 
+@pytest.mark.processes
 def test_an_evaluation_goes_on_with_the_checkpoint_that_it_found(tmp_path: Path, tasks: Path) -> None:
     run = tmp_path / "run"
     for step in (10, 20):
@@ -192,6 +197,7 @@ def test_an_evaluation_goes_on_with_the_checkpoint_that_it_found(tmp_path: Path,
     assert pinned(str(other.parent), "folder") == str(other.parent), "a model, whose folder has an @"
 
 
+@pytest.mark.processes
 def test_a_world_is_made_before_its_tasks_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names that a folder in the world may have are no names of the Hub."""
     monkeypatch.chdir(tmp_path)
@@ -225,6 +231,7 @@ def test_another_model_is_another_evaluation(tmp_path: Path, tasks: Path) -> Non
     assert "holds a run with assistant.model=openai/m, not openai/n; choose another run.dir" in message
 
 
+@pytest.mark.processes
 def test_a_set_that_is_recorded_keeps_its_settings(tmp_path: Path, tasks: Path) -> None:
     """Others may be added: the command goes on with them."""
 
@@ -286,6 +293,7 @@ def people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
+@pytest.mark.processes
 def test_a_checkpoint_is_evaluated_in_the_conversations_of_its_run(
     tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -305,6 +313,7 @@ def test_a_checkpoint_is_evaluated_in_the_conversations_of_its_run(
     assert "reward.weights" in line and "futures" not in line and "llm" not in line
 
 
+@pytest.mark.processes
 def test_what_is_given_is_not_taken_from_the_run(
     tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -328,6 +337,7 @@ def test_what_is_given_is_not_taken_from_the_run(
         assert defaults == {} and capsys.readouterr().out == ""
 
 
+@pytest.mark.processes
 def test_of_a_supervised_run_the_prompt_is_taken_and_its_conversations_are_no_tasks(tmp_path: Path) -> None:
     (tmp_path / "system.j2").write_text("Be kind.")
     supervised = (f"rollout.system_prompt={tmp_path}/system.j2", "data.eval=talk.jsonl", "train.eval_tasks=9")
@@ -338,6 +348,7 @@ def test_of_a_supervised_run_the_prompt_is_taken_and_its_conversations_are_no_ta
         inherited_config(run, "reward.weights.asks=1")
 
 
+@pytest.mark.processes
 def test_what_of_a_run_is_gone_is_said_with_where_it_is_from(tmp_path: Path, tasks: Path, people: Path) -> None:
     model = make_model(tmp_path / "model")
     users = "users={a: {class: llm, model: openai/a, personas: people.txt}}"
@@ -357,6 +368,7 @@ def test_what_of_a_run_is_gone_is_said_with_where_it_is_from(tmp_path: Path, tas
 BUILDS = ("rollout.max_messages=6", "assistant.max_tokens=50")
 
 
+@pytest.mark.processes
 def test_conversations_are_built_by_several_assistants(tmp_path: Path, tasks: Path) -> None:
     """Without the policy there is neither a model nor a server of it."""
     two = "build.assistants={a: {model: openai/gpt-4o-mini, temperature: 0.2}, b: openai/gpt-4o-mini}"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.launch import extensions
 from megatron_collab.launch.extensions import check_extensions
+
+if TYPE_CHECKING:
+    from _pytest.mark import ParameterSet
 
 CODE = """
 import asyncio, os, time
@@ -143,35 +147,44 @@ def check(
     return ""
 
 
+def slow(*case: str) -> ParameterSet:
+    """A case that waits for its limit: one of them is in `make test`, of the other parts those that end at once."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("part", "code", "reason"),
     [
         ("imported", HANGS, "rollout.player=my.py:Group: importing my.py does not finish within 3 s"),
+        slow("world", HANGS, "data.world=my.py:Place: making it does not finish within 3 s"),
+        slow("player", "time.sleep(9999)", "rollout.player_options: reading them does not finish within 3 s"),
+        slow("tokens", HANGS, "reward.weights.my.py:Mine: reads_tokens() of Mine does not finish within 3 s"),
+        slow("judged", HANGS, "reward.weights.my.py:Mine: judged() of Mine does not finish within 3 s"),
+        slow("unavailable", "time.sleep(9999)", "reward.weights.my.py:Mine: unavailable() of Mine does not finish"),
+        slow("user", HANGS, "user my.py:Person: unavailable() of Person does not finish within 3 s"),
+        slow("tool", HANGS, "rollout.tools: making them does not finish within 3 s"),
+        slow("loss", HANGS, "algo.loss=my.py:Loss: making it does not finish within 3 s"),
         ("imported", "bytes(1 << 35)", "rollout.player=my.py:Group: importing my.py takes more than 4 GiB of memory"),
         ("imported", "os._exit(0)", "rollout.player=my.py:Group: importing my.py ends the process with code 0"),
-        ("world", HANGS, "data.world=my.py:Place: making it does not finish within 3 s"),
         ("world", "bytes(1 << 35)", "data.world=my.py:Place: making it takes more than 4 GiB of memory"),
         ("reader", "os._exit(3)", "data.format=my.py:Reader: making it ends the process with code 3"),
         ("player", "{}['x']", "rollout.player_options: reading them fails (KeyError: 'x')"),
-        ("player", "time.sleep(9999)", "rollout.player_options: reading them does not finish within 3 s"),
         ("metric", "os.abort()", "reward.weights.my.py:Mine: making Mine ends the process with code -6"),
         ("metric", "judge.x", "reward.weights.my.py:Mine: making Mine fails (AttributeError: 'NoneType' object has"),
         ("metric", "raise ConfigError('no')", "reward.weights.my.py:Mine: making Mine fails (ValueError: no)"),
-        ("tokens", HANGS, "reward.weights.my.py:Mine: reads_tokens() of Mine does not finish within 3 s"),
+        ("tokens", "os._exit(3)", "reward.weights.my.py:Mine: reads_tokens() of Mine ends the process with code 3"),
         ("turns", "1 / 0", "reward.weights.my.py:Mine: scores_turns() of Mine fails (ZeroDivisionError"),
-        ("judged", HANGS, "reward.weights.my.py:Mine: judged() of Mine does not finish within 3 s"),
         ("judged", "os.abort()", "reward.weights.my.py:Mine: judged() of Mine ends the process with code -6"),
-        ("unavailable", "time.sleep(9999)", "reward.weights.my.py:Mine: unavailable() of Mine does not finish within"),
         ("unavailable", "{}[1]", "reward.weights.my.py:Mine: unavailable() of Mine fails (KeyError: 1)"),
-        ("user", HANGS, "user my.py:Person: unavailable() of Person does not finish within 3 s"),
+        ("user", "os._exit(4)", "user my.py:Person: unavailable() of Person ends the process with code 4"),
         ("other", "os._exit(2)", "user my.py:Other: unavailable() of Other ends the process with code 2"),
-        ("tool", HANGS, "rollout.tools: making them does not finish within 3 s"),
+        ("tool", "os._exit(6)", "rollout.tools: making them ends the process with code 6"),
         ("copies", "os._exit(5)", "rollout.tools: check_copies() of Helper ends the process with code 5"),
         ("schemas", "return [{}]", "rollout.tools: schemas of Helper fails (KeyError: 'parameters')"),
         ("advantage", "os._exit(7)", "algo.advantage=my.py:Estimator: making it ends the process with code 7"),
         ("credit", "{}['x']", "reward.turn_credit=my.py:Credit: making it fails (KeyError: 'x')"),
-        ("loss", HANGS, "algo.loss=my.py:Loss: making it does not finish within 3 s"),
+        ("loss", "os._exit(8)", "algo.loss=my.py:Loss: making it ends the process with code 8"),
         ("player", "raise ConfigError('left to its caller')", ""),
         ("judged", "raise ConfigError('left to its caller')", ""),
         ("imported", "raise ValueError('left to its caller')", ""),
@@ -217,6 +230,7 @@ def test_a_metric_is_made_as_in_a_worker(tmp_path: Path, capfd: pytest.CaptureFi
     assert printed == "" and "loudly" in error and "natively" in error
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_file_of_tools_that_grows_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its interpolations double 40 times; what takes less is bounded in tests/config/test_documents.py."""

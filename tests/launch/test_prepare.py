@@ -86,6 +86,7 @@ def test_a_run_goes_on_with_more_servers_but_not_with_other_numbers(tmp_path: Pa
         prepare.check_same_run(config, data_spec(config))
 
 
+@pytest.mark.processes
 def test_a_rank_does_not_check_again_what_its_launcher_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,6 +119,7 @@ def test_a_name_that_only_other_programs_know_asks_for_no_user_of_that_name() ->
     assert set(examples(collabllm={"weight": 0})) == {"collabllm", "calm"}
 
 
+@pytest.mark.processes
 def test_each_metric_picks_its_tasks_from_the_sources_and_its_share_is_said(tmp_path: Path) -> None:
     """Weights are shared by all sources; what decides is a part of what a survey is kept under."""
     byte_level_tokenizer(300).save_pretrained(tmp_path / "model")
@@ -145,8 +147,9 @@ def test_each_metric_picks_its_tasks_from_the_sources_and_its_share_is_said(tmp_
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("broken", ["Broken", pytest.param("Endless", marks=pytest.mark.slow)])
 def test_a_metric_that_can_score_no_task_is_refused_before_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     """A metric of the user's says it in the same way, and so does one that fails or never ends."""
     byte_level_tokenizer(300).save_pretrained(tmp_path / "model")
@@ -194,14 +197,11 @@ def test_a_metric_that_can_score_no_task_is_refused_before_the_start(
     config.data.eval = None
     with pytest.raises(ConfigError, match=r"mine.py:Mine=1: .* row 1: bring a map, or give other tasks"):
         lines({f"{metrics}:Mine": 1.0}, "7", "8")
-    for name, seconds, fault in (
-        ("Broken", 60.0, r"fails \(SystemExit:\)"),
-        ("Endless", 5.0, "does not finish within 5 s"),
-    ):
-        monkeypatch.setattr("megatron_collab.data.survey.TRIAL_SECONDS", seconds)
-        trial = rf"unscorable\(\) of {name}, which tries 2 tasks before the start, {fault}; mend it, or leave it out"
-        with pytest.raises(ValueError, match=rf"reward\.weights\..*mine\.py:{name}: {trial}$"):
-            lines({f"{metrics}:{name}": 1.0}, "7", "8")
+    monkeypatch.setattr("megatron_collab.data.survey.TRIAL_SECONDS", 60.0 if broken == "Broken" else 5.0)
+    fault = r"fails \(SystemExit:\)" if broken == "Broken" else "does not finish within 5 s"
+    trial = rf"unscorable\(\) of {broken}, which tries 2 tasks before the start, {fault}; mend it, or leave it out"
+    with pytest.raises(ValueError, match=rf"reward\.weights\..*mine\.py:{broken}: {trial}$"):
+        lines({f"{metrics}:{broken}": 1.0}, "7", "8")
 
 
 FAULTS = {  # code, limit in seconds, message
@@ -214,7 +214,7 @@ FAULTS = {  # code, limit in seconds, message
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("part", "fault"),
-    [("metric", fault) for fault in FAULTS]
+    [("metric", "Large"), ("metric", "Crash"), pytest.param("metric", "Endless", marks=pytest.mark.slow)]
     + [(part, fault) for part in ("selective", "user", "tool") for fault in ("Large", "Crash")],
 )
 def test_code_of_the_users_own_has_limits_for_each_row(

@@ -29,6 +29,16 @@ def dry_run(script: str, *arguments: str, **variables: str) -> subprocess.Comple
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
+def stand_in(folder: Path, nodes: int = 1) -> str:
+    """A folder for VENV whose Python answers at once, for a run of so many nodes; see `slurm.settings`."""
+    python = folder / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    settings = f"*settings*) printf '%s\\n' '{folder}/run' {nodes} 8 4 ;;"
+    python.write_text(f"#!/bin/sh\ncase $* in {settings} *address*) echo 127.0.0.1 ;; esac\n")
+    python.chmod(0o755)
+    return str(folder / "venv")
+
+
 def option(command: str, name: str) -> str:
     (value,) = (word.split("=", 1)[1] for word in shlex.split(command) if word.startswith(f"{name}="))
     return value
@@ -56,7 +66,7 @@ def test_a_dry_run_prints_every_command(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_the_nodes_of_a_job_are_asked_without_a_proxy(tmp_path: Path) -> None:
     """By Ray's own processes too, which are started on each node."""
-    done = dry_run("train_8b.sh", f"run.dir={tmp_path}")
+    done = dry_run("train_8b.sh", VENV=stand_in(tmp_path))
     body = re.search(r"^bypass_proxies ?\(\).*?^bypass_proxies$", done.stdout, re.M | re.S)
     assert body, done.stderr
     shown = f'address=(10.0.0.1 10.0.0.2)\n{body[0]}\necho "$no_proxy $NO_PROXY"'
@@ -69,8 +79,8 @@ def test_the_nodes_of_a_job_are_asked_without_a_proxy(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_an_override_comes_through_unchanged(tmp_path: Path) -> None:
-    override = f"""run.dir="{tmp_path}/it's $HOME, ADDRESS_0 & (more)\""""
-    done = dry_run("train_8b.sh", override)
+    override = """run.dir="it's $HOME, ADDRESS_0 & (more)\""""
+    done = dry_run("train_8b.sh", override, VENV=stand_in(tmp_path))
     assert done.returncode == 0, done.stderr
     ranks = done.stdout.splitlines()[-5].removesuffix(" 2>&1 &").rpartition(" >")[0]
     printing = 'address=(10.0.0.1); srun() { printf "%s\\0" "$@"; }; ' + ranks
@@ -81,9 +91,8 @@ def test_an_override_comes_through_unchanged(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_ports_are_explicit_distinct_and_below_those_of_the_kernel(tmp_path: Path) -> None:
-    done = dry_run(
-        "train_8b.sh", "experiment=booking_sft", "launch.nodes=3", "launch.interface=lo", f"run.dir={tmp_path}"
-    )
+    environment = stand_in(tmp_path, nodes=3)
+    done = dry_run("train_8b.sh", VENV=environment)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("srun")]
     ports, blocks = [], []
@@ -97,20 +106,14 @@ def test_ports_are_explicit_distinct_and_below_those_of_the_kernel(tmp_path: Pat
     assert len(every) == len(set(every))
     kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert max(every) < min(kernel, 20_000)
-    refused = dry_run("train_8b.sh", f"run.dir={tmp_path}", PORT=str(min(kernel, 20_000) - 10))
-    assert refused.returncode == 2 and re.match(r"megatron-collab: PORT=\d+: 1 nodes need 100 ports", refused.stderr)
+    refused = dry_run("train_8b.sh", PORT=str(min(kernel, 20_000) - 10), VENV=environment)
+    assert refused.returncode == 2 and re.match(r"megatron-collab: PORT=\d+: 3 nodes need 100 ports", refused.stderr)
 
 
 @pytest.mark.processes
 def test_bad_input_is_one_line() -> None:
     refused = dry_run("train_70b.sh", "parallel.pq=3")
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "parallel.pq" in refused.stderr
-    refused = dry_run("train_8b.sh", "launch.nodes=2")
-    assert refused.returncode == 2 and refused.stderr.startswith(
-        "megatron-collab: launch.nodes=2: needs launch.interface"
-    )
-    refused = dry_run("train_70b.sh", "launch.nodes=8")
-    assert refused.returncode == 2 and "/ launch.nodes=8: needs 16 devices per node" in refused.stderr
     refused = dry_run("train_70b.sh", "optim.lr=my-secret-key", MY_KEY="my-secret-key")
     assert refused.returncode == 2 and "optim.lr=***" in refused.stderr and "my-secret-key" not in refused.stderr
     refused = dry_run("train_70b.sh", VENV="/nowhere")
@@ -126,6 +129,16 @@ def test_the_settings_that_decide_the_commands(tmp_path: Path, capsys: pytest.Ca
     assert slurm.main(["address", *overrides, "launch.interface=nothing0"]) == 2
     printed, error = capsys.readouterr()
     assert printed == "127.0.0.1\n" and "launch.interface=nothing0" in error
+
+
+def test_settings_that_no_job_can_have_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for settings, message in (
+        (["experiment=train_8b", "launch.nodes=2"], "megatron-collab: launch.nodes=2: needs launch.interface"),
+        (["experiment=train_70b", "launch.nodes=8"], "/ launch.nodes=8: needs 16 devices per node"),
+    ):
+        assert slurm.main(["settings", *settings]) == 2
+        printed, error = capsys.readouterr()
+        assert printed == "" and error.count("\n") == 1 and message in error
 
 
 def test_what_extensions_print_is_no_setting(
@@ -171,6 +184,7 @@ for seconds, names in ((300, "a"), (1, "abc"), (300, "b")):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_ray_is_waited_for(ray_head: str) -> None:
     """In a process of its own, since Ray keeps a token for as long as its process lives."""
@@ -182,6 +196,7 @@ def test_ray_is_waited_for(ray_head: str) -> None:
     ], done.stderr
 
 
+@pytest.mark.processes
 def test_a_head_that_does_not_come() -> None:
     with pytest.raises(RunStopped, match=r"head does not answer at 127\.0\.0\.1:\d+ after 0\.1 s"):
         slurm.wait(f"127.0.0.1:{free_port()}", 0.1, ["a"])
@@ -215,7 +230,7 @@ def job_in_a_container(folder: Path, **variables: str) -> tuple[subprocess.Compl
         (folder / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "node0", "CHECKOUT": str(ROOT)}
     job |= {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(folder / "calls")}
-    environment = os.environ | {"VENV": str(Path(sys.executable).parents[1])} | job | variables
+    environment = os.environ | {"VENV": stand_in(folder)} | job | variables
     command = ["bash", str(ROOT / "slurm" / "train_8b.sh"), "experiment=booking", f"run.dir={folder}/run"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     calls = folder / "calls"
@@ -265,11 +280,12 @@ def test_a_container_that_cannot_be_is_refused(tmp_path: Path, variables: dict[s
 
 @pytest.mark.processes
 def test_a_dry_run_shows_the_container_and_starts_none(tmp_path: Path) -> None:
-    done = dry_run("train_8b.sh", f"run.dir={tmp_path}", CONTAINER_IMAGE="registry#team/image:1")
+    environment = stand_in(tmp_path)
+    done = dry_run("train_8b.sh", CONTAINER_IMAGE="registry#team/image:1", VENV=environment)
     assert done.returncode == 0, done.stderr
     steps = [line for line in done.stdout.splitlines() if line.startswith("srun")]
     assert len(steps) == 3 and all(option(line.partition(" >")[0], "--container-image") for line in steps)
     assert option(steps[0].partition(" >")[0], "--container-mounts") == f"{ROOT}:{ROOT},/tmp:/tmp", "no home"
     assert "XDG_CACHE_HOME" not in done.stdout
-    cached = dry_run("train_8b.sh", f"run.dir={tmp_path}", CACHE_DIR=f"{tmp_path}/cache")
+    cached = dry_run("train_8b.sh", CACHE_DIR=f"{tmp_path}/cache", VENV=environment)
     assert f"mkdir -p {tmp_path}/cache\n" in cached.stdout and f"XDG_CACHE_HOME={tmp_path}/cache " in cached.stdout

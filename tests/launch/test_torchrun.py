@@ -14,7 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed import run
 
+from megatron_collab.launch import torchrun
 from megatron_collab.runtime.process import EXIT_BAD_INPUT, EXIT_STOPPED
 from megatron_collab.runtime.signals import EXIT_PREEMPTED, PREEMPTION
 from tests.helpers import listening
@@ -128,12 +130,13 @@ def test_a_signal_before_the_first_line_is_heeded(tmp_path: Path) -> None:
         assert ended(process)[0] == EXIT_PREEMPTED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "code"),
     [
         ("SIGUSR1", 75),
-        pytest.param("SIGTERM", 75, marks=pytest.mark.slow),
-        pytest.param("SIGINT", 130, marks=pytest.mark.slow),
+        ("SIGTERM", 75),
+        ("SIGINT", 130),
     ],
 )
 def test_a_signal_that_reaches_one_other_rank_alone_ends_the_run_everywhere(
@@ -201,10 +204,17 @@ def test_it_listens_on_one_address(tmp_path: Path, options: list[str], address: 
         (["--master-port={port}"], "--master-addr=127.0.0.1, --master-port={port}: "),
     ],
 )
-def test_where_it_cannot_listen_nothing_is_started(tmp_path: Path, options: list[str], message: str) -> None:
+def test_where_it_cannot_listen_nothing_is_started(options: list[str], message: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        with agent(ENDS, tmp_path, "0", options=[option.format(port=port) for option in options]) as process:
-            code, error = ended(process)
+        arguments = ["--master-addr=127.0.0.1", *(option.format(port=port) for option in options), "rank.py"]
+        with pytest.raises(ValueError) as refused:
+            torchrun._store(run.parse_args(arguments))
+    assert str(refused.value).startswith(message.format(port=port)) and "\n" not in str(refused.value)
+
+
+def test_bad_arguments_are_one_line(tmp_path: Path) -> None:
+    with agent(ENDS, tmp_path, "0", options=["--rdzv-backend=c10d"]) as process:
+        code, error = ended(process)
     assert code == EXIT_BAD_INPUT
-    assert error.startswith(f"megatron-collab: {message.format(port=port)}") and error.count("\n") == 1
+    assert error.startswith("megatron-collab: --rdzv-backend, --rdzv-endpoint: ") and error.count("\n") == 1

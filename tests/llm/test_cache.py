@@ -91,18 +91,19 @@ def write(folder: Path, name: str) -> None:
         cache.put("shared", {"from": name, "i": i})
 
 
-def open_together(folder: Path, start: Any) -> None:
-    for i in range(40):
+def open_together(folder: Path, start: Any, times: int) -> None:
+    for i in range(times):
         start.wait()
         Cache(folder / str(i)).put("a", {"i": 1})
 
 
 @pytest.mark.processes
-def test_processes_open_it_at_the_same_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", [15, pytest.param(40, marks=pytest.mark.slow)])
+def test_processes_open_it_at_the_same_time(tmp_path: Path, times: int) -> None:
     """Without the lock around opening, a few in a hundred end in "database is locked"."""
     fork = multiprocessing.get_context("fork")
     start = fork.Barrier(8, timeout=60)
-    writers = [fork.Process(target=open_together, args=(tmp_path, start)) for _ in range(8)]
+    writers = [fork.Process(target=open_together, args=(tmp_path, start, times)) for _ in range(8)]
     for writer in writers:
         writer.start()
     for writer in writers:

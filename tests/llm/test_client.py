@@ -143,6 +143,7 @@ def test_a_model_that_hangs_is_given_up() -> None:
     assert len(requests) <= 2
 
 
+@pytest.mark.processes
 def test_all_tries_together_keep_to_the_deadline() -> None:
     error, requests = ask(hangs(), timeout=0.2, deadline=0.3, attempts=100)
     assert isinstance(error, LlmError)
@@ -255,6 +256,7 @@ def test_no_retry_after_ends_anything_or_waits_beyond_the_deadline(value: str, p
         assert answer == {"score": 0.5} if len(requests) == 2 else isinstance(answer, LlmError)
 
 
+@pytest.mark.processes
 @given(st.text() | st.from_regex(r"\w{3}, [0-9]{1,12} \w{3} [0-9]{1,12} [0-9:]{1,12} [-+A-Z0-9]{1,6}"))
 def test_whatever_retry_after_says_is_seconds(value: str) -> None:
     assert retry_after(value) >= 0
@@ -398,6 +400,7 @@ def bomb(size: int, encoding: str = "gzip", layers: int = 1) -> Reply:
     return reply
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 def test_a_compressed_body_is_bounded_as_it_arrives(encoding: str) -> None:
     """64 KiB become 64 MiB; of these only the pieces up to the limit are made."""
@@ -672,6 +675,7 @@ def test_a_price_that_is_given_is_taken_before_that_of_litellm() -> None:
     assert totals["usd"] == pytest.approx((100 * 10 + 20 * 100) * 1e-6)
 
 
+@pytest.mark.processes
 def test_timeouts_use_the_budget_up() -> None:
     async def questions(client: LlmClient, endpoint: Endpoint) -> None:
         with pytest.raises(BudgetSpent):
@@ -697,6 +701,7 @@ def test_a_spent_budget_is_told_to_every_later_call() -> None:
     assert all("llm.budget_usd=1e-06 is used up: 1 calls cost 2.7e-05 USD" in reason for reason in reasons)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_calls_at_once_are_limited_and_waiting_is_not_held_against_them() -> None:
     running = most = 0
@@ -730,6 +735,7 @@ def test_a_place_that_is_free_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) 
     assert with_limiter(LlmConfig(max_concurrent=1), questions, GOOD)[0] == [{"score": 0.5}] * 3
 
 
+@pytest.mark.processes
 def test_calls_share_the_talks_to_the_limiter() -> None:
     async def questions(client: LlmClient, endpoint: Endpoint) -> Any:
         return await asyncio.gather(*(client.ask(endpoint.config(), QUESTION, SCORE) for _ in range(100)))

@@ -183,6 +183,7 @@ def test_a_call_of_the_limiter_before_ends_quietly() -> None:
     assert len(talk(after, [FinishedCall(new, 5, 0.5)], [Reservation(1, 10)])) == 1
 
 
+@pytest.mark.processes
 @given(
     st.lists(st.tuples(st.floats(0, 40), st.integers(0, 60), st.integers(0, 5)), max_size=40),
     st.integers(1, 5),
@@ -363,6 +364,7 @@ class Caller:
         return count
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("actor", [LlmConfig(max_concurrent=5)], indirect=True)
 def test_processes_share_one_limiter(actor: Any) -> None:
@@ -371,6 +373,7 @@ def test_processes_share_one_limiter(actor: Any) -> None:
     assert ray.get(actor.spend.remote()) == {"calls": 120, "tokens": 1200, "usd": pytest.approx(1.2), "unpriced": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("actor", [LlmConfig()], indirect=True)
 def test_the_last_talk_of_all_is_written_too(actor: Any) -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from megatron_collab.observability import report
 
+pytestmark = pytest.mark.processes
+
 COMMAND = [sys.executable, "-m", "megatron_collab.commands", "report"]
 
 
@@ -177,7 +179,6 @@ def test_a_supervised_run_has_curves_alone(tmp_path: Path) -> None:
     assert html.count("<svg") == 1 and "<table>" not in html and "before and after" not in html
 
 
-@pytest.mark.processes
 def test_the_command_makes_the_report_again_and_refuses_another_folder(run: Path, tmp_path: Path) -> None:
     result = subprocess.run([*COMMAND, str(run)], capture_output=True, text=True)
     assert result.returncode == 0 and (run / "report.html").exists()

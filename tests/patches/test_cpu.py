@@ -124,6 +124,7 @@ def test_megatron_is_not_compiled_on_a_cpu() -> None:
     assert torch.compile.__module__ == "torch", "the others compile; calling it would import the compiler for seconds"
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_training_on_a_cpu_leaves_transformer_engine_alone(tmp_path: Path) -> None:
     """Layers, optimizer and gradient norm are the same as without TransformerEngine."""

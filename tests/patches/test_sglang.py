@@ -80,10 +80,9 @@ def run_python(code: str, *paths: Path) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("on_cpu", "modules"), [("0", ["triton", "sgl_kernel"]), pytest.param("1", ["sgl_kernel"], marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("on_cpu", "modules"), [("0", ["triton", "sgl_kernel"]), ("1", ["sgl_kernel"])])
 def test_a_real_module_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: str, modules: list[str]) -> None:
     """On GPUs; on a CPU the stand-in wins, since the real module has no kernels for it."""
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", on_cpu)
@@ -97,6 +96,7 @@ def test_a_real_module_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_
     assert run_python(code, tmp_path, REPOSITORY).split() == [str(on_cpu == "0")] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_kernels_can_be_defined_without_triton() -> None:
     """As with a CPU build of torch, which lacks triton."""
@@ -147,12 +147,14 @@ def server_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return run_python(SERVER, folder, REPOSITORY).splitlines()[-4:]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_servers_import_only_what_they_use(server_on_cpu: list[str]) -> None:
     """An OSError from Megatron's import, for example without a driver, would end every process of a server."""
     assert server_on_cpu[1:3] == ["False None", "[]"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_server_on_cpu_forks_and_computes_row_by_row(server_on_cpu: list[str]) -> None:
     module = sglang.__name__

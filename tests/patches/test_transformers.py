@@ -22,6 +22,7 @@ print(number, all(sorted(ours[name]) == sorted(theirs[name]) for name in ours | 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_transformers_checks_no_installed_files() -> None:
     """On Python 3.12 the library's own function checks each of more than 30,000."""

@@ -16,7 +16,9 @@ LOCAL = ["launch.device=cpu", "model.fp8=null", "model.fp8_recipe=delayed", "rol
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("experiment", ["train_70b", "train_8b", "qwen3_0_6b"])
+@pytest.mark.parametrize(
+    "experiment", ["train_8b", *(pytest.param(name, marks=pytest.mark.slow) for name in ("train_70b", "qwen3_0_6b"))]
+)
 def test_a_node_pins_what_is_planned(experiment: str) -> None:
     """What torch's allocator reserves for the storages of the run's own optimizer, first the masters alone."""
     config, shape = memory.read_run([f"experiment={experiment}", *LOCAL])

@@ -23,6 +23,8 @@ from tests.helpers import policy_servers
 from tests.planning.allocated import allocated_bytes
 from tests.ranks import init_parallel, make_config, run_ranks
 
+pytestmark = pytest.mark.processes
+
 MOE = {
     "model_type": "qwen3_moe",
     "vocab_size": 1001,
@@ -171,7 +173,6 @@ def test_the_head(one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     assert activations.head(layout({}), shape, tokens) == pytest.approx(most, rel=TENTH)
 
 
-@pytest.mark.processes
 @pytest.mark.slow
 def test_ranks() -> None:
     """Each rank of every layout, including pipelines with several micro-batches in flight."""
@@ -277,7 +278,6 @@ def test_where_parts_are_in_the_two_phases() -> None:
     assert {part.name for part in memory.plan_memory(pairs, shape)[3]} == names | {"reference"}
 
 
-@pytest.mark.processes
 def test_a_server_keeps_two_slots_for_adapters_also_while_the_trainer_trains() -> None:
     settings = ["rollout.server.fp8=false", "rollout.server.tp=2", "model.lora.rank=32", "model.lora.serve=adapters"]
     config, shape = compose(["experiment=train_70b", *settings]), shape_of("Llama-3.3-70B-Instruct")

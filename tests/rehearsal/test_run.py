@@ -90,6 +90,7 @@ def load_run(options: Sequence[str]) -> tuple[Config, ModelShape, dict[str, Any]
     return config, shape, json.loads(model_config_file(config.model.path).read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_every_class_holds_what_the_plan_says(options: list[str]) -> None:
     config, shape, hf = load_run(options)
@@ -110,10 +111,9 @@ def test_every_class_holds_what_the_plan_says(options: list[str]) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "recompute", ["none", *(pytest.param(v, marks=pytest.mark.slow) for v in ("selective", "full"))]
-)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_virtual_stages(tmp_path: Path, recompute: str) -> None:
     """In a small model, tensors waiting between them take as much memory as its layers."""
     path = folder(tmp_path, {"intermediate_size": 512})
@@ -128,7 +128,8 @@ def test_virtual_stages(tmp_path: Path, recompute: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("serve", [pytest.param("merged", marks=pytest.mark.slow), "adapters"])
+@pytest.mark.slow
+@pytest.mark.parametrize("serve", ["merged", "adapters"])
 def test_adapters(options: list[str], monkeypatch: pytest.MonkeyPatch, serve: str) -> None:
     """In a whole run: frozen weights, no reference, memory of adapters, and what is sent to the servers."""
     monkeypatch.setattr(servers, "rehearse", lambda order: [servers.ServerMemory(0)])
@@ -142,6 +143,7 @@ def test_adapters(options: list[str], monkeypatch: pytest.MonkeyPatch, serve: st
         assert "reference" not in parts and parts["gradients"] < parts["parameters"] / 4
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_pairs(options: list[str]) -> None:
     """Of stage dpo, with a copy of the model as reference."""

@@ -13,6 +13,8 @@ from megatron_collab.reproduce.forecast import Pilot
 from megatron_collab.reproduce.plan import StudyOptions, stages
 from megatron_collab.reproduce.study import read
 
+pytestmark = pytest.mark.processes
+
 
 def pilot_of(planned: list) -> Pilot:
     """Of 4 conversations, in which a user said 16 messages at a cent, and the judge scored each twice for two cents."""

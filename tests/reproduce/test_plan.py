@@ -16,6 +16,8 @@ from megatron_collab.reproduce.__main__ import main
 from megatron_collab.reproduce.plan import BUILD, EVALUATE, PREPARE, TRAIN, Stage, StudyOptions, stages
 from megatron_collab.reproduce.study import Arm, Column, Study, known, read, select
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -27,16 +29,22 @@ def by_name(planned: list[Stage]) -> dict[str, Stage]:
     return {stage.title: stage for stage in planned}
 
 
-@pytest.mark.processes
-def test_every_study_can_be_composed_and_its_arms_have_numbers_for_every_column() -> None:
+# Each with many stages to compose; other tests compose parts of collabllm and desk.
+LONG = ("collabllm", "credit_desk", "desk")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in known()])
+def test_a_study_can_be_composed_and_its_arms_have_numbers_for_every_column(name: str) -> None:
+    study = read(name)
+    for stage in stages(study, options(study)):
+        assert stage.prepares or stage.config.run.dir == str(stage.folder)
+    for arm in study.arms.values():
+        for task, printed in arm.published.items():
+            assert len(printed) == len(study.tasks[task].columns)
+
+
+def test_the_studies_that_are_shipped() -> None:
     assert known() == ["booking", "collabllm", "credit_booking", "credit_desk", "desk", "distill"]
-    for name in known():
-        study = read(name)
-        for stage in stages(study, options(study)):
-            assert stage.prepares or stage.config.run.dir == str(stage.folder)
-        for arm in study.arms.values():
-            for task, printed in arm.published.items():
-                assert len(printed) == len(study.tasks[task].columns)
 
 
 def test_the_published_table_has_the_improvements_that_its_paper_states() -> None:
@@ -51,7 +59,6 @@ def test_the_published_table_has_the_improvements_that_its_paper_states() -> Non
     assert improved["math"][:2] == [32.0, 18.3] and round(100 * (online["math"][2] / base["math"][2] - 1), 1) == 36.4
 
 
-@pytest.mark.processes
 def test_the_paper_is_trained_and_evaluated_as_its_tables_say() -> None:
     study = read("collabllm")
     planned = by_name(stages(study, options(study, tasks=["code"])))
@@ -269,7 +276,6 @@ def test_settings_that_a_later_program_would_refuse_are_refused_before_the_first
         stages(unknown, options(unknown, arms=["base"]))
 
 
-@pytest.mark.processes
 def test_the_commands_of_the_page_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docs" / "howto" / "reproduce.md").read_text().replace("\\\n", "")
     commands = re.findall(r"^    megatron-collab reproduce (.*)$", text, re.MULTILINE)

@@ -54,6 +54,7 @@ def test_another_unit_is_for_the_judge() -> None:
     assert score("accuracy", task, play(task, "The answer is 3 hours."), FakeJudge(), judge=True) == 1.0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("answer", [0, 1])
 def test_the_judge_decides_if_no_answer_can_be_read(answer: int) -> None:
     task = about("eighteen apples", goal="How many apples?")

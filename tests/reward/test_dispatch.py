@@ -200,7 +200,7 @@ def test_a_slow_judge_does_not_block_other_scores(workers: list[Any]) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("for_good", [False, True])
+@pytest.mark.parametrize("for_good", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_work_of_a_worker_that_dies_is_done_elsewhere(workers: list[Any], for_good: bool) -> None:
     """One of two workers is killed while it holds half of the work: every score arrives, from the living one."""
     dies = start_actor(TestingWorker, reward_spec(ALL), LlmConfig(), Path("unused")) if for_good else workers[0]
@@ -222,6 +222,7 @@ def test_the_work_of_a_worker_that_dies_is_done_elsewhere(workers: list[Any], fo
     assert counts[doomed] < 40 < counts[other]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_worker_that_ray_starts_again_is_waited_for(workers: list[Any]) -> None:
     alone = workers[:1]
@@ -232,6 +233,7 @@ def test_a_worker_that_ray_starts_again_is_waited_for(workers: list[Any]) -> Non
     assert ray.get(alone[0].pid.remote()) != before
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_paused_worker_gets_requests_again_once_it_resumes(workers: list[Any]) -> None:
     client = RewardClient(workers, reward_spec(settings("process", timeout=2.0)))

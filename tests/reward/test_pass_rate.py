@@ -449,6 +449,7 @@ def local_ray() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_ray_worker_outlives_what_it_runs(local_ray: None) -> None:
     worker = ray.remote(num_cpus=0)(PassRate).remote(PassRate.Options(cpu_seconds=4), None)

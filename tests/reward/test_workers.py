@@ -146,6 +146,7 @@ def test_whatever_a_metric_raises_is_a_missing_score_and_the_others_stand(text: 
     assert asyncio.run(worker.take_counters()) == {"buggy_failed": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_judge_keeps_to_the_limiter_and_remembers(session: None, tmp_path: Path) -> None:
     keeps_alive = limiter.start_limiter(LlmConfig(), tmp_path / "spend.json")

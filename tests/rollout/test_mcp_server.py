@@ -177,6 +177,7 @@ def test_each_conversation_has_its_own_process_which_ends_with_it(notebook: Path
     assert children() == before
 
 
+@pytest.mark.slow
 def test_futures_repeat_the_calls_of_the_trained_turn(notebook: Path) -> None:
     options = config(mcp_servers={"notebook": by_stdio(notebook)}, max_user_turns=1, futures=2)
     options.train.rollouts_per_prompt, options.reward.weights = 1, {"m": 1.0}
@@ -191,7 +192,7 @@ def test_futures_repeat_the_calls_of_the_trained_turn(notebook: Path) -> None:
     assert children() == before
 
 
-def test_hung_calls_time_out_and_dead_servers_are_restarted(notebook: Path, tmp_path: Path) -> None:
+def test_hung_calls_time_out_and_dead_servers_are_restarted(notebook: Path) -> None:
     toolbox, slow = box(**by_stdio(notebook)), 'note {"word": "slow"}'
     results = say(toolbox, 'note {"word": "a"}', slow, 'note {"word": "b"}', hanging=slow)
     assert results == ["a", "error: note timed out", "a b"]
@@ -201,6 +202,11 @@ def test_hung_calls_time_out_and_dead_servers_are_restarted(notebook: Path, tmp_
         say(toolbox, 'note {"word": "a"}', 'note {"word": "die"}')
     assert toolbox.counters["tool_failures"] == 1
     assert children() == before
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_between_calls_is_started_again(notebook: Path, tmp_path: Path) -> None:
+    before = children()
 
     async def killed_between(tested: Toolbox, file: Path) -> list[str]:
         """Answers after each of two kills; after the second the program is missing for one call."""
@@ -248,6 +254,7 @@ def test_each_repeated_call_has_the_whole_timeout(notebook: Path, tmp_path: Path
     assert (toolbox.counters["tool_calls"], toolbox.counters["tool_reconnects"]) == (4, 1)
 
 
+@pytest.mark.slow
 def test_over_http_with_a_key_shared_or_not(url: str) -> None:
     shared = box(url=url, bearer=BEARER, tools=["note"], shared=True)
     assert [schema["function"]["name"] for schema in shared.schemas] == ["note"]
@@ -320,10 +327,14 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("program", FLOODS.values(), ids=FLOODS.keys())
-def test_a_server_that_floods_is_refused_in_one_line(program: str, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "flood", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("lines", "one line"))) for name in FLOODS]
+)
+def test_a_server_that_floods_is_refused_in_one_line(flood: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="OutputFlood: it writes more than 16777216 bytes or 10000 lines"):
-        tool_spec(RolloutConfig(mcp_servers={"n": {"command": sys.executable, "args": ["-c", program]}})).schemas()
+        tool_spec(
+            RolloutConfig(mcp_servers={"n": {"command": sys.executable, "args": ["-c", FLOODS[flood]]}})
+        ).schemas()
     assert capfd.readouterr() == ("", "")
 
 

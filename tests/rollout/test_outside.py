@@ -167,6 +167,7 @@ def unusable(tmp_path: Path) -> str:
     return f"{tmp_path}/unusable.py"
 
 
+@pytest.mark.processes
 def test_what_is_no_player_is_refused_before_a_run(unusable: str) -> None:
     message = refused(f"rollout.player={unusable}:Neither")
     assert message == f"rollout.player={unusable}:Neither: must be a subclass of megatron_collab.rollout.player.Player"

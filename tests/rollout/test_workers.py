@@ -44,9 +44,10 @@ from megatron_collab.types import Ending, Group, Message, Missing, Task
 from tests.helpers import free_port
 from tests.llm.endpoint import Endpoint, in_thread, says
 from tests.proxy import RecordingProxy, recording_proxy
+from tests.rollout.failing_worker import FailingWorker
 from tests.rollout.fakes import CharacterRenderer, FakePolicy, config
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 BOOKING = "megatron_collab.environments.booking_metrics"
 METRICS = {
@@ -367,17 +368,8 @@ def test_a_stranger_without_the_token_is_refused(session: None, tmp_path: Path) 
     assert "InvalidAuthToken" in stranger.stderr
 
 
-class Stopped:
-    """A worker that stops the run or fails, itself or by a call to another worker."""
-
-    async def act(self, how: str, other: Any = None) -> None:
-        if other is not None:
-            await other.act.remote(how)
-        raise BudgetSpent("llm.budget_usd=1 is used up") if how == "stops" else ValueError("fails")
-
-
 def test_an_error_that_stops_the_run_has_no_traces_of_workers(session: None) -> None:
-    first, second = start_actor(Stopped), start_actor(Stopped)
+    first, second = start_actor(FailingWorker), start_actor(FailingWorker)
     for other in (None, second):
         with pytest.raises(BudgetSpent) as stopped:
             ray.get(first.act.remote("stops", other))

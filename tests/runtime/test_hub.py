@@ -87,6 +87,10 @@ def test_unavailable_models_are_reported_in_one_line(hub: StandInHub, tmp_path: 
     assert revision.startswith("model.path=some/model@v9: has no revision v9")
     (opened, unknown) = start(hub, tmp_path, "some/gated", "some/none", HF_TOKEN=hub.token)
     assert opened.startswith("some/gated@") and "HF_TOKEN may read" in unknown
+
+
+@pytest.mark.slow
+def test_a_hub_that_is_not_asked_or_does_not_answer_is_named(hub: StandInHub, tmp_path: Path) -> None:
     (offline,) = start(hub, tmp_path, "some/none", HF_HUB_OFFLINE="1")
     assert "HF_HUB_OFFLINE is set" in offline
     (away,) = start(hub, tmp_path, "some/none", HF_ENDPOINT="http://127.0.0.1:9")

@@ -124,7 +124,7 @@ raise ValueError(key)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("by_hand", [True, False])
+@pytest.mark.parametrize("by_hand", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_rank_inherits_no_key_can_read_it_and_never_prints_it(tmp_path: Path, by_hand: bool) -> None:
     """Neither does the agent if `train` becomes it; an agent that was started by hand has the key from its shell."""
     (tmp_path / "rank.py").write_text(RANK)
@@ -142,6 +142,7 @@ def test_a_rank_inherits_no_key_can_read_it_and_never_prints_it(tmp_path: Path, 
         assert (seen["key"], seen["after"]) == (KEY, None)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_workers_take_the_keys_and_rays_own_processes_have_none(tmp_path: Path) -> None:
     script = """

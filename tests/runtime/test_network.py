@@ -27,7 +27,7 @@ from megatron_collab.config import Config
 from megatron_collab.runtime import network
 from megatron_collab.runtime.network import HOST
 from megatron_collab.runtime.process import RunStopped
-from tests.helpers import configured, free_port, refused
+from tests.helpers import configured, free_port, in_turn, refused
 from tests.proxy import VARIABLES, RecordingProxy, recording_proxy
 
 OTHER_NODE = "127.0.0.2"  # stands for an unknown address, on which nothing listens
@@ -176,8 +176,7 @@ CLIENTS: dict[str, Callable[[str], object]] = {
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", [str.lower, str.upper])
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(("client", "case"), in_turn(CLIENTS, [str.lower, str.upper]))
 def test_no_client_asks_an_address_of_the_run_through_a_proxy(
     client: str, case: Callable[[str], str], proxy: RecordingProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

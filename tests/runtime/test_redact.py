@@ -236,9 +236,9 @@ def test_nothing_that_python_prints_holds_a_key(tmp_path: Path) -> None:
     ("module", "where"),
     [
         ("megatron_collab.train", "megatron_collab.launch.validate.load"),
-        ("megatron_collab.evaluate", "megatron_collab.launch.evaluation.load"),
-        ("megatron_collab.commands", "megatron_collab.commands.report.main"),
-        ("megatron_collab.launch.slurm", "megatron_collab.runtime.network.address"),
+        pytest.param("megatron_collab.evaluate", "megatron_collab.launch.evaluation.load", marks=pytest.mark.slow),
+        pytest.param("megatron_collab.commands", "megatron_collab.commands.report.main", marks=pytest.mark.slow),
+        pytest.param("megatron_collab.launch.slurm", "megatron_collab.runtime.network.address", marks=pytest.mark.slow),
         ("megatron_collab.launch.torchrun", "torch.distributed.run.run"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_collab.reward.metrics.pass_rate import PassRate
 from megatron_collab.types import Conversation, Finish, Message, Missing, Score, Task, Turn
+from tests.helpers import in_turn
 from tests.sandbox.attacks import ATTACKS, FORMS, RIGHT
 from tests.sandbox.honest import HONEST
 
@@ -33,7 +34,7 @@ def played(code: str, metadata: Mapping[str, Any]) -> tuple[Task, Conversation]:
 
 
 @pytest.mark.parametrize(
-    ("form", "step"), [("check", 3), *(pytest.param(form, 1, marks=pytest.mark.slow) for form in FORMS)]
+    ("form", "step"), [("check", 9), *(pytest.param(form, 1, marks=pytest.mark.slow) for form in FORMS)]
 )
 def test_no_attack_earns_anything(form: str, step: int) -> None:
     """Every `step`-th attack."""
@@ -69,45 +70,47 @@ def test_a_right_program_passes(name: str) -> None:
     assert score([HONEST[name]]) == [1.0]
 
 
-@pytest.mark.parametrize(
-    ("tests", "why"),
-    [
-        ("import pickle\nassert pickle.loads(f(1)) == 1", "unpickle"),
-        ("import pandas as pd\nassert pd.read_pickle(f(1)) is None", "unpickle"),
-        ("assert eval(f('1')) == 1", "run text as code"),
-        ("import inspect\nassert inspect.getsource(f)", "look into the candidate's code"),
-        ("assert f.__code__.co_argcount == 1", "look into the candidate's code"),
-        ("import no_such_module\nassert f(1) == 1", "no_such_module, which is not installed"),
-        ("class Mine(f):\n    pass", "derive a class from the candidate's f"),
-        ("import logging\nassert f(logging.getLogger('x'))", "pass the candidate a logging.Logger"),
-        (
-            "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        with self.assertLogs(): f(1)",
-            "state",
-        ),
-        ("import matplotlib.pyplot as plt\nf(1)\nassert plt.gcf()", "state"),
-        ("assert f(1) ==", "do not parse"),
-        ("import sympy\nassert sympy.sympify(f('1')) == 1", "run text as code"),
-        ("import yaml\nassert yaml.load(f('1'), Loader=yaml.Loader) == 1", "unpickle"),
-        (
-            "import unittest\nclass T(unittest.TestCase):\n    @unittest.expectedFailure\n    def test(self): f()",
-            "count",
-        ),
-        ("# later\n", "run nothing"),
-        ("N = 3\ndef check(candidate):\n    assert candidate(1) == 1\n", "run nothing"),
-        ("def test_it(x):\n    assert f(x) == x\n", "need pytest to run test_it"),
-        ("class TestIt:\n    def test(self):\n        assert f(1) == 1\nx = f(1)", "need pytest to run TestIt"),
-        ("import unittest\nclass T(unittest.TestCase):\n    async def test(self): f(1)", "never run the body of test"),
-        ("import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        yield f(1)", "never run the body"),
-    ],
-)
-def test_tests_that_cannot_be_judged_separately_are_missing(tests: str, why: str) -> None:
-    for code in ("def f(x):\n    return x\n", "import os\nos._exit(0)", "no code"):
-        if "logging" in tests and code != "def f(x):\n    return x\n":
-            assert score([(code, {"tests": tests})]) == [0.0]  # it never came to that call
-            continue
-        (missing,) = score([(code, {"tests": tests})])
-        assert isinstance(missing, Missing), (code, missing)
-        assert why in missing.why
+# Tests, and why they cannot be judged separately.
+CASES = [
+    ("import pickle\nassert pickle.loads(f(1)) == 1", "unpickle"),
+    ("import pandas as pd\nassert pd.read_pickle(f(1)) is None", "unpickle"),
+    ("assert eval(f('1')) == 1", "run text as code"),
+    ("import inspect\nassert inspect.getsource(f)", "look into the candidate's code"),
+    ("assert f.__code__.co_argcount == 1", "look into the candidate's code"),
+    ("import no_such_module\nassert f(1) == 1", "no_such_module, which is not installed"),
+    ("class Mine(f):\n    pass", "derive a class from the candidate's f"),
+    ("import logging\nassert f(logging.getLogger('x'))", "pass the candidate a logging.Logger"),
+    (
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        with self.assertLogs(): f(1)",
+        "state",
+    ),
+    ("import matplotlib.pyplot as plt\nf(1)\nassert plt.gcf()", "state"),
+    ("assert f(1) ==", "do not parse"),
+    ("import sympy\nassert sympy.sympify(f('1')) == 1", "run text as code"),
+    ("import yaml\nassert yaml.load(f('1'), Loader=yaml.Loader) == 1", "unpickle"),
+    (
+        "import unittest\nclass T(unittest.TestCase):\n    @unittest.expectedFailure\n    def test(self): f()",
+        "count",
+    ),
+    ("# later\n", "run nothing"),
+    ("N = 3\ndef check(candidate):\n    assert candidate(1) == 1\n", "run nothing"),
+    ("def test_it(x):\n    assert f(x) == x\n", "need pytest to run test_it"),
+    ("class TestIt:\n    def test(self):\n        assert f(1) == 1\nx = f(1)", "need pytest to run TestIt"),
+    ("import unittest\nclass T(unittest.TestCase):\n    async def test(self): f(1)", "never run the body of test"),
+    ("import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        yield f(1)", "never run the body"),
+]
+CODES = ("def f(x):\n    return x\n", "import os\nos._exit(0)", "no code")
+
+
+@pytest.mark.parametrize(("case", "code"), in_turn(CASES, CODES))
+def test_tests_that_cannot_be_judged_separately_are_missing(case: tuple[str, str], code: str) -> None:
+    tests, why = case
+    if "logging" in tests and code != CODES[0]:
+        assert score([(code, {"tests": tests})]) == [0.0]  # it never came to that call
+        return
+    (missing,) = score([(code, {"tests": tests})])
+    assert isinstance(missing, Missing), missing
+    assert why in missing.why
 
 
 def test_a_prompt_that_does_not_run_is_missing() -> None:

@@ -1,4 +1,7 @@
-"""Every bench with --smoke runs to its end and gives its values; the figures themselves need the whole bench."""
+"""Every bench with --smoke runs to its end and gives its values; the figures themselves need the whole bench.
+
+What a smoke run finds wrong, the tests of what it measures find; the runs show that the benches themselves work.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,6 @@ from megatron_collab.runtime.process import EXIT_BAD_INPUT
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHES = sorted(file.stem for file in (ROOT / "tools" / "bench").glob("*.py"))
-# More than a quarter of a minute, as they start servers, train, or import in many processes; or what they find wrong,
-# the tests find: of the metric accuracy, of bad input, personal data, recordings, reading rows, reward workers, credit
-# rules, sentinels and scheduling.
-SLOW = {"async_steps", "booking", "in_flight", "judge_outage", "layouts", "logprob", "preemption", "prefix", "publish"}
-SLOW |= {"accuracy", "bad_input", "data", "personal", "replay", "reward_loop"}
-SLOW |= {"credit", "evidence", "sentinels", "timeline"}
-SLOW |= {"build", "dpo", "gpu", "lora", "mutants", "rehearse", "sandbox", "step", "store", "train_turns", "tree"}
 # No order beats the bounds that the benches divide by, and nothing may be lost, read wrongly or played again.
 HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
     "accuracy": lambda values: (
@@ -66,8 +62,9 @@ HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in BENCHES])
+@pytest.mark.parametrize("name", BENCHES)
 def test_a_bench_runs(name: str, dataset: Callable[[str], Path]) -> None:
     if name == "accuracy":
         dataset("gsm8k")
@@ -80,6 +77,7 @@ def test_a_bench_runs(name: str, dataset: Callable[[str], Path]) -> None:
     assert HOLDS.get(name, lambda values: True)(result["values"]), result["values"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_bench_of_a_gpu_is_refused_without_one() -> None:
     """But for --smoke, which runs it on the CPU with TransformerEngine over reference kernels."""
@@ -89,5 +87,5 @@ def test_the_bench_of_a_gpu_is_refused_without_one() -> None:
     assert run.stderr.count("\n") == 1 and "needs a GPU" in run.stderr and "--smoke" in run.stderr
 
 
-def test_the_list_of_slow_benches_is_of_this_folder() -> None:
-    assert set(BENCHES) >= SLOW | HOLDS.keys()
+def test_every_value_that_is_looked_at_is_of_a_bench() -> None:
+    assert set(BENCHES) >= HOLDS.keys()

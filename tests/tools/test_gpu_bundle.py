@@ -189,6 +189,7 @@ def test_a_signal_ends_the_stage_and_its_process(tmp_path: Path, number: signal.
     assert not psutil.pid_exists(int(process))
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_stage_whose_tests_are_all_skipped_has_not_passed(tmp_path: Path) -> None:
     """The report is the real one; conftest.py and the test are small."""

@@ -57,7 +57,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, object]]] = {
     "experts-tp2-sp-ep2": ("experts", {**SEQUENCE, "parallel.ep": 2}),
 }
 # Without those whose parts are in others.
-FAST = ("tp2", "pp2-vpp2", "some-tp2-sp", "experts-tp2-sp-ep2")
+FAST = ("tp2", "pp2-vpp2", "experts-tp2-sp-ep2")
 EVERY_LAYOUT = [pytest.param(layout, marks=[pytest.mark.slow] * (layout not in FAST)) for layout in LAYOUTS]
 
 

@@ -60,6 +60,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, device_type: str) -> dict
     return run_ranks(record, 2, folder, device_type, device_type=device_type)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_exchanges_go_on_while_products_are_computed(
     recorded: dict[str, tuple[list[Span], list[Span]]],

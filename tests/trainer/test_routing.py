@@ -122,11 +122,11 @@ def learned(config: Config, samples: tuple[Sample, ...]) -> dict[str, Any]:
     return {"before": before, "after": after, "metrics": metrics, "moved": moved}
 
 
-def learn_in_every_layout(folder: Path, ways: dict[str, tuple[Sample, ...]]) -> dict[str, Any]:
+def learn_in_layouts(folder: Path, layouts: Sequence[str], ways: dict[str, tuple[Sample, ...]]) -> dict[str, Any]:
     """As one of two ranks."""
     results: dict[str, Any] = {}
-    for layout, settings in LAYOUTS.items():
-        config = make_config(folder, SETTINGS | settings)
+    for layout in layouts:
+        config = make_config(folder, SETTINGS | LAYOUTS[layout])
         with init_parallel(config):
             results[layout] = {way: learned(config, samples) for way, samples in ways.items()}
             assert parallel_state.get_data_parallel_world_size() == (2 if "ep2" in layout else 1)
@@ -167,6 +167,7 @@ def gated(gate: Any, experts: torch.Tensor) -> Any:
     return forward
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("settings", [{}, {"model.lora.rank": 4, "model.lora.targets": ["o_proj"]}])
 def test_reference_and_critic_choose_for_themselves(
     folder: Path, one_rank: Config, settings: dict[str, object]
@@ -187,13 +188,20 @@ def test_reference_and_critic_choose_for_themselves(
 
 
 @pytest.mark.processes
-def test_experts_are_replayed_in_every_layout(folder: Path, one_rank: Config) -> None:
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param(("tp2-sp-selective", "pp2-vpp2-full"), id="tensors and virtual stages"),
+        pytest.param([*LAYOUTS], marks=pytest.mark.slow, id="all"),
+    ],
+)
+def test_experts_are_replayed_in_every_layout(folder: Path, one_rank: Config, layouts: Sequence[str]) -> None:
     """Replaying the router's own choice changes no bit; another choice changes everything, as in transformers."""
     samples = make_samples(12, seed=1)
     chosen = chosen_alone(PolicyTrainer(trainer_spec(make_config(folder, SETTINGS))), samples)
     other = planted(samples)
     log_probs, norm = transformers_with(folder, other)
-    for rank in run_ranks(learn_in_every_layout, 2, folder, {"none": samples, "own": chosen, "other": other}):
+    for rank in run_ranks(learn_in_layouts, 2, folder, layouts, {"none": samples, "own": chosen, "other": other}):
         for layout, ways in rank.items():
             none, same, changed = ways["none"], ways["own"], ways["other"]
             assert same["metrics"] == none["metrics"], layout

@@ -25,6 +25,8 @@ from megatron_collab.types import Batch, Credit, Sample, ScoredBatch
 from tests.helpers import selected
 from tests.ranks import HF, hidden_states, init_parallel, learn, make_config, make_model, make_samples, run_ranks
 
+pytestmark = pytest.mark.processes
+
 TEMPERATURE = 0.8  # of make_config
 SAMPLES = make_samples(11, seed=1)
 # `model.path` and `algo.teacher.model` are names of folders; the vocabulary of `wider` is padded further.
@@ -116,13 +118,14 @@ def layouts(folders: Path, request: pytest.FixtureRequest) -> dict[str, dict]:
     return first
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("layout", "teacher"),
     [
-        *(("tp2-sp", teacher) for teacher in ("model", "reference lora", "policy")),
-        *(("pp2-vpp2", teacher) for teacher in ("reference", "policy", "model sampled")),
-        *(("dp2", teacher) for teacher in ("policy", "policy sampled")),
+        *(("tp2-sp", teacher) for teacher in ("model", "reference lora")),
+        *(("pp2-vpp2", teacher) for teacher in ("policy", "model sampled")),
+        ("dp2", "policy sampled"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("tp2-sp", "policy"), ("pp2-vpp2", "reference"))),
+        pytest.param("dp2", "policy", marks=pytest.mark.slow),
     ],
 )
 def test_every_layout_distills_the_same(layouts: dict, alone: dict, layout: str, teacher: str) -> None:
@@ -223,7 +226,6 @@ def test_an_update_that_has_made_a_step_is_not_given_up(
     assert trainer.step == 1
 
 
-@pytest.mark.processes
 def test_a_resumed_run_distills_the_same(folders: Path, one_rank: Config, tmp_path: Path) -> None:
     """The first policy is loaded again to teach; the present one is in the checkpoint."""
     batches = [Batch(with_views(make_samples(11, seed), seed)) for seed in (1, 2)]

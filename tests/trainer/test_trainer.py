@@ -29,6 +29,8 @@ from tests.ranks import (
     run_ranks,
 )
 
+pytestmark = pytest.mark.processes
+
 SAMPLES = make_samples(11, seed=1)
 Maker = Callable[..., PolicyTrainer]
 LAYOUTS: dict[str, dict[str, object]] = {
@@ -157,15 +159,12 @@ def assert_same_training(actual: dict, expected: dict, times: float = 1) -> None
     assert actual["validation"] == pytest.approx(expected["validation"], rel=1e-4 * times)
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(("stage", "layout"), in_turn(STAGES, [*LAYOUTS], fast=2))
+@pytest.mark.parametrize(("stage", "layout"), in_turn(STAGES, [*LAYOUTS]))
 def test_every_layout_trains_the_same(layouts: dict, alone: dict, layout: str, stage: str) -> None:
     assert_same_training(layouts[f"{layout} {stage}"], alone[stage])
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("stage", EXPERT_STAGES)
-@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+@pytest.mark.parametrize(("stage", "layout"), in_turn(EXPERT_STAGES, [*EXPERT_LAYOUTS]))
 def test_experts_train_the_same_wherever_they_are(layouts: dict, alone: dict, layout: str, stage: str) -> None:
     assert_same_training(layouts[f"{layout} {stage}"], alone[stage])
 
@@ -180,7 +179,6 @@ def on_one_gpu(folder: Path) -> dict[str, dict]:
 
 
 @pytest.mark.gpu
-@pytest.mark.processes
 def test_a_gpu_trains_what_a_cpu_trains(folder: Path, on_one_gpu: dict) -> None:
     """In float32: three updates of every algorithm, of experts too, and log-probs and validation after them."""
     (on_a_cpu,) = run_ranks(train_alone, 1, folder, "cpu")
@@ -196,7 +194,6 @@ def on_two_gpus(folder: Path) -> dict[str, dict]:
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.processes
 @pytest.mark.parametrize("layout", [*LAYOUTS, *EXPERT_LAYOUTS])
 def test_two_gpus_train_what_one_trains(on_two_gpus: dict, on_one_gpu: dict, layout: str) -> None:
     """Over NCCL, in float32: tensor, sequence, pipeline, virtual pipeline, expert and data parallel."""
@@ -204,14 +201,14 @@ def test_two_gpus_train_what_one_trains(on_two_gpus: dict, on_one_gpu: dict, lay
         assert_same_training(on_two_gpus[f"{layout} {stage}"], on_one_gpu[stage], OTHER_KERNELS)
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", [pytest.param(stage, marks=[pytest.mark.slow] * (stage == "ipo")) for stage in STAGES]
+)
 @pytest.mark.parametrize("budget", [pytest.param(1, marks=pytest.mark.slow), 60])
 def test_packing_does_not_matter(folder: Path, alone: dict, budget: int, stage: str) -> None:
     assert_same_training(train(folder, STAGES[stage] | {"train.tokens_per_micro_batch": budget}), alone[stage])
 
 
-@pytest.mark.processes
 def test_training_moves_the_policy_and_ratios_are_clipped(alone: dict) -> None:
     first, _, last = alone["rl"]["metrics"]
     assert first["kl"] == 0.0 and last["kl"] > 1e-3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -111,19 +112,20 @@ def test_trees_train_like_plain_packing(folder: Path, one_rank: Config, settings
     assert_equal(*both_ways(make_config(folder, UPDATE | settings)))
 
 
-def learn_in_every_layout(folder: Path) -> dict[str, Any]:
+def learn_in_layouts(folder: Path, layouts: Sequence[str]) -> dict[str, Any]:
     """As one of two ranks."""
     results = {}
-    for layout, settings in LAYOUTS.items():
-        config = make_config(folder.with_name("experts") if layout == "ep2" else folder, UPDATE | settings)
+    for layout in layouts:
+        config = make_config(folder.with_name("experts") if layout == "ep2" else folder, UPDATE | LAYOUTS[layout])
         with init_parallel(config):
             results[layout] = both_ways(config)
     return results
 
 
 @pytest.mark.processes
-def test_trees_train_the_same_in_every_layout(folder: Path) -> None:
-    for rank in run_ranks(learn_in_every_layout, 2, folder):
+@pytest.mark.parametrize("layouts", [("tp2-sp", "pp2-vpp2"), pytest.param(("dp2", "ep2"), marks=pytest.mark.slow)])
+def test_trees_train_the_same_in_every_layout(folder: Path, layouts: Sequence[str]) -> None:
+    for rank in run_ranks(learn_in_layouts, 2, folder, layouts):
         for ways in rank.values():
             assert_equal(*ways)
 

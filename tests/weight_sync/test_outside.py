@@ -103,6 +103,8 @@ def test_plans_ask_its_class(transport: str, tmp_path: Path) -> None:
 NO_TRANSPORTS = """
 from megatron_collab.weight_sync.transports.base import Transport
 
+pytestmark = pytest.mark.processes
+
 
 class Half(Transport):
     def __init__(self, setup):

@@ -34,6 +34,8 @@ from megatron_collab.weight_sync.transports.registry import transport_class
 from megatron_collab.weight_sync.transports.shared_memory import SharedMemoryTransport
 from tests.helpers import free_port, policy_servers
 
+pytestmark = pytest.mark.processes
+
 NORM = "model.norm.weight"
 SHAPE = ModelShape(
     family="qwen3_moe",
@@ -206,7 +208,6 @@ def assert_holds(
                     assert torch.equal(actual[part.shard_index].view(expected.shape), expected), parameter.name
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("transport", ["memory", "network"])
 @pytest.mark.parametrize(("shape", "quantized"), [(SHAPE, False), (SHAPE, True), (LLAMA, True)])
 def test_all_weights_arrive_every_time(
@@ -407,7 +408,6 @@ def test_a_flipped_bit_is_found(shards: dict[str, torch.nn.Parameter], monkeypat
     assert fleet.servers[0].calls.count("/continue_generation") == 1
 
 
-@pytest.mark.processes
 @pytest.mark.usefixtures("beside")
 def test_a_base_is_verified_whenever_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if `publish.verify` would skip that sync: it may be the only one with a base."""

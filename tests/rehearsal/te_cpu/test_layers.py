@@ -23,17 +23,15 @@ from megatron_collab.launch.trainer_specs import network_spec
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.parallel_layout import FP8_MULTIPLE
-from megatron_collab.patches.megatron import with_reference_kernels
-from megatron_collab.rehearsal.te_cpu.install import install
 from megatron_collab.trainer.megatron import config as megatron_config
 from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.network import Trainable
-from tests.helpers import in_turn, selected
+from tests.helpers import selected
 from tests.ranks import init_parallel, run_ranks
 from tests.trainer import test_parity as parity
 from tests.trainer.shapes import QWEN3
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 RANKS = 2
 LENGTHS = [60, 80, 116]  # 128 tokens a rank, as blocks need
@@ -315,9 +313,9 @@ def test_fp8_errs_by_its_own_precision(rank_results: list[dict[str, Any]], model
     ("layout", "recipe", "same"),
     [
         ("pp2", "tensorwise", "dp2"),
-        pytest.param("pp2", "blockwise", "dp2", marks=pytest.mark.slow),
-        pytest.param("pp2-vpp2", "tensorwise", "dp2", marks=pytest.mark.slow),
-        pytest.param("pp2-vpp2", "blockwise", "dp2", marks=pytest.mark.slow),
+        ("pp2", "blockwise", "dp2"),
+        ("pp2-vpp2", "tensorwise", "dp2"),
+        ("pp2-vpp2", "blockwise", "dp2"),
         ("pp2-vpp2", "delayed", "pp2"),
         ("ep2", "blockwise", "dp2"),
     ],
@@ -335,7 +333,8 @@ def test_a_layout_that_changes_no_scale_changes_nothing_in_fp8(
     assert error(gradients, exact) < 2e-6
 
 
-@pytest.mark.parametrize(("recipe", "recompute"), in_turn(FP8, RECOMPUTED))
+@pytest.mark.parametrize("recompute", RECOMPUTED)
+@pytest.mark.parametrize("recipe", FP8)
 def test_recomputed_activations_are_the_same_in_fp8(
     rank_results: list[dict[str, Any]], recompute: str, recipe: str
 ) -> None:
@@ -348,7 +347,8 @@ def test_recomputed_activations_are_the_same_in_fp8(
         assert not different
 
 
-@pytest.mark.parametrize(("layout", "recipe"), in_turn(LAYOUTS, ["delayed", "blockwise", "tensorwise"]))
+@pytest.mark.parametrize("recipe", FP8)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_fp8_every_layout_errs_as_data_parallelism_does(
     rank_results: list[dict[str, Any]], layout: str, recipe: str
 ) -> None:
@@ -373,14 +373,3 @@ def test_every_recipe_has_checkpoints_of_the_same_weights(rank_results: list[dic
 
 def test_a_missing_kernel_is_named(rank_results: list[dict[str, Any]]) -> None:
     assert rank_results[0]["refused"].startswith("transformer_engine_torch.layernorm_fwd: no reference kernel")
-
-
-def test_a_run_on_a_cpu_has_no_engine(one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TransformerEngine's Python is not where Megatron would find it; the kernels would come too late."""
-    from megatron.core.extensions import transformer_engine
-
-    assert not with_reference_kernels() and not transformer_engine.HAVE_TE
-    monkeypatch.setattr(one_rank.model, "dtype", "bfloat16")
-    assert not megatron_config._engine(torch.bfloat16)
-    with pytest.raises(RuntimeError, match=r"before the first import of megatron\.core"):
-        install()

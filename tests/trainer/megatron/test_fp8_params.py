@@ -36,15 +36,12 @@ from tests.helpers import make_model, policy_servers, selected
 from tests.ranks import init_parallel, learn, make_config, make_samples, run_ranks
 from tests.trainer.test_precision import WIDE, fp8
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 RECIPES = ["blockwise", "tensorwise", "delayed"]
 # By number of ranks: the recipe whose model has experts; delayed scaling does not support them.
 EXPERTS = {1: "blockwise", 2: "tensorwise", 4: "tensorwise"}
-CASES = [
-    *((2, recipe) for recipe in RECIPES),
-    *(pytest.param(1, recipe, marks=[pytest.mark.slow] * (recipe != EXPERTS[1])) for recipe in RECIPES),
-]
+CASES = [(ranks, recipe) for ranks in (2, 1) for recipe in RECIPES]
 every_case = pytest.mark.parametrize(("ranks", "recipe"), CASES)
 # The shards of two ranks then meet inside a block, in row 192 of a feed-forward layer's first matrix.
 SIZES = WIDE | {"layers": 1, "ffn": 384}

@@ -14,14 +14,14 @@ from tests.helpers import make_model, selected
 from tests.ranks import run_ranks
 from tests.trainer.megatron.test_fp8_params import NORM, SIZES, one_run, resumed, same_metrics
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 # By recipe; tensorwise has experts, and its other parameters are on two data parallel ranks.
 LAYOUTS = {
     "blockwise": {"tp": 2, "pp": 2, "sequence_parallel": True},
     "tensorwise": {"tp": 2, "ep": 2, "sequence_parallel": True},
 }
-RECIPES = ["blockwise", pytest.param("tensorwise", marks=pytest.mark.slow)]
+RECIPES = ["blockwise", "tensorwise"]
 
 
 @pytest.fixture(scope="module")

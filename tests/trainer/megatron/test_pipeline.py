@@ -20,7 +20,7 @@ from megatron_collab.types import Batch
 from tests.helpers import selected
 from tests.ranks import init_parallel, learn, make_config, make_model, make_samples, run_ranks
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 RANKS = 4
 # Each receives micro-batches in a different order; layouts of fewer stages and slices are data parallel.
@@ -34,10 +34,6 @@ LAYOUTS: dict[str, dict[str, object]] = {
 Trained = dict[str, Any]
 
 
-# Without those whose parts are in others.
-EVERY_LAYOUT = [pytest.param(layout, marks=[pytest.mark.slow] * (layout in ("pp2", "pp2-vpp4"))) for layout in LAYOUTS]
-
-
 @pytest.fixture(scope="module")
 def trained(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -48,7 +44,7 @@ def trained(
     return run_ranks(train_in_layouts, RANKS, folder, layouts, engine=True)  # context parallelism needs the engine
 
 
-@pytest.mark.parametrize("layout", EVERY_LAYOUT)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_planned_shapes_train_bit_for_bit_like_exchanged_ones(
     trained: list[dict[str, dict[str, Trained]]], layout: str
 ) -> None:
@@ -62,7 +58,7 @@ def test_planned_shapes_train_bit_for_bit_like_exchanged_ones(
             assert torch.equal(ours, stock) and ours.any()
 
 
-@pytest.mark.parametrize("layout", EVERY_LAYOUT)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_shape_is_exchanged_and_no_stage_waits_for_its_device(
     trained: list[dict[str, dict[str, Trained]]], layout: str
 ) -> None:
