@@ -23,6 +23,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron_collab.sandbox.sandboxed.launcher import PATIENCE
+
 _logger = logging.getLogger(__name__)
 _CODE = Path(__file__).with_name("sandboxed")
 _START = "sys.path.insert(0, {!r}); from sandboxed import launcher; sys.path.pop(0); launcher.main()"
@@ -47,7 +49,7 @@ _CONTAINER_VARIABLES = (
     "CONTAINER_HOST",
 )
 _CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL", "CAP_SYS_PTRACE")  # in bubblewrap, as root
-_SLACK = 30.0  # seconds after Limits.wall by which the launcher must have answered
+_SLACK = 30.0  # seconds after the longest run by which the launcher must have answered
 _ways: dict[tuple[str, ...], _Way] = {}  # by container command: what passed the trial in this process
 
 
@@ -56,8 +58,8 @@ class Limits:
     """Resource limits of one run.
 
     Per process: `cpu` seconds of CPU time (an integer), `memory` bytes of address space, `file` bytes of one file,
-    `open_files`. All processes together: `wall` seconds, `memory` bytes in use, `processes` and threads, `disk` bytes
-    in all files, `output` bytes written to stdout and stderr.
+    `open_files`. All processes together: `wall` seconds, without the time of waiting for a processor, `memory` bytes
+    in use, `processes` and threads, `disk` bytes in all files, `output` bytes written to stdout and stderr.
     """
 
     cpu: int = 10
@@ -127,11 +129,12 @@ async def _launch(way: _Way, program: Program, limits: Limits) -> Result:
     messages = b"".join(map(_message, (settings, dict(program.candidate), tests)))
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     process = await asyncio.create_subprocess_exec(*way.command, **pipes, env=way.environment, cwd="/")
+    seconds = PATIENCE * limits.wall + _SLACK
     try:
-        async with asyncio.timeout(limits.wall + _SLACK):
+        async with asyncio.timeout(seconds):
             answers, errors = await process.communicate(way.first + messages)
     except TimeoutError as error:
-        raise SandboxError(f"the sandbox did not answer within {limits.wall + _SLACK:g} s") from error
+        raise SandboxError(f"the sandbox did not answer within {seconds:g} s") from error
     finally:
         if process.returncode is None:
             process.kill()  # its children end with it

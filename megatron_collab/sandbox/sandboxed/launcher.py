@@ -23,6 +23,7 @@ import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 from . import candidate, namespaces, tester
@@ -34,6 +35,7 @@ from .wire import read_message, write_message
 TICK = 0.02  # seconds between two checks of the processes' memory
 TAIL = 4096  # bytes of the output that are kept
 READY = b"ready"
+PATIENCE = 4  # times the limit on time within which a run ends, however long it waits for processors
 SLACK = 15  # seconds after the limit on time; `sandbox` waits longer for the answer
 NICE = 10
 
@@ -88,7 +90,7 @@ def judge(
             write_message(pipe, read_message(0))
         os.close(pipe)
     print(json.dumps({"passed": False, "why": "fault", "output": ""}), flush=True)
-    signal.alarm(int(limits["wall"]) + SLACK)  # ends the launcher if the processes cannot be killed
+    signal.alarm(int(PATIENCE * limits["wall"]) + SLACK)  # ends the launcher if the processes cannot be killed
     why, tail = watch(process, output, limits, memory)
     message = b"".join(iter(lambda: os.read(verdict, 1 << 16), b""))
     if not why:
@@ -102,9 +104,10 @@ def judge(
 def watch(process: int, output: int, limits: Mapping[str, Any], memory: Memory) -> tuple[str, bytes]:
     """Why the run failed, "" if its verdict tells how it ended, and the end of the printed text.
 
-    The run is killed if it exceeds a limit.
+    The run is killed if it exceeds a limit. The time in which it waits for processors does not count: at its low
+    priority it gets few of them beside a busy trainer.
     """
-    deadline = time.monotonic() + limits["wall"]
+    begin = time.monotonic()
     why, tail, written = "", b"", 0
     ended = os.pidfd_open(process)
     poll = select.poll()
@@ -122,7 +125,9 @@ def watch(process: int, output: int, limits: Mapping[str, Any], memory: Memory) 
             break
         if written > limits["output"]:
             why = "output"
-        elif time.monotonic() > deadline:
+        elif (seconds := time.monotonic() - begin) > limits["wall"] and (
+            seconds > PATIENCE * limits["wall"] or seconds - waiting_seconds(process) > limits["wall"]
+        ):
             why = "time"
         elif memory.exceeded():
             why = "memory"
@@ -131,6 +136,16 @@ def watch(process: int, output: int, limits: Mapping[str, Any], memory: Memory) 
     if not why and memory.exceeded():
         why = "memory"
     return why or tester.ending(status, used, limits["cpu"]), tail
+
+
+def waiting_seconds(process: int) -> float:
+    """How long the tests' process and the candidate's, its first child, were ready to run while others were running."""
+    nanoseconds = 0
+    with suppress(FileNotFoundError, ProcessLookupError):  # one has just ended
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+        for number in (process, *children[:1]):
+            nanoseconds += int(Path(f"/proc/{number}/schedstat").read_text().split()[1])
+    return nanoseconds / 1e9
 
 
 def run_tests(limits: Mapping[str, Any], contained: bool, output: int, verdict: int, code: int, tests: int) -> NoReturn:
