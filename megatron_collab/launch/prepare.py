@@ -42,10 +42,11 @@ from megatron_collab.inference.spec import CPU_CACHE_TOKENS
 from megatron_collab.launch import endpoints, models, server_specs
 from megatron_collab.launch.fork import fork
 from megatron_collab.launch.inputs import check_inputs, draft_inputs
+from megatron_collab.launch.objective import check_steps
 from megatron_collab.launch.servers import check_arguments, idle_gpus
 from megatron_collab.launch.spec import RunSpec, run_spec
 from megatron_collab.launch.teacher import SETTING as TEACHER
-from megatron_collab.launch.validate import check_model, check_steps, check_teacher
+from megatron_collab.launch.validate import check_model, check_teacher
 from megatron_collab.llm.endpoint import POLICY
 from megatron_collab.observability import evaluations, records
 from megatron_collab.rollout.task_requirements import USER, WEIGHTS, requirements_at_start
