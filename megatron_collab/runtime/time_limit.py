@@ -50,7 +50,7 @@ async def time_limit(seconds: float) -> AsyncIterator[asyncio.Timeout]:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Stop the innermost time limit, if any, until the block ends; if several blocks overlap, until the last one ends."""
+    """Stop the innermost time limit, if any, until the block ends; until the last one ends if several overlap."""
     limit = _limit.get()
     if limit is None:
         yield
