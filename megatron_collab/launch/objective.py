@@ -24,12 +24,10 @@ def check_dpo(config: Config) -> None:
     if config.objective != "dpo":
         return
     shown, train, dpo = Shown(config), config.train, config.algo.dpo
-    message = f"{shown.algo.dpo.label_smoothing}: algo.dpo.loss=ipo has no labels; set it to 0, or choose sigmoid"
-    require(dpo.loss != "ipo" or dpo.label_smoothing == 0, message)
     message = f"{shown.algo.dpo.loss}: regresses rewards, which the pairs of {shown.train.stage} lack; choose sigmoid"
     require(train.stage != "dpo" or dpo.loss != "refuel", message)
-    message = f"{shown.algo.dpo.label_smoothing}: algo.dpo.loss=refuel has no labels; set it to 0, or choose sigmoid"
-    require(dpo.loss != "refuel" or dpo.label_smoothing == 0, message)
+    message = f"{shown.algo.dpo.label_smoothing}: {shown.algo.dpo.loss} has no labels; set it to 0, or choose sigmoid"
+    require(dpo.loss not in ("ipo", "refuel") or dpo.label_smoothing == 0, message)
     message = f"{shown.algo.dpo.refresh}: algo.dpo.loss=refuel compares with the policy that sampled the replies"
     require(dpo.loss != "refuel" or dpo.refresh == 1, f"{message}; set it to 1")
     message = f"{shown.algo.dpo.refresh}: {shown.train.stage} keeps the first policy as reference; set it to 0"

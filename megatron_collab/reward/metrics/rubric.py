@@ -115,9 +115,7 @@ def read_criteria(entries: Any, column: str, most: int) -> list[Criterion]:
         raise ValueError(f"metadata.{column}: has {len(entries)} criteria; set the metric's setting most to that many")
     criteria = [_criterion(entry, f"metadata.{column}[{place}]") for place, entry in enumerate(entries)]
     if criteria and not any(criterion.points > 0 for criterion in criteria):
-        raise ValueError(
-            f"metadata.{column}: no criterion has positive points; add one that says what a good conversation does"
-        )
+        raise ValueError(f"metadata.{column}: no criterion has positive points; add one for something good")
     return criteria
 
 
