@@ -275,16 +275,16 @@ def print_endpoints(overrides: Sequence[str]) -> int:
 
 def _endpoints(config: Config, spec: RunSpec) -> list[NamedEndpoint]:
     """The language models of users and judges. Raises ConfigError and ValueError."""
-    from megatron_collab.launch import prepare
+    from megatron_collab.launch import tasks
 
     if spec.play is None:
         return []
     users = spec.play.users
     surveys = _surveys(spec.data, users, makes_world=config.data.world is not None)
-    names = prepare.users_of_tasks(users, surveys)
+    names = tasks.users_of_tasks(users, surveys)
     if not surveys and config.user.model:  # there are no tasks yet
         names[config.user.name or "llm"] = "user"
-    prepare.check_users(users, names)
+    tasks.check_users(users, names)
     return [*spec.endpoints_of(names), *spec.judges]
 
 

@@ -43,7 +43,7 @@ class Router:
     ) -> None:
         """`servers`: address and key of each. `unpublished`: accept servers without the run's weights.
 
-        `decode`: for the text of turns that were paused.
+        `decode`: computes the text of turns that were paused.
         """
         self.unpublished, self._decode = unpublished, decode
         self.clients = [SGLangClient(url, key, spec) for url, key in servers]

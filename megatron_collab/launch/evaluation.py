@@ -26,7 +26,7 @@ from megatron_collab.config import (
 from megatron_collab.config.extension import make_absolute
 from megatron_collab.data import sources
 from megatron_collab.data.spec import DataSpec
-from megatron_collab.launch import endpoints, models, prepare, servers, validate
+from megatron_collab.launch import endpoints, models, prepare, servers, tasks, validate
 from megatron_collab.launch.data_specs import evaluation_data
 from megatron_collab.launch.extensions import check_extensions
 from megatron_collab.launch.spec import RunSpec, evaluation_spec
@@ -195,7 +195,7 @@ def _read_data(
     assert spec.play
     requirements = partial(requirements_at_start, spec.play)
     data = SurveyedSources[Any](spec.data, "data.eval", spec.data.eval_sets, schemas, requirements, renders=renders)
-    prepare.check_data(config, spec, [data])
+    tasks.check_data(config, spec, [data])
 
 
 def is_done(config: EvaluateConfig, data: DataSpec) -> bool:

@@ -42,7 +42,7 @@ _metrics = list[Metric]()  # by the child until it ends: a session that is dropp
 def check_extensions(config: PlayConfig, *, constructs: bool) -> None:
     """Raises ConfigError, naming the setting, if an import or a call crashes, or takes too long or too much memory.
 
-    What is refused with a ConfigError is left to those who call it then. `constructs`: whether the program makes the
+    A ConfigError is left to the check that calls the same code later. `constructs`: whether the program makes the
     world, unless its folder exists, a reader of tasks, and metrics, if conversations are played.
     """
     if LAUNCHER in os.environ or not first_on_node():

@@ -8,75 +8,44 @@ import logging
 import os
 import shlex
 import sys
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from megatron_collab import environments
-from megatron_collab.algo.teacher_prompts import CONTEXT
 from megatron_collab.config import (
-    AlgoConfig,
     Config,
     ConfigError,
     PlayConfig,
     ServedConfig,
-    TrainingRewardConfig,
-    UserConfig,
     address_fault,
     changes,
     check_written,
     read_settings,
     require,
 )
-from megatron_collab.config.extension import NoOptions
 from megatron_collab.config.load import leaves
 from megatron_collab.data import sources
-from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.spec import DataSpec
-from megatron_collab.data.survey import TaskRequirements
 from megatron_collab.inference.served import score_fault
-from megatron_collab.inference.spec import CPU_CACHE_TOKENS
-from megatron_collab.launch import endpoints, models, server_specs
+from megatron_collab.launch import models, server_specs, tasks
 from megatron_collab.launch.fork import fork
 from megatron_collab.launch.inputs import check_inputs, draft_inputs
-from megatron_collab.launch.servers import check_arguments, idle_gpus
+from megatron_collab.launch.remarks import remarks
+from megatron_collab.launch.servers import check_arguments
 from megatron_collab.launch.spec import RunSpec, run_spec
 from megatron_collab.launch.teacher import SETTING as TEACHER
-from megatron_collab.launch.validate import check_model, check_steps, check_teacher
-from megatron_collab.llm.endpoint import POLICY
+from megatron_collab.launch.validate import check_model, check_teacher
 from megatron_collab.observability import evaluations, records
-from megatron_collab.rollout.task_requirements import USER, WEIGHTS, requirements_at_start
 from megatron_collab.rollout.tools.mcp_server import McpTools
 from megatron_collab.rollout.tools.toolbox import ToolSpec
-from megatron_collab.rollout.users import User, UserDirectory
-from megatron_collab.rollout.users.llm import LlmUser
-from megatron_collab.runtime import device, hub, keys, network
-from megatron_collab.runtime.process import (
-    LAUNCHER,
-    STEPS,
-    RunStopped,
-    first_on_node,
-    global_rank,
-    under_torchrun,
-)
+from megatron_collab.runtime import hub, keys, network
+from megatron_collab.runtime.process import LAUNCHER, STEPS, RunStopped, global_rank, under_torchrun
 from megatron_collab.runtime.run_lock import RunLock
-from megatron_collab.types import Task
-
-if TYPE_CHECKING:
-    from megatron_collab.data.datasets import SurveyedSources
-    from megatron_collab.data.survey import Survey
-
 
 logger = logging.getLogger(__name__)
-# Settings of algo that only algo.objective=policy reads.
-_OF_POLICY_LOSS = (
-    *("advantage", "loss", "average", "clip_low", "clip_high", "clip_dual", "kl", "kl_in", "entropy_coef"),
-    *("correction", "later_weight", "overlong", "critic_warmup"),
-)
-_OF_WHOLE_CONVERSATIONS = ("turn_credit", "turn_credit_options")
 
 
 def run_lock(config: PlayConfig) -> AbstractContextManager[object]:
@@ -113,7 +82,7 @@ def prepare(config: Config) -> RunSpec:
         schemas = spec.tools.schemas()
         if schemas:
             models.check_rendering(spec, schemas)
-        data = read_data(config, spec, schemas)
+        data = tasks.read_data(config, spec, schemas)
         if not under_torchrun():
             network.bindable(
                 "rollout.server.port", config.rollout.server.port, network.address(config.launch.interface)
@@ -126,51 +95,6 @@ def prepare(config: Config) -> RunSpec:
     if global_rank() == 0:
         logger.info("\n".join([line for dataset in data for line in dataset.lines()] + remarks(config)))
     return spec
-
-
-def remarks(config: Config) -> list[str]:
-    """Console lines before the start about settings that work but waste something."""
-    on_gpus = device.select(config.launch.device).type == device.GPU
-    share = config.rollout.server.memory_share
-    on_cpu = f"rollout.server.memory_share={share}: is of a GPU; on the CPU a KV cache has {CPU_CACHE_TOKENS} tokens"
-    lines = idle_gpus(config) if on_gpus else [on_cpu] if share and config.train.stage == "rl" else []
-    return [*without_effect(config), *lines]
-
-
-def without_effect(config: Config) -> list[str]:
-    """Lines about algorithm settings that have no effect in this combination, each with a fix."""
-    algo, defaults = config.algo, AlgoConfig()
-    if config.train.stage != "rl":
-        return []
-    lines = _unused_turn_credit(config)
-    if config.objective != "policy":
-        changed = [name for name in _OF_POLICY_LOSS if getattr(algo, name) != getattr(defaults, name)]
-        settings = ", ".join(f"algo.{name}={getattr(algo, name)}" for name in changed)
-        unused = f"{settings}: without effect with algo.objective={algo.objective}; remove it"
-        return [*lines, unused] if changed else lines
-    names = [] if algo.loss == defaults.loss else ["loss"]
-    names += [name for name in ("clip_low", "clip_high", "clip_dual") if getattr(algo, name) != getattr(defaults, name)]
-    if algo.mini_batches * algo.epochs == 1 and names and ":" not in algo.loss:
-        settings = ", ".join(f"algo.{name}={getattr(algo, name)}" for name in names)
-        lines.append(
-            f"{settings}: without effect, since with one update per batch every importance ratio is 1; "
-            "set algo.mini_batches=2 or more, or accept the plain policy gradient"
-        )
-    if algo.kl == "k1" and algo.kl_in == "loss" and algo.kl_coef > 0:
-        lines.append("algo.kl=k1: without effect in the loss, as its mean gradient is 0; set k3, or algo.kl_in=reward")
-    return lines
-
-
-def _unused_turn_credit(config: Config) -> list[str]:
-    """A line about settings of turn credit, if conversations are not trained as a whole; else none."""
-    reward, defaults, futures = config.reward, TrainingRewardConfig(), config.rollout.futures
-    names = [name for name in _OF_WHOLE_CONVERSATIONS if getattr(reward, name) != getattr(defaults, name)]
-    settings = ", ".join(f"reward.{name}={getattr(reward, name)}" for name in names)
-    if not names or (reward.mode != "single_turn" and futures == 0):
-        return []
-    if reward.mode == "single_turn":
-        return [f"{settings}: without effect with reward.mode=single_turn; remove it"]
-    return [f"{settings}: without effect with rollout.futures={futures}; set rollout.futures=0, or remove it"]
 
 
 def check_nodes(config: PlayConfig, module: str, ranks: int = 1, plays: bool = True) -> None:
@@ -196,72 +120,6 @@ def check_nodes(config: PlayConfig, module: str, ranks: int = 1, plays: bool = T
         require(not fault, f"RAY_ADDRESS={head}: {fault}, or unset it for a cluster of this run")
 
 
-def read_data(config: Config, spec: RunSpec, schemas: Sequence[Mapping[str, Any]]) -> list[SurveyedSources[Any]]:
-    """Read and check every row of data.train and data.eval (see `check_data`); settle train.steps in `config`.
-
-    `schemas`: the tools that the policy's prompt lists.
-    Raises ConfigError, and ValueError or RunStopped for unreadable data.
-    """
-    from megatron_collab.data import datasets
-
-    requirements = partial(requirements_at_start, spec.play) if spec.play else lambda source: TaskRequirements()
-    training = datasets.TrainingData[Any](spec.data, schemas, requirements)
-    config.train.steps = training.steps
-    check_steps(config)
-    data: list[SurveyedSources[Any]] = [training]
-    if sets := spec.data.eval_sets:
-        data.append(datasets.SurveyedSources(spec.data, "data.eval", sets, schemas, requirements))
-    if spec.play:
-        check_data(config, spec, data)
-    return data
-
-
-def check_data(config: PlayConfig, spec: RunSpec, data: Sequence[SurveyedSources[Any]]) -> None:
-    """Check the users and metrics of all tasks, and the language models in use. Raises ConfigError."""
-    assert spec.play and spec.serving
-    endpoints.check_recordings(config.llm, Path(config.run.dir))
-    users = spec.play.users
-    surveyed = [source for dataset in data for source in _surveys(users, dataset)]
-    examples = users_of_tasks(users, surveyed)
-    if not plays_users(config, data):
-        examples = {name: example for name, example in examples.items() if name in users.named or acts(users, name)}
-    check_users(users, examples)
-    for dataset in data:
-        check_needs(config, dataset, trained=dataset.setting == "data.train")
-    called = spec.endpoints_of(examples)
-    for user in called if not spec.serving.policy.placement.replicas else ():
-        message = f"{user.setting}={POLICY}: is not served if assistant.model is set; choose another"
-        require(user.endpoint.model != POLICY, message)
-    if isinstance(config, Config) and config.rollout.max_staleness and config.rollout.server.colocated:
-        ahead = f"rollout.max_staleness={config.rollout.max_staleness}: its servers pause in the middle of its messages"
-        for user in called:
-            message = f"{user.setting}={POLICY}: {ahead}; set rollout.server.colocated=false, or max_staleness to 0"
-            require(user.endpoint.model != POLICY, message)
-    if first_on_node():  # LiteLLM is slow to import
-        language_models = [*called, *spec.judges, *spec.assistants]
-        endpoints.check_served(config, language_models)
-        unpriced = endpoints.check_prices(config, language_models)
-        endpoints.check_support(config, language_models)
-        for line in [*unpriced, *forms_without_effect(users, examples)] if global_rank() == 0 else ():
-            logger.warning(line)
-
-
-def plays_users(config: PlayConfig, data: Sequence[SurveyedSources[Any]]) -> bool:
-    """Whether a user writes a message: not if the policy has one turn and the tasks of all sources are opened."""
-    turns = [config.rollout.max_assistant_turns]
-    turns += [getattr(source, "max_assistant_turns", None) or 1 for dataset in data for source in dataset.sources]
-    return max(turns) > 1 or any(survey.unopened for dataset in data for survey in dataset.surveys)
-
-
-def acts(users: UserDirectory, name: str) -> bool:
-    """Whether users with that name do something even if they write no message. It is so if they do not exist."""
-    try:
-        kind = users.find(name).kind
-    except ConfigError:  # a conversation could not start
-        return True
-    return kind.start is not User.start or kind.finish is not User.finish
-
-
 def compare_tools(run_dir: Path, spec: ToolSpec) -> None:
     """Print a line for each MCP server whose tools differ from those at the run's start, recorded in hub.json."""
     for tools in spec.toolsets:
@@ -274,57 +132,6 @@ def compare_tools(run_dir: Path, spec: ToolSpec) -> None:
             if changed_names := sorted(name for name in names if digests.get(name) != first_digests.get(name)):
                 changed = "its tools have changed since the run began, which changes samples"
                 logger.warning(f"{setting}: {changed}: {', '.join(changed_names)}")
-
-
-def users_of_tasks(users: UserDirectory, surveyed: Iterable[tuple[UserDirectory, str, Survey]]) -> dict[str, str]:
-    """The names of the users in the settings and in the tasks, each with an example.
-
-    `surveyed`: of each source, the users it is played with, its name in messages, and its survey.
-    """
-    examples: dict[str, str] = {name: f"users.{name}" for name in users.named}
-    for source_users, place, survey in surveyed:
-        for user, task in survey.users.items():
-            name = source_users.name_of(Task(task, (), "", "", user))
-            examples[name] = f"{place}, task {task}"
-    return examples
-
-
-def check_needs(config: PlayConfig, data: SurveyedSources[Any], trained: bool) -> None:
-    """Raises ConfigError if a source has no task that its user can play, or no `trained` source fits a weighted metric.
-
-    Sources share the weights, and each metric picks its tasks (docs/decisions/0006-not-applying-is-not-missing.md).
-    """
-    surveyed = list(zip(data.sources, data.sets, data.surveys, strict=True))
-    # By setting: the sources in which no task meets its requirements, with what the tasks lack.
-    unmet: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for source, tasks, survey in surveyed:
-        for setting, (count, tried, example) in survey.unscorable.items():
-            weight = config.reward.weights.get(setting.removeprefix(WEIGHTS), 0)
-            message = f"{setting}={weight:g}: gives no task of {data.setting}={source.source} a score ({tried} tried)"
-            scores = count < tried or (trained and not weight)
-            require(scores, f"{message}; {example}, or give other tasks or another metric")
-        for setting, lacking in survey.lacking.items():
-            if sum(lacking.values()) == len(tasks):
-                unmet[setting].append((source.source, " or ".join(lacking)))
-    for setting, places in unmet.items():
-        place, requirement = places[0]
-        message = f"{data.setting}={place}: none of its tasks has {requirement}"
-        require(setting != USER, f"{message}, which its user needs; give tasks that have it, or another user.name")
-        refusal = f"{message}, which the teacher is to be told; give tasks that have it, or another {CONTEXT}"
-        require(setting != CONTEXT or len(places) < len(surveyed), refusal)
-        weight = config.reward.weights.get(setting.removeprefix(WEIGHTS), 0)
-        require(
-            not trained or len(places) < len(surveyed) or not weight,
-            f"{setting}={weight:g}: {message}, without which the metric does not apply; give tasks that have it, or "
-            f"set {setting}=0",
-        )
-
-
-def _surveys(users: UserDirectory, data: SurveyedSources[Any]) -> Iterable[tuple[UserDirectory, str, Survey]]:
-    for source, survey in zip(data.sources, data.surveys, strict=True):
-        is_set = isinstance(source, EvaluationSet)
-        setting = source.setting if is_set else data.setting
-        yield users.for_set(source.user) if is_set else users, f"{setting}={source.source}", survey
 
 
 def finished_steps(config: Config) -> int:
@@ -382,29 +189,6 @@ def fetch_models(
         entries = settings.get(name, {})
         entries.update({key: path for key, value in entries.items() if value == model.model})
     return paths
-
-
-def check_users(users: UserDirectory, examples: Mapping[str, str]) -> None:
-    """Raises ConfigError if a user of the tasks or of user.name cannot be used. `examples`: task by user."""
-    for name, example in examples.items():
-        reason = users.fault(name)
-        require(reason is None, f"{example}: {reason}")
-    takes = any(users.find(name).kind.Options is not NoOptions for name in examples)
-    require(takes or not users.user.options, "user.options: no user of the tasks has options; remove them")
-
-
-def forms_without_effect(users: UserDirectory, examples: Iterable[str]) -> list[str]:
-    """Lines about settings `form` of users that no language model plays. `examples`: the names of all users."""
-    resolved = [users.find(name) for name in examples]
-    forms = {f"users.{name}": entry["form"] for name, entry in users.named.items() if "form" in (entry or {})}
-    if users.user.form != UserConfig().form:  # named users inherit it
-        forms["user"] = users.user.form
-    lines = []
-    for group, form in forms.items():
-        kinds = [user.kind for user in resolved if group in ("user", user.group)]
-        if kinds and not any(issubclass(kind, LlmUser) for kind in kinds):
-            lines.append(f"{group}.form={form}: without effect, since only llm users have a form; remove it")
-    return lines
 
 
 def check_same_run(config: PlayConfig, data: DataSpec) -> None:

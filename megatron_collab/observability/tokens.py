@@ -48,7 +48,7 @@ def rows_of(
     numbers = {sample.origin: number for number, sample in enumerate(batch.samples)}
 
     def rows(turns: Sequence[Turn], *place: int, first: int = 0) -> Iterator[Row]:
-        """Of the turns of a rollout or of a future, by the place of their sample; `first`: number of the first one."""
+        """Rows of turns of a rollout or future. `place`: that of their sample; `first`: number of the first turn."""
         number, named = numbers.get(place), dict(zip(_PLACE, place, strict=False))
         spans = {} if number is None else _spans(batch.samples[number])
         for at, turn in enumerate(turns):

@@ -169,7 +169,7 @@ _INTERFACES = {
     "litellm.ModelResponse._hidden_params": (
         "llm/client.py reads the price that LiteLLM computed",
         "ModelResponse has a public field for it",
-        "tests/llm/test_client.py::test_tokens_and_price_of_every_try_are_counted",
+        "tests/llm/test_spending.py::test_tokens_and_price_of_every_try_are_counted",
     ),
 }
 _PRIVATE = tuple(

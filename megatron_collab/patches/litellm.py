@@ -136,7 +136,7 @@ PATCHES = (
         why="An endpoint that sends without an end would fill the memory of the process that asks it.",
         upstream="llms/custom_httpx/http_handler.py:1193 (create_async_transport)",
         until="LiteLLM limits what it reads of an answer, as its get does",
-        test="tests/llm/test_client.py::test_an_answer_that_is_too_long_is_not_read",
+        test="tests/llm/test_response.py::test_an_answer_that_is_too_long_is_not_read",
         uses=("litellm.llms.custom_httpx.http_handler.AsyncHTTPHandler.create_async_transport",),
     ),
     _litellm(
@@ -144,7 +144,7 @@ PATCHES = (
         why="vLLM and Mistral answer with a list of parts for reasoning models, over which LiteLLM fails.",
         upstream="litellm_core_utils/llm_response_utils/convert_dict_to_response.py:691; issue 14917",
         until="LiteLLM reads lists of parts",
-        test="tests/llm/test_client.py::test_the_text_of_parts_is_read",
+        test="tests/llm/test_response.py::test_the_text_of_parts_is_read",
         uses=("litellm.llms.custom_httpx.http_handler.AsyncHTTPHandler.create_async_transport",),
     ),
 )

@@ -13,6 +13,7 @@ from operator import attrgetter
 
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.launch import servers, validate
+from megatron_collab.launch.layout import check_layout, check_layout_of_model
 from megatron_collab.launch.trainer_specs import trainer_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.parallel_layout import TrainerLayout
@@ -107,8 +108,8 @@ def _candidates(config: Config, shape: ModelShape) -> Iterator[Config]:
         parallel = replace(config.parallel, tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, sequence_parallel=tp > 1)
         layout = replace(config, parallel=parallel)
         try:
-            validate.check_layout(layout)
-            validate.check_layout_of_model(layout, shape)
+            check_layout(layout)
+            check_layout_of_model(layout, shape)
         except ConfigError:
             continue
         for recompute, size in product(_RECOMPUTE, sorted({*_TOKENS, tokens})):

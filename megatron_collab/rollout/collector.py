@@ -129,8 +129,8 @@ class Collector:
     def _pause(self, step: int) -> None:
         """Pause the groups ahead where they are, since the servers release their memory, and journal their turns.
 
-        How far they are depends on timing. A run that resumes here continues from the same tokens, so it trains the
-        same batches.
+        How far they are depends on timing. A run that resumes here continues from the same tokens and therefore trains
+        the same batches.
         """
         turns = self.lead.workers.pause(self.lead.pool.pause, self.lead.timeout)
         self._is_paused = True
@@ -155,7 +155,7 @@ class Collector:
     def _begin(self, slot: Slot, turns: Mapping[str, Sequence[PausedTurn]]) -> None:
         """Begin a group for the slot's task; every refill draws tasks in a different order.
 
-        `turns`: that were sampled before a pause, by stream.
+        `turns`: those sampled before a pause, by stream.
         """
         seed = self._play.seed
         if slot.refill:

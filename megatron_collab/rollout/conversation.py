@@ -329,7 +329,7 @@ class FuturesPlayer(Player):
         return conversation.end(Ending.LENGTH) if full else conversation
 
     def _ask(self, conversation: Conversation, place: RolloutPlace, sampling: SamplingConfig) -> thinking.Ask:
-        """What requests the next turn of the conversation from the policy."""
+        """A function that requests the conversation's next turn from the policy."""
         return partial(
             self.policy.generate,
             messages=conversation.messages,

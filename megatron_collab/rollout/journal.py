@@ -133,7 +133,7 @@ class Journal:
         return turns if digest == self._digests.get(step) else None
 
     def forget(self, before: int | None = None) -> None:
-        """Remove what a resume at step `before` does not need: groups of earlier steps, and pauses but the last one.
+        """Remove what a resume at step `before` does not need: groups of earlier steps, and all pauses but the last.
 
         All if it is None.
         """

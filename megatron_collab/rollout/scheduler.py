@@ -54,8 +54,8 @@ class GroupRequest:
     eval_set: EvaluationSet | None = None
     reference: Any = None  # Ray object reference of the call to worker number `worker`
     worker: int = -1
-    server: int = 0  # that is to sample the group
-    turns: Sequence[PausedTurn] = ()  # that were sampled before a pause in an earlier start
+    server: int = 0  # samples the group
+    turns: Sequence[PausedTurn] = ()  # sampled by an earlier start, before a pause
     group: Group | None = None  # once the request is finished
     interrupted: bool = False  # was in flight while no server was available
     retried: bool = False  # was played again because a score was missing
@@ -101,7 +101,10 @@ class Flight:
         """
         self._play, self._background, self._follow_up = play, background, follow_up
         self._workers, self._ray = cycle(enumerate(workers.conversations)), workers.ray
-        self._servers, self._dealt = workers.servers, dict[int, int]()  # groups begun when a server last got one
+        self._servers, self._dealt = (
+            workers.servers,
+            dict[int, int](),
+        )  # by server, groups begun before its last
         self._begun = count()
         self._servers_lost = servers_lost
         self._journal = journal

@@ -40,11 +40,11 @@ def is_drawn() -> bool:
     return _shows() and sys.stderr.isatty() and os.environ.get(PLAIN) != "1" and os.environ.get("TERM") != "dumb"
 
 
-def progress(title: str, total: int, unit: str = "task", done: int = 0) -> Bar:
-    """Progress on stderr from `done` to `total`, unless only warnings are shown; it disappears when it is closed."""
+def progress(title: str, total: int, unit: str = "task") -> Bar:
+    """Progress on stderr from 0 to `total`, unless only warnings are shown; it disappears when it is closed."""
     if is_drawn():
-        return _screen().bar(title, total, unit, done)
-    return _Lines(title, total, unit, done) if _shows() else _Hidden()
+        return _screen().bar(title, total, unit)
+    return _Lines(title, total, unit) if _shows() else _Hidden()
 
 
 @contextmanager
@@ -134,8 +134,8 @@ class _Screen:
         self._reserved = 0  # rows at the bottom of the terminal
         atexit.register(self.close)
 
-    def bar(self, title: str, total: int, unit: str, done: int) -> Bar:
-        bar = self._bars.add_task(title, total=total, completed=done, unit=f"{unit}s")
+    def bar(self, title: str, total: int, unit: str) -> Bar:
+        bar = self._bars.add_task(title, total=total, unit=f"{unit}s")
         self._start()
         return _Drawn(self, bar)
 
@@ -288,9 +288,8 @@ class _Drawn:
 class _Lines:
     """Progress in a log file: at most one line every LOG_EVERY seconds."""
 
-    def __init__(self, title: str, total: int, unit: str, done: int) -> None:
-        self._title, self._total, self._unit = title, total, unit
-        self._first = self._done = done
+    def __init__(self, title: str, total: int, unit: str) -> None:
+        self._title, self._total, self._unit, self._done = title, total, unit, 0
         self._began = self._printed = time.monotonic()
 
     def update(self, n: int) -> None:
@@ -304,8 +303,8 @@ class _Lines:
         """E.g. "evaluation: 100/300 tasks (33 %), 2 min 5 s, 4 min 10 s left"."""
         share = f" ({100 * self._done // self._total} %)" if self._total else ""
         line = f"{self._title}: {self._done}/{self._total} {self._unit}s{share}, {duration(seconds)}"
-        if done := self._done - self._first:
-            line += f", {duration(seconds / done * (self._total - self._done))} left"
+        if self._done:
+            line += f", {duration(seconds / self._done * (self._total - self._done))} left"
         return line
 
     def close(self) -> None:

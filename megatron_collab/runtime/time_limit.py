@@ -37,7 +37,7 @@ _limit = ContextVar[_Limit | None]("_limit", default=None)
 
 @asynccontextmanager
 async def time_limit(seconds: float) -> AsyncIterator[asyncio.Timeout]:
-    """As asyncio.timeout; what is done within `uncounted` does not count."""
+    """Like asyncio.timeout; time spent within `uncounted` does not count."""
     async with asyncio.timeout(seconds) as timeout:
         limit = _Limit(timeout)
         token = _limit.set(limit)
@@ -50,7 +50,7 @@ async def time_limit(seconds: float) -> AsyncIterator[asyncio.Timeout]:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Stop the innermost time limit, if there is one, for the length of the block, or of the last of several blocks."""
+    """Stop the innermost time limit, if any, until the block ends; until the last one ends if several overlap."""
     limit = _limit.get()
     if limit is None:
         yield

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_collab.config import ConfigError, compose
 from megatron_collab.launch import validate
-from megatron_collab.launch.prepare import without_effect
+from megatron_collab.launch.remarks import without_effect
 from megatron_collab.launch.validate import load
 from tests.helpers import refused
 

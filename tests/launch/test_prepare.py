@@ -14,7 +14,7 @@ from megatron_collab import train
 from megatron_collab.config import Config, ConfigError, compose
 from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.data.survey import Survey
-from megatron_collab.launch import prepare
+from megatron_collab.launch import prepare, tasks
 from megatron_collab.launch.data_specs import data_spec
 from megatron_collab.launch.play_specs import user_directory
 from megatron_collab.launch.spec import run_spec
@@ -113,7 +113,7 @@ def test_a_name_that_only_other_programs_know_asks_for_no_user_of_that_name() ->
         config = compose(["experiment=booking"])
         config.users = named
         users = user_directory(config)
-        return prepare.users_of_tasks(users, [(users, option, survey) for survey, option in surveys])
+        return tasks.users_of_tasks(users, [(users, option, survey) for survey, option in surveys])
 
     assert examples() == {"": "data.train, task 7", "calm": "data.train, task 8"}
     assert set(examples(collabllm={"weight": 0})) == {"collabllm", "calm"}
@@ -131,10 +131,10 @@ def test_each_metric_picks_its_tasks_from_the_sources_and_its_share_is_said(tmp_
     config.data.train = [f"{tmp_path}/some.jsonl", f"{tmp_path}/none.jsonl"]
     config.data.eval = f"{tmp_path}/none.jsonl"
     config.reward.weights = {"asks": 1.0}
-    (train, _) = prepare.read_data(config, run_spec(config), ())
+    (train, _) = tasks.read_data(config, run_spec(config), ())
     assert not any("reward.weights" in line for line in train.lines())
     config.reward.weights = {"asks": 1.0, "accuracy": 1.0}
-    (train, held_out) = prepare.read_data(config, run_spec(config), ())
+    (train, held_out) = tasks.read_data(config, run_spec(config), ())
     mixed, none = train.lines()
     assert mixed.endswith("; reward.weights.accuracy: for 2 of 3 rows (1 lack an answer)")
     assert none.endswith("; reward.weights.accuracy: for 0 of 2 rows (2 lack an answer)")
@@ -143,7 +143,7 @@ def test_each_metric_picks_its_tasks_from_the_sources_and_its_share_is_said(tmp_
     with pytest.raises(
         ConfigError, match=r"data\.train=.*none\.jsonl: none of its tasks has an answer, which its user"
     ):
-        prepare.read_data(config, run_spec(config), ())
+        tasks.read_data(config, run_spec(config), ())
 
 
 @pytest.mark.processes
@@ -178,7 +178,7 @@ def test_a_metric_that_can_score_no_task_is_refused_before_the_start(
     def lines(weights: dict[str, float], *answers: str) -> list[str]:
         write_jsonl(rows, [{**row, "answer": answer} for answer in answers])
         config.reward.weights = weights
-        (train,) = prepare.read_data(config, run_spec(config), ())
+        (train,) = tasks.read_data(config, run_spec(config), ())
         return train.lines()
 
     unread = rf"{rows} row 1: math-verify cannot read the answer 'Paris'; set the metric's judge=true"
@@ -265,7 +265,7 @@ def test_code_of_the_users_own_has_limits_for_each_row(
         config.rollout.tools = [f"{mine}:Kit"]
     monkeypatch.setattr("megatron_collab.data.survey.TRIAL_SECONDS", seconds)
     with pytest.raises(ValueError, match=f"^data.train={tmp_path}/rows.jsonl row 2: ") as refused:
-        prepare.read_data(config, run_spec(config), ())
+        tasks.read_data(config, run_spec(config), ())
     assert str(refused.value).endswith(f" row 2: {call} {reason}; mend it, or leave it out")
 
 
@@ -296,4 +296,4 @@ def test_users_of_single_turns_are_checked_if_they_open_start_or_finish(
     config.data.train, config.reward.weights = f"{tmp_path}/rows.jsonl", {"accuracy": 1.0}
     config.rollout.max_assistant_turns, config.user.name = 1, f"{tmp_path}/my.py:Mine"
     with pytest.raises(ConfigError, match="not today") if is_checked else nullcontext():
-        prepare.read_data(config, run_spec(config), ())
+        tasks.read_data(config, run_spec(config), ())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_collab.config import Config, ConfigError
-from megatron_collab.launch import prepare, server_specs, servers, validate
+from megatron_collab.launch import remarks, server_specs, servers, validate
 from megatron_collab.launch.spec import run_spec
 from megatron_collab.launch.trainer_specs import trainer_layout
 from megatron_collab.models import hf_config
@@ -122,11 +122,11 @@ def test_gpus_without_a_server_are_reported(
 ) -> None:
     config = configure(**{name: value for name, value in sizes.items() if name != "nodes"})
     config.launch.nodes = sizes.get("nodes", 1)
-    [line] = prepare.remarks(config)
+    [line] = remarks.remarks(config)
     settings = f"rollout.server.replicas={sizes['replicas']} x rollout.server.tp={sizes['tp']}: "
     assert re.fullmatch(re.escape(settings) + message + ".*", line)
     machine.gpus = 0
-    assert not prepare.remarks(config)  # on a CPU
+    assert not remarks.remarks(config)  # on a CPU
 
 
 def test_gpus_that_sample_and_those_that_never_do_are_not_reported(machine: Machine) -> None:

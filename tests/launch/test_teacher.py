@@ -11,7 +11,7 @@ import pytest
 
 from megatron_collab.config import Config, ConfigError, compose
 from megatron_collab.data.datasets import write_jsonl
-from megatron_collab.launch import prepare, teacher, validate
+from megatron_collab.launch import tasks, teacher, validate
 from megatron_collab.launch.spec import run_spec
 from megatron_collab.planning import memory
 from tests.helpers import byte_level_tokenizer, make_model, refused
@@ -127,10 +127,10 @@ def test_tasks_without_what_the_teacher_is_told_are_refused(folder: Path, tmp_pa
     config = config_of(folder, "teacher")
     config.run.dir, config.train.stage, config.data.train = f"{tmp_path}/run", "rl", f"{tmp_path}/bare.jsonl"
     config.reward.weights, config.algo.teacher.context = {"asks": 1.0}, "goal"
-    prepare.read_data(config, run_spec(config), ())
+    tasks.read_data(config, run_spec(config), ())
     config.algo.teacher.context = "answer"
     with pytest.raises(ConfigError, match=r"none of its tasks has an answer, which the teacher is to be told; give"):
-        prepare.read_data(config, run_spec(config), ())
+        tasks.read_data(config, run_spec(config), ())
 
 
 def test_the_plan_counts_the_teacher(folder: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_collab.config import CONF, compose
 from megatron_collab.launch import validate
+from megatron_collab.launch.layout import check_layout_of_model
 from megatron_collab.launch.trainer_specs import trainer_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.planning import layouts
@@ -33,7 +34,7 @@ def test_the_fastest_layouts_that_fit(gib: float) -> None:
     for layout in listed:
         composed = compose([*OPTIONS, *layout.options])
         validate.check_settings(composed)
-        validate.check_layout_of_model(composed, SHAPE)
+        check_layout_of_model(composed, SHAPE)
         assert max(map(peak, plan_memory(composed, SHAPE))) == layout.peak <= gib * GIB - UNCOUNTED
         assert step_time(composed, SHAPE, 512) == layout.time
         assert layout.changes(composed) == []

@@ -1,4 +1,4 @@
-"""Facts of a machine with a GPU that a run is planned by, one after the other: each is written when it is known.
+"""Measures what a run on a machine with a GPU is planned by, and writes each fact as soon as it is known.
 
     PYTHONPATH=. python tools/gpu/facts.py PAGE [--dry]
 

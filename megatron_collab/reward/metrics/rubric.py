@@ -98,7 +98,7 @@ def _column(options: Any, task: Task) -> str:
 
 
 def criteria_of(options: Any, task: Task) -> list[Criterion]:
-    """The criteria in the task's metadata. Raises ValueError as `read_criteria`."""
+    """The criteria in the task's metadata. Raises ValueError like `read_criteria`."""
     column = _column(options, task)
     return read_criteria(task.metadata.get(column) or [], column, options.most)
 
@@ -115,7 +115,7 @@ def read_criteria(entries: Any, column: str, most: int) -> list[Criterion]:
         raise ValueError(f"metadata.{column}: has {len(entries)} criteria; set the metric's setting most to that many")
     criteria = [_criterion(entry, f"metadata.{column}[{place}]") for place, entry in enumerate(entries)]
     if criteria and not any(criterion.points > 0 for criterion in criteria):
-        raise ValueError(f"metadata.{column}: no criterion has positive points; give what a good conversation does")
+        raise ValueError(f"metadata.{column}: no criterion has positive points; add one for something good")
     return criteria
 
 

@@ -16,7 +16,7 @@ from aiohttp import web
 from megatron_collab.config import Config, UserConfig
 from megatron_collab.config.schema import CHAT, USER_MODEL
 from megatron_collab.launch.play_specs import user_directory
-from megatron_collab.launch.prepare import forms_without_effect
+from megatron_collab.launch.remarks import forms_without_effect
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.llm.recording import Recording, Shard
 from megatron_collab.llm.tape import Tape

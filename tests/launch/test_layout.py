@@ -9,7 +9,7 @@ import pytest
 
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.config.option import check_declared
-from megatron_collab.launch import validate
+from megatron_collab.launch import layout
 from megatron_collab.models import parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.runtime import device
@@ -51,10 +51,10 @@ def refused(settings: dict[str, Any], shape: dict[str, Any] | None = None) -> st
     config = configure(settings)
     with pytest.raises(ConfigError) as error:
         check_declared(config)
-        validate.check_layout(config)
-        validate.check_layout_on_machine(config)
+        layout.check_layout(config)
+        layout.check_layout_on_machine(config)
         if shape:
-            validate.check_layout_of_model(config, ModelShape.from_hf(shape))
+            layout.check_layout_of_model(config, ModelShape.from_hf(shape))
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -111,7 +111,7 @@ def test_bfloat16_on_gpus_needs_the_layers_that_are_planned(
     monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(available=installed, detail="not installed"))
     settings = {"model.dtype": dtype}
     if installed or dtype == "float32" or backend.type == "cpu":
-        validate.check_layout_on_machine(configure(settings))
+        layout.check_layout_on_machine(configure(settings))
     else:
         assert refused(settings) == (
             "model.dtype=bfloat16: on GPUs needs TransformerEngine (not installed); run make setup GPU=1, or set "
@@ -142,7 +142,7 @@ def test_recipes_of_fp8_need_their_devices(
     monkeypatch.setattr(device, "capability", lambda: capability)
     settings = {"model.fp8": "hybrid", "model.fp8_recipe": recipe}
     if allowed:
-        validate.check_layout_on_machine(configure(settings))
+        layout.check_layout_on_machine(configure(settings))
         return
     line = refused(settings)
     assert line.startswith(f"model.fp8_recipe={recipe}: needs a device of compute capability")
@@ -269,9 +269,9 @@ def test_what_does_not_suit_the_model(
 )
 def test_what_works_is_let_through(engine: None, settings: dict[str, Any], shape: dict[str, Any]) -> None:
     config = configure(settings)
-    validate.check_layout(config)
-    validate.check_layout_on_machine(config)
-    validate.check_layout_of_model(config, ModelShape.from_hf(shape))
+    layout.check_layout(config)
+    layout.check_layout_on_machine(config)
+    layout.check_layout_of_model(config, ModelShape.from_hf(shape))
 
 
 @pytest.mark.parametrize(
