@@ -19,7 +19,7 @@ def test_the_overview_shows_curves_values_and_tables(open_page: Open, site: str)
     reward = chart(page, "reward")
     expect(reward.locator(".curve.color-0")).to_have_attribute("d", re.compile("^([^ML]*[ML]){12}[^ML]*$"))
     expect(reward.locator(".band.color-0")).to_have_attribute("d", re.compile("Z$"))
-    expect(reward.locator(".readout")).to_contain_text(re.compile(r"first 0\.\d+ \u00b1 0\.0\d+"))
+    expect(reward.locator(".readout")).to_contain_text(re.compile(r"first 0\.\d+, trend 0\.\d+ \u00b1 0\.0\d+"))
     expect(chart(page, "accuracy").locator("circle")).to_have_count(3 * 2)  # evaluations of both runs, with intervals
     expect(chart(page, "accuracy").locator(".readout")).to_contain_text("first 0.6 [0.5, 0.7] (2 missing)")
     reward.get_by_text("Table").click()
@@ -28,8 +28,9 @@ def test_the_overview_shows_curves_values_and_tables(open_page: Open, site: str)
     expect(reward.locator(".raw")).to_have_count(0)
     expect(page).to_have_url(re.compile("smooth=0"))
     events = page.get_by_role("region", name="Events").locator("tbody tr")
-    expect(events).to_have_count(4)
-    expect(events.nth(2)).to_contain_text("flattery")
+    expect(events.locator("td:nth-child(2)")).to_have_text([*["restart", "setting"] * 2, *["alarm"] * 4])
+    expect(events.nth(4)).to_contain_text("flattery")
+    expect(events.nth(6)).to_contain_text("judge/interactivity answers as judge-2, before as judge-1")
 
 
 def test_values_at_a_step_by_keyboard_and_then_its_conversations(open_page: Open, site: str) -> None:
@@ -39,8 +40,10 @@ def test_values_at_a_step_by_keyboard_and_then_its_conversations(open_page: Open
     expect(plot).to_have_attribute("aria-valuenow", "11")
     for _ in range(6):
         plot.press("ArrowLeft")
-    expect(plot).to_have_attribute("aria-valuetext", re.compile(r"step 5: first 0\.\d+ \u00b1"))
-    expect(page.locator("#cursor-text")).to_contain_text("step 5 \u00b7 optim.lr: 1e-06 \u2192 5e-07")
+    expect(plot).to_have_attribute("aria-valuetext", re.compile(r"step 5: first 0\.\d+, trend 0\.\d+ \u00b1"))
+    expect(page.locator("#cursor-text")).to_contain_text(
+        "step 5 \u00b7 started again at step 5 \u00b7 optim.lr: 1e-06 \u2192 5e-07"
+    )
     expect(page.get_by_role("slider", name="kl", exact=True)).to_have_attribute("aria-valuetext", "step 5: first 0.005")
     plot.press("Enter")
     expect(page.locator(".count")).to_have_text("1\u201324 of 24 futures")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.helpers import in_turn
@@ -127,8 +128,23 @@ def test_pure_modules(open_page: Open, site: str) -> None:
     for order, numbers in (("", [0, 1, 2, 3]), ("gain", [3, 1, 2, 0]), ("loss", [2, 1, 3, 0])):
         assert called("pairs", "inOrder", tasks, "a", order) == [tasks[number] for number in numbers]
     points = [{"x": 0, "y": 1.0}, {"x": 1, "y": None}, {"x": 2, "y": 4.0}]
-    smooth = [{"x": 0, "y": 1.0}, {"x": 1, "y": None}, {"x": 2, "y": 3.0}]  # (0.5 * 0.5 * 1 + 0.5 * 4) / 0.75
+    smooth = [{"x": 0, "y": 2.0}, {"x": 1, "y": None}, {"x": 2, "y": 3.0}]  # (1 + 0.5 * 4) / 1.5, (0.5 * 1 + 4) / 1.5
     assert called("series", "smoothed", points, 0.5) == smooth
+    curves = np.random.default_rng(0).normal(np.linspace(0, 5, 40), 0.3, (300, 40))
+    weights = 0.6 ** abs(np.subtract.outer(np.arange(40), np.arange(40)))
+    weights /= weights.sum(1, keepdims=True)
+    noise = np.sqrt((np.diff(curves) ** 2).mean(1) / 2)
+    half = 1.96 * np.outer(noise, np.sqrt((weights**2).sum(1)))
+    script = "async (all) => { const { smoothed } = await import('/static/series.js');"
+    script += "return all.map((ys) => smoothed(ys.map((y, x) => ({ x, y })), 0.6).map(({ y, low, high }) => [y, low, high])); }"
+    trends = np.array(page.evaluate(script, curves.tolist()))
+    middles = curves @ weights.T
+    np.testing.assert_allclose(trends, np.stack([middles, middles - half, middles + half], 2), rtol=0, atol=1e-12)
+    covered = abs(trends[:, 10:30, 0] - np.linspace(0, 5, 40)[10:30]) < half[:, 10:30]
+    assert 0.93 < covered.mean() < 0.97, "of the true line, in the middle of the curves"
+    rows = [{"step": 3, "servers/lost": 2, "servers/back": 1}, {"step": 4, "servers/lost": 0, "servers/judge_lost": 1}]
+    lost = [(event["step"], event["text"]) for event in called("series", "lostServers", rows)]
+    assert lost == [(3, "servers/lost: 2"), (4, "servers/judge_lost: 1")]
     user, reply, other = ({"role": role, "content": "text"} for role in ("user", "assistant", "assistant"))
     other["content"] = "another text"
     same = {"role": "user", "content": "another text"}
