@@ -57,7 +57,7 @@ class RunFolder:
             self._begin(config, start)
 
     def _begin(self, config: PlayConfig, start: int) -> None:
-        """Lock the folder, record the settings, their changes and a later start, resume evaluations, open the writers."""
+        """Lock the folder, record settings, their changes and later starts, resume evaluations, open the writers."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             self._lock.acquire(timeout=10)  # rank 0 of a run that was just killed may still be ending

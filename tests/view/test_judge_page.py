@@ -5,15 +5,21 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from megatron_collab.view.runs import RunView
 from tests.view import judged_runs
-from tests.view.browser import Open, Serve, assert_harmless, expect, needs_browser, press_sequence, wait_for_choice
+from tests.view.browser import (
+    Open,
+    Serve,
+    assert_accessible,
+    assert_harmless,
+    expect,
+    needs_browser,
+    press_sequence,
+    wait_for_choice,
+)
 from tests.view.judged_runs import Names
 from tests.view.recorded_runs import MARKS, MARKUP
 
-axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe: make setup installs it")
 pytestmark = needs_browser
 
 
@@ -57,9 +63,7 @@ def test_a_judge_is_checked_against_ratings_and_labels(open_page: Open, serve: S
     expect(chart.locator("tbody tr")).to_have_count(points.count())
     for theme in ("light", "dark"):
         page.emulate_media(color_scheme=theme)
-        violations = axe.Axe().run(page).response["violations"]
-        serious = [rule for rule in violations if rule["impact"] in ("serious", "critical")]
-        assert not [(rule["id"], [node["html"] for node in rule["nodes"]]) for rule in serious]
+        assert_accessible(page)
     page.reload()
     expect(figures).to_have_count(5)
     view.get_by_label("Metric").select_option("tokens")
@@ -92,5 +96,5 @@ def test_hostile_names_execute_nothing_and_no_labels_say_how_to_get_some(
             "agreement" if source == "ratings" else "area under the ROC curve"
         )
         assert_harmless(page)
-        page.set_viewport_size({"width": 700, "height": 900})
+        page.set_viewport_size({"width": 400, "height": 900})
         assert_harmless(page)

@@ -94,7 +94,7 @@ export class Chart {
       const y = this.scaleY(value);
       nodes.push(svg("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y, y2: y }));
       nodes.push(
-        svg("text", { class: "tick", x: MARGIN.left - 6, y: y + 3.5, "text-anchor": "end" }, number(value, 3)),
+        svg("text", { class: "tick", x: MARGIN.left - 6, y: y + 3.5, "text-anchor": "end" }, number(value)),
       );
     }
     const isShown = (tick) => !this.isOfSteps || Number.isInteger(tick);

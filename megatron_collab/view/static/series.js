@@ -157,5 +157,5 @@ export function valueText({ y, low = null, high = null, missing }, { trend, tota
   if (low !== null && high !== null) return `${number(y)} [${number(low)}, ${number(high)}]${count}`;
   if (typeof trend?.high === "number")
     return `${number(y)}, trend ${number(trend.y)} \u00b1 ${number(trend.high - trend.y, 2)}`;
-  return number(y) + (total ? ` (${Math.round((100 * y) / total)} %)` : count);
+  return number(y) + (total && y !== null ? ` (${Math.round((100 * y) / total)} %)` : count);
 }
