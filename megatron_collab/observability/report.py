@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
 from cycler import cycler
+from jinja2 import Environment, PackageLoader
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
