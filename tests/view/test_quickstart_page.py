@@ -31,7 +31,7 @@ def test_a_person_reads_the_quickstart(open_page: Open, serve: Serve, tmp_path: 
             expect(state).to_have_text(re.compile(r"train \u00b7 \d+ steps? \u00b7 running"))
             conversations = page.get_by_role("link", name="Conversations")
             conversations.click()
-            expect(page.locator(".turn.chosen .parts")).to_contain_text("booking_right")
+            expect(page.locator(".turn.chosen .parts")).to_contain_text("reward")
             page.get_by_role("link", name="Overview").click()
             ended = f"train \u00b7 {STEPS} steps \u00b7 finished"
             expect(state).to_have_text(ended, timeout=1000 * SECONDS)  # without a reload
@@ -46,9 +46,13 @@ def test_a_person_reads_the_quickstart(open_page: Open, serve: Serve, tmp_path: 
     assert_accessible(page)
     conversations.click()
     expect(page.locator(".count")).to_have_text(re.compile(r"1\u201350 of [\d,]+ futures"))
+    page.get_by_label("Metric", exact=True).select_option("booking_right")
+    page.get_by_label("At least").fill("0")  # a model of so few steps writes malformed turns too, which have no scores
+    page.keyboard.press("Enter")
     page.get_by_label("Sort by").select_option("standard_error")
     page.get_by_label("Descending").check()
-    expect(page.locator(".rows tbody tr")).to_have_count(50)
+    page.locator(".rows tbody a").first.click()
+    expect(page.locator(".turn.chosen .parts")).to_contain_text("booking_right")
     page.keyboard.press("r")
     page.get_by_role("slider", name="weight of token_amount, slider").press("End")
     expect(page.locator("#order")).to_be_visible()
