@@ -39,18 +39,19 @@ def test_a_person_reads_the_quickstart(open_page: Open, serve: Serve, tmp_path: 
         finally:
             quickstart.terminate()
     expect(chart(page, "booking_right").locator("circle")).to_have_count(2)  # evaluations before and after
-    expect(chart(page, "reward").locator(".band")).to_have_attribute("d", re.compile("Z$"))
+    trend = page.get_by_role("region", name="Reward", exact=True).locator(".band")
+    expect(trend).to_have_attribute("d", re.compile("Z$"))
     expect(chart(page, "seconds of a step").locator(".readout")).to_contain_text(
         re.compile(r"rollout [\d.]+ \(\d+ %\)")
     )
     assert_accessible(page)
     conversations.click()
     expect(page.locator(".count")).to_have_text(re.compile(r"1\u201350 of [\d,]+ futures"))
-    page.get_by_label("Metric", exact=True).select_option("booking_right")
-    page.get_by_label("At least").fill("0")  # a model of so few steps writes malformed turns too, which have no scores
+    page.locator("#filter-metric").select_option("booking_right")
+    page.locator("#filter-low").fill("0")  # a model of so few steps writes malformed turns too, which have no scores
     page.keyboard.press("Enter")
-    page.get_by_label("Sort by").select_option("standard_error")
-    page.get_by_label("Descending").check()
+    page.locator("#filter-sort").select_option("standard_error")
+    page.locator("#filter-descending").check()
     page.locator(".rows tbody a").first.click()
     expect(page.locator(".turn.chosen .parts")).to_contain_text("booking_right")
     page.keyboard.press("r")
