@@ -57,7 +57,7 @@ class RunFolder:
             self._begin(config, start)
 
     def _begin(self, config: PlayConfig, start: int) -> None:
-        """Lock the folder, record the settings and their changes, resume evaluations, open the writers."""
+        """Lock the folder, record settings, their changes and later starts, resume evaluations, open the writers."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             self._lock.acquire(timeout=10)  # rank 0 of a run that was just killed may still be ending
@@ -66,7 +66,8 @@ class RunFolder:
             raise RunStopped(f"run.dir={self.folder}: {message}") from None
         (self.folder / FINISHED).unlink(missing_ok=True)  # result of a run with fewer steps or sets
         at = datetime.now(UTC).isoformat(timespec="seconds")
-        rows = [
+        rows = [{"time": at, "step": start}] if (self.folder / SETTINGS).is_file() else []  # started again
+        rows += [
             {"time": at, "step": start, "setting": change.setting, "before": change.before, "after": change.after}
             for change in changes(config)
         ]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from cycler import cycler
 from jinja2 import Environment, PackageLoader
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -142,7 +143,7 @@ def curves(metrics: Rows, records: Mapping[str, evaluations.Record] = {}) -> lis
         *_by_scale("Evaluation, with 95 % intervals", means, bands),
         *_by_scale("Gap to the compared set, with 95 % intervals", gaps, bands),
         (
-            "Reward of the trained turn, with the standard error from its futures",
+            "Mean reward of the trained turns, with the mean standard error that one has from its futures",
             rewards,
             {"reward": reward_band},
         ),
@@ -181,9 +182,18 @@ def _series(metrics: Rows, name: str) -> Series:
     return series
 
 
+_GRAY = "#7b7f84"  # on a light and on a dark page
+_COLORS = {  # of the page `view`, as far as they suit both
+    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _GRAY),
+    "axes.prop_cycle": cycler(
+        color=["#3f8fd0", "#d8702f", "#3fa36b", "#a76cc0", "#b08a12", "#cf5b80", "#3c9dab", "#8b8b8b"]
+    ),
+}
+
+
 def _svg(series: Series, bands: Bands) -> str:
     span = {step for points in series.values() for step, _ in points}
-    with rc_context({"svg.fonttype": "none", "font.size": 8}):
+    with rc_context({"svg.fonttype": "none", "font.size": 8, "savefig.transparent": True, **_COLORS}):
         figure = Figure(figsize=(6, 2.6), layout="constrained")
         axes = figure.subplots()
         for name, points in series.items():
@@ -195,7 +205,7 @@ def _svg(series: Series, bands: Bands) -> str:
                 low, high = ([band.get(step, (value, value))[end] for step, value in points] for end in (0, 1))
                 axes.fill_between(steps, low, high, alpha=0.25, color=drawn.get_color())
         if len(series) > 1:
-            axes.legend(frameon=False, fontsize=7)
+            axes.legend(frameon=False, fontsize=7, labelcolor=_GRAY)
         axes.set_xlabel("step")
         axes.spines[["top", "right"]].set_visible(False)
         stream = io.StringIO()

@@ -19,6 +19,7 @@ _RECENT = 40  # steps of the small curve, and of the mean time of a step
 _MESSAGES, _MESSAGE_LENGTH = 4, 300  # of the conversation: last messages, characters of each
 # Metrics that are shown if they are not 0, by prefix: each is a sign that something goes wrong.
 _HEALTH = ("missing", "servers/", "count/user_", "llm/unpriced")
+_REPLIES = "count/user_replies"  # of users, however they went
 
 
 class StepView:
@@ -99,7 +100,8 @@ class StepView:
             rows.append(("time", times))
         if self._usd or "llm/calls" in metrics:
             rows.append(("cost", f"{self._usd:.4g} USD, {metrics.get('llm/calls', 0):.0f} calls in the last step"))
-        health = [f"{name} {value:.3g}" for name, value in metrics.items() if value and name.startswith(_HEALTH)]
+        faults = {name: value for name, value in metrics.items() if name.startswith(_HEALTH) and name != _REPLIES}
+        health = [f"{name} {value:.3g}" for name, value in faults.items() if value]
         if health or self._metrics:
             rows.append(("health", "  ".join(health) or "nothing missing"))
         if self._alarm:

@@ -91,8 +91,8 @@ class RunView:
         return [_evaluation(name, record) for name, record in readable.items()]
 
     def events(self) -> list[dict[str, Any]]:
-        """Changed settings and alarms of sentinels, by step."""
-        events = [*_changed_settings(self.folder / HISTORY), *_alarms(self.folder / ALARMS)]
+        """Later starts, changed settings and alarms of sentinels, by step."""
+        events = [*_history(self.folder / HISTORY), *_alarms(self.folder / ALARMS)]
         return sorted(events, key=lambda event: event["step"])
 
     def settings(self) -> Any:
@@ -319,9 +319,11 @@ def interval(estimate: Estimate) -> dict[str, float | None]:
     return {name: None if math.isnan(bound) else bound for name, bound in bounds.items()}
 
 
-def _changed_settings(file: Path) -> Iterator[dict[str, Any]]:
+def _history(file: Path) -> Iterator[dict[str, Any]]:
     for _, row in records.lines(file):
-        if row is not None and records.of_step(row):
+        if row is not None and records.of_step(row) and "setting" not in row:
+            yield _event(row, "restart", f"started again at step {row['step']}")
+        elif row is not None and records.of_step(row):
             before, after = (_value(row.get(name)) for name in ("before", "after"))
             yield _event(row, "setting", f"{row.get('setting')}: {before} → {after}")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
 import shutil
 import tempfile
 from collections import Counter
@@ -299,30 +298,6 @@ def test_sampling_runs_ahead_of_training(tmp_path: Path, start: Callable[[list[s
     ]
     assert len(streams) == len(set(streams))
     assert len({stream[:3] for stream in streams}) == 4 * 4 * 4  # of which a malformed one has no second future
-
-
-@pytest.mark.slow
-def test_a_person_reads_the_run_in_a_browser(trained: Path) -> None:
-    page_tests = pytest.importorskip("tests.view.browser")
-    if page_tests.CHROMIUM is None:
-        pytest.skip("needs Chromium: tools/setup_browser.sh installs it")
-    expect = page_tests.expect
-    with page_tests.served([trained]) as url, page_tests.playwright.sync_playwright() as library:
-        chromium = library.chromium.launch(executable_path=page_tests.CHROMIUM, args=page_tests.FLAGS)
-        page = chromium.new_page()
-        page.set_default_timeout(1000 * page_tests.SECONDS)
-        page.goto(f"{url}?token={page_tests.TOKEN}")
-        expect(page.locator(".legend small")).to_have_text("train \u00b7 4 steps \u00b7 finished")
-        expect(page_tests.chart(page, "booking_right").first).to_be_visible()
-        page.get_by_role("link", name="Conversations").click()
-        expect(page.locator(".count")).to_contain_text(re.compile(r"1\u201350 of \d+ futures"))
-        page.keyboard.press("j")
-        expect(page.locator(".turn.chosen .parts")).to_contain_text("booking_right")
-        page.get_by_role("link", name="Compare").click()
-        expect(page.locator(".differences tbody")).to_contain_text("booking_right")
-        page.get_by_role("link", name="Talk").click()
-        expect(page.locator("#talk-right")).to_have_value("step_4")
-        chromium.close()
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ METRICS = {
     "score/accuracy": 0.75,
     "missing": 2.0,
     "count/user_failed": 0.0,
+    "count/user_replies": 40.0,
     "llm/usd": 0.25,
     "llm/calls": 12.0,
     "tokens": 300.0,
@@ -46,7 +47,7 @@ def test_the_view_says_where_the_run_is_and_how_it_does() -> None:
         *("0.5 USD, 12 calls in the last step", "missing 2", "step 12: questions 3 (1 at the start)"),
     ):
         assert part in text, part
-    assert "user_failed" not in text, "nothing failed"
+    assert "user_failed" not in text and "user_replies" not in text, "nothing failed"
 
 
 def test_the_last_messages_of_a_conversation_are_text_and_are_cut() -> None:

@@ -20,6 +20,7 @@ from tests.view.scripted_speaker import ScriptedSpeaker
 
 CHROMIUM = shutil.which("chromium")
 playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: make setup installs it")
+axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe: make setup installs it")
 needs_browser = [
     pytest.mark.processes,
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: tools/setup_browser.sh installs it"),
@@ -88,6 +89,13 @@ def press_sequence(page: Any, *keys: str) -> None:
 def unfold(page: Any, place: str, most: int = 1000) -> None:
     """Open what is folded at a place, which adds it to the page."""
     page.locator(f"{place} summary").evaluate_all(f"all => all.slice(0, {most}).forEach(summary => summary.click())")
+
+
+def assert_accessible(page: Any) -> None:
+    """Axe finds nothing serious in what the page shows."""
+    violations = axe.Axe().run(page).response["violations"]
+    serious = [rule for rule in violations if rule["impact"] in ("serious", "critical")]
+    assert not [(rule["id"], [node["html"] for node in rule["nodes"]]) for rule in serious]
 
 
 def assert_harmless(page: Any) -> None:

@@ -15,16 +15,35 @@ import pytest
 
 from tests.view import recorded_runs, rewarded_runs, scripted_speaker
 
+_opened = ExitStack()  # closes the browser
+_browsers: list[Any] = []  # at most one
 
-@pytest.fixture(scope="module")  # while it is open, Playwright has a running event loop, and asyncio.run refuses
-def browser() -> Iterator[Any]:
+
+@pytest.fixture(scope="session")
+def closed_at_the_end() -> Iterator[None]:
+    with _opened:
+        yield
+
+
+@pytest.fixture
+def browser(closed_at_the_end: None) -> Any:
+    """One for all tests of this folder that follow each other."""
     from tests.view.browser import CHROMIUM, FLAGS, SECONDS, expect, playwright
 
-    expect.set_options(timeout=1000 * SECONDS)
-    with playwright.sync_playwright() as library:
-        chromium = library.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield chromium
-        chromium.close()
+    if not _browsers:
+        expect.set_options(timeout=1000 * SECONDS)
+        library = _opened.enter_context(playwright.sync_playwright())
+        _opened.callback(_browsers.clear)
+        _browsers.append(library.chromium.launch(executable_path=CHROMIUM, args=FLAGS))
+        _opened.callback(_browsers[0].close)
+    return _browsers[0]
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Close the browser before other tests: an open one has a running event loop, and asyncio.run refuses."""
+    if nextitem is None or nextitem.path.parent != Path(__file__).parent:
+        _opened.close()
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from megatron_collab.config import SETTINGS
 from megatron_collab.observability import evaluations, folder, metric_kinds, tokens, transcripts
+from megatron_collab.observability.judges import JudgeChange
 from megatron_collab.runtime.process import FINISHED
 
 Row = dict[str, Any]
@@ -32,7 +34,7 @@ PARTS = {"accuracy": 0.5, "interactivity": 0.12, "token_amount": -0.04}
 
 
 def write_run(run: Path, steps: int, seed: int = 0, groups: int = 2) -> None:
-    """A run of `steps` steps that goes on: metrics, transcripts, evaluations, a changed setting, an alarm."""
+    """A run of `steps` steps that goes on: metrics, transcripts, evaluations, a later start, alarms."""
     run.mkdir(parents=True)
     settings = {"program": "train", "run": {"dir": str(run)}, "train": {"steps": steps}, "reward": {"weights": WEIGHTS}}
     folder.replace(run / SETTINGS, settings)
@@ -48,9 +50,10 @@ def write_run(run: Path, steps: int, seed: int = 0, groups: int = 2) -> None:
         write_step(run, step, seed, groups)
     folder.replace(run / metric_kinds.FILE, {"opinions": ["interactivity"], "ground_truths": ["accuracy"]})
     change = {"time": "2026-01-01", "step": 5, "setting": "optim.lr", "before": 1e-6, "after": 5e-7}
-    folder.append(run / "history.jsonl", [change])
+    folder.append(run / "history.jsonl", [{"time": "2026-01-01", "step": 5}, change])
     alarm = {"step": 9, "sentinel": "flattery", "value": 0.8, "baseline": 0.2, "conversations": ["task-1/0/0"]}
-    folder.append(run / "alarms.jsonl", [alarm])
+    judge = JudgeChange("judge/interactivity", "judge-2", "judge-1", ["task-2/0/0"])
+    folder.append(run / "alarms.jsonl", [alarm, {"step": 10, **asdict(judge)}])
 
 
 def finish(run: Path) -> None:

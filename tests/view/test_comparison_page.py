@@ -6,11 +6,9 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
 from megatron_collab.observability import evaluations, transcripts
 from tests.view import recorded_runs
-from tests.view.browser import Open, Serve, expect, needs_browser, press_sequence
+from tests.view.browser import Open, Serve, assert_accessible, expect, needs_browser, press_sequence
 
 pytestmark = needs_browser
 
@@ -50,10 +48,8 @@ def test_two_evaluations_are_compared(open_page: Open, site: str) -> None:
     expect(page.locator(".tasks .chosen")).to_contain_text("booking-1")
     page.get_by_role("button", name="Swap sides").click()
     expect(accuracy.locator("td").last).to_contain_text("\u22120.333")
-
-
-def test_sides_without_a_common_task_and_sides_that_are_not_there(open_page: Open, site: str) -> None:
-    page = open_page(site, "#compare?left=0:before&right=0:training/3")
+    assert_accessible(page)
+    page.goto(f"{site}#compare?left=0:before&right=0:training/3")
     expect(page.locator(".differences")).to_have_text("These sides have no scored task in common. Choose others.")
     page.goto(f"{site}#compare?left=0:before&right=0:nowhere")
     expect(page.get_by_role("alert")).to_have_text("first has no conversations of nowhere")
@@ -72,7 +68,7 @@ def test_a_blind_test_by_keyboard(open_page: Open, serve: Serve, tmp_path: Path)
         rows = [[{"task": f"t{at}", "messages": messages, "scores": {"judge": 0.125}}] for at in range(12)]
         transcripts.write(evaluations.file_of(run, name), rows)
     url = serve([run])
-    page = open_page(url, "#compare?left=0:before&right=0:after")
+    page = open_page(url, "#compare?left=0:before&right=0:after", color_scheme="dark")
     page.get_by_role("link", name="Blind test of these sides").click()
     columns = page.locator("#blind .column")
     expect(columns).to_have_count(2)
@@ -91,6 +87,7 @@ def test_a_blind_test_by_keyboard(open_page: Open, serve: Serve, tmp_path: Path)
     page.keyboard.type("Ada")
     page.keyboard.press("Enter")
     page.get_by_role("heading", name="Which conversation is better?").click()  # out of the field
+    assert_accessible(page)
     progress = page.locator("#blind [role=status]")
     for at, key in enumerate(["s", "=", *[None] * 10]):
         expect(progress).to_have_text(f"{at} of 12 tasks rated")
@@ -112,36 +109,38 @@ def test_a_blind_test_by_keyboard(open_page: Open, serve: Serve, tmp_path: Path)
     assert {row["shown_left"] for row in rows} <= {"left", "right"}
 
 
-@pytest.mark.parametrize("seen", ["result", "names"])
-def test_who_has_seen_the_result_rates_nothing_more(open_page: Open, serve: Serve, tmp_path: Path, seen: str) -> None:
-    """Nor who has seen which side was which, in the comparison."""
-    run = tmp_path / "run"
-    recorded_runs.write_run(run, 1)
-    url = serve([run])
-    page = open_page(url, "#blind?left=0:before&right=0:after")
-    page.get_by_label("Your name").fill("Ada")
-    page.get_by_role("heading", name="Which conversation is better?").click()
+def test_who_has_seen_the_result_or_the_names_rates_nothing_more(open_page: Open, serve: Serve, tmp_path: Path) -> None:
+    """Names are which side was which, as the comparison shows."""
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        recorded_runs.write_run(folder, 1)
+    url = serve(folders)
+    page = open_page(url)
     progress, results = page.locator("#blind [role=status]"), page.locator("#blind .outcome li")
-    for number in range(2):
-        expect(progress).to_have_text(f"{number} of 6 tasks rated")
-        expect(page.locator(".verdict-skip")).to_be_enabled()
-        expect(results).to_have_count(0)  # while rating goes on
-        page.keyboard.press("ArrowLeft")
-    expect(progress).to_have_text("2 of 6 tasks rated")
-    expect(page.locator("#blind .outcome")).to_contain_text("it ends the test")
-    if seen == "result":
-        page.get_by_role("button", name="Show the result and end").click()
-        expect(results.first).to_contain_text("of 2 tasks")
-    else:
-        page.get_by_role("link", name="Compare with names and scores").click()
-    for sides in ("left=0:before&right=0:after", "left=0:after&right=0:before"):
-        page.goto(f"{url}#compare?{sides}")
-        expect(page.locator(".pair h2")).to_have_text("booking-0")
-        page.goto(f"{url}#blind?{sides}")
-        expect(page.locator("#blind .empty")).to_have_text("You have ended the test of these sides.")
-        page.keyboard.press("ArrowLeft")
-        expect(page.locator(".verdict-skip")).to_be_disabled()
-        expect(results.first).to_contain_text("of 2 tasks")
+    for run, seen in enumerate(("result", "names")):
+        page.goto(f"{url}#blind?left={run}:before&right={run}:after")
+        page.get_by_label("Your name").fill("Ada")
+        page.get_by_role("heading", name="Which conversation is better?").click()
+        for number in range(2):
+            expect(progress).to_have_text(f"{number} of 6 tasks rated")
+            expect(page.locator(".verdict-skip")).to_be_enabled()
+            expect(results).to_have_count(0)  # while rating goes on
+            page.keyboard.press("ArrowLeft")
+        expect(progress).to_have_text("2 of 6 tasks rated")
+        expect(page.locator("#blind .outcome")).to_contain_text("it ends the test")
+        if seen == "result":
+            page.get_by_role("button", name="Show the result and end").click()
+            expect(results.first).to_contain_text("of 2 tasks")
+        else:
+            page.get_by_role("link", name="Compare with names and scores").click()
+            expect(page.locator(".pair h2")).to_have_text("booking-0")
+        for sides in (("before", "after"), ("after", "before")):
+            page.goto(f"{url}#blind?left={run}:{sides[0]}&right={run}:{sides[1]}")
+            expect(page.locator("#blind .empty")).to_have_text("You have ended the test of these sides.")
+            page.keyboard.press("ArrowLeft")
+            expect(page.locator(".verdict-skip")).to_be_disabled()
+            expect(results.first).to_contain_text("of 2 tasks")
     page.goto(f"{url}#blind?left=0:before&right=0:step_6")  # has no conversations
     expect(page.locator("#blind").get_by_role("alert")).to_be_visible()
-    assert len((run / "ratings.jsonl").read_text().splitlines()) == 2
+    for folder in folders:
+        assert len((folder / "ratings.jsonl").read_text().splitlines()) == 2

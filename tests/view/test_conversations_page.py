@@ -9,7 +9,17 @@ import pytest
 
 from megatron_collab.observability import transcripts
 from tests.view import recorded_runs
-from tests.view.browser import Open, Serve, chart, chosen, expect, needs_browser, press_sequence, wait_for_choice
+from tests.view.browser import (
+    Open,
+    Serve,
+    assert_accessible,
+    chart,
+    chosen,
+    expect,
+    needs_browser,
+    press_sequence,
+    wait_for_choice,
+)
 
 pytestmark = needs_browser
 
@@ -23,9 +33,11 @@ def test_a_permalink_restores_filters_sort_and_choice(open_page: Open, site: str
     expect(count).to_have_text("1\u201350 of 96 futures")
     field("From step").fill("6")
     field("Words").fill("lyon birthday")
+    page.keyboard.press("Enter")  # without the wait for further letters; below too
     expect(count).to_have_text("1\u201348 of 48 futures")
     field("Metric").select_option("token_amount")
     field("At least").fill("340")
+    page.keyboard.press("Enter")
     expect(count).to_have_text("1\u201312 of 12 futures")
     field("Sort by").select_option("reward")
     field("Descending").check()
@@ -46,8 +58,10 @@ def test_a_permalink_restores_filters_sort_and_choice(open_page: Open, site: str
     page.get_by_role("button", name="Reset").click()
     expect(count).to_have_text("1\u201350 of 288 futures")
     field("Words").fill("nowhere")
+    page.keyboard.press("Enter")
     expect(page.locator(".rows")).to_have_text("No conversation matches the filter.")
     field("Words").fill("!!")
+    page.keyboard.press("Enter")
     expect(page.get_by_role("alert")).to_have_text("words=!!: contains no word; give letters or digits")
     field("Words").fill("")
     expect(page.locator(".rows tbody tr")).to_have_count(50)
@@ -79,12 +93,7 @@ def test_the_keyboard_alone_suffices(open_page: Open, site: str) -> None:
     expect(page.get_by_role("dialog")).to_contain_text("next rollout of the group")
     press("Escape")
     expect(page.get_by_role("dialog")).to_be_hidden()
-    press_sequence(page, "g", "o")
-    expect(chart(page, "reward")).to_be_visible()
-
-
-def test_j_and_k_cross_the_pages_of_the_list(open_page: Open, site: str) -> None:
-    page = open_page(site, "#conversations?step=2&position=0&rollout=0&future=1")  # the 50th row
+    page.goto(f"{site}#conversations?step=2&position=0&rollout=0&future=1")  # the 50th row
     wait_for_choice(page, (2, 0, 0, 1))
     page.keyboard.press("j")
     wait_for_choice(page, (2, 0, 0, 2))
@@ -92,15 +101,18 @@ def test_j_and_k_cross_the_pages_of_the_list(open_page: Open, site: str) -> None
     page.keyboard.press("k")
     wait_for_choice(page, (2, 0, 0, 1))
     expect(page.locator(".count")).to_have_text("1\u201350 of 288 futures")
+    press_sequence(page, "g", "o")
+    expect(chart(page, "reward")).to_be_visible()
 
 
-def test_reasons_thoughts_and_goals_can_be_opened(open_page: Open, site: str) -> None:
-    page = open_page(site, "#conversations?step=3&position=1&rollout=2&future=1")
+def test_reasons_thoughts_and_goals_can_be_opened_and_futures_part(open_page: Open, site: str) -> None:
+    page = open_page(site, "#conversations?step=3&position=1&rollout=2&future=1", color_scheme="dark")
     wait_for_choice(page, (3, 1, 2, 1))
     expect(page.locator(".scores tbody tr").first).to_contain_text("missing: judge.model: no answer within 30 s")
     expect(page.locator(".turn.chosen .parts")).to_contain_text(re.compile(r"reward\s*0\.\d+ \u00b1 0\.050"))
-    advantages = [text.replace("\u2212", "-") for text in page.locator(".turn-head span").all_inner_texts()]
-    assert len(advantages) == 4 and abs(sum(map(float, advantages))) < 0.003
+    heads = page.locator(".turn-head span").all_inner_texts()
+    advantages = [float(text.removeprefix("advantage ").replace("\u2212", "-")) for text in heads]
+    assert len(advantages) == 4 and abs(sum(advantages)) < 0.003
     for place, label, text in (
         ("#future", "Reason", "The assistant asked 2 questions"),
         ("#future", "Raw answer", '"score": 0.6'),
@@ -118,6 +130,18 @@ def test_reasons_thoughts_and_goals_can_be_opened(open_page: Open, site: str) ->
         summary.press("Enter")
         expect(content).to_contain_text(text)
         expect(content).to_be_visible()
+    assert_accessible(page)
+    parting = page.locator(".parting")
+    expect(parting).to_have_text("Here the 3 futures of this turn part: message 4 differs.")
+    page.get_by_label("Compare with").select_option("2")
+    expect(parting).to_have_text("Here the futures 1 and 2 part: message 4 differs.")
+    columns = page.locator(".beside .column")
+    expect(columns).to_have_count(2)
+    expect(columns.first).to_contain_text("Half past, please.")
+    expect(columns.last).to_contain_text("In Lyon, near the station.")
+    expect(page).to_have_url(re.compile("other=2"))
+    page.get_by_role("tab", name="Future 2").click()
+    expect(columns).to_have_count(0)
 
 
 @pytest.mark.slow
@@ -151,18 +175,3 @@ def test_of_a_torn_run_the_rest_is_shown(open_page: Open, serve: Serve, tmp_path
     torn.unlink()
     page.reload()
     expect(page.locator(".count")).to_have_text("1\u201348 of 48 futures")
-
-
-def test_it_shows_where_futures_part(open_page: Open, site: str) -> None:
-    page = open_page(site, "#conversations?step=3&position=1&rollout=2&future=1")
-    parting = page.locator(".parting")
-    expect(parting).to_have_text("Here the 3 futures of this turn part: message 4 differs.")
-    page.get_by_label("Compare with").select_option("2")
-    expect(parting).to_have_text("Here the futures 1 and 2 part: message 4 differs.")
-    columns = page.locator(".beside .column")
-    expect(columns).to_have_count(2)
-    expect(columns.first).to_contain_text("Half past, please.")
-    expect(columns.last).to_contain_text("In Lyon, near the station.")
-    expect(page).to_have_url(re.compile("other=2"))
-    page.get_by_role("tab", name="Future 2").click()
-    expect(columns).to_have_count(0)

@@ -6,7 +6,17 @@ import re
 from pathlib import Path
 
 from tests.view import recorded_runs
-from tests.view.browser import POLL_FINISHED_MS, POLL_MS, Open, Serve, chart, expect, needs_browser, wait_for_choice
+from tests.view.browser import (
+    POLL_FINISHED_MS,
+    POLL_MS,
+    Open,
+    Serve,
+    assert_accessible,
+    chart,
+    expect,
+    needs_browser,
+    wait_for_choice,
+)
 
 pytestmark = needs_browser
 
@@ -19,7 +29,7 @@ def test_the_overview_shows_curves_values_and_tables(open_page: Open, site: str)
     reward = chart(page, "reward")
     expect(reward.locator(".curve.color-0")).to_have_attribute("d", re.compile("^([^ML]*[ML]){12}[^ML]*$"))
     expect(reward.locator(".band.color-0")).to_have_attribute("d", re.compile("Z$"))
-    expect(reward.locator(".readout")).to_contain_text(re.compile(r"first 0\.\d+ \u00b1 0\.0\d+"))
+    expect(reward.locator(".readout")).to_contain_text(re.compile(r"first 0\.\d+, trend 0\.\d+ \u00b1 0\.0\d+"))
     expect(chart(page, "accuracy").locator("circle")).to_have_count(3 * 2)  # evaluations of both runs, with intervals
     expect(chart(page, "accuracy").locator(".readout")).to_contain_text("first 0.6 [0.5, 0.7] (2 missing)")
     reward.get_by_text("Table").click()
@@ -27,9 +37,11 @@ def test_the_overview_shows_curves_values_and_tables(open_page: Open, site: str)
     page.get_by_label("Smoothing").fill("0")
     expect(reward.locator(".raw")).to_have_count(0)
     expect(page).to_have_url(re.compile("smooth=0"))
+    assert_accessible(page)
     events = page.get_by_role("region", name="Events").locator("tbody tr")
-    expect(events).to_have_count(4)
-    expect(events.nth(2)).to_contain_text("flattery")
+    expect(events.locator("td:nth-child(2)")).to_have_text([*["restart", "setting"] * 2, *["alarm"] * 4])
+    expect(events.nth(4)).to_contain_text("flattery")
+    expect(events.nth(6)).to_contain_text("judge/interactivity answers as judge-2, before as judge-1")
 
 
 def test_values_at_a_step_by_keyboard_and_then_its_conversations(open_page: Open, site: str) -> None:
@@ -39,8 +51,10 @@ def test_values_at_a_step_by_keyboard_and_then_its_conversations(open_page: Open
     expect(plot).to_have_attribute("aria-valuenow", "11")
     for _ in range(6):
         plot.press("ArrowLeft")
-    expect(plot).to_have_attribute("aria-valuetext", re.compile(r"step 5: first 0\.\d+ \u00b1"))
-    expect(page.locator("#cursor-text")).to_contain_text("step 5 \u00b7 optim.lr: 1e-06 \u2192 5e-07")
+    expect(plot).to_have_attribute("aria-valuetext", re.compile(r"step 5: first 0\.\d+, trend 0\.\d+ \u00b1"))
+    expect(page.locator("#cursor-text")).to_contain_text(
+        "step 5 \u00b7 started again at step 5 \u00b7 optim.lr: 1e-06 \u2192 5e-07"
+    )
     expect(page.get_by_role("slider", name="kl", exact=True)).to_have_attribute("aria-valuetext", "step 5: first 0.005")
     plot.press("Enter")
     expect(page.locator(".count")).to_have_text("1\u201324 of 24 futures")
@@ -52,8 +66,11 @@ def test_new_steps_appear_while_a_run_grows(open_page: Open, serve: Serve, tmp_p
     recorded_runs.write_run(run, 2)
     url = serve([run])
     page = open_page(url)
+    page.goto("about:blank")  # nothing that the first page asks comes later
     page.clock.install()
-    page.reload()
+    paths: list[str] = []
+    page.on("request", lambda request: paths.append(request.url.rpartition("/")[2].partition("?")[0]))
+    page.goto(url)
     state = page.locator(".legend small")
     expect(state).to_have_text("train \u00b7 2 steps \u00b7 running")
     reward = chart(page, "reward")
@@ -63,6 +80,7 @@ def test_new_steps_appear_while_a_run_grows(open_page: Open, serve: Serve, tmp_p
     expect(state).to_have_text("train \u00b7 3 steps \u00b7 running")
     expect(reward.locator(".curve")).to_have_attribute("d", re.compile("^([^ML]*[ML]){3}[^ML]*$"))
     expect(reward.locator(".plot")).to_be_focused()
+    assert paths.count("metrics") >= 2 and paths.count("evaluations") == paths.count("events") == 1, "unless new"
     rows = (run / "metrics.jsonl").read_text().splitlines()
     shorter = run / "shorter.jsonl"
     shorter.write_text(rows[0] + "\n")
@@ -78,26 +96,8 @@ def test_new_steps_appear_while_a_run_grows(open_page: Open, serve: Serve, tmp_p
     expect(state).to_have_text("train \u00b7 2 steps \u00b7 running")
 
 
-def test_evaluations_are_asked_for_only_if_they_are_new(open_page: Open, serve: Serve, tmp_path: Path) -> None:
-    run = tmp_path / "growing"
-    recorded_runs.write_run(run, 2)
-    url = serve([run])
-    page = open_page(url)
-    page.goto("about:blank")  # nothing that the first page asks comes later
-    page.clock.install()
-    paths: list[str] = []
-    page.on("request", lambda request: paths.append(request.url.rpartition("/")[2].partition("?")[0]))
-    page.goto(url)
-    expect(page.locator(".legend small")).to_have_text("train \u00b7 2 steps \u00b7 running")
-    for steps in (3, 4):
-        recorded_runs.write_step(run, steps - 1)
-        page.clock.fast_forward(POLL_MS)
-        expect(page.locator(".legend small")).to_have_text(f"train \u00b7 {steps} steps \u00b7 running")
-    assert paths.count("metrics") >= 3 and paths.count("evaluations") == paths.count("events") == 1
-
-
-def test_runs_lie_over_each_other_by_color(open_page: Open, site: str) -> None:
-    page = open_page(site)
+def test_runs_lie_over_each_other_by_color_and_the_theme_stays(open_page: Open, site: str) -> None:
+    page = open_page(site, color_scheme="light")
     curves = chart(page, "reward").locator(".curve")
     expect(curves).to_have_count(2)
     colors = curves.evaluate_all("curves => curves.map(curve => getComputedStyle(curve).stroke)")
@@ -113,3 +113,13 @@ def test_runs_lie_over_each_other_by_color(open_page: Open, site: str) -> None:
     page.locator("#axis-x").select_option("score/accuracy")
     expect(page.get_by_role("heading", name="reward against score/accuracy")).to_be_visible()
     expect(page.locator(".charts.wide circle")).to_have_count(12)
+    background = "getComputedStyle(document.documentElement).backgroundColor"
+    light, button = page.evaluate(background), page.get_by_role("button", name=re.compile("^Theme"))
+    button.click()
+    button.click()
+    expect(button).to_have_text("Theme: dark")
+    dark = page.evaluate(background)
+    assert dark != light
+    page.reload()
+    expect(button).to_have_text("Theme: dark")
+    assert page.evaluate(background) == dark

@@ -1,17 +1,15 @@
-"""The page as a whole: hostile texts, accessibility, the theme, its pure modules, in a real browser."""
+"""The page as a whole: hostile texts and its pure modules, in a real browser."""
 
 from __future__ import annotations
 
-import re
+import json
 from typing import Any
 
-import pytest
+import numpy as np
 
-from tests.helpers import in_turn
 from tests.view import recorded_runs
 from tests.view.browser import Open, assert_harmless, expect, needs_browser, unfold
 
-axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe: make setup installs it")
 pytestmark = needs_browser
 
 
@@ -27,7 +25,7 @@ def test_a_hostile_run_executes_nothing_and_breaks_no_layout(open_page: Open, ho
         unfold(page, "#conversations")
         expect(page.locator("#reward .controls tbody th").first).to_have_text(recorded_runs.MARKUP[:100] + "\u2026")
         assert_harmless(page)
-    page.set_viewport_size({"width": 700, "height": 900})
+    page.set_viewport_size({"width": 400, "height": 900})
     assert_harmless(page)
     page.goto(f"{hostile_site}#compare?left=0:before&right=0:training/0&r=1")
     expect(page.locator(".pair .column").last.locator("option:checked")).to_contain_text("2 of 7")
@@ -51,48 +49,11 @@ def test_what_would_hide_is_shown_and_a_long_text_is_folded(open_page: Open, hos
     assert_harmless(page)
 
 
-@pytest.mark.parametrize(
-    ("view", "theme"), in_turn(["overview", "conversations", "compare", "blind", "talk"], ["light", "dark"])
-)
-def test_axe_reports_nothing_serious(open_page: Open, site: str, view: str, theme: str) -> None:
-    tokens = "?step=1&position=0&rollout=2&future=0&tokens=probability" if view == "conversations" else ""
-    page = open_page(site, f"#{view}{tokens}", color_scheme=theme)
-    contents = {"overview": ".chart", "conversations": ".turn.chosen", "compare": ".pair .scores", "blind": ".column"}
-    if view == "talk":
-        page.get_by_role("button", name=re.compile("^Start|^New")).click()
-        page.get_by_label("Message as the user").fill("hello")
-        page.get_by_role("button", name="Send").click()
-        expect(page.locator("#talk .message.assistant")).to_have_count(2)
-        page.get_by_role("button", name="Play futures").click()
-        contents["talk"] = ".scores"
-    expect(page.locator(f"#{view} {contents[view]}").first).to_be_visible()
-    unfold(page, f"#{view}", most=20 if view == "conversations" else 2)
-    if view == "conversations":
-        page.locator(".token").nth(3).focus()
-        expect(page.locator(".token-value")).to_contain_text("probability")
-        page.get_by_role("button", name="Show as a file").click()
-        page.get_by_role("slider", name="weight of accuracy, slider").press("Home")
-        expect(page.locator("#order")).to_be_visible()
-    violations = axe.Axe().run(page).response["violations"]
-    serious = [rule for rule in violations if rule["impact"] in ("serious", "critical")]
-    assert not [(rule["id"], [node["html"] for node in rule["nodes"]]) for rule in serious]
-
-
-def test_the_theme_can_be_chosen_and_stays(open_page: Open, site: str) -> None:
-    page = open_page(site, color_scheme="light")
-    background = "getComputedStyle(document.documentElement).backgroundColor"
-    light = page.evaluate(background)
-    button = page.get_by_role("button", name=re.compile("^Theme"))
-    button.click()
-    button.click()
-    expect(button).to_have_text("Theme: dark")
-    dark = page.evaluate(background)
-    assert dark != light
-    page.reload()
-    expect(button).to_have_text("Theme: dark")
-    assert page.evaluate(background) == dark
-
-
+TRENDS = """async (text) => {
+  const { smoothed } = await import("/static/series.js");
+  const trend = (ys) => smoothed(ys.map((y, x) => ({ x, y })), 0.6).map(({ y, low, high }) => [y, low, high]);
+  return JSON.stringify(JSON.parse(text).map(trend));
+}"""
 THOUGHTS = [
     ("<think>one</think>\n\nreply", ["one"]),
     ("opened in the prompt</think>reply", ["opened in the prompt"]),
@@ -127,8 +88,21 @@ def test_pure_modules(open_page: Open, site: str) -> None:
     for order, numbers in (("", [0, 1, 2, 3]), ("gain", [3, 1, 2, 0]), ("loss", [2, 1, 3, 0])):
         assert called("pairs", "inOrder", tasks, "a", order) == [tasks[number] for number in numbers]
     points = [{"x": 0, "y": 1.0}, {"x": 1, "y": None}, {"x": 2, "y": 4.0}]
-    smooth = [{"x": 0, "y": 1.0}, {"x": 1, "y": None}, {"x": 2, "y": 3.0}]  # (0.5 * 0.5 * 1 + 0.5 * 4) / 0.75
+    smooth = [{"x": 0, "y": 2.0}, {"x": 1, "y": None}, {"x": 2, "y": 3.0}]  # (1 + 0.5 * 4) / 1.5, (0.5 * 1 + 4) / 1.5
     assert called("series", "smoothed", points, 0.5) == smooth
+    curves = np.random.default_rng(0).normal(np.linspace(0, 5, 40), 0.3, (200, 40))
+    weights = 0.6 ** abs(np.subtract.outer(np.arange(40), np.arange(40)))
+    weights /= weights.sum(1, keepdims=True)
+    noise = np.sqrt((np.diff(curves) ** 2).mean(1) / 2)
+    half = 1.96 * np.outer(noise, np.sqrt((weights**2).sum(1)))
+    trends = np.array(json.loads(page.evaluate(TRENDS, json.dumps(curves.tolist()))))
+    middles = curves @ weights.T
+    np.testing.assert_allclose(trends, np.stack([middles, middles - half, middles + half], 2), rtol=0, atol=1e-12)
+    covered = abs(trends[:, 10:30, 0] - np.linspace(0, 5, 40)[10:30]) < half[:, 10:30]
+    assert 0.93 < covered.mean() < 0.97, "of the true line, in the middle of the curves"
+    rows = [{"step": 3, "servers/lost": 2, "servers/back": 1}, {"step": 4, "servers/lost": 0, "servers/judge_lost": 1}]
+    lost = [(event["step"], event["text"]) for event in called("series", "lostServers", rows)]
+    assert lost == [(3, "servers/lost: 2"), (4, "servers/judge_lost: 1")]
     user, reply, other = ({"role": role, "content": "text"} for role in ("user", "assistant", "assistant"))
     other["content"] = "another text"
     same = {"role": "user", "content": "another text"}

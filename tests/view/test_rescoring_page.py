@@ -18,7 +18,7 @@ from megatron_collab.launch.validate import check_reward
 from megatron_collab.reward.multiturn import FORMULAS
 from megatron_collab.types import Group, Missing, Reward, Score
 from tests.view import rewarded_runs
-from tests.view.browser import Open, chosen, expect, needs_browser, wait_for_choice
+from tests.view.browser import Open, assert_accessible, chosen, expect, needs_browser, wait_for_choice
 
 pytestmark = needs_browser
 
@@ -53,7 +53,7 @@ def test_recomputed_rewards_are_those_of_the_trainer(open_page: Open, site: str)
         for mode in FORMULAS
         for malformed, worst in ((-1.0, False), (0.25, True), (None, False))
     ]
-    groups = [rewarded_runs.made_groups(reward) for reward in rewards]
+    groups = [rewarded_runs.made_groups(reward, count=6, seed=1) for reward in rewards]
     rows = [[rewarded_runs.rows(group) for group in of_reward] for of_reward in groups]
     page = open_page(site)
     answers = json.loads(page.evaluate(RECOMPUTE, json.dumps([[*map(asdict, rewards)], rows, CHANGES])))
@@ -152,6 +152,7 @@ def test_sliders_change_rewards_ranks_and_the_order_of_the_list(open_page: Open,
     page.keyboard.press("j")
     expect(rows.nth(at + 1)).to_have_class("chosen")
     texts = rows.all_text_contents()
+    assert_accessible(page)
     page.reload()
     expect(rows).to_have_text(texts)
     expect(panel).to_have_attribute("open", "")
@@ -176,16 +177,13 @@ def test_sliders_change_rewards_ranks_and_the_order_of_the_list(open_page: Open,
         expect(page.get_by_role("alert")).to_contain_text(fault)
 
 
-def test_a_reward_function_of_the_run_is_not_recomputed(open_page: Open, rewarded_site: str) -> None:
+def test_what_cannot_be_recomputed_is_noted(open_page: Open, rewarded_site: str, site: str) -> None:
     page = open_page(rewarded_site, "#conversations?run=1")
     page.locator("#reward summary").click()
     message = "reward.mode=my.rewards:Best is a function of the run's own, which the page cannot recompute."
     expect(page.locator("#reward .controls")).to_have_text(message)
     page.locator("#filter-run").select_option("0")
     expect(page.get_by_label("Mode", exact=True)).to_have_value("mr")
-
-
-def test_rewards_that_do_not_follow_from_the_settings_are_noted(open_page: Open, site: str) -> None:
     page = open_page(site, "#conversations")
     page.locator("#reward summary").click()
     expect(page.locator("#reward .note")).to_contain_text("do not follow from the run's last settings")

@@ -210,19 +210,21 @@ def test_evaluations_that_cannot_be_read_are_a_warning(folder: Path, caplog: pyt
 def test_events_are_lines_in_order_of_step(folder: Path) -> None:
     change = {"time": "…", "step": 7, "setting": "optim.lr", "before": 1e-6, "after": 2e-06}
     long = {"step": 9, "setting": "run.wandb_tags", "before": None, "after": ["x\n\x1b[31m\u202e" * 100]}
-    write(folder / "history.jsonl", [change, long, {"setting": "no step"}])
+    write(folder / "history.jsonl", [{"time": "…", "step": 7}, change, long, {"setting": "no step"}])
     alarm = {"step": 8, "sentinel": "questions", "value": 1.23456, "baseline": 0.5, "conversations": ["t-1/0/0"]}
     write(folder / "alarms.jsonl", [alarm, {"step": 3}])
     events = RunView(folder).events()
     assert [(event["step"], event["kind"]) for event in events] == [
         (3, "alarm"),
+        (7, "restart"),
         (7, "setting"),
         (8, "alarm"),
         (9, "setting"),
     ]
-    assert events[1]["text"] == "optim.lr: 1e-06 → 2e-06"
-    assert events[2]["text"] == "sentinel questions: 1.235, baseline 0.5; conversations t-1/0/0"
-    assert events[3]["text"].startswith("run.wandb_tags: null → [") and len(events[3]["text"]) < 200
+    assert events[1]["text"] == "started again at step 7"
+    assert events[2]["text"] == "optim.lr: 1e-06 → 2e-06"
+    assert events[3]["text"] == "sentinel questions: 1.235, baseline 0.5; conversations t-1/0/0"
+    assert events[4]["text"].startswith("run.wandb_tags: null → [") and len(events[3]["text"]) < 200
     assert all(event["text"].isprintable() for event in events)
 
 

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from tests.view import recorded_runs
-from tests.view.browser import Open, assert_harmless, expect, needs_browser, press_sequence, served, unfold
+from tests.view.browser import (
+    Open,
+    assert_accessible,
+    assert_harmless,
+    expect,
+    needs_browser,
+    press_sequence,
+    served,
+    unfold,
+)
 from tests.view.scripted_speaker import BROKEN, FAULT, HOSTILE, WAIT, ScriptedSpeaker, write_models
 
 pytestmark = needs_browser
@@ -112,6 +121,7 @@ def test_a_task_with_its_simulated_user_and_futures(open_page: Open, talk_site: 
     expect(future.locator(".message.user")).to_have_text(re.compile("Answer 1"))
     column.get_by_label("Compare with").select_option("0")
     expect(future.locator(".beside")).to_contain_text("Answer 0")
+    assert_accessible(page)
     page.get_by_label("Number of futures").fill("9")
     page.get_by_role("button", name="Play futures").click()
     expect(page.get_by_role("alert")).to_have_text("count: give 1 to 8")
@@ -166,7 +176,7 @@ def test_a_hostile_reply_stays_text(open_page: Open, talk_site: str) -> None:
     expect(page.locator("#talk [role=tab]")).to_have_count(6)
     unfold(page, "#talk")
     assert_harmless(page)
-    page.set_viewport_size({"width": 700, "height": 900})
+    page.set_viewport_size({"width": 400, "height": 900})
     assert_harmless(page)
 
 

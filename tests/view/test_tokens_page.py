@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tests.view import recorded_runs
-from tests.view.browser import Open, chosen, expect, needs_browser, wait_for_choice
+from tests.view.browser import Open, assert_accessible, chosen, expect, needs_browser, wait_for_choice
 
 pytestmark = needs_browser
 PLACE = "#conversations?step=3&position=1&rollout=2&future=0"
@@ -39,6 +39,7 @@ def test_tokens_are_shown_by_key_shaded_and_read_by_keyboard(open_page: Open, si
         for token in (tokens.nth(0), tokens.nth(3), tokens.nth(forced))
     ]
     assert strengths[2] == 0 < strengths[0] < strengths[1]
+    assert_accessible(page)
     page.get_by_label("Shade by").select_option("advantage")
     expect(tokens.first).to_have_class("token gain")
     expect(page).to_have_url(re.compile("tokens=advantage"))
@@ -60,7 +61,7 @@ def test_tokens_are_shown_by_key_shaded_and_read_by_keyboard(open_page: Open, si
     expect(page.get_by_role("button", name=re.compile("^Tokens"))).to_have_count(0)
 
 
-def test_the_list_is_sorted_by_surprise_and_by_disagreement(open_page: Open, site: str) -> None:
+def test_the_list_is_sorted_by_surprise_or_disagreement_and_has_evaluations_too(open_page: Open, site: str) -> None:
     page = open_page(site, "#conversations?sort=surprise&descending=1")
     values = page.locator(".rows tbody td:nth-child(6)")
     expect(values.first).to_have_text("1.200")
@@ -69,10 +70,7 @@ def test_the_list_is_sorted_by_surprise_and_by_disagreement(open_page: Open, sit
     expect(page.locator(".scores tbody tr").first).to_contain_text(re.compile(r"accuracy\s*0\.000"))
     shown = [float(text.replace("\u2212", "-")) for text in values.all_inner_texts()]
     assert shown == sorted(shown, reverse=True) and shown[0] > 1
-
-
-def test_evaluations_have_the_same_view(open_page: Open, site: str) -> None:
-    page = open_page(site, "#conversations?words=lyon&ending=user_done")
+    page.goto(f"{site}#conversations?words=lyon&ending=user_done")
     evaluation = page.get_by_label("Conversations of")
     expect(evaluation.locator("option")).to_have_text(["training", "before", "after"])
     evaluation.select_option("after")

@@ -10,14 +10,21 @@ function post(path, content) {
   return answerTo(path, { method: "POST", headers, body: JSON.stringify(content) });
 }
 
+let waiting = 0; // requests without an answer
+
 /** Raises Error with one line. */
 async function answerTo(path, request) {
   let response;
+  waiting += 1;
+  document.documentElement.classList.add("loading");
   try {
     response = await fetch(`/api/${path}`, request);
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Error("The server does not answer. Start megatron-collab view again and open the address it prints.");
+  } finally {
+    waiting -= 1;
+    document.documentElement.classList.toggle("loading", waiting > 0);
   }
   if (response.ok) return response.json();
   const answer = await response.json().catch(() => ({}));

@@ -52,6 +52,7 @@ export class Chart {
     this.chart = chart;
     this.events = events;
     this.smoothing = chart.kind === "line" ? smoothing : 0;
+    this.trends = chart.kind === "line" ? chart.series.map(({ points }) => smoothed(points, smoothing)) : [];
     this.xs = [...new Set(chart.series.flatMap(({ points }) => points.map(({ x }) => x)))].sort((a, b) => a - b);
     this.title.textContent = escaped(shortName(chart.title));
     this.draw(Math.max(width, 200));
@@ -79,10 +80,12 @@ export class Chart {
 
   rangeY(series) {
     if (this.chart.isSquare) return [0, 1];
-    const values = series.flatMap(({ points }) => points.flatMap(({ y, low, high }) => [y, low, high]));
-    const [low, high] = range(values.filter((value) => typeof value === "number"));
+    const drawn = this.chart.hasTrend ? [...series, ...this.trends.map((points) => ({ points }))] : series;
+    const values = drawn.flatMap(({ points }) => points.flatMap(({ y, low, high }) => [y, low, high]));
+    const numbers = values.filter((value) => typeof value === "number");
+    const [low, high] = range(numbers);
     const margin = (high - low) * 0.06;
-    return [this.chart.fromZero && low >= 0 ? 0 : low - margin, high + margin];
+    return [this.chart.fromZero && numbers.every((value) => value >= 0) ? 0 : low - margin, high + margin];
   }
 
   axes(width) {
@@ -91,7 +94,7 @@ export class Chart {
       const y = this.scaleY(value);
       nodes.push(svg("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y, y2: y }));
       nodes.push(
-        svg("text", { class: "tick", x: MARGIN.left - 6, y: y + 3.5, "text-anchor": "end" }, number(value, 3)),
+        svg("text", { class: "tick", x: MARGIN.left - 6, y: y + 3.5, "text-anchor": "end" }, number(value)),
       );
     }
     const isShown = (tick) => !this.isOfSteps || Number.isInteger(tick);
@@ -135,13 +138,13 @@ export class Chart {
 
   curves(series) {
     const nodes = [];
-    for (const { points, color } of series) {
-      nodes.push(svg("path", { class: `band ${color}`, d: this.bandPath(points) }));
+    series.forEach(({ points, color }, i) => {
+      if (this.chart.hasTrend) nodes.push(svg("path", { class: `band ${color}`, d: this.bandPath(this.trends[i]) }));
       if (this.smoothing) nodes.push(svg("path", { class: `raw ${color}`, d: this.path(points) }));
-    }
-    for (const { points, color } of series) {
-      nodes.push(svg("path", { class: `curve ${color}`, d: this.path(smoothed(points, this.smoothing)) }));
-    }
+    });
+    series.forEach(({ color }, i) => {
+      nodes.push(svg("path", { class: `curve ${color}`, d: this.path(this.trends[i]) }));
+    });
     return nodes;
   }
 
@@ -248,11 +251,20 @@ export class Chart {
 
   /** The values at `x`; without it, or if there are none, the last ones. A series that has none there says so. */
   valuesAt(x) {
+    if (this.chart.kind === "stack") x ??= this.xs.at(-1); // its stages are of one step
     const last = x === null || !this.xs.includes(x);
-    return this.chart.series.flatMap(({ label, color, points }) => {
+    return this.chart.series.flatMap(({ label, color, points }, i) => {
       const point = last ? points.findLast(({ y }) => y !== null) : points.find((candidate) => candidate.x === x);
-      return points.length ? [{ label, color, text: valueText(point ?? { y: null }, this.chart.kind) }] : [];
+      return points.length ? [{ label, color, text: this.textOf(point, i) }] : [];
     });
+  }
+
+  /** The value of a point of the series `i`; with its trend if the chart shows that, or its share of a stack. */
+  textOf(point, i) {
+    const { kind, series, hasTrend } = this.chart;
+    const at = ({ points }) => points.find(({ x }) => x === point?.x);
+    const total = kind === "stack" ? series.reduce((sum, of) => sum + (at(of)?.y ?? 0), 0) : 0;
+    return valueText(point ?? { y: null }, { total, trend: hasTrend && at({ points: this.trends[i] }) });
   }
 
   /** What a screen reader says of the plot. */
@@ -276,11 +288,11 @@ export class Chart {
   }
 
   tableOf() {
-    const { series, kind, title } = this.chart;
+    const { series, title } = this.chart;
     const columns = series.map(({ points }) => new Map(points.map((point) => [point.x, point])));
     const rows = this.xs.map((x) => [
       element("th", { scope: "row" }, number(x)),
-      columns.map((column) => element("td", {}, column.has(x) ? valueText(column.get(x), kind) : "")),
+      columns.map((column, i) => element("td", {}, column.has(x) ? this.textOf(column.get(x), i) : "")),
     ]);
     const heads = [this.xName, ...series.map(({ label }) => label)].map(shortName);
     return element(

@@ -207,7 +207,7 @@ export class Conversations {
     const { sort } = this.choices;
     const extra = sort && ![...PLACES, "reward"].includes(sort) ? sort : null;
     const place = element("th", { scope: "col", title: "rollout and future" }, "r.f");
-    const shown = extra && shortName(extra);
+    const shown = extra && shortName(extra).replaceAll("_", " "); // so that it can wrap
     const heads = ["step", "task", place, "ending", "reward", shown, rescored ? this.orderView() : null];
     const body = rows.map((row) => this.rowView(row, extra, rescored));
     const keepsFocus = document.activeElement?.id === "order";

@@ -5,7 +5,7 @@ import { go } from "./address.js";
 import { Chart } from "./chart.js";
 import { element, offer, table } from "./dom.js";
 import { number, plural } from "./format.js";
-import { against, names, sections } from "./series.js";
+import { against, lostServers, names, sections } from "./series.js";
 import { beginning, escaped, shortName } from "./text.js";
 
 const POLL_MS = 2_000;
@@ -132,7 +132,9 @@ export class Overview {
     this.runs.forEach((run, i) => (this.boxes[i].state.textContent = stateOf(run)));
     if (this.sections.parentElement.hidden) return; // no width to draw at; show() draws
     const runs = this.runs.filter((_, i) => this.boxes[i].box.checked);
-    const events = runs.flatMap((run) => run.events.map((event) => ({ ...event, run: run.name, color: run.color })));
+    const events = runs.flatMap((run) =>
+      [...run.events, ...lostServers(run.rows)].map((event) => ({ ...event, run: run.name, color: run.color })),
+    );
     const drawn = sections(runs);
     const layout = JSON.stringify(drawn.map(({ title, charts }) => [title, charts.map(({ key }) => key)]));
     const focused = document.activeElement; // charts that move lose the focus

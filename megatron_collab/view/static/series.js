@@ -4,9 +4,9 @@ import { number } from "./format.js";
 
 /** Sections of the overview in their order. A metric belongs to the first section whose pattern matches its name. */
 const SECTIONS = [
-  { title: "Reward", pattern: /^(reward|spread|reliability|equal_rewards)$/ },
+  { title: "Reward", pattern: /^(reward|reward_se|spread|reliability|equal_rewards)$/ },
   { title: "Scores", pattern: /^score\//, strip: true },
-  { title: "Time", pattern: /^seconds\/|idle/, fromZero: true },
+  { title: "Time", pattern: /^seconds\//, fromZero: true },
   { title: "Cost", pattern: /^(llm\/|sampled_tokens$)/, fromZero: true },
   { title: "Endings", pattern: /^ending\//, strip: true, fromZero: true },
   { title: "Staleness", pattern: /^(staleness|dynamic)\//, fromZero: true },
@@ -14,8 +14,8 @@ const SECTIONS = [
   { title: "Sentinels", pattern: /^sentinel\//, strip: true },
   { title: "Update and other metrics", pattern: /(?:)/ },
 ];
-const BANDS = { reward: "reward_se" }; // by metric: its standard error, which has no chart of its own
-const STACKED = /^seconds\/(?!.*idle)/; // stages follow each other, so their sum is the time of a step
+const LEAST = 10; // points from which the noise of a curve is estimated
+const STACKED = /^seconds\//; // stages follow each other, so their sum is the time of a step
 
 /** All names of metrics in rows, in order of appearance. */
 export function names(runs) {
@@ -29,8 +29,7 @@ export function names(runs) {
  * {label, color, points: [{x, y, low, high}]}. `runs`: {run, name, color, rows, evaluations} of those that are shown.
  */
 export function sections(runs) {
-  const bands = new Set(Object.values(BANDS));
-  const metrics = names(runs).filter((name) => name !== "step" && !bands.has(name));
+  const metrics = names(runs).filter((name) => name !== "step");
   const drawn = [{ title: "Evaluations", charts: evaluationCharts(runs) }];
   for (const section of SECTIONS) {
     const own = metrics.filter((name) => section === SECTIONS.find(({ pattern }) => pattern.test(name)));
@@ -44,12 +43,8 @@ export function sections(runs) {
 
 function lineChart(runs, name, { strip, fromZero }) {
   const title = strip ? name.slice(name.indexOf("/") + 1) : name;
-  const series = runs.map(({ name: label, color, rows }) => ({
-    label,
-    color,
-    points: pointsOf(rows, name, BANDS[name]),
-  }));
-  return { key: name, title, kind: "line", fromZero, series };
+  const series = runs.map(({ name: label, color, rows }) => ({ label, color, points: pointsOf(rows, name) }));
+  return { key: name, title, kind: "line", fromZero, series: series.filter(hasValue), hasTrend: name === "reward" };
 }
 
 function stackedChart(run, stages, runCount) {
@@ -59,7 +54,14 @@ function stackedChart(run, stages, runCount) {
     points: pointsOf(run.rows, stage),
   }));
   const title = runCount > 1 ? `seconds of a step, ${run.name}` : "seconds of a step";
-  return run.rows.length ? { key: `seconds ${run.run}`, title, kind: "stack", fromZero: true, series } : null;
+  return run.rows.length
+    ? { key: `seconds ${run.run}`, title, kind: "stack", fromZero: true, series: series.filter(hasValue) }
+    : null;
+}
+
+/** A run or a stage that has no value would only widen the axis. */
+function hasValue({ points }) {
+  return points.some(({ y }) => y !== null);
 }
 
 function evaluationCharts(runs) {
@@ -97,12 +99,8 @@ function evaluationPoints(evaluations, title) {
   return points.sort((a, b) => a.x - b.x);
 }
 
-function pointsOf(rows, name, error = undefined) {
-  return rows.map((row) => {
-    const y = isNumber(row[name]) ? row[name] : null; // a name may be that of an object's method
-    const width = row[error];
-    return y === null || !isNumber(width) ? { x: row.step, y } : { x: row.step, y, low: y - width, high: y + width };
-  });
+function pointsOf(rows, name) {
+  return rows.map((row) => ({ x: row.step, y: isNumber(row[name]) ? row[name] : null })); // it may be a method's name
 }
 
 /** One metric against another: a point per step of each run that has both. */
@@ -115,27 +113,49 @@ export function against(runs, x, y) {
   return { key: "against", title: `${y} against ${x}`, kind: "scatter", x: "x", series };
 }
 
+/** Events of the steps in which servers were lost. */
+export function lostServers(rows) {
+  const isLost = ([name, count]) => /^servers\/.*lost$/.test(name) && count > 0;
+  return rows.flatMap((row) =>
+    Object.entries(row)
+      .filter(isLost)
+      .map(([name, count]) => ({ step: row.step, kind: "servers", text: `${name}: ${number(count)}` })),
+  );
+}
+
 const isNumber = (value) => typeof value === "number";
 
 /**
- * Exponentially weighted average of the points up to each one; `weight` (0 to 1) is that of the past. Divided by the
- * sum of its weights, so that the first points do not count more than later ones.
+ * The trend of a curve: at each point the mean of all, which have `weight` ** distance (0 to 1). `low` and `high` are its
+ * 95 % interval if the points are a slow trend and independent noise of one variance: half the mean square of the
+ * differences between neighbors (von Neumann 1941, Annals of Mathematical Statistics 12:367). Fewer than LEAST points
+ * have none. At the ends of a curve the mean lags.
  */
 export function smoothed(points, weight) {
-  let sum = 0;
-  let weights = 0;
+  const values = points.flatMap(({ y }) => (y === null ? [] : [y]));
+  const noise = values.slice(1).reduce((sum, y, i) => sum + (y - values[i]) ** 2 / 2, 0) / (values.length - 1);
+  const factor = values.length < LEAST ? NaN : 1.96 * Math.sqrt(noise);
+  // Up to each point: sums of value * weight, of weights, of their squares.
+  const sums = (ordered) => {
+    let sum = [0, 0, 0];
+    return ordered.map((y) => (sum = [weight * sum[0] + y, weight * sum[1] + 1, weight ** 2 * sum[2] + 1]));
+  };
+  const [before, after] = [sums(values), sums(values.toReversed()).toReversed()];
+  let at = 0;
   return points.map(({ x, y }) => {
     if (y === null) return { x, y };
-    sum = weight * sum + (1 - weight) * y;
-    weights = weight * weights + (1 - weight);
-    return { x, y: sum / weights };
+    const [sum, weights, squares] = before[at].map((part, i) => part + after[at][i] - [y, 1, 1][i]);
+    at += 1;
+    const [trend, half] = [sum / weights, (factor * Math.sqrt(squares)) / weights];
+    return Number.isNaN(half) ? { x, y: trend } : { x, y: trend, low: trend - half, high: trend + half };
   });
 }
 
-/** A value with its interval or error, as text. */
-export function valueText({ y, low = null, high = null, missing }, kind) {
+/** A value with its interval, its trend or, of a stage, its share of `total`, as text. */
+export function valueText({ y, low = null, high = null, missing }, { trend, total } = {}) {
   const count = missing ? ` (${missing} missing)` : "";
-  if (low === null || high === null) return number(y) + count;
-  if (kind === "points") return `${number(y)} [${number(low)}, ${number(high)}]${count}`;
-  return `${number(y)} \u00b1 ${number(high - y, 2)}`;
+  if (low !== null && high !== null) return `${number(y)} [${number(low)}, ${number(high)}]${count}`;
+  if (typeof trend?.high === "number")
+    return `${number(y)}, trend ${number(trend.y)} \u00b1 ${number(trend.high - trend.y, 2)}`;
+  return number(y) + (total && y !== null ? ` (${Math.round((100 * y) / total)} %)` : count);
 }

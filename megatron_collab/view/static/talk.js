@@ -350,7 +350,7 @@ class Column {
 }
 
 function statusOf(session) {
-  if (!session) return "Start serves the models on this machine, which takes up to minutes.";
+  if (!session) return "Start serves the models on this machine, which may take minutes.";
   if (session.ended) return "The models are no longer served.";
   if (session.doing && !session.chats.length) return session.progress || DOING.start;
   return DOING[session.doing] ?? "";

@@ -120,7 +120,7 @@ function advantageView(gain) {
   if (gain === null) return null;
   const sign = Math.sign(Number(gain.toFixed(3))); // of what is shown
   const className = { "-1": "loss", 0: "", 1: "gain" }[sign];
-  return element("span", { class: className, title: "advantage: the reward less the mean of the group" }, signed(gain));
+  return element("span", { class: className, title: "the reward less the mean of the group" }, `advantage ${signed(gain)}`);
 }
 
 /** The reward with its standard error; by metric the mean score over the futures and its weighted part, if recorded. */
