@@ -141,7 +141,7 @@ def test_answers_of_tools_are_in_the_order_of_their_calls(ids: list[str | None],
     assert "".join(message.content for message in read if message.role == "tool") == contents
     answers[0]["tool_call_id"] = "3"
     if all(ids):
-        with pytest.raises(ValueError, match="^messages has an answer to the call '3', which the message before it"):
+        with pytest.raises(ValueError, match=r"^messages has an answer to the call '3', which the message before it"):
             messages_conversation({"messages": messages})
 
 
