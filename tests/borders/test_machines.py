@@ -121,6 +121,7 @@ LEFTOVERS = {
         "PET_MODULE, PET_NPROC_PER_NODE, PET_RDZV_BACKEND: set, but ",
     ),
     "all without a master": (RANK, "(MASTER_PORT is not set); unset them"),
+    "all of a rank, none of torchrun": (RANK | {"MASTER_PORT": "{port}"}, "(TORCHELASTIC_USE_AGENT_STORE is not set);"),
     "all": (RANK | AGENT | {"MASTER_PORT": "{port}"}, "(MASTER_ADDR=127.0.0.1, MASTER_PORT={port}: "),
     "no port": (RANK | AGENT | {"MASTER_PORT": "x"}, "MASTER_PORT=x: invalid literal"),
 }
