@@ -237,14 +237,15 @@ def server_that(how: str) -> Iterator[str]:
             yield f"http://127.0.0.1:{free_port()}"
 
 
-GONE = ("gone", "", "0" * 40)  # a server at its address, one at the proxy's, and the key
-OTHERS = [("silent", "", "0" * 40), ("refuses", "", "0" * 40), ("another", "", "0" * 40), ("no host", "", "0" * 40)]
-OTHERS += [("no host", "silent", "0" * 40), ("gone", "", "too-short")]
+KEY = "0" * 40
+GONE = ("gone", "", KEY)  # a server at its address, one at the proxy's, and the key
+UNREACHABLE = [("silent", "", KEY), ("refuses", "", KEY), ("another", "", KEY), ("no host", "", KEY)]
+UNREACHABLE += [("no host", "silent", KEY), ("gone", "", "too-short")]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("server", "proxy", "key"), [GONE, *(pytest.param(*names, marks=pytest.mark.slow) for names in OTHERS)]
+    ("server", "proxy", "key"), [GONE, *(pytest.param(*names, marks=pytest.mark.slow) for names in UNREACHABLE)]
 )
 def test_weights_and_biases_without_a_network_goes_on_offline(
     server: str,
