@@ -167,7 +167,8 @@ def _in_order_of_calls(entries: Sequence[Mapping[str, Any]], column: str) -> Ite
         answered = [message.get("tool_call_id") for message in messages] if is_answer and calls else []
         if answered and all(isinstance(name, str) and name for name in (*calls, *answered)):
             if unknown := {*answered} - {*calls}:
-                fault = f"{column} has an answer to the call {min(map(str, unknown))!r}, which the message before it does not make"
+                call = min(map(str, unknown))
+                fault = f"{column} has an answer to the call {call!r}, which the message before it does not make"
                 raise Flaw(fault, "that have an answer to no call")
             messages.sort(key=lambda message: calls.index(message["tool_call_id"]))
         yield from messages
