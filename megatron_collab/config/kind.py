@@ -1,4 +1,4 @@
-"""Kinds of texts that options hold: addresses, headers, and paths of files and folders that are written."""
+"""Kinds of texts that options hold: addresses, headers, names for a service, and paths of what is written."""
 
 from __future__ import annotations
 
@@ -89,6 +89,13 @@ def _header_name_fault(name: str) -> str:
     return "" if _HEADER_NAME.fullmatch(name) else "is no name of a header; use letters, digits and -"
 
 
+def _wandb_fault(text: str, longest: int, forbidden: str = "") -> str:
+    """Why Weights & Biases refuses a name, also offline."""
+    fits = len(text) <= longest and not set(forbidden) & set(text)
+    without = f", none of {' '.join(forbidden)}" if forbidden else ""
+    return "" if fits else f"must have at most {longest} characters{without}; choose another name"
+
+
 def _path_fault(text: str) -> str:
     if "\0" in text:
         return "contains a NUL character; remove it"
@@ -127,3 +134,5 @@ ADDRESS = Kind("an address, http://HOST:PORT/PATH or https://…", address_fault
 HEADERS = Kind("names and values in ASCII", header_fault, _header_name_fault)
 WRITTEN_FILE = Kind("a file to write", _path_fault, write_fault=partial(_write_fault, folder=False))
 WRITTEN_FOLDER = Kind("a folder to write", _path_fault, write_fault=partial(_write_fault, folder=True))
+WANDB_PROJECT = Kind("at most 128 characters", partial(_wandb_fault, longest=128, forbidden="/\\#?%:"))
+WANDB_TAG = Kind("at most 64 characters", partial(_wandb_fault, longest=64))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
-from megatron_collab.config.kind import ADDRESS, HEADERS, WRITTEN_FOLDER
+from megatron_collab.config.kind import ADDRESS, HEADERS, WANDB_PROJECT, WANDB_TAG, WRITTEN_FOLDER
 from megatron_collab.config.option import MANY, mutable, option, seconds
 
 # fmt: off
@@ -78,10 +78,12 @@ class RunConfig(SeedConfig):
         "settings of each writer by its name in run.writers, e.g. {mlflow: {experiment: e}}",
         entries_may_change=True,
     )
-    wandb_project: str | None = mutable("megatron-collab", "Weights & Biases project, used if WANDB_API_KEY is set")
+    wandb_project: str | None = mutable(
+        "megatron-collab", "Weights & Biases project, used if WANDB_API_KEY is set", kind=WANDB_PROJECT
+    )
     wandb_name: str | None = mutable(None, "name of the run in Weights & Biases; null: a generated one")
     wandb_group: str | None = mutable(None, "group of the run in Weights & Biases")
-    wandb_tags: list[str] = mutable([], "tags of the run in Weights & Biases")
+    wandb_tags: list[str] = mutable([], "tags of the run in Weights & Biases", kind=WANDB_TAG)
 
 
 @dataclass

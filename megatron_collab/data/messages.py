@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from megatron_collab.config.documents import parse_json
@@ -17,6 +18,7 @@ Tools = tuple[Mapping[str, Any], ...]  # schemas of tools
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
 _ROLES |= {"developer": "system", "human": "user", "gpt": "assistant"}
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names that servers give to the thought of a reply
+_TOOLS = ("tools", "tool_defs")  # columns of schemas: OpenAI's fine-tuning format, and that of verifiers' exports
 _KEYS = {"role", "from", "content", "value", "weight", "tool_calls", "tool_call_id"}
 _LIST = re.compile(r"\s*\[\s*\{")
 _PYTHON = re.compile(r"\s*\[\s*\{\s*'(?:role|from|content|value)'")  # a list as Python prints it
@@ -68,7 +70,7 @@ def messages_of(value: Any, column: str) -> Messages:
         is_python = isinstance(value, str) and _PYTHON.match(value)
         remedy = ", but Python's notation of one; write it with json.dumps" if is_python else " {role, content}"
         raise ValueError(f"{column} is not a list of messages{remedy}")
-    messages = (_message(entry, column) for entry in value)
+    messages = (_message(entry, column) for entry in _in_order_of_calls(value, column))
     return tuple(message for message in messages if message.role != "system" or message.content.strip())
 
 
@@ -154,6 +156,25 @@ def listed(value: Any) -> Any:
     return entries if is_list and all({"role", "from"} & entry.keys() for entry in entries) else value
 
 
+def _in_order_of_calls(entries: Sequence[Mapping[str, Any]], column: str) -> Iterator[Mapping[str, Any]]:
+    """`entries`, with the answers of tools in the order of the calls that their tool_call_id names. Raises Flaw.
+
+    Logs have them as they arrived, and templates that show no ids would give a call the answer of another.
+    """
+    calls: list[Any] = []
+    for is_answer, group in groupby(entries, lambda entry: speaker(entry) == "tool"):
+        messages = list(group)
+        answered = [message.get("tool_call_id") for message in messages] if is_answer and calls else []
+        if answered and all(isinstance(name, str) and name for name in (*calls, *answered)):
+            if unknown := {*answered} - {*calls}:
+                call = min(map(str, unknown))
+                fault = f"{column} has an answer to the call {call!r}, which the message before it does not make"
+                raise Flaw(fault, "that have an answer to no call")
+            messages.sort(key=lambda message: calls.index(message["tool_call_id"]))
+        yield from messages
+        calls = [call.get("id") for call in _list_of_objects(messages[-1], "tool_calls", "calls")]
+
+
 def _message(entry: Mapping[str, Any], column: str) -> Message:
     name, content = speaker(entry), content_of(entry, column)
     role = _ROLES.get(name) if isinstance(name, str) else None
@@ -179,8 +200,9 @@ def _message(entry: Mapping[str, Any], column: str) -> Message:
 
 
 def _tools(row: Row) -> Tools:
-    """The schemas in the column `tools`: a list, its JSON text, or null. Raises ValueError."""
-    schemas = map(_non_null, _list_of_objects(row, "tools", "schemas"))
+    """The schemas in the column of tools: a list, its JSON text, or null. Raises ValueError."""
+    column = next((name for name in _TOOLS if row.get(name)), "tools")
+    schemas = map(_non_null, _list_of_objects(row, column, "schemas"))
     return tuple(schema if "function" in schema else {"type": "function", "function": schema} for schema in schemas)
 
 

@@ -24,6 +24,7 @@ STEPS = "MEGATRON_COLLAB_STEPS"  # train.steps by train.epochs, for the ranks of
 FINISHED = "result.json"  # written last: its presence in a run folder means that the run has finished
 _OF_RANK = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OF_MASTER = ("MASTER_ADDR", "MASTER_PORT")
+_OF_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # whether torchrun itself holds the store at the master's address
 _OF_TORCHRUN = "PET_"  # PET_NNODES=2 stands for torchrun's --nnodes=2, and would change the ranks of a run
 RESUMES = "the same command resumes from the last checkpoint"
 _REASON_LENGTH = 400  # characters of Ray's errors, which may have stacks
@@ -90,7 +91,7 @@ def leftover_rank() -> str | None:
     present = [name for name in (*_OF_RANK, LAUNCHER, signals.LAUNCHER, *defaults) if name in os.environ]
     if not present:
         return None
-    missing = [name for name in (*_OF_RANK, *_OF_MASTER) if name not in os.environ]
+    missing = [name for name in (*_OF_RANK, *_OF_MASTER, _OF_STORE) if name not in os.environ]
     reason = f"{missing[0]} is not set" if missing else _unreachable_master()
     return reason and f"{', '.join(present)}: set, but torchrun did not start this process ({reason}); unset them"
 
@@ -98,7 +99,7 @@ def leftover_rank() -> str | None:
 def _unreachable_master() -> str | None:
     """Why no store answers at the master's address; None if one does, or if torchrun itself holds none."""
     host, port = (os.environ[name] for name in _OF_MASTER)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if os.environ[_OF_STORE] != "True":
         return None
     try:
         socket.create_connection((host, int(port)), _MASTER_SECONDS).close()

@@ -73,6 +73,9 @@ REFUSED = {
     "user.model='\u200b'": r"user.model='\u200b': is blank; give a value",
     "model.path='\t'": r"model.path='\t': is blank; give a value",
     "run.wandb_tags=[a, '']": "run.wandb_tags='': is blank; give a value",
+    f"run.wandb_tags=[a, {'x' * 65}]": f"run.wandb_tags={'x' * 65}: must have at most 64 characters; choose an",
+    "run.wandb_project=team/runs": "run.wandb_project=team/runs: must have at most 128 characters, none of / \\ # ? %",
+    f"run.wandb_project={'x' * 129}": f"run.wandb_project={'x' * 129}: must have at most 128 characters, none of ",
     # Seconds and steps
     "launch.timeout=1e-9": "launch.timeout=1e-09: must be at least 1",
     "rollout.deadline=1e-9": "rollout.deadline=1e-09: must be at least 0.1",

@@ -124,6 +124,34 @@ def test_rows_of_a_file_with_other_arguments_and_tools_in_each(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
+    ("ids", "contents"),
+    [
+        (["1", "2"], "ab"),
+        (["2", "1"], "ba"),  # as answers of calls at the same time arrive
+        (["2"], "a"),
+        ([None, None], "ab"),
+        (["", "1"], "ab"),
+        (["1", "1"], "ab"),
+    ],
+)
+def test_answers_of_tools_are_in_the_order_of_their_calls(ids: list[str | None], contents: str) -> None:
+    answers = [{"role": "tool", "content": text, "tool_call_id": id} for text, id in zip("ab", ids, strict=False)]
+    messages = [user("6*7?"), calling("1", "2"), *answers, assistant("42"), user("thanks"), assistant("bye")]
+    read = messages_conversation({"messages": messages})
+    assert "".join(message.content for message in read if message.role == "tool") == contents
+    answers[0]["tool_call_id"] = "3"
+    if all(ids):
+        with pytest.raises(ValueError, match=r"^messages has an answer to the call '3', which the message before it"):
+            messages_conversation({"messages": messages})
+
+
+def test_schemas_have_the_names_of_two_formats() -> None:
+    schema = {"type": "function", "function": SCHEMA}
+    for columns in ({"tools": [SCHEMA]}, {"tool_defs": [SCHEMA]}, {"tools": None, "tool_defs": json.dumps([SCHEMA])}):
+        assert messages_conversation(row(calling("1"), **columns)).tools == (schema,)
+
+
+@pytest.mark.parametrize(
     ("change", "fault"),
     [
         (lambda m: m.pop(3), "a message of assistant after tool_calls; user and assistant take turns, tool"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ from threading import Event, Thread
 from typing import Any, ClassVar
 from uuid import uuid4
 
-from megatron_collab.config import Extension, PlayConfig, build, lookup, nearest, require, uses_wandb
+from megatron_collab.config import Extension, PlayConfig, build, header_fault, lookup, nearest, require, uses_wandb
 from megatron_collab.runtime import files, keys
 from megatron_collab.runtime.redact import excerpt, redacted
 
@@ -62,7 +63,10 @@ class Writer(Extension):
 
 
 def writer_kinds(config: PlayConfig) -> dict[str, tuple[type[Writer], Any]]:
-    """The classes and options of a run's writers, by name; Weights & Biases only with its key. Raises ConfigError."""
+    """The classes and options of a run's writers, by name; Weights & Biases only with its key.
+
+    Raises ConfigError, also for a key that no header can hold.
+    """
     run, kinds = config.run, dict[str, tuple[type[Writer], Any]]()
     for name in run.writers:
         if name == "wandb" and not uses_wandb(run):
@@ -71,6 +75,9 @@ def writer_kinds(config: PlayConfig) -> dict[str, tuple[type[Writer], Any]]:
         missing = kind.package and find_spec(kind.package) is None
         out = f"pip install {kind.install or kind.package}, or remove it from run.writers"
         require(not missing, f"run.writers={name}: needs the package {kind.package}; {out}")
+        for key_name in kind.key_names:
+            fault = header_fault(os.environ.get(key_name) or "unset")
+            require(not fault, f"{key_name}: {fault}")
         kinds[name] = kind, build(kind.Options, run.writer_options.get(name, {}), f"run.writer_options.{name}.")
     for name in run.writer_options:
         require(name in run.writers, f"run.writer_options.{name}: not in run.writers{nearest(name, run.writers)}")
