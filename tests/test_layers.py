@@ -69,8 +69,8 @@ TAKE_VALUES: dict[str, tuple[str, ...]] = {
     ),
     "runtime": ("ParallelConfig", "TrainingModelConfig"),
     "trainer": (
-        *("AlgoConfig", "DpoConfig", "LoraConfig", "OptimConfig", "ParallelConfig", "SamplingConfig", "TrainConfig"),
-        *("TrainingLaunchConfig", "TrainingModelConfig"),
+        *("AlgoConfig", "DpoConfig", "LaunchConfig", "LoraConfig", "OptimConfig", "ParallelConfig", "SamplingConfig"),
+        *("TrainConfig", "TrainingLaunchConfig", "TrainingModelConfig"),
     ),
     "weight_sync": ("PublishConfig",),
 }

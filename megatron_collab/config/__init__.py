@@ -45,6 +45,7 @@ from megatron_collab.config.schema import (
     AlgoConfig,
     DpoConfig,
     EndpointConfig,
+    LaunchConfig,
     LlmConfig,
     LoraConfig,
     ModelConfig,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch.distributed.rendezvous import rendezvous
 
-from megatron_collab.config import TrainingLaunchConfig
+from megatron_collab.config import LaunchConfig, TrainingLaunchConfig
 from megatron_collab.patches.megatron import refuse_visible_cuda
 from megatron_collab.runtime import affinity, device, hang_detector, rank0
 from megatron_collab.runtime.files import full_disk
@@ -59,7 +59,7 @@ def leader_ends_first(timeout: float, explain: Callable[[RunStopped], None]) -> 
 
 
 @contextmanager
-def connected(launch: TrainingLaunchConfig) -> Iterator[timedelta]:
+def connected(launch: LaunchConfig) -> Iterator[timedelta]:
     """Torch's default process group of the ranks, from torchrun's environment; can be entered again after its end.
 
     The value is the timeout of collectives.
@@ -68,8 +68,6 @@ def connected(launch: TrainingLaunchConfig) -> Iterator[timedelta]:
     refuse_visible_cuda(selected.type)
     if selected.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-        if launch.numa_binding:
-            affinity.bind(device.pci_address())
     beat("rendezvous of the ranks")
     timeout = hang_detector.collective_timeout(launch.timeout)
     store, rank, world_size = run_store()
@@ -92,9 +90,12 @@ def default_group(timeout: timedelta) -> Iterator[None]:
 
 @contextmanager
 def init_parallel(launch: TrainingLaunchConfig, network: NetworkSpec) -> Iterator[None]:
-    """As `connected`, with the process groups of the trainer's layout and the seeds."""
-    with connected(launch) as timeout, layout_groups(network, timeout):
-        yield
+    """As `connected`, with the layout's process groups and the seeds, on the CPUs beside the rank's GPU."""
+    with connected(launch) as timeout:
+        if launch.numa_binding and device.select(launch.device).type != "cpu":
+            affinity.bind(device.pci_address())
+        with layout_groups(network, timeout):
+            yield
 
 
 @contextmanager
