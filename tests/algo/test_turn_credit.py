@@ -304,6 +304,16 @@ def test_a_rule_from_outside_that_is_wrong_stops_the_run(tmp_path: object, share
         ("Compared", "compare(self, values, peers, scale):\n        return ['x'] * 2", "compare must give a number"),
         ("Advantage", "estimate(self, samples, costs, values):\n        return costs", "estimate must give"),
         ("Advantage", "estimate(self, samples, costs, values):\n        return Estimates(None)", "must give a number"),
+        (
+            "Advantage",
+            "estimate(self, samples, costs, values):\n        return Estimates([[[1.0], [1.0, 2.0]]] * 2)",
+            "must give a number",
+        ),
+        (
+            "Advantage",
+            "estimate(self, samples, costs, values):\n        return Estimates([costs[0] + math.nan, costs[1]])",
+            "gave numbers that are not finite",
+        ),
     ],
 )
 def test_an_estimator_from_outside_that_is_wrong_stops_the_run(
@@ -311,7 +321,9 @@ def test_an_estimator_from_outside_that_is_wrong_stops_the_run(
 ) -> None:
     file = f"{tmp_path}/estimator.py"
     with open(file, "w") as stream:
-        stream.write(f"from megatron_collab.algo.advantages import *\nclass Mine({base}):\n    def {method}\n")
+        stream.write(
+            f"import math\nfrom megatron_collab.algo.advantages import *\nclass Mine({base}):\n    def {method}\n"
+        )
     pair = [played([0.0, value], [1, 1], ["a"]) for value in (1.0, 2.0)]
     with pytest.raises(RunStopped) as stopped:
         turn_advantages(pair, f"{file}:Mine")

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_collab.config import Config, ConfigError, RolloutConfig, SamplingConfig, bounded_jinja
 from megatron_collab.config.bounded_jinja import TemplateLimit
+from megatron_collab.data import chat_template
 from megatron_collab.data.chat_template import ChatRenderer, _bounded_template, render_once
 from megatron_collab.data.datasets import SupervisedData, conversation_row, write_jsonl
 from megatron_collab.environments import booking, tiny_model
@@ -162,6 +163,34 @@ def test_a_template_that_knows_no_tools_is_refused(tmp_path: Path) -> None:
     folder = str(renderer(tmp_path, QWEN).model_path)
     with pytest.raises(ValueError, match=r"does not show rollout\.tools to the policy"):
         ChatRenderer(folder, [SCHEMA])
+
+
+def test_a_template_that_shows_no_answers_of_tools_is_refused(tmp_path: Path) -> None:
+    folder = str(
+        renderer(tmp_path, TOOLS.replace("in messages %}", "in messages if message.role != 'tool' %}")).model_path
+    )
+    with pytest.raises(ValueError, match="drops a tool message"):
+        ChatRenderer(folder, [SCHEMA])
+
+
+def test_a_template_that_drops_a_later_reply_is_refused_with_it(tmp_path: Path) -> None:
+    chat = renderer(tmp_path, QWEN.replace("in messages %}", "in messages[:3] %}"))
+    turns = [sampled(chat, chat.first(MESSAGES[:1]), MESSAGES[at].content) for at in (1, 3)]
+    chat.prompt_without_thoughts(MESSAGES[:3], turns[:1])
+    with pytest.raises(ValueError, match="drops or changes assistant messages; give one that appends turns"):
+        chat.prompt_without_thoughts(MESSAGES, turns)
+
+
+def test_a_long_reason_for_a_tokenizer_that_cannot_be_read_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object) -> None:
+        raise OSError("y" * 1000)
+
+    (tmp_path / "tokenizer.json").touch()
+    monkeypatch.setattr(chat_template, "_tokenizer", fails)
+    with pytest.raises(ValueError, match=rf"its tokenizer cannot be read \(OSError: {'y' * 291}\); save the tokenizer"):
+        ChatRenderer(str(tmp_path))
 
 
 def test_a_template_may_open_the_thought(tmp_path: Path) -> None:
