@@ -133,6 +133,8 @@ def _missing(folder: Path, file: str) -> str:
 
 def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
     """Yield (name, tensor) from the header of a file, in file order; safetensors checks that they fill the file."""
+    if reason := files.irregular(file):
+        raise ValueError(f"{file.name} {reason}")
     try:
         with safe_open(file, framework="numpy", backend="pread") as header:
             for name in header.offset_keys():

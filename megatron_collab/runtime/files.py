@@ -36,6 +36,7 @@ CACHE = _cache()
 COMPILE_CACHE = ("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "torchinductor"))
 LONGEST_TEXT = 1 << 26  # bytes of a file that is read whole
 _KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
+_POINTER, _LONGEST_POINTER = b"version https://git-lfs", 1024  # how a pointer begins, and its bytes
 _PREFIX = "mgcollab-"
 _ROOT_LENGTH = 25  # characters: a socket's path has at most 107; Ray needs 64 of them, the folder's name 18
 _ATTEMPTS, _PAUSE = 50, 0.1  # pause in seconds: processes that were just ended may still write
@@ -90,9 +91,18 @@ def draft_of(file: Path) -> Iterator[BinaryIO]:
 
 
 def irregular(file: Path) -> str:
-    """Why `file` must not be read, since a pipe, a device or a socket may never end; empty for any other."""
-    kind = _KINDS.get(stat.S_IFMT(file.stat().st_mode))
-    return f"is {kind}, not a file; write its content to a file" if kind else ""
+    """Why `file` must not be read: a pipe, a device or a socket may never end, a pointer stands for content elsewhere.
+
+    Empty for any other.
+    """
+    kind = _KINDS.get(stat.S_IFMT((status := file.stat()).st_mode))
+    if kind:
+        return f"is {kind}, not a file; write its content to a file"
+    if stat.S_ISREG(status.st_mode) and status.st_size < _LONGEST_POINTER:
+        with file.open("rb") as stream:
+            if stream.read(len(_POINTER)) == _POINTER:
+                return "is a pointer of Git LFS, without the content; get it with git lfs pull"
+    return ""
 
 
 def read_text(file: Path, longest: int = LONGEST_TEXT) -> str:

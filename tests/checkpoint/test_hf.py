@@ -116,8 +116,11 @@ def test_a_wrong_folder_is_refused(
 
 
 def test_a_missing_file_is_named(config: Config, damaged: Path) -> None:
-    (damaged / "model.safetensors").unlink()
     model = policies.build(network_spec(config), shape_of(damaged))
+    (damaged / "model.safetensors").write_text("version https://git-lfs.example/spec/v1\noid sha256:4d7a\nsize 99\n")
+    with pytest.raises(ValueError, match=r"model\.safetensors is a pointer of Git LFS"):
+        hf.load_hf(model, damaged)
+    (damaged / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"model\.safetensors is missing"):
         hf.load_hf(model, damaged)
 

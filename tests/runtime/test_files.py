@@ -75,6 +75,9 @@ def test_only_a_file_is_read(tmp_path: Path) -> None:
     for device in ("/dev/zero", "/dev/null", "/dev/stdin"):
         if not Path(device).resolve().is_file():
             assert files.irregular(Path(device))
+    (tmp_path / "pointer").write_text("version https://git-lfs.example/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(ValueError, match="pointer: is a pointer of Git LFS, without the content; get it with git lfs"):
+        files.read_text(tmp_path / "pointer")
     (tmp_path / "text").write_bytes(b"a\r\nb\xc3\xa4")
     (tmp_path / "link").symlink_to("text")
     assert files.read_text(tmp_path / "link", 6) == "a\nbä"
