@@ -21,9 +21,9 @@ setup:
 WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 PYTEST := .venv/bin/python -m pytest tests $(WORKERS) --durations=40 --durations-min=10
 
-# Unit tests without processes, and without those that take a third of a second (marked `processes` as well).
+# Unit tests: those that start no process (marked `processes`) and take less than a third of a second (else `seconds`).
 test-fast: setup
-	$(PYTEST) -m "not gpu and not slurm and not slow and not processes"
+	$(PYTEST) -m "not gpu and not slurm and not slow and not processes and not seconds"
 
 # All but what needs a GPU or Slurm and what test-exhaustive runs.
 test: setup
@@ -35,10 +35,10 @@ test-exhaustive: setup
 	$(PYTEST) -m "slow and not gpu and not slurm" $(if $(PART),--part $(PART))
 
 # What is committed, as a stranger gets it: a clone with nothing beside it. All files of tests are collected, which
-# imports them; of those without processes the ones run that read a published data set if it is there.
+# imports them; of the unit tests the ones run that read a published data set if it is there.
 test-clone: setup
 	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && git clone --quiet . "$$folder/clone" && cd "$$folder/clone" && \
-		$(CURDIR)/.venv/bin/python -m pytest tests -q -m "dataset and not gpu and not slurm and not slow and not processes"
+		$(CURDIR)/.venv/bin/python -m pytest tests -q -m "dataset and not gpu and not slurm and not slow and not processes and not seconds"
 
 # Needs root, and the package manager where Slurm is not installed: it starts a cluster of two nodes on this machine.
 test-slurm: setup
@@ -62,9 +62,9 @@ test-gpu-set:
 	$(CC) -shared -fPIC -Wl,-soname,libcuda.so.1 -o $(GPU_SET)/libcuda.so.1 tests/gpu_set/libcuda.c
 	ln -sf libcuda.so.1 $(GPU_SET)/libcuda.so
 	$(GPU_SET_PYTEST) tests/gpu_set
-	$(GPU_SET_PYTEST) tests $(WORKERS) -m "not gpu and not slurm and not slow and not processes"
+	$(GPU_SET_PYTEST) tests $(WORKERS) -m "not gpu and not slurm and not slow and not processes and not seconds"
 	$(GPU_SET_PYTEST) tests/trainer tests/weight_sync tests/inference $(WORKERS) --ignore tests/trainer/megatron \
-		-m "processes and not gpu and not slurm and not slow"
+		-m "(processes or seconds) and not gpu and not slurm and not slow"
 	$(GPU_SET_PYTEST) tests/rehearsal/te_cpu tests/trainer/megatron $(WORKERS) -m "not gpu and not slurm"
 
 quickstart: setup

@@ -6,11 +6,10 @@ import pytest
 
 from megatron_collab.commands.__main__ import run
 
-pytestmark = pytest.mark.processes
-
 APART = ["rollout.server.colocated=false", "parallel.offload=false"]
 
 
+@pytest.mark.seconds
 def test_the_plan_of_an_experiment(capsys: pytest.CaptureFixture[str]) -> None:
     """Sixteen colocated servers of a 70B model in FP8, 72.7 GB each: a node holds one pipeline stage of four."""
     assert run("plan-sync", ["experiment=train_70b"]) == 0
@@ -21,6 +20,7 @@ def test_the_plan_of_an_experiment(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rank 0 of server 0 receives the most, 9.09 GB" in printed and "1163.06 GB take " in printed
 
 
+@pytest.mark.seconds
 def test_adapters_are_a_small_part_of_a_sync(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["experiment=train_70b", *APART, "rollout.server.fp8=false", "model.lora.rank=32"]
     assert run("plan-sync", [*options, "model.lora.serve=adapters"]) == 0
@@ -31,6 +31,7 @@ def test_adapters_are_a_small_part_of_a_sync(capsys: pytest.CaptureFixture[str])
     assert f"{2258.01 + 2 * 80 * 32 * (a + b) * 128 / 1e9:.2f} GB take " in printed
 
 
+@pytest.mark.seconds
 def test_slower_links_take_longer(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["experiment=train_70b", *APART, "rollout.server.fp8=false"]
     assert run("plan-sync", [*options, "--bandwidth", "1000", "100", "1"]) == 0

@@ -26,8 +26,6 @@ from megatron_collab.environments.desk_user import read_goal
 from tests.environments.desk_players import answers, play_out
 from tests.reward.fakes import metric
 
-pytestmark = pytest.mark.processes
-
 COST = 0.2
 STARTS = {DeskState(1, 1): 1.0, DeskState(1, 2): 1.0, DeskState(2, 3): 1.0}
 FEW_STARTS = {DeskState(1, 1): 1.0, DeskState(1, 2): 1.0}
@@ -40,6 +38,7 @@ def predictions() -> DeskPredictions:
     return DeskPredictions(MODEL, COST, STARTS, SEEN)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", POLICIES)
 def test_played_conversations_reach_what_is_predicted(name: str, predictions: DeskPredictions) -> None:
     """In text, with users and metric of the world: the mean over conversations, within 4 standard errors."""
@@ -153,12 +152,14 @@ def gaps_of_unseen_users(model: DeskModel, cost: float) -> list[float]:
     return gaps
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("cost", MODEL.costs[:-1])
 def test_no_choice_of_unseen_users_reverses_the_comparison(cost: float) -> None:
     gaps = gaps_of_unseen_users(MODEL, cost)
     assert len(gaps) == 15 and min(gaps) > 0.02
 
 
+@pytest.mark.seconds
 def test_with_alike_slots_and_cheap_questions_unseen_users_reverse_it() -> None:
     """The setting of a prototype: the check has something to find."""
     alike = DeskModel(guessable_chance=0.80, open_chance=0.35)

@@ -11,8 +11,6 @@ import pytest
 
 from megatron_collab.observability import report
 
-pytestmark = pytest.mark.processes
-
 COMMAND = [sys.executable, "-m", "megatron_collab.commands", "report"]
 
 
@@ -54,6 +52,7 @@ class Page(HTMLParser):
         self.handle_starttag(tag, attrs)
 
 
+@pytest.mark.seconds
 def test_the_report_needs_nothing_but_itself(run: Path) -> None:
     html = report.write(run).read_text()
     for tag, attributes in Page(html).tags:
@@ -64,6 +63,7 @@ def test_the_report_needs_nothing_but_itself(run: Path) -> None:
     assert "@import" not in html and not re.search(r"url\((?!#)", html)
 
 
+@pytest.mark.seconds
 def test_text_of_conversations_is_text(run: Path) -> None:
     html = report.write(run).read_text()
     assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; done" in html
@@ -77,6 +77,7 @@ def test_a_curve_shows_whether_the_choice_of_a_turn_matters() -> None:
     assert series == {"reliability": [(1, 0.8)], "equal_rewards": [(0, 0.5), (1, 0.5)]}
 
 
+@pytest.mark.seconds
 def test_a_folder_of_an_earlier_version_is_read(run: Path) -> None:
     """Conversations of evaluations and no record of them, or records without sets and errors."""
     assert "<th>before</th><th>after</th>" in report.write(run).read_text()
@@ -84,12 +85,14 @@ def test_a_folder_of_an_earlier_version_is_read(run: Path) -> None:
     assert "<th>before</th><th>after</th>" in report.write(run).read_text()
 
 
+@pytest.mark.seconds
 def test_ten_conversations_before_and_after_side_by_side(run: Path) -> None:
     classes = [attributes.get("class") for _, attributes in Page(report.write(run).read_text()).tags]
     assert classes.count("pair") == 10
     assert classes.count("message assistant") == 20
 
 
+@pytest.mark.seconds
 def test_what_is_drawn(run: Path) -> None:
     metrics = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
     drawn = {title: series for title, series, _ in report.curves(metrics)}
@@ -131,6 +134,7 @@ def test_conversations_about_one_task_are_one_piece_of_evidence() -> None:
     assert cells == dict.fromkeys(["right", "right_pass@2", "right_pass^2"], (interval, "\u2013", "\u2013"))
 
 
+@pytest.mark.seconds
 def test_evaluations_between_steps_are_curves_with_bands_and_sets_have_tables_of_their_own(run: Path) -> None:
     records: dict[str, dict] = {}
     for name in ("math", "code"):
@@ -179,6 +183,7 @@ def test_a_supervised_run_has_curves_alone(tmp_path: Path) -> None:
     assert html.count("<svg") == 1 and "<table>" not in html and "before and after" not in html
 
 
+@pytest.mark.processes
 def test_the_command_makes_the_report_again_and_refuses_another_folder(run: Path, tmp_path: Path) -> None:
     result = subprocess.run([*COMMAND, str(run)], capture_output=True, text=True)
     assert result.returncode == 0 and (run / "report.html").exists()

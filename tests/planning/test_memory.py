@@ -23,8 +23,6 @@ from tests.helpers import policy_servers
 from tests.planning.allocated import allocated_bytes
 from tests.ranks import init_parallel, make_config, run_ranks
 
-pytestmark = pytest.mark.processes
-
 MOE = {
     "model_type": "qwen3_moe",
     "vocab_size": 1001,
@@ -80,7 +78,7 @@ def shape_of(name: str) -> ModelShape:
 # bfloat16 takes a CPU several times as long, so make test runs only one case of it.
 ONE_RANK = [
     *product(SHAPES, ["float32"], ["none", "selective", "full"]),
-    pytest.param("qwen3_moe", "bfloat16", "full", marks=pytest.mark.processes),
+    ("qwen3_moe", "bfloat16", "full"),
     *(
         pytest.param(family, "bfloat16", recompute, marks=pytest.mark.slow)
         for family, recompute in product(SHAPES, ["none", "selective", "full"])
@@ -89,6 +87,7 @@ ONE_RANK = [
 ]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("family", "dtype", "recompute"), ONE_RANK)
 def test_one_rank(one_rank: Config, family: str, dtype: str, recompute: str) -> None:
     config = layout({"model.dtype": dtype, "parallel.recompute": recompute, "launch.nproc_per_node": 1})
@@ -100,6 +99,7 @@ def test_one_rank(one_rank: Config, family: str, dtype: str, recompute: str) -> 
 ADAPTERS = {"model.lora.rank": 32, "launch.nproc_per_node": 1}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -147,6 +147,7 @@ def test_a_gpu_allocates_what_is_planned(
     assert 1 - TENTH < most / total < 1.25
 
 
+@pytest.mark.seconds
 def test_a_critic_trains_no_output_layer(one_rank: Config) -> None:
     config = layout({"algo.advantage": "gae", "launch.nproc_per_node": 1})
     plan = planned(config, SHAPES["qwen3"])
@@ -173,6 +174,7 @@ def test_the_head(one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     assert activations.head(layout({}), shape, tokens) == pytest.approx(most, rel=TENTH)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_ranks() -> None:
     """Each rank of every layout, including pipelines with several micro-batches in flight."""
@@ -251,6 +253,7 @@ def test_the_shapes_have_the_published_sizes(name: str, billions: float) -> None
     assert memory.network_parts(config, shape_of(name), 0)[0].training == pytest.approx(4e9 * billions, rel=0.001)
 
 
+@pytest.mark.seconds
 def test_where_parts_are_in_the_two_phases() -> None:
     shape = shape_of("Llama-3.3-70B-Instruct")
     stays = compose(["experiment=train_70b", "parallel.offload=false"])
@@ -278,6 +281,7 @@ def test_where_parts_are_in_the_two_phases() -> None:
     assert {part.name for part in memory.plan_memory(pairs, shape)[3]} == names | {"reference"}
 
 
+@pytest.mark.seconds
 def test_a_server_keeps_two_slots_for_adapters_also_while_the_trainer_trains() -> None:
     settings = ["rollout.server.fp8=false", "rollout.server.tp=2", "model.lora.rank=32", "model.lora.serve=adapters"]
     config, shape = compose(["experiment=train_70b", *settings]), shape_of("Llama-3.3-70B-Instruct")
@@ -304,6 +308,7 @@ def test_servers_are_on_the_first_gpus() -> None:
     assert [any(part.name == "server: weights" for part in parts) for parts in stages] == [True, False, False, False]
 
 
+@pytest.mark.seconds
 def test_buckets_of_new_weights_are_on_the_gpus_of_a_server() -> None:
     """At most two of 512 MiB, plus what is sent to other nodes or servers in a round."""
     config, shape = compose(ON_ONE_NODE), shape_of("Llama-3.3-70B-Instruct")
@@ -323,6 +328,7 @@ def test_buckets_of_new_weights_are_on_the_gpus_of_a_server() -> None:
     assert 0 < max(sizes()) <= 1  # two buffers of what a rank sends in a round
 
 
+@pytest.mark.seconds
 def test_models_beside_the_policy_count_if_they_share_its_devices(tmp_path: Path) -> None:
     judge = "servers={judge: {model: Llama-3.1-8B-Instruct, tp: 2, max_total_tokens: 65536, colocated: %s}}"
     shape = shape_of("Llama-3.3-70B-Instruct")
@@ -340,6 +346,7 @@ def test_models_beside_the_policy_count_if_they_share_its_devices(tmp_path: Path
         memory.plan_memory(compose([*ON_ONE_NODE, other]), shape)
 
 
+@pytest.mark.seconds
 def test_train_70b_fits_128_gpus_of_80_gib_with_room() -> None:
     config = compose(["experiment=train_70b"])
     stages = memory.plan_memory(config, shape_of("Llama-3.3-70B-Instruct"))

@@ -13,7 +13,7 @@ from megatron_collab.reproduce.forecast import Pilot
 from megatron_collab.reproduce.plan import StudyOptions, stages
 from megatron_collab.reproduce.study import read
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.seconds
 
 
 def pilot_of(planned: list) -> Pilot:

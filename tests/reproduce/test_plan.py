@@ -16,8 +16,6 @@ from megatron_collab.reproduce.__main__ import main
 from megatron_collab.reproduce.plan import BUILD, EVALUATE, PREPARE, TRAIN, Stage, StudyOptions, stages
 from megatron_collab.reproduce.study import Arm, Column, Study, known, read, select
 
-pytestmark = pytest.mark.processes
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -33,6 +31,7 @@ def by_name(planned: list[Stage]) -> dict[str, Stage]:
 LONG = ("collabllm", "credit_desk", "desk")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in known()])
 def test_a_study_can_be_composed_and_its_arms_have_numbers_for_every_column(name: str) -> None:
     study = read(name)
@@ -43,6 +42,7 @@ def test_a_study_can_be_composed_and_its_arms_have_numbers_for_every_column(name
             assert len(printed) == len(study.tasks[task].columns)
 
 
+@pytest.mark.seconds
 def test_the_studies_that_are_shipped() -> None:
     assert known() == ["booking", "collabllm", "credit_booking", "credit_desk", "desk", "distill"]
 
@@ -59,6 +59,7 @@ def test_the_published_table_has_the_improvements_that_its_paper_states() -> Non
     assert improved["math"][:2] == [32.0, 18.3] and round(100 * (online["math"][2] / base["math"][2] - 1), 1) == 36.4
 
 
+@pytest.mark.seconds
 def test_the_paper_is_trained_and_evaluated_as_its_tables_say() -> None:
     study = read("collabllm")
     planned = by_name(stages(study, options(study, tasks=["code"])))
@@ -95,6 +96,7 @@ def test_the_paper_is_trained_and_evaluated_as_its_tables_say() -> None:
     assert medium.reward.weights["token_amount"] == -1e-4 and "accuracy" not in medium.reward.weights
 
 
+@pytest.mark.seconds
 def test_an_arm_waits_for_its_teacher() -> None:
     """In each chain of three seeds; without the arms that neither begin nor teach it."""
     study = read("distill")
@@ -109,6 +111,7 @@ def test_an_arm_waits_for_its_teacher() -> None:
     assert taught.config.model.path == "out/booking/seed1/sft/hf" and teacher.weight == 0.5 and teacher.full
 
 
+@pytest.mark.seconds
 def test_an_arm_brings_what_it_begins_with_and_data_come_first() -> None:
     study = read("collabllm")
     planned = stages(study, options(study, tasks=["math"], arms=["online_dpo"]))
@@ -143,6 +146,7 @@ def test_any_arms_alone_have_all_that_they_read(arms: list[str]) -> None:
     ]
 
 
+@pytest.mark.seconds
 def test_steps_are_those_of_the_epochs(tmp_path: Path) -> None:
     study = read("collabllm")
     of_sft = by_name(stages(study, options(study, out=tmp_path, tasks=["math"])))["math/sft"]
@@ -154,6 +158,7 @@ def test_steps_are_those_of_the_epochs(tmp_path: Path) -> None:
     assert "train.epochs=3" not in by_name(stages(study, limited))["math/sft"].command()
 
 
+@pytest.mark.seconds
 def test_each_training_seed_has_its_folder_and_a_single_one_none() -> None:
     study = read("booking")
     planned = stages(study, options(study, arms=["sft"], train_seeds=2))
@@ -172,6 +177,7 @@ def test_each_training_seed_has_its_folder_and_a_single_one_none() -> None:
         stages(study, options(study, train_seeds=2, settings=("run.seed=7",)))
 
 
+@pytest.mark.seconds
 def test_a_task_may_have_several_evaluated_sets_that_begin_with_their_messages() -> None:
     study = read("booking")
     sets = {"near": "$FOLDER/world/eval.jsonl", "far": "$FOLDER/world/far.jsonl"}
@@ -201,6 +207,7 @@ def test_an_arm_may_name_its_data_and_start_from_another() -> None:
     assert [stage.name for stage in planned][-3:] == ["sft", "mine", "mine_eval"]
 
 
+@pytest.mark.seconds
 def test_calls_are_recorded_and_replayed_by_program() -> None:
     study = read("collabllm")
     recorded = by_name(stages(study, options(study, tasks=["math"], record=Path("calls"))))
@@ -276,6 +283,7 @@ def test_settings_that_a_later_program_would_refuse_are_refused_before_the_first
         stages(unknown, options(unknown, arms=["base"]))
 
 
+@pytest.mark.seconds
 def test_the_commands_of_the_page_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docs" / "howto" / "reproduce.md").read_text().replace("\\\n", "")
     commands = re.findall(r"^    megatron-collab reproduce (.*)$", text, re.MULTILINE)

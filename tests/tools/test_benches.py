@@ -1,17 +1,21 @@
 """Every bench with --smoke runs to its end and gives its values; the figures themselves need the whole bench.
 
-What a smoke run finds wrong, the tests of what it measures find; the runs show that the benches themselves work.
+The runs are exhaustive, and a landing starts a fifth of them. Each landing checks that the benches compile and that the
+modules of this repository have the names that the benches import.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from symtable import symtable
 
 import pytest
 
@@ -19,6 +23,7 @@ from megatron_collab.runtime.process import EXIT_BAD_INPUT
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHES = sorted(file.stem for file in (ROOT / "tools" / "bench").glob("*.py"))
+REPOSITORY = ("megatron_collab", "tests", "tools")
 # No order beats the bounds that the benches divide by, and nothing may be lost, read wrongly or played again.
 HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
     "accuracy": lambda values: (
@@ -60,6 +65,56 @@ HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
     "view": lambda values: values["bytes_over_jsonl"] <= 0.2 and values["futures"] == 2 * 64 * 8 * 3,
     "reward_loop": lambda values: values["time_over_ideal"] >= 1,
 }
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "tools" / "bench").rglob("*.py")), ids=lambda file: str(file.relative_to(ROOT))
+)
+def test_a_bench_compiles_and_what_it_imports_from_here_exists(file: Path) -> None:
+    assert list(missing_imports(file.read_text(), file.name)) == []
+
+
+def test_a_name_or_module_that_is_gone_is_missing() -> None:
+    lines = "from tools.bench.simulated.clock import VirtualLoop, Gone\nfrom tools.bench import lora, gone\n"
+    source = f"{lines}def late():\n    import tools.gone, json\n    from tests.gone import name"
+    missing = ["tools.bench.simulated.clock.Gone", "tools.bench.gone", "tools.gone", "tests.gone.name"]
+    assert sorted(missing_imports(source, "bench.py")) == sorted(missing)
+    with pytest.raises(SyntaxError):
+        list(missing_imports("def late(:", "bench.py"))
+
+
+def missing_imports(source: str, filename: str) -> Iterator[str]:
+    """What the source imports, anywhere in it, from packages of this repository that do not have it.
+
+    Raises SyntaxError if the source does not compile.
+    """
+    compile(source, filename, "exec")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in REPOSITORY:
+            names = names_of(str(node.module))
+            for alias in node.names:
+                if alias.name not in names and module_file(f"{node.module}.{alias.name}") is None:
+                    yield f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] in REPOSITORY and module_file(alias.name) is None:
+                    yield alias.name
+
+
+@cache
+def names_of(module: str) -> frozenset[str]:
+    """The names that the module binds at its top level; none if it does not exist."""
+    if (file := module_file(module)) is None or file.is_dir():
+        return frozenset()
+    symbols = symtable(file.read_text(), str(file), "exec").get_symbols()
+    return frozenset(symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported())
+
+
+def module_file(module: str) -> Path | None:
+    """The file of a module of this repository; the folder of a package that has no file."""
+    path = ROOT.joinpath(*module.split("."))
+    candidates = (path / "__init__.py", path.with_suffix(".py"), path)
+    return next((candidate for candidate in candidates if candidate.exists()), None)
 
 
 @pytest.mark.slow

@@ -25,8 +25,6 @@ from megatron_collab.types import Batch, Credit, Sample, ScoredBatch
 from tests.helpers import selected
 from tests.ranks import HF, hidden_states, init_parallel, learn, make_config, make_model, make_samples, run_ranks
 
-pytestmark = pytest.mark.processes
-
 TEMPERATURE = 0.8  # of make_config
 SAMPLES = make_samples(11, seed=1)
 # `model.path` and `algo.teacher.model` are names of folders; the vocabulary of `wider` is padded further.
@@ -118,6 +116,7 @@ def layouts(folders: Path, request: pytest.FixtureRequest) -> dict[str, dict]:
     return first
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("layout", "teacher"),
     [
@@ -155,6 +154,7 @@ def teacher_rows(chunk: torch.nn.Module, sample: Sample) -> torch.Tensor:
     return torch.cat(rows)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("weight", [0.3, 1.0])
 @pytest.mark.parametrize("kl", ["full", "sampled"])
 @pytest.mark.parametrize("teacher", ["wider", "reference", "policy"])
@@ -196,6 +196,7 @@ def test_the_update_is_that_of_the_formula(
     assert metrics["grad_norm"] == pytest.approx(gradient, rel=1e-5)
 
 
+@pytest.mark.seconds
 def test_a_teacher_that_is_the_policy_teaches_nothing(folders: Path, one_rank: Config) -> None:
     settings = {"algo.teacher.weight": 1.0, "algo.kl_coef": 0}
     for kl in ("full", "sampled"):
@@ -204,6 +205,7 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(folders: Path, one_rank: C
         assert metrics["teacher/kl"] == 0 and metrics["grad_norm"] == 0
 
 
+@pytest.mark.seconds
 def test_an_update_that_has_made_a_step_is_not_given_up(
     folders: Path, one_rank: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +228,7 @@ def test_an_update_that_has_made_a_step_is_not_given_up(
     assert trainer.step == 1
 
 
+@pytest.mark.seconds
 def test_a_resumed_run_distills_the_same(folders: Path, one_rank: Config, tmp_path: Path) -> None:
     """The first policy is loaded again to teach; the present one is in the checkpoint."""
     batches = [Batch(with_views(make_samples(11, seed), seed)) for seed in (1, 2)]
@@ -242,6 +245,7 @@ def test_a_resumed_run_distills_the_same(folders: Path, one_rank: Config, tmp_pa
         assert metrics == learn(trainer, batches[1]) and metrics["teacher/kl"] > 0
 
 
+@pytest.mark.seconds
 def test_the_teachers_micro_batches_keep_to_the_budget(
     folders: Path, one_rank: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +273,7 @@ def test_the_teachers_micro_batches_keep_to_the_budget(
     assert max(of_teacher) <= budget and sum(of_teacher) == 6 * (8 + 30 + 5 - 1)
 
 
+@pytest.mark.seconds
 def test_distillation_reaches_the_teacher(folders: Path, one_rank: Config) -> None:
     """On fixed contexts the KL falls; the reference that only teaches is not a KL penalty."""
     settings = {"algo.teacher.weight": 1.0, "algo.teacher.model": "wider", "algo.kl_coef": 0, "optim.clip_grad": 10}

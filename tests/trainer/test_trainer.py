@@ -29,8 +29,6 @@ from tests.ranks import (
     run_ranks,
 )
 
-pytestmark = pytest.mark.processes
-
 SAMPLES = make_samples(11, seed=1)
 Maker = Callable[..., PolicyTrainer]
 LAYOUTS: dict[str, dict[str, object]] = {
@@ -159,11 +157,13 @@ def assert_same_training(actual: dict, expected: dict, times: float = 1) -> None
     assert actual["validation"] == pytest.approx(expected["validation"], rel=1e-4 * times)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("stage", "layout"), in_turn(STAGES, [*LAYOUTS]))
 def test_every_layout_trains_the_same(layouts: dict, alone: dict, layout: str, stage: str) -> None:
     assert_same_training(layouts[f"{layout} {stage}"], alone[stage])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("stage", "layout"), in_turn(EXPERT_STAGES, [*EXPERT_LAYOUTS]))
 def test_experts_train_the_same_wherever_they_are(layouts: dict, alone: dict, layout: str, stage: str) -> None:
     assert_same_training(layouts[f"{layout} {stage}"], alone[stage])
@@ -178,6 +178,7 @@ def on_one_gpu(folder: Path) -> dict[str, dict]:
     return results
 
 
+@pytest.mark.processes
 @pytest.mark.gpu
 def test_a_gpu_trains_what_a_cpu_trains(folder: Path, on_one_gpu: dict) -> None:
     """In float32: three updates of every algorithm, of experts too, and log-probs and validation after them."""
@@ -193,6 +194,7 @@ def on_two_gpus(folder: Path) -> dict[str, dict]:
     return first
 
 
+@pytest.mark.processes
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("layout", [*LAYOUTS, *EXPERT_LAYOUTS])
 def test_two_gpus_train_what_one_trains(on_two_gpus: dict, on_one_gpu: dict, layout: str) -> None:
@@ -201,6 +203,7 @@ def test_two_gpus_train_what_one_trains(on_two_gpus: dict, on_one_gpu: dict, lay
         assert_same_training(on_two_gpus[f"{layout} {stage}"], on_one_gpu[stage], OTHER_KERNELS)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "stage", [pytest.param(stage, marks=[pytest.mark.slow] * (stage == "ipo")) for stage in STAGES]
 )
@@ -209,6 +212,7 @@ def test_packing_does_not_matter(folder: Path, alone: dict, budget: int, stage: 
     assert_same_training(train(folder, STAGES[stage] | {"train.tokens_per_micro_batch": budget}), alone[stage])
 
 
+@pytest.mark.seconds
 def test_training_moves_the_policy_and_ratios_are_clipped(alone: dict) -> None:
     first, _, last = alone["rl"]["metrics"]
     assert first["kl"] == 0.0 and last["kl"] > 1e-3
@@ -232,6 +236,7 @@ def gradient_norm(actor: PolicyTrainer, loss: torch.Tensor) -> float:
     return torch.stack([parameter.main_grad.norm() for parameter in chunk.parameters()]).norm().item()
 
 
+@pytest.mark.seconds
 def test_policy_update_is_that_of_the_token_mean(make_actor: Maker) -> None:
     actor = make_actor()
     rows = [torch_log_probs(actor, sample, temperature=0.8) for sample in SAMPLES]
@@ -267,6 +272,7 @@ TERMS: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("term", TERMS)
 def test_every_term_of_the_objective_is_in_the_update(
@@ -329,6 +335,7 @@ def distributions(actor: PolicyTrainer, sample: Sample) -> torch.Tensor:
     return ((hidden_states(chunk, sample.token_ids[:-1]) @ head.T) / 0.8).log_softmax(-1)
 
 
+@pytest.mark.seconds
 def test_epochs_go_over_the_same_batch_again(make_actor: Maker) -> None:
     """Old log-probs are from before the first epoch: epochs equal successive updates by the same scored batch."""
     same = {"algo__clip_low": 0.01, "optim__warmup_steps": 0}
@@ -344,6 +351,7 @@ def test_epochs_go_over_the_same_batch_again(make_actor: Maker) -> None:
         np.testing.assert_array_equal(row, other)
 
 
+@pytest.mark.seconds
 def test_later_turns_weigh_as_the_setting_says(make_actor: Maker) -> None:
     """The update by all turns is the weighted sum of those by the trained turns and by the later ones."""
     samples = tuple(replace(sample, later=number >= 4) for number, sample in enumerate(SAMPLES))
@@ -359,6 +367,7 @@ def test_later_turns_weigh_as_the_setting_says(make_actor: Maker) -> None:
     assert mixed == pytest.approx((trained + 0.5 * later) / 1.5, rel=1e-4) and trained != pytest.approx(later, rel=0.01)
 
 
+@pytest.mark.seconds
 def test_sequences_of_a_sample_are_separate_in_the_model_and_one_in_the_mean(make_actor: Maker) -> None:
     """Two sequences in one sample, as of a conversation whose earlier thoughts were stripped."""
 
@@ -382,6 +391,7 @@ def test_sequences_of_a_sample_are_separate_in_the_model_and_one_in_the_mean(mak
         assert (joined.update(whole)["grad_norm"] == pytest.approx(same, rel=1e-5)) == reached
 
 
+@pytest.mark.seconds
 def test_supervised_update_is_that_of_the_token_mean(make_actor: Maker) -> None:
     actor = make_actor(train__stage="sft")
     mask = torch.cat([torch.from_numpy(sample.loss_mask[1:]) for sample in SAMPLES])
@@ -393,6 +403,7 @@ def test_supervised_update_is_that_of_the_token_mean(make_actor: Maker) -> None:
     assert metrics["grad_norm"] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.seconds
 def test_a_validation_is_the_loss_per_token_and_changes_nothing(make_actor: Maker) -> None:
     actor = make_actor(train__stage="sft")
     nats, tokens = [], []
@@ -411,6 +422,7 @@ def test_a_validation_is_the_loss_per_token_and_changes_nothing(make_actor: Make
     assert learn(actor, Batch(SAMPLES)) == learn(make_actor(train__stage="sft"), Batch(SAMPLES))
 
 
+@pytest.mark.seconds
 def test_log_probs_of_every_token(make_actor: Maker) -> None:
     actor = make_actor()
     masks = [(np.arange(len(sample.token_ids)) > 0).astype(np.float32) for sample in SAMPLES]

@@ -34,8 +34,6 @@ from megatron_collab.weight_sync.transports.registry import transport_class
 from megatron_collab.weight_sync.transports.shared_memory import SharedMemoryTransport
 from tests.helpers import free_port, policy_servers
 
-pytestmark = pytest.mark.processes
-
 NORM = "model.norm.weight"
 SHAPE = ModelShape(
     family="qwen3_moe",
@@ -208,6 +206,7 @@ def assert_holds(
                     assert torch.equal(actual[part.shard_index].view(expected.shape), expected), parameter.name
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("transport", ["memory", "network"])
 @pytest.mark.parametrize(("shape", "quantized"), [(SHAPE, False), (SHAPE, True), (LLAMA, True)])
 def test_all_weights_arrive_every_time(
@@ -260,6 +259,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, torch.nn.Paramete
     return shards, factors
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("transport", ["memory", "network"])
 def test_a_base_is_sent_to_new_servers_and_adapters_every_time(
     transport: str, beside: tuple[dict[str, torch.nn.Parameter], dict[str, torch.nn.Parameter]]
@@ -323,6 +323,7 @@ def test_a_server_without_memory_for_its_cache_does_not_go_on(
     assert fleet.servers[0].calls[-2:] == ON
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("transport", "name", "value", "message"),
     [
@@ -347,6 +348,7 @@ def test_a_server_of_other_parameters_is_left_out_by_name(
         assert fleet.servers[0].calls.count("/continue_generation") == 2
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("transport", ["memory", "network"])
 def test_a_server_that_aborts_does_not_block_others(
     transport: str, shards: dict[str, torch.nn.Parameter], monkeypatch: pytest.MonkeyPatch
@@ -385,6 +387,7 @@ def test_memory_is_shared_on_one_node_and_by_colocated_servers() -> None:
     assert transport_of(config) is NetworkTransport
 
 
+@pytest.mark.seconds
 def test_a_flipped_bit_is_found(shards: dict[str, torch.nn.Parameter], monkeypatch: pytest.MonkeyPatch) -> None:
     """In the segment, after it was written and before it is read."""
     write = Sender.write
@@ -408,6 +411,7 @@ def test_a_flipped_bit_is_found(shards: dict[str, torch.nn.Parameter], monkeypat
     assert fleet.servers[0].calls.count("/continue_generation") == 1
 
 
+@pytest.mark.seconds
 @pytest.mark.usefixtures("beside")
 def test_a_base_is_verified_whenever_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if `publish.verify` would skip that sync: it may be the only one with a base."""
@@ -429,6 +433,7 @@ def test_a_base_is_verified_whenever_it_is_sent(monkeypatch: pytest.MonkeyPatch)
         sender.publish(1)
 
 
+@pytest.mark.seconds
 def test_a_publisher_that_goes_silent_is_given_up(shards: dict[str, torch.nn.Parameter]) -> None:
     config = configure("memory", servers=1)
     fleet = make_fleet(config)

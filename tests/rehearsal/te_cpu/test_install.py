@@ -10,7 +10,7 @@ from megatron_collab.patches.megatron import with_reference_kernels
 from megatron_collab.rehearsal.te_cpu.install import install
 from megatron_collab.trainer.megatron import config as megatron_config
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.seconds
 
 
 def test_a_run_on_a_cpu_has_no_engine(one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> None:
