@@ -58,7 +58,7 @@ def read(file: Path) -> Source:
     return Source(names, docstrings, errors)
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 @pytest.mark.parametrize("folder", ["megatron_collab", "tools", "tests"])
 def test_a_name_says_what_the_value_is(folder: str) -> None:
     paths = {str(file.relative_to(ROOT)): file for file in sorted((ROOT / folder).rglob("*.py"))}

@@ -150,7 +150,7 @@ def test_packages_import_only_packages_below_them() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_the_core_names_satellites_only_in_the_table_of_commands() -> None:
     """As text, by which a module can be imported or run; the contract has the imports."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
@@ -178,7 +178,7 @@ def test_no_module_imports_itself_through_others() -> None:
     assert not circles, "\n".join(circles)
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_imports_of_the_package_are_at_the_top() -> None:
     lazy_imports: dict[str, set[str]] = defaultdict(set)
     for name, tree in modules():
@@ -193,7 +193,7 @@ def test_imports_of_the_package_are_at_the_top() -> None:
     assert all(lazy_imports[name] for name in LAZY), "an exception that is no longer needed"
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_rooms_that_take_values_import_no_settings() -> None:
     """Neither a module that has them nor classes of settings, but those that a room uses whole; checks may be."""
     settings = re.compile(rf"{PACKAGE}\.config(\.schema|(\.\w+)*\.\w*Config)?")
@@ -210,7 +210,7 @@ def test_rooms_that_take_values_import_no_settings() -> None:
     assert not imported, "\n".join(imported)
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_settings_are_read_once() -> None:
     callers: dict[str, set[str]] = defaultdict(set)
     for name, tree in modules():
@@ -241,7 +241,7 @@ def test_a_public_function_names_what_it_checks_plans_or_finds() -> None:
     assert not bare, "\n".join(bare)
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_every_attribute_exists_once_an_object_is_constructed() -> None:
     """On every rank, whatever is called later."""
     classes = {node.name: node for _, tree in modules() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}

@@ -71,7 +71,7 @@ def test_there_is_no_interval_where_the_data_determine_none(tasks: list[list[flo
     assert math.isnan(estimate.low) and math.isnan(estimate.high) and "[" not in estimate.text()
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_the_clustered_bootstrap_covers() -> None:
     """Skewed tasks of unequal numbers of conversations that depend on each other."""
     draws = np.random.default_rng(1)
@@ -82,7 +82,7 @@ def test_the_clustered_bootstrap_covers() -> None:
     assert 0.91 <= coverage(intervals, 2.0) <= 0.99
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 @pytest.mark.parametrize("number", [2, 3, 4])
 def test_the_interval_of_very_few_tasks_covers(number: int) -> None:
     """It may exceed the largest value: two tasks lie on the same side of the mean half of the time."""
@@ -119,7 +119,7 @@ def test_a_paired_difference_is_narrower_than_an_unpaired_one(shares: bool) -> N
     assert half(paired) < 0.65 * unpaired
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_paired_differences_cover_and_equal_arms_are_no_certainty() -> None:
     draws = np.random.default_rng(4)
     intervals = []
@@ -150,7 +150,7 @@ def test_newcombes_example_of_independent_shares() -> None:
     assert (estimate.value, estimate.low, estimate.high) == pytest.approx((0.2, 0.0524, 0.3339), abs=5e-5)
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_unpaired_differences_cover() -> None:
     draws = np.random.default_rng(5)
     sides = [([[x] for x in draws.normal(0.0, 1.0, 30)], [[x] for x in draws.exponential(1.0, 60)]) for _ in range(100)]
@@ -187,7 +187,7 @@ def test_shares_of_several_samples_have_pass_at_k_and_others_do_not() -> None:
     assert list(with_passes("tokens", [[3.0, 4.0], [5.0, 6.0]])) == ["tokens"]
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 @pytest.mark.parametrize("shared", [True, False])
 def test_an_interval_over_seeds_covers_where_one_seed_does_not(shared: bool) -> None:
     """A seed differs from another by more than tasks explain; each plays the same tasks or tasks of its own."""

@@ -193,6 +193,6 @@ def test_a_critic_learns_from_later_turns_too() -> None:
     assert algo.advantage == "gae"
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_the_supervised_stage_has_no_advantages() -> None:
     assert load(["experiment=booking_sft", "algo.kl_in=reward", "algo.kl_coef=0"]).train.stage == "sft"

@@ -290,7 +290,7 @@ def test_a_report_of_what_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "<svg" in page or name in ("binary", "null")
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_a_live_run_says_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, text = LIVE["a live run"]
     (tmp_path / file).write_text(text)

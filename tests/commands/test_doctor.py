@@ -77,7 +77,7 @@ def test_a_plan_needs_nothing_of_the_run(capsys: pytest.CaptureFixture[str]) -> 
     )
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_a_plan_names_a_faster_layout(capsys: pytest.CaptureFixture[str]) -> None:
     """The pipeline of four stages before it had virtual ones: (4 - 1) of 8 + 4 - 1 passes are its bubble."""
     plain = ["parallel.vpp=1", "train.tokens_per_micro_batch=8192"]
@@ -97,7 +97,7 @@ def test_a_plan_that_does_not_fit_names_a_layout_that_does(capsys: pytest.Captur
     assert "parallel.pp=4" in line and "Does not fit a GPU of 70 GiB" in printed and "Faster" not in printed
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_a_search_prints_layouts_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("doctor", ["--search", "--plan", "experiment=train_8b", "--sample-tokens", "1024"]) == 0
     printed = capsys.readouterr().out
@@ -137,7 +137,7 @@ def test_a_plan_without_what_it_needs_is_refused_in_one_line(tmp_path: Path) -> 
     assert done.stderr == f"megatron-collab: {message}\n"
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_a_plan_that_does_not_fit_ends_in_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("doctor", ["--gpu-gib", "40", "--plan", "experiment=train_70b", "parallel.offload=true"]) == 1
     printed = capsys.readouterr().out
@@ -145,7 +145,7 @@ def test_a_plan_that_does_not_fit_ends_in_1(capsys: pytest.CaptureFixture[str]) 
     assert "pinned in host memory of a node until the run ends: 51.0 GiB, for the optimizer state" in printed
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_a_plan_names_gpus_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     for replicas, idle in ((8, False), (2, True)):
         assert run("doctor", ["--plan", "experiment=train_8b", f"rollout.server.replicas={replicas}"]) == 0
@@ -199,7 +199,7 @@ def test_wrong_options_of_the_doctor(capsys: pytest.CaptureFixture[str], argumen
     assert line.startswith("megatron-collab: ") and line.count("\n") == 1 and message in line
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_the_folder_of_the_model_comes_before_the_known_shapes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

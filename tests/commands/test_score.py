@@ -151,7 +151,7 @@ def test_metrics_are_made_once_for_all_rewards_and_nothing_else_is(tmp_path: Pat
     assert (tmp_path / "made").read_text() == "made" * 4, "two metrics, twice"
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_other_data_than_the_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     groups, _ = play("paper")
     folder = ran(tmp_path / "run", "paper", *groups)
@@ -160,7 +160,7 @@ def test_other_data_than_the_runs_are_refused(tmp_path: Path, capsys: pytest.Cap
     assert "task asked: no task of that id has its first messages" in capsys.readouterr().err
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_an_evaluation_without_training_has_all_that_its_conversations_need(tmp_path: Path) -> None:
     groups, _ = play("paper")
     write_jsonl(tmp_path / "tasks.jsonl", [task_row(group.task) for group in groups])

@@ -28,7 +28,7 @@ PAIRS = "[!!pairs [{a: " * 60 + "1" + "}]]" * 60
 
 
 @pytest.mark.parametrize("read", [parse_json, parse_yaml])
-@pytest.mark.parametrize("depth", [DEPTH, DEPTH + 1, 900, pytest.param(100_000, marks=pytest.mark.processes)])
+@pytest.mark.parametrize("depth", [DEPTH, DEPTH + 1, 900, pytest.param(100_000, marks=pytest.mark.seconds)])
 @pytest.mark.parametrize("closed", ["]", ""])
 def test_what_nests_too_deep_is_refused(read: Callable[[str], Any], depth: int, closed: str) -> None:
     text = "[" * depth + closed * depth
@@ -87,7 +87,7 @@ def test_merges_and_tags_of_yaml_are_refused_in_one_line(text: str, reason: str)
             "a0: [x]\n"
             + "\n".join(f"a{n}: ['${{a{n - 1}}}', '${{a{n - 1}}}']" for n in range(1, 10))
             + "\ntools: ${a9}",
-            marks=pytest.mark.processes,
+            marks=pytest.mark.seconds,
         ),
         "a: '${oc.decode:\"" + "[" * 150 + "]" * 150 + "\"}'\ntools: []",
         "a: ${no.such}\ntools: []",

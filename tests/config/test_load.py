@@ -181,7 +181,7 @@ def test_every_algorithm_is_tested() -> None:
     assert sorted(name for name, _ in mark.args[1]) == groups()["algo"]
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_every_value_says_where_it_is_from() -> None:
     overrides = ["experiment=booking", "algo=dapo", "reward=verl", "++algo.clip_high=0.5", "optim={lr: 1.0}"]
     options = {name: (value, source) for name, value, source in settings(overrides)}
@@ -266,7 +266,7 @@ def test_what_is_composed_once_is_not_shared(tmp_path: Path, monkeypatch: pytest
     assert ("run.seed", 3, "conf/experiment/mine.yaml") in settings(chosen)
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_of_two_options_that_say_the_same_the_last_one_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = ["run.dir=r", "model.path=m", "data.train=d"]
     train, server = compose([*base, "train.epochs=1.5", "rollout.server.memory_share=0.4"]), "rollout.server"

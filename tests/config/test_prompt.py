@@ -78,7 +78,6 @@ def test_files_of_prompts_are_the_same_in_every_folder(tmp_path: Path, monkeypat
     assert make_absolute(settings) == {**settings, "generative": {"prompt": f"{tmp_path}/prompts/kind.j2"}}
 
 
-@pytest.mark.processes
 def test_a_name_without_a_folder_that_is_no_file_here_is_one_of_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,8 +159,8 @@ def test_rendering_is_bounded_in_a_run_too(
         "('a.com ' * 10**5) | urlize(rel=goal * 500)",
         "goal.translate({120: goal * 500})",
         "range(9999) | list | tojson(indent=10**6)",
-        pytest.param("('%(a)s' * 10**5) % {'a': goal}", marks=pytest.mark.processes),
-        pytest.param("('%(a)s' * 10**5) | format(a=goal)", marks=pytest.mark.processes),
+        pytest.param("('%(a)s' * 10**5) % {'a': goal}", marks=pytest.mark.seconds),
+        pytest.param("('%(a)s' * 10**5) | format(a=goal)", marks=pytest.mark.seconds),
         "('{0}' * 10**5).format(goal)",
         "('{a}' * 10**5).format_map({'a': goal})",
     ],

@@ -207,7 +207,7 @@ def count(chat: ChatRenderer, tokens: Sequence[int]) -> list[int]:
     return [token for token in tokens if token in controls]
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 @pytest.mark.parametrize("role", ["system", "user", "tool"])
 @pytest.mark.parametrize("kind", ["bytes", "legacy", "first"])
 @given(text=FORGED)

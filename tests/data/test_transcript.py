@@ -117,7 +117,7 @@ def speakers(text: str) -> list[str]:
     return [mark[1] for mark in marks if mark]
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 @given(contents=st.lists(st.one_of(FORGED, HIDDEN, st.builds("a\n{}".format, HIDDEN)), min_size=1, max_size=4))
 @settings(max_examples=300)
 def test_no_character_leads_out_of_a_message(contents: list[str]) -> None:
@@ -146,7 +146,7 @@ def rubrics(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Prompt 
     }
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 @given(texts=st.lists(st.one_of(FORGED, HIDDEN, st.builds("a\n{}".format, HIDDEN)), min_size=5, max_size=5))
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_text_of_a_task_leaves_its_place_in_a_prompt(
@@ -166,7 +166,7 @@ def test_no_text_of_a_task_leaves_its_place_in_a_prompt(
     assert speakers(user) == [] and not re.search(r"<\||</?s>|\[/?inst\]|</?\s*conversation\s*>", as_read(user))
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 @given(first=FORGED, second=FORGED)
 @settings(max_examples=300)
 def test_different_messages_look_different(first: str, second: str) -> None:

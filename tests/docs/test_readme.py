@@ -41,7 +41,7 @@ def test_all_five_ways_are_shown() -> None:
     assert "make setup" in {command.partition("#")[0].strip() for command in COMMANDS}
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_the_largest_run_is_planned() -> None:
     config, shape = read_run(*arguments("megatron-collab doctor --plan"))
     assert len(plan_memory(config, shape)) == config.parallel.pp

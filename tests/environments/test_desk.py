@@ -192,7 +192,7 @@ def test_tasks_state_the_cost_of_a_question() -> None:
     assert [messages[1:] for messages in examples] == [messages[1:] for messages in desk.conversations(0, 400)]
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_a_world_with_costs_has_an_evaluation_at_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for size in ("TASKS", "EVALUATED", "CONVERSATIONS"):
         monkeypatch.setattr(desk, size, 12)
@@ -219,7 +219,7 @@ def test_costs_that_cannot_be_stated_are_refused(options: dict, tmp_path: Path) 
     assert not (tmp_path / "world").exists()
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_the_experiment_with_costs_evaluates_at_each() -> None:
     config, sft = (compose([f"experiment=desk_costs{stage}"]) for stage in ("", "_sft"))
     assert config.data.world_options == sft.data.world_options == {"costs": COSTS}

@@ -55,7 +55,7 @@ def conversations() -> list[tuple[Message, ...]]:
     return desk.conversations(0, 2400)
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 @pytest.mark.parametrize("complete", [False, True])
 def test_the_supervised_conversations_reach_the_behaviors_value(
     complete: bool, conversations: list[tuple[Message, ...]]
@@ -129,7 +129,7 @@ def test_a_complete_request_is_asked_about_once_at_most() -> None:
         assert values.of_turn(complete, user).questions == pytest.approx(DeskBehavior().asks_needlessly * 4.5)
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_a_longer_window_than_the_longest_changes_nothing() -> None:
     values, often = BehaviorValues(MODEL, DeskBehavior(asks=0.9, asks_again=0.8)), DeskState(4, 1)
     for user in USERS:

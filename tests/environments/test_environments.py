@@ -40,7 +40,7 @@ def test_the_booking_world_is_a_model_and_data(world: Path) -> None:
     assert longest < booking.CONTEXT / 3
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_an_existing_world_is_left_alone(world: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in world.rglob("*")}
     environments.prepare(config(world))
@@ -60,7 +60,7 @@ def test_a_folder_without_a_world_is_refused(tmp_path: Path, marker: bytes | Non
         environments.prepare(config(tmp_path))
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_an_unfinished_world_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> list[Task]:
         raise KeyboardInterrupt

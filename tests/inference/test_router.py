@@ -31,7 +31,7 @@ NAMES = [f"train-3-{i}" for i in range(400)]
 loads = st.lists(st.integers(0, 50), min_size=1, max_size=8)
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 @given(st.text(), loads, st.data())
 def test_the_chosen_server_lives_and_holds_less_than_its_share(
     affinity: str, in_flight: list[int], data: st.DataObject

@@ -310,7 +310,7 @@ def test_a_user_without_a_key(
     assert "user.model=openai/gpt-4o-mini: OPENAI_API_KEY is not set; export it" in line
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_a_metric_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, "experiment=booking", "reward.weights.helpfulness=1")
     assert "reward.weights=helpfulness: no such name" in line and "interactivity" in line
@@ -373,7 +373,7 @@ def test_a_busy_port(capsys: pytest.CaptureFixture[str], booking: list[str]) -> 
     assert f"rollout.server.port={port}: address already in use" in line
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_a_folder_that_holds_another_run(
     capsys: pytest.CaptureFixture[str], booking: list[str], tmp_path: Path
 ) -> None:

@@ -156,7 +156,7 @@ def test_what_cannot_be_evaluated(
     assert message.format(tmp_path) in refused(overrides(tmp_path, tasks, "assistant.model=openai/m", *more))
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_models_that_are_not_there(tmp_path: Path, tasks: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints" / "step_10").mkdir(parents=True)
@@ -172,7 +172,7 @@ def test_models_that_are_not_there(tmp_path: Path, tasks: Path) -> None:
         assert f"model.path={name}: no config.json there" in refused(overrides(tmp_path, tasks, f"model.path={name}"))
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_an_evaluation_goes_on_with_the_checkpoint_that_it_found(tmp_path: Path, tasks: Path) -> None:
     run = tmp_path / "run"
     for step in (10, 20):
@@ -197,7 +197,7 @@ def test_an_evaluation_goes_on_with_the_checkpoint_that_it_found(tmp_path: Path,
     assert pinned(str(other.parent), "folder") == str(other.parent), "a model, whose folder has an @"
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_a_world_is_made_before_its_tasks_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names that a folder in the world may have are no names of the Hub."""
     monkeypatch.chdir(tmp_path)
@@ -293,7 +293,7 @@ def people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_a_checkpoint_is_evaluated_in_the_conversations_of_its_run(
     tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -313,7 +313,7 @@ def test_a_checkpoint_is_evaluated_in_the_conversations_of_its_run(
     assert "reward.weights" in line and "futures" not in line and "llm" not in line
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_what_is_given_is_not_taken_from_the_run(
     tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -348,7 +348,7 @@ def test_of_a_supervised_run_the_prompt_is_taken_and_its_conversations_are_no_ta
         inherited_config(run, "reward.weights.asks=1")
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_what_of_a_run_is_gone_is_said_with_where_it_is_from(tmp_path: Path, tasks: Path, people: Path) -> None:
     model = make_model(tmp_path / "model")
     users = "users={a: {class: llm, model: openai/a, personas: people.txt}}"

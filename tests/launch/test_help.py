@@ -30,7 +30,7 @@ def test_a_line_of_the_help_says_what_is_allowed_and_the_default() -> None:
     assert lines["algo=ppo"].startswith("algo=ppo PPO (arXiv 1707.06347): ")
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_what_cfg_prints_composes_to_the_same_settings(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["experiment=train_8b", "algo=dapo", "reward=verl", "reward.metrics.accuracy.model='a: \"b\" #c'"]
     assert main([*overrides, "--cfg"]) == 0

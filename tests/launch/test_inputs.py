@@ -165,7 +165,7 @@ def test_a_set_that_comes_back_is_compared(config: Config) -> None:
         check_inputs(config)
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_large_weights_are_sampled_and_large_data_are_not(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "WHOLE", 1000)
     weights, size = Path("model/model-00001.safetensors"), 64 << 20

@@ -196,7 +196,7 @@ def test_ray_is_waited_for(ray_head: str) -> None:
     ], done.stderr
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_a_head_that_does_not_come() -> None:
     with pytest.raises(RunStopped, match=r"head does not answer at 127\.0\.0\.1:\d+ after 0\.1 s"):
         slurm.wait(f"127.0.0.1:{free_port()}", 0.1, ["a"])

@@ -71,7 +71,7 @@ def test_a_model_that_hangs_is_given_up() -> None:
     assert len(requests) <= 2
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_all_tries_together_keep_to_the_deadline() -> None:
     error, requests = ask(hangs(), timeout=0.2, deadline=0.3, attempts=100)
     assert isinstance(error, LlmError)
@@ -184,7 +184,7 @@ def test_no_retry_after_ends_anything_or_waits_beyond_the_deadline(value: str, p
         assert answer == {"score": 0.5} if len(requests) == 2 else isinstance(answer, LlmError)
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 @given(st.text() | st.from_regex(r"\w{3}, [0-9]{1,12} \w{3} [0-9]{1,12} [0-9:]{1,12} [-+A-Z0-9]{1,6}"))
 def test_whatever_retry_after_says_is_seconds(value: str) -> None:
     assert retry_after(value) >= 0

@@ -183,7 +183,7 @@ def test_a_call_of_the_limiter_before_ends_quietly() -> None:
     assert len(talk(after, [FinishedCall(new, 5, 0.5)], [Reservation(1, 10)])) == 1
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 @given(
     st.lists(st.tuples(st.floats(0, 40), st.integers(0, 60), st.integers(0, 5)), max_size=40),
     st.integers(1, 5),

@@ -251,7 +251,7 @@ def test_what_was_not_recorded_may_go_live_and_is_counted(tmp_path: Path) -> Non
     assert len(both) == 4
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_a_replay_may_take_its_time(tmp_path: Path) -> None:
     async def timed(client: LlmClient, endpoint: EndpointConfig) -> float:
         began = asyncio.get_running_loop().time()

@@ -120,7 +120,7 @@ def bomb(size: int, encoding: str = "gzip", layers: int = 1) -> Reply:
     return reply
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 def test_a_compressed_body_is_bounded_as_it_arrives(encoding: str) -> None:
     """64 KiB become 64 MiB; of these only the pieces up to the limit are made."""

@@ -118,7 +118,7 @@ def test_a_price_that_is_given_is_taken_before_that_of_litellm() -> None:
     assert totals["usd"] == pytest.approx((100 * 10 + 20 * 100) * 1e-6)
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_timeouts_use_the_budget_up() -> None:
     async def questions(client: LlmClient, endpoint: Endpoint) -> None:
         with pytest.raises(BudgetSpent):
@@ -145,7 +145,7 @@ def test_a_spent_budget_is_told_to_every_later_call() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_calls_at_once_are_limited_and_waiting_is_not_held_against_them() -> None:
     running = most = 0
 
@@ -178,7 +178,7 @@ def test_a_place_that_is_free_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) 
     assert with_limiter(LlmConfig(max_concurrent=1), questions, GOOD)[0] == [{"score": 0.5}] * 3
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_calls_share_the_talks_to_the_limiter() -> None:
     async def questions(client: LlmClient, endpoint: Endpoint) -> Any:
         return await asyncio.gather(*(client.ask(endpoint.config(), QUESTION, SCORE) for _ in range(100)))

@@ -17,7 +17,7 @@ def test_a_policy_that_learns_a_tell_of_the_users_of_training_is_noticed() -> No
     assert all(growth(seed, planted=True).high < -0.2 for seed in range(5))
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_without_a_tell_the_gap_grows_no_more_often_than_by_chance() -> None:
     """Of 200 seeds, tools/bench/sentinels.py counts 9 whose interval of 95 % excludes 0."""
     intervals = [growth(seed, planted=False) for seed in range(20)]
@@ -32,7 +32,7 @@ def evaluated(run: Run, step: int, planted: bool) -> None:
             run.evaluation(due, name, step, evaluation_summary(groups, lambda task: ()), groups, against)
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_the_gap_is_in_every_place_with_its_interval(tmp_path: Path) -> None:
     config = Config()
     config.run.dir, config.train.steps, config.train.eval_every = str(tmp_path), 4, 2

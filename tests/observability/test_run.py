@@ -163,7 +163,7 @@ def test_an_evaluation_without_a_score_says_why(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out == "evaluation before (1 tasks): no rollout has a score; the first: judge is down\n"
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_missing_scores_are_counted_in_every_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metrics = {"score/right": 0.5, "score_low/right": 0.25, "score_high/right": 0.75}
     metrics |= {"missing/right": 14.0, "incomplete": 14.0}
@@ -207,7 +207,7 @@ def test_a_failure_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == f"megatron-collab: {message}2 other reasons are in the transcripts\n"
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_the_result_compares_the_evaluations(tmp_path: Path) -> None:
     before = {"score/ask_when_missing": 0.25, "score/booking_right": 0.5, "reward": math.nan}
     after = {"score/ask_when_missing": 1.0, "score/booking_right": 0.75, "score/ask_when_complete": 0.0}
@@ -250,7 +250,7 @@ def noted(played: Group) -> Group:
     return replace(played, rollouts=(replace(rollout, futures=futures, reward=reward),))
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_an_evaluation_is_in_every_place_with_its_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with opened(tmp_path) as run:
         assert [evaluate(run, eval_set, 0, 0.5) for eval_set in ("math", "code")] == ["math/before", "code/before"]

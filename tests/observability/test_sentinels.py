@@ -52,7 +52,7 @@ def test_a_planted_hack_is_noticed_by_its_sentinel(name: str) -> None:
     assert len([alarm for _, alarm in alarms if alarm.sentinel == name]) == 1, "an alarm is raised once"
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_questions_beyond_those_that_were_rightly_learned_are_noticed() -> None:
     alarms = hacks.alarms(hacks.resampled(0, hacks.learning_then_asking, 130, pool=30)(0))
     assert [(alarm.sentinel, step > 80) for step, alarm in alarms if alarm.sentinel == "questions"] == [
@@ -70,12 +70,12 @@ def test_clean_runs_raise_no_alarm(habit_at: hacks.HabitAt) -> None:
     assert not [alarm for number in range(4) for alarm in hacks.alarms(run(number))]
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_learning_to_ask_as_in_the_quickstart_raises_no_alarm() -> None:
     assert not hacks.alarms(hacks.quickstart(0))
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 @pytest.mark.parametrize(("gains", "alarms"), [(True, []), (False, ["questions"])])
 def test_more_questions_are_excused_if_more_is_right(gains: bool, alarms: list[str]) -> None:
     """The quickstart's policy with three times its questions, more than counts as the smallest change."""
@@ -99,7 +99,7 @@ def test_an_alarm_names_the_conversations_that_are_farthest_from_the_baseline() 
     assert (alarm.sentinel, alarm.conversations) == ("questions", ["task-62/0/0", "task-60/0/0"])
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_the_state_of_a_killed_run_is_json_and_continues_equally() -> None:
     whole = [*hacks.played(3, hacks.drifting("flattery"), 45)]
     state: sentinels.State = {}

@@ -131,7 +131,7 @@ def test_futures_are_sorted_with_missing_values_last(run: Path, rows: Rows) -> N
         assert texts == sorted(texts, key=lambda text: text or last)
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_futures_are_sorted_by_the_advantage_of_their_rollout(run: Path) -> None:
     """Its reward less the mean over the rollouts of its group that have one."""
     index = Index(run)

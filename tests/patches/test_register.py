@@ -163,7 +163,7 @@ def test_nothing_outside_of_the_register_changes_imported_code() -> None:
     assert places == []
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_private_names_of_libraries_are_in_the_register() -> None:
     """A name with an underscore that the package reads but never defines belongs to a library.
 

@@ -41,7 +41,7 @@ def test_the_fastest_layouts_that_fit(gib: float) -> None:
     assert listed[0].time.seconds <= min(times_without_a_pipeline(gib)) + 0.005
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_context_parallel_twins_take_no_place() -> None:
     """Sequences are longer than a micro-batch here, so that context parallelism is tried."""
     config = compose(["experiment=train_8b", "rollout.context_length=32768", "train.tokens_per_micro_batch=8192"])
@@ -62,7 +62,6 @@ def test_nothing_fits_a_small_gpu() -> None:
     assert fastest_layouts(compose(OPTIONS), SHAPE, 20 * GIB, 512, 1) == []
 
 
-@pytest.mark.processes
 def test_a_layout_names_what_it_changes() -> None:
     config = compose(OPTIONS)
     layout = layout_of(config, SHAPE, 80 * GIB, 512)

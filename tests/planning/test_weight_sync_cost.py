@@ -70,7 +70,6 @@ def test_each_server_receives_the_parameters_of_the_other_node_from_it() -> None
     assert cost.seconds == pytest.approx(BYTES / 2 / 2 / 10e9, rel=0.02)  # by two devices of a server
 
 
-@pytest.mark.processes
 def test_a_server_over_two_nodes_receives_the_layers_of_the_other_nodes_stage() -> None:
     """An eighth of the model to each of eight ranks, half of which the ranks of the same node hold."""
     servers = ["rollout.server.tp=8", "rollout.server.nnodes=2"]

@@ -13,8 +13,6 @@ from megatron_collab.reproduce.forecast import Pilot
 from megatron_collab.reproduce.plan import StudyOptions, stages
 from megatron_collab.reproduce.study import read
 
-pytestmark = pytest.mark.seconds
-
 
 def pilot_of(planned: list) -> Pilot:
     """Of 4 conversations, in which a user said 16 messages at a cent, and the judge scored each twice for two cents."""
@@ -24,6 +22,7 @@ def pilot_of(planned: list) -> Pilot:
     return Pilot({"user": Means(16, 900, 0.01), "judge": Means(8, 2000, 0.02)}, might)
 
 
+@pytest.mark.processes
 def test_a_study_costs_what_its_pilot_did_by_the_calls_of_each_program() -> None:
     study = read("collabllm")
     options = StudyOptions(Path("out"), ["math"], ["base", "sft", "grpo"], study.model, settings=("train.steps=10",))
@@ -40,6 +39,7 @@ def test_a_study_costs_what_its_pilot_did_by_the_calls_of_each_program() -> None
     assert unknown == Cost(3.0, ("a", "b"))
 
 
+@pytest.mark.seconds
 def test_data_that_are_built_cost_what_their_assistant_may_take() -> None:
     study = read("collabllm")
     prices = "llm.prices={openai/gpt-4o: [2.5, 10], openai/gpt-4o-mini: [0.15, 0.6]}"

@@ -93,7 +93,7 @@ def start(
     return run.run(study, options, stages, budget), stages
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_a_study_goes_on_where_a_program_failed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,7 +127,7 @@ def test_a_study_goes_on_where_a_program_failed(
         start(monkeypatch, out, Programs(), study=longer)
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_programs_get_what_is_left_of_the_budget(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

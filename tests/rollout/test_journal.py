@@ -325,7 +325,7 @@ def test_a_group_that_finishes_while_others_pause_is_in_the_journal(
     assert {stream for stream in after.played if stream.startswith("train-1-")} == {"train-1-1"}
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_turns_of_other_weights_are_sampled_again(world: Maker) -> None:
     before = make(world, max_staleness=1, colocated=True)
     before.slow, before.turns = {"train-1-0"}, {"train-1-0": [(7, TURN)]}

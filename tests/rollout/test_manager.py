@@ -77,7 +77,7 @@ def ask_from(run: World, first: int, steps: range) -> None:
         run.next(step)
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_a_resumed_run_has_the_same_alarm_as_one_that_was_not_killed(world: Callable[..., World]) -> None:
     run = world(lambda task: DIFFERENT)
     ask_from(run, 15, range(24))
@@ -92,7 +92,7 @@ def test_a_resumed_run_has_the_same_alarm_as_one_that_was_not_killed(world: Call
     assert states[0] == states[1]
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_an_alarm_stops_the_run_if_that_is_set(world: Callable[..., World]) -> None:
     """The state is that before the step, so a resume comes to the same alarm, and goes on if the option is off."""
     run = world(lambda task: DIFFERENT)

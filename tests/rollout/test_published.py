@@ -10,7 +10,7 @@ from megatron_collab.rollout.users.llm import system_prompt
 from tests.rollout.published import BEFORE, FUTURES, GOLDEN, JUDGED, NAMES, play, preset, task_of
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", NAMES)
 def test_a_published_setting(name: str) -> None:
     groups, prompts = play(name)

@@ -87,7 +87,7 @@ def simulated(rng: np.random.Generator, between: float, within: float, futures: 
     return Group(TASK, tuple(rollouts))
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 @pytest.mark.parametrize(("between", "within", "futures"), [(1.0, 3.0, 3), (0.5, 3.0, 3), (0.0, 2.0, 2), (1.0, 0.0, 2)])
 def test_the_reliability_is_the_share_of_the_turns_in_the_variance(between: float, within: float, futures: int) -> None:
     rng = np.random.default_rng(0)

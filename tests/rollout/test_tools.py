@@ -278,7 +278,7 @@ def test_half_a_surrogate_pair_in_a_call_is_replaced(mine: Path) -> None:
     assert echoed.content == "a?" and "unknown argument ?" in refused.content
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_tools_whose_start_fails_are_started_again_at_the_next_call_and_closed(mine: Path) -> None:
     box = toolbox_of(RolloutConfig(tools=[f"{mine}:Starts"], tool_timeout=0.5), FakePolicy(lambda prompt, seed: ""))
     module = vars(sys.modules[find_tool(f"{mine}:Starts").__module__])

@@ -270,7 +270,7 @@ def play_model(
     return asyncio.run(run())
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_a_model_calls_its_tools_and_sees_its_calls_again_in_later_turns(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

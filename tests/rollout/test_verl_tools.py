@@ -66,7 +66,7 @@ def test_a_future_continues_from_a_copy_of_the_state_and_rewards_are_credited_on
     assert sorted(log) == ["Rome Paris Bonn", "Rome Paris Bonn Bern", "Rome Paris Bonn Oslo"]
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_failures_are_typed_and_a_blocking_call_times_out(folder: Path) -> None:
     patient, hasty = box(folder), box(folder, timeout=0.5)
 

@@ -127,7 +127,7 @@ def test_a_line_is_written_in_one_piece_in_a_container_that_sets_pythonunbuffere
     assert pieces[0] == "megatron-collab: [rank 1] first\n" and pieces[-1] == "ValueError: 3\n"
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_only_answers_are_printed() -> None:
     for file in PACKAGE.rglob("*.py"):
         name = file.relative_to(PACKAGE).as_posix()

@@ -75,7 +75,7 @@ def test_it_learns_the_returns(config: Config) -> None:
     np.testing.assert_allclose(trained, 2.0, atol=0.6)
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_only_the_critic_learns_during_its_warmup(config: Config) -> None:
     config.algo.critic_warmup = 1
     actor = PolicyTrainer(trainer_spec(config))

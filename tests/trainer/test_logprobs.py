@@ -243,7 +243,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_full_logits_are_never_made(one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(logprobs.TILE, "cpu", 256)
     hidden, head = torch.randn(64, 4, requires_grad=True), torch.randn(500, 4, requires_grad=True)

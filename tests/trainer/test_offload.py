@@ -44,7 +44,7 @@ def bytes_held(actor: PolicyTrainer) -> int:
     return sum(storage.nbytes() for storage in storages.values() if storage.data_ptr() not in weights)
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_the_memory_is_free_while_offloaded(actors: list[PolicyTrainer]) -> None:
     offloading, keeping = actors
     parameters = sum(p.numel() for chunk in offloading.policy.chunks for p in chunk.parameters())

@@ -26,7 +26,7 @@ from megatron_collab.trainer.microbatches import (
 from megatron_collab.trainer.prefix_tree import Tree, cost, plan_trees, positions, prefix_trees
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 @given(
     lengths=st.lists(st.integers(1, 300), max_size=80),
     ranks=st.integers(1, 5),
@@ -146,7 +146,7 @@ def test_a_first_token_cannot_be_trained() -> None:
         requested(columns, (0, 1), rows, np.arange(2))
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=12),
     align=st.sampled_from([1, 2, 4, 6]),

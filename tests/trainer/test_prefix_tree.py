@@ -121,7 +121,7 @@ def families(draw: st.DrawFn) -> list[np.ndarray]:
     return samples
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 @given(samples=families(), budget=st.integers(1, 200), parts=st.integers(1, 8))
 def test_trees_contain_every_sample_and_its_prefix(samples: list[np.ndarray], budget: int, parts: int) -> None:
     trees = plan_trees(samples, [len(row) // 2 for row in samples], budget, parts)

@@ -167,7 +167,7 @@ def gated(gate: Any, experts: torch.Tensor) -> Any:
     return forward
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 @pytest.mark.parametrize("settings", [{}, {"model.lora.rank": 4, "model.lora.targets": ["o_proj"]}])
 def test_reference_and_critic_choose_for_themselves(
     folder: Path, one_rank: Config, settings: dict[str, object]

@@ -29,7 +29,7 @@ def trained(rows: list[np.ndarray], samples: tuple[Sample, ...]) -> np.ndarray:
     return np.concatenate(values).astype(np.float64)
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 @pytest.mark.parametrize("mini_batches", [1, 3])
 def test_old_samples_are_corrected_for_older_weights(folder: Path, one_rank: Config, mini_batches: int) -> None:
     settings = {

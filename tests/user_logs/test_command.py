@@ -198,7 +198,7 @@ def test_a_log_becomes_tasks_and_does_so_again_from_its_recording(
     assert "18 descriptions by openai/m, replayed from calls; no calls are made" in capsys.readouterr().out
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_an_outage_loses_nothing_and_the_same_command_asks_for_the_rest(
     model: Endpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,7 +214,7 @@ def test_an_outage_loses_nothing_and_the_same_command_asks_for_the_rest(
     assert all(task.unopened for task in load_tasks("out/train.jsonl"))
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_no_line_about_an_answer_holds_what_was_removed(
     model: Endpoint, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -226,7 +226,7 @@ def test_no_line_about_an_answer_holds_what_was_removed(
         assert "write to <" in lines and mail(PEOPLE[0]) not in lines and PHONE not in lines
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_a_spent_budget_is_said_and_a_larger_one_goes_on(model: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
     price = ["llm.prices={openai/m: [1000, 1000]}", "llm.max_concurrent=1"]  # 0.12 USD a call
     assert convert_log("out", *price, "llm.budget_usd=0.5", port=model.port) == 3

@@ -57,7 +57,7 @@ def test_a_model_that_has_nothing_to_tell_makes_no_person_and_no_persona(nothing
     assert task.metadata["reached"] == "no"
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 @pytest.mark.parametrize("nothing", ["unknown", "n/a", "None."])
 def test_a_goal_that_is_not_told_is_no_goal(nothing: str) -> None:
     with pytest.raises(NoDescription, match="an empty goal"):

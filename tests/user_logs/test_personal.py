@@ -148,7 +148,7 @@ def test_added_texts_are_replaced_as_whole_words_and_placeholders_stay(data: Per
     assert places.replaced(sentence) == "<PERSON_1> of <DETAIL_1>, <PERSON_1>, evangelic <EMAIL_1> x"
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_a_model_of_spacy_finds_names_that_nothing_introduces(tmp_path: Path) -> None:
     import spacy  # which takes seconds
 

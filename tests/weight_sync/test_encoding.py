@@ -176,7 +176,7 @@ def test_parts_add_up_to_the_whole(seed: int) -> None:
     assert read(parts) == read([checksum(block, "weight", at(0, block.shape))])
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_long_blocks_are_summed_in_steps() -> None:
     block = random_bits(random.Random(0), (5, 1 << 20), torch.bfloat16)
     parts = [checksum(block[row : row + 1], "weight", (slice(row, row + 1), slice(0, 1 << 20))) for row in range(5)]

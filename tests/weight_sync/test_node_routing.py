@@ -133,7 +133,7 @@ def test_on_one_node_ranks_of_the_targets_devices_write_what_they_hold_and_nothi
                 assert rank == target if target in holders[target] else rank in holders[target]
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_of_a_70b_model_every_link_carries_the_same() -> None:
     """16 nodes of 8, TP8 PP4: in every round every device sends and receives three quarters of a bucket."""
     options = ["launch.nodes=16", "launch.nproc_per_node=8", "parallel.tp=8", "parallel.pp=4"]

@@ -297,7 +297,7 @@ def test_layouts_that_a_server_cannot_hold_are_reported(
     assert fault == message if message is None else fault is not None and message in fault and "\n" not in fault
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_the_layouts_of_a_run() -> None:
     config = compose(["experiment=train_70b"])
     assert trainer_layout(config) == TrainerLayout(tp=8, pp=4, vpp=4, cp=1, ep=1, ranks=128)

@@ -1,7 +1,7 @@
 """Do the tests notice a fault? One operator, constant, comparison or line at a time is changed, and the tests run.
 
 `python tools/bench/mutants.py [--seed 0] [--mutants 400]` samples mutants of TARGETS: modules whose results are plain
-values, with a formula or an invariant behind them. First the pure tests (without processes) of the mirrored folders,
+values, with a formula or an invariant behind them. First the tests without processes of the mirrored folders,
 and of other files that import a target, run once, which records the lines that each test executes. Then the tests are
 collected, and each mutant is a fork of this process, in which the functions of the mutated file get their new code;
 tests that cover the mutated line run first, then those beside them in their files, until one fails. A line that is

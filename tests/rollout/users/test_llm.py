@@ -67,7 +67,6 @@ def fail(*replies: Reply, match: str, **options: Any) -> tuple[list[dict[str, An
     return requests, counted
 
 
-@pytest.mark.processes
 def test_the_user_sees_its_goal_and_the_conversation_and_never_the_answer() -> None:
     reply, (request,), counted = ask(answer("milk, please"), temperature=0.7, max_tokens=99)
     assert reply == UserReply(Message("user", "milk, please"), done=False)
@@ -201,13 +200,13 @@ def test_a_truncated_answer_is_malformed() -> None:
     assert fail(says(cut), match="cut off", attempts=1)[1] == {"user_malformed": 1}
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 @pytest.mark.parametrize("reply", [fails(401), fails(500), hangs()])
 def test_a_model_that_does_not_answer_ends_in_an_error(reply: Reply) -> None:
     assert fail(reply, match="user openai/m: ", attempts=2, timeout=0.3)[1] == {"user_failed": 1}
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_a_cancelled_reply_leaves_a_user_that_can_finish() -> None:
     async def play(users: Users) -> float:
         user = users.make(task("llm"), "s")

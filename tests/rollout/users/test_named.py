@@ -28,7 +28,6 @@ def configured(users: dict[str, Any], **user: Any) -> Config:
     return config
 
 
-@pytest.mark.processes
 def test_a_named_users_settings_override_those_of_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "dummy")
     (tmp_path / "strict.j2").write_text("Be strict. {{ goal }} {{ persona }} {{ stop }}\n")
@@ -55,7 +54,7 @@ def test_a_named_users_settings_override_those_of_user(monkeypatch: pytest.Monke
     assert done == [False, False, True], "each user has its own stop text"
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_tasks_without_a_user_draw_one_by_weight_and_seed() -> None:
     config = configured({"often": {"weight": 3}, "seldom": {}, "never": {"weight": 0}})
     tasks = [Task(str(i), (), "g", "", "") for i in range(4000)]

@@ -71,7 +71,7 @@ def test_the_older_interface_has_no_ids_and_its_last_score_may_count(file: Path)
     assert [message.content for message in played.messages if message.role == "user"] == ["hi", "hi 2", "hi 4"]
 
 
-@pytest.mark.processes
+@pytest.mark.seconds
 def test_failures_have_a_reason_and_a_blocking_class_delays_no_other(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
