@@ -115,7 +115,7 @@ def with_arguments(tmp_path: Path) -> Config:
 
 
 @pytest.mark.slow
-@pytest.mark.seconds
+@pytest.mark.processes
 def test_a_server_that_would_start_is_not_refused(with_arguments: Config) -> None:
     assert refusal(policy_servers(with_arguments)) is None
 
