@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+from megatron_collab.observability import report
 from tests.view import recorded_runs
 from tests.view.browser import (
     POLL_FINISHED_MS,
@@ -60,12 +62,22 @@ def test_values_at_a_step_by_keyboard_and_then_its_conversations(open_page: Open
         "step 5 \u00b7 restart at step 5 \u00b7 optim.lr: 1e-06 \u2192 5e-07"
     )
     expect(page.get_by_role("slider", name="kl", exact=True)).to_have_attribute("aria-valuetext", "step 5: first 0.005")
-    plot.press("Enter")
+    unanswered: list[Any] = []
+    page.route("**/futures?*", lambda route: unanswered.append(route))
+    with page.expect_request("**/futures?*"):
+        plot.press("Enter")
+    sign = page.locator("html.loading")
+    expect(sign).to_be_attached()
+    assert page.evaluate("getComputedStyle(document.body, '::after').content") == '"Loading\u2026"'
+    unanswered[0].continue_()
+    expect(sign).not_to_be_attached()
     expect(page.locator(".count")).to_have_text("1\u201324 of 24 futures")
     wait_for_choice(page, (5, 0, 0, 0))
 
 
-def test_new_steps_appear_while_a_run_grows(open_page: Open, serve: Serve, tmp_path: Path) -> None:
+def test_new_steps_appear_while_a_run_grows_whose_report_is_for_all(
+    open_page: Open, serve: Serve, tmp_path: Path
+) -> None:
     run = tmp_path / "growing"
     recorded_runs.write_run(run, 2)
     starts = "".join(f'{{"step": {step % 2}}}\n' for step in range(300))
@@ -103,6 +115,11 @@ def test_new_steps_appear_while_a_run_grows(open_page: Open, serve: Serve, tmp_p
     recorded_runs.write_step(run, 1)
     page.clock.fast_forward(POLL_FINISHED_MS)
     expect(state).to_have_text("train \u00b7 2 steps \u00b7 running")
+    page.set_viewport_size({"width": 400, "height": 900})
+    page.goto(report.write(run).as_uri())
+    expect(page.get_by_role("region")).to_have_count(2)  # tables: alarms, evaluation
+    assert_accessible(page)
+    assert page.evaluate("document.documentElement.scrollWidth") == 400
 
 
 def test_runs_lie_over_each_other_by_color_and_the_theme_stays(open_page: Open, site: str) -> None:

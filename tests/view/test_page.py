@@ -102,7 +102,10 @@ def test_pure_modules(open_page: Open, site: str) -> None:
     assert 0.93 < covered.mean() < 0.97, "of the true line, in the middle of the curves"
     assert "high" not in called("series", "smoothed", [{"x": x, "y": x} for x in range(10)], 0.5, False)[0]
     assert called("series", "valueText", {"y": 2}, {"total": 8}) == "2 (25 %)"
-    rows = [{"step": 3, "servers/lost": 2, "servers/back": 1}, {"step": 4, "servers/lost": "2", "servers/judge_lost": 1}]
+    rows = [
+        {"step": 3, "servers/lost": 2, "servers/back": 1},
+        {"step": 4, "servers/lost": "2", "servers/judge_lost": 1},
+    ]
     lost = [(event["step"], event["text"]) for event in called("series", "lostServers", rows)]
     assert lost == [(3, "servers/lost: 2"), (4, "servers/judge_lost: 1")]
     user, reply, other = ({"role": role, "content": "text"} for role in ("user", "assistant", "assistant"))
