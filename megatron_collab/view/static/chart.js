@@ -250,8 +250,8 @@ export class Chart {
   }
 
   /**
-   * The values at `x`; without it, or if there are none, the last ones, whose trend lags and is not shown. A series that
-   * has none there says so.
+   * The values at `x`; without it, or if there are none, the last ones, whose trend lags and is not shown. A series
+   * that has none there says so.
    */
   valuesAt(x) {
     if (this.chart.kind === "stack") x ??= this.xs.at(-1); // its stages are of one step

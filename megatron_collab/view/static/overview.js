@@ -226,8 +226,9 @@ export class Overview {
         element("td", {}, beginning(text, 400)),
       ),
     );
-    const isCut = rows.length < this.events.length;
-    const caption = isCut && element("caption", {}, `The last ${rows.length} of ${plural(this.events.length, "event")}`);
+    const count = this.events.length;
+    const text = `The last ${LISTED_EVENTS} of ${plural(count, "event")}`;
+    const caption = count > LISTED_EVENTS && element("caption", {}, text);
     const view = table(["step", "kind", "run", "what happened"], rows, { class: "events" }, caption);
     this.eventsSection.replaceChildren(
       this.eventsSection.firstElementChild,

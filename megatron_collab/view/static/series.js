@@ -130,7 +130,7 @@ const isNumber = (value) => typeof value === "number";
  * points with values, not steps. With `hasInterval`, `low` and `high` are the 95 % interval of that mean if the points
  * are a slow trend and independent noise of one variance: half the mean square of the differences between neighbors
  * (von Neumann 1941, Annals of Mathematical Statistics 12:367). Fewer than LEAST points have none. The interval does
- * not contain by how much the mean bends the trend: at the ends of a curve it lags, where the curve turns it is flatter.
+ * not contain by how much the mean bends the trend: at the ends of a curve it lags, where that turns it is flatter.
  */
 export function smoothed(points, weight, hasInterval) {
   const values = points.flatMap(({ y }) => (y === null ? [] : [y]));
