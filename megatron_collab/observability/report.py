@@ -122,13 +122,6 @@ def curves(metrics: Rows, records: Mapping[str, evaluations.Record] = {}) -> lis
 
     Plots without data are left out.
     """
-    scores, rewards = _series(metrics, "score/"), _series(metrics, "reward")
-    errors = dict(_series(metrics, "reward_se").get("reward_se", []))
-    reward_band = {
-        step: (value - errors[step], value + errors[step])
-        for step, value in rewards.get("reward", [])
-        if step in errors
-    }
     tested = _series([{"step": record["step"], **evaluations.scalars(record)} for record in records.values()], "eval/")
     bands: Bands = {}
     for name in tested:
@@ -142,18 +135,14 @@ def curves(metrics: Rows, records: Mapping[str, evaluations.Record] = {}) -> lis
     plots = [
         *_by_scale("Evaluation, with 95 % intervals", means, bands),
         *_by_scale("Gap to the compared set, with 95 % intervals", gaps, bands),
-        (
-            "Mean reward of the trained turns, with the mean standard error that one has from its futures",
-            rewards,
-            {"reward": reward_band},
-        ),
+        ("Mean reward of the trained turns", _series(metrics, "reward"), {}),
         (
             "How well rewards tell the turns of a group apart: share of their variance that is due to the turns "
             "(reliability), share of the groups with equal rewards",
             _series(metrics, "reliability") | _series(metrics, "equal_rewards"),
             {},
         ),
-        *_by_scale("Scores of the rollouts", scores, {}),
+        *_by_scale("Scores of the rollouts", _series(metrics, "score/"), {}),
         ("Loss", _series(metrics, "loss"), {}),
         ("KL to the first policy", _series(metrics, "kl"), {}),
         ("Tokens of the trained turn", _series(metrics, "turn_tokens"), {}),
@@ -182,9 +171,8 @@ def _series(metrics: Rows, name: str) -> Series:
     return series
 
 
-_GRAY = "#7b7f84"  # on a light and on a dark page
 _COLORS = {  # of the page `view`, as far as they suit both
-    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _GRAY),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), "#7b7f84"),  # lines; the page colors texts
     "axes.prop_cycle": cycler(
         color=["#3f8fd0", "#d8702f", "#3fa36b", "#a76cc0", "#b08a12", "#cf5b80", "#3c9dab", "#8b8b8b"]
     ),
@@ -205,7 +193,7 @@ def _svg(series: Series, bands: Bands) -> str:
                 low, high = ([band.get(step, (value, value))[end] for step, value in points] for end in (0, 1))
                 axes.fill_between(steps, low, high, alpha=0.25, color=drawn.get_color())
         if len(series) > 1:
-            axes.legend(frameon=False, fontsize=7, labelcolor=_GRAY)
+            axes.legend(frameon=False, fontsize=7)
         axes.set_xlabel("step")
         axes.spines[["top", "right"]].set_visible(False)
         stream = io.StringIO()

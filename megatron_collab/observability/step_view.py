@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,8 @@ if TYPE_CHECKING:  # rich takes a tenth of a second to import, and is needed on 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _RECENT = 40  # steps of the small curve, and of the mean time of a step
 _MESSAGES, _MESSAGE_LENGTH = 4, 300  # of the conversation: last messages, characters of each
-# Metrics that are shown if they are not 0, by prefix: each is a sign that something goes wrong.
-_HEALTH = ("missing", "servers/", "count/user_", "llm/unpriced")
-_REPLIES = "count/user_replies"  # of users, however they went
+# Metrics that are shown if they are not 0: each is a sign that something goes wrong.
+_HEALTH = re.compile(r"missing|servers/.*lost|count/user_(?!replies$|tool_calls$).*|llm/unpriced.*")
 
 
 class StepView:
@@ -100,7 +100,7 @@ class StepView:
             rows.append(("time", times))
         if self._usd or "llm/calls" in metrics:
             rows.append(("cost", f"{self._usd:.4g} USD, {metrics.get('llm/calls', 0):.0f} calls in the last step"))
-        faults = {name: value for name, value in metrics.items() if name.startswith(_HEALTH) and name != _REPLIES}
+        faults = {name: value for name, value in metrics.items() if _HEALTH.fullmatch(name)}
         health = [f"{name} {value:.3g}" for name, value in faults.items() if value]
         if health or self._metrics:
             rows.append(("health", "  ".join(health) or "nothing missing"))

@@ -321,9 +321,11 @@ def interval(estimate: Estimate) -> dict[str, float | None]:
 
 def _history(file: Path) -> Iterator[dict[str, Any]]:
     for _, row in records.lines(file):
-        if row is not None and records.of_step(row) and "setting" not in row:
-            yield _event(row, "restart", f"started again at step {row['step']}")
-        elif row is not None and records.of_step(row):
+        if row is None or not records.of_step(row):
+            continue
+        if "setting" not in row:
+            yield _event(row, "restart", f"restart at step {row['step']}")
+        else:
             before, after = (_value(row.get(name)) for name in ("before", "after"))
             yield _event(row, "setting", f"{row.get('setting')}: {before} → {after}")
 

@@ -96,6 +96,9 @@ def test_ten_conversations_before_and_after_side_by_side(run: Path) -> None:
 def test_what_is_drawn(run: Path) -> None:
     metrics = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
     drawn = {title: series for title, series, _ in report.curves(metrics)}
+    assert ("Mean reward of the trained turns", {"reward": [(i, i / 10) for i in range(5)]}, {}) in report.curves(
+        metrics
+    )
     assert drawn["Scores of the rollouts"] == {"right": [(i, i / 10) for i in range(5)]}
     assert drawn["Scores of the rollouts: tokens"] == {"tokens": [(i, 15.0 + i) for i in range(5)]}
     assert set(drawn["Seconds by stage"]) == {"rollout", "update"}

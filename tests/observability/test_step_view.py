@@ -18,6 +18,9 @@ METRICS = {
     "missing": 2.0,
     "count/user_failed": 0.0,
     "count/user_replies": 40.0,
+    "count/user_cut": 3.0,
+    "servers/judge_lost": 1.0,
+    "servers/judge_back": 1.0,
     "llm/usd": 0.25,
     "llm/calls": 12.0,
     "tokens": 300.0,
@@ -44,10 +47,14 @@ def test_the_view_says_where_the_run_is_and_how_it_does() -> None:
     for part in (
         *("booking", "step 12/200", "1.000 ± 0.125  ▁█", "accuracy 0.750", "loss -0.125"),
         *("before: accuracy 0.20 [0.10, 0.30]", "rollout 9.0 s (75 %)", "25 trained tokens a second"),
-        *("0.5 USD, 12 calls in the last step", "missing 2", "step 12: questions 3 (1 at the start)"),
+        *(
+            "0.5 USD, 12 calls in the last step",
+            "missing 2  count/user_cut 3  servers/judge_lost 1",
+            "step 12: questions 3 (1 at the start)",
+        ),
     ):
         assert part in text, part
-    assert "user_failed" not in text and "user_replies" not in text, "nothing failed"
+    assert not any(name in text for name in ("user_failed", "user_replies", "judge_back")), "these are no faults"
 
 
 def test_the_last_messages_of_a_conversation_are_text_and_are_cut() -> None:

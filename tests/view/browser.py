@@ -92,10 +92,12 @@ def unfold(page: Any, place: str, most: int = 1000) -> None:
 
 
 def assert_accessible(page: Any) -> None:
-    """Axe finds nothing serious in what the page shows."""
-    violations = axe.Axe().run(page).response["violations"]
-    serious = [rule for rule in violations if rule["impact"] in ("serious", "critical")]
-    assert not [(rule["id"], [node["html"] for node in rule["nodes"]]) for rule in serious]
+    """Axe finds nothing serious in what the page shows, on a light and on a dark page."""
+    for theme, options in (("dark", {"runOnly": ["color-contrast"]}), ("light", None)):
+        page.emulate_media(color_scheme=theme)
+        violations = axe.Axe().run(page, options=options).response["violations"]
+        serious = [rule for rule in violations if rule["impact"] in ("serious", "critical")]
+        assert not [(theme, rule["id"], [node["html"] for node in rule["nodes"]]) for rule in serious]
 
 
 def assert_harmless(page: Any) -> None:

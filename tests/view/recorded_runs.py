@@ -34,7 +34,7 @@ PARTS = {"accuracy": 0.5, "interactivity": 0.12, "token_amount": -0.04}
 
 
 def write_run(run: Path, steps: int, seed: int = 0, groups: int = 2) -> None:
-    """A run of `steps` steps that goes on: metrics, transcripts, evaluations, a later start, alarms."""
+    """A run of `steps` steps that goes on: metrics, transcripts, evaluations, a restart, alarms."""
     run.mkdir(parents=True)
     settings = {"program": "train", "run": {"dir": str(run)}, "train": {"steps": steps}, "reward": {"weights": WEIGHTS}}
     folder.replace(run / SETTINGS, settings)

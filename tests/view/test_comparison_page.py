@@ -59,13 +59,17 @@ def test_two_evaluations_are_compared(open_page: Open, site: str) -> None:
 
 
 def test_a_blind_test_by_keyboard(open_page: Open, serve: Serve, tmp_path: Path) -> None:
-    """Each reply says its side, so that the rater can always prefer the one of the evaluation after."""
+    """Each reply says its side, so that the rater can always prefer the one of the evaluation after.
+
+    The task whose conversations are equal is left out.
+    """
     run = tmp_path / "run"
     recorded_runs.write_run(run, 1)
     sides = {"before": "a poor reply", "after": "a good reply"}
     for name, text in sides.items():
         messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": text}]
         rows = [[{"task": f"t{at}", "messages": messages, "scores": {"judge": 0.125}}] for at in range(12)]
+        rows.insert(0, [{"task": "equal", "messages": messages[:1], "scores": {"judge": 0.125}}])
         transcripts.write(evaluations.file_of(run, name), rows)
     url = serve([run])
     page = open_page(url, "#compare?left=0:before&right=0:after", color_scheme="dark")

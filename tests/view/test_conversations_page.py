@@ -112,6 +112,7 @@ def test_reasons_thoughts_and_goals_can_be_opened_and_futures_part(open_page: Op
     expect(page.locator(".turn.chosen .parts")).to_contain_text(re.compile(r"reward\s*0\.\d+ \u00b1 0\.050"))
     heads = page.locator(".turn-head span").all_inner_texts()
     advantages = [float(text.removeprefix("advantage ").replace("\u2212", "-")) for text in heads]
+    assert all(text.startswith("advantage ") for text in heads)
     assert len(advantages) == 4 and abs(sum(advantages)) < 0.003
     for place, label, text in (
         ("#future", "Reason", "The assistant asked 2 questions"),

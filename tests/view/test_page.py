@@ -51,7 +51,7 @@ def test_what_would_hide_is_shown_and_a_long_text_is_folded(open_page: Open, hos
 
 TRENDS = """async (text) => {
   const { smoothed } = await import("/static/series.js");
-  const trend = (ys) => smoothed(ys.map((y, x) => ({ x, y })), 0.6).map(({ y, low, high }) => [y, low, high]);
+  const trend = (ys) => smoothed(ys.map((y, x) => ({ x, y })), 0.6, true).map(({ y, low, high }) => [y, low, high]);
   return JSON.stringify(JSON.parse(text).map(trend));
 }"""
 THOUGHTS = [
@@ -89,7 +89,7 @@ def test_pure_modules(open_page: Open, site: str) -> None:
         assert called("pairs", "inOrder", tasks, "a", order) == [tasks[number] for number in numbers]
     points = [{"x": 0, "y": 1.0}, {"x": 1, "y": None}, {"x": 2, "y": 4.0}]
     smooth = [{"x": 0, "y": 2.0}, {"x": 1, "y": None}, {"x": 2, "y": 3.0}]  # (1 + 0.5 * 4) / 1.5, (0.5 * 1 + 4) / 1.5
-    assert called("series", "smoothed", points, 0.5) == smooth
+    assert called("series", "smoothed", points, 0.5, True) == smooth
     curves = np.random.default_rng(0).normal(np.linspace(0, 5, 40), 0.3, (200, 40))
     weights = 0.6 ** abs(np.subtract.outer(np.arange(40), np.arange(40)))
     weights /= weights.sum(1, keepdims=True)
@@ -100,7 +100,12 @@ def test_pure_modules(open_page: Open, site: str) -> None:
     np.testing.assert_allclose(trends, np.stack([middles, middles - half, middles + half], 2), rtol=0, atol=1e-12)
     covered = abs(trends[:, 10:30, 0] - np.linspace(0, 5, 40)[10:30]) < half[:, 10:30]
     assert 0.93 < covered.mean() < 0.97, "of the true line, in the middle of the curves"
-    rows = [{"step": 3, "servers/lost": 2, "servers/back": 1}, {"step": 4, "servers/lost": 0, "servers/judge_lost": 1}]
+    assert "high" not in called("series", "smoothed", [{"x": x, "y": x} for x in range(10)], 0.5, False)[0]
+    assert called("series", "valueText", {"y": 2}, {"total": 8}) == "2 (25 %)"
+    rows = [
+        {"step": 3, "servers/lost": 2, "servers/back": 1},
+        {"step": 4, "servers/lost": "2", "servers/judge_lost": 1},
+    ]
     lost = [(event["step"], event["text"]) for event in called("series", "lostServers", rows)]
     assert lost == [(3, "servers/lost: 2"), (4, "servers/judge_lost: 1")]
     user, reply, other = ({"role": role, "content": "text"} for role in ("user", "assistant", "assistant"))

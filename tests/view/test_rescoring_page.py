@@ -54,6 +54,8 @@ def test_recomputed_rewards_are_those_of_the_trainer(open_page: Open, site: str)
         for malformed, worst in ((-1.0, False), (0.25, True), (None, False))
     ]
     groups = [rewarded_runs.made_groups(reward, count=6, seed=1) for reward in rewards]
+    futures = [future for of_reward in groups for group in of_reward for at in group.rollouts for future in at.futures]
+    assert any(0 < len(future.scores) < len(rewarded_runs.WEIGHTS) for future in futures), "some do not apply"
     rows = [[rewarded_runs.rows(group) for group in of_reward] for of_reward in groups]
     page = open_page(site)
     answers = json.loads(page.evaluate(RECOMPUTE, json.dumps([[*map(asdict, rewards)], rows, CHANGES])))

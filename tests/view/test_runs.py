@@ -221,10 +221,10 @@ def test_events_are_lines_in_order_of_step(folder: Path) -> None:
         (8, "alarm"),
         (9, "setting"),
     ]
-    assert events[1]["text"] == "started again at step 7"
+    assert events[1]["text"] == "restart at step 7"
     assert events[2]["text"] == "optim.lr: 1e-06 → 2e-06"
     assert events[3]["text"] == "sentinel questions: 1.235, baseline 0.5; conversations t-1/0/0"
-    assert events[4]["text"].startswith("run.wandb_tags: null → [") and len(events[3]["text"]) < 200
+    assert events[4]["text"].startswith("run.wandb_tags: null → [") and len(events[4]["text"]) < 200
     assert all(event["text"].isprintable() for event in events)
 
 

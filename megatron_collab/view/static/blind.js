@@ -108,7 +108,7 @@ export class Blind {
     this.setShown(null);
     this.drawOutcome();
     if (!remaining.length || this.hasEnded()) {
-      const all = this.tasks.length ? "You have rated every task." : "These sides have no task in common.";
+      const all = this.tasks.length ? "You have rated every task." : "The conversations of these sides differ in no task that both have.";
       const text = remaining.length ? "You have ended the test of these sides." : all;
       this.pair.replaceChildren(element("p", { class: "empty" }, text));
       return;
@@ -119,10 +119,16 @@ export class Blind {
       const read = (side) => api.conversations(...splitSide(this.sides[side]), task);
       const answers = await Promise.all(order.map(read));
       if (generation !== this.generation) return;
+      const messages = answers.map(({ rows }) => rows[0].messages);
+      if (JSON.stringify(messages[0]) === JSON.stringify(messages[1])) {
+        this.tasks = this.tasks.filter((other) => other !== task); // a rating of equal conversations says nothing
+        await this.next();
+        return;
+      }
       const goal = answers.map(({ rows }) => rows[0].goal).find(Boolean);
       this.pair.replaceChildren(
         ...(goal ? [foldedText("The user's goal", textOf(goal))] : []),
-        blindPairView(answers.map(({ rows }) => rows[0].messages)),
+        blindPairView(messages),
       );
       this.setShown({ task, order });
       this.begun.add(this.pairKey());

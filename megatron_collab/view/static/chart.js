@@ -44,16 +44,21 @@ export class Chart {
   }
 
   /**
-   * Draw `chart`, which is as sections() of series.js describes it, `width` pixels wide. `events`: [{step, kind, text,
-   * color}]; `smoothing`: 0 to 1. `chart.x` names what is on the axis if it is not steps; if `chart.isSquare`, both
+   * Draw `chart`, which is as sections() of series.js describes it, `width` pixels wide. `events`: [{step, kind}];
+   * `smoothing`: 0 to 1. `chart.x` names what is on the axis if it is not steps; if `chart.isSquare`, both
    * axes are from 0 to 1, and a diagonal shows equal values.
    */
   update(chart, events, smoothing, width) {
     this.chart = chart;
     this.events = events;
-    this.smoothing = chart.kind === "line" ? smoothing : 0;
-    this.trends = chart.kind === "line" ? chart.series.map(({ points }) => smoothed(points, smoothing)) : [];
-    this.xs = [...new Set(chart.series.flatMap(({ points }) => points.map(({ x }) => x)))].sort((a, b) => a - b);
+    this.smoothing = smoothing;
+    const { kind, series, hasTrend } = chart;
+    this.trends = kind === "line" ? series.map(({ points }) => smoothed(points, smoothing, hasTrend)) : [];
+    this.shownTrends = hasTrend ? this.trends.map(byX) : [];
+    this.totals = new Map(); // of a stack, by step
+    for (const { x, y } of kind === "stack" ? series.flatMap(({ points }) => points) : [])
+      this.totals.set(x, (this.totals.get(x) ?? 0) + (y ?? 0));
+    this.xs = [...new Set(series.flatMap(({ points }) => points.map(({ x }) => x)))].sort((a, b) => a - b);
     this.title.textContent = escaped(shortName(chart.title));
     this.draw(Math.max(width, 200));
     if (this.table.open) this.fillTable();
@@ -112,22 +117,17 @@ export class Chart {
     return nodes;
   }
 
+  /** Alarms, and all other events: a path each, with at most a line per pixel. */
   eventMarks() {
     if (!this.isOfSteps || !this.xs.length) return [];
     const [first, last] = this.scaleX.domain;
-    return this.events
-      .filter(({ step }) => step >= first && step <= last)
-      .map(({ step, kind, color }) => {
-        const x = this.scaleX(step);
-        const y2 = HEIGHT - MARGIN.bottom;
-        return svg("line", {
-          class: `event event-${kind === "alarm" ? "alarm" : "setting"} ${color}`,
-          x1: x,
-          x2: x,
-          y1: MARGIN.top,
-          y2,
-        });
-      });
+    const shown = this.events.filter(({ step }) => step >= first && step <= last);
+    return [false, true].map((isAlarm) => {
+      const events = shown.filter(({ kind }) => (kind === "alarm") === isAlarm);
+      const places = new Set(events.map(({ step }) => Math.round(this.scaleX(step))));
+      const lines = [...places].map((x) => `M${x} ${MARGIN.top}V${HEIGHT - MARGIN.bottom}`);
+      return svg("path", { class: isAlarm ? "event event-alarm" : "event", d: lines.join("") });
+    });
   }
 
   diagonal() {
@@ -249,22 +249,22 @@ export class Chart {
     this.describe(x ?? this.xs.at(-1), values);
   }
 
-  /** The values at `x`; without it, or if there are none, the last ones. A series that has none there says so. */
+  /**
+   * The values at `x`; without it, or if there are none, the last ones, whose trend lags and is not shown. A series
+   * that has none there says so.
+   */
   valuesAt(x) {
     if (this.chart.kind === "stack") x ??= this.xs.at(-1); // its stages are of one step
     const last = x === null || !this.xs.includes(x);
     return this.chart.series.flatMap(({ label, color, points }, i) => {
       const point = last ? points.findLast(({ y }) => y !== null) : points.find((candidate) => candidate.x === x);
-      return points.length ? [{ label, color, text: this.textOf(point, i) }] : [];
+      return points.length ? [{ label, color, text: this.textOf(point, i, !last) }] : [];
     });
   }
 
   /** The value of a point of the series `i`; with its trend if the chart shows that, or its share of a stack. */
-  textOf(point, i) {
-    const { kind, series, hasTrend } = this.chart;
-    const at = ({ points }) => points.find(({ x }) => x === point?.x);
-    const total = kind === "stack" ? series.reduce((sum, of) => sum + (at(of)?.y ?? 0), 0) : 0;
-    return valueText(point ?? { y: null }, { total, trend: hasTrend && at({ points: this.trends[i] }) });
+  textOf(point = { y: null }, i, hasTrend = true) {
+    return valueText(point, { total: this.totals.get(point.x), trend: hasTrend && this.shownTrends[i]?.get(point.x) });
   }
 
   /** What a screen reader says of the plot. */
@@ -289,7 +289,7 @@ export class Chart {
 
   tableOf() {
     const { series, title } = this.chart;
-    const columns = series.map(({ points }) => new Map(points.map((point) => [point.x, point])));
+    const columns = series.map(({ points }) => byX(points));
     const rows = this.xs.map((x) => [
       element("th", { scope: "row" }, number(x)),
       columns.map((column, i) => element("td", {}, column.has(x) ? this.textOf(column.get(x), i) : "")),
@@ -301,6 +301,10 @@ export class Chart {
       table(heads, rows, {}, element("caption", { class: "unseen" }, shortName(title))),
     );
   }
+}
+
+function byX(points) {
+  return new Map(points.map((point) => [point.x, point]));
 }
 
 /** Each series on top of those before it, as bands. */

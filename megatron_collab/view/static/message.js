@@ -2,9 +2,11 @@
 
 import { element, folded } from "./dom.js";
 import { plural, signed } from "./format.js";
-import { beginning, shortName, textBlock, thoughtsOf } from "./text.js";
+import { beginning, boundary, marked, shortName, thoughtsOf } from "./text.js";
 
 const ROLES = ["system", "user", "assistant", "tool"];
+const FOLDED_LENGTH = 4_000; // characters of a text that are shown at first
+const MORE_LENGTH = 100_000; // characters that a click adds: a browser lays out millions only slowly
 
 /** What belongs to messages of a row beside their text, by the index of the message: {raw, isCut, reward, secret}. */
 export function extrasOf(row, firstTurn) {
@@ -43,6 +45,28 @@ function contentOf(message, isCall) {
   if (message.role === "tool") return foldedText(`Result, ${plural(content.length, "character")}`, content);
   if (message.role === "system") return foldedText("System prompt", content);
   return content ? textBlock(content) : null;
+}
+
+/** A block of text in the direction of its script; only the beginning of a long one, with a button for more. */
+export function textBlock(text, className = "text") {
+  const content = element("div", { class: className, dir: "auto" });
+  if (text.length <= FOLDED_LENGTH) {
+    content.append(...marked(text));
+    return content;
+  }
+  let shown = 0;
+  const button = element("button", { type: "button", class: "more", click: () => show(MORE_LENGTH) });
+  const show = (length) => {
+    const end = boundary(text, shown + length);
+    content.append(...marked(text.slice(shown, end)));
+    shown = end;
+    const remaining = text.length - shown;
+    const next = Math.min(remaining, MORE_LENGTH);
+    button.textContent = `Show more: ${next.toLocaleString("en")} of ${remaining.toLocaleString("en")} characters`;
+    if (!remaining) button.remove();
+  };
+  show(FOLDED_LENGTH);
+  return element("div", {}, content, button);
 }
 
 /** A text that is folded, its beginning in the summary. */

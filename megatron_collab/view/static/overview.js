@@ -12,6 +12,7 @@ const POLL_MS = 2_000;
 const POLL_FINISHED_MS = 30_000; // a finished run goes on if its steps are raised
 const COLORS = 8;
 const DEFAULTS = { smooth: "0.6", x: "kl", y: "reward" };
+const LISTED_EVENTS = 200; // the last ones: a long run may have thousands
 const CHART_PX = 280; // width that a chart has at least
 
 export class Overview {
@@ -215,7 +216,7 @@ export class Overview {
 
   listEvents() {
     this.eventsSection.hidden = !this.events.length;
-    const rows = this.events.map(({ step, kind, run, color, text }) =>
+    const rows = this.events.slice(-LISTED_EVENTS).map(({ step, kind, run, color, text }) =>
       element(
         "tr",
         { class: kind === "alarm" ? "alarm" : "" },
@@ -225,7 +226,10 @@ export class Overview {
         element("td", {}, beginning(text, 400)),
       ),
     );
-    const view = table(["step", "kind", "run", "what changed"], rows, { class: "events" });
+    const count = this.events.length;
+    const text = `The last ${LISTED_EVENTS} of ${plural(count, "event")}`;
+    const caption = count > LISTED_EVENTS && element("caption", {}, text);
+    const view = table(["step", "kind", "run", "what happened"], rows, { class: "events" }, caption);
     this.eventsSection.replaceChildren(
       this.eventsSection.firstElementChild,
       element("div", { class: "table", tabindex: "0", role: "region", "aria-labelledby": "events-title" }, view),

@@ -115,39 +115,47 @@ export function against(runs, x, y) {
 
 /** Events of the steps in which servers were lost. */
 export function lostServers(rows) {
-  const isLost = ([name, count]) => /^servers\/.*lost$/.test(name) && count > 0;
+  const counters = names([{ rows }]).filter((name) => /^servers\/.*lost$/.test(name));
   return rows.flatMap((row) =>
-    Object.entries(row)
-      .filter(isLost)
-      .map(([name, count]) => ({ step: row.step, kind: "servers", text: `${name}: ${number(count)}` })),
+    counters
+      .filter((name) => isNumber(row[name]) && row[name] > 0)
+      .map((name) => ({ step: row.step, kind: "servers", text: `${name}: ${number(row[name])}` })),
   );
 }
 
 const isNumber = (value) => typeof value === "number";
 
 /**
- * The trend of a curve: at each point the mean of all, which have `weight` ** distance (0 to 1). `low` and `high` are its
- * 95 % interval if the points are a slow trend and independent noise of one variance: half the mean square of the
- * differences between neighbors (von Neumann 1941, Annals of Mathematical Statistics 12:367). Fewer than LEAST points
- * have none. At the ends of a curve the mean lags.
+ * The trend of a curve: at each point the mean of all, which have `weight` ** distance (0 to 1); the distance counts
+ * points with values, not steps. With `hasInterval`, `low` and `high` are the 95 % interval of that mean if the points
+ * are a slow trend and independent noise of one variance: half the mean square of the differences between neighbors
+ * (von Neumann 1941, Annals of Mathematical Statistics 12:367). Fewer than LEAST points have none. The interval does
+ * not contain by how much the mean bends the trend: at the ends of a curve it lags, where that turns it is flatter.
  */
-export function smoothed(points, weight) {
+export function smoothed(points, weight, hasInterval) {
   const values = points.flatMap(({ y }) => (y === null ? [] : [y]));
-  const noise = values.slice(1).reduce((sum, y, i) => sum + (y - values[i]) ** 2 / 2, 0) / (values.length - 1);
-  const factor = values.length < LEAST ? NaN : 1.96 * Math.sqrt(noise);
-  // Up to each point: sums of value * weight, of weights, of their squares.
-  const sums = (ordered) => {
-    let sum = [0, 0, 0];
-    return ordered.map((y) => (sum = [weight * sum[0] + y, weight * sum[1] + 1, weight ** 2 * sum[2] + 1]));
+  const sums = (numbers, factor) => {
+    let sum = 0;
+    return numbers.map((value) => (sum = factor * sum + value));
   };
-  const [before, after] = [sums(values), sums(values.toReversed()).toReversed()];
-  let at = 0;
+  const [before, after] = [sums(values, weight), sums(values.toReversed(), weight).toReversed()];
+  const ones = values.map(() => 1);
+  const weights = sums(ones, weight); // of as many points as the index says, and one
+  const last = values.length - 1;
+  let [squares, factor] = [[], 0];
+  if (hasInterval && values.length >= LEAST) {
+    const noise = values.slice(1).reduce((sum, y, i) => sum + (y - values[i]) ** 2 / 2, 0) / last;
+    [squares, factor] = [sums(ones, weight ** 2), 1.96 * Math.sqrt(noise)];
+  }
+  let at = -1;
   return points.map(({ x, y }) => {
     if (y === null) return { x, y };
-    const [sum, weights, squares] = before[at].map((part, i) => part + after[at][i] - [y, 1, 1][i]);
     at += 1;
-    const [trend, half] = [sum / weights, (factor * Math.sqrt(squares)) / weights];
-    return Number.isNaN(half) ? { x, y: trend } : { x, y: trend, low: trend - half, high: trend + half };
+    const total = weights[at] + weights[last - at] - 1;
+    const trend = (before[at] + after[at] - y) / total;
+    if (!squares.length) return { x, y: trend };
+    const half = (factor * Math.sqrt(squares[at] + squares[last - at] - 1)) / total;
+    return { x, y: trend, low: trend - half, high: trend + half };
   });
 }
 

@@ -1,10 +1,5 @@
 // Texts of models, users and tools: what would hide in them or redirect a reader is shown as an escape.
 
-import { element } from "./dom.js";
-
-const FOLDED_LENGTH = 4_000; // characters of a text that are shown at first
-const MORE_LENGTH = 100_000; // characters that a click adds: a browser lays out millions only slowly
-
 // Control and format characters (ANSI's escape, direction marks, zero-width marks, tags), lone surrogates, separators
 // of lines and paragraphs, and Hangul's fillers, which are letters without a shape.
 const HIDDEN = /(?![\n\t])[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}\u115f\u1160\u3164\uffa0]+/gu;
@@ -28,37 +23,18 @@ export function marked(text) {
   text = text.replaceAll("\r\n", "\n");
   for (const { 0: run, index } of text.matchAll(HIDDEN)) {
     if (index > end) nodes.push(document.createTextNode(text.slice(end, index)));
-    nodes.push(element("span", { class: "escape" }, run));
+    const mark = document.createElement("span");
+    mark.className = "escape";
+    mark.textContent = escaped(run);
+    nodes.push(mark);
     end = index + run.length;
   }
   if (end < text.length) nodes.push(document.createTextNode(text.slice(end)));
   return nodes;
 }
 
-/** A block of text in the direction of its script; only the beginning of a long one, with a button for more. */
-export function textBlock(text, className = "text") {
-  const content = element("div", { class: className, dir: "auto" });
-  if (text.length <= FOLDED_LENGTH) {
-    content.append(...marked(text));
-    return content;
-  }
-  let shown = 0;
-  const button = element("button", { type: "button", class: "more", click: () => show(MORE_LENGTH) });
-  const show = (length) => {
-    const end = boundary(text, shown + length);
-    content.append(...marked(text.slice(shown, end)));
-    shown = end;
-    const remaining = text.length - shown;
-    const next = Math.min(remaining, MORE_LENGTH);
-    button.textContent = `Show more: ${next.toLocaleString("en")} of ${remaining.toLocaleString("en")} characters`;
-    if (!remaining) button.remove();
-  };
-  show(FOLDED_LENGTH);
-  return element("div", {}, content, button);
-}
-
 /** `at`, or one less if that would cut a character of two code units. */
-function boundary(text, at) {
+export function boundary(text, at) {
   if (at >= text.length) return text.length;
   const unit = text.charCodeAt(at - 1);
   return unit >= 0xd800 && unit < 0xdc00 ? at - 1 : at;
