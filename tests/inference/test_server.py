@@ -391,8 +391,12 @@ def test_a_restarted_server_has_the_same_address_and_key(tmp_path: Path, monkeyp
         server.restart()
         assert server.alive() and (server.url, server.api_key, server.generation) == (url, key, 1)
         assert server.released == set(), "a new process has its memory"
-    (command, first_key), again = started
-    assert again == (command, first_key) and first_key == key and f"--port {urlsplit(url).port}" in " ".join(command)
+    (command, first_key), second_start = started
+    assert (
+        second_start == (command, first_key)
+        and first_key == key
+        and f"--port {urlsplit(url).port}" in " ".join(command)
+    )
 
 
 @pytest.fixture
