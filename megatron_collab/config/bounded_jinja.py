@@ -276,14 +276,12 @@ def _size(value: Any) -> int:
             size += len(part)
         elif isinstance(part, int):
             size += part.bit_length()
-        elif isinstance(part, dict):
-            parts += part
-            parts += part.values()
-        elif isinstance(part, list | tuple):
-            if clock:  # lists that have each other as entries take long to count
+        elif isinstance(part, dict | list | tuple):
+            if clock:  # those that have each other as entries take long to count
                 clock.look()
             size += len(part)
             parts += part
+            parts += part.values() if isinstance(part, dict) else ()
     return size
 
 

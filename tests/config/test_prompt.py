@@ -114,6 +114,10 @@ TOO_MUCH = {
     "joined texts": (GROWS + "ns.x = ns.x ~ ns.x %}{% endfor %}", "computes"),
     "replacements": (GROWS + "ns.x = ns.x.replace('a', 'aa') %}{% endfor %}", "computes"),
     "lists within lists": (GROWS.replace("'ab'", "[]") + "ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}", "takes more"),
+    "dicts within dicts": (
+        GROWS.replace("'ab'", "{}") + "ns.x = {0: ns.x, '': ns.x} %}{% endfor %}{{ ns.x }}",
+        "takes more",
+    ),
     "blocks": (GROWS + "ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}{% endfor %}", "computes"),
 }
 

@@ -31,9 +31,7 @@ def test_all_are_found() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "options", [pytest.param(run, marks=[pytest.mark.slow] * (len(run) > 1)) for run in RUNS], ids=str
-)
+@pytest.mark.parametrize("options", EVERY_RUN, ids=str)
 def test_a_run_that_is_shown_fits(options: list[str]) -> None:
     config, shape = read_run(options)
     assert not idle_gpus(config)

@@ -102,13 +102,31 @@ def whole() -> list[ProcessInfo]:
 
 
 @pytest.fixture(scope="module")
-def trained(root: Path, keys: dict[str, str], temporary: Path, shared: set[Path], whole: list[ProcessInfo]) -> Path:
+def scratch() -> dict[Path, set[str]]:
+    """The files in the undisturbed run's temporary folder while it trains, with the names of the keys in each."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def trained(
+    root: Path,
+    keys: dict[str, str],
+    temporary: Path,
+    shared: set[Path],
+    whole: list[ProcessInfo],
+    scratch: dict[Path, set[str]],
+) -> Path:
     """The undisturbed run on multiturn-aware reward."""
     program = Program(rl(root, "rl"), root / "rl.log", TMPDIR=str(temporary), **keys)
     program.when(lambda: steps_done(root / "rl") >= 1)
     shared |= shared_memory(program)
     whole += process_infos(program)
     keys |= {name: value for name in (KEY_VARIABLE, "RAY_AUTH_TOKEN") for value in program.values(name)}
+    for file in temporary.rglob("*"):
+        with suppress(OSError):  # it has just been removed
+            if file.is_file():
+                text = file.read_bytes()
+                scratch[file] = {name for name, key in keys.items() if key.encode() in text}
     program.finish()
     assert program.gone() == []
     return root / "rl"
@@ -228,13 +246,15 @@ def test_every_number_and_transcript_is_in_place(trained: Path) -> None:
     assert list(trained.glob("tensorboard/events*"))
 
 
-def test_no_file_of_a_run_holds_a_key(trained: Path, keys: dict[str, str]) -> None:
+def test_no_file_of_a_run_holds_a_key(trained: Path, keys: dict[str, str], scratch: dict[Path, set[str]]) -> None:
     assert keys.keys() == {"OPENAI_API_KEY", KEY_VARIABLE, "RAY_AUTH_TOKEN"}
     files = [file for file in trained.rglob("*") if file.is_file()]
     assert any(file.suffix == ".log" for file in files), "logs of the servers are there"
     for file in files:
         text = file.read_bytes()
         assert [name for name, key in keys.items() if key.encode() in text] == [], file
+    assert any("raylet" in file.name for file in scratch), "files of Ray's session are there"
+    assert {file: names for file, names in scratch.items() if names} == {}
 
 
 def test_no_process_of_a_run_has_inherited_a_key(trained: Path, whole: list[ProcessInfo], keys: dict[str, str]) -> None:
@@ -244,6 +264,7 @@ def test_no_process_of_a_run_has_inherited_a_key(trained: Path, whole: list[Proc
     assert {"gcs_server", "raylet", "ray::ConversationWorker", "ray::RewardWorker"} <= kinds.keys()
     for process in whole:
         names = {name for name, key in keys.items() if key.encode() in process.environment}
+        assert [name for name, key in keys.items() if key in process.command] == [], process.command
         assert names <= ({KEY_VARIABLE} if kind(process) == "server" else {"RAY_AUTH_TOKEN"}), (process.command, names)
 
 

@@ -27,6 +27,7 @@ import pytest
 
 from megatron_collab.config import Config, SamplingConfig
 from megatron_collab.data.chat_template import ChatRenderer, load_tokenizer
+from megatron_collab.inference import KEY_VARIABLE, PARENT_VARIABLE
 from megatron_collab.inference import server as server_module
 from megatron_collab.inference.assistant import Renderer
 from megatron_collab.inference.client import EngineError, SGLangClient
@@ -364,6 +365,38 @@ def test_the_key_is_in_no_argument_and_no_log(servers: dict[str, Served]) -> Non
         for process in group(server.process.pid):
             assert server.api_key not in Path(f"/proc/{process}/cmdline").read_text()
         assert server.api_key not in server.log.read_text()
+
+
+def test_a_server_is_told_with_whose_end_it_ends(servers: dict[str, Served]) -> None:
+    for served in servers.values():
+        environment = Path(f"/proc/{served.server.process.pid}/environ").read_bytes().split(b"\0")
+        assert f"{PARENT_VARIABLE}={os.getpid()}".encode() in environment
+
+
+@pytest.mark.processes
+def test_a_restarted_server_has_the_same_address_and_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[list[str], str]] = []
+    popen = subprocess.Popen
+
+    def sleeps(command: list[str], env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append((command, env[KEY_VARIABLE]))
+        return popen(["sleep", "600"], env=env, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", sleeps)
+    with SGLangServer(policy_servers(serving_config(tmp_path)), tmp_path / "log") as server:
+        url, key = server.url, server.api_key
+        server.released = {"weights"}
+        os.kill(server.process.pid, signal.SIGKILL)
+        assert wait_until(lambda: not server.alive(), 60)
+        server.restart()
+        assert server.alive() and (server.url, server.api_key, server.generation) == (url, key, 1)
+        assert server.released == set(), "a new process has its memory"
+    (command, first_key), second_start = started
+    assert (
+        second_start == (command, first_key)
+        and first_key == key
+        and f"--port {urlsplit(url).port}" in " ".join(command)
+    )
 
 
 @pytest.fixture

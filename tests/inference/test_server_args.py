@@ -82,7 +82,6 @@ FAULTS = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.processes
 def test_sglangs_own_parser_knows_the_names() -> None:
     """It has the refused names with all their aliases, and it checks the remaining ones."""

@@ -89,12 +89,10 @@ def attacked(agent: list[str], folder: Path) -> set[str]:
     return {file.name for file in folder.iterdir() if file.name.startswith(("reached-", "ran-"))}
 
 
-@pytest.mark.slow
 def test_another_machine_does_not_reach_the_store_and_a_pickle_in_it_is_not_run(tmp_path: Path) -> None:
     assert attacked(["-m", "megatron_collab.launch.torchrun"], tmp_path) == {"reached-127.0.0.1"}
 
 
-@pytest.mark.slow
 def test_torchrun_itself_runs_it(tmp_path: Path) -> None:
     """Which shows that the attack is one."""
     agent = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]

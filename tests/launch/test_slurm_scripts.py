@@ -29,11 +29,11 @@ def dry_run(script: str, *arguments: str, **variables: str) -> subprocess.Comple
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
-def stand_in(folder: Path, nodes: int = 1) -> str:
+def stand_in(folder: Path, nodes: int = 1, run_dir: str = "run") -> str:
     """A folder for VENV whose Python answers at once, for a run of so many nodes; see `slurm.settings`."""
     python = folder / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    settings = f"*settings*) printf '%s\\n' '{folder}/run' {nodes} 8 4 ;;"
+    settings = f"*settings*) printf '%s\\n' {shlex.quote(run_dir)} {nodes} 8 4 ;;"
     python.write_text(f"#!/bin/sh\ncase $* in {settings} *address*) echo 127.0.0.1 ;; esac\n")
     python.chmod(0o755)
     return str(folder / "venv")
@@ -79,14 +79,16 @@ def test_the_nodes_of_a_job_are_asked_without_a_proxy(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_an_override_comes_through_unchanged(tmp_path: Path) -> None:
-    override = """run.dir="it's $HOME, ADDRESS_0 & (more)\""""
-    done = dry_run("train_8b.sh", override, VENV=stand_in(tmp_path))
+    run_dir = f"{tmp_path}/it's $HOME, ADDRESS_0 & (more)"
+    override = f'run.dir="{run_dir}"'
+    done = dry_run("train_8b.sh", override, VENV=stand_in(tmp_path, run_dir=run_dir))
     assert done.returncode == 0, done.stderr
     ranks = done.stdout.splitlines()[-5].removesuffix(" 2>&1 &").rpartition(" >")[0]
     printing = 'address=(10.0.0.1); srun() { printf "%s\\0" "$@"; }; ' + ranks
     arguments = subprocess.run(["bash", "-c", printing], capture_output=True, text=True, check=True).stdout.split("\0")
     assert arguments[-3:-1] == ["experiment=train_8b", override]
     assert "--master-addr=10.0.0.1" in arguments
+    assert f"--output={run_dir}/logs/attempt-0/ranks-%n.log" in arguments
 
 
 @pytest.mark.processes

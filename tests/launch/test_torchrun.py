@@ -196,6 +196,15 @@ def test_it_listens_on_one_address(tmp_path: Path, options: list[str], address: 
         assert {host for sockets in listeners.values() for host, _ in sockets} == {address}
 
 
+def test_a_single_node_has_no_store_that_unpickles() -> None:
+    """As torchrun's own of --standalone does, with whatever anybody has put into it."""
+    options = run.parse_args(["--standalone", "rank.py"])
+    store = torchrun._store(options)
+    assert store and store.port == options.master_port and not options.standalone
+    config, *_ = run.config_from_args(options)
+    assert (config.rdzv_backend, config.rdzv_endpoint) == ("static", f"127.0.0.1:{store.port}")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

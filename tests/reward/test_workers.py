@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from megatron_collab.config import LlmConfig, RewardConfig
 from megatron_collab.launch.play_specs import reward_spec
@@ -16,6 +17,7 @@ from megatron_collab.llm import limiter
 from megatron_collab.llm.served import ServedModel
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.workers import Job, RewardWorker, Scored, Scores
+from megatron_collab.runtime import keys
 from megatron_collab.runtime.ray_cluster import start_actor
 from megatron_collab.types import Conversation, Ending, Judgment, Message, Missing, Score, Task
 from tests.reward.stand_ins import TASK, WEIGHTS, Process, TestingWorker, ended, settings, worker_of
@@ -61,6 +63,21 @@ def test_a_metric_has_the_settings_of_its_name_and_no_judge_where_it_needs_none(
     config = RewardConfig(weights={"words": 1.0}, metrics={"words": {"metric": "token_amount", "count": "words"}})
     metric = worker_of(config).metrics["words"]
     assert (metric.options.count, metric.judge) == ("words", None)
+
+
+def test_a_judge_has_the_runs_limits_cache_prices_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    actors: list[str] = []
+    monkeypatch.setattr(ray, "get_actor", lambda name: actors.append(name) or f"handle of {name}")
+    monkeypatch.delenv(keys.FILE, raising=False)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-judge")
+    keys.put_away()
+    assert "OPENAI_API_KEY" not in os.environ
+    llm = LlmConfig(prices={"openai/judge": [1.0, 2.0]})
+    for folder, options in ((tmp_path / "llm_cache", llm), (tmp_path / "own", replace(llm, cache=f"{tmp_path}/own"))):
+        client = RewardWorker(reward_spec(settings("judged")), options, tmp_path).metrics["judged"].judge.client
+        assert actors.pop() == limiter.NAME and client._queue._limiter == f"handle of {limiter.NAME}"
+        assert list(folder.glob("*.sqlite")) and client._prices.at_most("openai/judge", 1_000_000, 0) == 1.0
+    assert actors == [] and os.environ["OPENAI_API_KEY"] == "sk-of-the-judge"
 
 
 def test_what_the_run_serves_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -105,6 +107,17 @@ def test_ray_starts_without_monitors(session: None) -> None:
     commands = " ".join(word for process in family() for word in process.cmdline())
     assert "gcs_server" in commands and "dashboard/agent.py" in commands
     assert [file for file in ("monitor.py", "log_monitor.py", "dashboard/dashboard.py") if file in commands] == []
+
+
+def test_a_stranger_without_the_token_is_refused(session: None, tmp_path: Path) -> None:
+    address = ray.get_runtime_context().gcs_address
+    ask = f"from ray._raylet import GcsClient; print(GcsClient(address={address!r}).get_all_node_info())"
+    known = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    stranger = subprocess.run(
+        [sys.executable, "-c", ask], env={**known, "HOME": str(tmp_path)}, capture_output=True, text=True, timeout=60
+    )
+    assert stranger.returncode != 0
+    assert "InvalidAuthToken" in stranger.stderr
 
 
 def test_nothing_of_ray_listens_beyond_loopback(before: Sockets, session: None) -> None:

@@ -33,36 +33,38 @@ def played(code: str, metadata: Mapping[str, Any]) -> tuple[Task, Conversation]:
     return task, Conversation(task.messages, (1,)).add_turn(turn)
 
 
+KINDS = (
+    "builtins",
+    "frame",
+    "__eq__",
+    "sys.modules",
+    "atexit",
+    "signal",
+    "TestCase",
+    "import hook",
+    "wire",
+    "mock",
+    "StopIteration",
+    "asyncio.CancelledError",
+    "by a path",
+    "missing by",
+)
+FIRST = {next(name for name, code in ATTACKS.items() if kind in f"{name} {code}") for kind in KINDS}
+
+
 @pytest.mark.parametrize(
     ("form", "step"), [("check", 9), *(pytest.param(form, 1, marks=pytest.mark.slow) for form in FORMS)]
 )
 def test_no_attack_earns_anything(form: str, step: int) -> None:
-    """Every `step`-th attack."""
-    attacks = dict([*ATTACKS.items()][::step])
+    """The first attack of each kind, and every `step`-th."""
+    attacks = {name: code for i, (name, code) in enumerate(ATTACKS.items()) if name in FIRST or i % step == 0}
     earned = score([(code, FORMS[form]) for code in attacks.values()], cpu_seconds=1)
     assert {name: earned for name, earned in zip(attacks, earned, strict=True) if earned != 0.0} == {}
     assert score([(RIGHT, FORMS[form])]) == [1.0]
 
 
-def test_there_are_all_kinds_of_attacks() -> None:
+def test_there_are_many_attacks() -> None:
     assert len(ATTACKS) >= 170
-    kinds = (
-        "builtins",
-        "frame",
-        "__eq__",
-        "sys.modules",
-        "atexit",
-        "signal",
-        "TestCase",
-        "import hook",
-        "wire",
-        "mock",
-        "StopIteration",
-        "asyncio.CancelledError",
-        "by a path",
-        "missing by",
-    )
-    assert all(any(kind in f"{name} {code}" for name, code in ATTACKS.items()) for kind in kinds)
 
 
 @pytest.mark.parametrize("name", HONEST)
@@ -78,8 +80,8 @@ CASES = [
     ("import inspect\nassert inspect.getsource(f)", "look into the candidate's code"),
     ("assert f.__code__.co_argcount == 1", "look into the candidate's code"),
     ("import no_such_module\nassert f(1) == 1", "no_such_module, which is not installed"),
-    ("class Mine(f):\n    pass", "derive a class from the candidate's f"),
     ("import logging\nassert f(logging.getLogger('x'))", "pass the candidate a logging.Logger"),
+    ("class Mine(f):\n    pass", "derive a class from the candidate's f"),
     (
         "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        with self.assertLogs(): f(1)",
         "state",

@@ -112,7 +112,6 @@ def metrics(folder: Path, run: str) -> list[dict[str, float]]:
     return [{k: v for k, v in json.loads(line).items() if "seconds" not in k} for line in lines]
 
 
-@pytest.mark.slow
 def test_the_policy_learns_to_prefer_chosen_replies(folder: Path) -> None:
     first, *_, last = metrics(folder, "whole")
     assert first["loss"] == pytest.approx(0.6931472, abs=1e-5) and first["dpo/pairs"] == 6

@@ -191,7 +191,7 @@ def test_reference_and_critic_choose_for_themselves(
 @pytest.mark.parametrize(
     "layouts",
     [
-        pytest.param(("tp2-sp-selective", "pp2-vpp2-full"), id="tensors and virtual stages"),
+        pytest.param(("ep2-full", "pp2-vpp2-full"), id="experts and virtual stages"),
         pytest.param([*LAYOUTS], marks=pytest.mark.slow, id="all"),
     ],
 )

@@ -21,6 +21,8 @@ from tests.helpers import policy_servers, refused
 from tests.weight_sync import test_receiver as fakes
 from tests.weight_sync.test_receiver import one_rank  # noqa: F401  # a fixture
 
+pytestmark = pytest.mark.processes
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "transport.md"
 
 
@@ -102,8 +104,6 @@ def test_plans_ask_its_class(transport: str, tmp_path: Path) -> None:
 
 NO_TRANSPORTS = """
 from megatron_collab.weight_sync.transports.base import Transport
-
-pytestmark = pytest.mark.processes
 
 
 class Half(Transport):

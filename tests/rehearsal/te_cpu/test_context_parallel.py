@@ -21,7 +21,7 @@ from tests.ranks import init_parallel, learn, make_config, make_model, make_pair
 from tests.rehearsal.te_cpu import test_layers as engine
 from tests.trainer.test_routing import planted
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = pytest.mark.processes
 
 RANKS = 2
 PAIRS = {"train.stage": "dpo", "algo.dpo.precompute": False}

@@ -31,7 +31,7 @@ from tests.ranks import init_parallel, run_ranks
 from tests.trainer import test_parity as parity
 from tests.trainer.shapes import QWEN3
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = pytest.mark.processes
 
 RANKS = 2
 LENGTHS = [60, 80, 116]  # 128 tokens a rank, as blocks need
@@ -52,6 +52,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "pp2": {"pp": 2},
     "pp2-vpp2": {"pp": 2, "vpp": 2},
 }
+EVERY_MODEL = [pytest.param(name, marks=[pytest.mark.slow] * (name != "qwen3_moe")) for name in MODELS]
 RECOMPUTED = ("selective", "full")
 FP8 = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3"}
 
@@ -86,6 +87,28 @@ class Part(NamedTuple):
 
 
 @pytest.fixture(scope="module")
+def float32_results(request: pytest.FixtureRequest) -> list[dict[str, tuple[Outcome, Outcome]]]:
+    return run_ranks(measure_in_float32, RANKS, [name for (name,) in selected(request, "model")], engine=True)
+
+
+def measure_in_float32(names: list[str]) -> dict[str, tuple[Outcome, Outcome]]:
+    """As one of the ranks: results of the engine's and of the local layers, by model."""
+    config = tensor_parallel()
+    with init_parallel(config):
+        return {
+            name: (measure_model(config, name, True, "float32"), measure_model(config, name, False, "float32"))
+            for name in names
+        }
+
+
+def tensor_parallel() -> Config:
+    config = Config()
+    config.launch.device, config.launch.timeout = "cpu", 60.0
+    config.parallel.tp, config.parallel.sequence_parallel = RANKS, True
+    return config
+
+
+@pytest.fixture(scope="module")
 def rank_results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     cases = {case for kind in ("layout", "same", "recompute") for case in selected(request, kind, "recipe")}
     return run_ranks(measure, RANKS, cases | {("dp2", recipe) for _, recipe in cases}, engine=True)
@@ -95,15 +118,11 @@ def measure(cases: set[tuple[str, str]]) -> dict[str, Any]:
     """As one of the ranks: results by "model engine-or-local precision"; in layouts and recomputed, of these cases."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    config = Config()
-    config.launch.device, config.launch.timeout = "cpu", 60.0
-    config.parallel.tp, config.parallel.sequence_parallel = RANKS, True
+    config = tensor_parallel()
     with init_parallel(config):
         results = {"refused": refused()}
-        for name in MODELS:
-            for engine in (True, False):
-                results[f"{name} {engine} float32"] = measure_model(config, name, engine, "float32")
         for name in ("qwen3", "qwen3_moe"):
+            results[f"{name} False float32"] = measure_model(config, name, False, "float32")
             for engine in (True, False):
                 results[f"{name} {engine} bfloat16"] = measure_model(config, name, engine, "bfloat16")
             for recipe in FP8:
@@ -244,10 +263,12 @@ def gradient_error(x: Outcome, y: Outcome) -> float:
     )
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_in_float32_the_engine_is_the_local_layers(rank_results: list[dict[str, Any]], model: str) -> None:
-    for rank in rank_results:
-        engine, local = rank[f"{model} True float32"], rank[f"{model} False float32"]
+@pytest.mark.parametrize("model", EVERY_MODEL)
+def test_in_float32_the_engine_is_the_local_layers(
+    float32_results: list[dict[str, tuple[Outcome, Outcome]]], model: str
+) -> None:
+    for rank in float32_results:
+        engine, local = rank[model]
         assert engine.gradients.keys() == local.gradients.keys()  # a publish uses these names
         assert error(engine.hidden, local.hidden) < 1e-5
         assert all(error(engine.gradients[name], local.gradients[name]) < 1e-5 for name in local.gradients)
@@ -257,6 +278,7 @@ def test_in_float32_the_engine_is_the_local_layers(rank_results: list[dict[str, 
             assert error(engine.trained[name][clear], local.trained[name][clear]) < 1e-4, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "hidden", "gradient", "weight"),
     [
@@ -282,13 +304,14 @@ def test_adapters_on_the_engines_layers_are_those_on_the_local_ones(
         assert all(error(engine.published[name], exact.published[name]) < weight for name in exact.published)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_norms_count_every_expert(rank_results: list[dict[str, Any]], model: str) -> None:
-    for rank in rank_results:
-        norm = rank[f"{model} False float32"].norm
-        assert rank[f"{model} True float32"].norm == pytest.approx(norm, rel=1e-5)
+@pytest.mark.parametrize("model", EVERY_MODEL)
+def test_norms_count_every_expert(float32_results: list[dict[str, tuple[Outcome, Outcome]]], model: str) -> None:
+    for rank in float32_results:
+        engine, local = rank[model]
+        assert engine.norm == pytest.approx(local.norm, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
 def test_in_bfloat16_the_engine_errs_as_the_local_layers_do(rank_results: list[dict[str, Any]], model: str) -> None:
     for rank in rank_results:
@@ -299,6 +322,7 @@ def test_in_bfloat16_the_engine_errs_as_the_local_layers_do(rank_results: list[d
         assert 0 < gradient_error(engine, exact) < 1.5 * gradient_error(local, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", FP8)
 @pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
 def test_fp8_errs_by_its_own_precision(rank_results: list[dict[str, Any]], model: str, recipe: str) -> None:
@@ -309,6 +333,7 @@ def test_fp8_errs_by_its_own_precision(rank_results: list[dict[str, Any]], model
         assert 2 * gradient_error(rounded, exact) < gradient_error(fp8, exact) < 0.4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "recipe", "same"),
     [
@@ -333,6 +358,7 @@ def test_a_layout_that_changes_no_scale_changes_nothing_in_fp8(
     assert error(gradients, exact) < 2e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", RECOMPUTED)
 @pytest.mark.parametrize("recipe", FP8)
 def test_recomputed_activations_are_the_same_in_fp8(
@@ -347,6 +373,7 @@ def test_recomputed_activations_are_the_same_in_fp8(
         assert not different
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", FP8)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_fp8_every_layout_errs_as_data_parallelism_does(
@@ -364,6 +391,7 @@ def test_in_fp8_every_layout_errs_as_data_parallelism_does(
         assert 2 * error(rounded, exact) < error(here, exact) < 1.3 * error(alone, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
 def test_every_recipe_has_checkpoints_of_the_same_weights(rank_results: list[dict[str, Any]], model: str) -> None:
     for rank in rank_results:
@@ -371,5 +399,6 @@ def test_every_recipe_has_checkpoints_of_the_same_weights(rank_results: list[dic
         assert keys and all(rank[f"{model} True {recipe}"].keys == keys for recipe in FP8)
 
 
+@pytest.mark.slow
 def test_a_missing_kernel_is_named(rank_results: list[dict[str, Any]]) -> None:
     assert rank_results[0]["refused"].startswith("transformer_engine_torch.layernorm_fwd: no reference kernel")
