@@ -18,7 +18,7 @@ import pytest
 from megatron_collab.checkpoint import storage
 from megatron_collab.commands.__main__ import run as command
 from megatron_collab.config import Config, ConfigError, compose, recorded
-from megatron_collab.launch import prepare
+from megatron_collab.launch import prepare, tasks
 from megatron_collab.observability.run import Run
 from megatron_collab.runtime import process
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
@@ -111,8 +111,10 @@ def test_a_folder_that_another_run_has(world: Path, run: Path, capsys: pytest.Ca
 def test_the_lock_comes_before_the_data(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("read_data", "check_arguments", "check_model", "_pin"):
-        monkeypatch.setattr(prepare, name, lambda *_: pytest.fail("before the lock"))
+    early = {tasks: ("read_data",), prepare: ("check_arguments", "check_model", "_pin")}
+    for module, names in early.items():
+        for name in names:
+            monkeypatch.setattr(module, name, lambda *_: pytest.fail("before the lock"))
     with RunLock(tmp_path / "run"):
         assert "in use by process" in refused(capsys, *settings(world, tmp_path / "run"))
 
