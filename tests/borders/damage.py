@@ -111,7 +111,7 @@ WRONG: dict[str, tuple[Damage, str]] = {
     "cut in the weights": (cut(WEIGHTS, 0.5), BROKEN),
     "a pointer": (
         written(WEIGHTS, "version https://git-lfs.github.com/spec/v1\n"),
-        BROKEN,
+        "model.safetensors is a pointer of Git LFS, without the content",
     ),
     "a tensor less": (tensors(model__norm__weight=None), "model.norm.weight is missing"),
     "a tensor more": (tensors(model__more=torch.zeros(2)), "model.more is unexpected"),

@@ -108,6 +108,7 @@ def test_a_folder_that_another_run_has(world: Path, run: Path, capsys: pytest.Ca
         main(settings(world, run))
 
 
+@pytest.mark.seconds
 def test_the_lock_comes_before_the_data(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,7 +184,7 @@ def test_samples_follow_the_log_probs(server: SGLangServer, count: int) -> None:
     turns = sample(server, [(PROMPTS[1], seed) for seed in range(count)], at_once=True, tokens=1)
     probability = {turn.token_ids[0]: math.exp(turn.log_probs[0]) for turn in turns}
     seen = Counter(turn.token_ids[0] for turn in turns)
-    frequent = [token for token in seen if probability[token] * count >= 10]
+    frequent = [token for token in seen if probability[token] * count >= 5]
     assert len(frequent) > 20
     # Tokens of small probability are pooled, those never seen included.
     expected = [probability[token] * count for token in frequent]
@@ -367,6 +367,7 @@ def test_the_key_is_in_no_argument_and_no_log(servers: dict[str, Served]) -> Non
         assert server.api_key not in server.log.read_text()
 
 
+@pytest.mark.processes
 def test_a_server_is_told_with_whose_end_it_ends(servers: dict[str, Served]) -> None:
     for served in servers.values():
         environment = Path(f"/proc/{served.server.process.pid}/environ").read_bytes().split(b"\0")
