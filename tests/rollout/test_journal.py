@@ -274,12 +274,14 @@ def test_sampling_ahead_resumes(world: Maker, monkeypatch: pytest.MonkeyPatch) -
 TURN = Turn((1, 2, 3), (10,), (-0.25,), (0,), Finish.ABORT, "")
 
 
-def test_paused_turns_come_back_with_their_weights(tmp_path: Path) -> None:
+def test_paused_turns_come_back_with_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of step 3, which version 3 sampled."""
     opened(tmp_path).pause(3, {"train-4-0": [(7, TURN)]})
     assert opened(tmp_path).paused(3) == {"train-4-0": [(7, TURN)]}
     assert opened(tmp_path).paused(2) is None
     assert opened(tmp_path, 0.1 + 1e-15, 0.2).paused(3) is None, "another version 3"
+    monkeypatch.delattr(types, "Turn")
+    assert opened(tmp_path).paused(3) is None, "another version of the package"
 
 
 @pytest.mark.parametrize("resumed", [0, 1, 2])
