@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,13 +22,25 @@ from megatron_collab.environments.desk_language import GRAMMAR, HELD_OUT, KINDS,
 from megatron_collab.environments.desk_optimum import OPTIMAL, DeskPredictions
 from megatron_collab.environments.desk_user import DeskGoal
 from megatron_collab.launch.play_specs import reward_spec
-from megatron_collab.types import Task
+from megatron_collab.types import Message, Task
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "desk.md"
 COSTS = [0.02, 0.2, 0.4, 0.8]  # of experiment=desk_costs
-TRAINING = desk.tasks(0, 1024)
-EVALUATED = {split: desk.tasks(0, desk.EVALUATED, split) for split in desk.SPLITS}
-CONVERSATIONS = desk.conversations(0, 1024)
+
+
+@cache
+def training() -> list[Task]:
+    return desk.tasks(0, 1024)
+
+
+@cache
+def evaluated() -> dict[str, list[Task]]:
+    return {split: desk.tasks(0, desk.EVALUATED, split) for split in desk.SPLITS}
+
+
+@cache
+def supervised() -> list[tuple[Message, ...]]:
+    return desk.conversations(0, 1024)
 
 
 def goals(tasks: list[Task]) -> list[DeskGoal]:
@@ -45,11 +58,11 @@ def test_tasks_come_from_their_seed() -> None:
 
 
 def test_each_set_holds_out_one_thing() -> None:
-    trained = goals(TRAINING)
+    trained = goals(training())
     kinds, users = {goal.kind for goal in trained}, {goal.user for goal in trained}
     assert len(kinds) == 38 and users == set(MODEL.seen_users) and {goal.phrasing for goal in trained} == {TRAINED}
     known = {values_of(goal) for goal in trained}
-    for split, tasks in EVALUATED.items():
+    for split, tasks in evaluated().items():
         held_out = goals(tasks)
         assert (
             not kinds & {goal.kind for goal in held_out}
@@ -64,18 +77,18 @@ def test_each_set_holds_out_one_thing() -> None:
 
 def test_the_supervised_conversations_show_nothing_that_is_held_out() -> None:
     kinds = {" ".join(kind) for kind in desk.kinds(held_out=True)}
-    texts = [" ".join(message.content for message in messages) for messages in CONVERSATIONS]
+    texts = [" ".join(message.content for message in messages) for messages in supervised()]
     assert not [text for text in texts for kind in kinds if re.search(f"{kind.replace(' ', ' (my|the|this) ')} ", text)]
     for production in GRAMMAR["statement"][HELD_OUT]:
         pattern = re.compile(r"\b" + production.format(slot="(item|date|plan|region)", value="(lamp|monday|pro|asia)"))
         assert not [text for text in texts if pattern.search(text)]
-        assert [task for task in EVALUATED[desk.PHRASINGS] if pattern.search(task.messages[0].content)]
+        assert [task for task in evaluated()[desk.PHRASINGS] if pattern.search(task.messages[0].content)]
 
 
 def test_the_supervised_conversations_show_no_held_out_goal() -> None:
     """Goals are read from conversations whose user has stated everything."""
     complete = 0
-    for messages in CONVERSATIONS:
+    for messages in supervised():
         values = desk_language.heard(messages).values
         kind = next(kind for kind in KINDS if set(kind) <= set(messages[0].content.split()))
         if set(values) == set(desk_language.needed(kind)):
@@ -85,7 +98,7 @@ def test_the_supervised_conversations_show_no_held_out_goal() -> None:
 
 
 def test_every_second_evaluated_task_is_complete_with_all_users() -> None:
-    for tasks in EVALUATED.values():
+    for tasks in evaluated().values():
         assert all(len(task.messages) == 1 for task in tasks)
         complete = [not desk_user.unknown(goal, task.messages) for goal, task in zip(goals(tasks), tasks, strict=True)]
         assert complete == [True, False] * 512
@@ -93,7 +106,7 @@ def test_every_second_evaluated_task_is_complete_with_all_users() -> None:
 
 
 def test_each_action_topic_and_value_occurs_in_training() -> None:
-    text = " ".join(message.content for task in TRAINING for message in task.messages)
+    text = " ".join(message.content for task in training() for message in task.messages)
     words = {
         *desk_language.ACTIONS,
         *desk_language.TOPICS,
@@ -103,7 +116,7 @@ def test_each_action_topic_and_value_occurs_in_training() -> None:
 
 
 def test_guessable_slots_keep_their_chances_in_training() -> None:
-    values = [goal.values for goal in goals(TRAINING)]
+    values = [goal.values for goal in goals(training())]
     likeliest = [
         goal[slot] == desk_language.VALUES[slot][0] for goal in values for slot in MODEL.guessable if slot in goal
     ]
@@ -111,16 +124,16 @@ def test_guessable_slots_keep_their_chances_in_training() -> None:
 
 
 def test_a_fifth_of_the_training_tasks_begins_later_and_none_ends() -> None:
-    later = [task for task in TRAINING if len(task.messages) == 3]
-    assert 0.15 < len(later) / len(TRAINING) < 0.27
-    assert all(task.messages[-1].role == "user" for task in TRAINING)
-    assert not any(desk_language.STOP in task.messages[-1].content for task in TRAINING)
+    later = [task for task in training() if len(task.messages) == 3]
+    assert 0.15 < len(later) / len(training()) < 0.27
+    assert all(task.messages[-1].role == "user" for task in training())
+    assert not any(desk_language.STOP in task.messages[-1].content for task in training())
 
 
 def test_the_supervised_conversations_guess_more_often_than_they_ask() -> None:
-    asks = sum(len(messages) > 2 for messages in CONVERSATIONS) / len(CONVERSATIONS)
+    asks = sum(len(messages) > 2 for messages in supervised()) / len(supervised())
     assert 0.15 < asks < 0.35
-    ends = [messages[-1].content for messages in CONVERSATIONS]
+    ends = [messages[-1].content for messages in supervised()]
     assert sum(map(desk_language.is_final, ends)) / len(ends) > 0.95
     assert all(desk_language.guess(text) or desk_language.slots_asked(text) for text in ends)
 
@@ -128,9 +141,9 @@ def test_the_supervised_conversations_guess_more_often_than_they_ask() -> None:
 def test_every_word_is_in_the_vocabulary() -> None:
     words = set(desk_language.words())
     assert len(words) < 100
-    texts = [message.content for messages in CONVERSATIONS for message in messages]
+    texts = [message.content for messages in supervised() for message in messages]
     texts += [
-        message.content for tasks in (TRAINING, *EVALUATED.values()) for task in tasks for message in task.messages
+        message.content for tasks in (training(), *evaluated().values()) for task in tasks for message in task.messages
     ]
     assert words.issuperset(" ".join(texts).split())
 
@@ -156,8 +169,8 @@ def test_the_world_is_a_model_data_and_predictions(
     chat = ChatRenderer(str(tmp_path / "model"))
     conversations = load_conversations(tmp_path / "sft.jsonl")
     assert len(conversations) == 40
-    ids = [token for messages in CONVERSATIONS for token in chat.first(messages)]
-    assert max(len(chat.first(messages)) for messages in CONVERSATIONS) < desk.CONTEXT * 0.7
+    ids = [token for messages in supervised() for token in chat.first(messages)]
+    assert max(len(chat.first(messages)) for messages in supervised()) < desk.CONTEXT * 0.7
     assert chat.tokenizer.unk_token_id not in ids
 
 
@@ -172,8 +185,8 @@ def test_the_experiment_plays_and_scores_what_is_predicted() -> None:
 
 
 def test_tasks_state_the_cost_of_a_question() -> None:
-    priced, free = desk.with_costs(TRAINING, COSTS), [desk_language.cost(cost) for cost in COSTS]
-    pairs = list(zip(TRAINING, priced, goals(priced), strict=True))
+    priced, free = desk.with_costs(training(), COSTS), [desk_language.cost(cost) for cost in COSTS]
+    pairs = list(zip(training(), priced, goals(priced), strict=True))
     for task, stated, goal in pairs:
         assert stated.messages[0].content == f"{task.messages[0].content} {desk_language.cost(goal.cost)}"
         assert (stated.id, stated.messages[1:], stated.answer) == (task.id, task.messages[1:], task.answer)
@@ -184,7 +197,7 @@ def test_tasks_state_the_cost_of_a_question() -> None:
             goal.cost for task, _, goal in pairs if complete == (not desk_user.unknown(goal, task.messages))
         )
         assert counts.keys() == set(COSTS) and min(counts.values()) > 0.7 * max(counts.values())
-    assert desk.with_costs(TRAINING, ()) == TRAINING
+    assert desk.with_costs(training(), ()) == training()
     examples = desk.conversations(0, 400, COSTS)
     assert {messages[0].content.rpartition(desk_language.COST)[2] for messages in examples} == {
         sentence.removeprefix(desk_language.COST) for sentence in free
@@ -233,7 +246,7 @@ def test_the_experiment_with_costs_evaluates_at_each() -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_page_shows_what_reading_the_cost_gains() -> None:
-    starts = desk.starts_of(EVALUATED[desk.GOALS])
+    starts = desk.starts_of(evaluated()[desk.GOALS])
     table = desk.predictions(0, COSTS).strip().split("\n\n")[-1]
     assert table in PAGE.read_text()
     cells = [[float(cell) for cell in row.split("|")[2:6]] for row in table.splitlines()[2:]]
