@@ -89,6 +89,7 @@ FOREIGN: dict[str, tuple[Damage, dict[str, object], str]] = {
 }
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_checkpoint_and_a_model_that_are_not_of_one_another(
     tmp_path: Path, model: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str], name: str

@@ -269,6 +269,7 @@ def test_metadata_that_a_prompt_of_the_user_lacks_is_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("name", "content", "stage", "message"),
     [

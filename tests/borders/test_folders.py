@@ -208,6 +208,7 @@ def test_a_folder_in_the_place_of_a_file(world: Path, run: Path, capsys: pytest.
     assert f"{run / name}: " in line and "or choose another run.dir" in line
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("text", ["garbage", "", "[]", "\x00", '{"train_minutes": 1'])
 def test_a_result_that_is_none_does_not_end_a_run(world: Path, run: Path, text: str) -> None:
     (run / "result.json").write_text("{}")
@@ -279,6 +280,7 @@ LIVE: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", LIVE)
 def test_a_report_of_what_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps(STEP) + "\n")

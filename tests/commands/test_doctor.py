@@ -352,6 +352,7 @@ def test_a_model_that_does_not_take_a_setting_is_not_called(capsys: pytest.Captu
     assert printed == "" and line.count("\n") == 1 and "reward.judge.temperature=0.0: openai/gpt-5" in line
 
 
+@pytest.mark.seconds
 def test_the_users_of_an_evaluation_are_asked_too(
     judge: Endpoint, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

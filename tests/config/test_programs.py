@@ -84,6 +84,7 @@ def test_what_users_from_logs_reads_is_what_calls_and_serves_a_model() -> None:
     assert not any(name.startswith(("run.dir", "data.", "user", "train.", "reward.weights")) for name in read)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("experiment", ["booking", "gsm8k", "train_8b", "booking_sft"])
 def test_the_command_of_a_training_can_be_repeated_as_an_evaluation(experiment: str) -> None:
     """Its settings of conversations apply, those of training are ignored, also a stage of an experiment."""

@@ -121,6 +121,7 @@ def test_the_plan_fits_with_room_for_uncounted_memory(name: str, gib: int) -> No
     assert config.launch.nproc_per_node == (1 if name == "qwen3_0_6b" else 8)
 
 
+@pytest.mark.seconds
 def test_the_supervised_experiments_differ_only_in_their_data() -> None:
     """So one of them represents all of them in the tests below."""
     configs = []

@@ -65,6 +65,7 @@ def test_tasks_come_from_their_seed() -> None:
     assert booking.tasks(1, 50) == booking.tasks(1, 50) != booking.tasks(2, 50)
 
 
+@pytest.mark.seconds
 def test_evaluated_goals_and_first_messages_are_not_trained_on() -> None:
     evaluated = booking.tasks(0, booking.EVALUATED, held_out=True)
     trained = booking.tasks(0, 4096)

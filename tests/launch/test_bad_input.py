@@ -319,6 +319,7 @@ def test_a_metric_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> Non
 PAIR = {"prompt": "hi", "chosen": "hello", "rejected": "no"}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

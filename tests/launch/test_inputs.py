@@ -95,6 +95,7 @@ CHANGES: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES.keys())
 def test_other_content_under_the_same_path_is_refused(
     config: Config, change: Callable[[], object], message: str
@@ -121,6 +122,7 @@ def test_files_that_were_touched_or_copied_are_the_same(config: Config, monkeypa
     begun(config)
 
 
+@pytest.mark.seconds
 def test_files_that_have_not_changed_are_not_read_again(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     read = list[str]()
     digest = inputs._digest

@@ -66,6 +66,7 @@ def test_the_judge_decides_if_no_answer_can_be_read(answer: int) -> None:
         assert part in judge.prompts[0]
 
 
+@pytest.mark.seconds
 def test_a_reply_without_an_answer_is_put_to_the_judge_or_wrong() -> None:
     task = about("18")
     asking = play(task, "What do you mean?")

@@ -44,6 +44,7 @@ def judge_prompt(name: str, **settings: Any) -> str:
     return judge.prompts[0]
 
 
+@pytest.mark.seconds
 def test_the_default_prompts_are_those_of_earlier_versions_to_the_byte() -> None:
     user = UserConfig()
     prompts = {

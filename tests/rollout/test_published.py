@@ -40,6 +40,7 @@ SETTINGS = {  # of the recipe, of the authors' code (a future has four new messa
 }
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("experiment", ["gsm8k", "collabllm_math", "train_8b"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_sets_every_published_option_in_every_experiment(name: str, experiment: str) -> None:

@@ -301,6 +301,7 @@ def test_a_model_calls_its_tools_and_sees_its_calls_again_in_later_turns(
     assert [message.private for message in replayed.messages] == [message.private for message in conversation.messages]
 
 
+@pytest.mark.seconds
 def test_a_user_that_only_calls_tools_ends_its_conversation(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "dummy")
     conversation, requests, player = play_model(world, called(("press", '{"what": "a"}')), max_tool_calls=2)

@@ -160,6 +160,7 @@ def folder(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run", config)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", ["chat", "serve"])
 def test_bad_input_is_refused_in_one_line(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = [folder, "--step=before"]
@@ -184,6 +185,7 @@ def test_bad_tasks_are_refused_in_one_line(folder: Path, capsys: pytest.CaptureF
         assert reason in refusal(capsys, "chat", arguments)
 
 
+@pytest.mark.seconds
 def test_a_task_must_be_in_the_data_of_the_run(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,6 +206,7 @@ def test_a_task_must_be_in_the_data_of_the_run(
         assert reason in refusal(capsys, "chat", [*before, *arguments])
 
 
+@pytest.mark.seconds
 def test_an_address_that_cannot_be_used_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,6 +140,7 @@ def test_converted_models_do_not_pile_up_but_stay_while_they_are_used(folder: Pa
     assert not used.exists()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("share", "models", "tp", "judges", "gpus", "expected"),
     [

@@ -55,6 +55,7 @@ def test_the_memory_is_free_while_offloaded(actors: list[PolicyTrainer]) -> None
     assert bytes_held(offloading) == bytes_held(keeping)
 
 
+@pytest.mark.seconds
 def test_offloading_before_the_first_step(actors: list[PolicyTrainer]) -> None:
     """There is no optimizer state yet, and in float32 only gradients can be offloaded."""
     fresh = PolicyTrainer(actors[0].spec)
@@ -63,6 +64,7 @@ def test_offloading_before_the_first_step(actors: list[PolicyTrainer]) -> None:
     assert learn(fresh, Batch(make_samples(4, seed=1)))["grad_norm"] > 0
 
 
+@pytest.mark.seconds
 def test_training_goes_on_as_if_nothing_had_been_moved(actors: list[PolicyTrainer]) -> None:
     offloading, keeping = actors
     with pytest.raises(ZeroDivisionError), offloading.offloaded():

@@ -64,6 +64,7 @@ def test_a_goal_that_is_not_told_is_no_goal(nothing: str) -> None:
         described("hi", goal=nothing)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", ["Nona Unknownson", "No Yong-ho", "王无", "Nil Ó Néill"])
 def test_names_that_look_like_it_are_names(name: str) -> None:
     assert described(f"hi, {name}!", names=name).messages[0].content == "hi, <PERSON_1>!"

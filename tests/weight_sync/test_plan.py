@@ -224,6 +224,7 @@ def test_a_shard_that_both_sides_cut_alike_is_one_slice() -> None:
     assert set(Counter((rank, piece.target) for rank, piece in arrived).values()) == {1}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("trainer", "server"),
     [

@@ -67,6 +67,7 @@ def fail(*replies: Reply, match: str, **options: Any) -> tuple[list[dict[str, An
     return requests, counted
 
 
+@pytest.mark.seconds
 def test_the_user_sees_its_goal_and_the_conversation_and_never_the_answer() -> None:
     reply, (request,), counted = ask(answer("milk, please"), temperature=0.7, max_tokens=99)
     assert reply == UserReply(Message("user", "milk, please"), done=False)
@@ -321,6 +322,7 @@ def play_policy(
     return asyncio.run(play()), users.counters
 
 
+@pytest.mark.seconds
 def test_requests_go_to_the_next_server_if_one_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request goes to one of the servers in use, and to the next one if that fails."""
 
