@@ -101,10 +101,8 @@ class Flight:
         """
         self._play, self._background, self._follow_up = play, background, follow_up
         self._workers, self._ray = cycle(enumerate(workers.conversations)), workers.ray
-        self._servers, self._dealt = (
-            workers.servers,
-            dict[int, int](),
-        )  # by server, groups begun before its last
+        self._servers = workers.servers
+        self._dealt = dict[int, int]()  # by server, the groups begun before its last
         self._begun = count()
         self._servers_lost = servers_lost
         self._journal = journal
